@@ -1,0 +1,1 @@
+"""Where workers run: local processes here, Slurm later."""

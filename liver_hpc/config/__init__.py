@@ -1,0 +1,1 @@
+"""YAML run files -> validated, frozen run descriptions."""

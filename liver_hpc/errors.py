@@ -1,0 +1,43 @@
+"""The exception tree: everything that liver_hpc raises on purpose derives from `LiverError`."""
+
+from __future__ import annotations
+
+
+class LiverError(Exception):
+    """Base of every error raised on purpose; its text is meant for the person at the terminal."""
+
+
+class ConfigError(LiverError):
+    """A run file, a command-line value or a data file is wrong; nothing was launched."""
+
+
+class PlanError(LiverError):
+    """A transfer plan does not fit the state that exists: who, wanted, got."""
+
+
+class ProtocolError(LiverError):
+    """A message or an event that the present phase does not allow, with the history."""
+
+
+class DeadlineError(LiverError):
+    """A wait ended at its deadline; the text names whom it waited for."""
+
+
+class MeetingError(LiverError):
+    """A joiner and the front desk did not come together: bad proof, no answer, dead peer."""
+
+
+class TransferError(LiverError):
+    """Bytes could not be moved between two workers."""
+
+
+class DigestError(LiverError):
+    """The logical state of source and target differ; the handoff must not commit."""
+
+
+class WorkerLostError(LiverError):
+    """A worker whose state nobody else holds has gone."""
+
+
+class RequestRefused(LiverError):
+    """The coordinator declined an operator's request; the running job is undisturbed."""

@@ -1,0 +1,1 @@
+"""PREPARE, TRANSFER, COMMIT and RELEASE, as a worker lives them."""

@@ -1,0 +1,80 @@
+"""What is recorded of a run: one row a step, one row a handoff attempt. Times are epoch seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training step, as rank 0 of its world saw it.
+
+    `phase` is empty for an undisturbed step; "prepare" when a target world was being prepared
+    beside it (from the notice to the boundary), "first" for a world's first step, "release" while
+    the old world was being freed.
+    """
+
+    step: int
+    generation: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    started_s: float
+    ended_s: float
+    phase: str
+
+
+@dataclass(frozen=True)
+class ReconfigurationRecord:
+    """One handoff attempt. A time that was never reached is NaN.
+
+    The pause is wall time in which neither world trains: `first_step_started_s -
+    source_last_step_ended_s`, the largest over workers that were in both worlds.
+    """
+
+    generation: int
+    source_generation: int
+    source: str
+    target: str
+    source_workers: str
+    target_workers: str
+    notice: str
+    outcome: str
+    detail: str
+    step: int
+    digest_equal: bool
+    bytes_moved: int
+    bytes_local: int
+    notice_s: float
+    boot_ended_s: float
+    prepare_started_s: float
+    prepare_ended_s: float
+    armed_s: float
+    source_last_step_ended_s: float
+    transfer_ended_s: float
+    first_step_started_s: float
+    committed_s: float
+    first_step_ended_s: float
+    released_s: float
+    pause_s: float
+    stayers_file_descriptors: int
+    stayers_resident_bytes: int
+
+
+@dataclass(frozen=True)
+class BaselineRecord:
+    """One checkpoint/restart measurement; every phase in seconds."""
+
+    method: str
+    source: str
+    target: str
+    save_s: float
+    stop_s: float
+    launch_s: float
+    import_s: float
+    groups_s: float
+    load_s: float
+    first_step_s: float
+    total_s: float
+    detail: str

@@ -1,0 +1,1 @@
+"""The coordinator's conversation with its workers: messages, transition table, votes."""

@@ -1,0 +1,334 @@
+"""Every message on the control channel: frozen pydantic models, JSON on the wire, never pickle.
+
+Times are seconds since the epoch (`Clock.now_s`). `generation` numbers the target world of a
+handoff attempt; an aborted attempt burns its number.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from liver_hpc.layout.coordinates import Layout, Roster
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class WireRoster(Message):
+    """A `Roster` on the wire."""
+
+    tp: int
+    pp: int
+    dp: int
+    workers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, roster: Roster) -> WireRoster:
+        layout = roster.layout
+        return cls(tp=layout.tp, pp=layout.pp, dp=layout.dp, workers=roster.workers)
+
+    def roster(self) -> Roster:
+        return Roster(Layout(self.tp, self.pp, self.dp), self.workers)
+
+
+class SmallState(Message):
+    """Everything of the logical state that is not a tensor; equal on all workers at a boundary."""
+
+    step: int
+    consumed_samples: int
+    optimizer_step: int
+    loss_scale: float
+    seed: int
+
+
+class ClassDigest(Message):
+    """Sum over a worker's boxes of one kind of state and one replication class, modulo 2**64.
+
+    `kind` is "parameter", "main", "exp_avg" or "exp_avg_sq"; `value` is 16 hex digits.
+    """
+
+    kind: str
+    tp_replicated: bool
+    multi_stage: bool
+    value: str
+
+
+# ---- worker -> coordinator
+
+
+class Hello(Message):
+    """First message of a worker: it has booted and is ready to PREPARE."""
+
+    type: Literal["hello"] = "hello"
+    worker: int
+    pid: int
+    host: str
+    booted_s: float
+    boot_timings_s: dict[str, float] = {}
+
+
+class StepDone(Message):
+    """From rank 0 of the world that trains, after every step."""
+
+    type: Literal["step_done"] = "step_done"
+    worker: int
+    generation: int
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    started_s: float
+    ended_s: float
+
+
+class Prepared(Message):
+    """The target world stands here: groups connected, buffers touched, plan made, warmed up."""
+
+    type: Literal["prepared"] = "prepared"
+    worker: int
+    generation: int
+    timings_s: dict[str, float] = {}
+    bytes_out: int = 0
+    bytes_in: int = 0
+    bytes_local: int = 0
+    kept_groups: int = 0
+
+
+class AtBoundary(Message):
+    """A source worker has stopped at the agreed step boundary; its state is frozen."""
+
+    type: Literal["at_boundary"] = "at_boundary"
+    worker: int
+    generation: int
+    small: SmallState
+    last_step_ended_s: float
+
+
+class Progress(Message):
+    type: Literal["progress"] = "progress"
+    worker: int
+    generation: int
+    bytes_done: int
+
+
+class Vote(Message):
+    """A worker's word on one stage: "parameters" before the first forward, "optimizer" before
+    the first optimizer step. Digests of what it held as source, and of what it holds as target."""
+
+    type: Literal["vote"] = "vote"
+    worker: int
+    generation: int
+    stage: Literal["parameters", "optimizer"]
+    ok: bool
+    reason: str = ""
+    source: tuple[ClassDigest, ...] = ()
+    target: tuple[ClassDigest, ...] = ()
+    timings_s: dict[str, float] = {}
+
+
+class FirstStep(Message):
+    """A target worker has finished its first step in the new world."""
+
+    type: Literal["first_step"] = "first_step"
+    worker: int
+    generation: int
+    started_s: float
+    ended_s: float
+
+
+class Released(Message):
+    """The source world is gone from this worker: groups, buffers, sockets."""
+
+    type: Literal["released"] = "released"
+    worker: int
+    generation: int
+    file_descriptors: int
+    resident_bytes: int
+    released_s: float
+
+
+class Aborted(Message):
+    """This worker has let the target world go; a source worker is ready to resume."""
+
+    type: Literal["aborted"] = "aborted"
+    worker: int
+    generation: int
+
+
+class Failed(Message):
+    """Something went wrong in the handoff of this generation; the source world is intact here."""
+
+    type: Literal["failed"] = "failed"
+    worker: int
+    generation: int
+    reason: str
+
+
+class Heartbeat(Message):
+    type: Literal["heartbeat"] = "heartbeat"
+    worker: int
+    step: int
+
+
+class Finished(Message):
+    """The worker has done its last step, or reached the boundary at which it was told to stop."""
+
+    type: Literal["finished"] = "finished"
+    worker: int
+    step: int
+
+
+# ---- coordinator -> worker
+
+
+class Begin(Message):
+    """Build the first world and start to train."""
+
+    type: Literal["begin"] = "begin"
+    generation: int
+    roster: WireRoster
+
+
+class Prepare(Message):
+    """Build the target world beside what runs; answer with Prepared or Failed."""
+
+    type: Literal["prepare"] = "prepare"
+    generation: int
+    source: WireRoster
+    source_generation: int
+    target: WireRoster
+
+
+class Arm(Message):
+    """All are prepared: raise the ready flag; joiners wait for the transfer."""
+
+    type: Literal["arm"] = "arm"
+    generation: int
+
+
+class Verdict(Message):
+    """All voted yes and the digests agree: "forward" = compute the first step on the received
+    parameters, "commit" = the target world is the world."""
+
+    type: Literal["verdict"] = "verdict"
+    generation: int
+    stage: Literal["forward", "commit"]
+    small: SmallState
+
+
+class Abort(Message):
+    """Drop the target world. With `rebuild`, source groups that the target shared may hold
+    half-done collectives: rebuild the source world's groups too before resuming."""
+
+    type: Literal["abort"] = "abort"
+    generation: int
+    reason: str
+    rebuild: bool = False
+
+
+class Resume(Message):
+    """All source workers have aborted: train on from the boundary. With `rebuild`, build the
+    source layout anew under this (fresh) generation from the state that is still held."""
+
+    type: Literal["resume"] = "resume"
+    generation: int
+    rebuild_generation: int | None = None
+
+
+class Exit(Message):
+    """End this process: leaver after COMMIT, joiner after ABORT, everybody at the end."""
+
+    type: Literal["exit"] = "exit"
+    reason: str
+
+
+class Stop(Message):
+    """Agree to stop at the next common step boundary, then answer Finished."""
+
+    type: Literal["stop"] = "stop"
+
+
+# ---- operator -> coordinator (answered with Reply)
+
+
+class StatusRequest(Message):
+    type: Literal["status"] = "status"
+
+
+class ResizeRequest(Message):
+    """A new layout, or a worker count whose preferred layout is taken."""
+
+    type: Literal["resize"] = "resize"
+    layout: str | None = None
+    workers: int | None = None
+
+
+class ReplaceRequest(Message):
+    """Same layout; a fresh worker takes this one's place."""
+
+    type: Literal["replace"] = "replace"
+    replace: int
+
+
+class StopRequest(Message):
+    type: Literal["stop_run"] = "stop_run"
+
+
+class Reply(Message):
+    """`ok` false means refused, and `text` says why; `data` is the status snapshot."""
+
+    type: Literal["reply"] = "reply"
+    ok: bool
+    text: str
+    data: dict[str, Any] = {}
+
+
+# ---- store: the key-value store from which process groups are built
+
+
+class StoreRequest(Message):
+    """One operation of torch's Store interface; `value` is base64."""
+
+    type: Literal["store"] = "store"
+    operation: Literal["set", "get", "add", "wait", "check", "delete", "compare_set"]
+    keys: tuple[str, ...]
+    value: str = ""
+    expected: str = ""
+    amount: int = 0
+    timeout_s: float = 0.0
+
+
+class StoreReply(Message):
+    """`error` is empty on success; a timed-out wait lists the keys that never came."""
+
+    type: Literal["store_reply"] = "store_reply"
+    value: str = ""
+    number: int = 0
+    error: str = ""
+
+
+FromWorker = (
+    Hello | StepDone | Prepared | AtBoundary | Progress | Vote | FirstStep | Released | Aborted
+    | Failed | Heartbeat | Finished
+)  # fmt: skip
+ToWorker = Begin | Prepare | Arm | Verdict | Abort | Resume | Exit | Stop
+FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | StopRequest
+AnyMessage = FromWorker | ToWorker | FromOperator | Reply | StoreRequest | StoreReply
+
+_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(
+    Annotated[AnyMessage, Field(discriminator="type")]
+)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """The message as UTF-8 JSON."""
+    return message.model_dump_json().encode()
+
+
+def decode(data: bytes) -> AnyMessage:
+    """The message in `data`; raises pydantic.ValidationError for anything that is not one."""
+    return _ADAPTER.validate_json(data)

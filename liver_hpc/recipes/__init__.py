@@ -1,0 +1,1 @@
+"""What is trained: tensors, model, samples and loss."""

@@ -1,0 +1,1 @@
+"""Meeting over MPI, and the authenticated control channel that follows it."""

@@ -1,0 +1,1 @@
+"""Bytes between workers, within a staging budget."""

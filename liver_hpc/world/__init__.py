@@ -1,0 +1,1 @@
+"""A layout's process groups, model and optimizer, and the training step."""
