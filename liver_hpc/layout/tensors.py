@@ -1,0 +1,124 @@
+"""What a model's state is made of, in global terms, and the boxes and moves that plans speak of.
+
+Every tensor is seen as a matrix: a 1-D tensor of n elements is [n, 1].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+PARAMETER = "parameter"
+MAIN = "main"
+EXP_AVG = "exp_avg"
+EXP_AVG_SQ = "exp_avg_sq"
+OPTIMIZER_KINDS = (MAIN, EXP_AVG, EXP_AVG_SQ)
+
+
+class Box(NamedTuple):
+    """Half-open ranges of rows and columns of a global tensor, in elements."""
+
+    row0: int
+    row1: int
+    col0: int
+    col1: int
+
+    @property
+    def elements(self) -> int:
+        return (self.row1 - self.row0) * (self.col1 - self.col0)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common box; None when there is none."""
+        box = Box(
+            max(self.row0, other.row0),
+            min(self.row1, other.row1),
+            max(self.col0, other.col0),
+            min(self.col1, other.col1),
+        )
+        return box if box.row0 < box.row1 and box.col0 < box.col1 else None
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One logical tensor of the model, as all layouts know it.
+
+    name: global name; a layer's tensors carry the global layer number.
+    shape: global shape, 1-D or 2-D, in elements.
+    stage: a layer number, or "first" / "last" for the first / last pipeline stage.
+    tp_dim: the dimension that tensor parallelism splits; None = a copy on every tp rank.
+    tp_blocks: along `tp_dim` the tensor is this many equal blocks, each split over tp on its own
+        (a SwiGLU fc1 holds gate and up: 2).
+    tied_last: a second copy lives on the last stage (tied embeddings), after all its tensors.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stage: int | Literal["first", "last"]
+    tp_dim: int | None = None
+    tp_blocks: int = 1
+    tied_last: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def cols(self) -> int:
+        return self.shape[1] if len(self.shape) == 2 else 1
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.cols
+
+    @property
+    def whole(self) -> Box:
+        return Box(0, self.rows, 0, self.cols)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The tensors in the order in which `module.parameters()` yields them, and the layer count.
+
+    parameter_bytes: bytes of one model parameter (4 in fp32, 2 in bf16). The optimizer's main
+    copy and moments are fp32; in fp32 runs the main copy is the parameter itself.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    layers: int
+    parameter_bytes: int
+
+    @property
+    def main_is_parameter(self) -> bool:
+        return self.parameter_bytes == 4
+
+    @property
+    def optimizer_kinds(self) -> tuple[str, ...]:
+        """Kinds of optimizer state that exist apart from the parameters."""
+        return OPTIMIZER_KINDS[1:] if self.main_is_parameter else OPTIMIZER_KINDS
+
+    def element_bytes(self, kind: str) -> int:
+        return self.parameter_bytes if kind == PARAMETER else 4
+
+
+@dataclass(frozen=True, order=True)
+class Move:
+    """One box of one kind of one tensor from one worker to another; the order is the wire's."""
+
+    tensor_index: int
+    kind: str
+    box: Box
+    sender: int
+    receiver: int
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """What one worker sends, receives and copies within itself; each list sorted.
+
+    Both ends of a pair derive the same list of moves between them, alone.
+    """
+
+    worker: int
+    sends: tuple[Move, ...]
+    receives: tuple[Move, ...]
+    local: tuple[Move, ...]

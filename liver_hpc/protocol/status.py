@@ -1,0 +1,46 @@
+"""The status snapshot: what `liver status` prints and `--follow` draws."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class HandoffStatus(BaseModel):
+    """The handoff in progress. Times are epoch seconds; bytes count both phases of TRANSFER."""
+
+    model_config = ConfigDict(frozen=True)
+
+    generation: int
+    phase: str
+    source: str
+    target: str
+    notice: str
+    since_s: float
+    bytes_done: int
+    bytes_total: int
+    waiting_for: tuple[int, ...]
+
+
+class StatusSnapshot(BaseModel):
+    """The state of a run at one moment."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run: str
+    state: str  # "starting", "training", "stopping", "finished", "failed"
+    step: int
+    steps: int
+    loss: float | None
+    grad_norm: float | None
+    tokens_per_s: float | None
+    step_s: float | None
+    generation: int
+    layout: str
+    workers: tuple[int, ...]
+    handoffs_done: int
+    handoffs_aborted: int
+    queued: tuple[str, ...]
+    handoff: HandoffStatus | None
+    last_event: str
+    metrics_error: str
+    now_s: float
