@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from liver_hpc.errors import ConfigError
+
 PARAMETER = "parameter"
 MAIN = "main"
 EXP_AVG = "exp_avg"
@@ -75,17 +77,22 @@ class TensorSpec:
         return Box(0, self.rows, 0, self.cols)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelSpec:
     """The tensors in the order in which `module.parameters()` yields them, and the layer count.
 
     parameter_bytes: bytes of one model parameter (4 in fp32, 2 in bf16). The optimizer's main
     copy and moments are fp32; in fp32 runs the main copy is the parameter itself.
+    first_stage_layers, last_stage_layers: layers of the end stages where pp > 1, when they differ
+    from an even split (Megatron's num_layers_in_first/last_pipeline_stage).
+    Compared and hashed by identity: ownership is memoized per model.
     """
 
     tensors: tuple[TensorSpec, ...]
     layers: int
     parameter_bytes: int
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
 
     @property
     def main_is_parameter(self) -> bool:
@@ -95,6 +102,47 @@ class ModelSpec:
     def optimizer_kinds(self) -> tuple[str, ...]:
         """Kinds of optimizer state that exist apart from the parameters."""
         return OPTIMIZER_KINDS[1:] if self.main_is_parameter else OPTIMIZER_KINDS
+
+    def stage_layers(self, pp: int) -> tuple[int, ...]:
+        """Layers on each of `pp` stages; raises ConfigError where they do not divide."""
+        if pp == 1:
+            return (self.layers,)
+        ends = {0: self.first_stage_layers, pp - 1: self.last_stage_layers}
+        fixed = {stage: count for stage, count in ends.items() if count is not None}
+        rest, free = self.layers - sum(fixed.values()), pp - len(fixed)
+        if rest < free or (free == 0 and rest != 0) or (free and rest % free):
+            raise ConfigError(
+                f"pp={pp} does not divide {rest} layers over {free} stages"
+                + (f" beside fixed end stages {fixed}" if fixed else "")
+            )
+        return tuple(fixed.get(stage, rest // max(free, 1)) for stage in range(pp))
+
+    def stages_of(self, tensor: TensorSpec, pp: int) -> tuple[int, ...]:
+        """The pipeline stages that hold the tensor: one, or first and last for tied copies."""
+        if tensor.stage == "first":
+            return (0, pp - 1) if tensor.tied_last and pp > 1 else (0,)
+        if tensor.stage == "last":
+            return (pp - 1,)
+        end = 0
+        for stage, count in enumerate(self.stage_layers(pp)):
+            end += count
+            if tensor.stage < end:
+                return (stage,)
+        raise ConfigError(f"tensor {tensor.name} names layer {tensor.stage} of {self.layers}")
+
+    def stage_tensors(self, pp: int, stage: int) -> tuple[int, ...]:
+        """Indices of a stage's tensors in the order of its `module.parameters()`.
+
+        A tied copy comes last on the last stage (Megatron's output_layer).
+        """
+        own, tied = [], []
+        for index, tensor in enumerate(self.tensors):
+            stages = self.stages_of(tensor, pp)
+            if stage == stages[0]:
+                own.append(index)
+            elif stage in stages:
+                tied.append(index)
+        return tuple(own + tied)
 
     def element_bytes(self, kind: str) -> int:
         return self.parameter_bytes if kind == PARAMETER else 4

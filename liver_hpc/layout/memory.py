@@ -1,0 +1,56 @@
+"""How many bytes a coordinate holds, and how many a handoff moves."""
+
+from __future__ import annotations
+
+from liver_hpc.layout.coordinates import Coordinate, Layout, Roster
+from liver_hpc.layout.ownership import local_shape, owned_boxes
+from liver_hpc.layout.plan import transfer_plan
+from liver_hpc.layout.tensors import PARAMETER, ModelSpec, Move
+
+GRADIENT = "gradient"
+GRADIENT_BYTES = 4
+"""Gradients are accumulated and reduced in fp32."""
+
+
+def worker_bytes(model: ModelSpec, layout: Layout, at: Coordinate) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer state at a coordinate, by kind.
+
+    Activations, padding and communication buffers are not counted.
+    """
+    stage = model.stage_tensors(layout.pp, at.pp)
+    elements = 0
+    for index in stage:
+        rows, cols = local_shape(model.tensors[index], layout.tp)
+        elements += rows * cols
+    counted = {PARAMETER: elements * model.parameter_bytes, GRADIENT: elements * GRADIENT_BYTES}
+    for kind in model.optimizer_kinds:
+        counted[kind] = sum(
+            box.elements * model.element_bytes(kind)
+            for index in stage
+            for box in owned_boxes(model, layout, at, kind, index)
+        )
+    return counted
+
+
+def move_bytes(model: ModelSpec, moves: tuple[Move, ...]) -> int:
+    """Bytes of a list of moves."""
+    return sum(move.box.elements * model.element_bytes(move.kind) for move in moves)
+
+
+def handoff_bytes(model: ModelSpec, source: Roster, target: Roster) -> tuple[int, int]:
+    """Bytes that cross between workers, and bytes copied within them, in a whole handoff."""
+    moved = local = 0
+    for worker in target.workers:
+        plan = transfer_plan(model, source, target, worker)
+        moved += move_bytes(model, plan.receives)
+        local += move_bytes(model, plan.local)
+    return moved, local
+
+
+def state_bytes(model: ModelSpec) -> int:
+    """Bytes of one copy of the logical state: parameters and optimizer state."""
+    return sum(
+        tensor.elements * model.element_bytes(kind)
+        for tensor in model.tensors
+        for kind in (PARAMETER, *model.optimizer_kinds)
+    )

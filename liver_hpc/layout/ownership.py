@@ -1,0 +1,188 @@
+"""Which boxes of which tensors a coordinate owns: pure functions of (model, layout, coordinate).
+
+Parameters: a coordinate holds its whole tensor-parallel share of every tensor of its stage, the
+same on every data-parallel rank. Optimizer state: Megatron's distributed optimizer lays a stage's
+local parameters, in reverse order, into buckets and gives each data-parallel rank one equal slice
+of every bucket (megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer and
+megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._build_model_gbuf_range); a slice
+cuts a parameter in its flat, row-major order, so it is at most three boxes of the local matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from liver_hpc.errors import ConfigError
+from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, TensorSpec
+
+PARAMETER_ALIGNMENT = 64
+"""Elements; every parameter starts at a multiple of it in its bucket."""
+BUCKET_ALIGNMENT = 128
+"""Elements; a bucket's size is a multiple of this and of dp."""
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A box of the global tensor and where its corner sits in the local matrix."""
+
+    box: Box
+    local_row: int
+    local_col: int
+
+    def local_box(self) -> Box:
+        height, width = self.box.row1 - self.box.row0, self.box.col1 - self.box.col0
+        return Box(
+            self.local_row, self.local_row + height, self.local_col, self.local_col + width
+        )
+
+    def to_global(self, local: Box) -> Box:
+        """A box of the local matrix, inside this slab, in global coordinates."""
+        down, right = self.box.row0 - self.local_row, self.box.col0 - self.local_col
+        return Box(local.row0 + down, local.row1 + down, local.col0 + right, local.col1 + right)
+
+
+def local_shape(tensor: TensorSpec, tp: int) -> tuple[int, int]:
+    """Rows and columns of one tp rank's share; raises ConfigError where tp does not divide."""
+    if tensor.tp_dim is None or tp == 1:
+        return tensor.rows, tensor.cols
+    size = tensor.shape[tensor.tp_dim]
+    if size % (tp * tensor.tp_blocks):
+        raise ConfigError(
+            f"tensor {tensor.name}: dim {tensor.tp_dim} is {size}, "
+            f"which tp={tp} x {tensor.tp_blocks} blocks does not divide"
+        )
+    if tensor.tp_dim == 0:
+        return tensor.rows // tp, tensor.cols
+    return tensor.rows, tensor.cols // tp
+
+
+@lru_cache(maxsize=1 << 16)
+def slabs(tensor: TensorSpec, tp: int, tp_rank: int) -> tuple[Slab, ...]:
+    """The boxes of a tp rank's share, one for each of the tensor's blocks."""
+    rows, cols = local_shape(tensor, tp)
+    if tensor.tp_dim is None or tp == 1:
+        return (Slab(tensor.whole, 0, 0),)
+    if tensor.tp_dim == 1:
+        width = cols // tensor.tp_blocks
+        block = tensor.cols // tensor.tp_blocks
+        return tuple(
+            Slab(Box(0, rows, left, left + width), 0, index * width)
+            for index in range(tensor.tp_blocks)
+            for left in [index * block + tp_rank * width]
+        )
+    height = rows // tensor.tp_blocks
+    block = tensor.rows // tensor.tp_blocks
+    return tuple(
+        Slab(Box(top, top + height, 0, cols), index * height, 0)
+        for index in range(tensor.tp_blocks)
+        for top in [index * block + tp_rank * height]
+    )
+
+
+def interval_boxes(start: int, end: int, cols: int) -> tuple[Box, ...]:
+    """A flat row-major interval [start, end) of a matrix with `cols` columns, as 1 to 3 boxes."""
+    row0, col0 = divmod(start, cols)
+    row1, col1 = divmod(end, cols)
+    if row0 == row1:
+        return (Box(row0, row0 + 1, col0, col1),) if col0 < col1 else ()
+    boxes = []
+    if col0:
+        boxes.append(Box(row0, row0 + 1, col0, cols))
+        row0 += 1
+    if row0 < row1:
+        boxes.append(Box(row0, row1, 0, cols))
+    if col1:
+        boxes.append(Box(row1, row1 + 1, 0, col1))
+    return tuple(boxes)
+
+
+@dataclass(frozen=True)
+class StageShards:
+    """The optimizer buckets of one stage: `places[tensor_index] = (bucket, start, end)`."""
+
+    dp: int
+    places: dict[int, tuple[int, int, int]]
+    bucket_elements: tuple[int, ...]
+
+    def interval(self, tensor_index: int, dp_rank: int) -> tuple[int, int]:
+        """Flat interval of the local parameter that a dp rank owns; empty when start >= end."""
+        bucket, start, end = self.places[tensor_index]
+        size = self.bucket_elements[bucket] // self.dp
+        low, high = max(start, dp_rank * size), min(end, (dp_rank + 1) * size)
+        return low - start, high - start
+
+    def owners(self, tensor_index: int) -> range:
+        """The dp ranks that own a part of the tensor."""
+        bucket, start, end = self.places[tensor_index]
+        size = self.bucket_elements[bucket] // self.dp
+        return range(start // size, (end - 1) // size + 1)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple
+
+
+@lru_cache(maxsize=4096)
+def stage_shards(model: ModelSpec, layout: Layout, stage: int) -> StageShards:
+    """Bucket places of every tensor of a stage, as Megatron's buffer lays them out.
+
+    One bucket, and one of its own for a tied embedding that lives on two stages.
+    """
+    places: dict[int, tuple[int, int, int]] = {}
+    sizes: list[int] = []
+    start = 0
+    filled = False
+
+    def close_bucket(end: int) -> None:
+        nonlocal start, filled
+        sizes.append(_round_up(end, math.lcm(layout.dp, BUCKET_ALIGNMENT)))
+        start, filled = 0, False
+
+    for index in reversed(model.stage_tensors(layout.pp, stage)):
+        tensor = model.tensors[index]
+        rows, cols = local_shape(tensor, layout.tp)
+        shared = len(model.stages_of(tensor, layout.pp)) > 1
+        start = _round_up(start, PARAMETER_ALIGNMENT)
+        if shared and filled:
+            close_bucket(start)
+        end = start + rows * cols
+        places[index] = (len(sizes), start, end)
+        start, filled = end, True
+        if shared:
+            close_bucket(end)
+    if filled:
+        close_bucket(start)
+    return StageShards(layout.dp, places, tuple(sizes))
+
+
+@lru_cache(maxsize=1 << 18)
+def optimizer_boxes(
+    model: ModelSpec, layout: Layout, at: Coordinate, tensor_index: int
+) -> tuple[Box, ...]:
+    """Global boxes of one tensor's optimizer state at a coordinate that holds the tensor."""
+    tensor = model.tensors[tensor_index]
+    start, end = stage_shards(model, layout, at.pp).interval(tensor_index, at.dp)
+    if start >= end:
+        return ()
+    _, cols = local_shape(tensor, layout.tp)
+    return tuple(
+        slab.to_global(part)
+        for local in interval_boxes(start, end, cols)
+        for slab in slabs(tensor, layout.tp, at.tp)
+        if (part := slab.local_box().intersect(local)) is not None
+    )
+
+
+def owned_boxes(
+    model: ModelSpec, layout: Layout, at: Coordinate, kind: str, tensor_index: int
+) -> tuple[Box, ...]:
+    """Global boxes of one kind of one tensor that a coordinate owns; () when its stage lacks it."""
+    tensor = model.tensors[tensor_index]
+    if at.pp not in model.stages_of(tensor, layout.pp):
+        return ()
+    if kind == PARAMETER:
+        return tuple(slab.box for slab in slabs(tensor, layout.tp, at.tp))
+    return optimizer_boxes(model, layout, at, tensor_index)

@@ -1,0 +1,83 @@
+"""Who sits where in the target: the assignment of workers to coordinates that moves the least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from liver_hpc.errors import ConfigError
+from liver_hpc.layout.coordinates import Coordinate, Layout, Roster
+from liver_hpc.layout.ownership import owned_boxes
+from liver_hpc.layout.tensors import PARAMETER, ModelSpec
+
+EXACT_WORKERS = 64
+"""Up to this many workers or coordinates the assignment problem is solved exactly."""
+
+
+def overlap_bytes(
+    model: ModelSpec, source: Layout, at: Coordinate, target: Layout, to: Coordinate
+) -> int:
+    """Bytes that a worker at `at` already holds of what `to` will need."""
+    held = set(model.stage_tensors(source.pp, at.pp))
+    total = 0
+    for index in model.stage_tensors(target.pp, to.pp):
+        if index not in held:
+            continue
+        for kind in (PARAMETER, *model.optimizer_kinds):
+            needed = owned_boxes(model, target, to, kind, index)
+            elements = sum(
+                common.elements
+                for have in owned_boxes(model, source, at, kind, index)
+                for box in needed
+                if (common := have.intersect(box)) is not None
+            )
+            total += elements * model.element_bytes(kind)
+    return total
+
+
+def place(model: ModelSpec, source: Roster, target: Layout, available: Sequence[int]) -> Roster:
+    """Seats `target.workers` of the `available` workers so that the fewest bytes move.
+
+    `available` may hold more workers than needed (the rest leave) and workers that are not in
+    the source (joiners). Deterministic. Raises ConfigError when there are too few.
+    """
+    if len(available) < target.workers:
+        raise ConfigError(
+            f"layout {target} wants {target.workers} workers, available are {list(available)}"
+        )
+    if max(len(available), target.workers) <= EXACT_WORKERS:
+        return _place_exactly(model, source, target, available)
+    return _place_by_seat(source, target, available)
+
+
+def _place_exactly(
+    model: ModelSpec, source: Roster, target: Layout, available: Sequence[int]
+) -> Roster:
+    seats = list(target.coordinates())
+    stays = np.zeros((len(seats), len(available)))  # [seats, workers], bytes that need not move
+    for column, worker in enumerate(available):
+        at = source.coordinate_of(worker)
+        if at is not None:
+            stays[:, column] = [
+                overlap_bytes(model, source.layout, at, target, seat) for seat in seats
+            ]
+    _, columns = linear_sum_assignment(stays, maximize=True)
+    return Roster(target, tuple(available[column] for column in columns))
+
+
+def _place_by_seat(source: Roster, target: Layout, available: Sequence[int]) -> Roster:
+    """Keeps every worker whose seat exists in both layouts, then fills up in order."""
+    free = set(available)
+    seated: dict[Coordinate, int] = {}
+    source_seats = {at: source.worker_at(at) for at in source.layout.coordinates()}
+    for seat in target.coordinates():
+        worker = source_seats.get(seat)
+        if worker in free:
+            seated[seat] = worker
+            free.discard(worker)
+    rest = iter([worker for worker in available if worker in free])
+    return Roster(
+        target, tuple(seated[s] if s in seated else next(rest) for s in target.coordinates())
+    )

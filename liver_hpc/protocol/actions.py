@@ -1,0 +1,57 @@
+"""What the handoff machine asks for; the coordinator performs them in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.protocol.events import World
+from liver_hpc.protocol.messages import ToWorker
+
+
+@dataclass(frozen=True)
+class LaunchJoiners:
+    """Start this many fresh workers; each says Hello when it has booted."""
+
+    generation: int
+    count: int
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class PlaceTarget:
+    """Decide who sits where, given the joiners' ids, and answer with `TargetFixed`."""
+
+    joiners: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Send:
+    """One message to each of these workers."""
+
+    workers: tuple[int, ...]
+    message: ToWorker
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The attempt is over; `world` trains from here on.
+
+    `detail` is empty for a completed handoff, else what went wrong.
+    """
+
+    generation: int
+    outcome: Literal["completed", "aborted", "failed"]
+    detail: str
+    world: World
+
+
+@dataclass(frozen=True)
+class FailRun:
+    """State that nobody else holds is gone: the run cannot go on."""
+
+    reason: str
+
+
+Action = LaunchJoiners | PlaceTarget | Send | Ended | FailRun

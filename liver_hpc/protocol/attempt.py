@@ -1,0 +1,89 @@
+"""What is known of the handoff attempt in progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from liver_hpc.layout.coordinates import Roster
+from liver_hpc.protocol.events import Requested, WorkerLost
+from liver_hpc.protocol.messages import SmallState, Vote
+
+
+class Phase(StrEnum):
+    IDLE = "IDLE"
+    BOOT = "BOOT"
+    PREPARE = "PREPARE"
+    ARMED = "ARMED"
+    TRANSFER = "TRANSFER"
+    COMMIT = "COMMIT"
+    RELEASE = "RELEASE"
+    ABORT = "ABORT"
+
+
+Awaited = tuple[int, type]
+"""A worker, and the type of the event that must come from it."""
+
+
+@dataclass
+class Attempt:
+    """One attempt. `target` is None while it waits for joiners (BOOT).
+
+    awaited: what the present phase still waits for; small: the state that each source worker
+    reported at the boundary; reason: why it was aborted.
+    """
+
+    request: Requested
+    joiners: list[int] = field(default_factory=list)
+    target: Roster | None = None
+    awaited: set[Awaited] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
+    small: dict[int, SmallState] = field(default_factory=dict)
+    votes: dict[int, Vote] = field(default_factory=dict)
+    kept_groups: int = 0
+    rebuild: bool = False
+    reason: str = ""
+
+    @property
+    def generation(self) -> int:
+        return self.request.generation
+
+    @property
+    def source_workers(self) -> tuple[int, ...]:
+        return self.request.source.roster.workers
+
+    @property
+    def target_workers(self) -> tuple[int, ...]:
+        return self.target.workers if self.target is not None else ()
+
+    @property
+    def participants(self) -> tuple[int, ...]:
+        """The workers that were told to PREPARE: of both worlds, each once, sorted."""
+        if self.target is None:
+            return ()
+        return tuple(sorted({*self.source_workers, *self.target.workers}))
+
+    @property
+    def stayers(self) -> tuple[int, ...]:
+        return tuple(w for w in self.source_workers if w in self.target_workers)
+
+    @property
+    def leavers(self) -> tuple[int, ...]:
+        return tuple(w for w in self.source_workers if w not in self.target_workers)
+
+    @property
+    def waiting_workers(self) -> tuple[int, ...]:
+        """The workers that the present phase still waits for, sorted."""
+        return tuple(sorted({worker for worker, _ in self.awaited}))
+
+    def waits_for(self) -> str:
+        """Whom the present phase still waits for, and for what."""
+        if self.target is None:
+            missing = self.request.joiners - len(self.joiners)
+            return f"Hello of {missing} of {self.request.joiners} joiners"
+        by_type: dict[str, list[int]] = {}
+        for worker, event_type in sorted(self.awaited, key=lambda a: (a[1].__name__, a[0])):
+            name = "the end" if event_type is WorkerLost else event_type.__name__
+            by_type.setdefault(name, []).append(worker)
+        return ", ".join(f"{name} of workers {workers}" for name, workers in by_type.items())

@@ -1,0 +1,401 @@
+"""The handoff as a state machine: an event goes in, actions come out; no I/O.
+
+    IDLE -> BOOT -> PREPARE -> ARMED -> TRANSFER -> COMMIT -> RELEASE -> IDLE
+              \\________\\_________\\________\\__________\\-> ABORT -> IDLE
+
+The commit verdict, on entering RELEASE, is the point of no return: before it any failure leads
+back to the source world, after it only forward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from liver_hpc.clock import Clock, Deadline
+from liver_hpc.config.schema import DeadlineSection
+from liver_hpc.errors import ProtocolError
+from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.actions import Action, Ended, FailRun, LaunchJoiners, PlaceTarget, Send
+from liver_hpc.protocol.attempt import Attempt, Awaited, Phase
+from liver_hpc.protocol.events import (
+    Cancelled,
+    DeadlinePassed,
+    Event,
+    FromParticipant,
+    Requested,
+    TargetFixed,
+    WorkerLost,
+    World,
+)
+from liver_hpc.protocol.votes import disagreements
+
+HISTORY_EVENTS = 40
+EVENT_TEXT_LENGTH = 200
+
+
+BEFORE_COMMIT = (Phase.BOOT, Phase.PREPARE, Phase.ARMED, Phase.TRANSFER, Phase.COMMIT)
+
+
+class HandoffMachine:
+    """Runs one handoff attempt at a time.
+
+    `handle` returns the actions to perform, in order, before the next event is handled. The
+    caller sees to it that messages of an attempt that has ended do not come here.
+    """
+
+    def __init__(self, deadlines: DeadlineSection, clock: Clock) -> None:
+        self.phase = Phase.IDLE
+        self.attempt: Attempt | None = None
+        self.deadline: Deadline | None = None
+        self._deadlines = deadlines
+        self._clock = clock
+        self._history: deque[str] = deque(maxlen=HISTORY_EVENTS)
+        self._decisions: list[tuple[int, Literal["commit", "abort"]]] = []
+
+    def handle(self, event: Event) -> list[Action]:
+        """The answer to one event; ProtocolError when the present phase does not allow it."""
+        self._history.append(f"{self.phase}: {str(event)[:EVENT_TEXT_LENGTH]!r}")
+        handler = _TABLE.get((self.phase, type(event)))
+        if handler is None:
+            raise self._unexpected(f"{type(event).__name__} in phase {self.phase}")
+        return handler(self, event)
+
+    def check(self) -> None:
+        """Asserts what must hold between any two events."""
+        idle = self.phase is Phase.IDLE
+        assert idle == (self.attempt is None) == (self.deadline is None), self._story()
+        generations = [generation for generation, _ in self._decisions]
+        assert len(set(generations)) == len(generations), f"decided twice; {self._story()}"
+        if self.attempt is None:
+            return
+        everybody = {*self.attempt.participants, *self.attempt.joiners}
+        assert {worker for worker, _ in self.attempt.awaited} <= everybody, self._story()
+        assert self.phase is Phase.BOOT or self.attempt.awaited, (
+            f"waits for no one; {self._story()}"
+        )
+        assert (self.phase is Phase.BOOT) == (self.attempt.target is None) or (
+            self.phase is Phase.ABORT
+        ), self._story()
+
+    # ---- BOOT, PREPARE
+
+    def _requested(self, event: Requested) -> list[Action]:
+        self.attempt = Attempt(event)
+        self._enter(Phase.BOOT, self._deadlines.boot_s + self._deadlines.meet_s, ())
+        if event.joiners == 0:
+            return [PlaceTarget(())]
+        return [LaunchJoiners(event.generation, event.joiners, event.target)]
+
+    def _hello(self, event: m.Hello) -> list[Action]:
+        now = self._now
+        if event.worker in (*now.joiners, *now.source_workers):
+            raise self._unexpected(f"a second Hello of worker {event.worker}")
+        now.joiners.append(event.worker)
+        if len(now.joiners) < now.request.joiners:
+            return []
+        return [PlaceTarget(tuple(sorted(now.joiners)))]
+
+    def _target_fixed(self, event: TargetFixed) -> list[Action]:
+        now, target = self._now, event.target
+        known = {*now.source_workers, *now.joiners}
+        if (
+            len(now.joiners) != now.request.joiners
+            or target.layout != now.request.target
+            or not set(now.joiners) <= set(target.workers) <= known
+        ):
+            raise self._unexpected(f"target {target} for joiners {now.joiners}")
+        now.target = target
+        everybody = now.participants
+        self._enter(Phase.PREPARE, self._deadlines.prepare_s, ((w, m.Prepared) for w in everybody))
+        prepare = m.Prepare(
+            generation=now.generation,
+            source=m.WireRoster.of(now.request.source.roster),
+            source_generation=now.request.source.generation,
+            target=m.WireRoster.of(target),
+        )
+        return [Send(everybody, prepare)]
+
+    def _prepared(self, event: m.Prepared) -> list[Action]:
+        now = self._now
+        self._take(event)
+        now.kept_groups += event.kept_groups
+        if now.awaited:
+            return []
+        everybody = now.participants
+        awaited: list[Awaited] = [(w, m.AtBoundary) for w in now.source_workers]
+        awaited += [(w, m.Vote) for w in everybody]
+        self._enter(Phase.ARMED, self._deadlines.boundary_s, awaited)
+        return [Send(everybody, m.Arm(generation=now.generation))]
+
+    # ---- ARMED, TRANSFER, COMMIT
+
+    def _transfer_begins(self, event: m.AtBoundary | m.Vote) -> list[Action]:
+        """The first sign that the source stands at the boundary.
+
+        A Vote may overtake the others' AtBoundary: they come over different connections.
+        """
+        self._enter(Phase.TRANSFER, self._deadlines.transfer_s, self._now.awaited)
+        return self._at_boundary(event) if isinstance(event, m.AtBoundary) else self._vote(event)
+
+    def _at_boundary(self, event: m.AtBoundary) -> list[Action]:
+        now = self._now
+        self._take(event)
+        now.small[event.worker] = event.small
+        first = min(now.small)
+        if now.small[first] != event.small:
+            return self._abort(
+                f"workers {first} and {event.worker} stand at different boundaries: "
+                f"{now.small[first]}, {event.small}"
+            )
+        return self._tally()
+
+    def _vote(self, event: m.Vote) -> list[Action]:
+        stage = "parameters" if self.phase is Phase.TRANSFER else "optimizer"
+        if event.stage != stage:
+            raise self._unexpected(f"a vote on {event.stage} in phase {self.phase}")
+        self._take(event)
+        if not event.ok:
+            return self._abort(f"worker {event.worker} voted no on {stage}: {event.reason}")
+        self._now.votes[event.worker] = event
+        return self._tally()
+
+    def _tally(self) -> list[Action]:
+        """Once all have voted: the verdict, or ABORT where any two copies differ."""
+        now = self._now
+        if now.awaited or now.target is None:
+            return []
+        found = disagreements(now.request.source.roster, now.target, now.votes)
+        if found:
+            return self._abort("; ".join(["digests differ", *found]))
+        now.votes.clear()
+        small = next(iter(now.small.values()))
+        if self.phase is Phase.TRANSFER:
+            everybody = now.participants
+            self._enter(Phase.COMMIT, self._deadlines.transfer_s, ((w, m.Vote) for w in everybody))
+            forward = m.Verdict(generation=now.generation, stage="forward", small=small)
+            return [Send(everybody, forward)]
+        return self._commit(small)
+
+    def _commit(self, small: m.SmallState) -> list[Action]:
+        now = self._now
+        self._decisions.append((now.generation, "commit"))
+        awaited: list[Awaited] = [(w, m.FirstStep) for w in now.target_workers]
+        awaited += [(w, m.Released) for w in now.stayers]
+        awaited += [(w, WorkerLost) for w in now.leavers]
+        self._enter(Phase.RELEASE, self._deadlines.release_s, awaited)
+        commit = m.Verdict(generation=now.generation, stage="commit", small=small)
+        actions: list[Action] = [Send(now.participants, commit)]
+        if now.leavers:
+            reason = f"left the run at generation {now.generation}"
+            actions.append(Send(now.leavers, m.Exit(reason=reason)))
+        return actions
+
+    # ---- RELEASE
+
+    def _released_or_stepped(self, event: m.FirstStep | m.Released) -> list[Action]:
+        self._take(event)
+        return self._complete()
+
+    def _finished_in_release(self, event: m.Finished) -> list[Action]:
+        """The first step was the run's last: this process is about to end as a whole."""
+        now = self._now
+        now.awaited = {entry for entry in now.awaited if entry[0] != event.worker}
+        return self._complete()
+
+    def _lost_in_release(self, event: WorkerLost) -> list[Action]:
+        entry = (event.worker, WorkerLost)
+        if entry not in self._now.awaited:
+            return self._fatal(f"worker {event.worker} lost after the commit: {event.reason}")
+        self._now.awaited.discard(entry)
+        return self._complete()
+
+    def _failed_in_release(self, event: m.Failed) -> list[Action]:
+        if event.worker in self._now.leavers:
+            return []
+        return self._fatal(f"worker {event.worker} failed after the commit: {event.reason}")
+
+    def _complete(self) -> list[Action]:
+        now = self._now
+        if now.awaited or now.target is None:
+            return []
+        return self._end("completed", "", World(now.generation, now.target))
+
+    # ---- failures, and ABORT
+
+    def _failed(self, event: m.Failed) -> list[Action]:
+        return self._abort(f"worker {event.worker}: {event.reason}")
+
+    def _cancelled(self, event: Cancelled) -> list[Action]:
+        return self._abort(event.reason)
+
+    def _too_late(self, event: DeadlinePassed) -> list[Action]:
+        assert self.deadline is not None
+        return self._abort(f"waited {self.deadline.limit_s:g} s for {self._now.waits_for()}")
+
+    def _too_late_for_good(self, event: DeadlinePassed) -> list[Action]:
+        assert self.deadline is not None
+        why = f": {self._now.reason}" if self.phase is Phase.ABORT else ""
+        return self._fatal(f"waited {self.deadline.limit_s:g} s for {self._now.waits_for()}{why}")
+
+    def _lost(self, event: WorkerLost) -> list[Action]:
+        now = self._now
+        now.lost.add(event.worker)
+        if event.worker in now.source_workers:
+            return self._fatal(f"worker {event.worker} lost: {event.reason}")
+        if self.phase is Phase.ABORT:
+            return []
+        return self._abort(f"joiner {event.worker} lost: {event.reason}")
+
+    def _lost_when_idle(self, event: WorkerLost) -> list[Action]:
+        return [FailRun(f"worker {event.worker} lost: {event.reason}")]
+
+    def _abort(self, reason: str) -> list[Action]:
+        """Everybody drops the target world; nobody but the source workers is waited for."""
+        now = self._now
+        now.rebuild = self.phase is Phase.COMMIT and now.kept_groups > 0
+        actions = self._drop_target(reason)
+        if now.target is None:  # still in BOOT: the source workers were told nothing
+            return actions + self._end("aborted", now.reason, now.request.source)
+        awaited = ((w, m.Aborted) for w in now.source_workers)
+        self._enter(Phase.ABORT, self._deadlines.release_s, awaited)
+        return actions
+
+    def _drop_target(self, reason: str) -> list[Action]:
+        """Abort to all who were told to PREPARE, Exit to the joiners; but not to lost ones."""
+        now = self._now
+        now.reason = f"{self.phase}: {reason}"
+        actions: list[Action] = []
+        told = tuple(w for w in now.participants if w not in now.lost)
+        if told:
+            self._decisions.append((now.generation, "abort"))
+            abort = m.Abort(generation=now.generation, reason=now.reason, rebuild=now.rebuild)
+            actions.append(Send(told, abort))
+        joiners = tuple(w for w in now.joiners if w not in now.lost)
+        if joiners:
+            actions.append(Send(joiners, m.Exit(reason=now.reason)))
+        return actions
+
+    def _aborted(self, event: m.Aborted) -> list[Action]:
+        now = self._now
+        if event.worker in now.source_workers and event.worker not in now.finished:
+            self._take(event)
+        return self._resume()
+
+    def _finished_in_abort(self, event: m.Finished) -> list[Action]:
+        """It was not at the boundary when the ABORT came, and has reached its last step since."""
+        now = self._now
+        now.finished.add(event.worker)
+        now.awaited.discard((event.worker, m.Aborted))
+        return self._resume()
+
+    def _resume(self) -> list[Action]:
+        """Once all source workers have let the target go: back to the boundary, or on from it."""
+        now = self._now
+        if now.awaited:
+            return []
+        world, rebuild_generation = now.request.source, None
+        if now.rebuild:
+            rebuild_generation = now.generation + 1
+            world = World(rebuild_generation, world.roster)
+        resume = m.Resume(generation=now.generation, rebuild_generation=rebuild_generation)
+        waiting = tuple(w for w in now.source_workers if w not in now.finished)
+        actions: list[Action] = [Send(waiting, resume)] if waiting else []
+        return actions + self._end("aborted", now.reason, world)
+
+    def _finished(self, event: m.Finished) -> list[Action]:
+        """The source trained its last step before the target stood: nobody has to resume."""
+        now = self._now
+        actions = self._drop_target("the run reached its end")
+        return actions + self._end("aborted", now.reason, now.request.source)
+
+    def _fatal(self, reason: str) -> list[Action]:
+        now, detail = self._now, f"{self.phase}: {reason}"
+        ended = self._end("failed", detail, now.request.source)
+        return [*ended, FailRun(f"handoff to generation {now.generation}, {detail}")]
+
+    def _ignored(self, event: Event) -> list[Action]:
+        """Too late to matter, or sent before its sender had heard of the ABORT."""
+        return []
+
+    # ---- bookkeeping
+
+    @property
+    def _now(self) -> Attempt:
+        assert self.attempt is not None
+        return self.attempt
+
+    def _enter(self, phase: Phase, limit_s: float, awaited: Iterable[Awaited]) -> None:
+        self.phase = phase
+        self.deadline = Deadline.after(self._clock, limit_s, f"the end of {phase}")
+        self._now.awaited = set(awaited)
+
+    def _take(self, event: FromParticipant) -> None:
+        """Checks a message off; ProtocolError when it is not the one that is waited for."""
+        now = self._now
+        generation = getattr(event, "generation", now.generation)
+        if generation != now.generation:
+            raise self._unexpected(f"a message of generation {generation}")
+        entry = (event.worker, type(event))
+        if entry not in now.awaited:
+            name = type(event).__name__
+            raise self._unexpected(
+                f"{name} of worker {event.worker}, wanted {self._now.waits_for()}"
+            )
+        now.awaited.discard(entry)
+
+    def _end(
+        self, outcome: Literal["completed", "aborted", "failed"], detail: str, world: World
+    ) -> list[Action]:
+        generation = self._now.generation
+        self.phase, self.attempt, self.deadline = Phase.IDLE, None, None
+        return [Ended(generation, outcome, detail, world)]
+
+    def _unexpected(self, what: str) -> ProtocolError:
+        return ProtocolError(f"handoff: unexpected {what}; {self._story()}")
+
+    def _story(self) -> str:
+        return "events so far: " + " | ".join(self._history)
+
+
+Handler = Callable[[HandoffMachine, Any], list[Action]]
+
+_H = HandoffMachine
+_TABLE: dict[tuple[Phase, type], Handler] = {
+    (Phase.IDLE, Requested): _H._requested,
+    (Phase.IDLE, WorkerLost): _H._lost_when_idle,
+    (Phase.IDLE, m.Finished): _H._ignored,
+    (Phase.BOOT, m.Hello): _H._hello,
+    (Phase.BOOT, TargetFixed): _H._target_fixed,
+    (Phase.BOOT, m.Finished): _H._finished,
+    (Phase.PREPARE, m.Prepared): _H._prepared,
+    (Phase.PREPARE, m.Finished): _H._finished,
+    (Phase.ARMED, m.AtBoundary): _H._transfer_begins,
+    (Phase.ARMED, m.Vote): _H._transfer_begins,
+    (Phase.ARMED, m.Finished): _H._finished,
+    (Phase.TRANSFER, m.AtBoundary): _H._at_boundary,
+    (Phase.TRANSFER, m.Vote): _H._vote,
+    (Phase.COMMIT, m.Vote): _H._vote,
+    (Phase.RELEASE, m.FirstStep): _H._released_or_stepped,
+    (Phase.RELEASE, m.Released): _H._released_or_stepped,
+    (Phase.RELEASE, m.Finished): _H._finished_in_release,
+    (Phase.RELEASE, m.Failed): _H._failed_in_release,
+    (Phase.RELEASE, WorkerLost): _H._lost_in_release,
+    (Phase.RELEASE, Cancelled): _H._ignored,
+    (Phase.RELEASE, DeadlinePassed): _H._too_late_for_good,
+    (Phase.ABORT, m.Aborted): _H._aborted,
+    (Phase.ABORT, m.Prepared): _H._ignored,
+    (Phase.ABORT, m.AtBoundary): _H._ignored,
+    (Phase.ABORT, m.Vote): _H._ignored,
+    (Phase.ABORT, m.Failed): _H._ignored,
+    (Phase.ABORT, m.Finished): _H._finished_in_abort,
+    (Phase.ABORT, WorkerLost): _H._lost,
+    (Phase.ABORT, Cancelled): _H._ignored,
+    (Phase.ABORT, DeadlinePassed): _H._too_late_for_good,
+}
+for _phase in BEFORE_COMMIT:
+    _TABLE[_phase, m.Failed] = _H._failed
+    _TABLE[_phase, WorkerLost] = _H._lost
+    _TABLE[_phase, Cancelled] = _H._cancelled
+    _TABLE[_phase, DeadlinePassed] = _H._too_late

@@ -1,0 +1,133 @@
+"""Do all copies of the state agree, within a world and across both? Pure arithmetic on digests.
+
+A digest is a sum over boxes modulo 2**64, so the digests of the workers that share one copy of
+the state between them add up to the digest of that copy, whatever the layout.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from liver_hpc.layout.coordinates import Coordinate, Roster
+from liver_hpc.layout.tensors import PARAMETER
+from liver_hpc.protocol.messages import ClassDigest, Vote
+
+MODULUS = 2**64
+
+
+class StateClass(NamedTuple):
+    """State of one kind whose copies are spread over a layout in the same way."""
+
+    kind: str
+    tp_replicated: bool
+    multi_stage: bool
+
+    def __str__(self) -> str:
+        tp = "replicated over tp" if self.tp_replicated else "split over tp"
+        stages = ", on several stages" if self.multi_stage else ""
+        return f"{self.kind} ({tp}{stages})"
+
+
+class CopyIndex(NamedTuple):
+    """Which copy; an axis that is None is one over which the copy is spread."""
+
+    dp: int | None
+    tp: int | None
+    stage: int | None
+
+    @classmethod
+    def of(cls, state_class: StateClass, at: Coordinate) -> CopyIndex:
+        """The copy to which a coordinate contributes.
+
+        Parameters are whole on every data-parallel rank; the optimizer's state is split over them.
+        """
+        return cls(
+            dp=at.dp if state_class.kind == PARAMETER else None,
+            tp=at.tp if state_class.tp_replicated else None,
+            stage=at.pp if state_class.multi_stage else None,
+        )
+
+    def __str__(self) -> str:
+        axes = [f"{axis} {at}" for axis, at in self._asdict().items() if at is not None]
+        return "copy " + (" ".join(axes) or "of the whole world")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One copy of one class in one of the two worlds; `value` is None when nobody reported it."""
+
+    side: str  # "source" or "target"
+    index: CopyIndex
+    workers: tuple[int, ...]
+    value: int | None
+
+    def __str__(self) -> str:
+        value = "missing" if self.value is None else f"{self.value:016x}"
+        return f"{self.side} {self.index} (workers {list(self.workers)}) is {value}"
+
+
+def disagreements(source: Roster, target: Roster, votes: Mapping[int, Vote]) -> list[str]:
+    """Every copy that differs from the others, as text; empty when all copies are equal.
+
+    `votes` holds one vote of every worker of both rosters. A class without a report in one of
+    the worlds, or no report at all, is a disagreement too.
+    """
+    in_source = _reports(source, {worker: vote.source for worker, vote in votes.items()})
+    in_target = _reports(target, {worker: vote.target for worker, vote in votes.items()})
+    if not in_source and not in_target:
+        return ["no worker reported any digest"]
+    found = []
+    for state_class in sorted(in_source.keys() | in_target.keys()):
+        copies: list[Copy] = []
+        for side, roster, reports in (("source", source, in_source), ("target", target, in_target)):
+            if state_class in reports:
+                copies += _copies(side, roster, state_class, reports[state_class])
+            else:
+                found.append(f"{state_class}: nobody reported it in the {side}")
+        found += _odd_ones(state_class, copies)
+    return found
+
+
+Reports = dict[Coordinate, int]
+
+
+def _reports(
+    roster: Roster, by_worker: Mapping[int, tuple[ClassDigest, ...]]
+) -> dict[StateClass, Reports]:
+    """Digests by class and coordinate; a worker that reports a class twice adds up."""
+    found: dict[StateClass, Reports] = defaultdict(lambda: defaultdict(int))
+    for rank, worker in enumerate(roster.workers):
+        at = roster.layout.coordinate(rank)
+        for digest in by_worker[worker]:
+            state_class = StateClass(digest.kind, digest.tp_replicated, digest.multi_stage)
+            found[state_class][at] += int(digest.value, 16)
+    return found
+
+
+def _copies(side: str, roster: Roster, state_class: StateClass, reports: Reports) -> Iterator[Copy]:
+    """All copies that must exist: of several stages, those on which anybody reports the class."""
+    layout = roster.layout
+    stages = {at.pp for at in reports} if state_class.multi_stage else range(layout.pp)
+    members: dict[CopyIndex, list[Coordinate]] = defaultdict(list)
+    for dp, tp, stage in product(range(layout.dp), range(layout.tp), sorted(stages)):
+        at = Coordinate(tp, stage, dp)
+        members[CopyIndex.of(state_class, at)].append(at)
+    for index, coordinates in members.items():
+        values = [reports[at] for at in coordinates if at in reports]
+        yield Copy(
+            side=side,
+            index=index,
+            workers=tuple(roster.worker_at(at) for at in coordinates),
+            value=sum(values) % MODULUS if values else None,
+        )
+
+
+def _odd_ones(state_class: StateClass, copies: list[Copy]) -> list[str]:
+    """The copies that differ from the value that most of them have."""
+    common = Counter(copy.value for copy in copies).most_common(1)[0][0]
+    usual = next(copy for copy in copies if copy.value == common)
+    return [f"{state_class}: {copy}, {usual}" for copy in copies if copy.value != common]

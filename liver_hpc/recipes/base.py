@@ -1,0 +1,164 @@
+"""The recipe interface: the one place where the runtime learns what is trained.
+
+Importing a recipe and asking for its tensors must not import torch; `build`, `batch` and `loss`
+run in workers and may.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import ConfigError
+from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.layout.ownership import local_shape
+from liver_hpc.layout.tensors import ModelSpec, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.module import MegatronModule
+
+LossFunction = Callable[["torch.Tensor"], tuple["torch.Tensor", dict[str, "torch.Tensor"]]]
+
+
+class NoOptions(BaseModel):
+    """The `model` section of a recipe that takes no options."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What a recipe needs to build its model: where it sits, and the groups to talk over.
+
+    seed_dropout: seeds the device's generator and megatron's tensor-parallel stream of this seat.
+    """
+
+    layout: Layout
+    at: Coordinate
+    groups: ProcessGroupCollection
+    seed_dropout: Callable[[int], None]
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.at.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.at.pp == self.layout.pp - 1
+
+
+class Recipe(ABC):
+    """What is trained. One object a process; `model` is the checked `model` section."""
+
+    Options: ClassVar[type[BaseModel]] = NoOptions
+    """pydantic model of the run file's `model` section."""
+
+    def __init__(self, options: Any, config: RunConfig) -> None:
+        self.options = options
+        self.config = config
+
+    @abstractmethod
+    def describe(self) -> ModelSpec:
+        """The tensors, named as `module.named_parameters()` names them (layers globally), in
+        the order in which it yields them."""
+
+    @abstractmethod
+    def build(self, context: BuildContext) -> MegatronModule:
+        """The part of the model at one coordinate. Weights need no values: the runtime fills
+        them from `initial` or from the source world. Not collective: must not communicate."""
+
+    @abstractmethod
+    def batch(self, step: int) -> Sequence[Any]:
+        """The samples of global batch `step`, `train.global_batch` of them, as cheap handles
+        (indices, say); a function of the step alone."""
+
+    @abstractmethod
+    def loss(
+        self, model: MegatronModule, samples: Sequence[Any]
+    ) -> tuple[torch.Tensor, LossFunction]:
+        """Forward of one micro-batch: the stage's output tensor, and the function that turns the
+        last stage's output into (mean loss over the micro-batch, {"loss": detached mean})."""
+
+    def initial(self, tensor: TensorSpec, generator: torch.Generator) -> torch.Tensor:
+        """First value of a whole tensor, fp32, of the tensor's global shape.
+
+        The generator is seeded by (run seed, tensor name): the start is the same everywhere.
+        """
+        import torch
+
+        if len(tensor.shape) == 1:
+            return torch.zeros(tensor.shape)
+        return torch.empty(tensor.shape).normal_(0.0, 0.02, generator=generator)
+
+    def open(self, run_directory: Path) -> None:  # noqa: B027 - a recipe without data needs none
+        """Opens the data; called once in every worker before the first `loss`."""
+
+    def hidden_shape(self) -> tuple[int, ...]:
+        """[sequence, micro batch, hidden] of the tensor between pipeline stages; pp > 1 only."""
+        name = type(self).__name__
+        raise ConfigError(f"recipe {name} gives no hidden_shape, so it allows pp=1 only")
+
+    def tokens(self) -> int:
+        """Tokens of one sample, for throughput figures."""
+        return 1
+
+    def summary(self) -> Mapping[str, str]:
+        """Facts for `--dry-run`, name -> text."""
+        return {}
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """`describe()`, once."""
+        return self.describe()
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raises ConfigError when the model cannot be laid out so."""
+        self.spec.stage_layers(layout.pp)
+        for tensor in self.spec.tensors:
+            local_shape(tensor, layout.tp)
+
+
+def load_recipe(config: RunConfig) -> Recipe:
+    """Imports `config.recipe` ("module:Class") and checks the `model` section against it.
+
+    Raises ConfigError naming what was wanted and what came.
+    """
+    module_name, _, class_name = config.recipe.partition(":")
+    if not class_name:
+        raise ConfigError(f"recipe: wanted module:Class, got {config.recipe!r}")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"recipe: cannot import {module_name!r}: {error}") from error
+    recipe_class = getattr(module, class_name, None)
+    if not (isinstance(recipe_class, type) and issubclass(recipe_class, Recipe)):
+        raise ConfigError(
+            f"recipe: {module_name!r} has no subclass of Recipe named {class_name!r}"
+        )
+    try:
+        options = recipe_class.Options.model_validate(config.model)
+    except ValidationError as error:
+        raise ConfigError(_model_section_text(error, recipe_class.Options)) from error
+    return recipe_class(options, config)
+
+
+def _model_section_text(error: ValidationError, options: type[BaseModel]) -> str:
+    lines = []
+    for problem in error.errors():
+        key = ".".join(["model", *map(str, problem["loc"])])
+        if problem["type"] == "extra_forbidden":
+            valid = ", ".join(sorted(options.model_fields))
+            lines.append(f"{key}: unknown key; valid keys: {valid}")
+        else:
+            lines.append(f"{key}: {problem['msg']}, got {problem['input']!r}")
+    return "\n".join(lines)

@@ -1,0 +1,191 @@
+"""The default recipe: megatron-core's GPT on Megatron's indexed token data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import ConfigError
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.tensors import ModelSpec, TensorSpec
+from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe
+from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.transformer.module import MegatronModule
+
+    from liver_hpc.recipes.samples import TokenSamples
+
+
+class GPT(Recipe):
+    """`model:` is a GPTConfig. Samples are indices into Megatron's GPTDataset."""
+
+    Options = GPTConfig
+    options: GPTConfig
+
+    def __init__(self, options: GPTConfig, config: RunConfig) -> None:
+        super().__init__(options, config)
+        self._samples: TokenSamples | None = None
+        self._dropout_seed = 0
+
+    def describe(self) -> ModelSpec:
+        return gpt_tensors(self.options)
+
+    def check_layout(self, layout: Layout) -> None:
+        for name, size in (("heads", self.options.heads), ("query groups", self.options.groups)):
+            if size % layout.tp:
+                raise ConfigError(f"tp={layout.tp} does not divide {size} {name}")
+        super().check_layout(layout)
+
+    def hidden_shape(self) -> tuple[int, ...]:
+        return (self.options.seq_length, self.config.train.micro_batch, self.options.hidden)
+
+    def tokens(self) -> int:
+        return self.options.seq_length
+
+    def summary(self) -> Mapping[str, str]:
+        elements = sum(tensor.elements for tensor in self.spec.tensors)
+        return {"parameters": f"{elements / 1e6:.2f} M"}
+
+    # ---- data
+
+    def open(self, run_directory: Path) -> None:
+        from liver_hpc.recipes.samples import TokenSamples
+        from liver_hpc.recipes.text_data import prefix_of
+
+        data, train = self.config.data, self.config.train
+        if data is None:
+            raise ConfigError("data: the GPT recipe wants data.prefix or data.text, got nothing")
+        self._samples = TokenSamples(
+            prefix=prefix_of(data),
+            seq_length=self.options.seq_length,
+            samples=train.steps * train.global_batch,
+            seed=data.seed,
+            cache=run_directory / "data-cache",
+        )
+
+    def batch(self, step: int) -> Sequence[Any]:
+        size = self.config.train.global_batch
+        return range(step * size, (step + 1) * size)
+
+    # ---- model
+
+    def build(self, context: BuildContext) -> MegatronModule:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+
+        options = self.options
+        config = self._transformer_config(context.layout)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_layer_local_spec(normalization=config.normalization),
+            vocab_size=options.vocab_size,
+            max_sequence_length=options.seq_length,
+            pre_process=context.is_first_stage,
+            post_process=context.is_last_stage,
+            share_embeddings_and_output_weights=options.tied_embeddings,
+            position_embedding_type="rope" if options.position == "rope" else "learned_absolute",
+            pg_collection=context.groups,
+        )
+        if options.dropout > 0:
+            for layer in model.decoder.layers:
+                layer.register_forward_pre_hook(self._layer_seeder(context))
+        return model
+
+    def _layer_seeder(self, context: BuildContext) -> Callable[[Any, Any], None]:
+        """A hook that makes dropout follow (run seed, sample, layer), whoever computes it.
+
+        Under tensor parallelism the streams inside attention heads also follow the tp rank.
+        """
+
+        def seed_layer(layer: Any, _inputs: Any) -> None:
+            if layer.training:
+                context.seed_dropout((self._dropout_seed * 1009 + layer.layer_number) % 2**31)
+
+        return seed_layer
+
+    def _transformer_config(self, layout: Layout) -> Any:
+        import torch
+        from megatron.core.transformer import TransformerConfig
+
+        options = self.options
+        dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
+        gated = options.activation == "swiglu"
+        norms = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
+        uneven = {
+            "num_layers_in_first_pipeline_stage": options.first_stage_layers,
+            "num_layers_in_last_pipeline_stage": options.last_stage_layers,
+        }
+        return TransformerConfig(
+            num_layers=options.layers,
+            hidden_size=options.hidden,
+            ffn_hidden_size=options.ffn_hidden,
+            num_attention_heads=options.heads,
+            num_query_groups=options.groups,
+            gated_linear_unit=gated,
+            activation_func=(
+                torch.nn.functional.silu if gated else torch.nn.functional.gelu
+            ),
+            add_bias_linear=options.bias,
+            normalization=norms[options.normalization],
+            hidden_dropout=options.dropout,
+            attention_dropout=options.dropout,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            bf16=options.dtype == "bf16",
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            batch_p2p_comm=True,
+            deallocate_pipeline_outputs=False,
+            use_cpu_initialization=not torch.cuda.is_available(),
+            perform_initialization=False,
+            bias_dropout_fusion=False,
+            bias_activation_fusion=False,
+            masked_softmax_fusion=False,
+            gradient_accumulation_fusion=False,
+            apply_rope_fusion=False,
+            persist_layer_norm=False,
+            **(uneven if layout.pp > 1 else {}),
+        )
+
+    def initial(self, tensor: TensorSpec, generator: torch.Generator) -> torch.Tensor:
+        """Megatron's scheme: normal(0, init_std), the outputs of residual branches scaled down
+        by sqrt(2 * layers), norms one, biases zero."""
+        import torch
+
+        if len(tensor.shape) == 1:
+            return (torch.ones if tensor.name.endswith("norm.weight") else torch.zeros)(tensor.shape)
+        std = self.options.init_std
+        if "linear_proj" in tensor.name or "linear_fc2" in tensor.name:
+            std /= math.sqrt(2.0 * self.options.layers)
+        return torch.empty(tensor.shape).normal_(0.0, std, generator=generator)
+
+    # ---- one micro-batch
+
+    def loss(
+        self, model: MegatronModule, samples: Sequence[Any]
+    ) -> tuple[torch.Tensor, LossFunction]:
+        import torch
+
+        if self._samples is None:
+            raise ConfigError("the recipe's data is not open")
+        device = next(model.parameters()).device
+        self._dropout_seed = self.config.train.seed + 1_000_003 * (int(samples[0]) + 1)
+        tokens, labels, masks = (
+            torch.stack(parts).to(device)
+            for parts in zip(*(self._samples.sample(int(i)) for i in samples), strict=True)
+        )  # each [micro batch, seq_length]
+        length = tokens.shape[1]
+        positions = torch.arange(length, device=device).expand(len(samples), -1)
+        causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+        output = model(tokens, positions, causal, labels=labels)
+
+        def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            mean = (losses.float() * masks).sum() / masks.sum()
+            return mean, {"loss": mean.detach().clone()}
+
+        return output, mean_loss

@@ -1,0 +1,83 @@
+"""The device of a worker: CUDA with NCCL, or the CPU with gloo. The only place that decides."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Device:
+    """A torch device, and the process-group backend that goes with it."""
+
+    torch_device: torch.device
+    backend_name: str
+
+    @property
+    def backend_type(self) -> Any:
+        kinds = dist.ProcessGroup.BackendType
+        return kinds.NCCL if self.backend_name == "nccl" else kinds.GLOO
+
+    def synchronize(self) -> None:
+        """Waits for all work queued on the device."""
+        if self.torch_device.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+
+
+def open_device(local_rank: int) -> Device:
+    """Claims this worker's device: CUDA device `local_rank` where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return Device(device, "nccl")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    from liver_hpc.world import cpu_shim
+
+    cpu_shim.install()
+    return Device(torch.device("cpu"), "gloo")
+
+
+class Network:
+    """Opens group backends on one network interface; one gloo device a process, so that all
+    groups share its thread and its listening socket."""
+
+    def __init__(self, device: Device, interface: str | None) -> None:
+        self._device = device
+        self._interface = interface
+        self._gloo: Any = None
+
+    def _gloo_device(self) -> Any:
+        if self._gloo is None:
+            if self._interface:
+                self._gloo = dist.ProcessGroupGloo.create_device(
+                    interface=self._interface, lazy_init=False
+                )
+            else:
+                self._gloo = dist.ProcessGroupGloo.create_device(
+                    hostname=socket.gethostname(), lazy_init=False
+                )
+        return self._gloo
+
+    def open_backend(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+        """Connects one group's members over `store` and returns the c10d backend.
+
+        Collective over the members: blocks until all have come or the store's deadline passes.
+        """
+        timeout = timedelta(seconds=timeout_s)
+        if self._device.backend_name == "nccl":
+            nccl_options = dist.ProcessGroupNCCL.Options()
+            nccl_options._timeout = timeout
+            backend = dist.ProcessGroupNCCL(store, rank, size, nccl_options)
+        else:
+            gloo_options = dist.ProcessGroupGloo._Options()
+            gloo_options._timeout = timeout
+            gloo_options._devices = [self._gloo_device()]
+            backend = dist.ProcessGroupGloo(store, rank, size, gloo_options)
+        backend._set_sequence_number_for_group()
+        return backend

@@ -1,0 +1,153 @@
+"""Process groups without a common ancestor world.
+
+A group is a c10d `ProcessGroup` object that first carries a stand-in backend: collectives return
+at once and move nothing, so a model can be built and warmed up without anybody else. `connect`
+then puts the real backend in its place, opened from a store, or the very backend that another
+world already has for the same members.
+
+All private names of torch that this takes are used here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    FakeProcessGroup,
+    _register_process_group,
+    _unregister_process_group,
+)
+from torch.distributed import distributed_c10d as c10d
+
+from liver_hpc.world.device import Device, Network
+
+SENTINEL_SIZE = 1 << 16
+"""Worker ids stay below it; the size that the sentinel default group pretends to have."""
+
+
+def install_sentinel(worker: int) -> None:
+    """Makes a default group without a backend whose rank is the worker id.
+
+    megatron-core asks `torch.distributed.get_rank()` in places; a stray collective over the
+    default group raises instead of hanging.
+    """
+    group = dist.ProcessGroup(dist.HashStore(), worker, SENTINEL_SIZE)
+    group._set_group_name("sentinel")
+    _enter(group, "sentinel", {worker: worker}, "gloo")
+    c10d._update_default_pg(group)
+
+
+def _enter(group: Any, name: str, ranks: dict[int, int], backend_name: str) -> None:
+    world = c10d._world
+    world.pg_map[group] = (backend_name, None)
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = ranks
+    world.pg_backend_config[group] = f"cpu:{backend_name}"
+    tag = f"user:{name}"
+    world.pg_to_tag[group] = tag
+    world.tags_to_pg.setdefault(tag, []).append(group)
+
+
+def _leave(group: Any, name: str) -> None:
+    world = c10d._world
+    for registry in (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.pg_coalesce_state,
+    ):
+        registry.pop(group, None)
+    world.tags_to_pg.pop(f"user:{name}", None)
+    _unregister_process_group(name)
+
+
+class Group:
+    """One process group of one world; `members` are worker ids in group-rank order."""
+
+    def __init__(self, name: str, members: tuple[int, ...], worker: int, device: Device) -> None:
+        self.name = name
+        self.members = members
+        self.rank = members.index(worker)
+        self.backend: Any = None
+        self._device = device
+        self._prefix = dist.PrefixStore(name, dist.HashStore())
+        self.process_group = dist.ProcessGroup(self._prefix, self.rank, len(members))
+        stand_in = FakeProcessGroup._create_internal(
+            self.rank, len(members), FakeProcessGroup.Options()
+        )
+        custom = dist.ProcessGroup.BackendType.CUSTOM
+        self.process_group._register_backend(device.torch_device, custom, stand_in)
+        self.process_group._set_default_backend(custom)
+        self.process_group._set_group_name(name)
+        ranks = {member: rank for rank, member in enumerate(members)}
+        _enter(self.process_group, name, ranks, device.backend_name)
+        _register_process_group(name, self.process_group)
+
+    def attach(self, backend: Any) -> None:
+        """Replaces the stand-in by a real backend; from here on collectives are real."""
+        kind = self._device.backend_type
+        self.process_group._register_backend(self._device.torch_device, kind, backend)
+        self.process_group._set_default_backend(kind)
+        self.backend = backend
+
+    def connect(self, network: Network, store: Any, timeout_s: float) -> None:
+        """Opens this group's own backend over `store`. Collective over the members."""
+        prefix = dist.PrefixStore(self.name, store)
+        self.attach(network.open_backend(prefix, self.rank, len(self.members), timeout_s))
+
+    def close(self) -> None:
+        """Forgets the group. Its connections close when nobody holds the backend any more."""
+        if self.process_group is None:
+            return
+        _leave(self.process_group, self.name)
+        self.process_group = self.backend = None
+
+
+class GroupBook:
+    """The groups of one world, one for each different set of members."""
+
+    def __init__(self, generation: int, worker: int, device: Device) -> None:
+        self._generation = generation
+        self._worker = worker
+        self._device = device
+        self._groups: dict[tuple[int, ...], Group] = {}
+
+    def group(self, members: Iterable[int]) -> Group:
+        """The group of these members, which must include this worker; made when first asked."""
+        key = tuple(members)
+        if key not in self._groups:
+            name = f"g{self._generation}/{'-'.join(map(str, key))}"
+            self._groups[key] = Group(name, key, self._worker, self._device)
+        return self._groups[key]
+
+    def connect(
+        self,
+        open_group: Callable[[Group], None],
+        previous: GroupBook | None = None,
+    ) -> int:
+        """Makes every group real; returns how many took over a backend of `previous`.
+
+        Groups are opened in the same order by all workers (sorted by members), so that no two
+        wait for each other. Members that were a group in the previous world are one there for
+        all of them: either all take it over or none does.
+        """
+        kept = 0
+        for members in sorted(self._groups):
+            group = self._groups[members]
+            old = previous._groups.get(members) if previous is not None else None
+            if old is not None and old.backend is not None:
+                group.attach(old.backend)
+                kept += 1
+            else:
+                open_group(group)
+        return kept
+
+    def close(self) -> None:
+        """Forgets all groups; backends that another book took over stay open."""
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()

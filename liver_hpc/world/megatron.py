@@ -1,0 +1,215 @@
+"""Everything that differs between megatron-core releases or lives in its module globals.
+
+With recipes, the only importer of megatron besides `world.py`. Supports 0.16 (the newest for
+Python 3.11) and 0.19. `parallel_state` is never initialised: groups go in as a
+`ProcessGroupCollection`; what megatron still reads from globals is redirected here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.utils import GlobalMemoryBuffer
+
+from liver_hpc.layout.coordinates import Coordinate, Roster
+from liver_hpc.world.groups import GroupBook
+
+_thread = threading.local()
+
+
+class _ThreadMemoryBuffer(threading.local):
+    """megatron's scratch buffers, one set a thread: a world may warm up beside a training one."""
+
+    def __init__(self) -> None:
+        self._buffer = GlobalMemoryBuffer()
+
+    def get_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._buffer.get_tensor(*args, **kwargs)
+
+
+class _RehearsalSafeTracker:
+    """megatron's RNG tracker, except that a rehearsing thread leaves the generators alone.
+
+    Two threads inside `fork` would swap the device's generator under each other's feet.
+    """
+
+    def __init__(self, tracker: Any) -> None:
+        self._tracker = tracker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tracker, name)
+
+    def fork(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_thread, "rehearsing", False):
+            return contextlib.nullcontext()
+        return self._tracker.fork(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def rehearsal() -> Iterator[None]:
+    """Marks this thread as running a throw-away iteration beside a training thread."""
+    _thread.rehearsing = True
+    try:
+        yield
+    finally:
+        _thread.rehearsing = False
+
+
+@contextlib.contextmanager
+def groups_in_use(groups: ProcessGroupCollection) -> Iterator[None]:
+    """Names the collection that code without a group argument means, on this thread."""
+    _thread.groups = groups
+    try:
+        yield
+    finally:
+        _thread.groups = None
+
+
+class _LocalDistributed:
+    """torch.distributed as the optimizer's constructor sees it: a world of one.
+
+    It gathers the keys of parameter groups over the default group, which no longer exists; all
+    ranks build theirs from the same rules.
+    """
+
+    @staticmethod
+    def get_world_size(*_args: Any) -> int:
+        return 1
+
+    @staticmethod
+    def all_gather_object(out: list[Any], value: Any, *_args: Any) -> None:
+        out[0] = value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+
+class _LocalTorch:
+    distributed = _LocalDistributed()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+_prepared = False
+
+
+def prepare_process(seed: int) -> None:
+    """Redirects megatron's globals; once a process, before the first model. No communication."""
+    global _prepared
+    if _prepared:
+        return
+    _prepared = True
+    parallel_state._GLOBAL_MEMORY_BUFFER = _ThreadMemoryBuffer()
+    importlib.import_module("megatron.core.optimizer").torch = _LocalTorch()  # type: ignore[attr-defined]
+    _redirect_cross_entropy()
+    seed_dropout(seed, tp_rank=0)
+    megatron_random._CUDA_RNG_STATE_TRACKER = _RehearsalSafeTracker(
+        megatron_random._CUDA_RNG_STATE_TRACKER
+    )
+    _import_optimizer_dependencies()
+
+
+def _redirect_cross_entropy() -> None:
+    """0.16 reads the tensor-parallel group from parallel_state; 0.17 on takes it as an argument."""
+    module: Any = importlib.import_module("megatron.core.tensor_parallel.cross_entropy")
+    if not hasattr(module, "get_tensor_model_parallel_group"):
+        return
+    module.get_tensor_model_parallel_group = lambda: _thread.groups.tp
+    module.get_tensor_model_parallel_rank = lambda: _thread.groups.tp.rank()
+    module.get_tensor_model_parallel_world_size = lambda: _thread.groups.tp.size()
+
+
+def _import_optimizer_dependencies() -> None:
+    """The first AdamW of a process imports torch._dynamo; nobody should wait for that later."""
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+
+
+def seed_dropout(seed: int, tp_rank: int) -> None:
+    """Seeds the device's generator and megatron's tensor-parallel stream."""
+    ranks = dict.fromkeys(
+        ("tp_rank", "ep_rank", "etp_rank", "gtp_remat_rank", "egtp_remat_rank"), 0
+    )
+    accepted = inspect.signature(megatron_random.model_parallel_cuda_manual_seed).parameters
+    arguments = {name: rank for name, rank in ranks.items() if name in accepted}
+    arguments["tp_rank"] = tp_rank
+    megatron_random.model_parallel_cuda_manual_seed(seed, **arguments)
+
+
+def mark_tensor_parallel(model: torch.nn.Module) -> None:
+    """Sets the tensor-parallel attributes of weights by module type.
+
+    0.16 leaves them unset with `perform_initialization=False`, and the gradient norm is then
+    silently wrong: tensor-parallel shards count as replicas.
+    """
+    dims = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
+    for module in model.modules():
+        dim = dims.get(type(module))
+        if dim is None:
+            continue
+        sharded = [(module.weight, dim)]
+        if dim == 0 and getattr(module, "bias", None) is not None:
+            sharded.append((module.bias, 0))
+        for parameter, partition_dim in sharded:
+            if parameter is not None and not hasattr(parameter, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(parameter, True, partition_dim, 1)
+
+
+def group_collection(roster: Roster, worker: int, book: GroupBook) -> ProcessGroupCollection:
+    """Megatron's groups for one worker of a roster, taken from `book`. No communication."""
+    layout = roster.layout
+    at = roster.coordinate_of(worker)
+    assert at is not None, f"worker {worker} is not in {roster}"
+    tps, pps, dps = range(layout.tp), range(layout.pp), range(layout.dp)
+
+    def group(*coordinates: Coordinate) -> Any:
+        return book.group(roster.worker_at(c) for c in coordinates).process_group
+
+    here = group(at)
+    tp = group(*(Coordinate(t, at.pp, at.dp) for t in tps))
+    dp = group(*(Coordinate(at.tp, at.pp, d) for d in dps))
+    model_parallel = group(*(Coordinate(t, p, at.dp) for p in pps for t in tps))
+    ends = sorted({0, layout.pp - 1})
+    on_end, on_first = at.pp in ends, at.pp == 0
+    members: dict[str, Any] = {
+        "tp": tp,
+        "pp": group(*(Coordinate(at.tp, p, at.dp) for p in pps)),
+        "dp": dp,
+        "mp": model_parallel,
+        "embd": group(*(Coordinate(at.tp, p, at.dp) for p in ends)) if on_end else None,
+        "pos_embd": here if on_first else None,
+        "tp_dp_cp": group(*(Coordinate(t, at.pp, d) for d in dps for t in tps)),
+        "intra_dist_opt": group(*layout.coordinates()),
+        "hcp": None,
+        "inter_dist_opt": None,
+    }
+    members |= dict.fromkeys(("cp", "ep", "gtp_remat", "expt_gtp_remat"), here)
+    members |= dict.fromkeys(("tp_cp", "expt_tp", "tp_ep"), tp)
+    members |= dict.fromkeys(
+        ("dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "dp_cp_gtp_remat",
+         "expt_dp_gtp_remat"), dp,
+    )  # fmt: skip
+    members |= dict.fromkeys(("tp_ep_pp", "tp_ep_pp_with_egtp_remat"), model_parallel)
+    known = {field.name for field in dataclasses.fields(ProcessGroupCollection)}
+    collection = ProcessGroupCollection()
+    for name, value in members.items():
+        if name in known:
+            setattr(collection, name, value)
+    return collection

@@ -1,0 +1,349 @@
+"""One world on one worker: process groups, model, optimizer, and the training step."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+)
+from megatron.core.transformer.module import Float16Module
+
+from liver_hpc.errors import PlanError
+from liver_hpc.layout.coordinates import Roster
+from liver_hpc.layout.tensors import MAIN, OPTIMIZER_KINDS, ModelSpec
+from liver_hpc.protocol.messages import SmallState
+from liver_hpc.recipes.base import BuildContext, Recipe
+from liver_hpc.world import megatron
+from liver_hpc.world.device import Device
+from liver_hpc.world.groups import Group, GroupBook
+from liver_hpc.world.state import HeldTensor, WorldState
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What all workers of a world know after a step; `ready` and `stop` count raised flags."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    ready: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The outcome of a forward and backward pass on this worker: summed loss, and over how many
+    micro-batches; (0, 0) except on the last stage's first tensor-parallel rank."""
+
+    loss_sum: float
+    micro_batches: int
+
+
+class World:
+    """A layout's groups, model and optimizer on one worker.
+
+    Construction does not communicate: groups carry stand-in backends until `connect`. Weights
+    are undefined until `state` has been filled.
+    """
+
+    def __init__(
+        self, recipe: Recipe, roster: Roster, worker: int, generation: int, device: Device
+    ) -> None:
+        at = roster.coordinate_of(worker)
+        if at is None:
+            raise PlanError(f"worker {worker} has no seat in {roster}")
+        self.recipe = recipe
+        self.roster = roster
+        self.at = at
+        self.generation = generation
+        self.device = device
+        self.worker = worker
+        self.book = GroupBook(generation, worker, device)
+        self.groups = megatron.group_collection(roster, worker, self.book)
+        with megatron.groups_in_use(self.groups):
+            self.model = self._build_model()
+            self.optimizer = self._build_optimizer()
+        self._adam = self.optimizer.chained_optimizers[0]
+        self._create_optimizer_state()
+        self._scheduler = self._build_scheduler()
+        self._pipeline = (
+            P2PCommunicator(pp_group=self.groups.pp, config=self.model.config)
+            if roster.layout.pp > 1
+            else None
+        )
+        self.state = WorldState(recipe.spec, roster.layout, at, self._held_tensors())
+
+    # ---- building
+
+    def _build_model(self) -> DistributedDataParallel:
+        seed_dropout = partial(megatron.seed_dropout, tp_rank=self.at.tp)
+        context = BuildContext(self.roster.layout, self.at, self.groups, seed_dropout)
+        module = self.recipe.build(context).to(self.device.torch_device)
+        config = module.config
+        if self.recipe.spec.parameter_bytes == 2:
+            module = Float16Module(config, module)
+        megatron.mark_tensor_parallel(module)
+        config.finalize_model_grads_func = finalize_model_grads
+        return DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=True
+            ),
+            module,
+            pg_collection=self.groups,
+        )
+
+    def _build_optimizer(self) -> Any:
+        options = self.recipe.config.optimizer
+        bf16 = self.recipe.spec.parameter_bytes == 2
+        return get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=options.lr,
+                min_lr=options.min_lr,
+                weight_decay=options.weight_decay,
+                adam_beta1=options.beta1,
+                adam_beta2=options.beta2,
+                adam_eps=options.eps,
+                clip_grad=options.clip_grad,
+                bf16=bf16,
+                params_dtype=torch.bfloat16 if bf16 else torch.float32,
+                use_distributed_optimizer=True,
+            ),
+            [self.model],
+            use_gloo_process_groups=False,
+            pg_collection=self.groups,
+        )
+
+    def _create_optimizer_state(self) -> None:
+        """Makes Adam's state now, touched, with a step counter of its own for every parameter.
+
+        Megatron's fallback shares one counter, which then advances once a parameter.
+        """
+        for group in self._adam.optimizer.param_groups:
+            for parameter in group["params"]:
+                self._adam.optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter.data),
+                    "exp_avg_sq": torch.zeros_like(parameter.data),
+                }
+
+    def _build_scheduler(self) -> OptimizerParamScheduler:
+        options, schedule = self.recipe.config.optimizer, self.recipe.config.schedule
+        return OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=options.lr,
+            min_lr=options.min_lr,
+            lr_warmup_steps=schedule.warmup_steps,
+            lr_decay_steps=schedule.decay_steps or self.recipe.config.train.steps,
+            lr_decay_style=schedule.style,
+            start_wd=options.weight_decay,
+            end_wd=options.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    def _held_tensors(self) -> dict[int, HeldTensor]:
+        spec, layout = self.recipe.spec, self.roster.layout
+        indices = spec.stage_tensors(layout.pp, self.at.pp)
+        parameters = list(self.model.module.named_parameters())
+        if len(parameters) != len(indices):
+            raise PlanError(
+                f"{layout}, stage {self.at.pp}: the model has {len(parameters)} parameters, "
+                f"the recipe describes {len(indices)}"
+            )
+        intervals = self._optimizer_intervals()
+        held = {}
+        for index, (name, parameter) in zip(indices, parameters, strict=True):
+            self._check_name(spec, index, name.removeprefix("module."))
+            start, end = intervals.get(parameter, (0, 0))
+            optimizer = {}
+            if start < end:
+                group, position = self._adam.model_param_group_index_map[parameter]
+                main = self._adam.optimizer.param_groups[group]["params"][position]
+                state = self._adam.optimizer.state[main]
+                optimizer = dict(
+                    zip(OPTIMIZER_KINDS, (main.data, state["exp_avg"], state["exp_avg_sq"]),
+                        strict=True)
+                )  # fmt: skip
+            held[index] = HeldTensor(parameter.data, (start, end), optimizer)
+        return held
+
+    def _optimizer_intervals(self) -> dict[torch.nn.Parameter, tuple[int, int]]:
+        """The flat interval of every local parameter that this dp rank's optimizer really owns."""
+        return {
+            parameter: (ranges["param"].start, ranges["param"].end)
+            for buffer in self._adam.gbuf_ranges
+            for buckets in buffer.values()
+            for bucket in buckets
+            for parameter, ranges in bucket["param_map"].items()
+        }
+
+    def _check_name(self, spec: ModelSpec, index: int, local_name: str) -> None:
+        tensor = spec.tensors[index]
+        tied_copy = tensor.tied_last and self.at.pp > 0
+        if not tied_copy and _without_numbers(tensor.name) != _without_numbers(local_name):
+            raise PlanError(
+                f"{self.roster.layout}, stage {self.at.pp}: the model yields {local_name!r} where "
+                f"the recipe describes {tensor.name!r}"
+            )
+
+    # ---- life
+
+    def connect(self, open_group: Callable[[Group], None], previous: World | None) -> int:
+        """Makes the groups real; returns how many were taken over from `previous`.
+
+        Collective over the roster.
+        """
+        return self.book.connect(open_group, previous.book if previous is not None else None)
+
+    def warm_up(self) -> None:
+        """A throw-away step before `connect`: nothing is sent, weights and state become garbage.
+
+        Safe beside a training thread of this process.
+        """
+        with megatron.rehearsal():
+            self.model.eval()
+            self.forward_backward(0)
+            self.update(0)
+            self.model.train()
+            self.model.zero_grad_buffer()
+        self.device.synchronize()
+
+    def close(self) -> None:
+        """Frees memory and forgets the groups. The world must not be used any more."""
+        self.state.release()
+        for buffer in self.model.buffers:
+            buffer.grad_data.untyped_storage().resize_(0)
+        self.book.close()
+        self.groups = self.model = self.optimizer = self._adam = None
+        self._scheduler = self._pipeline = None
+        gc.collect()
+
+    # ---- training
+
+    def forward_backward(self, step: int) -> Gradients:
+        """Gradients of global batch `step`, summed over micro-batches. Collective."""
+        config, layout = self.recipe.config.train, self.roster.layout
+        micro_batches = config.global_batch // (config.micro_batch * layout.dp)
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        arguments: dict[str, Any] = {
+            "forward_step_func": self._forward_step,
+            "data_iterator": self._micro_batches(step, micro_batches),
+            "model": [self.model],
+            "num_microbatches": micro_batches,
+            "seq_length": 1,
+            "micro_batch_size": config.micro_batch,
+            "forward_only": False,
+            "pg_collection": self.groups,
+        }
+        with megatron.groups_in_use(self.groups):
+            if self._pipeline is None:
+                outputs = forward_backward_no_pipelining(**arguments)
+            else:
+                arguments["seq_length"] = self.recipe.hidden_shape()[0]
+                outputs = forward_backward_pipelining_without_interleaving(
+                    p2p_communicator=self._pipeline, **arguments
+                )
+        if self.at.pp != layout.pp - 1 or self.at.tp != 0:
+            return Gradients(0.0, 0)
+        return Gradients(sum(output["loss"].item() for output in outputs), len(outputs))
+
+    def _forward_step(self, samples: Iterator[Sequence[Any]], model: Any) -> Any:
+        return self.recipe.loss(model, next(samples))
+
+    def _micro_batches(self, step: int, count: int) -> Iterator[Sequence[Any]]:
+        """This dp rank's micro-batches: number i of it is number i * dp + rank of the step."""
+        size, dp = self.recipe.config.train.micro_batch, self.roster.layout.dp
+        batch = self.recipe.batch(step)
+        for number in range(self.at.dp, count * dp, dp):
+            yield batch[number * size : (number + 1) * size]
+
+    def update(self, step: int) -> tuple[float, float]:
+        """The optimizer's step `step`; returns (gradient norm, learning rate). Collective."""
+        self._scheduler.num_steps = step
+        self._scheduler.step(0)
+        _, grad_norm, _ = self.optimizer.step()
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        return float(grad_norm or 0.0), float(learning_rate)
+
+    def agree(
+        self, gradients: Gradients, update: tuple[float, float], ready: bool, stop: bool
+    ) -> StepResult:
+        """Mean loss and raised flags of all workers, in one reduction. Collective."""
+        numbers = torch.tensor(
+            [gradients.loss_sum, gradients.micro_batches, float(ready), float(stop)],
+            dtype=torch.float64,
+            device=self.device.torch_device,
+        )
+        dist.all_reduce(numbers, group=self.groups.intra_dist_opt)
+        loss_sum, count, readies, stops = numbers.tolist()
+        return StepResult(loss_sum / count, update[0], update[1], int(readies), int(stops))
+
+    def train_step(self, step: int, ready: bool = False, stop: bool = False) -> StepResult:
+        """One whole step. Collective over the world."""
+        gradients = self.forward_backward(step)
+        return self.agree(gradients, self.update(step), ready, stop)
+
+    # ---- state that is not a tensor
+
+    def small_state(self, step: int) -> SmallState:
+        """The rest of the logical state at the boundary after `step` steps."""
+        counters = {
+            float(state["step"])
+            for state in self._adam.optimizer.state.values()
+            if "step" in state
+        }
+        counters |= {
+            float(group["step"]) for group in self._adam.optimizer.param_groups if "step" in group
+        }
+        if len(counters) > 1:
+            raise PlanError(f"Adam's step counters differ: {sorted(counters)}")
+        return SmallState(
+            step=step,
+            consumed_samples=step * self.recipe.config.train.global_batch,
+            optimizer_step=int(counters.pop()) if counters else step,
+            loss_scale=float(self.optimizer.get_loss_scale().item()),
+            seed=self.recipe.config.train.seed,
+        )
+
+    def load_small_state(self, small: SmallState) -> None:
+        """Takes over the rest of the logical state."""
+        for state in self._adam.optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(float(small.optimizer_step))
+        for group in self._adam.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = small.optimizer_step
+
+    def main_is_parameter(self) -> bool:
+        """Whether the fp32 main copy is the parameter's own memory (fp32 runs)."""
+        return all(
+            not held.optimizer
+            or held.optimizer[MAIN].untyped_storage().data_ptr()
+            == held.parameter.untyped_storage().data_ptr()
+            for held in self.state._held.values()
+        )
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
