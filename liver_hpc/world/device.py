@@ -43,13 +43,23 @@ def open_device(local_rank: int) -> Device:
     return Device(torch.device("cpu"), "gloo")
 
 
-class Network:
-    """Opens group backends on one network interface; one gloo device a process, so that all
-    groups share its thread and its listening socket."""
+def address_towards(host: str) -> str:
+    """This machine's own address on the way to `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])
 
-    def __init__(self, device: Device, interface: str | None) -> None:
+
+class Network:
+    """Opens group backends on one interface, or on the address `hostname` where none is named.
+
+    One gloo device a process: all groups share its thread and its listening socket.
+    """
+
+    def __init__(self, device: Device, interface: str | None, hostname: str) -> None:
         self._device = device
         self._interface = interface
+        self._hostname = hostname
         self._gloo: Any = None
 
     def _gloo_device(self) -> Any:
@@ -60,7 +70,7 @@ class Network:
                 )
             else:
                 self._gloo = dist.ProcessGroupGloo.create_device(
-                    hostname=socket.gethostname(), lazy_init=False
+                    hostname=self._hostname, lazy_init=False
                 )
         return self._gloo
 

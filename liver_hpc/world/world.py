@@ -230,13 +230,21 @@ class World:
 
     def close(self) -> None:
         """Frees memory and forgets the groups. The world must not be used any more."""
-        self.state.release()
+        self.abandon().release()
+
+    def abandon(self) -> WorldState:
+        """Forgets the groups and everything else but the state's tensors, and returns those.
+
+        The world must not be used any more. Peers that are blocked in a collective of a group
+        of it fail promptly, as nothing here holds the group's connections any longer.
+        """
         for buffer in self.model.buffers:
             buffer.grad_data.untyped_storage().resize_(0)
         self.book.close()
         self.groups = self.model = self.optimizer = self._adam = None
         self._scheduler = self._pipeline = None
         gc.collect()
+        return self.state
 
     # ---- training
 

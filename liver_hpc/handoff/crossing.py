@@ -1,0 +1,227 @@
+"""TRANSFER and COMMIT: from the agreed step boundary to the first step of the target world.
+
+Every worker of both worlds runs `cross` at the same boundary. The source's state is frozen in it
+and stays whole until the coordinator's commit, so that every failure before leads back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from liver_hpc.clock import Deadline
+from liver_hpc.errors import LiverError, ProtocolError
+from liver_hpc.handoff.prepare import Target
+from liver_hpc.handoff.session import HandoffAborted, Session
+from liver_hpc.layout.tensors import PARAMETER
+from liver_hpc.protocol.messages import (
+    AtBoundary,
+    ClassDigest,
+    FirstStep,
+    Progress,
+    SmallState,
+    Verdict,
+    Vote,
+)
+from liver_hpc.world.state import WorldState
+from liver_hpc.world.world import Gradients, StepResult, World
+
+PROGRESS_INTERVAL_S = 0.1
+"""At most one progress message in this time: they are sent inside the pause."""
+
+FAILURES = (LiverError, RuntimeError, AssertionError, MemoryError)
+"""What a stage may fail with on a worker that itself lives on: its vote is then no."""
+
+
+@dataclass(frozen=True)
+class Digests:
+    """What this worker held as source, and holds as target, of one stage's kinds."""
+
+    source: tuple[ClassDigest, ...]
+    target: tuple[ClassDigest, ...]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Where the source world stopped: its small state, and when its last step ended."""
+
+    small: SmallState
+    last_step_ended_s: float
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """The other side: the first step of the target world (None on a leaver)."""
+
+    small: SmallState
+    first_step: StepResult | None
+    started_s: float
+    ended_s: float
+
+
+@dataclass
+class _Background:
+    """Work in a thread of its own, whose failure is raised at `join`."""
+
+    work: Callable[[], Digests]
+    result: Digests | None = None
+    failure: str = ""
+    thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, name="optimizer-transfer", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self.work()
+        except FAILURES as error:
+            self.failure = f"{type(error).__name__}: {error}"
+
+    def join(self, deadline: Deadline) -> Digests:
+        self.thread.join(deadline.remaining_s())
+        if self.failure:
+            raise LiverError(self.failure)
+        if self.result is None:
+            raise deadline.error()
+        return self.result
+
+
+class Crossing:
+    """One worker's way over the boundary. `source` is None on a joiner."""
+
+    def __init__(self, session: Session, target: Target, source: World | None) -> None:
+        self._session = session
+        self._target = target
+        self._source = source
+        self._limits = session.place.config.deadlines
+        self._bytes_done = 0
+        self._last_progress_s = -PROGRESS_INTERVAL_S
+
+    def run(self, boundary: Boundary | None) -> Crossed:
+        """Crosses, or raises HandoffAborted with the source world untouched.
+
+        Collective over source and target workers. `boundary` is None on a joiner.
+        """
+        session, place = self._session, self._session.place
+        if boundary is not None:
+            place.send(
+                AtBoundary(
+                    worker=place.worker,
+                    generation=session.generation,
+                    small=boundary.small,
+                    last_step_ended_s=boundary.last_step_ended_s,
+                )
+            )
+        session.check()
+        self._vote("parameters", self._move_parameters)
+        forward = self._verdict("forward")
+        started_s = place.clock.now_s()
+        gradients: list[Gradients] = []
+        self._vote("optimizer", lambda: self._first_gradients(forward.small, gradients))
+        commit = self._verdict("commit")
+        first_step = None
+        world = self._target.world
+        if world is not None:
+            update = world.update(forward.small.step)
+            first_step = world.agree(gradients[0], update, ready=False, stop=False)
+        ended_s = place.clock.now_s()
+        if world is not None:
+            place.send(
+                FirstStep(
+                    worker=place.worker,
+                    generation=session.generation,
+                    started_s=started_s,
+                    ended_s=ended_s,
+                )
+            )
+        return Crossed(commit.small, first_step, started_s, ended_s)
+
+    # ---- the two stages
+
+    def _move_parameters(self) -> Digests:
+        return self._move((PARAMETER,), parameters=True)
+
+    def _first_gradients(self, small: SmallState, gradients: list[Gradients]) -> Digests:
+        """Optimizer state moves while the target's first forward and backward compute."""
+        kinds = self._session.place.recipe.spec.optimizer_kinds
+        moving = _Background(lambda: self._move(kinds, parameters=False))
+        deadline = self._deadline("the optimizer state to arrive")
+        try:
+            if self._target.world is not None:
+                gradients.append(self._target.world.forward_backward(small.step))
+        finally:
+            digests = moving.join(deadline)
+        if self._target.world is not None:
+            self._target.world.load_small_state(small)
+        return digests
+
+    def _move(self, kinds: tuple[str, ...], *, parameters: bool) -> Digests:
+        source = self._source.state if self._source is not None else None
+        target = self._target.world.state if self._target.world is not None else None
+        self._target.transport.stream(
+            self._target.part(parameters=parameters),
+            source,
+            target,
+            self._progress,
+            self._deadline(f"the bytes of {'parameters' if parameters else 'optimizer state'}"),
+        )
+        return Digests(_digests(source, kinds), _digests(target, kinds))
+
+    # ---- talking to the coordinator
+
+    def _progress(self, num_bytes: int) -> None:
+        place = self._session.place
+        self._bytes_done += num_bytes
+        now_s = place.clock.now_s()
+        if now_s - self._last_progress_s < PROGRESS_INTERVAL_S:
+            return
+        self._last_progress_s = now_s
+        place.send(
+            Progress(
+                worker=place.worker,
+                generation=self._session.generation,
+                bytes_done=self._bytes_done,
+            )
+        )
+
+    def _vote(self, stage: str, work: Callable[[], Digests]) -> None:
+        place, generation = self._session.place, self._session.generation
+        digests, reason = Digests((), ()), ""
+        try:
+            digests = work()
+        except HandoffAborted:
+            raise
+        except FAILURES as error:
+            reason = f"{type(error).__name__}: {error}"
+        if reason:
+            # Peers that wait for bytes from here must not wait until their deadline.
+            self._target.drop_transfer()
+        place.send(
+            Vote(
+                worker=place.worker,
+                generation=generation,
+                stage=stage,  # type: ignore[arg-type]
+                ok=not reason,
+                reason=reason,
+                source=digests.source,
+                target=digests.target,
+            )
+        )
+
+    def _verdict(self, stage: str) -> Verdict:
+        limit_s = self._limits.transfer_s + self._limits.control_s
+        verdict: Verdict = self._session.wait(
+            Verdict, limit_s, f"the coordinator's verdict on {stage}"
+        )
+        if verdict.stage != stage:
+            raise ProtocolError(f"wanted the verdict {stage!r}, got {verdict.stage!r}")
+        return verdict
+
+    def _deadline(self, waits_for: str) -> Deadline:
+        return Deadline.after(self._session.place.clock, self._limits.transfer_s, waits_for)
+
+
+def _digests(state: WorldState | None, kinds: tuple[str, ...]) -> tuple[ClassDigest, ...]:
+    return state.digests(kinds) if state is not None else ()

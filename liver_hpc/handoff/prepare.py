@@ -1,0 +1,132 @@
+"""PREPARE: the target world is built beside the one that trains, and nothing of it is used yet."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from liver_hpc.handoff.session import Session
+from liver_hpc.layout.memory import move_bytes
+from liver_hpc.layout.plan import transfer_plan
+from liver_hpc.layout.tensors import PARAMETER, TransferPlan
+from liver_hpc.protocol.messages import Prepared
+from liver_hpc.transport.base import Transport
+from liver_hpc.transport.process_group import ProcessGroupTransport
+from liver_hpc.world.groups import Group
+from liver_hpc.world.world import World
+
+
+@dataclass
+class Stopwatch:
+    """Seconds spent in named parts, in order."""
+
+    parts_s: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, name: str) -> None:
+        """Books the time since the last lap under `name`."""
+        now = time.perf_counter()
+        self.parts_s[name] = now - self._last
+        self._last = now
+
+
+@dataclass
+class Target:
+    """What PREPARE made on this worker. `world` is None on a leaver."""
+
+    world: World | None
+    plan: TransferPlan
+    transfer_group: Group
+    transport: Transport
+    kept_groups: int
+    timings_s: dict[str, float]
+
+    def part(self, *, parameters: bool) -> TransferPlan:
+        """The moves of one of TRANSFER's two halves."""
+
+        def chosen(moves):  # type: ignore[no-untyped-def]
+            return tuple(move for move in moves if (move.kind == PARAMETER) == parameters)
+
+        plan = self.plan
+        return TransferPlan(
+            plan.worker, chosen(plan.sends), chosen(plan.receives), chosen(plan.local)
+        )
+
+    def drop_transfer(self) -> None:
+        """Frees staging and closes the transfer group's connections."""
+        self.transport.close()
+        self.transfer_group.close()
+
+    def drop(self) -> None:
+        """Frees everything: the attempt is off."""
+        self.drop_transfer()
+        if self.world is not None:
+            self.world.close()
+            self.world = None
+
+
+def prepare(session: Session, source_world: World | None) -> Target:
+    """Builds the target world, its groups, the plan and the staging buffers.
+
+    Runs beside the training thread on source workers. Collective over the session's members, but
+    only in the connection of groups; everything before that is done alone. Raises LiverError or
+    RuntimeError; HandoffAborted when called off.
+    """
+    place, watch = session.place, Stopwatch()
+    worker, device, deadlines = place.worker, place.device, place.config.deadlines
+    world = None
+    try:
+        if session.is_target:
+            world = World(
+                place.recipe, session.target, worker, session.generation, device
+            )
+            watch.lap("build")
+            if place.config.handoff.warm_up:
+                session.check()
+                world.warm_up()
+            watch.lap("warm_up")
+        session.check()
+        plan = transfer_plan(place.recipe.spec, session.source, session.target, worker)
+        watch.lap("plan")
+        store = session.open_store()
+        kept = 0
+        if world is not None:
+            previous = source_world if place.config.handoff.keep_groups else None
+            kept = world.connect(
+                lambda group: group.connect(place.network, store, deadlines.collective_s), previous
+            )
+        name = f"g{session.generation}/transfer"
+        transfer_group = Group(name, session.members, worker, device)
+        transfer_group.connect(place.network, store, deadlines.transfer_s)
+        watch.lap("connect")
+        transport = ProcessGroupTransport(
+            transfer_group.process_group,
+            ranks={member: rank for rank, member in enumerate(session.members)},
+            model=place.recipe.spec,
+            handoff=place.config.handoff,
+            device=device.torch_device,
+        )
+        watch.lap("staging")
+        session.check()
+    except BaseException:
+        if world is not None:
+            world.close()
+        raise
+    finally:
+        if session.store is not None:
+            session.store.close()
+    return Target(world, plan, transfer_group, transport, kept, watch.parts_s)
+
+
+def prepared_message(session: Session, target: Target) -> Prepared:
+    """What the coordinator is told once PREPARE is done here."""
+    model = session.place.recipe.spec
+    return Prepared(
+        worker=session.place.worker,
+        generation=session.generation,
+        timings_s=target.timings_s,
+        bytes_out=move_bytes(model, target.plan.sends),
+        bytes_in=move_bytes(model, target.plan.receives),
+        bytes_local=move_bytes(model, target.plan.local),
+        kept_groups=target.kept_groups,
+    )

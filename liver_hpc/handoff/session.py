@@ -1,0 +1,125 @@
+"""One handoff attempt as one worker lives it: what it knows, and how it hears the coordinator."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from liver_hpc.clock import Clock, Deadline
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import LiverError
+from liver_hpc.layout.coordinates import Roster
+from liver_hpc.protocol.messages import (
+    Abort,
+    Arm,
+    FromWorker,
+    Prepare,
+    Resume,
+    Verdict,
+)
+from liver_hpc.recipes.base import Recipe
+from liver_hpc.world.device import Device, Network
+from liver_hpc.world.store import ControlStore
+
+if TYPE_CHECKING:
+    from liver_hpc.handoff.prepare import Target
+
+SessionMessage = Arm | Verdict | Abort | Resume
+
+
+class HandoffAborted(LiverError):
+    """The coordinator has called this attempt off."""
+
+    def __init__(self, abort: Abort) -> None:
+        super().__init__(f"generation {abort.generation} aborted: {abort.reason}")
+        self.abort = abort
+
+
+@dataclass(frozen=True)
+class Place:
+    """What of a worker outlives its worlds."""
+
+    worker: int
+    config: RunConfig
+    recipe: Recipe
+    device: Device
+    network: Network
+    clock: Clock
+    send: Callable[[FromWorker], None]
+    open_store: Callable[[], ControlStore]
+
+
+class Session:
+    """The worker's end of one handoff attempt.
+
+    The control thread puts messages in; the thread that runs the handoff takes them out.
+    prepared: what PREPARE made here, once it is done. preparing: the thread that does it, on a
+    source worker.
+    """
+
+    def __init__(self, prepare: Prepare, place: Place) -> None:
+        self.generation = prepare.generation
+        self.source: Roster = prepare.source.roster()
+        self.target: Roster = prepare.target.roster()
+        self.place = place
+        self.store: ControlStore | None = None
+        self.prepared: Target | None = None
+        self.preparing: threading.Thread | None = None
+        self.armed = threading.Event()
+        self.aborted: Abort | None = None
+        self._inbox: queue.Queue[SessionMessage] = queue.Queue()
+
+    @property
+    def is_source(self) -> bool:
+        return self.place.worker in self.source.workers
+
+    @property
+    def is_target(self) -> bool:
+        return self.place.worker in self.target.workers
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """All workers that take part, sorted."""
+        return tuple(sorted({*self.source.workers, *self.target.workers}))
+
+    def open_store(self) -> ControlStore:
+        """The store client of this session; `deliver` of an Abort closes it."""
+        self.store = self.place.open_store()
+        if self.aborted is not None:
+            self.store.close()
+        return self.store
+
+    def deliver(self, message: SessionMessage) -> None:
+        """From the control thread: a message for this attempt."""
+        if isinstance(message, Abort):
+            self.aborted = message
+            self.armed.clear()
+            if self.store is not None:
+                self.store.close()
+        elif isinstance(message, Arm) and self.aborted is None:
+            self.armed.set()
+        self._inbox.put(message)
+
+    def check(self) -> None:
+        """Raises HandoffAborted once the coordinator has called the attempt off."""
+        if self.aborted is not None:
+            raise HandoffAborted(self.aborted)
+
+    def wait(self, wanted: type[Any], limit_s: float, waits_for: str) -> Any:
+        """The next message of a type; raises HandoffAborted or DeadlineError.
+
+        Messages that came before it are dropped: the coordinator's word is ordered.
+        """
+        deadline = Deadline.after(self.place.clock, limit_s, waits_for)
+        while True:
+            try:
+                message = self._inbox.get(timeout=max(deadline.remaining_s(), 0.001))
+            except queue.Empty:
+                raise deadline.error() from None
+            if isinstance(message, Abort) and wanted is not Resume:
+                raise HandoffAborted(message)
+            if isinstance(message, wanted):
+                return message

@@ -1,0 +1,242 @@
+"""The training loop of one worker, across worlds: steps, handing over, and the ways back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from liver_hpc.errors import LiverError
+from liver_hpc.handoff.crossing import FAILURES, Boundary, Crossed, Crossing
+from liver_hpc.handoff.prepare import prepare, prepared_message
+from liver_hpc.handoff.release import release
+from liver_hpc.handoff.session import HandoffAborted, Place, Session
+from liver_hpc.layout.coordinates import Roster
+from liver_hpc.layout.tensors import PARAMETER
+from liver_hpc.protocol.messages import (
+    Abort,
+    Aborted,
+    Arm,
+    Begin,
+    Failed,
+    Finished,
+    Prepare,
+    Resume,
+    StepDone,
+)
+from liver_hpc.world.state import WorldState
+from liver_hpc.world.world import StepResult, World
+
+log = logging.getLogger(__name__)
+
+
+class LeftWorld(LiverError):
+    """This worker has no seat in the world that trains now; it waits for its Exit."""
+
+
+class Trainer:
+    """Trains whatever world is the present one. The main thread calls `begin` or `join`, then
+    `train`; the control thread calls `open_session` and sets `stop`."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._limits = place.config.deadlines
+        self._world: World | None = None
+        self.session: Session | None = None
+        self.stop = threading.Event()
+        self.step = 0
+
+    # ---- the ways in
+
+    def begin(self, message: Begin) -> None:
+        """Builds the first world and fills it from the seed. Collective over its roster."""
+        world = self._build(message.roster.roster(), message.generation)
+        world.state.initialize(self._place.recipe.initial, self._place.config.train.seed)
+        world.load_small_state(world.small_state(0).model_copy(update={"optimizer_step": 0}))
+        self._world = world
+
+    def join(self) -> None:
+        """A joiner's way in: PREPARE, then the crossing. Raises LeftWorld when called off."""
+        session = self.session
+        assert session is not None, "join without a session"
+        self._prepare(session)
+        try:
+            limit_s = self._limits.prepare_s + self._limits.boundary_s
+            session.wait(Arm, limit_s, "all workers to be prepared")
+            assert session.prepared is not None
+            crossed = Crossing(session, session.prepared, None).run(None)
+        except HandoffAborted as aborted:
+            raise LeftWorld(str(aborted)) from aborted
+        self._arrive(session, crossed, None)
+
+    def open_session(self, message: Prepare) -> Session:
+        """A new handoff attempt; on a source worker PREPARE starts beside the training thread."""
+        session = Session(message, self._place)
+        if session.is_source:
+            session.preparing = threading.Thread(
+                target=self._prepare, args=(session,), name="prepare", daemon=True
+            )
+        self.session = session
+        if session.preparing is not None:
+            session.preparing.start()
+        return session
+
+    def _build(self, roster: Roster, generation: int) -> World:
+        place = self._place
+        world = World(place.recipe, roster, place.worker, generation, place.device)
+        if place.config.handoff.warm_up:
+            world.warm_up()
+        store = place.open_store()
+        try:
+            world.connect(
+                lambda group: group.connect(place.network, store, self._limits.collective_s), None
+            )
+        finally:
+            store.close()
+        return world
+
+    # ---- steps
+
+    def train(self) -> None:
+        """Steps until the last, or until all agreed to stop. Raises LeftWorld on a leaver."""
+        clock = self._place.clock
+        while self.step < self._place.config.train.steps:
+            world, session = self._world, self.session
+            assert world is not None, "train without a world"
+            ready = session is not None and session.armed.is_set()
+            started_s = clock.now_s()
+            result = world.train_step(self.step, ready, self.stop.is_set())
+            ended_s = clock.now_s()
+            self.step += 1
+            self._report(world, result, started_s, ended_s)
+            members = world.roster.layout.workers
+            if result.stop == members:
+                break
+            if result.ready == members and self.step < self._place.config.train.steps:
+                assert session is not None
+                self._hand_over(session, world, ended_s)
+            elif session is not None and session.aborted is not None:
+                self._drop(session)
+        self._place.send(Finished(worker=self._place.worker, step=self.step))
+
+    def _report(self, world: World, result: StepResult, started_s: float, ended_s: float) -> None:
+        """Rank 0 of the world tells the coordinator of the step just done."""
+        place = self._place
+        if world.roster.workers[0] != place.worker:
+            return
+        place.send(
+            StepDone(
+                worker=place.worker,
+                generation=world.generation,
+                step=self.step - 1,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                learning_rate=result.learning_rate,
+                tokens=place.config.train.global_batch * place.recipe.tokens(),
+                started_s=started_s,
+                ended_s=ended_s,
+            )
+        )
+
+    # ---- PREPARE, and dropping it before the boundary
+
+    def _prepare(self, session: Session) -> None:
+        """PREPARE in the calling thread; answers Prepared or Failed."""
+        source = self._world if session.is_source else None
+        try:
+            session.prepared = prepare(session, source)
+        except HandoffAborted as aborted:
+            log.info("%s while preparing", aborted)
+        except FAILURES as error:
+            if session.aborted is not None:
+                log.info("generation %d ended while preparing: %s", session.generation, error)
+                return
+            log.exception("generation %d: PREPARE failed", session.generation)
+            self._place.send(
+                Failed(
+                    worker=self._place.worker,
+                    generation=session.generation,
+                    reason=f"{type(error).__name__}: {error}",
+                )
+            )
+        else:
+            self._place.send(prepared_message(session, session.prepared))
+
+    def _drop(self, session: Session) -> None:
+        """Called off before the boundary: training goes on, a thread clears up and answers."""
+        self.session = None
+
+        def clear_up() -> None:
+            if session.preparing is not None:
+                session.preparing.join(self._limits.prepare_s)
+            if session.prepared is not None:
+                session.prepared.drop()
+            self._place.send(
+                Aborted(worker=self._place.worker, generation=session.generation)
+            )
+
+        threading.Thread(target=clear_up, name="drop", daemon=True).start()
+
+    # ---- the boundary
+
+    def _hand_over(self, session: Session, source: World, ended_s: float) -> None:
+        """At the agreed boundary: over to the target world, or back to this one."""
+        assert session.prepared is not None
+        boundary = Boundary(source.small_state(self.step), ended_s)
+        try:
+            crossed = Crossing(session, session.prepared, source).run(boundary)
+        except HandoffAborted as aborted:
+            abort = aborted.abort
+        else:
+            self._arrive(session, crossed, source)
+            return
+        self._go_back(session, source, abort)
+
+    def _arrive(self, session: Session, crossed: Crossed, source: World | None) -> None:
+        """Committed: the target world is the world. Raises LeftWorld on a leaver."""
+        target = session.prepared
+        assert target is not None
+        self._world, self.session = target.world, None
+        if self._world is not None:
+            self.step = crossed.small.step + 1
+            assert crossed.first_step is not None
+            self._report(self._world, crossed.first_step, crossed.started_s, crossed.ended_s)
+        threading.Thread(
+            target=release, args=(session, target, source), name="release", daemon=True
+        ).start()
+        if self._world is None:
+            raise LeftWorld(f"no seat in {session.target}")
+
+    def _go_back(self, session: Session, source: World, abort: Abort) -> None:
+        """Called off at the boundary: the source world goes on, rebuilt if its groups may hold
+        half a collective of the target's first step."""
+        log.info("generation %d called off at the boundary: %s", session.generation, abort.reason)
+        assert session.prepared is not None
+        held: WorldState | None = None
+        if abort.rebuild:
+            # Peers blocked in a shared group are freed once nobody holds its connections.
+            held = source.abandon()
+            self._world = None
+        session.prepared.drop()
+        session.prepared = None
+        self._place.send(Aborted(worker=self._place.worker, generation=session.generation))
+        resume: Resume = session.wait(
+            Resume, self._limits.transfer_s + self._limits.control_s, "all workers to go back"
+        )
+        if held is not None:
+            assert resume.rebuild_generation is not None
+            self._rebuild(session.source, resume.rebuild_generation, held, self.step)
+        self.session = None
+
+    def _rebuild(self, roster: Roster, generation: int, held: WorldState, step: int) -> None:
+        """The source layout again on fresh groups, filled from what this worker still holds."""
+        world = self._build(roster, generation)
+        for kind in (PARAMETER, *world.recipe.spec.optimizer_kinds):
+            for index, box in held.boxes(kind):
+                world.state.view(kind, index, box).copy_(held.view(kind, index, box))
+        log.info("generation %d: rebuilt %s", generation, roster)
+        world.load_small_state(
+            world.small_state(step).model_copy(update={"optimizer_step": step})
+        )
+        held.release()
+        self._world = world
+

@@ -1,0 +1,207 @@
+"""In-memory twins for the tests: faults to order, and workers that follow a script."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from liver_hpc.layout.coordinates import Roster
+from liver_hpc.layout.tensors import EXP_AVG, PARAMETER
+from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.attempt import Phase
+
+FULL_DIGEST = 0x1234_5678_9ABC_DEF0
+
+
+class Fault(StrEnum):
+    DIE = "die"  # the process ends without a word
+    FAIL = "fail"  # says Failed
+    VOTE_NO = "vote no"
+    WRONG_DIGEST = "wrong digest"
+    SILENT = "silent"  # goes on living, answers nothing more
+
+
+class FaultInjector:
+    """Faults to happen, each once, when a worker reaches a phase."""
+
+    def __init__(self) -> None:
+        self._faults: dict[tuple[int, Phase], Fault] = {}
+
+    def fail_at(self, worker: int, phase: Phase, fault: Fault = Fault.DIE) -> None:
+        self._faults[worker, phase] = fault
+
+    def take(self, worker: int, phase: Phase) -> Fault | None:
+        return self._faults.pop((worker, phase), None)
+
+
+def digests(roster: Roster, worker: int, kinds: tuple[str, ...]) -> tuple[m.ClassDigest, ...]:
+    """What a worker reports of a state whose every copy has the digest `FULL_DIGEST`.
+
+    One class of each kind, split over tp: rank (tp 0, pp 0, and for optimizer kinds dp 0) holds
+    all of it, the others report zero.
+    """
+    at = roster.coordinate_of(worker)
+    if at is None:
+        return ()
+    found = []
+    for kind in kinds:
+        holder = at.tp == 0 and at.pp == 0 and (kind == PARAMETER or at.dp == 0)
+        value = f"{FULL_DIGEST if holder else 0:016x}"
+        found.append(
+            m.ClassDigest(kind=kind, tp_replicated=False, multi_stage=False, value=value)
+        )
+    return tuple(found)
+
+
+@dataclass
+class WorkerScript:
+    """The messages of one worker, as a pure function of those it gets.
+
+    What really takes training to happen (the boundary, the first step) happens at once.
+    """
+
+    worker: int
+    faults: FaultInjector
+    kept_groups: int = 1
+    step: int = 0
+    generation: int = -1
+    source: Roster | None = None
+    target: Roster | None = None
+    mute: bool = False
+    dead: bool = False
+    received: list[m.ToWorker] = field(default_factory=list)
+
+    def receive(self, message: m.ToWorker) -> list[m.FromWorker]:
+        self.received.append(message)
+        if self.dead:
+            return []
+        if isinstance(message, m.Exit):
+            self.dead = True
+            return []
+        answers = self._answer(message)
+        return [] if self.mute or self.dead else answers
+
+    def _answer(self, message: m.ToWorker) -> list[m.FromWorker]:
+        match message:
+            case m.Prepare():
+                self.generation = message.generation
+                self.source, self.target = message.source.roster(), message.target.roster()
+                return self._prepared()
+            case m.Arm():
+                return self._stopped_at_boundary()
+            case m.Verdict(stage="forward"):
+                return self._vote("optimizer", Phase.COMMIT)
+            case m.Verdict(stage="commit"):
+                return self._first_step()
+            case m.Abort():
+                return [m.Aborted(worker=self.worker, generation=message.generation)]
+            case m.Stop():
+                return [m.Finished(worker=self.worker, step=self.step)]
+        return []
+
+    def _fault(self, phase: Phase) -> list[m.FromWorker] | None:
+        """What a fault of this phase makes of the answer; None = no fault."""
+        fault = self.faults.take(self.worker, phase)
+        if fault is Fault.DIE:
+            self.dead = True
+            return []
+        if fault is Fault.SILENT:
+            self.mute = True
+            return []
+        if fault is Fault.FAIL:
+            failed = m.Failed(worker=self.worker, generation=self.generation, reason="told to")
+            return [failed]
+        if fault is not None:
+            return self._bad_vote(phase, fault)
+        return None
+
+    def _bad_vote(self, phase: Phase, fault: Fault) -> list[m.FromWorker]:
+        vote = self._good_vote("optimizer" if phase is Phase.COMMIT else "parameters")
+        if fault is Fault.VOTE_NO:
+            return [vote.model_copy(update={"ok": False, "reason": "told to"})]
+        side = "source" if vote.source else "target"
+        wrong = getattr(vote, side)[0].model_copy(update={"value": "00000000000000ff"})
+        return [vote.model_copy(update={side: (wrong, *getattr(vote, side)[1:])})]
+
+    def _prepared(self) -> list[m.FromWorker]:
+        faulty = self._fault(Phase.PREPARE)
+        if faulty is not None:
+            return faulty
+        prepared = m.Prepared(
+            worker=self.worker,
+            generation=self.generation,
+            timings_s={"groups": 0.5},
+            bytes_out=10,
+            bytes_in=10,
+            bytes_local=5,
+            kept_groups=self.kept_groups,
+        )
+        return [prepared]
+
+    def _stopped_at_boundary(self) -> list[m.FromWorker]:
+        faulty = self._fault(Phase.ARMED)
+        if faulty is not None:
+            return faulty
+        stopped: list[m.FromWorker] = []
+        if self.source is not None and self.worker in self.source.workers:
+            small = m.SmallState(
+                step=self.step,
+                consumed_samples=8 * self.step,
+                optimizer_step=self.step,
+                loss_scale=1.0,
+                seed=1234,
+            )
+            stopped.append(
+                m.AtBoundary(
+                    worker=self.worker,
+                    generation=self.generation,
+                    small=small,
+                    last_step_ended_s=100.0 + self.worker,
+                )
+            )
+        return stopped + self._vote("parameters", Phase.TRANSFER)
+
+    def _vote(self, stage: str, phase: Phase) -> list[m.FromWorker]:
+        faulty = self._fault(phase)
+        return [self._good_vote(stage)] if faulty is None else faulty
+
+    def _good_vote(self, stage: str) -> m.Vote:
+        assert self.source is not None
+        assert self.target is not None
+        kinds = (PARAMETER,) if stage == "parameters" else (EXP_AVG,)
+        return m.Vote(
+            worker=self.worker,
+            generation=self.generation,
+            stage="parameters" if stage == "parameters" else "optimizer",
+            ok=True,
+            source=digests(self.source, self.worker, kinds),
+            target=digests(self.target, self.worker, kinds),
+        )
+
+    def _first_step(self) -> list[m.FromWorker]:
+        assert self.source is not None
+        assert self.target is not None
+        faulty = self._fault(Phase.RELEASE)
+        if faulty is not None:
+            return faulty
+        if self.worker not in self.target.workers:
+            return []
+        answers: list[m.FromWorker] = [
+            m.FirstStep(
+                worker=self.worker,
+                generation=self.generation,
+                started_s=101.5 + self.worker,
+                ended_s=102.5 + self.worker,
+            )
+        ]
+        if self.worker in self.source.workers:
+            answers.append(
+                m.Released(
+                    worker=self.worker,
+                    generation=self.generation,
+                    file_descriptors=20 + self.worker,
+                    resident_bytes=1000 + self.worker,
+                    released_s=103.0,
+                )
+            )
+        return answers

@@ -1,0 +1,38 @@
+"""Small models for layout tests, and a strategy for layouts that fit them."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
+
+TIED = gpt_tensors(
+    GPTConfig(layers=4, hidden=16, ffn_hidden=24, heads=4, seq_length=8, vocab_size=40)
+)
+UNTIED_BF16 = gpt_tensors(
+    GPTConfig(
+        layers=4,
+        hidden=16,
+        ffn_hidden=24,
+        heads=4,
+        normalization="layernorm",
+        activation="gelu",
+        bias=True,
+        position="learned",
+        tied_embeddings=False,
+        seq_length=8,
+        vocab_size=40,
+        dtype="bf16",
+    )
+)
+MODELS: tuple[ModelSpec, ...] = (TIED, UNTIED_BF16)
+
+SIZES = st.sampled_from([1, 2, 4])
+LAYOUTS = st.builds(Layout, SIZES, SIZES, st.sampled_from([1, 2, 3]))
+
+
+def roster(layout: Layout, first: int = 0) -> Roster:
+    """Workers first, first+1, ... in rank order."""
+    return Roster(layout, tuple(range(first, first + layout.workers)))

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from liver_hpc.errors import ConfigError
+from liver_hpc.layout.coordinates import Coordinate, Layout, Roster
+from tests.unit.layout.models import LAYOUTS, roster
+
+
+@given(LAYOUTS)
+def test_rank_and_coordinate_are_inverse(layout: Layout) -> None:
+    seats = list(layout.coordinates())
+    assert len(set(seats)) == layout.workers
+    assert [layout.rank(seat) for seat in seats] == list(range(layout.workers))
+    assert [layout.coordinate(rank) for rank in range(layout.workers)] == seats
+
+
+@given(LAYOUTS)
+def test_parse_reads_what_str_writes(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+
+
+def test_rank_order_is_megatrons_tp_dp_pp() -> None:
+    assert Layout(2, 2, 2).rank(Coordinate(tp=1, pp=0, dp=0)) == 1
+    assert Layout(2, 2, 2).rank(Coordinate(tp=0, pp=0, dp=1)) == 2
+    assert Layout(2, 2, 2).rank(Coordinate(tp=0, pp=1, dp=0)) == 4
+
+
+@pytest.mark.parametrize("text", ["", "tp=0", "tp=2,tp=4", "xp=2", "tp2pp1", "tp=-1", "tp=1.5"])
+def test_parse_names_what_it_got(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Layout.parse(text)
+
+
+def test_roster_refuses_wrong_or_repeated_workers() -> None:
+    with pytest.raises(ConfigError, match="wants 2 different workers"):
+        Roster(Layout(2, 1, 1), (3, 3))
+    with pytest.raises(ConfigError, match="wants 4"):
+        Roster(Layout(2, 1, 2), (0, 1))
+
+
+def test_roster_finds_workers_and_seats() -> None:
+    people = roster(Layout(2, 1, 2), first=5)
+    assert people.worker_at(Coordinate(1, 0, 1)) == 8
+    assert people.coordinate_of(8) == Coordinate(1, 0, 1)
+    assert people.coordinate_of(0) is None

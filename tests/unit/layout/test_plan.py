@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.memory import handoff_bytes, state_bytes, worker_bytes
+from liver_hpc.layout.ownership import owned_boxes
+from liver_hpc.layout.placement import overlap_bytes, place
+from liver_hpc.layout.plan import subtract, transfer_plan
+from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, TransferPlan
+from tests.unit.layout.models import LAYOUTS, MODELS, TIED, roster
+
+BOXES = st.tuples(
+    st.integers(0, 5), st.integers(1, 5), st.integers(0, 5), st.integers(1, 5)
+).map(lambda t: Box(t[0], t[0] + t[1], t[2], t[2] + t[3]))
+
+
+@st.composite
+def rosters(draw: st.DrawFn) -> tuple[Roster, Roster]:
+    """A source roster, and a target one whose people are partly the same, shuffled."""
+    source = roster(draw(LAYOUTS))
+    layout = draw(LAYOUTS)
+    pool = list(range(source.layout.workers + layout.workers))
+    people = draw(st.permutations(pool))[: layout.workers]
+    return source, Roster(layout, tuple(people))
+
+
+def plans(model: ModelSpec, source: Roster, target: Roster) -> dict[int, TransferPlan]:
+    everybody = sorted({*source.workers, *target.workers})
+    return {worker: transfer_plan(model, source, target, worker) for worker in everybody}
+
+
+@given(BOXES, BOXES)
+def test_subtract_leaves_what_the_hole_does_not_cover(box: Box, hole: Box) -> None:
+    grid = np.zeros((12, 12), dtype=int)
+    for part in subtract(box, hole):
+        grid[part.row0 : part.row1, part.col0 : part.col1] += 1
+    expected = np.zeros((12, 12), dtype=int)
+    expected[box.row0 : box.row1, box.col0 : box.col1] = 1
+    expected[hole.row0 : hole.row1, hole.col0 : hole.col1] = 0
+    assert (grid == expected).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(rosters(), st.sampled_from(MODELS))
+def test_both_ends_of_every_move_plan_it(
+    people: tuple[Roster, Roster], model: ModelSpec
+) -> None:
+    by_worker = plans(model, *people)
+    sent = Counter(move for plan in by_worker.values() for move in plan.sends)
+    received = Counter(move for plan in by_worker.values() for move in plan.receives)
+    assert sent == received
+    assert set(sent.values()) <= {1}
+    for worker, plan in by_worker.items():
+        assert all(move.sender == worker != move.receiver for move in plan.sends)
+        assert all(move.receiver == worker != move.sender for move in plan.receives)
+        for moves in (plan.sends, plan.receives, plan.local):
+            assert list(moves) == sorted(moves)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rosters(), st.sampled_from(MODELS))
+def test_every_element_of_the_target_is_written_exactly_once(
+    people: tuple[Roster, Roster], model: ModelSpec
+) -> None:
+    source, target = people
+    for worker in target.workers:
+        plan = transfer_plan(model, source, target, worker)
+        seat = target.coordinate_of(worker)
+        assert seat is not None
+        for index, tensor in enumerate(model.tensors):
+            for kind in (PARAMETER, *model.optimizer_kinds):
+                grid = np.zeros((tensor.rows, tensor.cols), dtype=int)
+                for box in owned_boxes(model, target.layout, seat, kind, index):
+                    grid[box.row0 : box.row1, box.col0 : box.col1] += 1
+                for move in (*plan.receives, *plan.local):
+                    if (move.tensor_index, move.kind) == (index, kind):
+                        box = move.box
+                        grid[box.row0 : box.row1, box.col0 : box.col1] -= 1
+                assert (grid == 0).all(), (tensor.name, kind)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rosters(), st.sampled_from(MODELS))
+def test_nothing_is_sent_that_its_receiver_holds_and_senders_hold_what_they_send(
+    people: tuple[Roster, Roster], model: ModelSpec
+) -> None:
+    source, target = people
+
+    def held(worker: int, kind: str, index: int) -> tuple[Box, ...]:
+        seat = source.coordinate_of(worker)
+        return () if seat is None else owned_boxes(model, source.layout, seat, kind, index)
+
+    for worker in target.workers:
+        plan = transfer_plan(model, source, target, worker)
+        for move in plan.receives:
+            own = held(worker, move.kind, move.tensor_index)
+            assert all(box.intersect(move.box) is None for box in own)
+        for move in (*plan.receives, *plan.local):
+            theirs = held(move.sender, move.kind, move.tensor_index)
+            assert any(box.intersect(move.box) == move.box for box in theirs)
+
+
+def test_moving_to_the_same_seats_sends_nothing() -> None:
+    people = roster(Layout(2, 2, 2))
+    moved, local = handoff_bytes(TIED, people, people)
+    assert moved == 0
+    assert local == sum(
+        sum(worker_bytes(TIED, people.layout, seat).values())
+        - worker_bytes(TIED, people.layout, seat)["gradient"]
+        for seat in people.layout.coordinates()
+    )
+
+
+def test_one_to_one_moves_the_whole_state() -> None:
+    moved, local = handoff_bytes(TIED, roster(Layout(1, 1, 1)), Roster(Layout(1, 1, 1), (9,)))
+    assert (moved, local) == (state_bytes(TIED), 0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(LAYOUTS, LAYOUTS, st.integers(0, 3))
+def test_placement_moves_no_more_than_seats_in_rank_order(
+    before: Layout, after: Layout, leaving: int
+) -> None:
+    source = roster(before)
+    stay = source.workers[min(leaving, before.workers - 1) :]
+    joiners = range(1000, 1000 + max(0, after.workers - len(stay)))
+    available = [*stay, *joiners]
+    placed = place(TIED, source, after, available)
+    plain = Roster(after, tuple(available[: after.workers]))
+    assert handoff_bytes(TIED, source, placed)[0] <= handoff_bytes(TIED, source, plain)[0]
+    assert set(placed.workers) <= set(available)
+
+
+def test_placement_of_the_same_layout_keeps_everybody_and_seats_the_joiner() -> None:
+    source = roster(Layout(2, 1, 2))
+    placed = place(TIED, source, source.layout, [0, 2, 3, 7])
+    assert placed.workers == (0, 7, 2, 3)
+
+
+def test_placement_is_the_same_for_many_workers_as_seat_by_seat() -> None:
+    source = roster(Layout(4, 4, 8))
+    placed = place(TIED, source, source.layout, [w for w in range(200) if w != 5])
+    assert placed.workers[:5] == source.workers[:5]
+    assert placed.workers[5] == 128
+    assert placed.workers[6:] == source.workers[6:]
+
+
+def test_overlap_is_the_local_part_of_the_plan() -> None:
+    source = roster(Layout(1, 1, 2))
+    target = Roster(Layout(2, 1, 2), (0, 1, 2, 3))
+    stays = sum(
+        overlap_bytes(TIED, source.layout, at, target.layout, to)
+        for worker in source.workers
+        if (at := source.coordinate_of(worker)) and (to := target.coordinate_of(worker))
+    )
+    assert stays == handoff_bytes(TIED, source, target)[1]
+
+
+def test_too_few_workers_are_refused() -> None:
+    with pytest.raises(Exception, match="wants 4 workers, available are"):
+        place(TIED, roster(Layout(1, 1, 2)), Layout(2, 1, 2), [0, 1])

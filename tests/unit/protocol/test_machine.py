@@ -1,0 +1,483 @@
+"""The handoff machine: every order of events, every failure at every moment; old world or new."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from liver_hpc.clock import FakeClock
+from liver_hpc.config.schema import DeadlineSection
+from liver_hpc.errors import ProtocolError
+from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.actions import Action, Ended, FailRun, LaunchJoiners, PlaceTarget, Send
+from liver_hpc.protocol.attempt import Phase
+from liver_hpc.protocol.events import (
+    Cancelled,
+    DeadlinePassed,
+    Event,
+    Requested,
+    TargetFixed,
+    WorkerLost,
+    World,
+)
+from liver_hpc.protocol.machine import HandoffMachine
+from tests.fakes import Fault, FaultInjector, WorkerScript
+
+DP2, TP2, PP2, TP2_DP2 = Layout(1, 1, 2), Layout(2, 1, 1), Layout(1, 2, 1), Layout(2, 1, 2)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One kind of handoff: from, to, and the joiners that it needs."""
+
+    source: Roster
+    target: Roster
+
+    @property
+    def joiners(self) -> tuple[int, ...]:
+        return tuple(w for w in self.target.workers if w not in self.source.workers)
+
+    @property
+    def everybody(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.source.workers, *self.target.workers}))
+
+
+CHANGES = {
+    "grow": Change(Roster(DP2, (0, 1)), Roster(TP2_DP2, (0, 1, 2, 3))),
+    "shrink": Change(Roster(TP2_DP2, (0, 1, 2, 3)), Roster(TP2, (0, 2))),
+    "same workers": Change(Roster(DP2, (0, 1)), Roster(PP2, (1, 0))),
+    "replace": Change(Roster(DP2, (0, 1)), Roster(DP2, (0, 7))),
+    "all new": Change(Roster(TP2, (0, 1)), Roster(TP2, (4, 5))),
+}
+
+
+@dataclass
+class Play:
+    """A machine, its scripted workers, and the events that are on their way to it.
+
+    Events of one worker arrive in order; which worker comes next is for the caller to draw.
+    """
+
+    change: Change
+    faults: FaultInjector = field(default_factory=FaultInjector)
+    clock: FakeClock = field(default_factory=FakeClock)
+    outcome: Ended | None = None
+    failed: str = ""
+    sent: list[tuple[int, m.ToWorker]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.machine = HandoffMachine(DeadlineSection(), self.clock)
+        self.scripts = {w: WorkerScript(w, self.faults) for w in self.change.everybody}
+        self.mail: dict[int, list[Event]] = {w: [] for w in self.change.everybody}
+
+    def begin(self) -> None:
+        source = World(3, self.change.source)
+        self.feed(Requested(4, source, self.change.target.layout, len(self.change.joiners), "test"))
+
+    def feed(self, event: Event) -> None:
+        for action in self.machine.handle(event):
+            self._perform(action)
+        self.machine.check()
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case LaunchJoiners(count=count):
+                assert count == len(self.change.joiners)
+                for worker in self.change.joiners:
+                    self._boot(worker)
+            case PlaceTarget(joiners=joiners):
+                assert joiners == tuple(sorted(self.change.joiners))
+                self.feed(TargetFixed(self.change.target))
+            case Send(workers=workers, message=message):
+                for worker in workers:
+                    self._deliver(worker, message)
+            case Ended():
+                assert self.outcome is None
+                self.outcome = action
+            case FailRun(reason=reason):
+                self.failed = reason
+
+    def _boot(self, worker: int) -> None:
+        fault = self.faults.take(worker, Phase.BOOT)
+        if fault is None:
+            hello = m.Hello(worker=worker, pid=worker, host="h", booted_s=self.clock.now_s())
+            self.mail[worker].append(hello)
+        elif fault is Fault.DIE:
+            self.mail[worker].append(WorkerLost(worker, "killed"))
+
+    def _deliver(self, worker: int, message: m.ToWorker) -> None:
+        self.sent.append((worker, message))
+        script = self.scripts[worker]
+        was_dead = script.dead
+        self.mail[worker] += script.receive(message)
+        if script.dead and not was_dead:
+            self.mail[worker].append(WorkerLost(worker, "its process ended"))
+
+    def pending(self) -> list[int]:
+        return [worker for worker, events in self.mail.items() if events]
+
+    def step(self, worker: int) -> None:
+        """Delivers a worker's next event, as the coordinator would: nothing of ended attempts."""
+        event = self.mail[worker].pop(0)
+        if self.outcome is None:
+            self.feed(event)
+
+    def over(self) -> bool:
+        return bool(self.failed) or (self.outcome is not None and not self.pending())
+
+    def run(self, rng: random.Random) -> None:
+        """To the end, in a drawn order; when nobody has anything to say, time passes."""
+        while not self.over():
+            waiting = self.pending()
+            if waiting:
+                self.step(rng.choice(waiting))
+            else:
+                assert self.machine.deadline is not None
+                self.clock.advance(self.machine.deadline.remaining_s())
+                self.feed(DeadlinePassed())
+
+    def got(self, worker: int, kind: type[m.Message], **fields: object) -> bool:
+        return any(
+            to == worker
+            and isinstance(message, kind)
+            and all(getattr(message, name) == value for name, value in fields.items())
+            for to, message in self.sent
+        )
+
+    def assert_never_a_mix(self) -> None:
+        """Whatever happened, the messages leave one world, and the same for everybody."""
+        committed = {w for w in self.change.everybody if self.got(w, m.Verdict, stage="commit")}
+        aborted = {w for w in self.change.everybody if self.got(w, m.Abort)}
+        assert not committed & aborted
+        assert committed in (set(), set(self.change.everybody))
+        if self.outcome is None or self.outcome.outcome == "failed":
+            assert self.failed
+            return
+        if self.outcome.outcome == "completed":
+            assert committed == set(self.change.everybody)
+            assert self.outcome.world == World(4, self.change.target)
+            leavers = set(self.change.source.workers) - set(self.change.target.workers)
+            assert {w for w in self.change.everybody if self.got(w, m.Exit)} == leavers
+            return
+        assert not committed
+        assert self.outcome.world.roster == self.change.source
+        assert {w for w in self.change.everybody if self.got(w, m.Exit)} <= set(self.change.joiners)
+        if aborted:
+            assert all(self.got(w, m.Resume) for w in self.change.source.workers)
+        else:
+            assert not any(self.got(w, m.Prepare) for w in self.change.everybody)
+
+
+@pytest.fixture
+def play(request: pytest.FixtureRequest) -> Iterator[Play]:
+    play = Play(CHANGES[getattr(request, "param", "grow")])
+    play.begin()
+    yield play
+    play.machine.check()
+    play.assert_never_a_mix()
+
+
+changes = st.sampled_from(sorted(CHANGES)).map(CHANGES.__getitem__)
+orders = st.integers(0, 2**32).map(random.Random)
+
+
+@given(changes, orders)
+def test_a_handoff_completes_in_every_order_of_events(change: Change, rng: random.Random) -> None:
+    play = Play(change)
+    play.begin()
+    play.run(rng)
+
+    assert play.outcome == Ended(4, "completed", "", World(4, change.target))
+    play.assert_never_a_mix()
+
+
+WORKER_PHASES = [Phase.BOOT, Phase.PREPARE, Phase.ARMED, Phase.TRANSFER, Phase.COMMIT]
+
+
+@settings(max_examples=300)
+@given(changes, orders, st.data())
+def test_any_faults_lead_to_the_old_world_or_the_new_never_a_mix(
+    change: Change, rng: random.Random, data: st.DataObject
+) -> None:
+    play = Play(change)
+    for _ in range(data.draw(st.integers(1, 3))):
+        worker = data.draw(st.sampled_from(change.everybody))
+        phase = data.draw(st.sampled_from([*WORKER_PHASES, Phase.RELEASE]))
+        kinds = [Fault.DIE, Fault.FAIL, Fault.SILENT]
+        if phase in (Phase.TRANSFER, Phase.COMMIT):
+            kinds += [Fault.VOTE_NO, Fault.WRONG_DIGEST]
+        play.faults.fail_at(worker, phase, data.draw(st.sampled_from(kinds)))
+    play.begin()
+    play.run(rng)
+
+    play.assert_never_a_mix()
+
+
+@settings(max_examples=200)
+@given(changes, orders, st.integers(0, 60))
+def test_a_cancellation_at_any_moment_leads_to_the_old_world_or_the_new(
+    change: Change, rng: random.Random, moment: int
+) -> None:
+    play = Play(change)
+    play.begin()
+    for _ in range(moment):
+        if play.pending() and not play.over():
+            play.step(rng.choice(play.pending()))
+    if play.machine.phase is not Phase.IDLE:
+        play.feed(Cancelled("the run is to stop"))
+    play.run(rng)
+
+    play.assert_never_a_mix()
+    assert play.outcome is not None
+    assert play.outcome.outcome in ("completed", "aborted")
+
+
+@pytest.mark.parametrize("phase", WORKER_PHASES)
+def test_a_lost_joiner_costs_only_the_attempt(phase: Phase) -> None:
+    play = Play(CHANGES["grow"])
+    play.faults.fail_at(3, phase)
+    play.begin()
+    play.run(random.Random(1))
+
+    assert play.outcome is not None
+    assert play.outcome.outcome == "aborted"
+    assert "joiner 3 lost" in play.outcome.detail
+    assert play.failed == ""
+    play.assert_never_a_mix()
+
+
+@pytest.mark.parametrize("phase", [*WORKER_PHASES[1:], Phase.RELEASE])
+def test_a_lost_source_worker_fails_the_run_and_is_named(phase: Phase) -> None:
+    play = Play(CHANGES["grow"])
+    play.faults.fail_at(1, phase)
+    play.begin()
+    play.run(random.Random(1))
+
+    assert "worker 1 lost" in play.failed
+    assert play.outcome is not None
+    assert play.outcome.outcome == "failed"
+
+
+def test_a_lost_joiner_after_the_commit_fails_the_run() -> None:
+    play = Play(CHANGES["grow"])
+    play.faults.fail_at(2, Phase.RELEASE)
+    play.begin()
+    play.run(random.Random(1))
+    assert "worker 2 lost after the commit" in play.failed
+
+
+def test_a_leaver_that_dies_after_the_commit_is_expected() -> None:
+    play = Play(CHANGES["shrink"])
+    play.faults.fail_at(1, Phase.RELEASE)
+    play.begin()
+    play.run(random.Random(1))
+    assert play.outcome is not None
+    assert play.outcome.outcome == "completed"
+
+
+@pytest.mark.parametrize(
+    ("phase", "limit", "worker", "wanted"),
+    [
+        (Phase.BOOT, 210.0, 3, "waited 210 s for Hello of 1 of 2 joiners"),
+        (Phase.PREPARE, 180.0, 1, "waited 180 s for Prepared of workers [1]"),
+        (Phase.ARMED, 300.0, None, "waited 300 s for AtBoundary of workers [0, 1], Vote of"),
+        (Phase.TRANSFER, 120.0, 2, "waited 120 s for Vote of workers [2]"),
+        (Phase.COMMIT, 120.0, 0, "waited 120 s for Vote of workers [0]"),
+    ],
+)
+def test_a_deadline_before_the_commit_aborts_and_names_whom_it_waited_for(
+    phase: Phase, limit: float, worker: int | None, wanted: str
+) -> None:
+    play = Play(CHANGES["grow"])
+    for silent in (worker,) if worker is not None else play.change.everybody:
+        play.faults.fail_at(silent, phase, Fault.SILENT)
+    play.begin()
+    while play.pending():
+        play.step(play.pending()[0])
+    for script in play.scripts.values():
+        script.mute = False
+    deadline = play.machine.deadline
+    assert play.machine.phase is phase
+    assert deadline is not None
+    assert deadline.limit_s == limit
+    play.clock.advance(limit - 0.5)
+    assert not deadline.expired()
+    play.clock.advance(0.5)
+    assert deadline.expired()
+    play.feed(DeadlinePassed())
+    play.run(random.Random(1))
+
+    assert play.outcome is not None
+    assert play.outcome.outcome == "aborted"
+    assert play.outcome.detail.startswith(f"{phase}: ")
+    assert wanted in play.outcome.detail
+    play.assert_never_a_mix()
+
+
+@pytest.mark.parametrize(
+    ("worker", "phase", "wanted"),
+    [(0, Phase.RELEASE, "FirstStep of workers [0], Released of workers [0]")],
+)
+def test_a_deadline_after_the_commit_fails_the_run(worker: int, phase: Phase, wanted: str) -> None:
+    play = Play(CHANGES["grow"])
+    play.faults.fail_at(worker, phase, Fault.SILENT)
+    play.begin()
+    play.run(random.Random(1))
+    assert f"waited 60 s for {wanted}" in play.failed
+
+
+def test_a_deadline_in_abort_fails_the_run_and_says_why_it_aborted() -> None:
+    play = Play(CHANGES["grow"])
+    play.faults.fail_at(0, Phase.PREPARE, Fault.SILENT)
+    play.begin()
+    play.run(random.Random(1))
+    assert "ABORT: waited 60 s for Aborted of workers [0]: PREPARE: waited 180 s" in play.failed
+
+
+def test_a_shared_group_is_rebuilt_only_after_an_abort_in_commit() -> None:
+    rebuilt = {}
+    for phase in WORKER_PHASES[1:]:
+        play = Play(CHANGES["grow"])
+        play.faults.fail_at(2, phase, Fault.FAIL)
+        play.begin()
+        play.run(random.Random(1))
+        assert play.outcome is not None
+        rebuilt[phase] = play.outcome.world.generation
+        aborts = {message.rebuild for _, message in play.sent if isinstance(message, m.Abort)}
+        assert aborts == {phase is Phase.COMMIT}
+        number = 5 if phase is Phase.COMMIT else None
+        assert play.got(0, m.Resume, rebuild_generation=number)
+    assert rebuilt == {
+        Phase.PREPARE: 3,
+        Phase.ARMED: 3,
+        Phase.TRANSFER: 3,
+        Phase.COMMIT: 5,
+    }
+
+
+def test_nothing_is_rebuilt_when_no_group_was_shared() -> None:
+    play = Play(CHANGES["grow"])
+    for script in play.scripts.values():
+        script.kept_groups = 0
+    play.faults.fail_at(2, Phase.COMMIT, Fault.FAIL)
+    play.begin()
+    play.run(random.Random(1))
+    assert play.got(0, m.Resume, rebuild_generation=None)
+
+
+@pytest.mark.parametrize("phase", [Phase.TRANSFER, Phase.COMMIT])
+@pytest.mark.parametrize("worker", [0, 2])
+def test_a_wrong_digest_aborts_and_the_text_says_whose(phase: Phase, worker: int) -> None:
+    play = Play(CHANGES["grow"])
+    play.faults.fail_at(worker, phase, Fault.WRONG_DIGEST)
+    play.begin()
+    play.run(random.Random(1))
+    assert play.outcome is not None
+    assert play.outcome.outcome == "aborted"
+    assert "digests differ" in play.outcome.detail
+    assert f"{worker}" in play.outcome.detail.split("(workers ")[1].split(")")[0]
+
+
+def test_workers_at_different_boundaries_abort() -> None:
+    play = Play(CHANGES["grow"])
+    play.scripts[1].step = 12
+    play.begin()
+    play.run(random.Random(1))
+    assert play.outcome is not None
+    assert "stand at different boundaries" in play.outcome.detail
+
+
+def test_a_vote_may_overtake_another_workers_boundary(play: Play) -> None:
+    while play.machine.phase is not Phase.ARMED:
+        play.step(play.pending()[0])
+    play.step(2)  # a joiner's vote, before any AtBoundary has been read
+    assert play.machine.phase is Phase.TRANSFER
+    play.run(random.Random(1))
+    assert play.outcome is not None
+    assert play.outcome.outcome == "completed"
+
+
+@pytest.mark.parametrize("phase", [Phase.BOOT, Phase.PREPARE, Phase.ARMED])
+def test_the_end_of_training_ends_the_attempt_without_resume(phase: Phase) -> None:
+    play = Play(CHANGES["grow"])
+    play.begin()
+    while play.machine.phase is not phase:
+        play.step(play.pending()[0])
+    play.feed(m.Finished(worker=0, step=60))
+    play.feed(m.Finished(worker=1, step=60))
+
+    assert play.outcome is not None
+    assert play.outcome.outcome == "aborted"
+    assert "the run reached its end" in play.outcome.detail
+    assert not any(isinstance(message, m.Resume) for _, message in play.sent)
+    assert play.got(2, m.Exit) == (phase is not Phase.BOOT)
+    assert play.got(0, m.Abort) == (phase is not Phase.BOOT)
+
+
+def test_a_worker_that_finishes_during_the_abort_is_not_waited_for_nor_resumed() -> None:
+    play = Play(CHANGES["grow"])
+    play.faults.fail_at(0, Phase.PREPARE, Fault.SILENT)
+    play.begin()
+    while play.pending():
+        play.step(play.pending()[0])
+    play.feed(Cancelled("test"))
+    play.feed(m.Finished(worker=0, step=60))
+    play.feed(m.Finished(worker=1, step=60))
+
+    assert play.outcome is not None
+    assert play.outcome.outcome == "aborted"
+    assert not any(isinstance(message, m.Resume) for _, message in play.sent)
+
+
+@pytest.mark.parametrize("play", ["shrink"], indirect=True)
+def test_the_last_step_of_the_run_may_be_the_first_of_the_target(play: Play) -> None:
+    while play.machine.phase is not Phase.RELEASE:
+        play.step(play.pending()[0])
+    for events in play.mail.values():
+        events[:] = [event for event in events if isinstance(event, WorkerLost)]
+    play.feed(m.Finished(worker=0, step=60))
+    play.feed(m.Finished(worker=2, step=60))
+    play.run(random.Random(1))
+    assert play.outcome is not None
+    assert play.outcome.outcome == "completed"
+
+
+def test_an_event_that_the_phase_does_not_allow_raises_with_the_history(play: Play) -> None:
+    while play.machine.phase is not Phase.PREPARE:
+        play.step(play.pending()[0])
+    with pytest.raises(ProtocolError, match=r"unexpected FirstStep in phase PREPARE.*Requested"):
+        play.feed(m.FirstStep(worker=0, generation=4, started_s=1.0, ended_s=2.0))
+    play.run(random.Random(1))
+
+
+def test_a_message_that_was_not_asked_for_raises(play: Play) -> None:
+    while play.machine.phase is not Phase.PREPARE:
+        play.step(play.pending()[0])
+    with pytest.raises(ProtocolError, match=r"Prepared of worker 9, wanted Prepared of workers"):
+        play.feed(m.Prepared(worker=9, generation=4))
+    with pytest.raises(ProtocolError, match="a message of generation 2"):
+        play.feed(m.Prepared(worker=0, generation=2))
+    play.run(random.Random(1))
+
+
+def test_a_target_that_leaves_a_joiner_out_raises() -> None:
+    clock = FakeClock()
+    machine = HandoffMachine(DeadlineSection(), clock)
+    machine.handle(Requested(1, World(0, Roster(DP2, (0, 1))), TP2, 1, "test"))
+    machine.handle(m.Hello(worker=2, pid=2, host="h", booted_s=1.0))
+    with pytest.raises(ProtocolError, match="for joiners"):
+        machine.handle(TargetFixed(Roster(TP2, (0, 1))))
+
+
+def test_a_worker_lost_between_handoffs_fails_the_run() -> None:
+    machine = HandoffMachine(DeadlineSection(), FakeClock())
+    assert machine.handle(WorkerLost(3, "its connection closed")) == [
+        FailRun("worker 3 lost: its connection closed")
+    ]
+    machine.check()

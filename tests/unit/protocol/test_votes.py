@@ -1,0 +1,171 @@
+"""Votes: equal copies agree in every pair of layouts, and any single altered digest is found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from liver_hpc.layout.coordinates import Coordinate, Layout, Roster
+from liver_hpc.layout.tensors import EXP_AVG, MAIN, PARAMETER
+from liver_hpc.protocol.messages import ClassDigest, Vote
+from liver_hpc.protocol.votes import MODULUS, CopyIndex, StateClass, disagreements
+
+layouts = st.builds(Layout, st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
+state_classes = st.builds(
+    StateClass, st.sampled_from([PARAMETER, MAIN, EXP_AVG]), st.booleans(), st.booleans()
+)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Two rosters and what each of their workers reports."""
+
+    source: Roster
+    target: Roster
+    votes: dict[int, Vote]
+
+
+def _vote(worker: int, source: list[ClassDigest], target: list[ClassDigest]) -> Vote:
+    return Vote(
+        worker=worker,
+        generation=1,
+        stage="parameters",
+        ok=True,
+        source=tuple(source),
+        target=tuple(target),
+    )
+
+
+def _holders(roster: Roster, state_class: StateClass) -> list[Coordinate]:
+    """Coordinates that hold part of a class; a class on several stages is on first and last."""
+    last = roster.layout.pp - 1
+    return [
+        at
+        for at in roster.layout.coordinates()
+        if not state_class.multi_stage or at.pp in (0, last)
+    ]
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> Situation:
+    layout, other = draw(layouts), draw(layouts)
+    source = Roster(layout, tuple(range(layout.workers)))
+    first = draw(st.integers(0, layout.workers))
+    target = Roster(other, tuple(range(first, first + other.workers)))
+    digests: dict[tuple[str, int], list[ClassDigest]] = {}
+    for state_class in draw(st.lists(state_classes, min_size=1, max_size=4, unique=True)):
+        whole = draw(st.integers(0, MODULUS - 1))
+        for side, roster in (("source", source), ("target", target)):
+            left: dict[CopyIndex, int] = {}
+            holders = _holders(roster, state_class)
+            last_of = {CopyIndex.of(state_class, at): at for at in holders}
+            for at in holders:
+                index = CopyIndex.of(state_class, at)
+                rest = left.get(index, whole)
+                part = rest if last_of[index] == at else draw(st.integers(0, MODULUS - 1))
+                left[index] = (rest - part) % MODULUS
+                digests.setdefault((side, roster.worker_at(at)), []).append(
+                    ClassDigest(
+                        kind=state_class.kind,
+                        tp_replicated=state_class.tp_replicated,
+                        multi_stage=state_class.multi_stage,
+                        value=f"{part:016x}",
+                    )
+                )
+    workers = {*source.workers, *target.workers}
+    votes = {
+        w: _vote(w, digests.get(("source", w), []), digests.get(("target", w), []))
+        for w in workers
+    }
+    return Situation(source, target, votes)
+
+
+@given(situations())
+def test_equal_copies_agree(situation: Situation) -> None:
+    assert disagreements(situation.source, situation.target, situation.votes) == []
+
+
+@given(situations(), st.data())
+def test_any_single_altered_digest_is_found(situation: Situation, data: st.DataObject) -> None:
+    places = [
+        (worker, side, position)
+        for worker, vote in sorted(situation.votes.items())
+        for side in ("source", "target")
+        for position in range(len(getattr(vote, side)))
+    ]
+    worker, side, position = data.draw(st.sampled_from(places))
+    added = data.draw(st.integers(1, MODULUS - 1))
+    vote = situation.votes[worker]
+    reported = list(getattr(vote, side))
+    digest = reported[position]
+    value = (int(digest.value, 16) + added) % MODULUS
+    reported[position] = digest.model_copy(update={"value": f"{value:016x}"})
+    altered = {**situation.votes, worker: vote.model_copy(update={side: tuple(reported)})}
+
+    found = disagreements(situation.source, situation.target, altered)
+
+    assert found
+    assert all(text.startswith(digest.kind) for text in found)
+
+
+@given(situations())
+def test_a_class_that_nobody_reports_in_the_target_is_found(situation: Situation) -> None:
+    lost = situation.votes[situation.source.workers[0]].source[0]
+    votes = {
+        worker: vote.model_copy(
+            update={
+                "target": tuple(
+                    d
+                    for d in vote.target
+                    if d.model_copy(update={"value": lost.value}) != lost
+                )
+            }
+        )
+        for worker, vote in situation.votes.items()
+    }
+
+    found = disagreements(situation.source, situation.target, votes)
+
+    assert any("nobody reported it in the target" in text for text in found)
+
+
+def _parameter(value: int, *, tp_replicated: bool = False) -> ClassDigest:
+    return ClassDigest(
+        kind=PARAMETER, tp_replicated=tp_replicated, multi_stage=False, value=f"{value:016x}"
+    )
+
+
+def test_the_text_names_kind_copy_and_workers() -> None:
+    source = Roster(Layout(1, 1, 1), (0,))
+    target = Roster(Layout(2, 1, 2), (0, 1, 2, 3))
+    votes = {
+        0: _vote(0, [_parameter(7)], [_parameter(3)]),
+        1: _vote(1, [], [_parameter(4)]),
+        2: _vote(2, [], [_parameter(3)]),
+        3: _vote(3, [], [_parameter(5)]),
+    }
+
+    assert disagreements(source, target, votes) == [
+        "parameter (split over tp): target copy dp 1 (workers [2, 3]) is 0000000000000008, "
+        "source copy dp 0 (workers [0]) is 0000000000000007"
+    ]
+
+
+def test_a_copy_that_nobody_reports_is_missing() -> None:
+    source = Roster(Layout(1, 1, 1), (0,))
+    target = Roster(Layout(2, 1, 1), (0, 1))
+    norm = _parameter(7, tp_replicated=True)
+    votes = {0: _vote(0, [norm], [norm]), 1: _vote(1, [], [])}
+
+    (text,) = disagreements(source, target, votes)
+
+    assert "target copy dp 0 tp 1 (workers [1]) is missing" in text
+
+
+def test_votes_without_any_digest_do_not_agree() -> None:
+    roster = Roster(Layout(1, 1, 1), (0,))
+    assert disagreements(roster, roster, {0: _vote(0, [], [])}) == [
+        "no worker reported any digest"
+    ]
