@@ -185,23 +185,20 @@ class WorkerScript:
         if faulty is not None:
             return faulty
         if self.worker not in self.target.workers:
-            return []
-        answers: list[m.FromWorker] = [
-            m.FirstStep(
-                worker=self.worker,
-                generation=self.generation,
-                started_s=101.5 + self.worker,
-                ended_s=102.5 + self.worker,
-            )
-        ]
-        if self.worker in self.source.workers:
-            answers.append(
-                m.Released(
-                    worker=self.worker,
-                    generation=self.generation,
-                    file_descriptors=20 + self.worker,
-                    resident_bytes=1000 + self.worker,
-                    released_s=103.0,
-                )
-            )
-        return answers
+            return [self._released()]
+        first_step = m.FirstStep(
+            worker=self.worker,
+            generation=self.generation,
+            started_s=101.5 + self.worker,
+            ended_s=102.5 + self.worker,
+        )
+        return [first_step, self._released()]
+
+    def _released(self) -> m.Released:
+        return m.Released(
+            worker=self.worker,
+            generation=self.generation,
+            file_descriptors=20 + self.worker,
+            resident_bytes=1000 + self.worker,
+            released_s=103.0,
+        )

@@ -1,0 +1,178 @@
+"""The pure layout against megatron-core itself: what its modules and optimizer really hold.
+
+Worlds are built on stand-in groups, so that one process can take every seat of every layout.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import ConfigError
+from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.ownership import owned_boxes
+from liver_hpc.layout.tensors import PARAMETER, Box
+from liver_hpc.recipes.gpt import GPT
+from liver_hpc.recipes.gpt_config import GPTConfig
+
+MODELS = {
+    "tied-swiglu-gqa": {"heads": 8, "query_groups": 4, "dtype": "fp32"},
+    "untied-gelu-bias-bf16": {
+        "heads": 4,
+        "activation": "gelu",
+        "normalization": "layernorm",
+        "bias": True,
+        "position": "learned",
+        "tied_embeddings": False,
+        "dtype": "bf16",
+    },
+}
+UNEVEN = {"heads": 4, "first_stage_layers": 1, "last_stage_layers": 1}
+# The local layer spec writes its norms under the names of Transformer Engine's fused layers.
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+GRID = [Layout(*sizes) for sizes in itertools.product((1, 2, 4), repeat=3)]
+
+
+def recipe_of(model: dict[str, Any]) -> GPT:
+    sizes = {"layers": 4, "hidden": 32, "ffn_hidden": 48, "seq_length": 8, "vocab_size": 64}
+    config = RunConfig.model_validate(
+        {
+            "train": {"steps": 4, "global_batch": 4},
+            "workers": {"initial": 1, "max": 64},
+            "layouts": {1: {"dp": 1}},
+            "model": sizes | model,
+        }
+    )
+    return GPT(GPTConfig.model_validate(config.model), config)
+
+
+@pytest.fixture(scope="module")
+def device() -> Any:
+    """This process as worker 0 .. 63 of worlds that never communicate."""
+    from liver_hpc.world import megatron
+    from liver_hpc.world.device import open_device
+
+    opened = open_device(0)
+    megatron.prepare_process(seed=1)
+    gc.freeze()  # every closed world collects; the imports need not be walked each time
+    return opened
+
+
+def worlds(recipe: GPT, layout: Layout, device: Any) -> Iterator[Any]:
+    from liver_hpc.world.groups import install_sentinel
+    from liver_hpc.world.world import World
+
+    roster = Roster(layout, tuple(range(layout.workers)))
+    for worker in roster.workers:
+        install_sentinel(worker)
+        world = World(recipe, roster, worker, generation=0, device=device)
+        try:
+            yield world
+        finally:
+            world.close()
+
+
+def megatron_boxes(world: Any) -> dict[str, set[Box]]:
+    """The boxes of `sharded_state_dict`, by our names; layers' axis folded into the name."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    groups = world.groups
+    metadata = {"dp_cp_group": groups.dp_cp, "dp_cp_group_gtp_remat": groups.dp_cp}
+    module = world.model.module
+    module = getattr(module, "module", module)
+    found: dict[str, set[Box]] = {}
+
+    def take(item: Any) -> None:
+        if isinstance(item, ShardedTensorFactory):
+            take(item.build())
+        elif isinstance(item, dict):
+            for value in item.values():
+                take(value)
+        elif isinstance(item, list | tuple):
+            for value in item:
+                take(value)
+        elif isinstance(item, ShardedTensor):
+            name, offset = item.key, list(item.global_offset)
+            if item.prepend_axis_num:
+                name = name.replace("decoder.layers.", f"decoder.layers.{offset.pop(0)}.")
+            for fused, plain in FUSED_NORMS.items():
+                name = name.replace(fused, plain)
+            shape = list(item.local_shape)
+            row0, col0 = offset[0], offset[1] if len(offset) > 1 else 0
+            cols = shape[1] if len(shape) > 1 else 1
+            found.setdefault(name, set()).add(Box(row0, row0 + shape[0], col0, col0 + cols))
+
+    take(module.sharded_state_dict(metadata=metadata))
+    return found
+
+
+def same_elements(ours: set[Box], theirs: set[Box]) -> bool:
+    """Whether two sets of disjoint boxes cover the same elements; theirs may be cut finer."""
+    inside = all(any(box.intersect(own) == box for own in ours) for box in theirs)
+    return inside and sum(b.elements for b in ours) == sum(b.elements for b in theirs)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MODELS)
+def test_parameter_and_optimizer_boxes_are_megatrons_own(
+    name: str, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the grid: parameters against sharded_state_dict; the optimizer's flat intervals
+    against gbuf_ranges (World construction compares them and raises PlanError)."""
+    from megatron.core import parallel_state
+
+    # With tied embeddings the last stage asks parallel_state for its data-parallel rank.
+    monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda **_k: 0)
+    recipe = recipe_of(MODELS[name])
+    compared = 0
+    for layout in GRID:
+        for world in worlds(recipe, layout, device):
+            theirs = megatron_boxes(world)
+            for index in recipe.spec.stage_tensors(layout.pp, world.at.pp):
+                tensor = recipe.spec.tensors[index]
+                ours = set(owned_boxes(recipe.spec, layout, world.at, PARAMETER, index))
+                assert same_elements(ours, theirs[tensor.name]), (layout, world.at, tensor.name)
+                compared += 1
+    assert compared > 2000
+
+
+def test_uneven_pipelines_hold_the_layers_that_megatron_gives_them(device: Any) -> None:
+    recipe = recipe_of(UNEVEN)
+    layout = Layout(1, 3, 2)
+    seen = [
+        (world.at.pp, len(world.model.module.decoder.layers))
+        for world in worlds(recipe, layout, device)
+    ]
+    assert sorted(set(seen)) == [(0, 1), (1, 2), (2, 1)]
+
+
+def test_optimizer_shards_tile_every_parameter_once_over_data_parallel_ranks(device: Any) -> None:
+    recipe = recipe_of(MODELS["tied-swiglu-gqa"])
+    layout = Layout(2, 2, 4)
+    pieces: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
+    sizes: dict[tuple[int, int, str], int] = {}
+    for world in worlds(recipe, layout, device):
+        names = {parameter: name for name, parameter in world.model.module.named_parameters()}
+        for parameter, interval in world._optimizer_intervals().items():
+            key = (world.at.tp, world.at.pp, names[parameter])
+            pieces.setdefault(key, []).append(interval)
+            sizes[key] = parameter.numel()
+    for key, intervals in pieces.items():
+        ends = [0, *itertools.chain.from_iterable(sorted(intervals)), sizes[key]]
+        assert ends[::2] == ends[1::2], key
+
+
+def test_layouts_that_do_not_divide_the_model_are_refused() -> None:
+    recipe = recipe_of(MODELS["tied-swiglu-gqa"])
+    with pytest.raises(ConfigError, match="tp=8 does not divide 4 query groups"):
+        recipe.check_layout(Layout(8, 1, 1))
+    with pytest.raises(ConfigError, match="pp=3 does not divide 4 layers"):
+        recipe.check_layout(Layout(1, 3, 1))

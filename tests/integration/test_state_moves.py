@@ -1,0 +1,166 @@
+"""State on the move between real worlds over gloo: bit for bit, and by digest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liver_hpc.layout.coordinates import Layout, Roster
+from tests.integration.processes import WorkerProcess, run_workers
+from tests.integration.random_tokens import tiny_recipe
+
+A = Roster(Layout(1, 1, 2), (0, 1))
+B = Roster(Layout(2, 1, 2), (2, 0, 1, 3))
+C = Roster(Layout(1, 2, 1), (3, 1))
+D = Roster(Layout(2, 2, 1), (1, 3, 0, 2))
+MOVED = Roster(Layout(1, 1, 2), (2, 3))
+
+
+def _make_world(process: WorkerProcess, recipe: Any, roster: Roster, generation: int) -> Any:
+    from liver_hpc.world.world import World
+
+    if process.worker not in roster.workers:
+        return None
+    world = World(recipe, roster, process.worker, generation, process.device)
+    world.connect(process.open_group, None)
+    return world
+
+
+def _kinds(recipe: Any) -> tuple[str, ...]:
+    return ("parameter", *recipe.spec.optimizer_kinds)
+
+
+def _fill_with_nan(world: Any) -> None:
+    for kind in _kinds(world.recipe):
+        for index, box in world.state.boxes(kind):
+            world.state.view(kind, index, box).fill_(float("nan"))
+
+
+def _move(process: WorkerProcess, recipe: Any, worlds: tuple[Any, Any], tag: str) -> None:
+    """Everything of worlds[0] to worlds[1]; either may be None here."""
+    from liver_hpc.clock import Deadline, SystemClock
+    from liver_hpc.layout.plan import transfer_plan
+    from liver_hpc.transport.process_group import ProcessGroupTransport
+
+    source, target = tag.split(">")
+    rosters = {"A": A, "B": B, "C": C, "D": D, "M": MOVED}
+    before, after = rosters[source], rosters[target]
+    members = tuple(sorted({*before.workers, *after.workers}))
+    if process.worker not in members:
+        return
+    group = process.transfer_group(f"transfer-{tag}", members)
+    transport = ProcessGroupTransport(
+        group.process_group,
+        ranks={member: rank for rank, member in enumerate(members)},
+        model=recipe.spec,
+        handoff=recipe.config.handoff,
+        device=process.device.torch_device,
+    )
+    plan = transfer_plan(recipe.spec, before, after, process.worker)
+    old, new = worlds
+    transport.stream(
+        plan,
+        old.state if old is not None else None,
+        new.state if new is not None else None,
+        lambda _bytes: None,
+        Deadline.after(SystemClock(), 60.0, "the state"),
+    )
+    if new is not None:
+        steps = 4
+        new.load_small_state(new.small_state(steps).model_copy(update={"optimizer_step": steps}))
+    transport.close()
+    group.close()
+
+
+def _bits(world: Any) -> dict[Any, Any]:
+    return {
+        (kind, index, box): world.state.view(kind, index, box).clone()
+        for kind in _kinds(world.recipe)
+        for index, box in world.state.boxes(kind)
+    }
+
+
+def _same_bits(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    import torch
+
+    return one.keys() == other.keys() and all(
+        torch.equal(one[key].view(torch.uint8), other[key].view(torch.uint8)) for key in one
+    )
+
+
+def _there_and_back(process: WorkerProcess, dtype: str) -> dict[str, Any]:
+    recipe = tiny_recipe(dtype=dtype)
+    worlds = {"A": _make_world(process, recipe, A, 0)}
+    answer: dict[str, Any] = {}
+    if worlds["A"] is not None:
+        worlds["A"].state.initialize(recipe.initial, seed=3)
+        for step in range(4):
+            worlds["A"].train_step(step)
+        before = _bits(worlds["A"])
+        answer["A"] = worlds["A"].state.digests(_kinds(recipe))
+    for generation, name in enumerate("BCD", start=1):
+        roster = {"B": B, "C": C, "D": D}[name]
+        worlds[name] = _make_world(process, recipe, roster, generation)
+    for old, new in ("AB", "BC", "CD"):
+        if worlds[new] is not None:
+            _fill_with_nan(worlds[new])
+        _move(process, recipe, (worlds[old], worlds[new]), f"{old}>{new}")
+        if worlds[new] is not None:
+            answer[new] = worlds[new].state.digests(_kinds(recipe))
+    if worlds["A"] is not None:
+        _fill_with_nan(worlds["A"])
+    _move(process, recipe, (worlds["D"], worlds["A"]), "D>A")
+    if worlds["A"] is not None:
+        answer["equal"] = _same_bits(before, _bits(worlds["A"]))
+    return answer
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_there_and_back_again_is_bit_equal_and_every_layout_has_the_same_digest(
+    dtype: str, tmp_path: Path
+) -> None:
+    """dp2 -> tp2 dp2 -> pp2 -> tp2 pp2 -> dp2, the receiving memory filled with NaN before."""
+    from liver_hpc.protocol.votes import compare_digests
+
+    answers = run_workers(_there_and_back, 4, tmp_path, dtype)
+    assert [answer["equal"] for answer in answers[:2]] == [True, True]
+    rosters = {"A": A, "B": B, "C": C, "D": D}
+    reports = {
+        name: {w: answers[w][name] for w in roster.workers} for name, roster in rosters.items()
+    }
+    for name in "BCD":
+        assert compare_digests(A, reports["A"], rosters[name], reports[name]) == ""
+
+
+def _train_on(process: WorkerProcess, move: bool, dropout: float) -> list[tuple[float, float]]:
+    """8 steps of dp2; with `move` the last 4 on two other processes."""
+    recipe = tiny_recipe(dropout=dropout)
+    old = _make_world(process, recipe, A, 0)
+    new = _make_world(process, recipe, MOVED, 1) if move else None
+    results = []
+    if old is not None:
+        old.state.initialize(recipe.initial, seed=3)
+        results = [old.train_step(step) for step in range(4)]
+    if move:
+        _move(process, recipe, (old, new), "A>M")
+    survivor = new if move else old
+    if survivor is not None:
+        results = [survivor.train_step(step) for step in range(4, 8)]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_same_layout_on_other_workers_goes_on_bit_equal_to_the_run_that_did_not_move(
+    dropout: float, tmp_path: Path
+) -> None:
+    (tmp_path / "stay").mkdir()
+    (tmp_path / "move").mkdir()
+    stayed = run_workers(_train_on, 2, tmp_path / "stay", False, dropout)
+    moved = run_workers(_train_on, 4, tmp_path / "move", True, dropout)
+    assert moved[2] == stayed[0]
+    assert moved[3] == stayed[1]
+    assert len(set(stayed[0])) == 4
