@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from liver_hpc.handoff.session import Session
 from liver_hpc.layout.memory import move_bytes
 from liver_hpc.layout.plan import transfer_plan
-from liver_hpc.layout.tensors import PARAMETER, TransferPlan
+from liver_hpc.layout.tensors import PARAMETER, Move, TransferPlan
 from liver_hpc.protocol.messages import Prepared
 from liver_hpc.transport.base import Transport
 from liver_hpc.transport.process_group import ProcessGroupTransport
@@ -44,7 +44,7 @@ class Target:
     def part(self, *, parameters: bool) -> TransferPlan:
         """The moves of one of TRANSFER's two halves."""
 
-        def chosen(moves):  # type: ignore[no-untyped-def]
+        def chosen(moves: tuple[Move, ...]) -> tuple[Move, ...]:
             return tuple(move for move in moves if (move.kind == PARAMETER) == parameters)
 
         plan = self.plan
@@ -77,9 +77,7 @@ def prepare(session: Session, source_world: World | None) -> Target:
     world = None
     try:
         if session.is_target:
-            world = World(
-                place.recipe, session.target, worker, session.generation, device
-            )
+            world = World(place.recipe, session.target, worker, session.generation, device)
             watch.lap("build")
             if place.config.handoff.warm_up:
                 session.check()

@@ -21,10 +21,12 @@ import torch
 
 CPU = torch.device("cpu")
 
+# fmt: off
 _FACTORIES = (
-    "tensor zeros ones empty full arange rand randn randint eye zeros_like ones_like empty_like "
-    "full_like as_tensor linspace empty_strided"
-).split()
+    "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye",
+    "zeros_like", "ones_like", "empty_like", "full_like", "as_tensor", "linspace", "empty_strided",
+)
+# fmt: on
 
 
 def _names_cuda(device: object) -> bool:
@@ -86,9 +88,10 @@ def _redirect_tensors() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
-    plain_to, plain_type = torch.Tensor.to, torch.Tensor.type
+    tensor_class: Any = torch.Tensor
+    plain_to, plain_type = tensor_class.to, tensor_class.type
 
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         where = tuple(CPU if type(a) is not int and _names_cuda(a) else a for a in args)
         if _names_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
@@ -104,7 +107,6 @@ def _redirect_tensors() -> None:
     def same(self: Any, *_args: Any, **_kwargs: Any) -> Any:
         return self
 
-    tensor_class: Any = torch.Tensor
     tensor_class.to, tensor_class.type = to, type_
     tensor_class.cuda = tensor_class.pin_memory = same
     tensor_class.record_stream = lambda *_args, **_kwargs: None
@@ -205,8 +207,8 @@ def _import_only_triton() -> Iterator[None]:
 
 def _redirect_megatron() -> None:
     with _import_only_triton():
-        import megatron.core.models.gpt.gpt_layer_specs
-        import megatron.core.models.gpt.gpt_model
+        importlib.import_module("megatron.core.models.gpt.gpt_model")
+        importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     import megatron.core.tensor_parallel.random as random
 
     # These two reach for torch.cuda.default_generators.

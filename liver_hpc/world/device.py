@@ -80,14 +80,17 @@ class Network:
         Collective over the members: blocks until all have come or the store's deadline passes.
         """
         timeout = timedelta(seconds=timeout_s)
+        backend: Any
         if self._device.backend_name == "nccl":
-            nccl_options = dist.ProcessGroupNCCL.Options()
-            nccl_options._timeout = timeout
-            backend = dist.ProcessGroupNCCL(store, rank, size, nccl_options)
+            nccl: Any = dist.ProcessGroupNCCL
+            options = nccl.Options()
+            options._timeout = timeout
+            backend = nccl(store, rank, size, options)
         else:
-            gloo_options = dist.ProcessGroupGloo._Options()
-            gloo_options._timeout = timeout
-            gloo_options._devices = [self._gloo_device()]
-            backend = dist.ProcessGroupGloo(store, rank, size, gloo_options)
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._timeout = timeout
+            options._devices = [self._gloo_device()]
+            backend = gloo(store, rank, size, options)
         backend._set_sequence_number_for_group()
         return backend

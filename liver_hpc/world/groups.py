@@ -10,18 +10,16 @@ All private names of torch that this takes are used here and nowhere else.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    FakeProcessGroup,
-    _register_process_group,
-    _unregister_process_group,
-)
-from torch.distributed import distributed_c10d as c10d
-
 from liver_hpc.world.device import Device, Network
+
+# Any: torch's stubs know few of these names, and some wrongly.
+dist: Any = importlib.import_module("torch.distributed")
+c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
+native: Any = importlib.import_module("torch._C._distributed_c10d")
 
 SENTINEL_SIZE = 1 << 16
 """Worker ids stay below it; the size that the sentinel default group pretends to have."""
@@ -62,7 +60,7 @@ def _leave(group: Any, name: str) -> None:
     ):
         registry.pop(group, None)
     world.tags_to_pg.pop(f"user:{name}", None)
-    _unregister_process_group(name)
+    native._unregister_process_group(name)
 
 
 class Group:
@@ -76,8 +74,8 @@ class Group:
         self._device = device
         self._prefix = dist.PrefixStore(name, dist.HashStore())
         self.process_group = dist.ProcessGroup(self._prefix, self.rank, len(members))
-        stand_in = FakeProcessGroup._create_internal(
-            self.rank, len(members), FakeProcessGroup.Options()
+        stand_in = native.FakeProcessGroup._create_internal(
+            self.rank, len(members), native.FakeProcessGroup.Options()
         )
         custom = dist.ProcessGroup.BackendType.CUSTOM
         self.process_group._register_backend(device.torch_device, custom, stand_in)
@@ -85,7 +83,7 @@ class Group:
         self.process_group._set_group_name(name)
         ranks = {member: rank for rank, member in enumerate(members)}
         _enter(self.process_group, name, ranks, device.backend_name)
-        _register_process_group(name, self.process_group)
+        native._register_process_group(name, self.process_group)
 
     def attach(self, backend: Any) -> None:
         """Replaces the stand-in by a real backend; from here on collectives are real."""

@@ -40,7 +40,7 @@ class _ThreadMemoryBuffer(threading.local):
     def __init__(self) -> None:
         self._buffer = GlobalMemoryBuffer()
 
-    def get_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def get_tensor(self, *args: Any, **kwargs: Any) -> Any:
         return self._buffer.get_tensor(*args, **kwargs)
 
 

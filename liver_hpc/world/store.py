@@ -21,7 +21,7 @@ _REPLY_MARGIN_S = 15.0
 """How much longer than the request's own timeout the reply may take."""
 
 
-class ControlStore(dist.Store):  # type: ignore[misc]
+class ControlStore(dist.Store):  # type: ignore[misc,name-defined]
     """A `torch.distributed.Store` served by the coordinator. Thread-safe, one request at a time.
 
     Closing it from another thread ends a blocked request with an error.
@@ -68,7 +68,9 @@ class ControlStore(dist.Store):  # type: ignore[misc]
         return bool(self._ask("delete", (key,)).number)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        reply = self._ask("compare_set", (key,), expected=_encoded(expected), value=_encoded(desired))
+        reply = self._ask(
+            "compare_set", (key,), expected=_encoded(expected), value=_encoded(desired)
+        )
         return base64.b64decode(reply.value)
 
     def close(self) -> None:

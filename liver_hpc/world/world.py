@@ -97,15 +97,15 @@ class World:
         context = BuildContext(self.roster.layout, self.at, self.groups, seed_dropout)
         module = self.recipe.build(context).to(self.device.torch_device)
         config = module.config
+        if not hasattr(module, "set_input_tensor"):  # Megatron's schedules insist; pp=1 needs none
+            module.set_input_tensor = lambda _tensor: None
         if self.recipe.spec.parameter_bytes == 2:
             module = Float16Module(config, module)
         megatron.mark_tensor_parallel(module)
         config.finalize_model_grads_func = finalize_model_grads
         return DistributedDataParallel(
             config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=True
-            ),
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
             module,
             pg_collection=self.groups,
         )
@@ -317,9 +317,7 @@ class World:
     def small_state(self, step: int) -> SmallState:
         """The rest of the logical state at the boundary after `step` steps."""
         counters = {
-            float(state["step"])
-            for state in self._adam.optimizer.state.values()
-            if "step" in state
+            float(state["step"]) for state in self._adam.optimizer.state.values() if "step" in state
         }
         counters |= {
             float(group["step"]) for group in self._adam.optimizer.param_groups if "step" in group

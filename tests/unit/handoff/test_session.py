@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from liver_hpc.clock import SystemClock
+from liver_hpc.errors import DeadlineError
+from liver_hpc.handoff.session import HandoffAborted, Place, Session
+from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.protocol.messages import (
+    Abort,
+    Arm,
+    Prepare,
+    Resume,
+    SmallState,
+    Verdict,
+    WireRoster,
+)
+
+SMALL = SmallState(step=3, consumed_samples=24, optimizer_step=3, loss_scale=1.0, seed=1)
+
+
+class FakeStore:
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def session_of(worker: int) -> tuple[Session, FakeStore]:
+    """Worker `worker` in a handoff from workers 0, 1 to workers 1, 2."""
+    store = FakeStore()
+    unused: Any = None
+    place = Place(
+        worker=worker,
+        config=unused,
+        recipe=unused,
+        device=unused,
+        network=unused,
+        clock=SystemClock(),
+        send=lambda _message: None,
+        open_store=lambda: store,  # type: ignore[arg-type,return-value]
+    )
+    prepare = Prepare(
+        generation=4,
+        source=WireRoster.of(Roster(Layout(1, 1, 2), (0, 1))),
+        source_generation=3,
+        target=WireRoster.of(Roster(Layout(2, 1, 1), (1, 2))),
+    )
+    return Session(prepare, place), store
+
+
+def test_roles_and_members() -> None:
+    leaver, stayer, joiner = (session_of(worker)[0] for worker in (0, 1, 2))
+    assert (leaver.is_source, leaver.is_target) == (True, False)
+    assert (stayer.is_source, stayer.is_target) == (True, True)
+    assert (joiner.is_source, joiner.is_target) == (False, True)
+    assert joiner.members == (0, 1, 2)
+
+
+def test_an_abort_lowers_the_ready_flag_and_ends_what_waits_in_the_store() -> None:
+    session, store = session_of(1)
+    session.open_store()
+    session.deliver(Arm(generation=4))
+    assert session.armed.is_set()
+    session.deliver(Abort(generation=4, reason="joiner 2 lost"))
+    assert not session.armed.is_set()
+    assert store.closed
+    with pytest.raises(HandoffAborted, match="joiner 2 lost"):
+        session.check()
+
+
+def test_a_store_opened_after_the_abort_is_closed_at_once() -> None:
+    session, store = session_of(1)
+    session.deliver(Abort(generation=4, reason="late"))
+    session.open_store()
+    assert store.closed
+
+
+def test_an_arm_after_the_abort_does_not_raise_the_flag() -> None:
+    session, _ = session_of(1)
+    session.deliver(Abort(generation=4, reason="first"))
+    session.deliver(Arm(generation=4))
+    assert not session.armed.is_set()
+
+
+def test_waiting_for_a_verdict_ends_in_it_in_the_abort_or_at_the_deadline() -> None:
+    session, _ = session_of(1)
+    session.deliver(Arm(generation=4))
+    verdict = Verdict(generation=4, stage="forward", small=SMALL)
+    threading.Timer(0.05, session.deliver, (verdict,)).start()
+    assert session.wait(Verdict, 5.0, "the verdict") == verdict
+    with pytest.raises(DeadlineError, match=r"waited 0\.05 s for the second verdict"):
+        session.wait(Verdict, 0.05, "the second verdict")
+    session.deliver(Abort(generation=4, reason="digests differ"))
+    with pytest.raises(HandoffAborted, match="digests differ"):
+        session.wait(Verdict, 5.0, "the verdict")
+
+
+def test_a_resume_is_waited_for_past_the_abort() -> None:
+    session, _ = session_of(1)
+    session.deliver(Abort(generation=4, reason="x", rebuild=True))
+    session.deliver(Resume(generation=4, rebuild_generation=5))
+    assert session.wait(Resume, 1.0, "all to go back").rebuild_generation == 5

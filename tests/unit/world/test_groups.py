@@ -1,0 +1,157 @@
+"""Groups without an ancestor world, on two threads of one process that play two workers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from liver_hpc.world.device import Device, Network, address_towards
+from liver_hpc.world.groups import Group, install_sentinel
+
+CPU = Device(torch.device("cpu"), "gloo")
+
+
+def in_two_threads(work: Callable[[int], Any]) -> list[Any]:
+    """`work(0)` and `work(1)` at once; raises what either raised."""
+    results: dict[int, Any] = {}
+
+    def run(worker: int) -> None:
+        try:
+            results[worker] = work(worker)
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller
+            results[worker] = error
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for result in results.values():
+        if isinstance(result, BaseException):
+            raise result
+    return [results[0], results[1]]
+
+
+@pytest.fixture
+def pair() -> Any:
+    """Two ends of one group, named apart because both live in this process."""
+    networks = [Network(CPU, None, "127.0.0.1") for _ in range(2)]
+    store = dist.HashStore()
+    groups: list[Group] = [Group(f"test/{w}", (0, 1), w, CPU) for w in (0, 1)]
+
+    def connect(worker: int) -> None:
+        prefix = dist.PrefixStore("pair", store)
+        groups[worker].attach(networks[worker].open_backend(prefix, worker, 2, 10.0))
+
+    yield groups, connect
+    for group in groups:
+        group.close()
+
+
+def test_private_names_of_torch_are_where_this_module_expects_them() -> None:
+    """Fails loudly when a new torch moves them; world/groups.py is the one place to mend."""
+    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag"):
+        assert hasattr(c10d._world, name), name
+    assert hasattr(c10d._world, "tags_to_pg")
+    assert hasattr(c10d._world, "pg_coalesce_state")
+    assert callable(c10d._update_default_pg)
+
+
+def test_collectives_of_a_stand_in_return_at_once_and_move_nothing(pair: Any) -> None:
+    groups, _ = pair
+    tensor = torch.full((3,), 7.0)
+    dist.all_reduce(tensor, group=groups[0].process_group)
+    assert tensor.tolist() == [7.0, 7.0, 7.0]
+    gathered = torch.empty(6)
+    dist.all_gather_into_tensor(gathered, tensor, group=groups[0].process_group)
+    received = torch.zeros(2)
+    operations = [
+        dist.P2POp(dist.isend, tensor, 1, groups[0].process_group),
+        dist.P2POp(dist.irecv, received, 1, groups[0].process_group),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def test_the_same_group_object_is_real_once_a_backend_is_attached(pair: Any) -> None:
+    groups, connect = pair
+    in_two_threads(connect)
+
+    def reduce(worker: int) -> list[float]:
+        tensor = torch.full((2,), float(worker + 1))
+        dist.all_reduce(tensor, group=groups[worker].process_group)
+        return tensor.tolist()
+
+    assert in_two_threads(reduce) == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_another_world_takes_over_a_backend_and_it_outlives_the_first(pair: Any) -> None:
+    groups, connect = pair
+    in_two_threads(connect)
+    heirs = [Group(f"heir/{w}", (0, 1), w, CPU) for w in (0, 1)]
+    for heir, group in zip(heirs, groups, strict=True):
+        heir.attach(group.backend)
+        group.close()
+
+    def reduce(worker: int) -> float:
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=heirs[worker].process_group)
+        return tensor.item()
+
+    assert in_two_threads(reduce) == [2.0, 2.0]
+    for heir in heirs:
+        heir.close()
+
+
+def test_a_peer_that_forgets_its_group_frees_one_that_waits_in_it(pair: Any) -> None:
+    groups, connect = pair
+    in_two_threads(connect)
+    failed = threading.Event()
+
+    def wait_for_peer() -> None:
+        with pytest.raises(RuntimeError, match="Connection"):
+            dist.all_reduce(torch.ones(1), group=groups[0].process_group)
+        failed.set()
+
+    waiter = threading.Thread(target=wait_for_peer)
+    waiter.start()
+    groups[1].close()
+    gc.collect()
+    assert failed.wait(5.0)
+    waiter.join(5.0)
+
+
+def test_closed_groups_leave_no_descriptors_and_free_their_name() -> None:
+    network = Network(CPU, None, "127.0.0.1")
+    counts = []
+    for _ in range(4):
+        group = Group("again", (0,), 0, CPU)
+        group.connect(network, dist.HashStore(), 10.0)
+        dist.all_reduce(torch.ones(1), group=group.process_group)
+        group.close()
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert len(set(counts[1:])) == 1
+
+
+def test_the_sentinel_gives_a_rank_and_refuses_collectives() -> None:
+    previous = c10d.GroupMember.WORLD
+    try:
+        install_sentinel(42)
+        assert dist.get_rank() == 42
+        with pytest.raises(RuntimeError, match=r"[Nn]o backend"):
+            dist.all_reduce(torch.ones(1))
+    finally:
+        c10d._update_default_pg(previous)
+
+
+def test_own_address_towards_this_machine_is_loopback() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
