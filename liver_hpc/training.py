@@ -170,9 +170,7 @@ class Trainer:
                 session.preparing.join(self._limits.prepare_s)
             if session.prepared is not None:
                 session.prepared.drop()
-            self._place.send(
-                Aborted(worker=self._place.worker, generation=session.generation)
-            )
+            self._place.send(Aborted(worker=self._place.worker, generation=session.generation))
 
         threading.Thread(target=clear_up, name="drop", daemon=True).start()
 
@@ -234,9 +232,6 @@ class Trainer:
             for index, box in held.boxes(kind):
                 world.state.view(kind, index, box).copy_(held.view(kind, index, box))
         log.info("generation %d: rebuilt %s", generation, roster)
-        world.load_small_state(
-            world.small_state(step).model_copy(update={"optimizer_step": step})
-        )
+        world.load_small_state(world.small_state(step).model_copy(update={"optimizer_step": step}))
         held.release()
         self._world = world
-

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, NoReturn
 
+from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Roster
-from liver_hpc.layout.tensors import EXP_AVG, PARAMETER
+from liver_hpc.layout.tensors import EXP_AVG, PARAMETER, ModelSpec, TensorSpec
+from liver_hpc.metrics.records import ReconfigurationRecord, StepRecord
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
+from liver_hpc.recipes.base import NoOptions, Recipe
 
 FULL_DIGEST = 0x1234_5678_9ABC_DEF0
 
@@ -47,9 +52,7 @@ def digests(roster: Roster, worker: int, kinds: tuple[str, ...]) -> tuple[m.Clas
     for kind in kinds:
         holder = at.tp == 0 and at.pp == 0 and (kind == PARAMETER or at.dp == 0)
         value = f"{FULL_DIGEST if holder else 0:016x}"
-        found.append(
-            m.ClassDigest(kind=kind, tp_replicated=False, multi_stage=False, value=value)
-        )
+        found.append(m.ClassDigest(kind=kind, tp_replicated=False, multi_stage=False, value=value))
     return tuple(found)
 
 
@@ -67,6 +70,8 @@ class WorkerScript:
     generation: int = -1
     source: Roster | None = None
     target: Roster | None = None
+    world: Roster | None = None
+    world_generation: int = -1
     mute: bool = False
     dead: bool = False
     received: list[m.ToWorker] = field(default_factory=list)
@@ -83,6 +88,8 @@ class WorkerScript:
 
     def _answer(self, message: m.ToWorker) -> list[m.FromWorker]:
         match message:
+            case m.Begin():
+                self.world, self.world_generation = message.roster.roster(), message.generation
             case m.Prepare():
                 self.generation = message.generation
                 self.source, self.target = message.source.roster(), message.target.roster()
@@ -92,9 +99,12 @@ class WorkerScript:
             case m.Verdict(stage="forward"):
                 return self._vote("optimizer", Phase.COMMIT)
             case m.Verdict(stage="commit"):
-                return self._first_step()
+                self.step = message.small.step
+                return self.first_step()
             case m.Abort():
                 return [m.Aborted(worker=self.worker, generation=message.generation)]
+            case m.Resume(rebuild_generation=int() as generation):
+                self.world_generation = generation
             case m.Stop():
                 return [m.Finished(worker=self.worker, step=self.step)]
         return []
@@ -178,12 +188,13 @@ class WorkerScript:
             target=digests(self.target, self.worker, kinds),
         )
 
-    def _first_step(self) -> list[m.FromWorker]:
+    def first_step(self) -> list[m.FromWorker]:
         assert self.source is not None
         assert self.target is not None
         faulty = self._fault(Phase.RELEASE)
         if faulty is not None:
             return faulty
+        self.world, self.world_generation = self.target, self.generation
         if self.worker not in self.target.workers:
             return [self._released()]
         first_step = m.FirstStep(
@@ -202,3 +213,63 @@ class WorkerScript:
             resident_bytes=1000 + self.worker,
             released_s=103.0,
         )
+
+
+class TinyRecipe(Recipe):
+    """Two layers of one matrix each; has tensors, but nothing to train."""
+
+    def describe(self) -> ModelSpec:
+        tensors = (
+            TensorSpec("layers.0.weight", (8, 4), stage=0, tp_dim=0),
+            TensorSpec("layers.1.weight", (8, 4), stage=1, tp_dim=0),
+        )
+        return ModelSpec(tensors, layers=2, parameter_bytes=4)
+
+    def build(self, context: object) -> NoReturn:
+        raise NotImplementedError
+
+    def batch(self, step: int) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def loss(self, model: object, samples: Sequence[Any]) -> NoReturn:
+        raise NotImplementedError
+
+
+def tiny_run(**sections: Any) -> RunConfig:
+    """A run of two workers that may become 1, 2 or 4; `sections` replace or add to it."""
+    values: dict[str, Any] = {
+        "name": "tiny",
+        "recipe": "tests.fakes:TinyRecipe",
+        "train": {"steps": 60, "global_batch": 8},
+        "workers": {"initial": 2, "max": 4},
+        "layouts": {
+            1: [{}],
+            2: [{"dp": 2}, {"tp": 2}, {"pp": 2}],
+            4: [{"tp": 2, "dp": 2}],
+            8: [{"dp": 8}],
+        },
+    }
+    return RunConfig.model_validate({**values, **sections})
+
+
+def tiny_recipe(config: RunConfig) -> TinyRecipe:
+    return TinyRecipe(NoOptions(), config)
+
+
+class MemoryMetrics:
+    """Records in lists."""
+
+    def __init__(self) -> None:
+        self.error = ""
+        self.closed = False
+        self.steps: list[StepRecord] = []
+        self.reconfigurations: list[ReconfigurationRecord] = []
+
+    def add_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def add_reconfiguration(self, record: ReconfigurationRecord) -> None:
+        self.reconfigurations.append(record)
+
+    def close(self) -> None:
+        self.closed = True

@@ -14,7 +14,7 @@ from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError, ProtocolError
 from liver_hpc.handoff.prepare import Target
 from liver_hpc.handoff.session import HandoffAborted, Session
-from liver_hpc.layout.tensors import PARAMETER
+from liver_hpc.layout.tensors import PARAMETER, TransferPlan
 from liver_hpc.protocol.messages import (
     AtBoundary,
     ClassDigest,
@@ -141,12 +141,12 @@ class Crossing:
     # ---- the two stages
 
     def _move_parameters(self) -> Digests:
-        return self._move((PARAMETER,), parameters=True)
+        return self._move((PARAMETER,), self._target.parameters, "parameters")
 
     def _first_gradients(self, small: SmallState, gradients: list[Gradients]) -> Digests:
         """Optimizer state moves while the target's first forward and backward compute."""
         kinds = self._session.place.recipe.spec.optimizer_kinds
-        moving = _Background(lambda: self._move(kinds, parameters=False))
+        moving = _Background(lambda: self._move(kinds, self._target.optimizer, "optimizer state"))
         deadline = self._deadline("the optimizer state to arrive")
         try:
             if self._target.world is not None:
@@ -157,15 +157,11 @@ class Crossing:
             self._target.world.load_small_state(small)
         return digests
 
-    def _move(self, kinds: tuple[str, ...], *, parameters: bool) -> Digests:
+    def _move(self, kinds: tuple[str, ...], plan: TransferPlan, what: str) -> Digests:
         source = self._source.state if self._source is not None else None
         target = self._target.world.state if self._target.world is not None else None
         self._target.transport.stream(
-            self._target.part(parameters=parameters),
-            source,
-            target,
-            self._progress,
-            self._deadline(f"the bytes of {'parameters' if parameters else 'optimizer state'}"),
+            plan, source, target, self._progress, self._deadline(f"the bytes of {what}")
         )
         return Digests(_digests(source, kinds), _digests(target, kinds))
 

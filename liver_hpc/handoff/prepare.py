@@ -32,25 +32,18 @@ class Stopwatch:
 
 @dataclass
 class Target:
-    """What PREPARE made on this worker. `world` is None on a leaver."""
+    """What PREPARE made on this worker. `world` is None on a leaver.
+
+    parameters, optimizer: this worker's plan for the two halves of TRANSFER.
+    """
 
     world: World | None
-    plan: TransferPlan
+    parameters: TransferPlan
+    optimizer: TransferPlan
     transfer_group: Group
     transport: Transport
     kept_groups: int
     timings_s: dict[str, float]
-
-    def part(self, *, parameters: bool) -> TransferPlan:
-        """The moves of one of TRANSFER's two halves."""
-
-        def chosen(moves: tuple[Move, ...]) -> tuple[Move, ...]:
-            return tuple(move for move in moves if (move.kind == PARAMETER) == parameters)
-
-        plan = self.plan
-        return TransferPlan(
-            plan.worker, chosen(plan.sends), chosen(plan.receives), chosen(plan.local)
-        )
 
     def drop_transfer(self) -> None:
         """Frees staging and closes the transfer group's connections."""
@@ -63,6 +56,15 @@ class Target:
         if self.world is not None:
             self.world.close()
             self.world = None
+
+
+def _part(plan: TransferPlan, *, parameters: bool) -> TransferPlan:
+    """The moves of one of TRANSFER's two halves."""
+
+    def chosen(moves: tuple[Move, ...]) -> tuple[Move, ...]:
+        return tuple(move for move in moves if (move.kind == PARAMETER) == parameters)
+
+    return TransferPlan(plan.worker, chosen(plan.sends), chosen(plan.receives), chosen(plan.local))
 
 
 def prepare(session: Session, source_world: World | None) -> Target:
@@ -85,6 +87,7 @@ def prepare(session: Session, source_world: World | None) -> Target:
             watch.lap("warm_up")
         session.check()
         plan = transfer_plan(place.recipe.spec, session.source, session.target, worker)
+        parameters, optimizer = _part(plan, parameters=True), _part(plan, parameters=False)
         watch.lap("plan")
         store = session.open_store()
         kept = 0
@@ -104,6 +107,8 @@ def prepare(session: Session, source_world: World | None) -> Target:
             handoff=place.config.handoff,
             device=device.torch_device,
         )
+        transport.prepare(parameters)
+        transport.prepare(optimizer)
         watch.lap("staging")
         session.check()
     except BaseException:
@@ -113,18 +118,18 @@ def prepare(session: Session, source_world: World | None) -> Target:
     finally:
         if session.store is not None:
             session.store.close()
-    return Target(world, plan, transfer_group, transport, kept, watch.parts_s)
+    return Target(world, parameters, optimizer, transfer_group, transport, kept, watch.parts_s)
 
 
 def prepared_message(session: Session, target: Target) -> Prepared:
     """What the coordinator is told once PREPARE is done here."""
-    model = session.place.recipe.spec
+    model, plans = session.place.recipe.spec, (target.parameters, target.optimizer)
     return Prepared(
         worker=session.place.worker,
         generation=session.generation,
         timings_s=target.timings_s,
-        bytes_out=move_bytes(model, target.plan.sends),
-        bytes_in=move_bytes(model, target.plan.receives),
-        bytes_local=move_bytes(model, target.plan.local),
+        bytes_out=sum(move_bytes(model, plan.sends) for plan in plans),
+        bytes_in=sum(move_bytes(model, plan.receives) for plan in plans),
+        bytes_local=sum(move_bytes(model, plan.local) for plan in plans),
         kept_groups=target.kept_groups,
     )

@@ -34,9 +34,7 @@ class Slab:
 
     def local_box(self) -> Box:
         height, width = self.box.row1 - self.box.row0, self.box.col1 - self.box.col0
-        return Box(
-            self.local_row, self.local_row + height, self.local_col, self.local_col + width
-        )
+        return Box(self.local_row, self.local_row + height, self.local_col, self.local_col + width)
 
     def to_global(self, local: Box) -> Box:
         """A box of the local matrix, inside this slab, in global coordinates."""

@@ -136,9 +136,7 @@ class Handover:
                     yield Coordinate(tp, stage, dp)
 
 
-def transfer_plan(
-    model: ModelSpec, source: Roster, target: Roster, worker: int
-) -> TransferPlan:
+def transfer_plan(model: ModelSpec, source: Roster, target: Roster, worker: int) -> TransferPlan:
     """What `worker` has to do for the handoff from `source` to `target`.
 
     Pure, without communication: both ends of every pair derive the same moves. Raises PlanError

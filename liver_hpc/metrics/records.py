@@ -78,3 +78,13 @@ class BaselineRecord:
     first_step_s: float
     total_s: float
     detail: str
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """All that was recorded of a run, each list in the order of writing."""
+
+    steps: list[StepRecord]
+    reconfigurations: list[ReconfigurationRecord]
+    baselines: list[BaselineRecord]
+    attributes: dict[str, str]

@@ -65,10 +65,6 @@ class Attempt:
         return tuple(sorted({*self.source_workers, *self.target.workers}))
 
     @property
-    def stayers(self) -> tuple[int, ...]:
-        return tuple(w for w in self.source_workers if w in self.target_workers)
-
-    @property
     def leavers(self) -> tuple[int, ...]:
         return tuple(w for w in self.source_workers if w not in self.target_workers)
 

@@ -1,7 +1,8 @@
 """The handoff as a state machine: an event goes in, actions come out; no I/O.
 
     IDLE -> BOOT -> PREPARE -> ARMED -> TRANSFER -> COMMIT -> RELEASE -> IDLE
-              \\________\\_________\\________\\__________\\-> ABORT -> IDLE
+              |        |          |         |          |
+              +--------+----------+---------+----------+-> ABORT -> IDLE
 
 The commit verdict, on entering RELEASE, is the point of no return: before it any failure leads
 back to the source world, after it only forward.
@@ -33,8 +34,6 @@ from liver_hpc.protocol.votes import disagreements
 
 HISTORY_EVENTS = 40
 EVENT_TEXT_LENGTH = 200
-
-
 BEFORE_COMMIT = (Phase.BOOT, Phase.PREPARE, Phase.ARMED, Phase.TRANSFER, Phase.COMMIT)
 
 
@@ -64,20 +63,14 @@ class HandoffMachine:
 
     def check(self) -> None:
         """Asserts what must hold between any two events."""
-        idle = self.phase is Phase.IDLE
-        assert idle == (self.attempt is None) == (self.deadline is None), self._story()
-        generations = [generation for generation, _ in self._decisions]
-        assert len(set(generations)) == len(generations), f"decided twice; {self._story()}"
-        if self.attempt is None:
-            return
-        everybody = {*self.attempt.participants, *self.attempt.joiners}
-        assert {worker for worker, _ in self.attempt.awaited} <= everybody, self._story()
-        assert self.phase is Phase.BOOT or self.attempt.awaited, (
-            f"waits for no one; {self._story()}"
-        )
-        assert (self.phase is Phase.BOOT) == (self.attempt.target is None) or (
-            self.phase is Phase.ABORT
-        ), self._story()
+        now, story = self.attempt, self._story()
+        assert (self.phase is Phase.IDLE) == (now is None) == (self.deadline is None), story
+        decided = [generation for generation, _ in self._decisions]
+        assert len(set(decided)) == len(decided), f"a generation decided twice; {story}"
+        if now is not None:
+            assert {*now.waiting_workers} <= {*now.participants, *now.joiners}, story
+            assert (self.phase is Phase.BOOT) == (now.target is None), story
+            assert self.phase is Phase.BOOT or now.awaited, f"waits for no one; {story}"
 
     # ---- BOOT, PREPARE
 
@@ -143,7 +136,7 @@ class HandoffMachine:
         now = self._now
         self._take(event)
         now.small[event.worker] = event.small
-        first = min(now.small)
+        first = next(iter(now.small))
         if now.small[first] != event.small:
             return self._abort(
                 f"workers {first} and {event.worker} stand at different boundaries: "
@@ -182,7 +175,7 @@ class HandoffMachine:
         now = self._now
         self._decisions.append((now.generation, "commit"))
         awaited: list[Awaited] = [(w, m.FirstStep) for w in now.target_workers]
-        awaited += [(w, m.Released) for w in now.stayers]
+        awaited += [(w, m.Released) for w in now.target_workers]
         awaited += [(w, WorkerLost) for w in now.leavers]
         self._enter(Phase.RELEASE, self._deadlines.release_s, awaited)
         commit = m.Verdict(generation=now.generation, stage="commit", small=small)
@@ -194,8 +187,10 @@ class HandoffMachine:
 
     # ---- RELEASE
 
-    def _released_or_stepped(self, event: m.FirstStep | m.Released) -> list[Action]:
-        self._take(event)
+    def _stepped_or_released(self, event: m.FirstStep | m.Released) -> list[Action]:
+        """A leaver may say Released on its way out; its end is what is waited for."""
+        if event.worker not in self._now.leavers:
+            self._take(event)
         return self._complete()
 
     def _finished_in_release(self, event: m.Finished) -> list[Action]:
@@ -258,8 +253,9 @@ class HandoffMachine:
         actions = self._drop_target(reason)
         if now.target is None:  # still in BOOT: the source workers were told nothing
             return actions + self._end("aborted", now.reason, now.request.source)
+        # A worker that trains answers at its next step boundary.
         awaited = ((w, m.Aborted) for w in now.source_workers)
-        self._enter(Phase.ABORT, self._deadlines.release_s, awaited)
+        self._enter(Phase.ABORT, self._deadlines.boundary_s, awaited)
         return actions
 
     def _drop_target(self, reason: str) -> list[Action]:
@@ -340,9 +336,7 @@ class HandoffMachine:
         entry = (event.worker, type(event))
         if entry not in now.awaited:
             name = type(event).__name__
-            raise self._unexpected(
-                f"{name} of worker {event.worker}, wanted {self._now.waits_for()}"
-            )
+            raise self._unexpected(f"{name} of worker {event.worker}, wanted {now.waits_for()}")
         now.awaited.discard(entry)
 
     def _end(
@@ -377,8 +371,8 @@ _TABLE: dict[tuple[Phase, type], Handler] = {
     (Phase.TRANSFER, m.AtBoundary): _H._at_boundary,
     (Phase.TRANSFER, m.Vote): _H._vote,
     (Phase.COMMIT, m.Vote): _H._vote,
-    (Phase.RELEASE, m.FirstStep): _H._released_or_stepped,
-    (Phase.RELEASE, m.Released): _H._released_or_stepped,
+    (Phase.RELEASE, m.FirstStep): _H._stepped_or_released,
+    (Phase.RELEASE, m.Released): _H._stepped_or_released,
     (Phase.RELEASE, m.Finished): _H._finished_in_release,
     (Phase.RELEASE, m.Failed): _H._failed_in_release,
     (Phase.RELEASE, WorkerLost): _H._lost_in_release,
@@ -393,9 +387,8 @@ _TABLE: dict[tuple[Phase, type], Handler] = {
     (Phase.ABORT, WorkerLost): _H._lost,
     (Phase.ABORT, Cancelled): _H._ignored,
     (Phase.ABORT, DeadlinePassed): _H._too_late_for_good,
+    **{(phase, m.Failed): _H._failed for phase in BEFORE_COMMIT},
+    **{(phase, WorkerLost): _H._lost for phase in BEFORE_COMMIT},
+    **{(phase, Cancelled): _H._cancelled for phase in BEFORE_COMMIT},
+    **{(phase, DeadlinePassed): _H._too_late for phase in BEFORE_COMMIT},
 }
-for _phase in BEFORE_COMMIT:
-    _TABLE[_phase, m.Failed] = _H._failed
-    _TABLE[_phase, WorkerLost] = _H._lost
-    _TABLE[_phase, Cancelled] = _H._cancelled
-    _TABLE[_phase, DeadlinePassed] = _H._too_late

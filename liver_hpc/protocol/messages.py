@@ -319,9 +319,7 @@ ToWorker = Begin | Prepare | Arm | Verdict | Abort | Resume | Exit | Stop
 FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | StopRequest
 AnyMessage = FromWorker | ToWorker | FromOperator | Reply | StoreRequest | StoreReply
 
-_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(
-    Annotated[AnyMessage, Field(discriminator="type")]
-)
+_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(discriminator="type")])
 
 
 def encode(message: AnyMessage) -> bytes:

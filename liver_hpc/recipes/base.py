@@ -142,9 +142,7 @@ def load_recipe(config: RunConfig) -> Recipe:
         raise ConfigError(f"recipe: cannot import {module_name!r}: {error}") from error
     recipe_class = getattr(module, class_name, None)
     if not (isinstance(recipe_class, type) and issubclass(recipe_class, Recipe)):
-        raise ConfigError(
-            f"recipe: {module_name!r} has no subclass of Recipe named {class_name!r}"
-        )
+        raise ConfigError(f"recipe: {module_name!r} has no subclass of Recipe named {class_name!r}")
     try:
         options = recipe_class.Options.model_validate(config.model)
     except ValidationError as error:

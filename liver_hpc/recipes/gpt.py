@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,8 @@ class GPT(Recipe):
     def __init__(self, options: GPTConfig, config: RunConfig) -> None:
         super().__init__(options, config)
         self._samples: TokenSamples | None = None
-        self._dropout_seed = 0
+        # Per thread: a world may be rehearsed beside the one that trains.
+        self._micro_batch = threading.local()
 
     def describe(self) -> ModelSpec:
         return gpt_tensors(self.options)
@@ -92,21 +94,25 @@ class GPT(Recipe):
             pg_collection=context.groups,
         )
         if options.dropout > 0:
+            model.register_forward_pre_hook(self._dropout_seeder(context, layer=0))
             for layer in model.decoder.layers:
-                layer.register_forward_pre_hook(self._layer_seeder(context))
+                seeder = self._dropout_seeder(context, layer.layer_number)
+                layer.register_forward_pre_hook(seeder)
         return model
 
-    def _layer_seeder(self, context: BuildContext) -> Callable[[Any, Any], None]:
+    def _dropout_seeder(self, context: BuildContext, layer: int) -> Callable[[Any, Any], None]:
         """A hook that makes dropout follow (run seed, sample, layer), whoever computes it.
 
-        Under tensor parallelism the streams inside attention heads also follow the tp rank.
+        Layers count from 1, globally; 0 is the embedding. Under tensor parallelism the streams
+        inside attention heads also follow the tp rank.
         """
 
-        def seed_layer(layer: Any, _inputs: Any) -> None:
-            if layer.training:
-                context.seed_dropout((self._dropout_seed * 1009 + layer.layer_number) % 2**31)
+        def seed(module: Any, _inputs: Any) -> None:
+            if module.training:
+                first = self.config.train.seed + 1_000_003 * (self._micro_batch.first_sample + 1)
+                context.seed_dropout((first * 1009 + layer) % 2**31)
 
-        return seed_layer
+        return seed
 
     def _transformer_config(self, layout: Layout) -> Any:
         import torch
@@ -127,9 +133,7 @@ class GPT(Recipe):
             num_attention_heads=options.heads,
             num_query_groups=options.groups,
             gated_linear_unit=gated,
-            activation_func=(
-                torch.nn.functional.silu if gated else torch.nn.functional.gelu
-            ),
+            activation_func=(torch.nn.functional.silu if gated else torch.nn.functional.gelu),
             add_bias_linear=options.bias,
             normalization=norms[options.normalization],
             hidden_dropout=options.dropout,
@@ -158,7 +162,9 @@ class GPT(Recipe):
         import torch
 
         if len(tensor.shape) == 1:
-            return (torch.ones if tensor.name.endswith("norm.weight") else torch.zeros)(tensor.shape)
+            return (torch.ones if tensor.name.endswith("norm.weight") else torch.zeros)(
+                tensor.shape
+            )
         std = self.options.init_std
         if "linear_proj" in tensor.name or "linear_fc2" in tensor.name:
             std /= math.sqrt(2.0 * self.options.layers)
@@ -174,7 +180,7 @@ class GPT(Recipe):
         if self._samples is None:
             raise ConfigError("the recipe's data is not open")
         device = next(model.parameters()).device
-        self._dropout_seed = self.config.train.seed + 1_000_003 * (int(samples[0]) + 1)
+        self._micro_batch.first_sample = int(samples[0])
         tokens, labels, masks = (
             torch.stack(parts).to(device)
             for parts in zip(*(self._samples.sample(int(i)) for i in samples), strict=True)

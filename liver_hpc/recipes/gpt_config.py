@@ -96,7 +96,9 @@ def _layer_tensors(config: GPTConfig, layer: int) -> list[TensorSpec]:
             # A row-parallel layer adds its bias after the reduction: a copy on every tp rank.
             split = 0 if tp_dim == 0 else None
             bias = f"{prefix}.{name}.bias"
-            tensors.append(TensorSpec(bias, shape[:1], layer, split, tp_blocks if split == 0 else 1))
+            tensors.append(
+                TensorSpec(bias, shape[:1], layer, split, tp_blocks if split == 0 else 1)
+            )
 
     tensors = _norm(config, f"{prefix}.input_layernorm", layer)
     linear("self_attention.linear_proj", (hidden, hidden), tp_dim=1)

@@ -50,7 +50,7 @@ def _child(
         store = dist.FileStore(store_path, -1)
         process = WorkerProcess(worker, device, Network(device, None, "127.0.0.1"), store)
         results.put((worker, function(process, *arguments), None))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - shown by the parent
         results.put((worker, None, traceback.format_exc()))
     results.close()
     results.join_thread()

@@ -15,9 +15,9 @@ from liver_hpc.layout.plan import subtract, transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, TransferPlan
 from tests.unit.layout.models import LAYOUTS, MODELS, TIED, roster
 
-BOXES = st.tuples(
-    st.integers(0, 5), st.integers(1, 5), st.integers(0, 5), st.integers(1, 5)
-).map(lambda t: Box(t[0], t[0] + t[1], t[2], t[2] + t[3]))
+BOXES = st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 5), st.integers(1, 5)).map(
+    lambda t: Box(t[0], t[0] + t[1], t[2], t[2] + t[3])
+)
 
 
 @st.composite
@@ -48,9 +48,7 @@ def test_subtract_leaves_what_the_hole_does_not_cover(box: Box, hole: Box) -> No
 
 @settings(max_examples=25, deadline=None)
 @given(rosters(), st.sampled_from(MODELS))
-def test_both_ends_of_every_move_plan_it(
-    people: tuple[Roster, Roster], model: ModelSpec
-) -> None:
+def test_both_ends_of_every_move_plan_it(people: tuple[Roster, Roster], model: ModelSpec) -> None:
     by_worker = plans(model, *people)
     sent = Counter(move for plan in by_worker.values() for move in plan.sends)
     received = Counter(move for plan in by_worker.values() for move in plan.receives)

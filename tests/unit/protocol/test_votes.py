@@ -76,8 +76,7 @@ def situations(draw: st.DrawFn) -> Situation:
                 )
     workers = {*source.workers, *target.workers}
     votes = {
-        w: _vote(w, digests.get(("source", w), []), digests.get(("target", w), []))
-        for w in workers
+        w: _vote(w, digests.get(("source", w), []), digests.get(("target", w), [])) for w in workers
     }
     return Situation(source, target, votes)
 
@@ -117,9 +116,7 @@ def test_a_class_that_nobody_reports_in_the_target_is_found(situation: Situation
         worker: vote.model_copy(
             update={
                 "target": tuple(
-                    d
-                    for d in vote.target
-                    if d.model_copy(update={"value": lost.value}) != lost
+                    d for d in vote.target if d.model_copy(update={"value": lost.value}) != lost
                 )
             }
         )
@@ -166,6 +163,4 @@ def test_a_copy_that_nobody_reports_is_missing() -> None:
 
 def test_votes_without_any_digest_do_not_agree() -> None:
     roster = Roster(Layout(1, 1, 1), (0,))
-    assert disagreements(roster, roster, {0: _vote(0, [], [])}) == [
-        "no worker reported any digest"
-    ]
+    assert disagreements(roster, roster, {0: _vote(0, [], [])}) == ["no worker reported any digest"]

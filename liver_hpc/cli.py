@@ -1,0 +1,295 @@
+"""The `liver` command. Each command imports what it needs when it runs, so `--help` is quick.
+
+Exit codes: 0 done, 1 the run failed or does not answer, 2 bad input, 3 refused by the coordinator,
+130 interrupted (a launched run goes on).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from liver_hpc import __version__
+from liver_hpc.errors import ConfigError, LiverError, RequestRefused
+
+if TYPE_CHECKING:
+    from liver_hpc.protocol.messages import FromOperator
+    from liver_hpc.run_directory import RunDirectory
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_REFUSED = 3
+EXIT_INTERRUPTED = 130
+
+_FOLLOW_INTERVAL_S = 0.2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Every error starts with `liver: error:`, whichever command it is about."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(EXIT_BAD_INPUT, f"liver: error: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.command(options))
+    except ConfigError as error:
+        return _complain(error, EXIT_BAD_INPUT)
+    except RequestRefused as error:
+        return _complain(error, EXIT_REFUSED)
+    except LiverError as error:
+        return _complain(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return _complain("interrupted; a run that was launched goes on", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our output has gone; keep the interpreter from failing to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+
+
+def _complain(error: object, code: int) -> int:
+    print(f"liver: error: {error}", file=sys.stderr)
+    return code
+
+
+# ---- the command line
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="liver",
+        description="Train on a Slurm cluster (or this machine), and reshape the job as it runs.",
+    )
+    parser.add_argument("--version", action="version", version=f"liver {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    submit = commands.add_parser("submit", help="check a run file and launch the run")
+    _add_run_file(submit)
+    submit.add_argument(
+        "--cluster", choices=("local", "slurm", "auto"), help="where to run; beats the run file"
+    )
+    submit.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the resolved run with its sizes, launch nothing",
+    )
+    submit.add_argument(
+        "--follow",
+        action=argparse.BooleanOptionalAction,
+        help="watch the run until it ends (the default in a terminal)",
+    )
+    submit.set_defaults(command=_submit)
+
+    status = _add_run_command(commands, "status", "what a run is doing")
+    status.set_defaults(command=_status)
+
+    resize = _add_run_command(commands, "resize", "give a running job another shape")
+    shape = resize.add_mutually_exclusive_group(required=True)
+    shape.add_argument("--layout", metavar="tp=A,pp=B,dp=C", help="the layout to change to")
+    shape.add_argument(
+        "--workers", type=_count, metavar="N", help="take the preferred layout of N workers"
+    )
+    resize.set_defaults(command=_resize)
+
+    replace = _add_run_command(commands, "replace", "put a fresh worker in the place of another")
+    replace.add_argument("--worker", type=_worker_id, required=True, metavar="W", help="its id")
+    replace.set_defaults(command=_replace)
+
+    stop = _add_run_command(commands, "stop", "end a run at its next step boundary")
+    stop.add_argument(
+        "--timeout-s", type=_seconds, metavar="S", help="wait at most this long for the end"
+    )
+    stop.set_defaults(command=_stop)
+
+    report = _add_run_command(commands, "report", "what a run's reconfigurations cost")
+    report.add_argument("--json", action="store_true", help="all figures, for programs")
+    report.set_defaults(command=_report)
+
+    prepare = commands.add_parser("prepare-data", help="tokenize the text that a run file names")
+    _add_run_file(prepare)
+    prepare.set_defaults(command=_prepare_data)
+    return parser
+
+
+def _add_run_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run file")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY.SUB=VALUE",
+        help="a value in YAML that beats the run file's; may be given several times",
+    )
+
+
+def _add_run_command(
+    commands: argparse._SubParsersAction[_Parser], name: str, text: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text)
+    parser.add_argument("run", metavar="RUN", help="a run directory, its name, or `latest`")
+    parser.add_argument(
+        "--runs-directory", type=Path, default=Path("runs"), metavar="DIR", help="default: runs"
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"wanted a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _worker_id(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"wanted a worker id such as 3, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"wanted a number of seconds above 0, got {text!r}")
+    return seconds
+
+
+# ---- commands
+
+
+def _submit(options: argparse.Namespace) -> int:
+    from liver_hpc.config.load import load_run
+    from liver_hpc.submit import checked_run, submit_run
+
+    config = load_run(options.config, options.set)
+    if options.dry_run:
+        from liver_hpc.dry_run import describe_run
+
+        print(describe_run(*checked_run(config, options.cluster)))
+        return EXIT_OK
+    follow = sys.stdout.isatty() if options.follow is None else options.follow
+    run = submit_run(config, options.cluster)
+    if not follow:
+        print(run)
+        return EXIT_OK
+    print(f"run {run}", flush=True)
+    return _follow(run)
+
+
+def _follow(run: RunDirectory) -> int:
+    """Watches a run to its end; its outcome as the exit code. Ctrl-C leaves the run alone."""
+    from rich.console import Console
+
+    from liver_hpc.follow import follow
+    from liver_hpc.operate import Watch, final_outcome
+    from liver_hpc.submit import await_coordinator
+
+    watch = Watch(run)
+    try:
+        await_coordinator(run)
+        follow(watch.snapshot, Console(), _FOLLOW_INTERVAL_S)
+        outcome = final_outcome(run)
+    except KeyboardInterrupt:
+        print(f"\nrun {run} goes on; see `liver status {run}`, end it with `liver stop {run}`")
+        return EXIT_INTERRUPTED
+    finally:
+        watch.close()
+    if run.metrics_path.exists():
+        _print_report(run)
+    if outcome is None:
+        raise LiverError(f"run {run} ended without an outcome; {run.where_logs_are()}")
+    return _tell_outcome(run)
+
+
+def _tell_outcome(run: RunDirectory) -> int:
+    from liver_hpc.run_directory import outcome_text
+
+    outcome = run.outcome()
+    assert outcome is not None
+    print(f"run {run}: {outcome_text(outcome)}")
+    return EXIT_FAILED if outcome.state == "failed" else EXIT_OK
+
+
+def _find(options: argparse.Namespace) -> RunDirectory:
+    from liver_hpc.run_directory import find_run
+
+    return find_run(options.run, options.runs_directory)
+
+
+def _request(run: RunDirectory, message: FromOperator) -> int:
+    from liver_hpc.operate import request
+
+    print(request(run, message).text)
+    return EXIT_OK
+
+
+def _status(options: argparse.Namespace) -> int:
+    from liver_hpc.operate import request
+    from liver_hpc.protocol.messages import StatusRequest
+    from liver_hpc.protocol.status import StatusSnapshot
+    from liver_hpc.status_text import status_text
+
+    run = _find(options)
+    if run.outcome() is not None:
+        return _tell_outcome(run)
+    print(status_text(StatusSnapshot.model_validate(request(run, StatusRequest()).data)))
+    return EXIT_OK
+
+
+def _resize(options: argparse.Namespace) -> int:
+    from liver_hpc.layout.coordinates import Layout
+    from liver_hpc.protocol.messages import ResizeRequest
+
+    layout = None if options.layout is None else str(Layout.parse(options.layout))
+    return _request(_find(options), ResizeRequest(layout=layout, workers=options.workers))
+
+
+def _replace(options: argparse.Namespace) -> int:
+    from liver_hpc.protocol.messages import ReplaceRequest
+
+    return _request(_find(options), ReplaceRequest(replace=options.worker))
+
+
+def _stop(options: argparse.Namespace) -> int:
+    from liver_hpc.operate import stop
+
+    run = _find(options)
+    stop(run, options.timeout_s)
+    return _tell_outcome(run)
+
+
+def _report(options: argparse.Namespace) -> int:
+    _print_report(_find(options), as_json=options.json)
+    return EXIT_OK
+
+
+def _print_report(run: RunDirectory, as_json: bool = False) -> None:
+    raise NotImplementedError
+
+
+def _prepare_data(options: argparse.Namespace) -> int:
+    from liver_hpc.config.load import absolute_paths, load_run
+    from liver_hpc.submit import prepare_data
+
+    config = load_run(options.config, options.set)
+    if config.data is None or config.data.text is None:
+        raise ConfigError(f"{options.config}: data.text is not given; there is nothing to prepare")
+    prepare_data(absolute_paths(config))
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Agents as processes of this machine, each under an mpiexec of its own.
+
+The tree of one agent is mpiexec - hydra's proxy - agent - workers. Whichever of them, or of the
+processes above, is killed, the rest follows: mpiexec dies with the process that launched it, the
+proxy with mpiexec, the agent with the proxy, workers with their agent; and once mpiexec has ended
+the launcher kills whatever is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from liver_hpc.cluster.environment import clean_environment
+from liver_hpc.cluster.launcher import Launcher, NodeRequest, check_names, unknown_agent
+from liver_hpc.cluster.processes import kill_marked, marked_processes, signal_processes
+from liver_hpc.errors import ConfigError, DeadlineError, LiverError
+from liver_hpc.lifeline import guarded, quiet_thread
+
+_MARK = "LIVER_LAUNCH"
+_SPAWN_S = 30.0
+_SWEEP_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class LocalLauncher(Launcher):
+    """Runs agents on this machine.
+
+    `exit_s` is how long a killed agent may take to end its workers before all get SIGKILL;
+    `agent_options` are added to every agent's command line. What mpiexec prints goes to the
+    agent's log, logs/agent-NAME.log of the run directory.
+    """
+
+    def __init__(
+        self, run_directory: Path, exit_s: float = 10.0, agent_options: Sequence[str] = ()
+    ) -> None:
+        self._run_directory = run_directory
+        self._exit_s = exit_s
+        self._agent_options = tuple(agent_options)
+        self._mpiexec = find_mpiexec()
+        self._trees: dict[str, _Tree] = {}
+        self._closed = False
+
+    def launch(self, requests: Sequence[NodeRequest]) -> None:
+        check_names(requests, self._trees, self._closed)
+        for request in requests:
+            log = self._run_directory / "logs" / f"agent-{request.agent}.log"
+            tree = _Tree(request.agent, self._command(request), log, self._exit_s)
+            self._trees[request.agent] = tree
+            tree.start()
+
+    def alive(self, agent: str) -> bool:
+        return self._tree(agent).exit_code is None
+
+    def exit_code(self, agent: str) -> int | None:
+        return self._tree(agent).exit_code
+
+    def kill(self, agent: str) -> None:
+        self._tree(agent).kill()
+
+    def close(self) -> None:
+        self._closed = True
+        trees = list(self._trees.values())
+        for tree in trees:
+            tree.kill()
+        survivors = [pid for tree in trees for pid in tree.join()]
+        if survivors:
+            raise DeadlineError(f"waited for killed processes {survivors} to end")
+
+    def _tree(self, agent: str) -> _Tree:
+        try:
+            return self._trees[agent]
+        except KeyError:
+            raise unknown_agent(agent) from None
+
+    def _command(self, request: NodeRequest) -> list[str]:
+        # Nothing about other hosts, and nothing asked of a resource manager around us.
+        mpiexec = [self._mpiexec, "-launcher", "fork", "-rmk", "user"]
+        here = ["-localhost", "localhost", "-hosts", "localhost", "-n", "1"]
+        agent = [sys.executable, "-m", "liver_hpc.agent"]
+        run = ["--run-directory", str(self._run_directory), "--agent", request.agent]
+        work = ["--workers", str(request.workers), "--layout", request.layout]
+        return [*mpiexec, *here, *agent, *run, *work, *self._agent_options]
+
+
+class _Tree:
+    """The process tree of one agent, kept by a thread that starts it and buries it."""
+
+    def __init__(self, agent: str, command: list[str], log: Path, exit_s: float) -> None:
+        self._agent = agent
+        self._command = command
+        self._log = log
+        self._exit_s = exit_s
+        self._value = f"{agent}:{secrets.token_hex(8)}"
+        self._spawned = threading.Event()
+        self._failure: OSError | None = None
+        self._killer: threading.Timer | None = None
+        self._keeper: threading.Thread | None = None
+        self.exit_code: int | None = None
+
+    def start(self) -> None:
+        """Raises LiverError when mpiexec cannot be started."""
+        self._keeper = quiet_thread(self._keep, f"agent-{self._agent}")
+        if not self._spawned.wait(_SPAWN_S):
+            raise DeadlineError(f"waited {_SPAWN_S:g} s for mpiexec of agent {self._agent}")
+        if self._failure is not None:
+            raise LiverError(f"agent {self._agent}: {self._failure}") from self._failure
+
+    def kill(self) -> None:
+        if self._killer is not None or self.exit_code is not None:
+            return
+        self._killer = threading.Timer(self._exit_s, self._sweep)
+        self._killer.daemon = True
+        self._killer.start()
+        signal_processes(marked_processes(_MARK, self._value), signal.SIGTERM)
+
+    def join(self) -> list[int]:
+        """Waits for a killed tree; the processes that live on nevertheless."""
+        if self._keeper is None:
+            return []
+        self._keeper.join(self._exit_s + 2 * _SWEEP_S)
+        return marked_processes(_MARK, self._value) if self._keeper.is_alive() else []
+
+    def _keep(self) -> None:
+        # mpiexec dies with the thread that started it: this one stays until it has ended.
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("ab") as log:
+                process = subprocess.Popen(
+                    guarded(self._command),
+                    env={**clean_environment(os.environ), _MARK: self._value},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._failure = error
+            self.exit_code = 127
+            return
+        finally:
+            self._spawned.set()
+        code = process.wait()
+        self._sweep()
+        if self._killer is not None:
+            self._killer.cancel()
+        self.exit_code = code if code >= 0 else 128 - code
+        _log.info("agent %s ended with exit code %d", self._agent, self.exit_code)
+
+    def _sweep(self) -> None:
+        try:
+            kill_marked(_MARK, self._value, _SWEEP_S)
+        except DeadlineError as error:
+            _log.error("agent %s: %s", self._agent, error)
+
+
+def find_mpiexec() -> str:
+    """The mpiexec of the mpich wheel in this Python environment; others do not match its MPI."""
+    for scripts in (Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))):
+        path = scripts / "mpiexec"
+        if os.access(path, os.X_OK):
+            return str(path)
+    raise ConfigError(
+        f"no mpiexec beside {sys.executable}; install the mpich wheel there: pip install mpich"
+    )

@@ -1,0 +1,59 @@
+"""Processes of this machine found by a mark in their environment.
+
+Descendants inherit it, also those that lost their parent or left its session: so a whole tree is
+found after any of its members has died. Linux only: reads /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.errors import DeadlineError
+
+
+def marked_processes(name: str, value: str) -> list[int]:
+    """Living processes of this user that were started with `name=value` in the environment."""
+    entry = f"{name}={value}".encode()
+    return [
+        int(directory.name)
+        for directory in Path("/proc").iterdir()
+        if directory.name.isdecimal() and entry in _environment(directory)
+    ]
+
+
+def signal_processes(processes: list[int], signum: signal.Signals) -> None:
+    """Sends a signal to each; those that have ended meanwhile are passed over."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signum)
+
+
+def kill_marked(name: str, value: str, limit_s: float) -> None:
+    """Kills all marked processes, and what they start meanwhile, until there is none.
+
+    Raises DeadlineError when some still live after `limit_s` (stuck in the kernel).
+    """
+    found: list[int] = []
+
+    def none_left() -> bool:
+        found[:] = marked_processes(name, value)
+        signal_processes(found, signal.SIGKILL)
+        return not found
+
+    deadline = Deadline.after(SystemClock(), limit_s, "killed processes to end")
+    try:
+        poll_until(none_left, deadline)
+    except DeadlineError as error:
+        raise DeadlineError(f"waited {limit_s:g} s for killed processes {found} to end") from error
+
+
+def _environment(process: Path) -> list[bytes]:
+    """Empty for a process that has ended, a zombie included, or is somebody else's."""
+    try:
+        return (process / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []

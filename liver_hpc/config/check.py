@@ -1,0 +1,201 @@
+"""Checks of a run that need more than one key: layouts, notices, budgets, data, this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from liver_hpc.config.indexed_data import read_indexed_data
+from liver_hpc.config.problems import joined
+from liver_hpc.config.schema import DataSection, NoticeSection, RunConfig
+from liver_hpc.errors import ConfigError
+from liver_hpc.layout.coordinates import Layout
+
+SMALLEST_BUCKET_BYTES = 65_536
+"""Below this, messages cost more than the bytes in them."""
+
+_LOCAL_WORKERS = 8
+_LOCAL_WORKERS_PER_CORE = 4
+
+
+class ChecksLayouts(Protocol):
+    """The part of a recipe that the checks need."""
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raises ConfigError when the model cannot be laid out so."""
+
+
+def check_run(config: RunConfig, recipe: ChecksLayouts) -> None:
+    """Raises ConfigError with everything that is wrong with the run, one problem a line.
+
+    `config.cluster.kind` "local" also checks this machine; resolve "auto" before.
+    """
+    problems = [
+        *_check_counts(config),
+        *_check_layouts(config, recipe),
+        *_check_notices(config),
+        *_check_budgets(config),
+        *_check_schedule(config),
+        *_check_data(config.data),
+    ]
+    if config.cluster.kind == "local":
+        problems += _check_machine(config)
+    if problems:
+        raise ConfigError(joined(problems))
+
+
+def local_workers_limit() -> int:
+    """Workers that a local run on this machine may have."""
+    return max(_LOCAL_WORKERS, _LOCAL_WORKERS_PER_CORE * (os.cpu_count() or 1))
+
+
+def check_allowed(config: RunConfig, layout: Layout) -> None:
+    """Raises ConfigError when the run file does not allow a layout, with those that it allows."""
+    if layout.workers > config.workers.max:
+        raise ConfigError(
+            f"layout {layout} wants {layout.workers} workers, workers.max is {config.workers.max}"
+        )
+    allowed = config.allowed_layouts(layout.workers)
+    if layout not in allowed:
+        valid = ", ".join(map(str, allowed)) or "none"
+        raise ConfigError(
+            f"layout {layout} is not allowed; layouts.{layout.workers} allows: {valid}"
+        )
+
+
+def _check_counts(config: RunConfig) -> Iterator[str]:
+    initial, most = config.workers.initial, config.workers.max
+    counts = sorted(config.layouts)
+    if not config.layouts.get(initial):
+        yield (
+            f"workers.initial is {initial}, but layouts has no entry for {initial} workers "
+            f"(entries: {', '.join(map(str, counts)) or 'none'})"
+        )
+    for count in counts:
+        if count > most:
+            yield f"layouts.{count}: more workers than workers.max, which is {most}"
+
+
+def _check_layouts(config: RunConfig, recipe: ChecksLayouts) -> Iterator[str]:
+    train = config.train
+    for count, entries in sorted(config.layouts.items()):
+        if not entries:
+            yield f"layouts.{count}: wanted at least one layout, got none"
+        for index, layout in enumerate(config.allowed_layouts(count)):
+            where = f"layouts.{count}.{index} ({layout})"
+            if layout.workers != count:
+                yield f"{where}: tp x pp x dp is {layout.workers}, wanted {count}"
+            if layout in config.allowed_layouts(count)[:index]:
+                yield f"{where}: given twice"
+            if train.global_batch % (train.micro_batch * layout.dp):
+                yield (
+                    f"{where}: train.global_batch {train.global_batch} is not a multiple of "
+                    f"micro_batch x dp = {train.micro_batch} x {layout.dp}"
+                )
+            try:
+                recipe.check_layout(layout)
+            except ConfigError as error:
+                yield f"{where}: {error}"
+
+
+def _check_notices(config: RunConfig) -> Iterator[str]:
+    """Plays the scripted notices through, as they go when every handoff succeeds."""
+    allowed = config.allowed_layouts(config.workers.initial)
+    if not allowed:
+        return
+    layout, born, gone = allowed[0], config.workers.initial, set[int]()
+    in_order = sorted(enumerate(config.notices), key=lambda entry: entry[1].at_step)
+    for index, notice in in_order:
+        where = f"notices.{index} (at step {notice.at_step})"
+        if notice.at_step >= config.train.steps:
+            yield f"{where}: the run ends at step {config.train.steps}, before it"
+        if notice.replace is not None:
+            worker = notice.replace
+            if worker in gone:
+                yield f"{where}: worker {worker} has been replaced by then"
+            elif worker >= born:
+                yield f"{where}: there is no worker {worker} by then; the newest is {born - 1}"
+            gone.add(worker)
+            born += 1
+            continue
+        try:
+            target = _wished_layout(config, notice)
+        except ConfigError as error:
+            yield f"{where}: {error}"
+            continue
+        if target == layout:
+            yield f"{where}: {target} is the layout in force by then; nothing would change"
+        born += max(0, target.workers - layout.workers)
+        layout = target
+
+
+def _wished_layout(config: RunConfig, notice: NoticeSection) -> Layout:
+    """The layout that a notice leads to; raises ConfigError when there is none."""
+    if notice.layout is not None:
+        layout = notice.layout.layout()
+        check_allowed(config, layout)
+        return layout
+    workers = notice.workers or 0
+    if workers > config.workers.max:
+        raise ConfigError(f"{workers} workers are more than workers.max, {config.workers.max}")
+    allowed = config.allowed_layouts(workers)
+    if not allowed:
+        counts = ", ".join(map(str, sorted(config.layouts)))
+        raise ConfigError(f"layouts has no entry for {workers} workers (entries: {counts})")
+    return allowed[0]
+
+
+def _check_budgets(config: RunConfig) -> Iterator[str]:
+    bucket, staging = config.handoff.bucket_bytes, config.handoff.staging_bytes
+    if bucket < SMALLEST_BUCKET_BYTES:
+        yield (
+            f"handoff.bucket_bytes is {bucket}, below the smallest bucket of "
+            f"{SMALLEST_BUCKET_BYTES} bytes"
+        )
+    if staging < 2 * bucket:
+        yield (
+            f"handoff.staging_bytes is {staging}, wanted at least two buckets "
+            f"(one to fill, one on the wire): 2 x bucket_bytes = {2 * bucket}"
+        )
+
+
+def _check_schedule(config: RunConfig) -> Iterator[str]:
+    schedule, optimizer = config.schedule, config.optimizer
+    decay = schedule.decay_steps or config.train.steps
+    if schedule.warmup_steps >= decay:
+        name = "train.steps" if schedule.decay_steps is None else "schedule.decay_steps"
+        yield f"schedule.warmup_steps is {schedule.warmup_steps}, wanted less than {name}, {decay}"
+    if schedule.style != "constant" and optimizer.min_lr > optimizer.lr:
+        yield f"optimizer.min_lr is {optimizer.min_lr:g}, more than optimizer.lr {optimizer.lr:g}"
+
+
+def _check_data(data: DataSection | None) -> Iterator[str]:
+    if data is None:
+        return
+    if data.prefix is not None:
+        try:
+            read_indexed_data(data.prefix)
+        except ConfigError as error:
+            yield f"data.prefix: {error}"
+    elif isinstance(data.text, list):
+        if not data.text:
+            yield "data.text: wanted at least one file, got none"
+        for index, name in enumerate(data.text):
+            if not Path(name).is_file():
+                yield f"data.text.{index}: there is no file {name}"
+
+
+def _check_machine(config: RunConfig) -> Iterator[str]:
+    most, limit, cores = config.workers.max, local_workers_limit(), os.cpu_count() or 1
+    if most > limit:
+        yield (
+            f"workers.max is {most}, but a local run on this machine may have {limit} workers "
+            f"(the larger of {_LOCAL_WORKERS} and {_LOCAL_WORKERS_PER_CORE} x {cores} cores)"
+        )
+    interface = config.network.interface
+    names = [name for _, name in socket.if_nameindex()]
+    if interface is not None and interface not in names:
+        yield f"network.interface: there is no {interface!r} here; there are {', '.join(names)}"

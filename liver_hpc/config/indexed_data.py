@@ -1,0 +1,100 @@
+"""Megatron's indexed token data: is a `.bin/.idx` pair whole? Reads the header, never the tokens.
+
+The `.idx` of megatron/core/datasets/indexed_dataset.py, little-endian: magic, version, type code,
+number of sequences and of document ends; then the lengths, the byte offsets and the document ends.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from liver_hpc.errors import ConfigError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_TYPES = {
+    1: ("uint8", 1),
+    2: ("int8", 1),
+    3: ("int16", 2),
+    4: ("int32", 4),
+    5: ("int64", 8),
+    6: ("float64", 8),
+    7: ("float32", 4),
+    8: ("uint16", 2),
+}
+_LENGTH = struct.Struct("<i")
+_OFFSET = struct.Struct("<q")
+
+
+@dataclass(frozen=True)
+class IndexedData:
+    """What a `.bin/.idx` pair says of itself."""
+
+    prefix: Path
+    token_type: str
+    token_bytes: int
+    sequences: int
+    documents: int
+    tokens: int
+
+
+def read_indexed_data(prefix: Path) -> IndexedData:
+    """Checks `<prefix>.idx` and `<prefix>.bin`; raises ConfigError when one is missing, is of
+    another kind, or is shorter than the index says."""
+    index, tokens = prefix.with_name(prefix.name + ".idx"), prefix.with_name(prefix.name + ".bin")
+    index_bytes, held_bytes = _file_bytes(index), _file_bytes(tokens)
+    try:
+        with index.open("rb") as stream:
+            header = stream.read(_HEADER.size)
+            sequences, documents, code = _unpack_header(index, header)
+            wanted_index = _HEADER.size + sequences * 12 + documents * 8
+            if index_bytes < wanted_index:
+                raise ConfigError(
+                    f"{index} is truncated: {sequences} sequences and {documents} document ends "
+                    f"want {wanted_index} bytes, the file has {index_bytes}"
+                )
+            stream.seek(_HEADER.size + (sequences - 1) * _LENGTH.size)
+            (last_length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
+            stream.seek(_HEADER.size + sequences * _LENGTH.size + (sequences - 1) * _OFFSET.size)
+            (last_offset,) = _OFFSET.unpack(stream.read(_OFFSET.size))
+    except OSError as error:
+        raise ConfigError(f"{index} cannot be read: {error.strerror}") from None
+    name, token_bytes = _TYPES[code]
+    # Sequences lie one behind the other, so the end of the last one is the end of the data.
+    wanted_bytes = last_offset + last_length * token_bytes
+    if last_offset < 0 or last_length < 0 or wanted_bytes % token_bytes:
+        raise ConfigError(f"{index} is damaged: its last sequence ends at byte {wanted_bytes}")
+    if held_bytes < wanted_bytes:
+        raise ConfigError(
+            f"{tokens} is truncated: {index.name} wants {wanted_bytes} bytes "
+            f"({wanted_bytes // token_bytes} tokens of {name}), the file has {held_bytes}"
+        )
+    ends = max(documents - 1, 0)
+    return IndexedData(prefix, name, token_bytes, sequences, ends, wanted_bytes // token_bytes)
+
+
+def _file_bytes(path: Path) -> int:
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing; data.prefix wants {path.stem}.bin and .idx")
+    return path.stat().st_size
+
+
+def _unpack_header(path: Path, header: bytes) -> tuple[int, int, int]:
+    """Numbers of sequences and of document ends, and the type code; raises ConfigError."""
+    if header[: len(_MAGIC)] != _MAGIC:
+        raise ConfigError(f"{path} is not an index of Megatron's IndexedDataset (wrong magic)")
+    if len(header) < _HEADER.size:
+        raise ConfigError(
+            f"{path} is truncated: the header wants {_HEADER.size} bytes, it has {len(header)}"
+        )
+    _, version, code, sequences, documents = _HEADER.unpack(header)
+    if version != _VERSION:
+        raise ConfigError(f"{path} has version {version}, wanted {_VERSION}")
+    if code not in _TYPES:
+        raise ConfigError(f"{path} has the unknown token type {code}, wanted one of {list(_TYPES)}")
+    if sequences == 0:
+        raise ConfigError(f"{path} holds no sequences")
+    return sequences, documents, code

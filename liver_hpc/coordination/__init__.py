@@ -1,0 +1,1 @@
+"""The coordinator's parts: inbox, crew, wishes, handoffs, records, store."""

@@ -1,0 +1,72 @@
+"""Who is calling: workers, operators and store clients, told apart by their first message."""
+
+from __future__ import annotations
+
+import logging
+
+from liver_hpc.coordination.inbox import Asked, Connected, Disconnected, Inbox, Received
+from liver_hpc.coordination.store import StoreService
+from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.protocol.messages import (
+    FromOperator,
+    Hello,
+    ReplaceRequest,
+    Reply,
+    ResizeRequest,
+    StatusRequest,
+    StopRequest,
+    StoreRequest,
+)
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed
+
+log = logging.getLogger(__name__)
+
+OPERATOR_REQUESTS = (StatusRequest, ResizeRequest, ReplaceRequest, StopRequest)
+
+
+class Greeter:
+    """Serves each connection in its own thread; touches nothing of the loop's but its inbox."""
+
+    def __init__(self, inbox: Inbox, store: StoreService, control_s: float) -> None:
+        self._inbox = inbox
+        self._store = store
+        self._control_s = control_s
+
+    def handle(self, channel: Channel) -> None:
+        """Runs until the connection ends."""
+        try:
+            first = channel.receive(self._control_s)
+        except DeadlineError as error:
+            log.warning("%s: said nothing: %s", channel.peer, error)
+            return
+        if isinstance(first, Hello):
+            self._serve_worker(channel, first)
+        elif isinstance(first, StoreRequest):
+            self._store.serve(channel, first)
+        elif isinstance(first, OPERATOR_REQUESTS):
+            self._serve_operator(channel, first)
+        else:
+            log.warning("%s: opened with %s", channel.peer, first.type)
+
+    def _serve_worker(self, channel: Channel, hello: Hello) -> None:
+        worker = hello.worker
+        channel.peer = f"worker {worker}"
+        self._inbox.put(Connected(channel, hello))
+        try:
+            while True:
+                self._inbox.put(Received(channel, worker, channel.receive()))
+        except ChannelClosed as error:
+            self._inbox.put(Disconnected(channel, worker, str(error)))
+
+    def _serve_operator(self, channel: Channel, request: FromOperator) -> None:
+        while True:
+            try:
+                reply = self._inbox.ask(Asked(request), self._control_s)
+            except LiverError as error:
+                reply = Reply(ok=False, text=str(error))
+            channel.send(reply)
+            following = channel.receive()
+            if not isinstance(following, OPERATOR_REQUESTS):
+                log.warning("%s: followed up with %s", channel.peer, following.type)
+                return
+            request = following

@@ -1,0 +1,238 @@
+"""The coordinator's event loop: opens what a run needs, brings it the events, closes everything.
+
+Connections are served in threads that only put events into the inbox; all else happens here, in
+one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import assert_never
+
+from liver_hpc.clock import Deadline
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.coordination.address import control_address
+from liver_hpc.coordination.course import Course
+from liver_hpc.coordination.crew import Crew
+from liver_hpc.coordination.greeter import Greeter
+from liver_hpc.coordination.handoffs import OfAttempt
+from liver_hpc.coordination.inbox import (
+    Asked,
+    Connected,
+    Disconnected,
+    Inbox,
+    InboxEvent,
+    Met,
+    Received,
+    StopSignalled,
+)
+from liver_hpc.coordination.run_files import COORDINATOR_FILE, Outcome, write_private_json
+from liver_hpc.coordination.services import Services
+from liver_hpc.coordination.store import StoreService
+from liver_hpc.errors import LiverError, MeetingError, ProtocolError, RequestRefused
+from liver_hpc.protocol.messages import (
+    AnyMessage,
+    Exit,
+    Failed,
+    Finished,
+    FromOperator,
+    Heartbeat,
+    ReplaceRequest,
+    Reply,
+    ResizeRequest,
+    StatusRequest,
+    StepDone,
+    StopRequest,
+)
+from liver_hpc.rendezvous.channel import ControlServer
+from liver_hpc.rendezvous.meeting import Answer
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+"""How often deadlines, heartbeats and agents are looked at."""
+
+
+class Coordinator:
+    """One run, from the launch of its first workers to the end of its last."""
+
+    def __init__(
+        self, config: RunConfig, run_directory: Path, secret: bytes, services: Services
+    ) -> None:
+        self._config = config
+        self._run_directory = run_directory
+        self._secret = secret
+        self._services = services
+        self._clock = services.clock
+        self._inbox = Inbox()
+        self._store = StoreService()
+        self._crew = Crew(config, services.launcher, services.clock)
+        self._course = Course(config, services, self._crew, self._store)
+        self._address = ("", 0)
+        self._next_tick_s = 0.0
+
+    def run(self) -> Outcome:
+        """Runs to the end. Whatever happens, nothing that was launched or opened is left."""
+        course = self._course
+        with ExitStack() as stack:
+            try:
+                self._open(stack)
+                while course.outcome is None:
+                    self._turn()
+            except LiverError as error:
+                log.exception("the run failed")
+                course.run_failed(str(error))
+        assert course.outcome is not None
+        return course.outcome
+
+    def stop(self, why: str) -> None:
+        """Asks for a stop at the next step boundary; from any thread or signal handler."""
+        self._inbox.put(StopSignalled(why))
+
+    def identity(self) -> str:
+        """Where the run stands, for its log: "gen 4 TRANSFER"."""
+        course = self._course
+        if course.world is None:
+            return str(course.state)
+        return course.handoffs.identity() or f"gen {course.world.generation}"
+
+    def _open(self, stack: ExitStack) -> None:
+        services, control_s = self._services, self._config.deadlines.control_s
+        for close in (
+            services.metrics.close,
+            services.front_desk.close,
+            services.launcher.close,
+        ):
+            stack.callback(close)
+        greeter = Greeter(self._inbox, self._store, control_s)
+        host = control_address(self._config.network.interface)
+        server = ControlServer(host, self._secret, greeter.handle)
+        for close in (server.close, self._inbox.close, self._store.close, self._see_all_off):
+            stack.callback(close)
+        self._address = server.address
+        host, port = server.address
+        here = {"host": host, "port": port, "pid": os.getpid()}
+        write_private_json(self._run_directory / COORDINATOR_FILE, here)
+        services.front_desk.start(lambda identity: self._inbox.ask(Met(identity), control_s))
+        self._course.launch()
+
+    # ---- one turn
+
+    def _turn(self) -> None:
+        event = self._inbox.get(TICK_S)
+        if event is not None:
+            self._dispatch(event)
+        if event is None or self._clock.now_s() >= self._next_tick_s:
+            self._next_tick_s = self._clock.now_s() + TICK_S
+            self._tick()
+
+    def _dispatch(self, event: InboxEvent) -> None:
+        match event:
+            case Received():
+                if self._crew.hear(event.channel, event.worker):
+                    self._message(event.worker, event.message)
+            case Connected():
+                self._connected(event)
+            case Disconnected():
+                if self._crew.hear(event.channel, event.worker):
+                    self._lost(event.worker, event.reason)
+            case Met():
+                self._meet(event)
+            case Asked():
+                self._answer(event)
+            case StopSignalled():
+                self._course.stop(event.reason)
+            case _:
+                assert_never(event)
+
+    def _tick(self) -> None:
+        self._course.tick()
+        for worker in self._crew.reap():
+            self._course.lost(worker, "did not end by itself")
+        if self._inbox.empty():  # else the heartbeat may be in there
+            for worker in self._crew.silent():
+                self._lost(worker, f"silent for {self._config.deadlines.heartbeat_s:g} s")
+
+    def _lost(self, worker: int, reason: str) -> None:
+        if self._crew.leave(worker):
+            self._course.lost(worker, reason)
+
+    # ---- workers
+
+    def _meet(self, event: Met) -> None:
+        try:
+            workers = self._crew.meet(event.identity)
+        except MeetingError as error:
+            log.warning("turned away: %s", error)
+            event.answer.set_exception(error)
+            return
+        host, port = self._address
+        answer = Answer(worker_ids=workers, control_host=host, control_port=port)
+        event.answer.set_result(answer)
+
+    def _connected(self, event: Connected) -> None:
+        hello = event.hello
+        generation = self._crew.join(event.channel, hello)
+        if generation is not None:
+            took = ", ".join(f"{part} {s:.2f} s" for part, s in hello.boot_timings_s.items())
+            log.info("worker %d on %s has booted: %s", hello.worker, hello.host, took)
+            self._course.arrived(hello, generation)
+
+    def _message(self, worker: int, message: AnyMessage) -> None:
+        course = self._course
+        if getattr(message, "worker", None) != worker:
+            raise ProtocolError(f"worker {worker} sent {message}")
+        match message:
+            case Heartbeat():
+                pass
+            case StepDone():
+                course.step_done(message)
+            case Finished():
+                course.finished(message)
+            case Failed() if course.world and message.generation == course.world.generation:
+                course.run_failed(f"worker {worker}: {message.reason}")
+            case _ if isinstance(message, OfAttempt):
+                course.handoffs.message(message)
+            case _:
+                raise ProtocolError(f"worker {worker}: unexpected {message.type}")
+
+    # ---- operators
+
+    def _answer(self, event: Asked) -> None:
+        try:
+            event.answer.set_result(self._reply(event.request))
+        except RequestRefused as error:
+            event.answer.set_exception(error)
+
+    def _reply(self, request: FromOperator) -> Reply:
+        """The answer to an operator; RequestRefused when the answer is no."""
+        course = self._course
+        match request:
+            case StatusRequest():
+                return Reply(ok=True, text="", data=course.snapshot().model_dump())
+            case ResizeRequest() | ReplaceRequest():
+                return Reply(ok=True, text=course.ask_for(course.wish_of(request)))
+            case StopRequest():
+                return Reply(ok=True, text=course.stop("an operator's request"))
+            case _:
+                assert_never(request)
+
+    # ---- the end
+
+    def _see_all_off(self) -> None:
+        """Exit to everybody; returns when all have gone, or after `exit_s` anyway."""
+        outcome = self._course.outcome
+        reason = f"{outcome.state}: {outcome.reason}" if outcome else "the coordinator failed"
+        self._crew.send(self._crew.present(), Exit(reason=reason))
+        deadline = Deadline.after(self._clock, self._config.deadlines.exit_s, "workers to exit")
+        while self._crew.present() and not deadline.expired():
+            event = self._inbox.get(TICK_S)
+            if isinstance(event, Disconnected) and self._crew.hear(event.channel, event.worker):
+                self._crew.leave(event.worker)
+            elif event is not None:
+                self._inbox.refuse(event)
+        if self._crew.present():
+            log.warning("workers %s have not ended by themselves", list(self._crew.present()))

@@ -1,0 +1,55 @@
+"""The coordinator's files in the run directory, and the log with its identity on every line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+COORDINATOR_FILE = "coordinator.json"
+OUTCOME_FILE = "outcome.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. state: "finished", "stopped" or "failed"; step: steps done."""
+
+    state: str
+    reason: str
+    step: int
+
+    def write(self, run_directory: Path) -> None:
+        write_private_json(run_directory / OUTCOME_FILE, asdict(self))
+
+
+def write_private_json(path: Path, data: dict[str, Any]) -> None:
+    """Writes the file whole or not at all, for its owner's eyes only (mode 0600)."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(data, file)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def open_log(path: Path, identity: Callable[[], str]) -> logging.Handler:
+    """A handler for the package's log lines, each with the identity of the moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s [%(identity)s] %(levelname)s %(message)s"))
+
+    def add_identity(record: logging.LogRecord) -> bool:
+        record.identity = identity()
+        return True
+
+    handler.addFilter(add_identity)
+    return handler

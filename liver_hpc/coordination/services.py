@@ -1,0 +1,29 @@
+"""The outside world of the coordinator, each part replaceable by its in-memory twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from liver_hpc.clock import Clock
+from liver_hpc.cluster.launcher import Launcher
+from liver_hpc.coordination.records import Metrics
+from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.placement import place
+from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.recipes.base import Recipe
+from liver_hpc.rendezvous.meeting import FrontDesk
+
+Placement = Callable[[ModelSpec, Roster, Layout, Sequence[int]], Roster]
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a coordinator works with. It closes launcher, front desk and metrics at its end."""
+
+    clock: Clock
+    recipe: Recipe
+    launcher: Launcher
+    front_desk: FrontDesk
+    metrics: Metrics
+    place: Placement = place

@@ -1,0 +1,146 @@
+"""The key-value store from which process groups are built: torch's Store, over control channels.
+
+Values are base64 text and never looked into, but for the counters of `add`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from liver_hpc.protocol.messages import StoreReply, StoreRequest
+from liver_hpc.rendezvous.channel import Channel
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Wait:
+    """A request that waits for its keys; `ended` says why it must not wait any longer."""
+
+    keys: tuple[str, ...]
+    ended: str = ""
+
+
+class StoreService:
+    """Serves every store connection in its own thread; a waiting one holds nobody up."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._waits: set[_Wait] = set()
+        self._changed = threading.Condition()
+        self._closed = ""
+        self._operations: dict[str, Callable[[StoreRequest], StoreReply]] = {
+            "set": self._set,
+            "get": self._get,
+            "add": self._add,
+            "wait": self._wait,
+            "check": self._check,
+            "delete": self._delete,
+            "compare_set": self._compare_set,
+        }
+
+    def serve(self, channel: Channel, request: StoreRequest) -> None:
+        """Answers a connection's requests until it ends, which raises ChannelClosed."""
+        while True:
+            channel.send(self.perform(request))
+            following = channel.receive()
+            if not isinstance(following, StoreRequest):
+                log.warning("%s: %s on a store connection", channel.peer, following.type)
+                return
+            request = following
+
+    def perform(self, request: StoreRequest) -> StoreReply:
+        """One operation. `get` and `wait` block for up to `timeout_s`."""
+        many = request.operation in ("wait", "check")
+        if not many and len(request.keys) != 1:
+            error = f"{request.operation} takes one key, got {list(request.keys)}"
+            return StoreReply(error=error)
+        with self._changed:
+            return self._operations[request.operation](request)
+
+    def forget(self, prefix: str) -> None:
+        """Drops every key that starts so, and ends the waits for such keys."""
+        with self._changed:
+            for key in [key for key in self._values if key.startswith(prefix)]:
+                del self._values[key]
+            for wait in self._waits:
+                if any(key.startswith(prefix) for key in wait.keys):
+                    wait.ended = f"the keys under {prefix} are gone"
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends every wait with an error; idempotent."""
+        with self._changed:
+            self._closed = "the coordinator is shutting down"
+            self._changed.notify_all()
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._values)
+
+    # ---- operations; each holds the lock
+
+    def _set(self, request: StoreRequest) -> StoreReply:
+        self._put(request.keys[0], request.value)
+        return StoreReply()
+
+    def _get(self, request: StoreRequest) -> StoreReply:
+        error = self._await_keys(request)
+        if error:
+            return StoreReply(error=error)
+        return StoreReply(value=self._values[request.keys[0]])
+
+    def _wait(self, request: StoreRequest) -> StoreReply:
+        return StoreReply(error=self._await_keys(request))
+
+    def _add(self, request: StoreRequest) -> StoreReply:
+        key = request.keys[0]
+        try:
+            number = int(base64.b64decode(self._values.get(key, "MA=="))) + request.amount
+        except (ValueError, binascii.Error):
+            return StoreReply(error=f"add to {key}: its value is not a number")
+        self._put(key, base64.b64encode(str(number).encode()).decode())
+        return StoreReply(number=number)
+
+    def _check(self, request: StoreRequest) -> StoreReply:
+        return StoreReply(number=int(all(key in self._values for key in request.keys)))
+
+    def _delete(self, request: StoreRequest) -> StoreReply:
+        return StoreReply(number=int(self._values.pop(request.keys[0], None) is not None))
+
+    def _compare_set(self, request: StoreRequest) -> StoreReply:
+        """As torch's TCPStore: a key that does not exist is set only if "" is expected."""
+        key = request.keys[0]
+        if self._values.get(key, "") == request.expected:
+            self._put(key, request.value)
+            return StoreReply(value=request.value)
+        return StoreReply(value=self._values.get(key, request.expected))
+
+    def _put(self, key: str, value: str) -> None:
+        self._values[key] = value
+        self._changed.notify_all()
+
+    def _await_keys(self, request: StoreRequest) -> str:
+        """Empty once all keys exist, else why they do not."""
+        wait = _Wait(request.keys)
+        self._waits.add(wait)
+        try:
+            self._changed.wait_for(
+                lambda: self._closed or wait.ended or not self._missing(wait.keys),
+                request.timeout_s,
+            )
+        finally:
+            self._waits.discard(wait)
+        missing = self._missing(wait.keys)
+        if not missing:
+            return ""
+        why = self._closed or wait.ended or f"waited {request.timeout_s:g} s"
+        return f"{why}; missing keys {missing}"
+
+    def _missing(self, keys: tuple[str, ...]) -> list[str]:
+        return [key for key in keys if key not in self._values]

@@ -1,0 +1,104 @@
+"""Lifelines: a process ends when the process that it serves has ended, however that one died.
+
+Linux only: `prctl(PR_SET_PDEATHSIG)` and process file descriptors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+EXIT_ORPHANED = 86
+"""Exit code of a process that found its parent already gone when it started."""
+
+_PR_SET_PDEATHSIG = 1
+_POLL_INTERVAL_S = 0.5
+
+# Runs in an interpreter of its own between the parent and the command: the parent may have
+# threads, so nothing may run between its fork and the exec.
+_GUARD = f"""
+import ctypes, os, sys
+parent, number, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+ctypes.CDLL(None).prctl(*map(ctypes.c_ulong, ({_PR_SET_PDEATHSIG}, number, 0, 0, 0)))
+if os.getppid() != parent:
+    sys.exit({EXIT_ORPHANED})
+try:
+    os.execv(command[0], command)
+except OSError as error:
+    sys.exit(f"{{command[0]}}: {{error.strerror}}")
+"""
+
+
+def die_with_parent(parent: int, signum: signal.Signals) -> None:
+    """Has the kernel send `signum` to this process once the thread that started it has ended.
+
+    `parent` is the process id that the parent had when it started this process; if it is no
+    longer the parent, this process exits at once with EXIT_ORPHANED.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+    if libc.prctl(*map(ctypes.c_ulong, arguments)) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(EXIT_ORPHANED)
+
+
+def guarded(command: Sequence[str], signum: signal.Signals = signal.SIGKILL) -> list[str]:
+    """`command` (its first word an absolute path), made to get `signum` when its parent ends.
+
+    To be started by this process, from a thread that lives as long as the child may: the kernel
+    takes the end of the thread that started a process for the end of its parent.
+    """
+    guard = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), str(int(signum))]
+    return [*guard, *command]
+
+
+def quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:
+    """Starts a daemon thread to which the kernel delivers no signal of the process."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        thread.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+    return thread
+
+
+def on_parent_exit(act: Callable[[], None]) -> None:
+    """Calls `act` in a thread of its own once the parent process has ended.
+
+    Unlike `die_with_parent` it does not mind from which of its threads the parent started this
+    process; a parent that ended before this call is not noticed.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        _wait_for_exit(parent)
+        act()
+
+    quiet_thread(watch, "parent-watch")
+
+
+def _wait_for_exit(parent: int) -> None:
+    try:
+        descriptor = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return
+    except OSError:  # a kernel before 5.3
+        pause = threading.Event()
+        while os.getppid() == parent:
+            pause.wait(_POLL_INTERVAL_S)
+        return
+    try:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        # A recycled number can only be watched if the parent has changed by now.
+        if os.getppid() == parent:
+            poller.poll()
+    finally:
+        os.close(descriptor)

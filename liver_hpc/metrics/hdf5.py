@@ -1,0 +1,153 @@
+"""The HDF5 file of a run: one process appends, others read at any time (SWMR).
+
+HDF5 must never be the one to find the disk full while it makes a file or cannot let it go: it
+keeps what it could not write, loses rows that it had written before, and crashes the process at
+its end. So a new file is made in memory and put on the disk by ordinary means, and a file that
+HDF5 failed to write to is let go without another byte written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from liver_hpc.errors import ConfigError
+from liver_hpc.metrics.table import TABLES, Rows, Table
+
+# The oldest format that knows SWMR: older tools read it too.
+FORMAT = ("v110", "v110")
+# What h5py raises for a failed system call, or for a file that makes no sense.
+HDF5_ERRORS = (OSError, RuntimeError)
+
+
+class SwmrFile:
+    """A metrics file that is being written. Methods that write raise one of HDF5_ERRORS; then
+    nothing but `let_go` may be called."""
+
+    def __init__(self, path: Path, attributes: Mapping[str, str], rows: Mapping[str, Rows]) -> None:
+        """Puts a new file, with these rows by table name, in the place of whatever is at `path`.
+
+        Readers find the file whole, and writable by nobody else, or not at all.
+        """
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            temporary.write_bytes(_image(path, attributes, rows))
+            # No lock: a reader that holds one must not stop the writer.
+            self._file = h5py.File(temporary, "r+", libver=FORMAT, locking=False)
+            try:
+                self._file.swmr_mode = True
+                os.replace(temporary, path)
+            except HDF5_ERRORS:
+                self.let_go()
+                raise
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def append(self, rows: Mapping[str, Rows]) -> None:
+        """Adds rows, by table name; afterwards they survive the end of this process."""
+        for name, new in rows.items():
+            dataset = self._file[name]
+            start = len(dataset)
+            dataset.resize((start + len(new),))
+            dataset[start:] = new
+            dataset.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def let_go(self) -> None:
+        """Closes without writing another byte: the file stays as readers see it now.
+
+        HDF5 cannot be told to forget what it failed to write, so it gets to write it elsewhere.
+        """
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, self._file.id.get_vfd_handle(), inheritable=False)
+        os.close(nowhere)
+        self._file.close()
+
+
+def read_file(path: Path) -> tuple[dict[str, Rows], dict[str, str]]:
+    """Rows by table name, and the attributes, of a file that may be being written.
+
+    Raises ConfigError when it is missing, truncated, or not such a file.
+    """
+    try:
+        # No lock: a reader must never stop the writer.
+        with h5py.File(path, "r", swmr=True, locking=False) as file:
+            attributes = {name: _text(value) for name, value in file.attrs.items()}
+            return {table.name: _read(file, table, path) for table in TABLES}, attributes
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file; nothing was recorded yet") from None
+    except HDF5_ERRORS as error:
+        raise ConfigError(f"{path} is no readable metrics file: {_why(path, error)}") from error
+
+
+def failure_text(error: Exception) -> str:
+    """What went wrong, without the addresses and times that HDF5 tells of a system call."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno)
+    _, found, rest = str(error).partition("error message = '")
+    return rest.partition("'")[0] if found else str(error)
+
+
+def _image(path: Path, attributes: Mapping[str, str], rows: Mapping[str, Rows]) -> bytes:
+    """The bytes of a new file, with everything that SWMR does not let one create later."""
+    with h5py.File(path, "w", libver=FORMAT, driver="core", backing_store=False) as file:
+        for table in TABLES:
+            data = rows.get(table.name, table.rows([]))
+            file.create_dataset(
+                table.name, data=data, maxshape=(None,), chunks=(table.chunk_rows,)
+            )
+        for name, text in attributes.items():
+            # A null-padded text ends at its first zero byte, and has at least one byte.
+            data = text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace")
+            kind = h5py.string_dtype("utf-8", max(1, len(data)))
+            file.attrs.create(name, data, dtype=kind)
+        file.flush()
+        image: bytes = file.id.get_file_image()
+        return image
+
+
+def _read(file: Any, table: Table[Any], path: Path) -> Rows:
+    dataset = file.get(table.name)
+    if not isinstance(dataset, h5py.Dataset):
+        raise ConfigError(f"{path} is no metrics file: it has no table /{table.name}")
+    missing = set(table.dtype.names or ()) - set(dataset.dtype.names or ())
+    if missing:
+        raise ConfigError(
+            f"{path}: table /{table.name} lacks {sorted(missing)}; "
+            "another version of liver_hpc wrote it"
+        )
+    rows: Rows = dataset[:]
+    _check_whole(file, dataset, path)
+    return rows
+
+
+def _check_whole(file: Any, dataset: Any, path: Path) -> None:
+    """HDF5 reads zeros where rows lie behind the end of a truncated file."""
+    size_bytes = os.fstat(file.id.get_vfd_handle()).st_size
+    ends_bytes: list[int] = []
+
+    def visit(chunk: Any) -> None:
+        ends_bytes.append(chunk.byte_offset + chunk.size)
+
+    dataset.id.chunk_iter(visit)
+    wanted_bytes = max(ends_bytes, default=0)
+    if wanted_bytes > size_bytes:
+        raise ConfigError(
+            f"{path} is truncated: wanted {wanted_bytes} bytes for {dataset.name}, got {size_bytes}"
+        )
+
+
+def _why(path: Path, error: Exception) -> str:
+    if path.is_file() and os.access(path, os.R_OK) and not h5py.is_hdf5(path):
+        return "it is not HDF5, or its beginning is lost"
+    return failure_text(error)
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

@@ -1,0 +1,301 @@
+"""Meeting over MPI: the coordinator's side of the front desk, and what a joiner does.
+
+The desk is a process of its own (`front_desk.py`), so that an MPI that hangs or aborts takes
+nothing with it; this module starts it, answers its questions and replaces it when it has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.errors import DeadlineError, LiverError, MeetingError
+from liver_hpc.lifeline import quiet_thread
+from liver_hpc.rendezvous import mpi_calls
+from liver_hpc.rendezvous.front_desk import EXIT_RENEW
+from liver_hpc.rendezvous.meeting import (
+    Answer,
+    FrontDesk,
+    Identity,
+    Refusal,
+    accepted,
+    converse,
+    joiner_dialogue,
+)
+from liver_hpc.rendezvous.mpi_calls import (
+    EXIT_DESK_LOST,
+    TURN,
+    MeetingPlace,
+    MpiPeer,
+    Watchdog,
+    end_process,
+    port_file,
+    shared_memory_of,
+)
+from liver_hpc.rendezvous.wire import ChannelClosed, ChannelRefused, Wire, dial
+
+_OPEN_S = 30.0
+_CLOSE_S = 10.0
+_MAX_RESTARTS = 5
+_RESTART_PAUSE_S = 0.1
+_RETRY_INTERVAL_S = 0.05
+_STUCK_MARGIN_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class MpiFrontDesk(FrontDesk):
+    """Runs the desk's process and answers for it; its log is logs/front-desk.log.
+
+    `host` is the address at which the bell listens; `interface` is the network interface for MPI,
+    by default the loopback one for a loopback host and libfabric's choice for any other. One
+    joiner may hold the desk for `turn_s`, the coordinator's answer included.
+    """
+
+    def __init__(
+        self,
+        run_directory: Path,
+        secret: bytes,
+        host: str = "127.0.0.1",
+        interface: str | None = None,
+        turn_s: float = 10.0,
+    ) -> None:
+        if interface is None and _is_loopback(host):
+            interface = "lo"
+        self._run_directory = run_directory
+        self._settings = {
+            "secret": secret.hex(),
+            "host": host,
+            "interface": interface,
+            "turn_s": turn_s,
+        }
+        self._answer: Callable[[Identity], Answer | Refusal] | None = None
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._open = threading.Event()  # set while a desk is open, and once it is broken
+        self._closing = threading.Event()
+        self._broken = ""
+        self._failures = 0  # desks in a row that ended without having met anybody
+        self._keeper: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the present desk; None while there is none."""
+        with self._lock:
+            return None if self._process is None else self._process.pid
+
+    def start(self, answer: Callable[[Identity], Answer | Refusal]) -> None:
+        self._answer = answer
+        self._keeper = quiet_thread(self._keep, "front-desk")
+        if not self._open.wait(_OPEN_S):
+            self.close()
+            raise DeadlineError(f"waited {_OPEN_S:g} s for the front desk to open")
+        self.check()
+
+    def check(self) -> None:
+        if self._broken:
+            raise MeetingError(f"the front desk is broken: {self._broken}; see {self._log_path()}")
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+        if self._keeper is not None and self._keeper is not threading.current_thread():
+            self._keeper.join(_CLOSE_S)
+        port_file(self._run_directory).unlink(missing_ok=True)
+
+    def _log_path(self) -> Path:
+        return self._run_directory / "logs" / "front-desk.log"
+
+    def _keep(self) -> None:
+        """Keeps a desk open until closing, or until too many have ended without a meeting."""
+        try:
+            while not self._closing.is_set() and self._failures <= _MAX_RESTARTS:
+                code = self._run_once()
+                if self._closing.is_set():
+                    return
+                _log.warning("the front desk ended with exit code %d", code)
+                self._closing.wait(_RESTART_PAUSE_S * self._failures)
+            self._broken = f"it ended {self._failures} times in a row without meeting anybody"
+        except OSError as error:
+            self._broken = str(error)
+        finally:
+            if not self._closing.is_set():
+                self._broken = self._broken or "its keeper ended"
+            self._open.set()
+
+    def _run_once(self) -> int:
+        """One life of the desk's process; its exit code."""
+        process = self._spawn()
+        if process is None:
+            return 0
+        opened = False
+        timer = threading.Timer(_OPEN_S, process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                self._tell(process, json.dumps(self._settings))
+                assert process.stdout is not None
+                for line in process.stdout:
+                    event = json.loads(line)
+                    if event["event"] == "open":
+                        timer.cancel()
+                        opened = True
+                    self._handle(process, event)
+        finally:
+            timer.cancel()
+            self._open.clear()
+            process.kill()
+            code = process.wait()
+            with self._lock:
+                self._process = None
+            with contextlib.suppress(BrokenPipeError), process:
+                pass  # closes its pipes
+            for segment in shared_memory_of(process.pid):
+                segment.unlink(missing_ok=True)
+        if not (opened and code == EXIT_RENEW):
+            self._failures += 1
+        return code
+
+    def _spawn(self) -> subprocess.Popen[str] | None:
+        """Starts the desk's process, unless closing."""
+        self._log_path().parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "liver_hpc.rendezvous.front_desk"]
+        with self._lock, self._log_path().open("ab") as log:
+            if self._closing.is_set():
+                return None
+            # This thread, which the desk dies with, lives as long as the desk may.
+            self._process = subprocess.Popen(
+                [*command, str(os.getpid()), str(self._run_directory)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        return self._process
+
+    def _handle(self, process: subprocess.Popen[str], event: dict[str, Any]) -> None:
+        match event["event"]:
+            case "open":
+                self._open.set()
+            case "ask":
+                verdict = self._decide(Identity.model_validate(event["identity"]))
+                answer = {"number": event["number"], "verdict": verdict.model_dump()}
+                self._tell(process, json.dumps(answer))
+            case "met":
+                self._failures = 0
+                _log.info("agent %s has been met", event["agent"])
+            case "refused":
+                _log.warning("a joiner was refused: %s", event["reason"])
+
+    def _decide(self, identity: Identity) -> Answer | Refusal:
+        assert self._answer is not None
+        try:
+            return self._answer(identity)
+        except LiverError as error:
+            return Refusal(reason=str(error))
+
+    def _tell(self, process: subprocess.Popen[str], line: str) -> None:
+        assert process.stdin is not None
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+
+
+def meet(run_directory: Path, identity: Identity, secret: bytes, timeout_s: float) -> Answer:
+    """Meets the front desk of a run over MPI and leaves MPI again; once per process.
+
+    This process must be the only one of an MPI world that a process manager has started (mpiexec
+    or srun): two lone processes cannot meet.
+
+    Raises MeetingError when refused, or when the desk does not hold the same secret;
+    DeadlineError after `timeout_s`. A call of MPI's may not come back at all: then the process
+    ends with EXIT_STUCK soon after, or with EXIT_DESK_LOST as soon as the desk has ended.
+    """
+    waits_for = f"the front desk of {run_directory}"
+    deadline = Deadline.after(SystemClock(), timeout_s, waits_for)
+    place = _meeting_place(run_directory, deadline)
+    watchdog = Watchdog(f"agent {identity.agent}")
+    with watchdog.limit(deadline.remaining_s() + _STUCK_MARGIN_S, waits_for):
+        mpi_calls.start_mpi(place.interface)
+        wire, place = _wait_for_turn(run_directory, secret, deadline)
+        finished = threading.Event()
+        quiet_thread(lambda: _watch_desk(wire, finished, identity.agent), "desk-watch")
+        try:
+            communicator = mpi_calls.connect(place.mpi_port, deadline.remaining_s())
+            line = MpiPeer(communicator, deadline, threading.Event())
+            verdict = converse(joiner_dialogue(identity, secret), line.send, line.receive)
+            line.leave()
+            mpi_calls.leave_mpi()
+        finally:
+            finished.set()
+            wire.close()
+    return accepted(verdict, identity)
+
+
+def _meeting_place(run_directory: Path, deadline: Deadline) -> MeetingPlace:
+    found: list[MeetingPlace] = []
+
+    def look() -> bool:
+        place = MeetingPlace.read(run_directory)
+        if place is not None:
+            found.append(place)
+        return place is not None
+
+    poll_until(look, deadline, _RETRY_INTERVAL_S)
+    return found[0]
+
+
+def _wait_for_turn(
+    run_directory: Path, secret: bytes, deadline: Deadline
+) -> tuple[Wire, MeetingPlace]:
+    """Rings the bell until it says that it is this joiner's turn.
+
+    A desk that has ended meanwhile is followed by another one, at another place.
+    """
+    pause = threading.Event()
+    while True:
+        place = _meeting_place(run_directory, deadline)
+        try:
+            wire = dial(
+                (place.bell_host, place.bell_port),
+                secret,
+                max(deadline.remaining_s(), 0.001),
+                deadline.waits_for,
+            )
+            if wire.receive(deadline.remaining_s()) == TURN:
+                return wire, place
+            raise MeetingError(f"{deadline.waits_for}: its bell says something else")
+        except ChannelRefused as error:
+            raise MeetingError(str(error)) from error
+        except ChannelClosed:
+            deadline.check()
+            pause.wait(_RETRY_INTERVAL_S)
+
+
+def _watch_desk(wire: Wire, finished: threading.Event, agent: str) -> None:
+    """Ends this process when the desk ends first: MPI would never come back from it."""
+    try:
+        wire.receive()
+    except ChannelClosed as error:
+        if not finished.is_set():
+            end_process(f"[agent {agent}] {error}", EXIT_DESK_LOST)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

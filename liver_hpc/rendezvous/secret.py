@@ -1,0 +1,77 @@
+"""The secret of a run: 32 random bytes in a file that only its owner may read."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from liver_hpc.errors import ConfigError
+
+SECRET_BYTES = 32
+
+
+def create_secret(path: Path) -> bytes:
+    """Writes a fresh secret as hex to a new file of mode 0600 and returns its bytes.
+
+    Raises ConfigError if the file exists already or cannot be written.
+    """
+    secret = secrets.token_bytes(SECRET_BYTES)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except FileExistsError:
+        raise ConfigError(f"secret {path}: exists already; a run makes its own") from None
+    except OSError as error:
+        raise ConfigError(f"secret {path}: {error.strerror}") from error
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(secret.hex() + "\n")
+            file.flush()
+            os.fsync(descriptor)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise ConfigError(f"secret {path}: {error.strerror}") from error
+    return secret
+
+
+def read_secret(path: Path) -> bytes:
+    """The bytes of the secret in `path`.
+
+    Raises ConfigError unless it is a regular file of this user that nobody else can read, and
+    holds what `create_secret` writes.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"secret {path}: {error.strerror}") from error
+    try:
+        _check_private(path, os.fstat(descriptor))
+        text = os.read(descriptor, 4 * SECRET_BYTES)
+    except OSError as error:
+        raise ConfigError(f"secret {path}: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+    try:
+        secret = bytes.fromhex(text.decode("ascii").strip())
+    except ValueError:
+        secret = b""
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(f"secret {path}: wanted {2 * SECRET_BYTES} hex digits")
+    return secret
+
+
+def _check_private(path: Path, status: os.stat_result) -> None:
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"secret {path}: not a regular file")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"secret {path}: belongs to user {status.st_uid}, this is user {os.geteuid()}"
+        )
+    if mode & 0o077:
+        raise ConfigError(
+            f"secret {path}: mode {mode:04o} lets others in; wanted 0600 (chmod 600 it, or start "
+            "a new run if somebody may have read it)"
+        )

@@ -1,0 +1,95 @@
+"""`liver submit`, and `python -m liver_hpc.submit`: check a run as a whole, then launch it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.config.check import check_run
+from liver_hpc.config.load import absolute_paths, dump_run
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import LiverError
+from liver_hpc.launch import launch_detached, resolve_cluster
+from liver_hpc.recipes.base import Recipe, load_recipe
+from liver_hpc.run_directory import RunDirectory, create_run_directory, process_lives
+
+
+def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfig, Recipe]:
+    """The run with its cluster decided and its paths absolute, and its recipe.
+
+    `cluster` beats the run file. Raises ConfigError with everything that is wrong.
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        # A recipe beside the run file: the coordinator and workers, run by -m, find it there too.
+        sys.path.insert(0, os.getcwd())
+    kind = resolve_cluster(cluster or config.cluster.kind)
+    section = config.cluster.model_copy(update={"kind": kind})
+    config = absolute_paths(config.model_copy(update={"cluster": section}))
+    recipe = load_recipe(config)
+    check_run(config, recipe)
+    return config, recipe
+
+
+def submit_run(config: RunConfig, cluster: str | None = None) -> RunDirectory:
+    """Checks, prepares data where needed, launches; returns once the coordinator listens.
+
+    On Slurm it returns when the job is queued. The run does not depend on this process.
+    Raises ConfigError before anything is launched, LiverError when the launch failed.
+    """
+    config, _ = checked_run(config, cluster)
+    if config.data is not None and config.data.text is not None:
+        prepare_data(config)
+    run = create_run_directory(config)
+    launch_detached(run)
+    if config.cluster.kind == "local":
+        await_coordinator(run)
+    return run
+
+
+def await_coordinator(run: RunDirectory) -> None:
+    """Returns once the coordinator listens, or the run is over already.
+
+    Raises LiverError if it died, DeadlineError when it did not come: after `deadlines.boot_s`,
+    on Slurm after `cluster.timeout_min` in the queue.
+    """
+    config, job = run.config(), run.job_id()
+    local = config.cluster.kind == "local"
+    limit_s = config.deadlines.boot_s if local else 60.0 * config.cluster.timeout_min
+
+    def started() -> bool:
+        if run.coordinator() is not None or run.outcome() is not None:
+            return True
+        if local and job is not None and not process_lives(int(job)) and run.outcome() is None:
+            raise LiverError(f"the coordinator of {run} ended at once; {run.where_logs_are()}")
+        return False
+
+    poll_until(started, Deadline.after(SystemClock(), limit_s, f"the coordinator of {run}"))
+
+
+def prepare_data(config: RunConfig) -> None:
+    """Turns `data.text` into an indexed `.bin/.idx` pair, where that has not been done yet.
+
+    In a process of its own, since Megatron's writer imports torch. Raises LiverError.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(dump_run(config))
+        file.flush()
+        command = [sys.executable, "-m", "liver_hpc.recipes.text_data", "--config", file.name]
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+    if code != 0:
+        raise LiverError(f"preparing the data failed with exit code {code}; nothing was launched")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`liver submit` under another name."""
+    from liver_hpc.cli import main as cli_main
+
+    return cli_main(["submit", *(sys.argv[1:] if arguments is None else arguments)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

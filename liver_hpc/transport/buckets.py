@@ -1,0 +1,216 @@
+"""How the moves of a plan become messages, and in which order they cross. Pure: no torch.
+
+Every pair (sender, receiver) cuts its list of moves into buckets of at most `bucket_bytes`, both
+ends alone and alike. All buckets of all workers have one global order, `Bucket.key`. A worker
+takes its own buckets, those it sends and those it receives, in that order, packs neighbours into
+steps of at most one staging slot, and goes through `schedule(steps, num_slots)`: launch a step,
+which starts all its messages at once and waits for none, or finish the oldest launched step,
+which waits for its messages and frees its slot. At most `num_slots` steps are between the two.
+
+Why this cannot deadlock, whatever the plan and for any `num_slots` >= 1. Suppose that nobody
+makes progress, and let b be the smallest bucket of all that has not crossed. At either end of b,
+every bucket before b has crossed, so every step before the one with b can be finished, its slot
+is free, and the step with b has been launched. Both ends have therefore started b, and nothing
+that is started waits for anything but its other end: b crosses, a contradiction. The argument
+needs no bound on how far the workers drift apart, and it holds too where a backend completes a
+step only as a whole (NCCL groups): all of the steps before b's lie before b.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from liver_hpc.errors import ConfigError, PlanError
+from liver_hpc.layout.tensors import Box, Move, TransferPlan
+
+ALIGNMENT_BYTES = 16
+"""Every piece starts at a multiple of it, so that staging can be seen as any element type."""
+
+
+class Piece(NamedTuple):
+    """A part of one move inside a bucket; `offset_bytes` counts from the bucket's start."""
+
+    kind: str
+    tensor_index: int
+    box: Box
+    offset_bytes: int
+    num_bytes: int
+
+
+class BucketKey(NamedTuple):
+    """The global order of buckets: by place in the pair's list, then pair.
+
+    Places first, so that all pairs advance alike and a worker sends and receives at the same
+    time. `shift` is receiver - sender: among equal places, everyone's partner is different.
+    """
+
+    position: int
+    shift: int
+    sender: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One message from `sender` to `receiver`: the `position`-th of this pair."""
+
+    position: int
+    sender: int
+    receiver: int
+    pieces: tuple[Piece, ...]
+    num_bytes: int
+
+    @property
+    def key(self) -> BucketKey:
+        return BucketKey(self.position, self.receiver - self.sender, self.sender)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of state in it: without the gaps that alignment leaves."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
+class Placed(NamedTuple):
+    """A bucket and where it lies in its step's staging slot."""
+
+    bucket: Bucket
+    offset_bytes: int
+
+
+Step = tuple[Placed, ...]
+
+
+class Action(NamedTuple):
+    """What to do next with the step that occupies staging slot `slot`."""
+
+    kind: Literal["launch", "finish"]
+    slot: int
+    step: Step
+
+
+def aligned(num_bytes: int) -> int:
+    """Rounded up to a multiple of ALIGNMENT_BYTES."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def whole_units(num_bytes: int) -> int:
+    """Rounded down to a multiple of ALIGNMENT_BYTES."""
+    return num_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+
+def check_budget(staging_bytes: int, bucket_bytes: int) -> None:
+    """Raises ConfigError when no bucket fits into the staging memory, or nothing into a bucket."""
+    if bucket_bytes < ALIGNMENT_BYTES:
+        raise ConfigError(
+            f"handoff.bucket_bytes is {bucket_bytes}; wanted at least {ALIGNMENT_BYTES}"
+        )
+    if staging_bytes < bucket_bytes:
+        raise ConfigError(
+            f"handoff.staging_bytes is {staging_bytes}, below one bucket "
+            f"(handoff.bucket_bytes is {bucket_bytes})"
+        )
+
+
+def cut_moves(
+    moves: Iterable[Move], element_bytes: Callable[[str], int], bucket_bytes: int
+) -> list[tuple[Piece, ...]]:
+    """The pieces of each bucket that the moves of one pair fill, in the moves' order.
+
+    Buckets are filled before the next is begun: a move that does not fit is cut by rows, and a
+    row that is larger than a whole bucket is cut by columns.
+    """
+    capacity_bytes = whole_units(bucket_bytes)
+    buckets: list[tuple[Piece, ...]] = []
+    pieces: list[Piece] = []
+    filled = 0
+    for move in moves:
+        size = element_bytes(move.kind)
+        rest = [move.box]
+        while rest:
+            box = rest.pop()
+            part, later = _fit(box, size, capacity_bytes - filled, whole_bucket=not filled)
+            if part is None:
+                buckets.append(tuple(pieces))
+                pieces, filled = [], 0
+                rest.append(box)
+                continue
+            num_bytes = part.elements * size
+            pieces.append(Piece(move.kind, move.tensor_index, part, filled, num_bytes))
+            filled += aligned(num_bytes)
+            rest.extend(reversed(later))
+    if pieces:
+        buckets.append(tuple(pieces))
+    return buckets
+
+
+def _fit(
+    box: Box, element_bytes: int, room_bytes: int, *, whole_bucket: bool
+) -> tuple[Box | None, tuple[Box, ...]]:
+    """The first part of `box` that fits into the room, and what is left; None when none does."""
+    row_elements = box.col1 - box.col0
+    rows = room_bytes // (row_elements * element_bytes)
+    if rows >= box.row1 - box.row0:
+        return box, ()
+    if rows:
+        middle = box.row0 + rows
+        return box._replace(row1=middle), (box._replace(row0=middle),)
+    if not whole_bucket:
+        return None, ()
+    middle = box.col0 + room_bytes // element_bytes
+    first_row = box._replace(row1=box.row0 + 1)
+    left, right = first_row._replace(col1=middle), first_row._replace(col0=middle)
+    below = box._replace(row0=box.row0 + 1)
+    return left, (right, below) if below.row0 < below.row1 else (right,)
+
+
+def plan_buckets(
+    plan: TransferPlan, element_bytes: Callable[[str], int], bucket_bytes: int
+) -> list[Bucket]:
+    """All buckets that one worker sends or receives, by key.
+
+    Raises PlanError for a move that is not this worker's.
+    """
+    pairs: dict[tuple[int, int], list[Move]] = {}
+    for moves, other in ((plan.sends, "receiver"), (plan.receives, "sender")):
+        for move in moves:
+            mine = move.sender if other == "receiver" else move.receiver
+            if mine != plan.worker or move.sender == move.receiver:
+                raise PlanError(f"worker {plan.worker}: this is not mine to move: {move}")
+            pairs.setdefault((move.sender, move.receiver), []).append(move)
+    buckets = []
+    for (sender, receiver), between in pairs.items():
+        for position, pieces in enumerate(cut_moves(between, element_bytes, bucket_bytes)):
+            num_bytes = aligned(pieces[-1].offset_bytes + pieces[-1].num_bytes)
+            buckets.append(Bucket(position, sender, receiver, pieces, num_bytes))
+    return sorted(buckets, key=lambda bucket: bucket.key)
+
+
+def group_steps(buckets: Sequence[Bucket], slot_bytes: int) -> list[Step]:
+    """Neighbouring buckets together in steps of at most `slot_bytes`."""
+    steps: list[Step] = []
+    step: list[Placed] = []
+    filled = 0
+    for bucket in buckets:
+        if step and filled + bucket.num_bytes > slot_bytes:
+            steps.append(tuple(step))
+            step, filled = [], 0
+        step.append(Placed(bucket, filled))
+        filled += bucket.num_bytes
+    if step:
+        steps.append(tuple(step))
+    return steps
+
+
+def schedule(steps: Sequence[Step], num_slots: int) -> Iterator[Action]:
+    """The order in which a worker launches and finishes its steps; see the module's docstring."""
+    launched: deque[Action] = deque()
+    for number, step in enumerate(steps):
+        if len(launched) == num_slots:
+            yield launched.popleft()._replace(kind="finish")
+        action = Action("launch", number % num_slots, step)
+        launched.append(action)
+        yield action
+    for action in launched:
+        yield action._replace(kind="finish")

@@ -1,0 +1,200 @@
+"""The transport over one c10d process group: gloo between CPUs, NCCL between CUDA devices."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from liver_hpc.clock import Deadline, poll_until
+from liver_hpc.config.schema import HandoffSection
+from liver_hpc.errors import DeadlineError, LiverError, PlanError, TransferError
+from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.transport.staged import Parcel, Pending, StagedTransport, Wire, late
+
+_SHORTEST_WAIT_S = 0.001
+"""c10d counts in milliseconds and takes 0 to mean for ever."""
+
+_DEVICE_POLL_S = 0.0002
+
+
+class ProcessGroupTransport(StagedTransport):
+    """Moves boxes over `group`, whose ranks are given by worker id.
+
+    Constructing it is collective on CUDA, where NCCL connects all members; on the CPU it is not.
+    cuda_stream: where copies are queued (CUDA only); a stream of its own when None. What was
+    queued on the current stream before `stream` is called comes first. Raises ConfigError when
+    the budget holds no bucket, TransferError when the members cannot be connected.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        ranks: Mapping[int, int],
+        model: ModelSpec,
+        handoff: HandoffSection,
+        device: torch.device,
+        cuda_stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        wire = (
+            _GroupedWire(group, ranks, device, cuda_stream)
+            if device.type == "cuda"
+            else _SingleWire(group, ranks)
+        )
+        super().__init__(wire, model, handoff, device)
+
+
+class _GroupWire(Wire):
+    """What gloo and NCCL share. Holds the only reference to the group that the transport has."""
+
+    def __init__(self, group: Any, ranks: Mapping[int, int]) -> None:
+        self._group: Any = group
+        self._ranks = dict(ranks)
+
+    def close(self) -> None:
+        self._group = None
+
+    def launch(self, parcels: Sequence[Parcel]) -> Sequence[Pending]:
+        group = self._group
+        if group is None:
+            raise TransferError(f"{_together(parcels)}: the transport is closed")
+        for parcel in parcels:
+            if parcel.peer not in self._ranks:
+                raise PlanError(f"{parcel}: the group has workers {sorted(self._ranks)} only")
+        return self._start_all(group, parcels)
+
+    @abstractmethod
+    def _start_all(self, group: Any, parcels: Sequence[Parcel]) -> Sequence[Pending]:
+        """Starts the messages of a step. Raises TransferError."""
+
+    def _start(self, group: Any, parcel: Parcel) -> Any:
+        """Starts one message; returns c10d's handle."""
+        call = group.send if parcel.is_send else group.recv
+        try:
+            return call([parcel.memory], self._ranks[parcel.peer], parcel.tag)
+        except RuntimeError as error:
+            raise _translated(error, [parcel]) from error
+
+
+def _together(parcels: Sequence[Parcel]) -> str:
+    if len(parcels) == 1:
+        return str(parcels[0])
+    peers = sorted({parcel.peer for parcel in parcels})
+    return f"{len(parcels)} messages with workers {peers}"
+
+
+def _late(deadline: Deadline, parcels: Sequence[Parcel]) -> DeadlineError:
+    return late(deadline, _together(parcels))
+
+
+def _translated(
+    error: RuntimeError, parcels: Sequence[Parcel], deadline: Deadline | None = None
+) -> LiverError:
+    """The one place where a backend's error becomes ours."""
+    if deadline is not None and deadline.expired():
+        return _late(deadline, parcels)
+    return TransferError(f"{_together(parcels)}: {str(error).partition(chr(10))[0][:300]}")
+
+
+class _Started:
+    """Started messages that complete together.
+
+    Lets go of c10d's handle, which holds staging and the connection, as soon as it has been
+    waited for, whatever came of it.
+    """
+
+    def __init__(self, work: Any, parcels: Sequence[Parcel], *, blocking: bool) -> None:
+        self._work = work
+        self._parcels = parcels
+        self._blocking = blocking
+
+    def wait(self, deadline: Deadline) -> None:
+        work, self._work = self._work, None
+        try:
+            if deadline.expired():
+                raise _late(deadline, self._parcels)
+            if self._blocking:
+                work.wait(timedelta(seconds=max(deadline.remaining_s(), _SHORTEST_WAIT_S)))
+            else:
+                work.wait()
+        except RuntimeError as error:
+            raise _translated(error, self._parcels, deadline) from error
+        finally:
+            # Otherwise the frame in the error's traceback would keep it.
+            del work
+
+
+class _SingleWire(_GroupWire):
+    """gloo: every message is an operation of its own and completes alone."""
+
+    def _start_all(self, group: Any, parcels: Sequence[Parcel]) -> Sequence[Pending]:
+        return [_Started(self._start(group, parcel), [parcel], blocking=True) for parcel in parcels]
+
+
+class _GroupedWire(_GroupWire):
+    """NCCL: the messages of a step are one group on the whole communicator.
+
+    One by one, messages between two workers would run in the order in which each end starts
+    them, and two workers that both begin with a send would wait for each other for ever.
+    """
+
+    grouped = True
+
+    def __init__(
+        self,
+        group: Any,
+        ranks: Mapping[int, int],
+        device: torch.device,
+        cuda_stream: torch.cuda.Stream | None,
+    ) -> None:
+        super().__init__(group, ranks)
+        self._device = device
+        self._stream = cuda_stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        try:
+            # NCCL connects at the first operation of all members; not inside the pause.
+            group.allreduce([torch.zeros(1, device=device)]).wait()
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            raise TransferError(f"workers {sorted(ranks)} cannot be connected: {error}") from error
+
+    def _start_all(self, group: Any, parcels: Sequence[Parcel]) -> Sequence[Pending]:
+        try:
+            group._start_coalescing(self._device)
+            for parcel in parcels:
+                self._start(group, parcel)
+            work = group._end_coalescing(self._device)
+        except RuntimeError as error:
+            raise _translated(error, parcels) from error
+        # Not blocking: the wait is queued on the side stream, the end of the stream is waited for.
+        return [_Started(work, parcels, blocking=False)]
+
+    def streaming(self, deadline: Deadline) -> AbstractContextManager[None]:
+        return self._on_stream(deadline)
+
+    @contextlib.contextmanager
+    def _on_stream(self, deadline: Deadline) -> Iterator[None]:
+        """Queues on the side stream; on leaving, waits until the device has done it all."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        peers = sorted(self._ranks)
+        try:
+            poll_until(done.query, deadline, _DEVICE_POLL_S)
+        except DeadlineError as error:
+            raise DeadlineError(f"{error}: messages between workers {peers} are stuck") from error
+        except RuntimeError as error:
+            raise TransferError(f"messages between workers {peers}: {error}") from error
+
+    def abandon(self) -> None:
+        """Kills what NCCL still runs on the device: it reads and writes staging memory."""
+        if self._group is not None:
+            with contextlib.suppress(RuntimeError):
+                self._group._get_backend(self._device).abort()
+                self._stream.synchronize()

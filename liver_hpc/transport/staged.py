@@ -1,0 +1,318 @@
+"""Streaming through staging memory: what all transports share; only the wire differs.
+
+A worker packs the boxes that it sends into a staging slot, and unpacks what has arrived in one;
+while it does so, the messages of the other slots are on the wire.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from liver_hpc.clock import Deadline
+from liver_hpc.config.schema import HandoffSection
+from liver_hpc.errors import DeadlineError, PlanError, TransferError
+from liver_hpc.layout.tensors import Box, ModelSpec, TransferPlan
+from liver_hpc.transport.base import StateView, TransferStats, Transport
+from liver_hpc.transport.buckets import (
+    Action,
+    Piece,
+    Placed,
+    Step,
+    check_budget,
+    cut_moves,
+    group_steps,
+    plan_buckets,
+    schedule,
+    whole_units,
+)
+
+
+class Parcel(NamedTuple):
+    """One message: to or from `peer` (a worker id), in `memory`, [bytes] of uint8."""
+
+    peer: int
+    tag: int
+    memory: torch.Tensor
+    is_send: bool
+
+    def __str__(self) -> str:
+        way = "to" if self.is_send else "from"
+        return f"message {self.tag} of {self.memory.numel()} bytes {way} worker {self.peer}"
+
+
+class Pending(Protocol):
+    """Messages that have been started."""
+
+    def wait(self, deadline: Deadline) -> None:
+        """Returns when they have crossed; on CUDA, when the current stream waits for them.
+
+        Raises TransferError or DeadlineError, which name the peer.
+        """
+        ...
+
+
+class Wire(ABC):
+    """Takes messages from one worker to another. Messages of a pair and direction keep order."""
+
+    grouped: bool = False
+    """True where the messages of a step run and complete as one, so that few large steps beat
+    many small ones."""
+
+    @abstractmethod
+    def launch(self, parcels: Sequence[Parcel]) -> Sequence[Pending]:
+        """Starts all messages of a step; waits for none. Raises TransferError."""
+
+    def streaming(self, deadline: Deadline) -> AbstractContextManager[None]:
+        """Encloses one stream; on leaving it, all copies have really been made."""
+        return nullcontext()
+
+    def abandon(self) -> None:  # noqa: B027 - nothing to do where handles clean up behind them
+        """After a failure: whatever is under way must not touch staging memory any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of the backend; idempotent."""
+
+
+def late(deadline: Deadline, messages: Parcel | str) -> DeadlineError:
+    """The deadline's error, with what did not cross in time."""
+    return DeadlineError(f"{deadline.error()}: not crossed: {messages}")
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A plan, cut. `messages` counts them by (sender, receiver)."""
+
+    plan: TransferPlan
+    steps: list[Step]
+    local: list[tuple[Piece, ...]]
+    messages: Counter[tuple[int, int]]
+
+
+class StagedTransport(Transport):
+    """A transport over any wire. Raises ConfigError when the budget holds no bucket."""
+
+    def __init__(
+        self, wire: Wire, model: ModelSpec, handoff: HandoffSection, device: torch.device
+    ) -> None:
+        check_budget(handoff.staging_bytes, handoff.bucket_bytes)
+        self._wire = wire
+        self._model = model
+        self._bucket_bytes = whole_units(handoff.bucket_bytes)
+        budget = whole_units(handoff.staging_bytes)
+        halves = wire.grouped and budget >= 2 * self._bucket_bytes
+        self.slot_bytes = whole_units(budget // 2) if halves else self._bucket_bytes
+        self.num_slots = budget // self.slot_bytes
+        # Zeros, not empty: the pages must be there before the pause.
+        self._staging: torch.Tensor | None = torch.zeros(
+            self.num_slots * self.slot_bytes, dtype=torch.uint8, device=device
+        )
+        self._prepared: list[_Prepared] = []
+        self._tags: Counter[tuple[int, int]] = Counter()
+        self._busy = threading.Lock()
+        self._unusable = ""
+
+    def prepare(self, plan: TransferPlan) -> None:
+        self._cut(plan)
+
+    def _cut(self, plan: TransferPlan) -> _Prepared:
+        for known in self._prepared:
+            if known.plan == plan:
+                return known
+        size = self._model.element_bytes
+        buckets = plan_buckets(plan, size, self._bucket_bytes)
+        for move in plan.local:
+            if not move.sender == move.receiver == plan.worker:
+                raise PlanError(f"worker {plan.worker}: not a copy within this worker: {move}")
+        prepared = _Prepared(
+            plan,
+            group_steps(buckets, self.slot_bytes),
+            cut_moves(plan.local, size, self._bucket_bytes),
+            Counter((bucket.sender, bucket.receiver) for bucket in buckets),
+        )
+        self._prepared.append(prepared)
+        return prepared
+
+    def stream(
+        self,
+        plan: TransferPlan,
+        source: StateView | None,
+        target: StateView | None,
+        progress: Callable[[int], None],
+        deadline: Deadline,
+    ) -> TransferStats:
+        if not self._busy.acquire(blocking=False):
+            raise TransferError(f"worker {plan.worker}: this transport is streaming already")
+        try:
+            staging = self._staging
+            if self._unusable or staging is None:
+                raise TransferError(f"worker {plan.worker}: the transport is {self._unusable}")
+            prepared = self._cut(plan)
+            slots = staging.view(self.num_slots, self.slot_bytes)
+            stream = _Stream(
+                self._wire, prepared, slots, _Ends(plan.worker, source, target, self._tags)
+            )
+            crossed = False
+            try:
+                with torch.no_grad(), self._wire.streaming(deadline):
+                    stats = stream.run(progress, deadline, lambda: self._unusable)
+                crossed = True
+            finally:
+                if not crossed:
+                    self._unusable = self._unusable or "broken by an earlier error"
+                    stream.drop()
+                    self._wire.abandon()
+            self._tags.update(prepared.messages)
+            return stats
+        finally:
+            self._busy.release()
+
+    def close(self) -> None:
+        self._unusable = "closed"
+        self._wire.close()
+        self._staging = None
+        self._prepared.clear()
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """This worker and its two worlds; `tags` is where each pair's message numbers begin."""
+
+    worker: int
+    source: StateView | None
+    target: StateView | None
+    tags: Counter[tuple[int, int]]
+
+
+class _Stream:
+    """One stream in progress. `slots` is the staging memory, [slots, slot bytes]."""
+
+    def __init__(self, wire: Wire, prepared: _Prepared, slots: torch.Tensor, ends: _Ends) -> None:
+        self._wire = wire
+        self._prepared = prepared
+        self._slots = slots
+        self._ends = ends
+        self._pending: list[Sequence[Pending]] = []
+        self._sent = self._received = self._copied = 0
+        self._pack_s = self._wire_s = self._unpack_s = self._local_s = 0.0
+
+    def run(
+        self, progress: Callable[[int], None], deadline: Deadline, stopped: Callable[[], str]
+    ) -> TransferStats:
+        began = time.perf_counter()
+        local = iter(self._prepared.local)
+        for action in schedule(self._prepared.steps, len(self._slots)):
+            if stopped():
+                raise TransferError(f"worker {self._ends.worker}: the transport was {stopped()}")
+            if action.kind == "launch":
+                self._launch(action)
+            else:
+                # Copies within the worker go where it would otherwise wait for the wire.
+                self._copy_local(next(local, ()), progress)
+                self._finish(action, progress, deadline)
+        for pieces in local:
+            deadline.check()
+            self._copy_local(pieces, progress)
+        return TransferStats(
+            bytes_sent=self._sent,
+            bytes_received=self._received,
+            bytes_local=self._copied,
+            pack_s=self._pack_s,
+            wire_s=self._wire_s,
+            unpack_s=self._unpack_s,
+            local_s=self._local_s,
+            total_s=time.perf_counter() - began,
+        )
+
+    def drop(self) -> None:
+        """Forgets all unfinished messages: the backend's handles hold staging and connections."""
+        self._pending.clear()
+
+    def _launch(self, action: Action) -> None:
+        began = time.perf_counter()
+        parcels = []
+        for placed in action.step:
+            parcel = self._parcel(action.slot, placed)
+            parcels.append(parcel)
+            if parcel.is_send:
+                for piece, staged in _staged(placed, parcel.memory):
+                    view = self._view(self._ends.source, "source", piece)
+                    staged.view(view.dtype).view(view.shape).copy_(view, non_blocking=True)
+                self._sent += placed.bucket.payload_bytes
+        self._pack_s += time.perf_counter() - began
+        self._pending.append(self._wire.launch(parcels))
+
+    def _finish(self, action: Action, progress: Callable[[int], None], deadline: Deadline) -> None:
+        began = time.perf_counter()
+        for pending in self._pending[0]:
+            pending.wait(deadline)
+        del self._pending[0]
+        arrived = time.perf_counter()
+        num_bytes = 0
+        for placed in action.step:
+            parcel = self._parcel(action.slot, placed)
+            if not parcel.is_send:
+                for piece, staged in _staged(placed, parcel.memory):
+                    view = self._view(self._ends.target, "target", piece)
+                    view.copy_(staged.view(view.dtype).view(view.shape), non_blocking=True)
+                num_bytes += placed.bucket.payload_bytes
+        self._wire_s += arrived - began
+        self._unpack_s += time.perf_counter() - arrived
+        if num_bytes:
+            self._received += num_bytes
+            progress(num_bytes)
+
+    def _copy_local(self, pieces: Sequence[Piece], progress: Callable[[int], None]) -> None:
+        began = time.perf_counter()
+        num_bytes = 0
+        for piece in pieces:
+            to = self._view(self._ends.target, "target", piece)
+            to.copy_(self._view(self._ends.source, "source", piece), non_blocking=True)
+            num_bytes += piece.num_bytes
+        self._local_s += time.perf_counter() - began
+        if num_bytes:
+            self._copied += num_bytes
+            progress(num_bytes)
+
+    def _parcel(self, slot: int, placed: Placed) -> Parcel:
+        bucket, start = placed.bucket, placed.offset_bytes
+        is_send = bucket.sender == self._ends.worker
+        return Parcel(
+            peer=bucket.receiver if is_send else bucket.sender,
+            tag=self._ends.tags[bucket.sender, bucket.receiver] + bucket.position,
+            memory=self._slots[slot, start : start + bucket.num_bytes],
+            is_send=is_send,
+        )
+
+    def _view(self, state: StateView | None, side: str, piece: Piece) -> torch.Tensor:
+        """One piece of one world; raises PlanError where the world is not what the plan wants."""
+        who = f"worker {self._ends.worker}"
+        if state is None:
+            raise PlanError(f"{who}: the plan wants {piece.kind} {piece.box}, no {side} world here")
+        view = state.view(piece.kind, piece.tensor_index, piece.box)
+        if view.shape != _shape(piece.box) or view.nbytes != piece.num_bytes:
+            raise PlanError(
+                f"{who}: {piece.kind} of tensor {piece.tensor_index} in the {side} world is "
+                f"{tuple(view.shape)} of {view.dtype}, the plan wants {_shape(piece.box)} in "
+                f"{piece.num_bytes} bytes"
+            )
+        return view
+
+
+def _shape(box: Box) -> tuple[int, int]:
+    return box.row1 - box.row0, box.col1 - box.col0
+
+
+def _staged(placed: Placed, memory: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Every piece of a bucket with its bytes in the message, [bytes] of uint8."""
+    for piece in placed.bucket.pieces:
+        yield piece, memory[piece.offset_bytes : piece.offset_bytes + piece.num_bytes]

@@ -1,0 +1,68 @@
+"""A recipe that kills its worker at a chosen moment of a chosen handoff. Loaded by workers only.
+
+`LIVER_TEST_FAULT` is "worker:phase": PREPARE (before the target is built), TRANSFER (before its
+parameters stream) or COMMIT (in the target's first forward, while optimizer state streams).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.integration.random_tokens import RandomTokenGPT
+
+
+class FaultyGPT(RandomTokenGPT):
+    """RandomTokenGPT with a fault planted in the worker that opens it."""
+
+    def open(self, run_directory: Path) -> None:
+        super().open(run_directory)
+        fault = os.environ.get("LIVER_TEST_FAULT", "")
+        if fault:
+            worker, phase = fault.split(":")
+            plant(int(worker), phase)
+
+
+def plant(worker: int, phase: str) -> None:
+    """Wraps one function of the handoff, in this process, so that `worker` dies in it."""
+    from liver_hpc import training
+    from liver_hpc.handoff.crossing import Crossing
+
+    def die_if(mine: int) -> None:
+        if mine == worker:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if phase == "PREPARE":
+        prepare = training.prepare
+
+        def dying_prepare(session: Any, source: Any) -> Any:
+            die_if(session.place.worker)
+            return prepare(session, source)
+
+        training.prepare = dying_prepare
+    elif phase == "TRANSFER":
+        move = Crossing._move_parameters
+
+        def dying_move(self: Any) -> Any:
+            die_if(self._session.place.worker)
+            return move(self)
+
+        Crossing._move_parameters = dying_move  # type: ignore[method-assign]
+    elif phase == "COMMIT":
+        first = Crossing._first_gradients
+
+        def dying_first(self: Any, small: Any, gradients: Any) -> Any:
+            loss = self._target.world.recipe.loss
+
+            def dying_loss(model: Any, samples: Any) -> Any:
+                die_if(self._session.place.worker)
+                return loss(model, samples)
+
+            self._target.world.recipe.loss = dying_loss
+            return first(self, small, gradients)
+
+        Crossing._first_gradients = dying_first  # type: ignore[method-assign]
+    else:
+        raise ValueError(f"no such phase: {phase}")

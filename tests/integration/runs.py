@@ -1,0 +1,110 @@
+"""Whole runs on this machine, as `liver submit` starts them, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from liver_hpc.metrics.store import read_run
+
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.coordination.run_files import Outcome
+from liver_hpc.operate import Watch
+from liver_hpc.protocol.status import StatusSnapshot
+from liver_hpc.run_directory import RunDirectory
+from liver_hpc.submit import submit_run
+
+TINY_MODEL = {"layers": 4, "hidden": 64, "ffn_hidden": 96, "heads": 4, "query_groups": 2}
+TINY_MODEL |= {"seq_length": 32, "vocab_size": 128}
+LAYOUTS = {
+    1: [{"dp": 1}],
+    2: [{"dp": 2}, {"tp": 2}, {"pp": 2}],
+    4: [{"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"dp": 4}, {"tp": 2, "pp": 2}],
+}
+
+
+def run_config(tmp_path: Path, steps: int, initial: int = 2, **sections: Any) -> RunConfig:
+    """A run of the tiny model under `tmp_path`; `sections` are run-file sections."""
+    values: dict[str, Any] = {
+        "name": "test",
+        "runs_directory": str(tmp_path / "runs"),
+        "recipe": "tests.integration.random_tokens:RandomTokenGPT",
+        "model": TINY_MODEL,
+        "train": {"steps": steps, "global_batch": 8, "micro_batch": 1},
+        "workers": {"initial": initial, "max": 4},
+        "layouts": LAYOUTS,
+        "cluster": {"kind": "local"},
+        "handoff": {"staging_bytes": 1 << 20, "bucket_bytes": 1 << 17},
+        "deadlines": {"transfer_s": 20.0, "collective_s": 30.0, "heartbeat_s": 20.0},
+    }
+    for name, section in sections.items():
+        old = values.get(name)
+        merge = isinstance(old, dict) and isinstance(section, dict) and name != "layouts"
+        values[name] = {**old, **section} if merge else section
+    return RunConfig.model_validate(values)
+
+
+def start(config: RunConfig) -> RunDirectory:
+    return submit_run(config)
+
+
+def wait_until(
+    condition: Callable[[], bool], timeout_s: float, waits_for: str, interval_s: float = 0.05
+) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, f"waited {timeout_s:g} s for {waits_for}"
+        time.sleep(interval_s)
+
+
+def wait_for_end(run: RunDirectory, timeout_s: float = 150.0) -> Outcome:
+    """The outcome, once it is written and the run's processes have gone."""
+    wait_until(lambda: run.outcome() is not None, timeout_s, f"the end of {run}: {tails(run)}")
+    outcome = run.outcome()
+    assert outcome is not None
+    return outcome
+
+
+def finish(run: RunDirectory, timeout_s: float = 150.0) -> Any:
+    """Waits for the end of a run that must finish; returns its records."""
+    outcome = wait_for_end(run, timeout_s)
+    assert outcome.state == "finished", f"{outcome.reason}\n{tails(run)}"
+    wait_until(lambda: not processes_of(run), 20.0, f"processes {processes_of(run)}")
+    return read_run(run.metrics_path)
+
+
+def watch(run: RunDirectory, until: Callable[[StatusSnapshot], bool], timeout_s: float) -> None:
+    """Polls the status until a snapshot satisfies `until`."""
+    watcher = Watch(run)
+
+    def seen() -> bool:
+        snapshot = watcher.snapshot()
+        assert snapshot is not None, f"the run ended: {run.outcome()}\n{tails(run)}"
+        return until(snapshot)
+
+    wait_until(seen, timeout_s, "the status", interval_s=0.02)
+    watcher.close()
+
+
+def processes_of(run: RunDirectory) -> list[psutil.Process]:
+    """Live processes of this machine that name the run's directory, this one excepted."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline", "status"]):
+        words = " ".join(process.info["cmdline"] or [])
+        zombie = process.info["status"] == psutil.STATUS_ZOMBIE
+        if str(run.path) in words and process.pid != os.getpid() and not zombie:
+            found.append(process)
+    return found
+
+
+def tails(run: RunDirectory, lines: int = 15) -> str:
+    """The ends of the run's logs, for a failure message."""
+    texts = []
+    for path in sorted(run.path.glob("logs/*.log")):
+        end = path.read_text(errors="replace").splitlines()[-lines:]
+        texts.append(f"--- {path.name}\n" + "\n".join(end))
+    return "\n".join(texts)

@@ -1,0 +1,399 @@
+"""Agents and their launchers: workers start, get their ids, and nothing survives its parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from liver_hpc.agent import EXIT_BOOT, EXIT_NOT_MET, worst
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.launcher import KILLED, Launcher, MemoryLauncher, NodeRequest
+from liver_hpc.cluster.local import LocalLauncher
+from liver_hpc.cluster.processes import kill_marked, marked_processes
+from liver_hpc.config.load import dump_run
+from liver_hpc.config.schema import (
+    DeadlineSection,
+    LayoutSection,
+    RunConfig,
+    TrainSection,
+    WorkersSection,
+)
+from liver_hpc.errors import LiverError
+from liver_hpc.rendezvous.meeting import Answer, Identity, Refusal
+from liver_hpc.rendezvous.mpi import MpiFrontDesk
+from liver_hpc.rendezvous.secret import create_secret
+
+pytestmark = pytest.mark.timeout(60)
+
+TEST_MARK = "LIVER_TEST_RUN"
+DEADLINES = DeadlineSection(boot_s=20.0, meet_s=20.0, exit_s=1.0)
+
+# Says that it has booted, reads its line, notes what it was given; then does as argv says.
+WORKER = """
+import json, os, signal, sys, threading
+from pathlib import Path
+directory, then = Path(sys.argv[1]), sys.argv[2]
+rank = os.environ["LIVER_LOCAL_RANK"]
+if then == "boot fails" and rank == "1":
+    sys.exit(3)
+if then == "talks" and rank == "1":
+    os.write(int(os.environ["LIVER_AGENT_WRITE_FD"]), b"hello there" + b"\\n")
+if then in ("stubborn", "never boots"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if then == "stubborn" else signal.SIG_DFL)
+    (directory / f"boots-{os.getpid()}").touch()
+    threading.Event().wait()
+if then.startswith("boot fails") or then == "talks":
+    threading.Event().wait()
+with open(int(os.environ["LIVER_AGENT_WRITE_FD"]), "w") as to_agent:
+    to_agent.write(json.dumps({"booted": True}) + "\\n")
+with open(int(os.environ["LIVER_AGENT_READ_FD"])) as from_agent:
+    line = from_agent.readline()
+note = {"told": json.loads(line), "pid": os.getpid(), "environment": dict(os.environ)}
+draft = directory / f"draft-{os.getpid()}"
+draft.write_text(json.dumps(note))
+draft.rename(directory / f"worker-{rank}.json")
+print("at work", flush=True)
+if then == "ends":
+    sys.exit(int(rank))
+threading.Event().wait()
+"""
+
+OWNER = """
+import sys, threading
+from pathlib import Path
+from liver_hpc.cluster.launcher import NodeRequest
+from liver_hpc.cluster.local import LocalLauncher
+directory, *options = sys.argv[1:]
+launcher = LocalLauncher(Path(directory), agent_options=options)
+launcher.launch([NodeRequest(agent="a0", workers=2, layout="tp1 pp1 dp2")])
+threading.Event().wait()
+"""
+
+
+def request(agent: str = "a0", workers: int = 2) -> NodeRequest:
+    return NodeRequest(agent=agent, workers=workers, layout=f"tp1 pp1 dp{workers}")
+
+
+def wait_for(condition: Callable[[], bool], what: str, limit_s: float = 15.0) -> None:
+    poll_until(condition, Deadline.after(SystemClock(), limit_s, what))
+
+
+def command_line(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return []
+
+
+class Run:
+    """A run directory, a mark by which all processes of the test are found, and a launcher."""
+
+    def __init__(self, directory: Path, mark: str) -> None:
+        self.directory = directory
+        self.mark = mark
+        self.launchers: list[LocalLauncher] = []
+        config = RunConfig(
+            train=TrainSection(steps=1, global_batch=8),
+            workers=WorkersSection(initial=2, max=8),
+            layouts={2: [LayoutSection(dp=2)]},
+            deadlines=DEADLINES,
+        )
+        (directory / "run.yaml").write_text(dump_run(config))
+        self.secret = create_secret(directory / "secret")
+        self.desk = MpiFrontDesk(directory, self.secret)
+
+    def options(self, then: str) -> list[str]:
+        command = [sys.executable, "-c", WORKER, str(self.directory), then]
+        return ["--worker-command", json.dumps(command)]
+
+    def launcher(self, then: str, exit_s: float = 5.0) -> LocalLauncher:
+        launcher = LocalLauncher(self.directory, exit_s, self.options(then))
+        self.launchers.append(launcher)
+        return launcher
+
+    def open_desk(self, first_worker: int = 4) -> None:
+        self.desk.start(
+            lambda who: Answer(
+                worker_ids=tuple(range(first_worker, first_worker + who.workers)),
+                control_host="node0",
+                control_port=4711,
+            )
+        )
+
+    def alive(self) -> list[int]:
+        """Processes of this test, other than the test and the desk."""
+        return [
+            pid
+            for pid in marked_processes(TEST_MARK, self.mark)
+            if pid not in (os.getpid(), self.desk.pid)
+        ]
+
+    def find(self, *words: str) -> list[int]:
+        """Living processes of this test with these words on their command line, in order."""
+
+        def fits(pid: int) -> bool:
+            line = command_line(pid)
+            return any(line[at : at + len(words)] == list(words) for at in range(len(line)))
+
+        return sorted(pid for pid in self.alive() if fits(pid))
+
+    def agents(self) -> list[int]:
+        return [pid for pid in self.find("-m", "liver_hpc.agent") if self.is_python(pid)]
+
+    def is_python(self, pid: int) -> bool:
+        return command_line(pid)[0] == sys.executable
+
+    def notes(self, count: int = 2) -> list[dict[str, object]]:
+        """What the workers noted once they were at work, by local rank."""
+        paths = [self.directory / f"worker-{rank}.json" for rank in range(count)]
+        wait_for(lambda: all(path.exists() for path in paths), f"{count} workers at work")
+        return [json.loads(path.read_text()) for path in paths]
+
+    def boots(self) -> list[int]:
+        """The process ids of workers that hang in their boot."""
+        return [int(path.name.split("-")[1]) for path in self.directory.glob("boots-*")]
+
+    def log(self, name: str) -> str:
+        return (self.directory / "logs" / f"{name}.log").read_text()
+
+    def wait_ended(self, launcher: Launcher, agent: str = "a0") -> int:
+        wait_for(lambda: not launcher.alive(agent), f"agent {agent} to end")
+        code = launcher.exit_code(agent)
+        assert code is not None
+        return code
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Whatever the test did: closed, nothing of it lives and nothing lies in /dev/shm."""
+    mark = str(tmp_path)
+    monkeypatch.setenv(TEST_MARK, mark)
+    before = set(Path("/dev/shm").glob("mpich_shm_*"))
+    made = Run(tmp_path, mark)
+    try:
+        yield made
+        for launcher in made.launchers:
+            launcher.close()
+        made.desk.close()
+        wait_for(lambda: not made.alive(), "all processes to end", 5.0)
+        assert set(Path("/dev/shm").glob("mpich_shm_*")) <= before
+    finally:
+        made.desk.close()
+        kill_marked(TEST_MARK, mark, 5.0)
+
+
+# ---- every launcher
+
+
+@pytest.fixture(params=["memory", "local"])
+def launcher(request: pytest.FixtureRequest, run: Run) -> Launcher:
+    return MemoryLauncher() if request.param == "memory" else run.launcher("never boots")
+
+
+def test_launched_agents_live_until_they_are_killed(launcher: Launcher, run: Run) -> None:
+    launcher.launch([request("a0"), request("a1")])
+    assert launcher.alive("a0")
+    assert launcher.exit_code("a0") is None
+    launcher.kill("a0")
+    launcher.kill("a0")
+    assert run.wait_ended(launcher) != 0
+    assert launcher.alive("a1")
+    launcher.close()
+    assert not launcher.alive("a1")
+    launcher.close()
+
+
+def test_a_name_is_launched_once(launcher: Launcher, run: Run) -> None:
+    launcher.launch([request("a0")])
+    with pytest.raises(LiverError, match=r"agents \['a0'\] were launched before"):
+        launcher.launch([request("a1"), request("a0")])
+    with pytest.raises(LiverError, match="'a1' was never launched"):
+        launcher.alive("a1")
+    launcher.kill("a0")
+    run.wait_ended(launcher)
+    with pytest.raises(LiverError, match="were launched before"):
+        launcher.launch([request("a0")])
+    with pytest.raises(LiverError, match="were launched before"):
+        launcher.launch([request("a2"), request("a2")])
+
+
+def test_unknown_agents_are_errors(launcher: Launcher) -> None:
+    for question in (launcher.alive, launcher.exit_code, launcher.kill):
+        with pytest.raises(LiverError, match="'ghost' was never launched"):
+            question("ghost")
+
+
+def test_nothing_is_launched_after_close(launcher: Launcher) -> None:
+    launcher.close()
+    with pytest.raises(LiverError, match="closed"):
+        launcher.launch([request()])
+
+
+def test_memory_launcher_starts_and_ends_agents_as_told() -> None:
+    started: list[NodeRequest] = []
+    launcher = MemoryLauncher(started.append)
+    launcher.launch([request("a0"), request("a1")])
+    assert started == [request("a0"), request("a1")]
+    launcher.end("a0", 3)
+    launcher.end("a0", 4)
+    launcher.kill("a1")
+    assert (launcher.exit_code("a0"), launcher.exit_code("a1")) == (3, KILLED)
+
+
+# ---- an agent's life
+
+
+def test_workers_get_their_ids_their_environment_and_their_logs(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("PMI_RANK", "5")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    monkeypatch.setenv("MKL_NUM_THREADS", "3")
+    run.open_desk(first_worker=4)
+    launcher = run.launcher("ends")
+    launcher.launch([request()])
+    for rank, note in enumerate(run.notes()):
+        assert note["told"] == {"worker": 4 + rank, "host": "node0", "port": 4711}
+        environment = note["environment"]
+        assert isinstance(environment, dict)
+        assert environment["LIVER_LOCAL_RANK"] == str(rank)
+        assert (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) == ("1", "3")
+        assert environment["SLURM_CONF"] == "/etc/slurm.conf"
+        foreign = [name for name in environment if name.startswith(("PMI", "HYDI", "SLURM_JOB"))]
+        assert foreign == []
+        assert run.log(f"worker-a0-{rank}") == "at work\n"
+    assert run.wait_ended(launcher) == 1  # worker 1 ends with 1, worker 0 with 0
+    log = run.log("agent-a0")
+    assert "[agent a0] met the front desk: workers [4, 5]" in log
+    assert "worker 1 ended: exit code 1" in log
+
+
+def test_the_desk_learns_who_the_agent_is(run: Run) -> None:
+    seen: list[Identity] = []
+
+    def refuse(who: Identity) -> Refusal:
+        seen.append(who)
+        return Refusal(reason="not expected")
+
+    run.desk.start(refuse)
+    launcher = run.launcher("works")
+    launcher.launch([request("burst-2", workers=3)])
+    assert run.wait_ended(launcher, "burst-2") == EXIT_NOT_MET
+    assert [(who.agent, who.workers, who.host) for who in seen] == [
+        ("burst-2", 3, socket.gethostname())
+    ]
+    assert "agent burst-2 was refused: not expected" in run.log("agent-burst-2")
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ("boot fails", "worker 1 of agent a0 ended in boot (exit code 3)"),
+        ("talks", "worker 1 of agent a0 said b'hello there\\n' instead of having booted"),
+    ],
+)
+def test_a_worker_that_fails_in_boot_fails_the_agent_which_says_who(
+    run: Run, then: str, said: str
+) -> None:
+    launcher = run.launcher(then)
+    launcher.launch([request()])
+    assert run.wait_ended(launcher) == EXIT_BOOT
+    assert said in run.log("agent-a0")
+    assert str(run.directory / "logs" / "worker-a0-1.log") in run.log("agent-a0")
+    assert run.alive() == []
+
+
+def test_a_worker_that_boots_too_slowly_fails_the_agent(run: Run) -> None:
+    text = (run.directory / "run.yaml").read_text()
+    (run.directory / "run.yaml").write_text(text.replace("boot_s: 20.0", "boot_s: 0.3"))
+    launcher = run.launcher("never boots")
+    launcher.launch([request()])
+    assert run.wait_ended(launcher) == EXIT_BOOT
+    assert "waited 0.3 s for workers [0, 1] to boot" in run.log("agent-a0")
+
+
+def test_one_workers_death_does_not_touch_the_others(run: Run) -> None:
+    run.open_desk()
+    launcher = run.launcher("works")
+    launcher.launch([request(workers=3)])
+    first, second, third = (note["pid"] for note in run.notes(3))
+    assert isinstance(second, int)
+    os.kill(second, signal.SIGKILL)
+    wait_for(lambda: "worker 1 ended: signal 9" in run.log("agent-a0"), "the agent to notice")
+    assert {first, third} <= set(run.alive())
+    assert launcher.alive("a0")
+    for pid in (first, third):
+        assert isinstance(pid, int)
+        os.kill(pid, signal.SIGTERM)
+    assert run.wait_ended(launcher) == worst([0, -signal.SIGKILL, -signal.SIGTERM]) == KILLED
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_an_agent_told_to_stop_ends_its_workers_and_says_so(
+    run: Run, signum: signal.Signals
+) -> None:
+    run.open_desk()
+    launcher = run.launcher("works")
+    launcher.launch([request()])
+    run.notes()
+    (agent,) = run.agents()
+    os.kill(agent, signum)
+    assert run.wait_ended(launcher) == 128 + signum
+    assert f"stopped by {signum.name}: ending workers [0, 1]" in run.log("agent-a0")
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_after_its_deadline(run: Run) -> None:
+    launcher = run.launcher("stubborn", exit_s=10.0)
+    launcher.launch([request()])
+    wait_for(lambda: len(run.boots()) == 2, "workers to start")
+    launcher.kill("a0")
+    assert run.wait_ended(launcher) == 128 + signal.SIGTERM
+    assert "worker 1 has not ended 1 s after SIGTERM" in run.log("agent-a0")
+
+
+def test_an_agent_that_does_not_end_is_killed_by_its_launcher(run: Run) -> None:
+    launcher = run.launcher("never boots", exit_s=0.5)
+    launcher.launch([request()])
+    wait_for(lambda: len(run.boots()) == 2, "workers to start")
+    (agent,) = run.agents()
+    os.kill(agent, signal.SIGSTOP)
+    launcher.close()
+    assert run.alive() == []
+
+
+# ---- whoever is killed, the rest follows
+
+
+@pytest.mark.parametrize("booted", [True, False], ids=["at work", "in boot"])
+@pytest.mark.parametrize("victim", ["owner", "mpiexec", "proxy", "agent"])
+def test_sigkill_of_any_process_above_the_workers_leaves_nothing(
+    run: Run, victim: str, booted: bool
+) -> None:
+    if booted:
+        run.open_desk()
+    options = run.options("works" if booted else "never boots")
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(run.directory), *options])
+    with owner:
+        if booted:
+            run.notes()
+        else:
+            wait_for(lambda: len(run.boots()) == 2, "workers to start")
+        programs = {Path(command_line(pid)[0]).name: pid for pid in run.alive()}
+        pid = {
+            "owner": owner.pid,
+            "mpiexec": programs["mpiexec"],
+            "proxy": programs["hydra_pmi_proxy"],
+            "agent": run.agents()[0],
+        }[victim]
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: set(run.alive()) <= {owner.pid}, "the tree to end", 5.0)
+        owner.kill()

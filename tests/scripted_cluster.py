@@ -1,0 +1,149 @@
+"""A cluster in memory: agents that meet at a desk, workers that follow a script."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from liver_hpc.cluster.launcher import MemoryLauncher, NodeRequest
+from liver_hpc.errors import MeetingError
+from liver_hpc.layout.coordinates import Roster
+from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.attempt import Phase
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
+from liver_hpc.rendezvous.meeting import Identity, MemoryFrontDesk
+from tests.fakes import Fault, FaultInjector, WorkerScript
+
+
+class ScriptedWorker:
+    """A scripted worker on a real control channel, in a thread of its own."""
+
+    def __init__(self, script: WorkerScript, channel: Channel) -> None:
+        self.script = script
+        self.channel = channel
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        worker = self.script.worker
+        try:
+            if not self.script.mute:
+                self.channel.send(m.Hello(worker=worker, pid=worker, host="test", booted_s=0.0))
+            while not self.script.dead:
+                message = self.channel.receive()
+                self.say(self.script.receive(message))  # type: ignore[arg-type]
+        except ChannelClosed:
+            pass
+        self.script.dead = True
+        self.channel.close()
+
+    def say(self, messages: Sequence[m.FromWorker]) -> None:
+        for message in messages:
+            self.channel.send(message)
+            if isinstance(message, m.FirstStep):
+                self.script.step += 1
+                self.report_step()
+
+    def report_step(self) -> None:
+        """StepDone, from rank 0 alone."""
+        script = self.script
+        if script.world is not None and script.world.workers[0] == script.worker:
+            done = m.StepDone(
+                worker=script.worker,
+                generation=script.world_generation,
+                step=script.step - 1,
+                loss=1.0,
+                grad_norm=1.0,
+                learning_rate=0.1,
+                tokens=64,
+                started_s=float(script.step),
+                ended_s=script.step + 0.5,
+            )
+            self.channel.send(done)
+
+
+class ScriptedCluster:
+    """The agents and workers of a run, played by threads over the real control channel.
+
+    Worker faults are ordered from `faults`; `fallen_agents` end before they meet.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self.secret = secret
+        self.faults = FaultInjector()
+        self.desk = MemoryFrontDesk(secret)
+        self.launcher = MemoryLauncher(self._start)
+        self.launched: list[NodeRequest] = []
+        self.fallen_agents: set[str] = set()
+        self.workers: dict[int, ScriptedWorker] = {}
+        self.refusals: list[str] = []
+        self._threads: list[threading.Thread] = []
+
+    def _start(self, request: NodeRequest) -> None:
+        self.launched.append(request)
+        thread = threading.Thread(target=self._agent, args=(request,), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _agent(self, request: NodeRequest) -> None:
+        if request.agent in self.fallen_agents:
+            self.launcher.end(request.agent, 3)
+            return
+        identity = Identity(agent=request.agent, host="test", pid=1, workers=request.workers)
+        try:
+            answer = self.desk.meet(identity, self.secret)
+        except MeetingError as error:
+            self.refusals.append(str(error))
+            self.launcher.end(request.agent, 4)
+            return
+        own = []
+        for worker in answer.worker_ids:
+            fault = self.faults.take(worker, Phase.BOOT)
+            if fault is Fault.DIE:
+                self.launcher.end(request.agent, 5)
+                continue
+            address = (answer.control_host, answer.control_port)
+            try:
+                channel = connect(address, self.secret, 5.0, "the coordinator")
+            except ChannelClosed:  # the run has ended meanwhile
+                continue
+            script = WorkerScript(worker, self.faults, mute=fault is Fault.SILENT)
+            self.workers[worker] = ScriptedWorker(script, channel)
+            own.append(self.workers[worker])
+        for played in own:
+            played.thread.join()
+        self.launcher.end(request.agent, 0)
+
+    def join(self, timeout_s: float) -> None:
+        """Waits until all agents, and so all workers, have ended."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+            assert not thread.is_alive(), "an agent lives on"
+
+    def world(self) -> Roster:
+        """Who trains, as the workers have it."""
+        worlds = {
+            played.script.world_generation: played.script.world
+            for played in self.workers.values()
+            if not played.script.dead and played.script.world is not None
+        }
+        world = worlds[max(worlds)]
+        assert world is not None
+        return world
+
+    def train(self, steps: int = 1, last: bool = False) -> None:
+        """All workers of the world do that many steps; after the last one they say Finished."""
+        members = [self.workers[worker] for worker in self.world().workers]
+        for _ in range(steps):
+            for played in members:
+                played.script.step += 1
+            members[0].report_step()
+        if last:
+            for played in members:
+                script = played.script
+                played.say([m.Finished(worker=script.worker, step=script.step)])
+
+    def got(self, worker: int, kind: type[m.Message]) -> list[m.Message]:
+        """The messages of a kind that a worker has received."""
+        received = self.workers[worker].script.received if worker in self.workers else []
+        return [message for message in received if isinstance(message, kind)]

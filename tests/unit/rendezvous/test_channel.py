@@ -1,0 +1,430 @@
+"""The control channel: authenticated on both sides, framed JSON, no thread or socket left."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Client
+from pathlib import Path
+
+import pytest
+
+from liver_hpc.errors import DeadlineError, ProtocolError
+from liver_hpc.protocol.messages import AnyMessage, Heartbeat, Reply, StatusRequest
+from liver_hpc.rendezvous import wire as wire_module
+from liver_hpc.rendezvous.channel import (
+    Channel,
+    ChannelClosed,
+    ChannelRefused,
+    ControlServer,
+    connect,
+)
+
+pytestmark = pytest.mark.timeout(30)
+
+SECRET = b"s" * 32
+HOST = "127.0.0.1"
+BEAT = Heartbeat(worker=3, step=7)
+
+
+def echo(channel: Channel) -> None:
+    while True:
+        channel.send(channel.receive())
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Every test ends with the threads and descriptors that it began with."""
+    threads, descriptors = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+    yield
+    end_s = time.monotonic() + 5
+    while threading.active_count() > threads and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert threading.active_count() == threads, threading.enumerate()
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+
+@contextmanager
+def serving(
+    handle: Callable[[Channel], None] = echo, handshake_timeout_s: float = 5.0
+) -> Iterator[ControlServer]:
+    server = ControlServer(HOST, SECRET, handle, handshake_timeout_s)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextmanager
+def connected(server: ControlServer, secret: bytes = SECRET) -> Iterator[Channel]:
+    channel = connect(server.address, secret, 5.0, "the server")
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+@contextmanager
+def raw_client(server: ControlServer) -> Iterator[socket.socket]:
+    """Somebody who speaks TCP and nothing else."""
+    with socket.create_connection(server.address, timeout=5.0) as stranger:
+        yield stranger
+
+
+def wait_closed(stranger: socket.socket) -> None:
+    """Reads until the other side closes, as FIN or as RST."""
+    try:
+        while stranger.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+
+
+def drip(stranger: socket.socket) -> None:
+    for _ in range(100):
+        stranger.sendall(b"\0")
+        time.sleep(0.05)
+
+
+def send_for_ever(channel: Channel) -> None:
+    while True:
+        channel.send(Reply(ok=True, text="z" * 2**20))
+
+
+# ---- messages
+
+
+def test_messages_arrive_whole_and_in_order() -> None:
+    with serving() as server, connected(server) as channel:
+        for step in range(200):
+            channel.send(Heartbeat(worker=1, step=step))
+        assert [channel.receive(5.0) for _ in range(200)] == [
+            Heartbeat(worker=1, step=step) for step in range(200)
+        ]
+
+
+def test_a_message_of_several_megabytes_arrives() -> None:
+    message = Reply(ok=True, text="x" * (5 * 2**20))
+    with serving() as server, connected(server) as channel:
+        channel.send(message)
+        assert channel.receive(10.0) == message
+
+
+def test_many_threads_may_send_at_once() -> None:
+    got: queue.SimpleQueue[AnyMessage] = queue.SimpleQueue()
+
+    def collect(channel: Channel) -> None:
+        while True:
+            got.put(channel.receive())
+
+    def talk(worker: int) -> None:
+        for step in range(50):
+            channel.send(Reply(ok=True, text="y" * 20_000, data={"worker": worker, "step": step}))
+
+    with serving(collect) as server, connected(server) as channel:
+        threads = [threading.Thread(target=talk, args=(worker,)) for worker in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seen = [got.get(timeout=5.0) for _ in range(200)]
+    steps: dict[int, list[int]] = {worker: [] for worker in range(4)}
+    for message in seen:
+        assert isinstance(message, Reply)
+        steps[message.data["worker"]].append(message.data["step"])
+    assert steps == {worker: list(range(50)) for worker in range(4)}
+
+
+def test_too_long_a_message_is_refused_by_its_sender_and_the_channel_lives() -> None:
+    with serving() as server, connected(server) as channel:
+        with pytest.raises(ProtocolError, match="at most 16777216"):
+            channel.send(Reply(ok=True, text="x" * wire_module.MAX_MESSAGE_BYTES))
+        channel.send(BEAT)
+        assert channel.receive(5.0) == BEAT
+
+
+def test_every_accepted_connection_has_its_own_thread_and_peer() -> None:
+    names: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+
+    def introduce(channel: Channel) -> None:
+        names.put((channel.peer, threading.current_thread().name))
+        echo(channel)
+
+    with serving(introduce) as server, connected(server), connected(server):
+        first, second = names.get(timeout=5.0), names.get(timeout=5.0)
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+
+
+# ---- waiting and closing
+
+
+def test_receive_ends_at_its_deadline_and_the_channel_lives() -> None:
+    with serving() as server, connected(server) as channel:
+        with pytest.raises(DeadlineError, match=r"waited 0\.05 s for a message from the server"):
+            channel.receive(0.05)
+        channel.send(BEAT)
+        assert channel.receive(5.0) == BEAT
+
+
+def test_close_unblocks_a_receive_in_another_thread() -> None:
+    errors: queue.SimpleQueue[ChannelClosed] = queue.SimpleQueue()
+
+    def wait(channel: Channel) -> None:
+        try:
+            channel.receive()
+        except ChannelClosed as error:
+            errors.put(error)
+
+    with serving() as server, connected(server) as channel:
+        thread = threading.Thread(target=wait, args=(channel,))
+        thread.start()
+        time.sleep(0.05)  # it is most likely blocked by now; the test holds either way
+        channel.close()
+        channel.close()
+        assert "closed on this side" in str(errors.get(timeout=1.0))
+        thread.join()
+        with pytest.raises(ChannelClosed):
+            channel.send(BEAT)
+        with pytest.raises(ChannelClosed):
+            channel.receive(1.0)
+
+
+def test_close_unblocks_a_send_that_the_peer_does_not_read() -> None:
+    release = threading.Event()
+    with serving(lambda channel: [release.wait(10), None][1]) as server:
+        with connected(server) as channel:
+            errors: queue.SimpleQueue[ChannelClosed] = queue.SimpleQueue()
+
+            def flood() -> None:
+                try:
+                    send_for_ever(channel)
+                except ChannelClosed as error:
+                    errors.put(error)
+
+            thread = threading.Thread(target=flood)
+            thread.start()
+            time.sleep(0.2)
+            assert thread.is_alive()
+            channel.close()
+            errors.get(timeout=2.0)
+            thread.join()
+        release.set()
+
+
+def test_a_peer_that_stands_still_within_a_message_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire_module, "STALL_S", 1.0)
+    release, ended = threading.Event(), threading.Event()
+
+    def stall(channel: Channel) -> None:
+        os.write(channel._wire._connection.fileno(), struct.pack("!i", 100) + b"only this")
+        release.wait(10)
+        ended.set()
+
+    with serving(stall) as server, connected(server) as channel:
+        with pytest.raises(ChannelClosed, match="stood still within a message for 1 s"):
+            channel.receive()
+        release.set()
+        assert ended.wait(5.0)
+
+
+def test_the_end_of_the_peer_is_noticed() -> None:
+    with serving(lambda channel: None) as server, connected(server) as channel:
+        with pytest.raises(ChannelClosed, match="closed by the other side"):
+            channel.receive(5.0)
+        with pytest.raises(ChannelClosed):
+            send_for_ever(channel)
+
+
+def test_closing_the_server_closes_its_channels_and_ends_its_threads() -> None:
+    with serving() as server, connected(server) as one, connected(server) as two:
+        server.close()
+        server.close()
+        for channel in (one, two):
+            with pytest.raises(ChannelClosed):
+                channel.receive(5.0)
+        with pytest.raises(ChannelClosed, match="the server at"):
+            connect(server.address, SECRET, 1.0, "the server")
+
+
+def test_a_handler_may_close_the_server() -> None:
+    servers: queue.SimpleQueue[ControlServer] = queue.SimpleQueue()
+    with serving(lambda channel: servers.get().close()) as server, connected(server) as channel:
+        servers.put(server)
+        with pytest.raises(ChannelClosed):
+            channel.receive(5.0)
+
+
+# ---- strangers
+
+
+def test_wrong_secret_is_refused_on_both_sides_and_others_are_served() -> None:
+    handled = threading.Event()
+
+    def handle(channel: Channel) -> None:
+        handled.set()
+        echo(channel)
+
+    with serving(handle) as server:
+        with pytest.raises(ChannelRefused, match="do not hold the same secret"):
+            connect(server.address, b"wrong" * 6, 5.0, "the server")
+        assert not handled.is_set()
+        with connected(server) as channel:
+            channel.send(BEAT)
+            assert channel.receive(5.0) == BEAT
+
+
+def test_a_server_that_does_not_hold_the_secret_is_refused() -> None:
+    """It accepts any answer, but cannot answer the client's challenge."""
+    listener = socket.create_server((HOST, 0))
+
+    def pretend() -> None:
+        with listener, listener.accept()[0] as sock:
+            for text in (b"#CHALLENGE#" + b"{sha256}" + b"0" * 20, b"#WELCOME#", b"0" * 32):
+                sock.sendall(struct.pack("!i", len(text)) + text)
+            wait_closed(sock)
+
+    thread = threading.Thread(target=pretend)
+    thread.start()
+    with pytest.raises(ChannelRefused):
+        connect(listener.getsockname(), SECRET, 5.0, "the server")
+    thread.join()
+
+
+def test_silent_strangers_hold_nobody_up_and_are_dropped() -> None:
+    with serving(handshake_timeout_s=0.3) as server:
+        strangers = [socket.create_connection(server.address, timeout=5.0) for _ in range(8)]
+        started_s = time.monotonic()
+        with connected(server) as channel:
+            channel.send(BEAT)
+            assert channel.receive(5.0) == BEAT
+        assert time.monotonic() - started_s < 0.3
+        for stranger in strangers:
+            wait_closed(stranger)
+            stranger.close()
+        assert time.monotonic() - started_s < 3.0
+
+
+def test_a_stranger_that_drips_bytes_is_dropped_at_the_same_deadline() -> None:
+    with serving(handshake_timeout_s=0.4) as server, raw_client(server) as stranger:
+        started_s = time.monotonic()
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            drip(stranger)
+        assert time.monotonic() - started_s < 2.0
+
+
+def test_too_many_strangers_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_module, "_MAX_PENDING_HANDSHAKES", 4)
+    with serving() as server:
+        strangers = [socket.create_connection(server.address, timeout=5.0) for _ in range(6)]
+        with connected(server) as channel:
+            channel.send(BEAT)
+            assert channel.receive(5.0) == BEAT
+        for stranger in strangers[:2]:
+            wait_closed(stranger)
+        for stranger in strangers:
+            stranger.close()
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("!i", 2**31 - 1),
+        struct.pack("!i", -5),
+        struct.pack("!i", -1) + struct.pack("!Q", 2**62),
+        bytes(range(1, 256)),
+    ],
+)
+def test_junk_instead_of_a_proof_is_dropped(junk: bytes) -> None:
+    with serving(handshake_timeout_s=0.5) as server:
+        with raw_client(server) as stranger:
+            stranger.sendall(junk)
+            wait_closed(stranger)
+        with connected(server) as channel:
+            channel.send(BEAT)
+            assert channel.receive(5.0) == BEAT
+
+
+class Bomb:
+    """Unpickled, it would leave a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("junk", ["a pickle", "text", "unknown type", "too long", "negative"])
+def test_what_is_no_message_closes_that_channel_alone(
+    junk: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bait = tmp_path / "unpickled"
+    data = {
+        "a pickle": pickle.dumps(Bomb(bait)),
+        "text": b"hello",
+        "unknown type": b'{"type": "nonsense"}',
+    }
+    with serving() as server, connected(server) as other:
+        with Client(server.address, authkey=SECRET) as client:
+            if junk == "too long":
+                os.write(client.fileno(), struct.pack("!i", wire_module.MAX_MESSAGE_BYTES + 1))
+            elif junk == "negative":
+                os.write(client.fileno(), struct.pack("!i", -5))
+            else:
+                client.send_bytes(data[junk])
+            with pytest.raises((EOFError, ConnectionResetError)):
+                client.recv_bytes()
+        other.send(BEAT)
+        assert other.receive(5.0) == BEAT
+    assert not bait.exists()
+    if junk in data:
+        assert "closing the channel to 127.0.0.1:" in caplog.text
+        assert "not a message" in caplog.text
+
+
+# ---- connecting
+
+
+def test_connect_to_nobody_says_who_is_missing() -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        address = listener.getsockname()
+    with pytest.raises(ChannelClosed, match=f"the coordinator at 127.0.0.1:{address[1]}"):
+        connect(address, SECRET, 5.0, "the coordinator")
+
+
+def test_connect_to_a_silent_listener_ends_at_its_deadline() -> None:
+    with (
+        socket.create_server((HOST, 0)) as listener,
+        pytest.raises(DeadlineError, match=r"waited 0\.2 s for the coordinator"),
+    ):
+        connect(listener.getsockname(), SECRET, 0.2, "the coordinator")
+
+
+def test_the_server_listens_on_the_given_host_alone() -> None:
+    with serving() as server:
+        assert server.address[0] == HOST
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", server.address[1]))
+
+
+def test_status_request_and_reply_over_a_named_peer() -> None:
+    def answer(channel: Channel) -> None:
+        channel.peer = "the operator"
+        assert channel.receive(5.0) == StatusRequest()
+        channel.send(Reply(ok=True, text=channel.peer))
+
+    with serving(answer) as server, connected(server) as channel:
+        channel.send(StatusRequest())
+        assert channel.receive(5.0) == Reply(ok=True, text="the operator")

@@ -1,0 +1,156 @@
+"""A launch through submitit, with a stand-in for the coordinator: what survives what."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.unit.config.runs import minimal, write_minimal
+from tests.unit.standin import sitecustomize_in
+
+from liver_hpc import cli
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import LiverError
+from liver_hpc.operate import stop
+from liver_hpc.run_directory import RunDirectory, find_run, process_lives
+from liver_hpc.submit import submit_run
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _with_the_standin(
+    tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{repository}")
+    sitecustomize_in(tmp_path, repository)
+    yield
+    for run in Path("runs").glob("run-*"):
+        end(RunDirectory(run))
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return minimal(cluster={"kind": "local"})
+
+
+def processes(run: RunDirectory) -> list[int]:
+    """Controller and coordinator, as far as they are known and alive."""
+    address, job = run.coordinator(), run.job_id()
+    known = [int(job)] if job else []
+    known += [address.pid] if address else []
+    return [pid for pid in known if process_lives(pid)]
+
+
+def end(run: RunDirectory) -> None:
+    """Whatever a test did, no process of its run is left."""
+    for pid in processes(run):
+        os.kill(pid, signal.SIGKILL)
+    await_end(run)
+
+
+def await_end(run: RunDirectory) -> None:
+    poll_until(
+        lambda: not processes(run), Deadline.after(SystemClock(), LIMIT_S, f"{run} to be gone")
+    )
+
+
+def test_coordinator_has_a_session_of_its_own(config: RunConfig) -> None:
+    run = submit_run(config)
+    address, job = run.coordinator(), run.job_id()
+    assert address is not None
+    assert job is not None
+    assert psutil.Process(address.pid).ppid() == int(job)
+    assert os.getsid(address.pid) != os.getsid(0)
+    assert os.getpgid(int(job)) != os.getpgid(0)
+    assert find_run("latest", Path("runs")).path == run.path.resolve()
+
+
+def test_stop_leaves_no_process(config: RunConfig) -> None:
+    run = submit_run(config)
+    before = processes(run)
+    assert len(before) == 2
+    outcome = stop(run, timeout_s=LIMIT_S)
+    assert outcome.state == "stopped"
+    assert not [pid for pid in before if process_lives(pid)]
+
+
+def test_killed_coordinator_leaves_no_controller(config: RunConfig) -> None:
+    run = submit_run(config)
+    address = run.coordinator()
+    assert address is not None
+    os.kill(address.pid, signal.SIGKILL)
+    await_end(run)
+    assert run.outcome() is None
+
+
+def test_accelerators_that_submitit_hides_are_shown_again(
+    config: RunConfig, tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    note = "import os; open(f'{run_directory}/seen', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
+    sitecustomize_in(tmp_path, repository, before=note)
+    run = submit_run(config)
+    assert (run.path / "seen").read_text() == "3,1"
+
+
+def test_coordinator_that_ends_at_once_is_noticed(
+    config: RunConfig, tmp_path: Path, repository: Path
+) -> None:
+    sitecustomize_in(tmp_path, repository, before="raise SystemExit('no luck')")
+    started = time.monotonic()
+    with pytest.raises(LiverError, match=r"ended at once; its logs are runs/run-.*/logs"):
+        submit_run(config)
+    assert time.monotonic() - started < config.deadlines.boot_s / 2
+
+
+def test_failed_launch_says_what_submitit_said(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "submitit.py").write_text("raise RuntimeError('no submitit today')\n")
+    with pytest.raises(LiverError, match=r"submitit: RuntimeError: no submitit today; see .*log"):
+        submit_run(config)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "liver_hpc", *arguments]
+
+
+def test_no_follow_prints_the_run_directory_and_ends(tmp_path: Path) -> None:
+    path = write_minimal(tmp_path)
+    shown = subprocess.run(
+        command("submit", "--config", str(path), "--cluster", "local", "--no-follow"),
+        capture_output=True,  # a run that held on to our pipes would keep this from ending
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    run = find_run("latest", Path("runs"))
+    assert shown.stdout == f"runs/{run.path.name}\n"
+    assert len(processes(run)) == 2
+
+
+def test_interrupted_follow_leaves_the_run_going(tmp_path: Path) -> None:
+    path = write_minimal(tmp_path)
+    with subprocess.Popen(
+        command("submit", "--config", str(path), "--cluster", "local", "--follow"),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a terminal's foreground processes, which Ctrl-C is for
+    ) as following:
+        assert following.stdout is not None
+        assert following.stdout.readline().startswith("run runs/run-")
+        assert "tp1 pp1 dp2" in following.stdout.readline() + following.stdout.readline()
+        os.killpg(following.pid, signal.SIGINT)
+        rest = following.stdout.read()
+    assert following.returncode == cli.EXIT_INTERRUPTED
+    run = find_run("latest", Path("runs"))
+    assert f"run runs/{run.path.name} goes on" in rest
+    assert len(processes(run)) == 2
