@@ -267,7 +267,11 @@ class Course:
             self.run_failed(f"the workers ended after {done} of {steps} steps")
 
     def run_failed(self, reason: str) -> None:
-        """Ends the run, unless it has ended already."""
+        """Ends the run, unless it has ended already, and the handoff attempt with it."""
+        attempt = self.recorder.attempt
+        if attempt is not None:
+            source = attempt.request.source
+            self.recorder.attempt_ended(Ended(attempt.generation, "failed", reason, source))
         self._end(RunState.FAILED, reason)
 
     def _end(self, state: RunState, reason: str) -> None:

@@ -169,6 +169,7 @@ class Handoffs:
         elif isinstance(message, Progress):
             notes.observe(message)
         else:
+            _log_timings(message)
             self._feed(message)
 
     def finished(self, message: Finished) -> None:
@@ -268,3 +269,10 @@ class Handoffs:
         what = f"{ended.outcome}: {ended.detail}" if ended.detail else ended.outcome
         self._owner.note(f"generation {ended.generation}: {what}; now {ended.world}")
         self._owner.handoff_ended(ended)
+
+
+def _log_timings(message: OfAttempt) -> None:
+    timings_s = getattr(message, "timings_s", {})
+    if timings_s:
+        took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in timings_s.items())
+        log.info("worker %d %s: %s", message.worker, message.type, took)

@@ -98,9 +98,9 @@ def _image(path: Path, attributes: Mapping[str, str], rows: Mapping[str, Rows]) 
     """The bytes of a new file, with everything that SWMR does not let one create later."""
     with h5py.File(path, "w", libver=FORMAT, driver="core", backing_store=False) as file:
         for table in TABLES:
-            data = rows.get(table.name, table.rows([]))
+            first = rows.get(table.name, table.rows([]))
             file.create_dataset(
-                table.name, data=data, maxshape=(None,), chunks=(table.chunk_rows,)
+                table.name, data=first, maxshape=(None,), chunks=(table.chunk_rows,)
             )
         for name, text in attributes.items():
             # A null-padded text ends at its first zero byte, and has at least one byte.

@@ -239,5 +239,3 @@ def _set_aside(path: Path) -> None:
         if not kept.exists():
             path.rename(kept)
         number += 1
-EOF
-. /tmp/dev/bin/activate; sed -i '$d' liver_hpc/metrics/store.py; tail -5 liver_hpc/metrics/store.py; ruff format liver_hpc/metrics; ruff check liver_hpc/metrics; mypy --strict liver_hpc/metrics/store.py liver_hpc/metrics/hdf5.py liver_hpc/metrics/table.py

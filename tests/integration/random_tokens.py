@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +31,19 @@ class RandomTokens:
 
 
 class RandomTokenGPT(GPT):
-    """GPT whose `open` needs no files."""
+    """GPT whose `open` needs no files.
+
+    `LIVER_TEST_STEP_S` makes every step take that much longer, so that a run of tiny steps lasts
+    until its joiners have booted.
+    """
 
     def open(self, run_directory: Path) -> None:
         self._samples = RandomTokens(self.options.seq_length, self.options.vocab_size)  # type: ignore[assignment]
+        self._step_s = float(os.environ.get("LIVER_TEST_STEP_S", "0"))
+
+    def batch(self, step: int) -> Sequence[Any]:
+        time.sleep(self._step_s)
+        return super().batch(step)
 
 
 def tiny_config(**model: Any) -> RunConfig:

@@ -15,8 +15,8 @@ from types import TracebackType
 
 from liver_hpc.protocol.messages import (
     AnyMessage,
-    Reply,
     ReplaceRequest,
+    Reply,
     ResizeRequest,
     StatusRequest,
     StopRequest,

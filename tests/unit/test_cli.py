@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.unit.config.runs import minimal, write_minimal
-from tests.unit.standin import StandIn
 
 from liver_hpc import __version__, cli
 from liver_hpc.config.load import parse_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest, StopRequest
 from liver_hpc.run_directory import RunDirectory, create_run_directory
+from tests.unit.config.runs import minimal, write_minimal
+from tests.unit.standin import StandIn
+
+COMMANDS = ["submit", "status", "resize", "replace", "stop", "report", "prepare-data"]
 
 Captured = pytest.CaptureFixture[str]
 
@@ -40,11 +42,11 @@ def standin(run: RunDirectory) -> Iterator[StandIn]:
 
 
 def liver(*arguments: str) -> int:
+    """The exit code of a command that runs in this process."""
     try:
         return cli.main(arguments)
-    except SystemExit as exit_:
-        assert isinstance(exit_.code, int)
-        return exit_.code
+    except SystemExit as exit_:  # argparse's way to end
+        return int(exit_.code or 0)
 
 
 # ---- the command line
@@ -56,7 +58,7 @@ def test_help_names_every_command_in_half_a_second() -> None:
         [sys.executable, "-m", "liver_hpc", "--help"], capture_output=True, text=True, check=True
     ).stdout
     took_s = _children_cpu_s() - before_s  # wall time would measure the neighbours
-    for command in "submit status resize replace stop report prepare-data".split():
+    for command in COMMANDS:
         assert f"\n    {command}" in shown
     assert took_s < 0.5
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.unit.config.runs import minimal, write_minimal
-from tests.unit.standin import sitecustomize_in
 
 from liver_hpc import cli
 from liver_hpc.clock import Deadline, SystemClock, poll_until
@@ -22,6 +20,8 @@ from liver_hpc.errors import LiverError
 from liver_hpc.operate import stop
 from liver_hpc.run_directory import RunDirectory, find_run, process_lives
 from liver_hpc.submit import submit_run
+from tests.unit.config.runs import minimal, write_minimal
+from tests.unit.standin import sitecustomize_in
 
 LIMIT_S = 60.0
 

@@ -1,0 +1,58 @@
+# Every target works alone on a fresh machine with Python 3.11 (or newer) and make.
+
+SHELL := /bin/bash
+
+# The first Python on the path that is new enough; `make PYTHON=...` overrides it.
+PYTHON ?= $(firstword $(foreach candidate,python3 python3.11 python3.12 python3.13,\
+	$(shell $(candidate) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $(candidate))))
+VENV ?= .venv
+# torch is installed first and by itself, so that its build can be chosen. On a machine without a
+# GPU whose pip would fetch the CUDA build, pass PyTorch's CPU index in TORCH_PIP_ARGS.
+TORCH ?= torch==2.13.0
+TORCH_PIP_ARGS ?=
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# mpiexec comes with the mpich wheel and lies in the environment's bin.
+export PATH := $(abspath $(BIN)):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format clean
+
+help: ## what there is
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' \
+		| expand -t 16
+	@echo
+	@echo 'variables: PYTHON VENV TORCH TORCH_PIP_ARGS PYTEST_ARGS DEMO_ARGS'
+
+install: $(INSTALLED) ## the virtual environment with everything in it
+
+$(INSTALLED): pyproject.toml
+	@test -n "$(PYTHON)" || { echo 'make: no Python 3.11 or newer on the path;' \
+		'name one: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH_PIP_ARGS) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+demo: $(INSTALLED) ## a GPT on real text whose shape changes live, several times
+	$(BIN)/liver submit --config configs/demo.yaml --follow $(DEMO_ARGS)
+
+test: $(INSTALLED) ## the whole test suite; more flags for pytest in PYTEST_ARGS
+	$(BIN)/python -m pytest -q --durations=15 $(PYTEST_ARGS)
+
+check: $(INSTALLED) ## format, lint and types, as CI runs them
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## rewrites the sources in the one format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## removes the environment and caches; runs/ and data/ stay
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

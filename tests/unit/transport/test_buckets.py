@@ -1,0 +1,246 @@
+"""Cutting and ordering, and that no schedule can deadlock: without any transport."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from liver_hpc.errors import ConfigError, PlanError
+from liver_hpc.layout.tensors import EXP_AVG, PARAMETER, Box, ModelSpec, Move, TransferPlan
+from liver_hpc.transport.buckets import (
+    Action,
+    Bucket,
+    Piece,
+    Step,
+    check_budget,
+    cut_moves,
+    group_steps,
+    plan_buckets,
+    schedule,
+    whole_units,
+)
+from tests.unit.transport.plans import RandomPlans, plan_of, random_plans
+
+BUDGETS = st.integers(16, 700)
+SLOTS = st.integers(1, 4)
+
+
+def _elements(pieces: Iterable[Piece | Move]) -> Counter[tuple[str, int, int, int]]:
+    """How often every element is in the pieces."""
+    return Counter(
+        (piece.kind, piece.tensor_index, row, col)
+        for piece in pieces
+        for row in range(piece.box.row0, piece.box.row1)
+        for col in range(piece.box.col0, piece.box.col1)
+    )
+
+
+def test_a_bucket_is_filled_before_the_next_is_begun() -> None:
+    four = {EXP_AVG: 4}.__getitem__
+    # 8 rows of 8 floats are 256 bytes: a whole bucket takes 3 rows of 32 bytes, and no part of one.
+    buckets = cut_moves([Move(0, EXP_AVG, Box(0, 8, 0, 8), 0, 1)], four, 112)
+    assert [[piece.box for piece in pieces] for pieces in buckets] == [
+        [Box(0, 3, 0, 8)],
+        [Box(3, 6, 0, 8)],
+        [Box(6, 8, 0, 8)],
+    ]
+    moves = [Move(0, EXP_AVG, Box(0, 2, 0, 8), 0, 1), Move(1, EXP_AVG, Box(5, 9, 0, 8), 0, 1)]
+    buckets = cut_moves(moves, four, 112)
+    assert [[(p.tensor_index, p.box, p.offset_bytes) for p in pieces] for pieces in buckets] == [
+        [(0, Box(0, 2, 0, 8), 0), (1, Box(5, 6, 0, 8), 64)],
+        [(1, Box(6, 9, 0, 8), 0)],
+    ]
+
+
+def test_a_row_larger_than_a_bucket_is_cut_by_columns() -> None:
+    moves = [Move(0, EXP_AVG, Box(0, 2, 3, 13), 0, 1)]
+    buckets = cut_moves(moves, lambda _kind: 4, 16)
+    assert [pieces[0].box for pieces in buckets] == [
+        Box(0, 1, 3, 7),
+        Box(0, 1, 7, 11),
+        Box(0, 1, 11, 13),
+        Box(1, 2, 3, 7),
+        Box(1, 2, 7, 11),
+        Box(1, 2, 11, 13),
+    ]
+
+
+@given(random_plans(), BUDGETS)
+def test_every_element_is_in_exactly_one_bucket_of_at_most_the_given_size(
+    case: RandomPlans, bucket_bytes: int
+) -> None:
+    for plan in case.plans:
+        buckets = plan_buckets(plan, case.model.element_bytes, bucket_bytes)
+        for mine, moves in (
+            ([b for b in buckets if b.sender == plan.worker], plan.sends),
+            ([b for b in buckets if b.receiver == plan.worker], plan.receives),
+        ):
+            pieces = [(p, b.sender, b.receiver) for b in mine for p in b.pieces]
+            assert _elements(p for p, _, _ in pieces) == _elements(moves)
+            by_pair = Counter((s, r) for p, s, r in pieces for _ in range(p.box.elements))
+            assert by_pair == Counter(
+                (m.sender, m.receiver) for m in moves for _ in range(m.box.elements)
+            )
+        for bucket in buckets:
+            assert bucket.num_bytes <= bucket_bytes
+            _check_inside(bucket, case.model)
+
+
+def _check_inside(bucket: Bucket, model: ModelSpec) -> None:
+    """Pieces lie one behind the other, at offsets that any element type can start at."""
+    end = 0
+    for piece in bucket.pieces:
+        assert piece.offset_bytes % 16 == 0
+        assert piece.offset_bytes >= end
+        assert piece.num_bytes == piece.box.elements * model.element_bytes(piece.kind)
+        end = piece.offset_bytes + piece.num_bytes
+    assert end <= bucket.num_bytes
+
+
+@given(random_plans(), BUDGETS)
+def test_both_ends_cut_alike_and_keep_the_order_of_the_plan(
+    case: RandomPlans, bucket_bytes: int
+) -> None:
+    ends: dict[tuple[int, int], list[list[Bucket]]] = {}
+    for plan in case.plans:
+        found: dict[tuple[int, int], list[Bucket]] = {}
+        buckets = plan_buckets(plan, case.model.element_bytes, bucket_bytes)
+        assert buckets == sorted(buckets, key=lambda bucket: bucket.key)
+        assert len({bucket.key for bucket in buckets}) == len(buckets)
+        for bucket in buckets:
+            found.setdefault((bucket.sender, bucket.receiver), []).append(bucket)
+        for pair, between in found.items():
+            ends.setdefault(pair, []).append(between)
+    for between in ends.values():
+        assert len(between) == 2
+        assert between[0] == between[1]
+        order = [(piece.tensor_index, piece.kind) for b in between[0] for piece in b.pieces]
+        assert order == sorted(order)
+
+
+@dataclass
+class _Simulated:
+    """One worker that goes through its schedule: what it has launched, and what waits."""
+
+    actions: list[Action]
+    launched: list[Step] = field(default_factory=list)
+    next_action: int = 0
+    held: dict[int, Step] = field(default_factory=dict)
+
+    def done(self) -> bool:
+        return self.next_action == len(self.actions)
+
+
+class _Network:
+    """Lock-step workers over a wire that crosses a bucket only when both ends have started it.
+
+    `grouped`: as in NCCL, a worker's step starts only when all its earlier steps are complete.
+    """
+
+    def __init__(self, case: RandomPlans, sizes: tuple[int, int, int], grouped: bool) -> None:
+        bucket_bytes, slot_bytes, num_slots = sizes
+        self.grouped = grouped
+        self.staging_bytes = slot_bytes * num_slots
+        self.crossed: set[tuple[int, int, int]] = set()
+        self.workers = []
+        for plan in case.plans:
+            buckets = plan_buckets(plan, case.model.element_bytes, bucket_bytes)
+            steps = group_steps(buckets, slot_bytes)
+            assert all(
+                placed.offset_bytes + placed.bucket.num_bytes <= slot_bytes
+                for step in steps
+                for placed in step
+            )
+            self.workers.append(_Simulated(list(schedule(steps, num_slots))))
+
+    def _complete(self, step: Step) -> bool:
+        return all(placed.bucket.key in self.crossed for placed in step)
+
+    def _started(self, worker: _Simulated) -> set[tuple[int, int, int]]:
+        started = set()
+        for step in worker.launched:
+            started.update(placed.bucket.key for placed in step)
+            if self.grouped and not self._complete(step):
+                break
+        return started
+
+    def cross(self) -> None:
+        """Everything crosses that can, and what that sets free."""
+        before = -1
+        while len(self.crossed) > before:
+            before = len(self.crossed)
+            started = Counter(key for worker in self.workers for key in self._started(worker))
+            self.crossed.update(key for key, ends in started.items() if ends == 2)
+
+    def advance(self, worker: _Simulated) -> bool:
+        """Does the worker's next action if it can."""
+        if worker.done():
+            return False
+        action = worker.actions[worker.next_action]
+        if action.kind == "launch":
+            assert action.slot not in worker.held
+            worker.held[action.slot] = action.step
+            worker.launched.append(action.step)
+            assert self._held_bytes(worker) <= self.staging_bytes
+        elif self._complete(action.step):
+            assert worker.held.pop(action.slot) == action.step
+        else:
+            return False
+        worker.next_action += 1
+        return True
+
+    @staticmethod
+    def _held_bytes(worker: _Simulated) -> int:
+        return sum(p.bucket.num_bytes for step in worker.held.values() for p in step)
+
+
+@given(random_plans(), BUDGETS, st.integers(1, 5), SLOTS, st.booleans(), st.randoms())
+def test_no_order_of_events_deadlocks_and_the_budget_holds(
+    case: RandomPlans, bucket_bytes: int, per_slot: int, num_slots: int, grouped: bool, rng: Random
+) -> None:
+    """Any worker may be held up for as long as another can still do something."""
+    slot_bytes = whole_units(bucket_bytes) * per_slot
+    network = _Network(case, (bucket_bytes, slot_bytes, num_slots), grouped)
+    while not all(worker.done() for worker in network.workers):
+        network.cross()
+        order = list(network.workers)
+        rng.shuffle(order)
+        assert any(network.advance(worker) for worker in order), "deadlock"
+    wanted = {
+        bucket.key
+        for plan in case.plans
+        for bucket in plan_buckets(plan, case.model.element_bytes, bucket_bytes)
+    }
+    assert network.crossed == wanted
+
+
+def test_sends_and_receives_of_a_worker_alternate() -> None:
+    """A worker that sends the first tensors and receives the last does both at once."""
+    sends = [Move(index, EXP_AVG, Box(0, 4, 0, 4), 0, 1) for index in range(4)]
+    receives = [Move(index, EXP_AVG, Box(0, 4, 0, 4), 1, 0) for index in range(4, 8)]
+    buckets = plan_buckets(plan_of([*sends, *receives], 0), lambda _kind: 4, 64)
+    assert [bucket.sender for bucket in buckets] == [1, 0] * 4
+
+
+def test_a_plan_of_somebody_else_is_refused() -> None:
+    move = Move(0, PARAMETER, Box(0, 1, 0, 1), 2, 3)
+    for plan in (TransferPlan(1, (move,), (), ()), TransferPlan(1, (), (move,), ())):
+        with pytest.raises(PlanError, match="worker 1: this is not mine to move"):
+            plan_buckets(plan, lambda _kind: 4, 64)
+    within = Move(0, PARAMETER, Box(0, 1, 0, 1), 1, 1)
+    with pytest.raises(PlanError, match="not mine"):
+        plan_buckets(TransferPlan(1, (within,), (), ()), lambda _kind: 4, 64)
+
+
+def test_a_budget_without_room_for_a_bucket_is_refused() -> None:
+    check_budget(64, 64)
+    with pytest.raises(ConfigError, match=r"staging_bytes is 63, below one bucket .* is 64"):
+        check_budget(63, 64)
+    with pytest.raises(ConfigError, match="bucket_bytes is 15; wanted at least 16"):
+        check_budget(63, 15)
