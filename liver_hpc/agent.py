@@ -102,6 +102,8 @@ class Signals:
         signals = cls(reader)
         signal.signal(signal.SIGCHLD, signals._note)
         signals.catch_stop()
+        # Whoever started us may have had them blocked.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, *_STOP_SIGNALS})
         return signals
 
     def catch_stop(self) -> None:
@@ -171,6 +173,8 @@ class Agent:
             "LIVER_AGENT_READ_FD": str(read_by_worker),
             "LIVER_AGENT_WRITE_FD": str(written_by_worker),
         }
+        if not environment.get("HWLOC_XMLFILE"):  # empty: the launcher's word to hydra
+            environment.pop("HWLOC_XMLFILE", None)
         # Several workers share a machine: two threads each would be slower than one.
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment.setdefault("MKL_NUM_THREADS", "1")

@@ -41,7 +41,7 @@ def local_services(config: RunConfig, run_directory: Path, secret: bytes) -> Ser
     return Services(
         clock=SystemClock(),
         recipe=load_recipe(config),
-        launcher=LocalLauncher(run_directory),
+        launcher=LocalLauncher(run_directory, config.deadlines.exit_s),
         front_desk=MpiFrontDesk(
             run_directory,
             secret,

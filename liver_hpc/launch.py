@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,9 @@ def coordinate(run_directory: str) -> int:
     """What the job runs."""
     from liver_hpc.coordinator import run_coordinator
 
+    # Shortly before the job's time is up it gets SIGUSR2, for which submitit would requeue it or
+    # raise: to the coordinator it is a request to stop, as SIGTERM is.
+    signal.signal(signal.SIGUSR2, lambda number, frame: signal.raise_signal(signal.SIGTERM))
     return run_coordinator(run_directory)
 
 

@@ -20,9 +20,11 @@ _PR_SET_PDEATHSIG = 1
 _POLL_INTERVAL_S = 0.5
 
 # Runs in an interpreter of its own between the parent and the command: the parent may have
-# threads, so nothing may run between its fork and the exec.
+# threads, so nothing may run between its fork and the exec. What the thread that forked had
+# blocked would stay blocked in the whole tree.
 _GUARD = f"""
-import ctypes, os, sys
+import ctypes, os, signal, sys
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
 parent, number, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 ctypes.CDLL(None).prctl(*map(ctypes.c_ulong, ({_PR_SET_PDEATHSIG}, number, 0, 0, 0)))
 if os.getppid() != parent:
@@ -38,8 +40,9 @@ def die_with_parent(parent: int, signum: signal.Signals) -> None:
     """Has the kernel send `signum` to this process once the thread that started it has ended.
 
     `parent` is the process id that the parent had when it started this process; if it is no
-    longer the parent, this process exits at once with EXIT_ORPHANED.
+    longer the parent, this process exits at once with EXIT_ORPHANED. Unblocks `signum`.
     """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})
     libc = ctypes.CDLL(None, use_errno=True)
     arguments = (_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
     if libc.prctl(*map(ctypes.c_ulong, arguments)) != 0:
@@ -59,7 +62,10 @@ def guarded(command: Sequence[str], signum: signal.Signals = signal.SIGKILL) -> 
 
 
 def quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:
-    """Starts a daemon thread to which the kernel delivers no signal of the process."""
+    """Starts a daemon thread to which the kernel delivers no signal of the process.
+
+    Not for a thread that starts processes: they would inherit its blocked signals.
+    """
     thread = threading.Thread(target=target, name=name, daemon=True)
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:

@@ -22,7 +22,6 @@ class ScriptedWorker:
         self.script = script
         self.channel = channel
         self.thread = threading.Thread(target=self._serve, daemon=True)
-        self.thread.start()
 
     def _serve(self) -> None:
         worker = self.script.worker
@@ -109,6 +108,7 @@ class ScriptedCluster:
                 continue
             script = WorkerScript(worker, self.faults, mute=fault is Fault.SILENT)
             self.workers[worker] = ScriptedWorker(script, channel)
+            self.workers[worker].thread.start()
             own.append(self.workers[worker])
         for played in own:
             played.thread.join()

@@ -37,7 +37,11 @@ class Launcher(ABC):
 
     @abstractmethod
     def exit_code(self, agent: str) -> int | None:
-        """How the agent ended, 128 + n for signal n; None while it is alive."""
+        """How the agent ended, None while it is alive: 0 when all its workers ended well.
+
+        The agent's own codes are in `liver_hpc.agent`; for an agent that died by a signal a
+        launcher may report that signal's number, or 128 and that number.
+        """
 
     @abstractmethod
     def kill(self, agent: str) -> None:

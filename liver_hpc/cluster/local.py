@@ -19,14 +19,19 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.environment import clean_environment
 from liver_hpc.cluster.launcher import Launcher, NodeRequest, check_names, unknown_agent
 from liver_hpc.cluster.processes import kill_marked, marked_processes, signal_processes
 from liver_hpc.errors import ConfigError, DeadlineError, LiverError
-from liver_hpc.lifeline import guarded, quiet_thread
+from liver_hpc.lifeline import guarded
 
 _MARK = "LIVER_LAUNCH"
+# Otherwise hydra's proxy writes the machine's topology to a file in /tmp for its MPI process; the
+# file stays there when the proxy is killed. The agent keeps this from its workers.
+_NO_TOPOLOGY_FILE = {"HWLOC_XMLFILE": ""}
 _SPAWN_S = 30.0
+_KILL_INTERVAL_S = 0.1
 _SWEEP_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -103,25 +108,43 @@ class _Tree:
         self._value = f"{agent}:{secrets.token_hex(8)}"
         self._spawned = threading.Event()
         self._failure: OSError | None = None
-        self._killer: threading.Timer | None = None
+        self._buried = threading.Event()
+        self._killer: threading.Thread | None = None
         self._keeper: threading.Thread | None = None
         self.exit_code: int | None = None
 
     def start(self) -> None:
         """Raises LiverError when mpiexec cannot be started."""
-        self._keeper = quiet_thread(self._keep, f"agent-{self._agent}")
+        self._keeper = threading.Thread(target=self._keep, name=f"agent-{self._agent}", daemon=True)
+        self._keeper.start()
         if not self._spawned.wait(_SPAWN_S):
             raise DeadlineError(f"waited {_SPAWN_S:g} s for mpiexec of agent {self._agent}")
         if self._failure is not None:
             raise LiverError(f"agent {self._agent}: {self._failure}") from self._failure
 
     def kill(self) -> None:
-        if self._killer is not None or self.exit_code is not None:
-            return
-        self._killer = threading.Timer(self._exit_s, self._sweep)
-        self._killer.daemon = True
-        self._killer.start()
-        signal_processes(marked_processes(_MARK, self._value), signal.SIGTERM)
+        if self._killer is None and self.exit_code is None:
+            self._killer = threading.Thread(
+                target=self._kill, name=f"kill-{self._agent}", daemon=True
+            )
+            self._killer.start()
+
+    def _kill(self) -> None:
+        """SIGTERM to everything, SIGKILL to what lives on after `exit_s`.
+
+        mpiexec forgets a signal that comes before it has started the rest: hence again and again,
+        to each process once.
+        """
+        deadline = Deadline.after(SystemClock(), self._exit_s, f"agent {self._agent} to end")
+        told: set[int] = set()
+        while not deadline.expired():
+            untold = set(marked_processes(_MARK, self._value)) - told
+            signal_processes(sorted(untold), signal.SIGTERM)
+            told |= untold
+            if self._buried.wait(_KILL_INTERVAL_S):
+                return
+        _log.warning("agent %s has not ended %g s after SIGTERM", self._agent, self._exit_s)
+        self._sweep()
 
     def join(self) -> list[int]:
         """Waits for a killed tree; the processes that live on nevertheless."""
@@ -137,7 +160,7 @@ class _Tree:
             with self._log.open("ab") as log:
                 process = subprocess.Popen(
                     guarded(self._command),
-                    env={**clean_environment(os.environ), _MARK: self._value},
+                    env={**_NO_TOPOLOGY_FILE, **clean_environment(os.environ), _MARK: self._value},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -146,14 +169,14 @@ class _Tree:
         except OSError as error:
             self._failure = error
             self.exit_code = 127
+            self._buried.set()
             return
         finally:
             self._spawned.set()
         code = process.wait()
         self._sweep()
-        if self._killer is not None:
-            self._killer.cancel()
         self.exit_code = code if code >= 0 else 128 - code
+        self._buried.set()
         _log.info("agent %s ended with exit code %d", self._agent, self.exit_code)
 
     def _sweep(self) -> None:

@@ -64,7 +64,7 @@ def _text(details: list[ErrorDetails], path: KeyPath, model: type[BaseModel]) ->
     kind, got, key = details[0]["type"], details[0]["input"], str(path[-1]) if path else ""
     if kind == "extra_forbidden":
         valid = sorted(_fields_at(model, path[:-1]))
-        return f"unknown key{suggestion(key, valid)}; valid keys here: {', '.join(valid)}"
+        return f"unknown key{suggestion(key, valid)} (valid keys here: {', '.join(valid)})"
     if kind == "missing":
         return "this key is required"
     if kind == "value_error":

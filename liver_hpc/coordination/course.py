@@ -218,6 +218,8 @@ class Course:
         for generation in {self.world.generation, ended.generation} - {ended.world.generation}:
             self._store.forget(f"g{generation}/")
         self.world = ended.world
+        what = f"{ended.outcome}: {ended.detail}" if ended.detail else ended.outcome
+        self.note(f"generation {ended.generation}: {what}; now {ended.world}")
         if self._stop_reason:
             self._tell_to_stop()
         self._end_if_all_finished()
@@ -279,6 +281,8 @@ class Course:
             self.state = state
             steps = max(self._steps_done, self.recorder.steps_done)
             self.outcome = Outcome(str(state), reason, steps)
+            if self._wishes:
+                log.info("never granted: %s", "; ".join(self._wishes.texts()))
             self.note(f"{state}: {reason}")
 
     def _set_deadline(self, limit_s: float) -> None:

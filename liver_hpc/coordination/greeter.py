@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from liver_hpc.coordination.inbox import Asked, Connected, Disconnected, Inbox, Received
+from liver_hpc.coordination.inbox import (
+    Asked,
+    Connected,
+    Disconnected,
+    Inbox,
+    InboxClosed,
+    Received,
+)
 from liver_hpc.coordination.store import StoreService
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.protocol.messages import (
@@ -31,6 +41,8 @@ class Greeter:
         self._inbox = inbox
         self._store = store
         self._control_s = control_s
+        self._settled = threading.Condition()
+        self._unsettled = 0  # operators' requests whose replies are not sent yet
 
     def handle(self, channel: Channel) -> None:
         """Runs until the connection ends."""
@@ -58,15 +70,35 @@ class Greeter:
         except ChannelClosed as error:
             self._inbox.put(Disconnected(channel, worker, str(error)))
 
+    def settle(self) -> None:
+        """Waits until the replies that the loop has given are sent. The inbox must be closed."""
+        with self._settled:
+            if not self._settled.wait_for(lambda: self._unsettled == 0, self._control_s):
+                log.warning("%d replies to operators could not be sent", self._unsettled)
+
     def _serve_operator(self, channel: Channel, request: FromOperator) -> None:
         while True:
-            try:
-                reply = self._inbox.ask(Asked(request), self._control_s)
-            except LiverError as error:
-                reply = Reply(ok=False, text=str(error))
-            channel.send(reply)
+            with self._reply_due():
+                try:
+                    reply = self._inbox.ask(Asked(request), self._control_s)
+                except InboxClosed:
+                    return
+                except LiverError as error:
+                    reply = Reply(ok=False, text=str(error))
+                channel.send(reply)
             following = channel.receive()
             if not isinstance(following, OPERATOR_REQUESTS):
                 log.warning("%s: followed up with %s", channel.peer, following.type)
                 return
             request = following
+
+    @contextmanager
+    def _reply_due(self) -> Iterator[None]:
+        with self._settled:
+            self._unsettled += 1
+        try:
+            yield
+        finally:
+            with self._settled:
+                self._unsettled -= 1
+                self._settled.notify_all()

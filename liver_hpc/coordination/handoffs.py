@@ -123,7 +123,7 @@ class Handoffs:
             source=str(attempt.request.source.roster.layout),
             target=str(attempt.request.target),
             notice=attempt.request.notice,
-            since_s=notes.notice_s,
+            since_s=notes.entered_s.get(self._machine.phase, notes.began_s),
             bytes_done=notes.bytes_done,
             bytes_total=notes.bytes_total,
             waiting_for=attempt.waiting_workers,
@@ -266,8 +266,6 @@ class Handoffs:
         self._recorder.attempt_ended(ended)
         if ended.outcome != "completed":
             self._crew.dismiss(ended.generation)
-        what = f"{ended.outcome}: {ended.detail}" if ended.detail else ended.outcome
-        self._owner.note(f"generation {ended.generation}: {what}; now {ended.world}")
         self._owner.handoff_ended(ended)
 
 

@@ -16,6 +16,13 @@ from liver_hpc.rendezvous.meeting import Answer, Identity, Refusal
 T = TypeVar("T")
 
 
+class InboxClosed(LiverError):
+    """The loop has ended; nobody will answer."""
+
+    def __init__(self) -> None:
+        super().__init__("the coordinator is shutting down")
+
+
 @dataclass(frozen=True)
 class Connected:
     """A worker's control channel is open."""
@@ -89,11 +96,11 @@ class Inbox:
     def ask(self, question: Question[T], timeout_s: float) -> T:
         """From any thread but the loop's: the loop's answer.
 
-        Raises DeadlineError, or LiverError once the inbox has closed.
+        Raises DeadlineError, InboxClosed, and what the loop answers with.
         """
         with self._lock:
             if self._closed:
-                raise LiverError("the coordinator is shutting down")
+                raise InboxClosed
             self._events.put(question)  # type: ignore[arg-type]  # Met and Asked are all there is
         try:
             return question.answer.result(timeout_s)
@@ -120,4 +127,4 @@ class Inbox:
     def refuse(self, event: InboxEvent) -> None:
         """Answers a question that the loop will not take up any more."""
         if isinstance(event, Question):
-            event.answer.set_exception(LiverError("the coordinator is shutting down"))
+            event.answer.set_exception(InboxClosed())

@@ -101,17 +101,15 @@ class Coordinator:
 
     def _open(self, stack: ExitStack) -> None:
         services, control_s = self._services, self._config.deadlines.control_s
-        for close in (
-            services.metrics.close,
-            services.front_desk.close,
-            services.launcher.close,
-        ):
+        for close in (services.metrics.close, services.front_desk.close, services.launcher.close):
             stack.callback(close)
         greeter = Greeter(self._inbox, self._store, control_s)
-        host = control_address(self._config.network.interface)
-        server = ControlServer(host, self._secret, greeter.handle)
-        for close in (server.close, self._inbox.close, self._store.close, self._see_all_off):
+        address = control_address(self._config.network.interface)
+        server = ControlServer(address, self._secret, greeter.handle)
+        # Called from the last to the first.
+        for close in (server.close, greeter.settle, self._inbox.close, self._store.close):
             stack.callback(close)
+        stack.callback(self._see_all_off)
         self._address = server.address
         host, port = server.address
         here = {"host": host, "port": port, "pid": os.getpid()}
@@ -232,6 +230,8 @@ class Coordinator:
             event = self._inbox.get(TICK_S)
             if isinstance(event, Disconnected) and self._crew.hear(event.channel, event.worker):
                 self._crew.leave(event.worker)
+            elif isinstance(event, Asked):
+                self._answer(event)
             elif event is not None:
                 self._inbox.refuse(event)
         if self._crew.present():

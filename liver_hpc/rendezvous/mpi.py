@@ -96,7 +96,8 @@ class MpiFrontDesk(FrontDesk):
 
     def start(self, answer: Callable[[Identity], Answer | Refusal]) -> None:
         self._answer = answer
-        self._keeper = quiet_thread(self._keep, "front-desk")
+        self._keeper = threading.Thread(target=self._keep, name="front-desk", daemon=True)
+        self._keeper.start()
         if not self._open.wait(_OPEN_S):
             self.close()
             raise DeadlineError(f"waited {_OPEN_S:g} s for the front desk to open")

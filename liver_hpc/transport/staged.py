@@ -119,7 +119,7 @@ class StagedTransport(Transport):
         self._prepared: list[_Prepared] = []
         self._tags: Counter[tuple[int, int]] = Counter()
         self._busy = threading.Lock()
-        self._unusable = ""
+        self._broken = self._closed = False
 
     def prepare(self, plan: TransferPlan) -> None:
         self._cut(plan)
@@ -153,34 +153,58 @@ class StagedTransport(Transport):
         if not self._busy.acquire(blocking=False):
             raise TransferError(f"worker {plan.worker}: this transport is streaming already")
         try:
-            staging = self._staging
-            if self._unusable or staging is None:
-                raise TransferError(f"worker {plan.worker}: the transport is {self._unusable}")
-            prepared = self._cut(plan)
-            slots = staging.view(self.num_slots, self.slot_bytes)
-            stream = _Stream(
-                self._wire, prepared, slots, _Ends(plan.worker, source, target, self._tags)
-            )
-            crossed = False
-            try:
-                with torch.no_grad(), self._wire.streaming(deadline):
-                    stats = stream.run(progress, deadline, lambda: self._unusable)
-                crossed = True
-            finally:
-                if not crossed:
-                    self._unusable = self._unusable or "broken by an earlier error"
-                    stream.drop()
-                    self._wire.abandon()
-            self._tags.update(prepared.messages)
-            return stats
+            return self._stream(plan, _Worlds(source, target), progress, deadline)
         finally:
             self._busy.release()
+            if self._closed:
+                self._free_when_idle()
+
+    def _stream(
+        self,
+        plan: TransferPlan,
+        worlds: _Worlds,
+        progress: Callable[[int], None],
+        deadline: Deadline,
+    ) -> TransferStats:
+        staging = self._staging
+        if self._broken or self._closed or staging is None:
+            why = "closed" if self._closed else "broken by an earlier error"
+            raise TransferError(f"worker {plan.worker}: the transport is {why}")
+        prepared = self._cut(plan)
+        slots = staging.view(self.num_slots, self.slot_bytes)
+        stream = _Stream(self._wire, prepared, slots, _Ends(plan.worker, worlds, self._tags))
+        self._broken = True
+        try:
+            with torch.no_grad(), self._wire.streaming(deadline):
+                stats = stream.run(progress, deadline, lambda: self._closed)
+            self._broken = False
+        finally:
+            if self._broken:
+                stream.drop()
+                self._wire.abandon()
+        self._tags.update(prepared.messages)
+        return stats
 
     def close(self) -> None:
-        self._unusable = "closed"
+        self._closed = True
         self._wire.close()
-        self._staging = None
+        self._free_when_idle()
+
+    def _free_when_idle(self) -> None:
+        """Gives staging back, whoever still refers to it (a traceback, say). While a stream runs
+        this does nothing: the stream calls it at its end."""
+        if not self._busy.acquire(blocking=False):
+            return
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.untyped_storage().resize_(0)
         self._prepared.clear()
+        self._busy.release()
+
+
+class _Worlds(NamedTuple):
+    source: StateView | None
+    target: StateView | None
 
 
 @dataclass(frozen=True)
@@ -188,8 +212,7 @@ class _Ends:
     """This worker and its two worlds; `tags` is where each pair's message numbers begin."""
 
     worker: int
-    source: StateView | None
-    target: StateView | None
+    worlds: _Worlds
     tags: Counter[tuple[int, int]]
 
 
@@ -206,13 +229,13 @@ class _Stream:
         self._pack_s = self._wire_s = self._unpack_s = self._local_s = 0.0
 
     def run(
-        self, progress: Callable[[int], None], deadline: Deadline, stopped: Callable[[], str]
+        self, progress: Callable[[int], None], deadline: Deadline, closed: Callable[[], bool]
     ) -> TransferStats:
         began = time.perf_counter()
         local = iter(self._prepared.local)
         for action in schedule(self._prepared.steps, len(self._slots)):
-            if stopped():
-                raise TransferError(f"worker {self._ends.worker}: the transport was {stopped()}")
+            if closed():
+                raise TransferError(f"worker {self._ends.worker}: the transport has been closed")
             if action.kind == "launch":
                 self._launch(action)
             else:
@@ -245,7 +268,7 @@ class _Stream:
             parcels.append(parcel)
             if parcel.is_send:
                 for piece, staged in _staged(placed, parcel.memory):
-                    view = self._view(self._ends.source, "source", piece)
+                    view = self._view(self._ends.worlds.source, "source", piece)
                     staged.view(view.dtype).view(view.shape).copy_(view, non_blocking=True)
                 self._sent += placed.bucket.payload_bytes
         self._pack_s += time.perf_counter() - began
@@ -262,7 +285,7 @@ class _Stream:
             parcel = self._parcel(action.slot, placed)
             if not parcel.is_send:
                 for piece, staged in _staged(placed, parcel.memory):
-                    view = self._view(self._ends.target, "target", piece)
+                    view = self._view(self._ends.worlds.target, "target", piece)
                     view.copy_(staged.view(view.dtype).view(view.shape), non_blocking=True)
                 num_bytes += placed.bucket.payload_bytes
         self._wire_s += arrived - began
@@ -275,8 +298,8 @@ class _Stream:
         began = time.perf_counter()
         num_bytes = 0
         for piece in pieces:
-            to = self._view(self._ends.target, "target", piece)
-            to.copy_(self._view(self._ends.source, "source", piece), non_blocking=True)
+            to = self._view(self._ends.worlds.target, "target", piece)
+            to.copy_(self._view(self._ends.worlds.source, "source", piece), non_blocking=True)
             num_bytes += piece.num_bytes
         self._local_s += time.perf_counter() - began
         if num_bytes:

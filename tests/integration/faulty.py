@@ -1,7 +1,7 @@
 """A recipe that kills its worker at a chosen moment of a chosen handoff. Loaded by workers only.
 
-`LIVER_TEST_FAULT` is "worker:phase": PREPARE (before the target is built), TRANSFER (before its
-parameters stream) or COMMIT (in the target's first forward, while optimizer state streams).
+`LIVER_TEST_FAULT` is "worker:phase": PREPARE (before the target is built), TRANSFER (once the
+first bytes of parameters have arrived) or COMMIT (in the target's first forward, while optimizer state streams).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def plant(worker: int, phase: str) -> None:
 
         training.prepare = dying_prepare
     elif phase == "TRANSFER":
-        move = Crossing._move_parameters
+        progress = Crossing._progress
 
-        def dying_move(self: Any) -> Any:
+        def dying_progress(self: Any, num_bytes: int) -> None:
             die_if(self._session.place.worker)
-            return move(self)
+            progress(self, num_bytes)
 
-        Crossing._move_parameters = dying_move  # type: ignore[method-assign]
+        Crossing._progress = dying_progress  # type: ignore[method-assign]
     elif phase == "COMMIT":
         first = Crossing._first_gradients
 

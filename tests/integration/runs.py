@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from liver_hpc.metrics.store import read_run
 
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordination.run_files import Outcome
+from liver_hpc.metrics.store import read_run
 from liver_hpc.operate import Watch
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run_directory import RunDirectory

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from liver_hpc.errors import LiverError
 from liver_hpc.rendezvous.meeting import Answer, Identity, Refusal
 from liver_hpc.rendezvous.mpi import MpiFrontDesk
 from liver_hpc.rendezvous.secret import create_secret
+from tests.integration.leftovers import no_abandoned_files
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -173,18 +175,17 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Whatever the test did: closed, nothing of it lives and nothing lies in /dev/shm."""
+    """Whatever the test did: once closed, nothing of it lives, and no file of MPI's is left."""
     mark = str(tmp_path)
     monkeypatch.setenv(TEST_MARK, mark)
-    before = set(Path("/dev/shm").glob("mpich_shm_*"))
     made = Run(tmp_path, mark)
     try:
-        yield made
-        for launcher in made.launchers:
-            launcher.close()
-        made.desk.close()
-        wait_for(lambda: not made.alive(), "all processes to end", 5.0)
-        assert set(Path("/dev/shm").glob("mpich_shm_*")) <= before
+        with no_abandoned_files():
+            yield made
+            for launcher in made.launchers:
+                launcher.close()
+            made.desk.close()
+            wait_for(lambda: not made.alive(), "all processes to end", 5.0)
     finally:
         made.desk.close()
         kill_marked(TEST_MARK, mark, 5.0)
@@ -268,8 +269,8 @@ def test_workers_get_their_ids_their_environment_and_their_logs(
         assert environment["LIVER_LOCAL_RANK"] == str(rank)
         assert (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) == ("1", "3")
         assert environment["SLURM_CONF"] == "/etc/slurm.conf"
-        foreign = [name for name in environment if name.startswith(("PMI", "HYDI", "SLURM_JOB"))]
-        assert foreign == []
+        foreign = ("PMI", "HYDI", "HWLOC", "SLURM_JOB")
+        assert [name for name in environment if name.startswith(foreign)] == []
         assert run.log(f"worker-a0-{rank}") == "at work\n"
     assert run.wait_ended(launcher) == 1  # worker 1 ends with 1, worker 0 with 0
     log = run.log("agent-a0")
@@ -333,8 +334,8 @@ def test_one_workers_death_does_not_touch_the_others(run: Run) -> None:
     assert launcher.alive("a0")
     for pid in (first, third):
         assert isinstance(pid, int)
-        os.kill(pid, signal.SIGTERM)
-    assert run.wait_ended(launcher) == worst([0, -signal.SIGKILL, -signal.SIGTERM]) == KILLED
+        os.kill(pid, signal.SIGINT)
+    assert run.wait_ended(launcher) == worst([-signal.SIGKILL, 1]) == KILLED
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -358,6 +359,16 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_its_deadline(run: Run) ->
     launcher.kill("a0")
     assert run.wait_ended(launcher) == 128 + signal.SIGTERM
     assert "worker 1 has not ended 1 s after SIGTERM" in run.log("agent-a0")
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.03, 0.1, 0.3])
+def test_an_agent_killed_while_it_starts_ends_at_once(run: Run, delay_s: float) -> None:
+    launcher = run.launcher("never boots", exit_s=30.0)
+    launcher.launch([request()])
+    time.sleep(delay_s)
+    launcher.kill("a0")
+    wait_for(lambda: not launcher.alive("a0"), "the agent to end", 10.0)
+    assert run.alive() == []
 
 
 def test_an_agent_that_does_not_end_is_killed_by_its_launcher(run: Run) -> None:

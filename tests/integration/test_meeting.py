@@ -37,6 +37,7 @@ from liver_hpc.rendezvous.mpi_calls import (
     port_file,
 )
 from liver_hpc.rendezvous.wire import ChannelClosed, Wire, WireServer
+from tests.integration.leftovers import no_abandoned_files
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -168,7 +169,7 @@ def mpi_process(script: str, *arguments: str) -> subprocess.Popen[str]:
     command = [find_mpiexec(), "-launcher", "fork", "-n", "1", sys.executable, "-c", script]
     return subprocess.Popen(
         [*command, *arguments],
-        env=clean_environment(os.environ),
+        env={**clean_environment(os.environ), "HWLOC_XMLFILE": ""},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -192,10 +193,6 @@ def result(joiner: subprocess.Popen[str]) -> Answer:
     return Answer.model_validate(said)
 
 
-def shared_memory() -> set[Path]:
-    return set(Path("/dev/shm").glob("mpich_shm_*"))
-
-
 def wait_until_gone(pid: int) -> None:
     deadline = Deadline.after(SystemClock(), 10.0, f"process {pid} to end")
     poll_until(lambda: not is_running(pid), deadline)
@@ -213,9 +210,8 @@ def is_running(pid: int) -> bool:
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path: Path) -> Iterator[None]:
     """No test leaves MPI's shared memory, a port file or a desk's process behind."""
-    before = shared_memory()
-    yield
-    assert shared_memory() <= before
+    with no_abandoned_files():
+        yield
     assert not list(tmp_path.glob("mpi-port*"))
     ours = str(tmp_path).encode()
     left = [

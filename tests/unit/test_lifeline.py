@@ -96,6 +96,17 @@ def test_guarded_command_that_does_not_exist_says_so() -> None:
     assert "/no/such/command: No such file" in done.stderr
 
 
+def test_guarded_command_has_no_signal_blocked_although_its_parents_thread_has() -> None:
+    masks: list[str] = []
+
+    def spawn() -> None:
+        command = guarded(["/bin/grep", "SigBlk", "/proc/self/status"])
+        masks.append(subprocess.run(command, capture_output=True, text=True).stdout)
+
+    quiet_thread(spawn, "spawner").join()
+    assert masks == ["SigBlk:\t0000000000000000\n"]
+
+
 def test_process_that_finds_another_parent_exits_at_once() -> None:
     with running(sys.executable, "-c", DYING_CHILD, "1") as process:
         assert process.wait(10.0) == EXIT_ORPHANED

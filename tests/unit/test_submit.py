@@ -103,6 +103,20 @@ def test_accelerators_that_submitit_hides_are_shown_again(
     assert (run.path / "seen").read_text() == "3,1"
 
 
+def test_end_of_the_jobs_time_is_a_request_to_stop(
+    config: RunConfig, tmp_path: Path, repository: Path
+) -> None:
+    note = "import signal; signal.signal(15, lambda *_: open(f'{run_directory}/told', 'w'))"
+    sitecustomize_in(tmp_path, repository, before=note)
+    run = submit_run(config)
+    address = run.coordinator()
+    assert address is not None
+    os.kill(address.pid, signal.SIGUSR2)
+    deadline = Deadline.after(SystemClock(), LIMIT_S, "the coordinator to be told")
+    poll_until((run.path / "told").exists, deadline)
+    assert process_lives(address.pid)
+
+
 def test_coordinator_that_ends_at_once_is_noticed(
     config: RunConfig, tmp_path: Path, repository: Path
 ) -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from liver_hpc.clock import FakeClock
 from liver_hpc.coordination.address import control_address
-from liver_hpc.coordination.inbox import Asked, Inbox, StopSignalled
+from liver_hpc.coordination.inbox import Asked, Inbox, InboxClosed, StopSignalled
 from liver_hpc.coordination.records import RunRecorder
 from liver_hpc.coordination.run_files import Outcome, open_log, write_private_json
 from liver_hpc.coordination.wishes import OPERATOR, Wish, WishList
-from liver_hpc.errors import ConfigError, DeadlineError, LiverError
+from liver_hpc.errors import ConfigError, DeadlineError
 from liver_hpc.layout.coordinates import Layout, Roster
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import Requested, World
@@ -56,9 +56,9 @@ def test_questions_to_a_closed_inbox_are_refused_before_and_after() -> None:
     inbox.put(early)
     inbox.close()
     assert isinstance(early.answer, Future)
-    with pytest.raises(LiverError, match="shutting down"):
+    with pytest.raises(InboxClosed, match="shutting down"):
         early.answer.result(0.0)
-    with pytest.raises(LiverError, match="shutting down"):
+    with pytest.raises(InboxClosed, match="shutting down"):
         inbox.ask(Asked(StatusRequest()), 10.0)
 
 

@@ -1,7 +1,7 @@
-"""A process that writes metrics, to be killed, limited or read from outside.
+"""A process that writes metrics, to be killed, read, or left without room from outside.
 
-    python -m tests.unit.metrics.writer_process endless PATH
-    python -m tests.unit.metrics.writer_process full PATH BYTES recover|stay
+python -m tests.unit.metrics.writer_process endless PATH
+python -m tests.unit.metrics.writer_process limit|disk PATH recover|stay
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import itertools
 import json
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from liver_hpc.config.schema import MetricsSection
-from liver_hpc.metrics.store import MetricsWriter, read_run
+from liver_hpc.metrics.store import MetricsWriter, free_bytes, read_run
 from tests.unit.metrics.rows import reconfiguration, step
 
-ROWS_A_FLUSH = 7
+STEPS_A_FLUSH = 7
+ROOM_BYTES = 80_000
+SETTINGS = MetricsSection(reserve_bytes=0, flush_interval_s=3600)
 
 
 def say(**facts: object) -> None:
@@ -27,20 +29,20 @@ def say(**facts: object) -> None:
 
 def endless(path: Path) -> None:
     """Says after every flush how many steps are in the file, for ever."""
-    settings = MetricsSection(reserve_bytes=0, flush_interval_s=3600)
-    writer = MetricsWriter(path, settings, {"host": "here"})
+    writer = MetricsWriter(path, SETTINGS, {"host": "here"})
     for number in itertools.count():
         writer.add_step(step(number))
-        if number % ROWS_A_FLUSH == 0:
-            writer.add_reconfiguration(reconfiguration(generation=number // ROWS_A_FLUSH))
+        if number % STEPS_A_FLUSH == 0:
+            writer.add_reconfiguration(reconfiguration(generation=number // STEPS_A_FLUSH))
             writer.flush()
             say(steps=number + 1, error=writer.error)
 
 
 @contextmanager
-def file_size_limit(limit_bytes: int) -> Iterator[None]:
+def limit(path: Path) -> Iterator[None]:
+    """No file may become larger than `path` is, but for ROOM_BYTES."""
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, most))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + ROOM_BYTES, most))
     try:
         yield
     finally:
@@ -48,52 +50,37 @@ def file_size_limit(limit_bytes: int) -> Iterator[None]:
 
 
 @contextmanager
-def small_disk(path: Path, free_bytes: int) -> Iterator[None]:
-    """Another file takes all but `free_bytes` of the file system of `path`."""
+def disk(path: Path) -> Iterator[None]:
+    """Another file takes the whole file system of `path`, but for ROOM_BYTES."""
     ballast = path.with_name("ballast")
-    with ballast.open("wb", buffering=0) as file:
-        block = b"\1" * 4096
-        for _ in range(_free(path.parent) // 4096 - free_bytes // 4096):
-            file.write(block)
+    ballast.write_bytes(b"\1" * (free_bytes(path.parent) - ROOM_BYTES))
     try:
         yield
     finally:
         ballast.unlink()
 
 
-def _free(directory: Path) -> int:
-    from liver_hpc.metrics.store import free_bytes
-
-    return free_bytes(directory)
-
-
-def full(path: Path, room_bytes: int, recovers: bool) -> None:
+def until_full(path: Path, no_room: str, recovers: bool) -> None:
     """Writes until there is no room, looks at the file from inside, and goes on where it may."""
-    settings = MetricsSection(reserve_bytes=0, flush_interval_s=3600)
-    writer = MetricsWriter(path, settings, {"host": "here"})
-    limit: Callable[[], object] = lambda: small_disk(path, room_bytes)  # noqa: E731
-    if _free(path.parent) > 2**26:
-        limit = lambda: file_size_limit(path.stat().st_size + room_bytes)  # noqa: E731
-    numbers = itertools.count()
-    with limit():  # type: ignore[attr-defined]
+    writer = MetricsWriter(path, SETTINGS, {"host": "here"})
+    added = 0
+    with {"limit": limit, "disk": disk}[no_room](path):
         while not writer.error:
-            for number in itertools.islice(numbers, 50):
+            for number in range(added, added + 50):
                 writer.add_step(step(number))
+            added += 50
             writer.flush()
-        wanted = number + 1
-        first_error = writer.error
+        error = writer.error
         writer.flush()
-        inside = [record.step for record in read_run(path).steps]
+        inside = len(read_run(path).steps)
         if not recovers:
             writer.close()
     if recovers:
+        writer.add_reconfiguration(reconfiguration())
         writer.flush()
-        after = writer.error
-        writer.add_step(step(wanted))
+        writer.add_step(step(added))
         writer.close()
-    else:
-        after = writer.error
-    say(error=first_error, added=wanted, inside=inside, after=after)
+    say(error=error, added=added, inside=inside, at_end=writer.error)
 
 
 if __name__ == "__main__":
@@ -101,4 +88,4 @@ if __name__ == "__main__":
     if command == "endless":
         endless(Path(where))
     else:
-        full(Path(where), int(rest[0]), rest[1] == "recover")
+        until_full(Path(where), command, rest == ["recover"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
@@ -13,165 +12,21 @@ from hypothesis import strategies as st
 from liver_hpc.clock import FakeClock
 from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.errors import ProtocolError
-from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.coordinates import Roster
 from liver_hpc.protocol import messages as m
-from liver_hpc.protocol.actions import Action, Ended, FailRun, LaunchJoiners, PlaceTarget, Send
+from liver_hpc.protocol.actions import Ended, FailRun
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import (
     Cancelled,
     DeadlinePassed,
-    Event,
     Requested,
     TargetFixed,
     WorkerLost,
     World,
 )
 from liver_hpc.protocol.machine import HandoffMachine
-from tests.fakes import Fault, FaultInjector, WorkerScript
-
-DP2, TP2, PP2, TP2_DP2 = Layout(1, 1, 2), Layout(2, 1, 1), Layout(1, 2, 1), Layout(2, 1, 2)
-
-
-@dataclass(frozen=True)
-class Change:
-    """One kind of handoff: from, to, and the joiners that it needs."""
-
-    source: Roster
-    target: Roster
-
-    @property
-    def joiners(self) -> tuple[int, ...]:
-        return tuple(w for w in self.target.workers if w not in self.source.workers)
-
-    @property
-    def everybody(self) -> tuple[int, ...]:
-        return tuple(sorted({*self.source.workers, *self.target.workers}))
-
-
-CHANGES = {
-    "grow": Change(Roster(DP2, (0, 1)), Roster(TP2_DP2, (0, 1, 2, 3))),
-    "shrink": Change(Roster(TP2_DP2, (0, 1, 2, 3)), Roster(TP2, (0, 2))),
-    "same workers": Change(Roster(DP2, (0, 1)), Roster(PP2, (1, 0))),
-    "replace": Change(Roster(DP2, (0, 1)), Roster(DP2, (0, 7))),
-    "all new": Change(Roster(TP2, (0, 1)), Roster(TP2, (4, 5))),
-}
-
-
-@dataclass
-class Play:
-    """A machine, its scripted workers, and the events that are on their way to it.
-
-    Events of one worker arrive in order; which worker comes next is for the caller to draw.
-    """
-
-    change: Change
-    faults: FaultInjector = field(default_factory=FaultInjector)
-    clock: FakeClock = field(default_factory=FakeClock)
-    outcome: Ended | None = None
-    failed: str = ""
-    sent: list[tuple[int, m.ToWorker]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.machine = HandoffMachine(DeadlineSection(), self.clock)
-        self.scripts = {w: WorkerScript(w, self.faults) for w in self.change.everybody}
-        self.mail: dict[int, list[Event]] = {w: [] for w in self.change.everybody}
-
-    def begin(self) -> None:
-        source = World(3, self.change.source)
-        self.feed(Requested(4, source, self.change.target.layout, len(self.change.joiners), "test"))
-
-    def feed(self, event: Event) -> None:
-        for action in self.machine.handle(event):
-            self._perform(action)
-        self.machine.check()
-
-    def _perform(self, action: Action) -> None:
-        match action:
-            case LaunchJoiners(count=count):
-                assert count == len(self.change.joiners)
-                for worker in self.change.joiners:
-                    self._boot(worker)
-            case PlaceTarget(joiners=joiners):
-                assert joiners == tuple(sorted(self.change.joiners))
-                self.feed(TargetFixed(self.change.target))
-            case Send(workers=workers, message=message):
-                for worker in workers:
-                    self._deliver(worker, message)
-            case Ended():
-                assert self.outcome is None
-                self.outcome = action
-            case FailRun(reason=reason):
-                self.failed = reason
-
-    def _boot(self, worker: int) -> None:
-        fault = self.faults.take(worker, Phase.BOOT)
-        if fault is None:
-            hello = m.Hello(worker=worker, pid=worker, host="h", booted_s=self.clock.now_s())
-            self.mail[worker].append(hello)
-        elif fault is Fault.DIE:
-            self.mail[worker].append(WorkerLost(worker, "killed"))
-
-    def _deliver(self, worker: int, message: m.ToWorker) -> None:
-        self.sent.append((worker, message))
-        script = self.scripts[worker]
-        was_dead = script.dead
-        self.mail[worker] += script.receive(message)
-        if script.dead and not was_dead:
-            self.mail[worker].append(WorkerLost(worker, "its process ended"))
-
-    def pending(self) -> list[int]:
-        return [worker for worker, events in self.mail.items() if events]
-
-    def step(self, worker: int) -> None:
-        """Delivers a worker's next event, as the coordinator would: nothing of ended attempts."""
-        event = self.mail[worker].pop(0)
-        if self.outcome is None:
-            self.feed(event)
-
-    def over(self) -> bool:
-        return bool(self.failed) or (self.outcome is not None and not self.pending())
-
-    def run(self, rng: random.Random) -> None:
-        """To the end, in a drawn order; when nobody has anything to say, time passes."""
-        while not self.over():
-            waiting = self.pending()
-            if waiting:
-                self.step(rng.choice(waiting))
-            else:
-                assert self.machine.deadline is not None
-                self.clock.advance(self.machine.deadline.remaining_s())
-                self.feed(DeadlinePassed())
-
-    def got(self, worker: int, kind: type[m.Message], **fields: object) -> bool:
-        return any(
-            to == worker
-            and isinstance(message, kind)
-            and all(getattr(message, name) == value for name, value in fields.items())
-            for to, message in self.sent
-        )
-
-    def assert_never_a_mix(self) -> None:
-        """Whatever happened, the messages leave one world, and the same for everybody."""
-        committed = {w for w in self.change.everybody if self.got(w, m.Verdict, stage="commit")}
-        aborted = {w for w in self.change.everybody if self.got(w, m.Abort)}
-        assert not committed & aborted
-        assert committed in (set(), set(self.change.everybody))
-        if self.outcome is None or self.outcome.outcome == "failed":
-            assert self.failed
-            return
-        if self.outcome.outcome == "completed":
-            assert committed == set(self.change.everybody)
-            assert self.outcome.world == World(4, self.change.target)
-            leavers = set(self.change.source.workers) - set(self.change.target.workers)
-            assert {w for w in self.change.everybody if self.got(w, m.Exit)} == leavers
-            return
-        assert not committed
-        assert self.outcome.world.roster == self.change.source
-        assert {w for w in self.change.everybody if self.got(w, m.Exit)} <= set(self.change.joiners)
-        if aborted:
-            assert all(self.got(w, m.Resume) for w in self.change.source.workers)
-        else:
-            assert not any(self.got(w, m.Prepare) for w in self.change.everybody)
+from tests.fakes import Fault
+from tests.unit.protocol.play import CHANGES, DP2, TP2, Change, Play
 
 
 @pytest.fixture

@@ -1,0 +1,211 @@
+"""Text files -> byte-level tokens -> Megatron's indexed data (`<prefix>.bin` and `<prefix>.idx`).
+
+A token is a byte, 0 to 255; 256 ends a document, and a file is a document. The prefix is named
+after the list of files, their sizes and times, so that other text never meets an old index.
+
+    python -m liver_hpc.recipes.text_data --config run.yaml [--set data.max_text_bytes=1000000]
+
+Importing this imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import hashlib
+import os
+import sys
+import sysconfig
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from liver_hpc.config.indexed_data import IndexedData, read_indexed_data
+from liver_hpc.config.load import load_run
+from liver_hpc.config.schema import DataSection
+from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.recipes.file_lock import file_lock
+
+END_OF_DOCUMENT = 256
+VOCABULARY = 257
+"""Token values: all bytes, and the end of a document."""
+
+STDLIB = "python-stdlib"
+_SUFFIXES = ("bin", "idx")
+_FORMAT = "1"
+"""Goes into the name; another number where the same text would become other tokens."""
+_STDLIB_WITHOUT = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One source file; `take_bytes` is less than `num_bytes` where the limit cuts it."""
+
+    path: Path
+    num_bytes: int
+    modified_ns: int
+    take_bytes: int
+
+
+def text_files(data: DataSection) -> list[TextFile]:
+    """The files of `data.text` in order, up to `max_text_bytes`; empty files are left out.
+
+    Raises ConfigError when a pattern matches no file or all files are empty.
+    """
+    if data.text is None:
+        raise ConfigError("data.text is not given")
+    paths = _stdlib_paths() if data.text == STDLIB else _matching_paths(data.text)
+    files: list[TextFile] = []
+    room = data.max_text_bytes
+    for path in paths:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise ConfigError(f"data.text: {path} cannot be read: {error.strerror}") from error
+        take = min(status.st_size, room)
+        if take:
+            files.append(TextFile(path, status.st_size, status.st_mtime_ns, take))
+            room -= take
+    if not files:
+        raise ConfigError(f"data.text: all files of {data.text} are empty: {len(paths)} found")
+    return files
+
+
+def _stdlib_paths() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found: list[Path] = []
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if name not in _STDLIB_WITHOUT]
+        found.extend(Path(directory, name) for name in names if name.endswith(".py"))
+    if not found:
+        raise ConfigError(f"data.text: {STDLIB} found no *.py under {root}")
+    return sorted(found)
+
+
+def _matching_paths(patterns: Sequence[str]) -> list[Path]:
+    found: set[Path] = set()
+    for pattern in patterns:
+        names = glob.glob(os.path.expanduser(pattern), recursive=True)
+        matching = {Path(name) for name in names if os.path.isfile(name)}
+        if not matching:
+            raise ConfigError(f"data.text: no file matches {pattern!r}")
+        found |= matching
+    if not found:
+        raise ConfigError("data.text: the list of patterns is empty")
+    return sorted(found)
+
+
+def prefix_of(data: DataSection) -> Path:
+    """Where the indexed data lies, or would lie: the path without `.bin` or `.idx`.
+
+    Writes nothing. Raises ConfigError as `text_files` does.
+    """
+    if data.prefix is not None:
+        return data.prefix
+    return _text_prefix(data, text_files(data))
+
+
+def _text_prefix(data: DataSection, files: Sequence[TextFile]) -> Path:
+    hashed = hashlib.blake2b(_FORMAT.encode(), digest_size=8)
+    for file in files:
+        entry = (str(file.path), file.num_bytes, file.modified_ns, file.take_bytes)
+        hashed.update(repr(entry).encode())
+    return data.directory / f"text-{hashed.hexdigest()}"
+
+
+def pinned(data: DataSection) -> DataSection:
+    """The same data by its prefix: the sources may change while a run goes on, and other nodes
+    may have other ones."""
+    return data.model_copy(update={"prefix": prefix_of(data), "text": None})
+
+
+def prepare(data: DataSection) -> Path:
+    """Tokenizes `data.text` unless that has been done, and returns the prefix.
+
+    Any number of processes may call this at once; one writes, the others wait for it. With
+    `data.prefix` it only checks. Raises ConfigError for text that cannot be read, an output that
+    cannot be written, or indexed data that is not whole.
+    """
+    if data.prefix is not None:
+        return read_indexed_data(data.prefix).prefix
+    files = text_files(data)
+    prefix = _text_prefix(data, files)
+    with file_lock(prefix.with_name(prefix.name + ".lock")):
+        if not all(_suffixed(prefix, suffix).exists() for suffix in _SUFFIXES):
+            _write(prefix, files)
+    return read_indexed_data(prefix).prefix
+
+
+def _suffixed(prefix: Path, suffix: str) -> Path:
+    return prefix.with_name(f"{prefix.name}.{suffix}")
+
+
+def _write(prefix: Path, files: Sequence[TextFile]) -> None:
+    """Writes both files under other names, then renames them, the index last: where there is an
+    index, the data is whole."""
+    import numpy as np
+
+    made = {suffix: _suffixed(prefix, f"{suffix}.part") for suffix in _SUFFIXES}
+    try:
+        builder = _megatron_builder()(str(made["bin"]), dtype=np.uint16)
+        for file in files:
+            tokens = np.append(np.frombuffer(_read(file), np.uint8), np.uint16(END_OF_DOCUMENT))
+            builder.add_document(tokens, [len(tokens)])
+        builder.finalize(str(made["idx"]))
+        for suffix, path in made.items():
+            path.replace(_suffixed(prefix, suffix))
+    except OSError as error:
+        raise ConfigError(f"{prefix}: cannot be written: {error.strerror}") from error
+    finally:
+        for path in made.values():
+            path.unlink(missing_ok=True)
+
+
+def _megatron_builder() -> Any:
+    """Megatron's IndexedDatasetBuilder. Its import warns of what only training would use."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    return IndexedDatasetBuilder
+
+
+def _read(file: TextFile) -> bytes:
+    try:
+        with file.path.open("rb") as stream:
+            text = stream.read(file.take_bytes)
+    except OSError as error:
+        raise ConfigError(f"data.text: {file.path} cannot be read: {error.strerror}") from error
+    if len(text) != file.take_bytes:
+        raise ConfigError(f"data.text: {file.path} shrank while it was read")
+    return text
+
+
+def summary(prefix: Path) -> str:
+    """One line about indexed data. Raises ConfigError when it is not whole."""
+    held: IndexedData = read_indexed_data(prefix)
+    return f"{prefix}: {held.documents} documents, {held.tokens} tokens of {held.token_type}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prepares the data of one run file; prints where it is."""
+    parser = argparse.ArgumentParser(prog="python -m liver_hpc.recipes.text_data")
+    parser.add_argument("--config", type=Path, required=True, help="the run file")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args(arguments)
+    try:
+        data = load_run(options.config, options.set).data
+        if data is None:
+            raise ConfigError(f"{options.config}: data is not given")
+        print(summary(prepare(data)))
+    except LiverError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

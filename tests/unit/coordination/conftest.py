@@ -1,0 +1,29 @@
+"""Runs to test the coordinator with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes import tiny_run
+from tests.unit.coordination.live import LiveRun, Start
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Start]:
+    """Makes a run, by default starts it, and sees to its end."""
+    runs: list[LiveRun] = []
+
+    def make(begin: bool = True, **sections: Any) -> LiveRun:
+        run = LiveRun(tmp_path, tiny_run(**sections))
+        runs.append(run)
+        if begin:
+            run.start()
+        return run
+
+    yield make
+    for run in runs:
+        run.close()

@@ -1,0 +1,303 @@
+"""From text files to samples, and every way in which data can be wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.utils import Split
+
+from liver_hpc.config.schema import DataSection
+from liver_hpc.errors import ConfigError, DeadlineError
+from liver_hpc.recipes import text_data
+from liver_hpc.recipes.file_lock import file_lock
+from liver_hpc.recipes.samples import TokenSamples, _Tokenizer
+from liver_hpc.recipes.text_data import END_OF_DOCUMENT, pinned, prefix_of, prepare, text_files
+
+TEXTS = {"b.txt": b"second", "a.txt": "fürst\x00\xff".encode("latin-1"), "sub/c.txt": b"third"}
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    for name, text in TEXTS.items():
+        path = tmp_path / "texts" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
+    return tmp_path / "texts"
+
+
+def section(texts: Path, pattern: str = "**/*.txt", limit: int = 1 << 20) -> DataSection:
+    return DataSection(
+        text=[str(texts / pattern)], directory=texts.parent / "data", max_text_bytes=limit
+    )
+
+
+def documents(prefix: Path) -> list[list[int]]:
+    dataset = IndexedDataset(str(prefix))
+    assert dataset.index.dtype is np.uint16
+    return [dataset[index].tolist() for index in range(len(dataset))]
+
+
+# ---- text to tokens
+
+
+def test_a_file_is_a_document_of_its_bytes(texts: Path) -> None:
+    assert documents(prepare(section(texts))) == [
+        [*TEXTS[name], END_OF_DOCUMENT] for name in ("a.txt", "b.txt", "sub/c.txt")
+    ]
+
+
+def test_the_limit_cuts_the_text(texts: Path) -> None:
+    found = documents(prepare(section(texts, limit=len(TEXTS["a.txt"]) + 3)))
+    assert found == [[*TEXTS["a.txt"], END_OF_DOCUMENT], [*b"sec", END_OF_DOCUMENT]]
+
+
+def test_what_is_done_is_not_done_again(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = prepare(section(texts))
+    monkeypatch.setattr(text_data, "_write", None)
+    assert prepare(section(texts)) == prefix
+    assert sorted(path.name for path in prefix.parent.iterdir()) == [
+        f"{prefix.name}.{suffix}" for suffix in ("bin", "idx", "lock")
+    ]
+
+
+def test_other_text_has_another_name(texts: Path) -> None:
+    names = {prefix_of(section(texts)), prefix_of(section(texts, limit=5))}
+    names.add(prefix_of(section(texts, "*.txt")))
+    (texts / "a.txt").write_bytes(b"a longer text")
+    names.add(prefix_of(section(texts)))
+    os.utime(texts / "a.txt", ns=(1, 1))
+    names.add(prefix_of(section(texts)))
+    assert len(names) == 5
+    assert not (texts.parent / "data").exists()
+
+
+def test_pinned_data_survives_a_change_of_its_source(texts: Path) -> None:
+    data = section(texts)
+    prefix = prepare(data)
+    fixed = pinned(data)
+    (texts / "a.txt").write_bytes(b"changed")
+    assert prefix_of(fixed) == prefix != prefix_of(data)
+    assert prepare(fixed) == prefix
+
+
+def test_several_processes_may_prepare_at_once(texts: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        prefixes = set(pool.map(prepare, [section(texts)] * 4))
+    assert len(prefixes) == 1
+    assert len(documents(prefixes.pop())) == 3
+
+
+def test_the_standard_library_is_found_without_its_tests(tmp_path: Path) -> None:
+    data = DataSection(text="python-stdlib", directory=tmp_path, max_text_bytes=300_000)
+    files = text_files(data)
+    assert sum(file.take_bytes for file in files) == 300_000
+    assert files[0].path.name == "__future__.py"
+    everything = text_files(data.model_copy(update={"max_text_bytes": 1 << 30}))
+    directories = {part for file in everything for part in file.path.parts[:-1]}
+    assert directories.isdisjoint({"test", "tests", "site-packages"})
+    assert {"json", "asyncio"} <= directories
+    tokens = np.fromfile(f"{prepare(data)}.bin", dtype=np.uint16)
+    assert len(tokens) == 300_000 + len(files)
+    assert tokens.max() == END_OF_DOCUMENT
+
+
+def test_importing_it_imports_no_torch() -> None:
+    code = "import sys, liver_hpc.recipes.text_data; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- wrong text
+
+
+def test_a_pattern_without_a_file_is_refused(texts: Path) -> None:
+    data = section(texts).model_copy(update={"text": [str(texts / "*.txt"), "/no/such/*.py"]})
+    with pytest.raises(ConfigError, match=r"no file matches '/no/such/\*.py'"):
+        prefix_of(data)
+    with pytest.raises(ConfigError, match="patterns is empty"):
+        prefix_of(data.model_copy(update={"text": []}))
+
+
+def test_empty_files_are_left_out_and_nothing_else_is_refused(texts: Path) -> None:
+    (texts / "a.txt").write_bytes(b"")
+    assert [file.path.name for file in text_files(section(texts))] == ["b.txt", "c.txt"]
+    with pytest.raises(ConfigError, match=r"all files of .* are empty: 1 found"):
+        text_files(section(texts, "a.txt"))
+
+
+def test_a_file_that_cannot_be_read_is_named(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = text_files(section(texts))
+    monkeypatch.setattr(text_data, "text_files", lambda _data: listed)
+    (texts / "a.txt").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"a\.txt shrank while it was read"):
+        prepare(section(texts))
+    (texts / "a.txt").unlink()
+    with pytest.raises(ConfigError, match=r"a\.txt cannot be read: No such file"):
+        prepare(section(texts))
+    assert list((texts.parent / "data").glob("*.part")) == []
+
+
+def test_an_output_that_cannot_be_written_is_named(texts: Path) -> None:
+    (texts.parent / "data").write_bytes(b"a file")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        prepare(section(texts))
+
+
+def test_main_prepares_the_data_of_a_run_file(
+    texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = texts.parent / "run.yaml"
+    run.write_text(
+        "train: {steps: 1, global_batch: 1}\n"
+        "workers: {initial: 1, max: 1}\n"
+        "layouts: {1: {dp: 1}}\n"
+        f"data: {{text: ['{texts}/*.txt'], directory: {texts.parent}/data}}\n"
+    )
+    assert text_data.main(["--config", str(run)]) == 0
+    held = prefix_of(section(texts, "*.txt").model_copy(update={"max_text_bytes": 16 * 2**20}))
+    assert capsys.readouterr().out == f"{held}: 2 documents, 15 tokens of uint16\n"
+    assert text_data.main(["--config", str(run), "--set", "data.text=['/no/such']"]) == 2
+    assert "no file matches '/no/such'" in capsys.readouterr().err
+
+
+def test_a_lock_that_is_never_released_is_not_waited_for_longer_than_allowed(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "some.lock"
+    with file_lock(path):
+        waiting = r"waited 0.05 s for the process that has locked .*some\.lock"
+        with pytest.raises(DeadlineError, match=waiting), file_lock(path, limit_s=0.05):
+            pass
+    with file_lock(path, limit_s=0.05):
+        pass
+
+
+# ---- tokens to samples
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    """30 documents of 5 to 34 tokens, all tokens different."""
+    path = tmp_path / "tokens"
+    builder = IndexedDatasetBuilder(f"{path}.bin", dtype=np.uint16)
+    start = 0
+    for length in range(5, 35):
+        builder.add_document(np.arange(start, start + length), [length])
+        start += length
+    builder.finalize(f"{path}.idx")
+    return path
+
+
+def samples(prefix: Path, cache: str = "cache", count: int = 100, seed: int = 7) -> TokenSamples:
+    return TokenSamples(prefix, 16, count, seed, prefix.parent / cache)
+
+
+def all_tokens(made: TokenSamples, count: int = 100) -> torch.Tensor:
+    return torch.stack([made.sample(index)[0] for index in range(count)])
+
+
+def test_labels_are_the_next_tokens(prefix: Path) -> None:
+    made = samples(prefix)
+    for index in (0, 1, 50, 99):
+        tokens, labels, mask = made.sample(index)
+        assert tokens.shape == labels.shape == mask.shape == (16,)
+        assert (tokens.dtype, labels.dtype, mask.dtype) == (torch.int64, torch.int64, torch.float32)
+        assert torch.equal(tokens[1:], labels[:-1])
+        assert torch.equal(mask, torch.ones(16))
+    first = made.sample(0)[2]
+    first.zero_()
+    assert torch.equal(made.sample(1)[2], torch.ones(16))
+
+
+def test_samples_are_megatrons_own(prefix: Path) -> None:
+    config = GPTDatasetConfig(
+        random_seed=7,
+        sequence_length=16,
+        tokenizer=_Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    low_level = IndexedDataset(str(prefix))
+    indices = np.arange(30, dtype=np.int32)
+    dataset = GPTDataset(low_level, str(prefix), indices, 100, Split.train, config)
+    expected = torch.stack([dataset[index]["tokens"] for index in range(100)])
+    assert torch.equal(all_tokens(samples(prefix)), expected)
+
+
+def test_a_process_that_is_not_rank_0_may_be_the_first(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = all_tokens(samples(prefix, "alone"))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_args: 3)
+    assert torch.equal(all_tokens(samples(prefix, "shared")), alone)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_args: 0)
+    assert torch.equal(all_tokens(samples(prefix, "shared")), alone)
+
+
+def test_several_processes_may_open_the_data_at_once(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    plain = GPTDataset._build_document_sample_shuffle_indices
+
+    def counted(self: GPTDataset) -> object:
+        built.append(self)
+        return plain(self)
+
+    monkeypatch.setattr(GPTDataset, "_build_document_sample_shuffle_indices", counted)
+    with ThreadPoolExecutor(4) as pool:
+        opened = list(pool.map(lambda _number: samples(prefix), range(4)))
+    assert len(built) == 1
+    assert all(torch.equal(all_tokens(one), all_tokens(opened[0])) for one in opened[1:])
+
+
+def test_the_order_depends_on_the_seed_and_on_the_data(prefix: Path) -> None:
+    one, same, other = samples(prefix), samples(prefix), samples(prefix, seed=8)
+    assert torch.equal(all_tokens(one), all_tokens(same))
+    assert not torch.equal(all_tokens(one), all_tokens(other))
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    builder.add_document(np.arange(400), [400])
+    builder.finalize(f"{prefix}.idx")
+    assert int(all_tokens(samples(prefix)).max()) < 400
+
+
+def test_there_are_as_many_samples_as_asked_for(prefix: Path) -> None:
+    """585 tokens are 36 samples an epoch; more epochs follow."""
+    made = samples(prefix, count=150)
+    assert len(all_tokens(made, 150).unique(dim=0)) > 72
+    for index in (150, -1):
+        with pytest.raises(ConfigError, match=f"sample {index} does not exist: the run has 150"):
+            made.sample(index)
+
+
+def test_the_batch_of_a_step_is_a_function_of_the_step(prefix: Path) -> None:
+    made = samples(prefix)
+    assert made.batch(3, 8) == list(range(24, 32))
+
+
+def test_data_that_is_not_whole_is_refused(prefix: Path) -> None:
+    tokens = Path(f"{prefix}.bin")
+    whole = tokens.read_bytes()
+    tokens.write_bytes(whole[:-2])
+    with pytest.raises(ConfigError, match=r"tokens\.bin is truncated"):
+        samples(prefix)
+    tokens.unlink()
+    with pytest.raises(ConfigError, match=r"tokens\.bin is missing"):
+        samples(prefix)
+
+
+def test_data_that_is_too_short_for_one_sample_is_refused(prefix: Path) -> None:
+    with pytest.raises(ConfigError, match="has 585 tokens; a sample of 585 wants one more"):
+        TokenSamples(prefix, 585, 1, 7, prefix.parent / "cache")
+    assert TokenSamples(prefix, 584, 1, 7, prefix.parent / "cache").sample(0)[0].shape == (584,)

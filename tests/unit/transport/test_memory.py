@@ -1,0 +1,89 @@
+"""The in-memory twin: the conformance suite in threads, and random plans."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from liver_hpc.config.schema import HandoffSection
+from liver_hpc.errors import TransferError
+from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, Move, TensorSpec, TransferPlan
+from liver_hpc.transport.base import Transport
+from liver_hpc.transport.memory import MemoryExchange
+from tests.unit.transport.conformance import (
+    LONG_S,
+    Member,
+    ToyState,
+    TransportConformance,
+    random_bits,
+)
+from tests.unit.transport.plans import RandomPlans, random_plans
+
+
+def in_threads(scenario: Callable[..., Any], workers: int, *arguments: Any) -> list[Any]:
+    """Each worker is a thread; raises the first worker's error."""
+    exchange = MemoryExchange()
+    together = threading.Barrier(workers, timeout=LONG_S)
+
+    def member(worker: int) -> Member:
+        def connect(model: ModelSpec, handoff: HandoffSection) -> Transport:
+            return exchange.transport(worker, model, handoff)
+
+        return Member(worker, connect, depart=lambda: None, meet=together.wait)
+
+    with ThreadPoolExecutor(workers) as pool:
+        running = [pool.submit(scenario, member(worker), *arguments) for worker in range(workers)]
+        return [future.result() for future in running]
+
+
+class TestMemory(TransportConformance):
+    def run(self, scenario: Callable[..., Any], workers: int, *arguments: Any) -> list[Any]:
+        return in_threads(scenario, workers, *arguments)
+
+
+def _move(member: Member, case: RandomPlans, handoff: HandoffSection) -> None:
+    transport = member.connect(case.model, handoff)
+    was, becomes = ToyState(case.model, random_bits(3)), ToyState(case.model, random_bits(4))
+    wanted = ToyState(case.model, random_bits(4))
+    plan = case.plans[member.worker]
+    transport.stream(plan, was, becomes, lambda _bytes: None, member.deadline())
+    for move in (*plan.receives, *plan.local):
+        place = move.kind, move.tensor_index, move.box
+        wanted.view(*place).copy_(was.view(*place))
+    for key in wanted.memory:
+        assert torch.equal(becomes.bits(key), wanted.bits(key)), key
+
+
+@settings(max_examples=30)
+@given(random_plans(), st.integers(16, 300), st.integers(0, 900))
+def test_random_plans_with_random_budgets_arrive(
+    case: RandomPlans, bucket_bytes: int, more_bytes: int
+) -> None:
+    handoff = HandoffSection(staging_bytes=bucket_bytes + more_bytes, bucket_bytes=bucket_bytes)
+    in_threads(_move, len(case.plans), case, handoff)
+
+
+def test_messages_of_different_length_fail_at_both_ends() -> None:
+    """Two workers with different ideas of the plan are told so."""
+    model = ModelSpec((TensorSpec("t", (4, 4), 0),), layers=1, parameter_bytes=4)
+
+    def differ(member: Member) -> None:
+        rows = 4 if member.worker == 0 else 3
+        move = Move(0, PARAMETER, Box(0, rows, 0, 4), 0, 1)
+        sends, receives = ((move,), ()) if member.worker == 0 else ((), (move,))
+        transport = member.connect(model, HandoffSection(staging_bytes=64, bucket_bytes=64))
+        state = ToyState(model, random_bits(3))
+        with pytest.raises(TransferError, match="sent are 64 bytes, wanted 48"):
+            transport.stream(
+                TransferPlan(member.worker, sends, receives, ()),
+                state, state, lambda _bytes: None, member.deadline(),
+            )  # fmt: skip
+
+    in_threads(differ, 2)
