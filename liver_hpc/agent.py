@@ -78,10 +78,14 @@ class Options:
 
 @dataclass
 class Child:
-    """One worker: its process, and the agent's ends of its two pipes."""
+    """One worker: its process, and the agent's ends of its two pipes.
+
+    end: a pidfd, readable once the process has ended (MPI takes over SIGCHLD).
+    """
 
     index: int
     process: subprocess.Popen[bytes]
+    end: int
     from_worker: int
     to_worker: int
     said: bytes = b""
@@ -100,10 +104,9 @@ class Signals:
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signals = cls(reader)
-        signal.signal(signal.SIGCHLD, signals._note)
         signals.catch_stop()
         # Whoever started us may have had them blocked.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, *_STOP_SIGNALS})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, set(_STOP_SIGNALS))
         return signals
 
     def catch_stop(self) -> None:
@@ -189,8 +192,10 @@ class Agent:
             )
         os.close(read_by_worker)
         os.close(written_by_worker)
-        child = Child(index, process, from_worker, to_worker)
+        end = os.pidfd_open(process.pid)
+        child = Child(index, process, end, from_worker, to_worker)
         self._selector.register(from_worker, selectors.EVENT_READ, child)
+        self._selector.register(end, selectors.EVENT_READ)
         return child
 
     def _command(self) -> list[str]:
@@ -277,6 +282,7 @@ class Agent:
             for child, code in zip(self._children, codes, strict=True):
                 if code is not None and child.index not in self._reported:
                     self._reported.add(child.index)
+                    self._selector.unregister(child.end)
                     log.info("worker %d ended: %s", child.index, _how(code))
             if None not in codes:
                 return worst(code for code in codes if code is not None)

@@ -287,7 +287,7 @@ def _prepare_data(options: argparse.Namespace) -> int:
     config = load_run(options.config, options.set)
     if config.data is None or config.data.text is None:
         raise ConfigError(f"{options.config}: data.text is not given; there is nothing to prepare")
-    prepare_data(absolute_paths(config))
+    print(prepare_data(absolute_paths(config)))
     return EXIT_OK
 
 

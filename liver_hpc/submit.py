@@ -10,11 +10,13 @@ from collections.abc import Sequence
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.check import check_run
+from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.config.load import absolute_paths, dump_run
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.errors import LiverError
+from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.launch import launch_detached, resolve_cluster
 from liver_hpc.recipes.base import Recipe, load_recipe
+from liver_hpc.recipes.text_data import pinned, prefix_of
 from liver_hpc.run_directory import RunDirectory, create_run_directory, process_lives
 
 
@@ -31,6 +33,8 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
     config = absolute_paths(config.model_copy(update={"cluster": section}))
     recipe = load_recipe(config)
     check_run(config, recipe)
+    if config.data is not None:
+        prefix_of(config.data)  # text that is not there is noticed
     return config, recipe
 
 
@@ -41,8 +45,7 @@ def submit_run(config: RunConfig, cluster: str | None = None) -> RunDirectory:
     Raises ConfigError before anything is launched, LiverError when the launch failed.
     """
     config, _ = checked_run(config, cluster)
-    if config.data is not None and config.data.text is not None:
-        prepare_data(config)
+    config = _with_prepared_data(config)
     run = create_run_directory(config)
     launch_detached(run)
     if config.cluster.kind == "local":
@@ -70,18 +73,35 @@ def await_coordinator(run: RunDirectory) -> None:
     poll_until(started, Deadline.after(SystemClock(), limit_s, f"the coordinator of {run}"))
 
 
-def prepare_data(config: RunConfig) -> None:
-    """Turns `data.text` into an indexed `.bin/.idx` pair, where that has not been done yet.
+def prepare_data(config: RunConfig) -> str:
+    """Turns `data.text` into an indexed `.bin/.idx` pair, unless that has been done.
 
-    In a process of its own, since Megatron's writer imports torch. Raises LiverError.
+    In a process of its own, since Megatron's writer imports torch. Returns a line about the data.
+    Raises ConfigError for text that cannot be used, LiverError for everything else.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(dump_run(config))
         file.flush()
         command = [sys.executable, "-m", "liver_hpc.recipes.text_data", "--config", file.name]
-        code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
-    if code != 0:
-        raise LiverError(f"preparing the data failed with exit code {code}; nothing was launched")
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+    if done.returncode == 0:
+        return done.stdout.strip()
+    said = done.stderr.strip().rpartition("error: ")[2] or f"exit code {done.returncode}"
+    raise (ConfigError if done.returncode == 2 else LiverError)(f"preparing the data: {said}")
+
+
+def _with_prepared_data(config: RunConfig) -> RunConfig:
+    """The same run on indexed data: the text may change while the run goes on."""
+    if config.data is None or config.data.text is None:
+        return config
+    data = pinned(config.data)
+    try:
+        read_indexed_data(prefix_of(data))
+    except ConfigError:
+        prepare_data(config)
+    return config.model_copy(update={"data": data})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

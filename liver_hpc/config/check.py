@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Protocol
 
 from liver_hpc.config.indexed_data import read_indexed_data
@@ -173,19 +172,11 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
 
 
 def _check_data(data: DataSection | None) -> Iterator[str]:
-    if data is None:
-        return
-    if data.prefix is not None:
+    if data is not None and data.prefix is not None:
         try:
             read_indexed_data(data.prefix)
         except ConfigError as error:
             yield f"data.prefix: {error}"
-    elif isinstance(data.text, list):
-        if not data.text:
-            yield "data.text: wanted at least one file, got none"
-        for index, name in enumerate(data.text):
-            if not Path(name).is_file():
-                yield f"data.text.{index}: there is no file {name}"
 
 
 def _check_machine(config: RunConfig) -> Iterator[str]:

@@ -37,17 +37,21 @@ def dump_run(config: RunConfig) -> str:
 
 def absolute_paths(config: RunConfig) -> RunConfig:
     """The same run with every path absolute, so that it means the same in any directory."""
-    update: dict[str, Any] = {"runs_directory": config.runs_directory.absolute()}
+    update: dict[str, Any] = {"runs_directory": _absolute(config.runs_directory)}
     if (data := config.data) is not None:
         text = data.text
         update["data"] = data.model_copy(
             update={
-                "prefix": None if data.prefix is None else data.prefix.absolute(),
-                "directory": data.directory.absolute(),
-                "text": [str(Path(t).absolute()) for t in text] if isinstance(text, list) else text,
+                "prefix": None if data.prefix is None else _absolute(data.prefix),
+                "directory": _absolute(data.directory),
+                "text": [str(_absolute(Path(t))) for t in text] if isinstance(text, list) else text,
             }
         )
     return config.model_copy(update=update)
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
 
 
 def _run_of(document: Document, overrides: Sequence[str]) -> RunConfig:

@@ -30,9 +30,9 @@ class TransferStats:
     """What one stream did on this worker.
 
     Bytes are bytes of state, without padding. The four parts of the time do not overlap: they are
-    what the streaming thread spent on copying into staging, on waiting for the wire, on copying
-    out of it and on copies within the worker. On CUDA they are the time to queue the copies, and
-    the device's own time shows as `wire_s`.
+    what the streaming thread spent on copying into staging, on the wire (starting messages and
+    waiting for them), on copying out of staging and on copies within the worker. On CUDA they are
+    the time to queue all this; what the device then takes is in `total_s` alone.
     """
 
     bytes_sent: int

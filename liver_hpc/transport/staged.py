@@ -271,8 +271,10 @@ class _Stream:
                     view = self._view(self._ends.worlds.source, "source", piece)
                     staged.view(view.dtype).view(view.shape).copy_(view, non_blocking=True)
                 self._sent += placed.bucket.payload_bytes
-        self._pack_s += time.perf_counter() - began
+        packed = time.perf_counter()
         self._pending.append(self._wire.launch(parcels))
+        self._pack_s += packed - began
+        self._wire_s += time.perf_counter() - packed
 
     def _finish(self, action: Action, progress: Callable[[int], None], deadline: Deadline) -> None:
         began = time.perf_counter()

@@ -137,6 +137,7 @@ def test_python_m_submit_is_liver_submit() -> None:
         ("layouts.2.0={tp: 3}", "layouts.2.0 (tp3 pp1 dp1): tp x pp x dp is 3, wanted 2"),
         ("handoff.bucket_bytes=8", "below the smallest bucket of 65536 bytes"),
         ("data.prefix=corpus", "corpus.idx is missing"),
+        ("data.text=[a.txt]", "data.text: no file matches "),
         ("workers.max=1000", "workers.max is 1000, but a local run on this machine may have"),
         ("recipe=nowhere:GPT", "recipe: cannot import 'nowhere'"),
     ],
@@ -313,3 +314,29 @@ def test_runs_directory_that_is_a_file(tmp_path: Path, capsys: Captured) -> None
     path = write_minimal(tmp_path)
     assert liver("submit", "--config", str(path), "--cluster", "local") == 2
     assert "runs_directory: cannot make a run in" in capsys.readouterr().err
+
+
+# ---- data
+
+
+def test_text_is_prepared_once(tmp_path: Path, capsys: Captured) -> None:
+    Path("a.txt").write_text("some text\n" * 100)
+    path = write_minimal(tmp_path, data={"text": ["*.txt"]})
+    assert liver("prepare-data", "--config", str(path)) == 0
+    first = capsys.readouterr().out
+    assert first.startswith(str(tmp_path / "data" / "text-"))
+    assert "1 documents, 1001 tokens of uint16" in first
+    made = {entry.name: entry.stat().st_mtime_ns for entry in Path("data").glob("text-*.[bi]*")}
+    assert len(made) == 2
+    assert liver("prepare-data", "--config", str(path)) == 0
+    assert capsys.readouterr().out == first
+    again = {entry.name: entry.stat().st_mtime_ns for entry in Path("data").glob("text-*.[bi]*")}
+    assert again == made
+
+
+def test_data_that_cannot_be_written(tmp_path: Path, capsys: Captured) -> None:
+    Path("a.txt").write_text("some text\n")
+    Path("data").write_text("in the way")
+    path = write_minimal(tmp_path, data={"text": ["a.txt"]})
+    assert liver("prepare-data", "--config", str(path)) in (1, 2)
+    assert "liver: error: preparing the data: " in capsys.readouterr().err

@@ -15,12 +15,15 @@ import pytest
 
 from liver_hpc import cli
 from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.config.load import absolute_paths
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.operate import stop
+from liver_hpc.recipes.text_data import prefix_of
 from liver_hpc.run_directory import RunDirectory, find_run, process_lives
 from liver_hpc.submit import submit_run
 from tests.unit.config.runs import minimal, write_minimal
+from tests.unit.config.test_indexed_data import write_pair
 from tests.unit.standin import sitecustomize_in
 
 LIMIT_S = 60.0
@@ -115,6 +118,18 @@ def test_end_of_the_jobs_time_is_a_request_to_stop(
     deadline = Deadline.after(SystemClock(), LIMIT_S, "the coordinator to be told")
     poll_until((run.path / "told").exists, deadline)
     assert process_lives(address.pid)
+
+
+def test_text_is_pinned_to_what_was_prepared(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    config = minimal(cluster={"kind": "local"}, data={"text": ["a.txt"]})
+    assert (data := absolute_paths(config).data) is not None
+    prefix = prefix_of(data)
+    prefix.parent.mkdir()
+    write_pair(prefix, [9])
+    pinned = submit_run(config).config().data
+    assert pinned is not None
+    assert (pinned.text, pinned.prefix) == (None, prefix)
 
 
 def test_coordinator_that_ends_at_once_is_noticed(

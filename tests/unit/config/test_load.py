@@ -248,11 +248,12 @@ def test_what_was_written_reads_back_equal(values: dict[str, object]) -> None:
 
 def test_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = absolute_paths(minimal(data={"text": ["a.txt", "/b.txt"]}))
+    monkeypatch.setenv("HOME", "/home/me")
+    config = absolute_paths(minimal(data={"text": ["a.txt", "/b.txt", "~/*.md"]}))
     assert config.runs_directory == tmp_path / "runs"
     assert config.data is not None
     assert config.data.directory == tmp_path / "data"
-    assert config.data.text == [str(tmp_path / "a.txt"), "/b.txt"]
+    assert config.data.text == [str(tmp_path / "a.txt"), "/b.txt", "/home/me/*.md"]
     with_prefix = absolute_paths(minimal(data={"prefix": "corpus"}))
     assert with_prefix.data is not None
     assert with_prefix.data.prefix == tmp_path / "corpus"

@@ -143,16 +143,26 @@ def move_everything(member: Member, dtype: str, handoff: str, budget: str) -> di
     return totals
 
 
-def _exchange(member: Member, workers: int = 2) -> tuple[TransferPlan, ToyState, ToyState]:
-    """Everybody sends all parameters to everybody else."""
+def _states() -> tuple[ToyState, ToyState]:
+    return ToyState(TIED, random_bits(1)), ToyState(TIED, untouched)
+
+
+def _exchange(member: Member) -> TransferPlan:
+    """Two workers send half of the parameters to each other."""
     moves = [
-        Move(index, PARAMETER, tensor.whole, sender, receiver)
+        Move(index, PARAMETER, tensor.whole, index % 2, 1 - index % 2)
         for index, tensor in enumerate(TIED.tensors)
-        for sender in range(workers)
-        for receiver in range(workers)
-        if sender != receiver and (sender + index) % workers == 0
     ]
-    return plan_of(moves, member.worker), ToyState(TIED, random_bits(1)), ToyState(TIED, untouched)
+    return plan_of(moves, member.worker)
+
+
+def _chain(member: Member) -> TransferPlan:
+    """Worker 1 sends to worker 0, and worker 0 other tensors to worker 2."""
+    moves = [
+        Move(index, PARAMETER, tensor.whole, 1 - index % 2, 2 * (index % 2))
+        for index, tensor in enumerate(TIED.tensors)
+    ]
+    return plan_of(moves, member.worker)
 
 
 @dataclass
@@ -167,11 +177,19 @@ class Failed:
         self.text = str(self.error)
 
 
-def stream_failure(member: Member, transport: Transport, limit_s: float = LONG_S) -> Failed:
-    plan, was, becomes = _exchange(member)
+def stream_failure(
+    member: Member,
+    transport: Transport,
+    limit_s: float = LONG_S,
+    plan_for: Callable[[Member], TransferPlan] = _exchange,
+) -> Failed:
+    """Streams, and must fail."""
+    was, becomes = _states()
     began = time.monotonic()
     with pytest.raises(LiverError) as caught:
-        transport.stream(plan, was, becomes, lambda _bytes: None, member.deadline(limit_s))
+        transport.stream(
+            plan_for(member), was, becomes, lambda _bytes: None, member.deadline(limit_s)
+        )
     return Failed(caught.value, after_s=time.monotonic() - began)
 
 
@@ -218,10 +236,11 @@ def state_does_not_fit(member: Member) -> None:
         failed = stream_failure(member, transport)
         assert isinstance(failed.error, TransferError)
     else:
-        plan, _, becomes = _exchange(member)
-        wrong = _TooWide(TIED, random_bits(1))
+        wrong, becomes = _TooWide(TIED, random_bits(1)), ToyState(TIED, untouched)
         with pytest.raises(PlanError, match=r"worker 1: parameter of tensor .* torch.float64"):
-            transport.stream(plan, wrong, becomes, lambda _bytes: None, member.deadline())
+            transport.stream(
+                _exchange(member), wrong, becomes, lambda _bytes: None, member.deadline()
+            )
     transport.close()
     member.depart()
 
@@ -230,16 +249,18 @@ def worlds_are_missing(member: Member) -> None:
     """A plan that needs a world that is not there is refused."""
     transport = member.connect(TIED, SMALL)
     if member.worker == 0:
-        plan, _, becomes = _exchange(member)
+        _, becomes = _states()
         with pytest.raises(PlanError, match=r"worker 0: the plan wants .* no source world here"):
-            transport.stream(plan, None, becomes, lambda _bytes: None, member.deadline())
+            transport.stream(
+                _exchange(member), None, becomes, lambda _bytes: None, member.deadline()
+            )
     transport.close()
 
 
 def progress_fails(member: Member) -> None:
     """An error of the caller's own passes through, and breaks the transport."""
     transport = member.connect(TIED, SMALL)
-    plan, was, becomes = _exchange(member)
+    was, becomes = _states()
 
     def fail(_bytes: int) -> None:
         raise ZeroDivisionError
@@ -248,7 +269,7 @@ def progress_fails(member: Member) -> None:
         assert "worker 0" in stream_failure(member, transport).text
     else:
         with pytest.raises(ZeroDivisionError):
-            transport.stream(plan, was, becomes, fail, member.deadline())
+            transport.stream(_exchange(member), was, becomes, fail, member.deadline())
         assert "broken" in stream_failure(member, transport).text
     transport.close()
     member.depart()
@@ -276,6 +297,22 @@ def staging_is_freed(member: Member) -> None:
     assert storage.nbytes() == 0
 
 
+def third_party_is_freed(member: Member) -> None:
+    """Worker 0 fails because of worker 1. Once it has closed, worker 2, which has no business
+    with worker 1, need not wait for its deadline: not even while worker 0 keeps the error."""
+    transport = member.connect(TIED, SMALL)
+    if member.worker == 1:
+        transport.close()
+        member.depart()
+    else:
+        failed = stream_failure(member, transport, plan_for=_chain)
+        assert isinstance(failed.error, TransferError)
+        assert f"worker {1 if member.worker == 0 else 0}" in failed.text
+        transport.close()
+        member.depart()
+    member.meet()
+
+
 class TransportConformance(ABC):
     """Inherit, and say how a scenario is run by several workers."""
 
@@ -294,6 +331,9 @@ class TransportConformance(ABC):
 
     def test_a_peer_that_leaves_frees_those_that_wait_for_it(self) -> None:
         self.run(peer_leaves, 2)
+
+    def test_a_failure_is_passed_on_to_those_who_wait_for_the_one_that_failed(self) -> None:
+        self.run(third_party_is_freed, 3)
 
     def test_the_deadline_names_the_peer(self) -> None:
         self.run(peer_is_silent, 2)

@@ -44,9 +44,7 @@ def test_initial_values_are_the_same_for_every_layout(layout: Layout) -> None:
         state = state_at(TIED, layout, at)
         state.initialize(numbers, seed=5)
         for index, box in state.boxes(PARAMETER):
-            assert torch.equal(
-                state.view(PARAMETER, index, box), whole.view(PARAMETER, index, box)
-            )
+            assert torch.equal(state.view(PARAMETER, index, box), whole.view(PARAMETER, index, box))
 
 
 def test_bf16_keeps_a_main_copy_of_the_unrounded_values() -> None:
