@@ -9,6 +9,7 @@ HDF5 failed to write to is let go without another byte written.
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,11 @@ from liver_hpc.metrics.table import TABLES, Rows, Table
 FORMAT = ("v110", "v110")
 # What h5py raises for a failed system call, or for a file that makes no sense.
 HDF5_ERRORS = (OSError, RuntimeError)
+
+# The first bytes of a file: the signature, the version, (from byte 28) where the file ends, ...
+SIGNATURE = b"\x89HDF\r\n\x1a\n"
+SUPERBLOCK_BYTES = 48
+KNOWN_SUPERBLOCKS = (2, 3)
 
 
 class SwmrFile:
@@ -55,6 +61,13 @@ class SwmrFile:
             dataset.resize((start + len(new),))
             dataset[start:] = new
             dataset.flush()
+        # Only the file's flush writes down where the file ends, from which a reader knows whether
+        # it is whole. It grows to there first, in case this process is killed in between.
+        descriptor = self._file.id.get_vfd_handle()
+        end_bytes = self._file.id.get_filesize()
+        if os.fstat(descriptor).st_size < end_bytes:
+            os.truncate(descriptor, end_bytes)
+        self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -76,6 +89,7 @@ def read_file(path: Path) -> tuple[dict[str, Rows], dict[str, str]]:
     Raises ConfigError when it is missing, truncated, or not such a file.
     """
     try:
+        _check_whole(path)
         # No lock: a reader must never stop the writer.
         with h5py.File(path, "r", swmr=True, locking=False) as file:
             attributes = {name: _text(value) for name, value in file.attrs.items()}
@@ -83,7 +97,7 @@ def read_file(path: Path) -> tuple[dict[str, Rows], dict[str, str]]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; nothing was recorded yet") from None
     except HDF5_ERRORS as error:
-        raise ConfigError(f"{path} is no readable metrics file: {_why(path, error)}") from error
+        raise ConfigError(f"{path} cannot be read: {failure_text(error)}") from error
 
 
 def failure_text(error: Exception) -> str:
@@ -123,30 +137,22 @@ def _read(file: Any, table: Table[Any], path: Path) -> Rows:
             "another version of liver_hpc wrote it"
         )
     rows: Rows = dataset[:]
-    _check_whole(file, dataset, path)
     return rows
 
 
-def _check_whole(file: Any, dataset: Any, path: Path) -> None:
-    """HDF5 reads zeros where rows lie behind the end of a truncated file."""
-    size_bytes = os.fstat(file.id.get_vfd_handle()).st_size
-    ends_bytes: list[int] = []
-
-    def visit(chunk: Any) -> None:
-        ends_bytes.append(chunk.byte_offset + chunk.size)
-
-    dataset.id.chunk_iter(visit)
-    wanted_bytes = max(ends_bytes, default=0)
-    if wanted_bytes > size_bytes:
-        raise ConfigError(
-            f"{path} is truncated: wanted {wanted_bytes} bytes for {dataset.name}, got {size_bytes}"
-        )
-
-
-def _why(path: Path, error: Exception) -> str:
-    if path.is_file() and os.access(path, os.R_OK) and not h5py.is_hdf5(path):
-        return "it is not HDF5, or its beginning is lost"
-    return failure_text(error)
+def _check_whole(path: Path) -> None:
+    """HDF5 reads zeros, or waits for ever, where the end of a file that is written to is lost."""
+    with path.open("rb") as file:
+        head = file.read(SUPERBLOCK_BYTES)
+        got_bytes = os.fstat(file.fileno()).st_size
+    if not head.startswith(SIGNATURE):
+        raise ConfigError(f"{path} is no metrics file: it is not HDF5, or its beginning is lost")
+    whole = len(head) == SUPERBLOCK_BYTES
+    if whole and head[8] in KNOWN_SUPERBLOCKS:
+        (wanted_bytes,) = struct.unpack_from("<Q", head, 28)
+        whole = got_bytes >= wanted_bytes
+    if not whole:
+        raise ConfigError(f"{path} is truncated: only {got_bytes} bytes of it are left")
 
 
 def _text(value: Any) -> str:

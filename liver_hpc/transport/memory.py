@@ -43,9 +43,13 @@ class _End:
 
 
 class MemoryExchange:
-    """Where the transports of one handoff meet; one object a handoff, shared by all threads."""
+    """Where the transports of one handoff meet; one object a handoff, shared by all threads.
 
-    def __init__(self) -> None:
+    grouped: pack messages into few large steps, as for a backend that runs a step as one.
+    """
+
+    def __init__(self, *, grouped: bool = False) -> None:
+        self.grouped = grouped
         self._changed = threading.Condition()
         self._started: dict[_Address, _End] = {}
         self._gone: set[int] = set()
@@ -123,6 +127,7 @@ class _Message:
 
 class _MemoryWire(Wire):
     def __init__(self, exchange: MemoryExchange, worker: int) -> None:
+        self.grouped = exchange.grouped
         self._exchange = exchange
         self._worker = worker
 

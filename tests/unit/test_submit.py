@@ -123,7 +123,8 @@ def test_end_of_the_jobs_time_is_a_request_to_stop(
 def test_text_is_pinned_to_what_was_prepared(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     config = minimal(cluster={"kind": "local"}, data={"text": ["a.txt"]})
-    assert (data := absolute_paths(config).data) is not None
+    data = absolute_paths(config).data
+    assert data is not None
     prefix = prefix_of(data)
     prefix.parent.mkdir()
     write_pair(prefix, [9])

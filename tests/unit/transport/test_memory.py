@@ -17,6 +17,7 @@ from liver_hpc.errors import TransferError
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, Move, TensorSpec, TransferPlan
 from liver_hpc.transport.base import Transport
 from liver_hpc.transport.memory import MemoryExchange
+from tests.unit.layout.models import TIED
 from tests.unit.transport.conformance import (
     LONG_S,
     Member,
@@ -27,9 +28,11 @@ from tests.unit.transport.conformance import (
 from tests.unit.transport.plans import RandomPlans, random_plans
 
 
-def in_threads(scenario: Callable[..., Any], workers: int, *arguments: Any) -> list[Any]:
+def in_threads(
+    scenario: Callable[..., Any], workers: int, *arguments: Any, grouped: bool = False
+) -> list[Any]:
     """Each worker is a thread; raises the first worker's error."""
-    exchange = MemoryExchange()
+    exchange = MemoryExchange(grouped=grouped)
     together = threading.Barrier(workers, timeout=LONG_S)
 
     def member(worker: int) -> Member:
@@ -48,6 +51,32 @@ class TestMemory(TransportConformance):
         return in_threads(scenario, workers, *arguments)
 
 
+class TestGroupedMemory(TransportConformance):
+    """The large steps of NCCL, without NCCL."""
+
+    def run(self, scenario: Callable[..., Any], workers: int, *arguments: Any) -> list[Any]:
+        return in_threads(scenario, workers, *arguments, grouped=True)
+
+
+@pytest.mark.parametrize(
+    ("staging_bytes", "bucket_bytes", "grouped", "slots"),
+    [
+        (1000, 100, False, [96] * 10),
+        (1000, 100, True, [496] * 2),
+        (100, 96, True, [96]),
+        (200, 97, True, [96] * 2),
+    ],
+)
+def test_staging_is_one_slot_a_bucket_or_two_halves(
+    staging_bytes: int, bucket_bytes: int, grouped: bool, slots: list[int]
+) -> None:
+    handoff = HandoffSection(staging_bytes=staging_bytes, bucket_bytes=bucket_bytes)
+    transport = MemoryExchange(grouped=grouped).transport(0, TIED, handoff)
+    assert [transport.slot_bytes] * transport.num_slots == slots
+    assert transport._staging is not None
+    assert transport._staging.nbytes == sum(slots) <= staging_bytes
+
+
 def _move(member: Member, case: RandomPlans, handoff: HandoffSection) -> None:
     transport = member.connect(case.model, handoff)
     was, becomes = ToyState(case.model, random_bits(3)), ToyState(case.model, random_bits(4))
@@ -62,12 +91,12 @@ def _move(member: Member, case: RandomPlans, handoff: HandoffSection) -> None:
 
 
 @settings(max_examples=30)
-@given(random_plans(), st.integers(16, 300), st.integers(0, 900))
+@given(random_plans(), st.integers(16, 300), st.integers(0, 900), st.booleans())
 def test_random_plans_with_random_budgets_arrive(
-    case: RandomPlans, bucket_bytes: int, more_bytes: int
+    case: RandomPlans, bucket_bytes: int, more_bytes: int, grouped: bool
 ) -> None:
     handoff = HandoffSection(staging_bytes=bucket_bytes + more_bytes, bucket_bytes=bucket_bytes)
-    in_threads(_move, len(case.plans), case, handoff)
+    in_threads(_move, len(case.plans), case, handoff, grouped=grouped)
 
 
 def test_messages_of_different_length_fail_at_both_ends() -> None:
