@@ -1,13 +1,13 @@
 """The agent of a (virtual) node: starts its workers, meets the coordinator for them, stays.
 
-`python -m liver_hpc.agent` is started by a launcher as the one process of an MPI world. The
-workers boot at once and alone; when all have booted the agent meets the front desk over MPI,
-leaves MPI, gives each worker its id and the coordinator's address, and from then on only waits
-for them. Whatever ends the agent ends its workers; one worker's end does not touch the others.
+The workers of `python -m liver_hpc.agent` boot at once and alone; when all have booted the
+agent has a short-lived child meet the front desk over MPI (`joiner_process`), gives each worker
+its id and the coordinator's address, and from then on only waits for them. Whatever ends the
+agent ends its workers; one worker's end does not touch the others.
 
 Exit codes: the workers' worst one (128 + n for signal n), 128 + n when told to stop by signal n
-(SIGTERM also stands for the end of the parent), and those named below and in
-`rendezvous.mpi_calls`.
+(SIGTERM also stands for the end of the parent), those named below, and those of
+`rendezvous.joiner`.
 """
 
 from __future__ import annotations
@@ -31,24 +31,22 @@ from typing import NoReturn
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.environment import clean_environment
 from liver_hpc.config.load import load_run
-from liver_hpc.config.schema import DeadlineSection
-from liver_hpc.errors import DeadlineError, LiverError, MeetingError
+from liver_hpc.errors import LiverError
+from liver_hpc.joiner_process import JoinerProcess, NotMet
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.lifeline import guarded, on_parent_exit
 from liver_hpc.rendezvous.meeting import Answer, Identity
-from liver_hpc.rendezvous.mpi import meet
-from liver_hpc.rendezvous.secret import read_secret
 
 EXIT_FAILED = 1
 """The agent itself failed; its log says how."""
 EXIT_BOOT = 87
 """A worker died in its boot, or did not finish it in time."""
-EXIT_NOT_MET = 88
-"""The front desk refused the agent, or did not answer in time."""
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MAX_LINE_BYTES = 4096
 _REAP_S = 1.0
+# How much longer than its own deadline a joiner gets to end by itself and say why.
+_MEET_MARGIN_S = 3.0
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +78,7 @@ class Options:
 class Child:
     """One worker: its process, and the agent's ends of its two pipes.
 
-    end: a pidfd, readable once the process has ended (MPI takes over SIGCHLD).
+    end: a pidfd, readable once the process has ended.
     """
 
     index: int
@@ -104,20 +102,11 @@ class Signals:
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signals = cls(reader)
-        signals.catch_stop()
+        for signum in _STOP_SIGNALS:
+            signal.signal(signum, signals._note)
         # Whoever started us may have had them blocked.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, set(_STOP_SIGNALS))
         return signals
-
-    def catch_stop(self) -> None:
-        """From now on SIGTERM and SIGINT raise Stopped from the next `check`."""
-        for signum in _STOP_SIGNALS:
-            signal.signal(signum, self._note)
-
-    def default_stop(self) -> None:
-        """From now on SIGTERM and SIGINT end the process at once, also within a call of MPI's."""
-        for signum in _STOP_SIGNALS:
-            signal.signal(signum, signal.SIG_DFL)
 
     def check(self) -> None:
         """Raises Stopped when a signal to stop has come."""
@@ -157,9 +146,7 @@ class Agent:
         deadlines = load_run(self._options.run_directory / "run.yaml").deadlines
         try:
             self._await_boot(deadlines.boot_s)
-            answer = self._meet(deadlines)
-            self._check_boot()  # nobody has looked after the workers meanwhile
-            self._hand_out(answer)
+            self._hand_out(self._meet(deadlines.meet_s))
             return self._supervise()
         except Stopped as stop:
             log.info("%s: ending workers %s", stop, self._living())
@@ -176,8 +163,6 @@ class Agent:
             "LIVER_AGENT_READ_FD": str(read_by_worker),
             "LIVER_AGENT_WRITE_FD": str(written_by_worker),
         }
-        if not environment.get("HWLOC_XMLFILE"):  # empty: the launcher's word to hydra
-            environment.pop("HWLOC_XMLFILE", None)
         # Several workers share a machine: two threads each would be slower than one.
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment.setdefault("MKL_NUM_THREADS", "1")
@@ -249,19 +234,27 @@ class Agent:
             f"see {self._log_of(child.index)}"
         )
 
-    def _meet(self, deadlines: DeadlineSection) -> Answer:
-        directory = self._options.run_directory
+    def _meet(self, meet_s: float) -> Answer:
         identity = Identity(
             agent=self._options.agent,
             host=socket.gethostname(),
             pid=os.getpid(),
             workers=self._options.workers,
         )
-        self._signals.default_stop()
+        limit_s = meet_s + _MEET_MARGIN_S
+        deadline = Deadline.after(self._clock, limit_s, "the joiner to end")
+        joiner = JoinerProcess(self._options.run_directory, identity, meet_s)
+        self._selector.register(joiner.end, selectors.EVENT_READ)
         try:
-            answer = meet(directory, identity, read_secret(directory / "secret"), deadlines.meet_s)
+            while (answer := joiner.answer()) is None:
+                if deadline.expired():
+                    raise NotMet(f"waited {limit_s:g} s for the joiner to end")
+                self._selector.select(deadline.remaining_s())
+                self._signals.check()
+                self._check_boot()
         finally:
-            self._signals.catch_stop()
+            self._selector.unregister(joiner.end)
+            joiner.close()
         log.info("met the front desk: workers %s", list(answer.worker_ids))
         return answer
 
@@ -359,7 +352,7 @@ def _log_to(options: Options) -> None:
 
 
 def main() -> NoReturn:
-    """Runs the agent and exits at once: an MPI that a meeting has left broken must not hold it."""
+    """Runs the agent and exits with its code."""
     options = parse_options()
     _log_to(options)
     try:
@@ -367,14 +360,13 @@ def main() -> NoReturn:
     except BootError as error:
         log.error("%s", error)
         code = EXIT_BOOT
-    except (MeetingError, DeadlineError) as error:
+    except NotMet as error:
         log.error("%s", error)
-        code = EXIT_NOT_MET
+        code = error.code
     except Exception:
         log.exception("the agent failed")
         code = EXIT_FAILED
-    logging.shutdown()
-    os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

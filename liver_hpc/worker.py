@@ -8,212 +8,20 @@ what the control channel tells it: begin or join, train, hand over, leave.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import os
-import queue
-import socket
-import sys
-import threading
-from dataclasses import dataclass
+import warnings
 from pathlib import Path
 from typing import NoReturn
 
-from liver_hpc.clock import SystemClock
-from liver_hpc.config.load import load_run
-from liver_hpc.config.schema import RunConfig
-from liver_hpc.errors import LiverError, ProtocolError
-from liver_hpc.handoff.release import return_free_memory
-from liver_hpc.handoff.session import Place
-from liver_hpc.layout.coordinates import Layout, Roster
-from liver_hpc.protocol.messages import (
-    Abort,
-    Arm,
-    Begin,
-    Exit,
-    FromWorker,
-    Heartbeat,
-    Hello,
-    Prepare,
-    Resume,
-    Stop,
-    Verdict,
-)
-from liver_hpc.recipes.base import Recipe, load_recipe
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
-from liver_hpc.rendezvous.secret import read_secret
-from liver_hpc.training import LeftWorld, Trainer
-from liver_hpc.world import megatron
-from liver_hpc.world.device import Device, Network, address_towards, open_device
-from liver_hpc.world.groups import install_sentinel
-from liver_hpc.world.store import ControlStore
-from liver_hpc.world.world import World
+from liver_hpc.errors import LiverError
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.world.device import open_device
 
 log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
-EXIT_COORDINATOR_GONE = 4
-"""Exit status of a worker whose control channel closed."""
-
-
-@dataclass(frozen=True)
-class Booted:
-    """What the isolated boot made: all that needs nobody else."""
-
-    run_directory: Path
-    config: RunConfig
-    recipe: Recipe
-    device: Device
-    clock: SystemClock
-    timings_s: dict[str, float]
-
-
-def boot(run_directory: Path, layout: Layout, local_rank: int) -> Booted:
-    """Device, data and one rehearsed step of the coming layout, without communication."""
-    clock = SystemClock()
-    started_s = clock.now_s()
-    config = load_run(run_directory / "run.yaml")
-    recipe = load_recipe(config)
-    device = open_device(local_rank)
-    recipe.open(run_directory)
-    opened_s = clock.now_s()
-    # Megatron asks for a rank before the worker id is known.
-    install_sentinel(0)
-    megatron.prepare_process(config.train.seed)
-    if config.handoff.warm_up:
-        roster = Roster(layout, tuple(range(layout.workers)))
-        rehearsal = World(recipe, roster, 0, generation=-1, device=device)
-        rehearsal.warm_up()
-        rehearsal.close()
-    return_free_memory()
-    # What boot made lives as long as the process: later collections need not walk it.
-    gc.freeze()
-    timings_s = {"open": opened_s - started_s, "rehearsal": clock.now_s() - opened_s}
-    return Booted(run_directory, config, recipe, device, clock, timings_s)
-
-
-class Worker:
-    """The worker after its boot: the main thread trains, a control thread listens."""
-
-    def __init__(self, booted: Booted, worker: int, address: tuple[str, int]) -> None:
-        self._worker = worker
-        self._booted = booted
-        self._deadlines = booted.config.deadlines
-        self._address = address
-        self._secret = read_secret(booted.run_directory / "secret")
-        self._channel = self._connect("the coordinator's control channel")
-        self._first: queue.Queue[Begin | Prepare] = queue.Queue()
-        install_sentinel(worker)
-        self._trainer = Trainer(
-            Place(
-                worker=worker,
-                config=booted.config,
-                recipe=booted.recipe,
-                device=booted.device,
-                network=Network(
-                    booted.device, booted.config.network.interface, address_towards(address[0])
-                ),
-                clock=booted.clock,
-                send=self._send,
-                open_store=self._open_store,
-            )
-        )
-
-    def run(self) -> NoReturn:
-        """Serves until the coordinator says Exit, which ends the process."""
-        self._send(
-            Hello(
-                worker=self._worker,
-                pid=os.getpid(),
-                host=socket.gethostname(),
-                booted_s=self._booted.clock.now_s(),
-                boot_timings_s=self._booted.timings_s,
-            )
-        )
-        threading.Thread(target=self._listen, name="control", daemon=True).start()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-        # No deadline of its own: the coordinator has one for every phase, and its end is ours.
-        first = self._first.get()
-        try:
-            if isinstance(first, Begin):
-                self._trainer.begin(first)
-            else:
-                self._trainer.join()
-            self._trainer.train()
-        except LeftWorld as left:
-            log.info("%s", left)
-        self._await_exit()
-
-    def _await_exit(self) -> NoReturn:
-        """The coordinator's Exit ends the process from the control thread."""
-        limit_s = self._deadlines.release_s + self._deadlines.exit_s
-        threading.Event().wait(limit_s)
-        log.error("waited %g s for the coordinator's Exit", limit_s)
-        leave(EXIT_FAILED)
-
-    def _connect(self, waits_for: str) -> Channel:
-        return connect(self._address, self._secret, self._deadlines.control_s, waits_for)
-
-    def _open_store(self) -> ControlStore:
-        channel = self._connect("the coordinator's store")
-        return ControlStore(channel, self._deadlines.prepare_s)
-
-    def _send(self, message: FromWorker) -> None:
-        try:
-            self._channel.send(message)
-        except ChannelClosed as error:
-            self._coordinator_gone(error)
-
-    def _coordinator_gone(self, error: ChannelClosed) -> NoReturn:
-        log.error("the coordinator is gone: %s", error)
-        leave(EXIT_COORDINATOR_GONE)
-
-    def _beat(self) -> None:
-        """Heartbeats, so that a machine that vanished without closing its sockets is noticed."""
-        pause = threading.Event()
-        while not pause.wait(self._deadlines.heartbeat_s / 4):
-            self._send(Heartbeat(worker=self._worker, step=self._trainer.step))
-
-    def _listen(self) -> None:
-        """The control thread: routes every message, and ends the process when told to."""
-        while True:
-            try:
-                message = self._channel.receive()
-            except ChannelClosed as error:
-                self._coordinator_gone(error)
-            if isinstance(message, Exit):
-                log.info("exit: %s", message.reason)
-                leave(0)
-            elif isinstance(message, Stop):
-                self._trainer.stop.set()
-            elif isinstance(message, Arm | Verdict | Abort | Resume):
-                session = self._trainer.session
-                if session is not None and session.generation == message.generation:
-                    session.deliver(message)
-            elif isinstance(message, Prepare):
-                session = self._trainer.open_session(message)
-                if not session.is_source:
-                    self._first.put(message)
-            elif isinstance(message, Begin):
-                self._first.put(message)
-            else:
-                raise ProtocolError(f"worker {self._worker}: unexpected {message.type}")
-
-
-def leave(status: int) -> NoReturn:
-    """Ends the process at once: blocked collectives and native threads must not hold it up."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def _agent_lines() -> tuple[int, int]:
-    try:
-        return int(os.environ["LIVER_AGENT_READ_FD"]), int(os.environ["LIVER_AGENT_WRITE_FD"])
-    except KeyError as error:
-        raise LiverError(f"a worker is started by an agent: {error} is not set") from error
 
 
 def main() -> NoReturn:
@@ -222,18 +30,14 @@ def main() -> NoReturn:
     parser.add_argument("--run-directory", type=Path, required=True)
     parser.add_argument("--layout", required=True, help="layout to rehearse, as tp2 pp1 dp2")
     options = parser.parse_args()
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s [%(threadName)s] %(message)s"
-    )
-    # Megatron logs every configuration it sees.
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    _quieten()
     try:
         read_fd, write_fd = _agent_lines()
-        booted = boot(
-            options.run_directory,
-            Layout.parse(options.layout),
-            int(os.environ.get("LIVER_LOCAL_RANK", "0")),
-        )
+        # Before megatron is imported: where there is no CUDA, the device brings the stand-in.
+        device = open_device(int(os.environ.get("LIVER_LOCAL_RANK", "0")))
+        from liver_hpc.serving import Worker, boot
+
+        booted = boot(options.run_directory, Layout.parse(options.layout), device)
         with open(write_fd, "w") as to_agent:
             to_agent.write(json.dumps({"booted": True}) + "\n")
         with open(read_fd) as from_agent:
@@ -244,7 +48,27 @@ def main() -> NoReturn:
         Worker(booted, int(told["worker"]), (told["host"], int(told["port"]))).run()
     except Exception:
         log.exception("worker failed")
-        leave(EXIT_FAILED)
+        logging.shutdown()
+        # Not sys.exit: blocked collectives and native threads must not hold the process up.
+        os._exit(EXIT_FAILED)
+
+
+def _quieten() -> None:
+    """Our log lines, and of megatron's and torch's only errors."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s [%(threadName)s] %(message)s"
+    )
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    for package in ("megatron", "torch"):
+        for category in (UserWarning, FutureWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", category=category, module=package)
+
+
+def _agent_lines() -> tuple[int, int]:
+    try:
+        return int(os.environ["LIVER_AGENT_READ_FD"]), int(os.environ["LIVER_AGENT_WRITE_FD"])
+    except KeyError as error:
+        raise LiverError(f"a worker is started by an agent: {error} is not set") from error
 
 
 if __name__ == "__main__":

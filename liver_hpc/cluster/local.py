@@ -1,9 +1,9 @@
-"""Agents as processes of this machine, each under an mpiexec of its own.
+"""Agents as processes of this machine.
 
-The tree of one agent is mpiexec - hydra's proxy - agent - workers. Whichever of them, or of the
-processes above, is killed, the rest follows: mpiexec dies with the process that launched it, the
-proxy with mpiexec, the agent with the proxy, workers with their agent; and once mpiexec has ended
-the launcher kills whatever is left.
+The tree of one agent is the agent, its workers and, while it meets the front desk, its joiner.
+Whichever of them, or of the processes above, is killed, what is below it follows: the agent dies
+with the process that launched it, its children with the agent; and once the agent has ended the
+launcher kills whatever is left.
 """
 
 from __future__ import annotations
@@ -11,27 +11,20 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import signal
 import subprocess
 import sys
-import sysconfig
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.environment import clean_environment
 from liver_hpc.cluster.launcher import Launcher, NodeRequest, check_names, unknown_agent
-from liver_hpc.cluster.processes import kill_marked, marked_processes, signal_processes
-from liver_hpc.errors import ConfigError, DeadlineError, LiverError
+from liver_hpc.cluster.processes import kill_marked, marked_processes
+from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.lifeline import guarded
 
 _MARK = "LIVER_LAUNCH"
-# Otherwise hydra's proxy writes the machine's topology to a file in /tmp for its MPI process; the
-# file stays there when the proxy is killed. The agent keeps this from its workers.
-_NO_TOPOLOGY_FILE = {"HWLOC_XMLFILE": ""}
 _SPAWN_S = 30.0
-_KILL_INTERVAL_S = 0.1
 _SWEEP_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -41,8 +34,8 @@ class LocalLauncher(Launcher):
     """Runs agents on this machine.
 
     `exit_s` is how long a killed agent may take to end its workers before all get SIGKILL;
-    `agent_options` are added to every agent's command line. What mpiexec prints goes to the
-    agent's log, logs/agent-NAME.log of the run directory.
+    `agent_options` are added to every agent's command line. What an agent prints goes to its
+    log, logs/agent-NAME.log of the run directory.
     """
 
     def __init__(
@@ -51,7 +44,6 @@ class LocalLauncher(Launcher):
         self._run_directory = run_directory
         self._exit_s = exit_s
         self._agent_options = tuple(agent_options)
-        self._mpiexec = find_mpiexec()
         self._trees: dict[str, _Tree] = {}
         self._closed = False
 
@@ -88,13 +80,10 @@ class LocalLauncher(Launcher):
             raise unknown_agent(agent) from None
 
     def _command(self, request: NodeRequest) -> list[str]:
-        # Nothing about other hosts, and nothing asked of a resource manager around us.
-        mpiexec = [self._mpiexec, "-launcher", "fork", "-rmk", "user"]
-        here = ["-localhost", "localhost", "-hosts", "localhost", "-n", "1"]
         agent = [sys.executable, "-m", "liver_hpc.agent"]
         run = ["--run-directory", str(self._run_directory), "--agent", request.agent]
         work = ["--workers", str(request.workers), "--layout", request.layout]
-        return [*mpiexec, *here, *agent, *run, *work, *self._agent_options]
+        return [*agent, *run, *work, *self._agent_options]
 
 
 class _Tree:
@@ -107,6 +96,7 @@ class _Tree:
         self._exit_s = exit_s
         self._value = f"{agent}:{secrets.token_hex(8)}"
         self._spawned = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
         self._failure: OSError | None = None
         self._buried = threading.Event()
         self._killer: threading.Thread | None = None
@@ -114,11 +104,11 @@ class _Tree:
         self.exit_code: int | None = None
 
     def start(self) -> None:
-        """Raises LiverError when mpiexec cannot be started."""
+        """Raises LiverError when the agent cannot be started."""
         self._keeper = threading.Thread(target=self._keep, name=f"agent-{self._agent}", daemon=True)
         self._keeper.start()
         if not self._spawned.wait(_SPAWN_S):
-            raise DeadlineError(f"waited {_SPAWN_S:g} s for mpiexec of agent {self._agent}")
+            raise DeadlineError(f"waited {_SPAWN_S:g} s for agent {self._agent} to start")
         if self._failure is not None:
             raise LiverError(f"agent {self._agent}: {self._failure}") from self._failure
 
@@ -130,21 +120,12 @@ class _Tree:
             self._killer.start()
 
     def _kill(self) -> None:
-        """SIGTERM to everything, SIGKILL to what lives on after `exit_s`.
-
-        mpiexec forgets a signal that comes before it has started the rest: hence again and again,
-        to each process once.
-        """
-        deadline = Deadline.after(SystemClock(), self._exit_s, f"agent {self._agent} to end")
-        told: set[int] = set()
-        while not deadline.expired():
-            untold = set(marked_processes(_MARK, self._value)) - told
-            signal_processes(sorted(untold), signal.SIGTERM)
-            told |= untold
-            if self._buried.wait(_KILL_INTERVAL_S):
-                return
-        _log.warning("agent %s has not ended %g s after SIGTERM", self._agent, self._exit_s)
-        self._sweep()
+        """SIGTERM to the agent, which ends its workers; SIGKILL to all after `exit_s`."""
+        assert self._process is not None
+        self._process.terminate()
+        if not self._buried.wait(self._exit_s):
+            _log.warning("agent %s has not ended %g s after SIGTERM", self._agent, self._exit_s)
+            self._sweep()
 
     def join(self) -> list[int]:
         """Waits for a killed tree; the processes that live on nevertheless."""
@@ -154,13 +135,13 @@ class _Tree:
         return marked_processes(_MARK, self._value) if self._keeper.is_alive() else []
 
     def _keep(self) -> None:
-        # mpiexec dies with the thread that started it: this one stays until it has ended.
+        # The agent dies with the thread that started it: this one stays until it has ended.
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("ab") as log:
-                process = subprocess.Popen(
+                self._process = subprocess.Popen(
                     guarded(self._command),
-                    env={**_NO_TOPOLOGY_FILE, **clean_environment(os.environ), _MARK: self._value},
+                    env={**clean_environment(os.environ), _MARK: self._value},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -173,7 +154,7 @@ class _Tree:
             return
         finally:
             self._spawned.set()
-        code = process.wait()
+        code = self._process.wait()
         self._sweep()
         self.exit_code = code if code >= 0 else 128 - code
         self._buried.set()
@@ -184,14 +165,3 @@ class _Tree:
             kill_marked(_MARK, self._value, _SWEEP_S)
         except DeadlineError as error:
             _log.error("agent %s: %s", self._agent, error)
-
-
-def find_mpiexec() -> str:
-    """The mpiexec of the mpich wheel in this Python environment; others do not match its MPI."""
-    for scripts in (Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))):
-        path = scripts / "mpiexec"
-        if os.access(path, os.X_OK):
-            return str(path)
-    raise ConfigError(
-        f"no mpiexec beside {sys.executable}; install the mpich wheel there: pip install mpich"
-    )

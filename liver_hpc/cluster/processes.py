@@ -25,23 +25,21 @@ def marked_processes(name: str, value: str) -> list[int]:
     ]
 
 
-def signal_processes(processes: list[int], signum: signal.Signals) -> None:
-    """Sends a signal to each; those that have ended meanwhile are passed over."""
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signum)
-
-
-def kill_marked(name: str, value: str, limit_s: float) -> None:
+def kill_marked(name: str, value: str, limit_s: float) -> list[int]:
     """Kills all marked processes, and what they start meanwhile, until there is none.
 
-    Raises DeadlineError when some still live after `limit_s` (stuck in the kernel).
+    Returns whom it killed. Raises DeadlineError when some still live after `limit_s` (stuck in
+    the kernel).
     """
     found: list[int] = []
+    killed: set[int] = set()
 
     def none_left() -> bool:
         found[:] = marked_processes(name, value)
-        signal_processes(found, signal.SIGKILL)
+        killed.update(found)
+        for process in found:
+            with contextlib.suppress(ProcessLookupError):  # has ended meanwhile
+                os.kill(process, signal.SIGKILL)
         return not found
 
     deadline = Deadline.after(SystemClock(), limit_s, "killed processes to end")
@@ -49,6 +47,7 @@ def kill_marked(name: str, value: str, limit_s: float) -> None:
         poll_until(none_left, deadline)
     except DeadlineError as error:
         raise DeadlineError(f"waited {limit_s:g} s for killed processes {found} to end") from error
+    return sorted(killed)
 
 
 def _environment(process: Path) -> list[bytes]:

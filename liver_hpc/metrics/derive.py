@@ -17,6 +17,8 @@ from liver_hpc.metrics.records import ReconfigurationRecord, RunRecords, StepRec
 
 COMPLETED = "completed"
 ABORTED = "aborted"
+_TIMES = [f.name for f in fields(ReconfigurationRecord) if f.name.endswith("_s")]
+_TIMES.remove("pause_s")
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class ReconfigurationFigures:
 
 @dataclass(frozen=True)
 class RunFigures:
-    """Totals of a run. Sums leave out what is not known; bytes are those of completed handoffs.
+    """Totals of a run. Sums leave out what is not known; bytes are those of completed handoffs;
+    aborted counts all others.
 
     steps counts each step once; missing_steps were done but not recorded. wall_s: start of the
     first recorded step to the end of the last. goodput: between 0 and 1.
@@ -278,14 +281,9 @@ def _begun_s(attempts: Sequence[ReconfigurationRecord]) -> dict[int, float]:
     over_s = -math.inf
     for attempt in attempts:
         begun_s[attempt.generation] = max(attempt.notice_s, over_s)
-        times_s = [getattr(attempt, f.name) for f in fields(attempt) if f.name in _TIMES]
+        times_s = [getattr(attempt, name) for name in _TIMES]
         over_s = max([over_s, *(time_s for time_s in times_s if not math.isnan(time_s))])
     return begun_s
-
-
-_TIMES = frozenset(
-    f.name for f in fields(ReconfigurationRecord) if f.name.endswith("_s") and f.name != "pause_s"
-)
 
 
 # ---- totals

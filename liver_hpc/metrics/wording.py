@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-NOTHING = "\N{EN DASH}"
+NOTHING = "-"
 """In the place of a figure that cannot be known."""
 
 

@@ -1,4 +1,4 @@
-"""Meeting over MPI: the coordinator's side of the front desk, and what a joiner does.
+"""Meeting over MPI: the coordinator's side of the front desk (the joiner's is `joiner.py`).
 
 The desk is a process of its own (`front_desk.py`), so that an MPI that hangs or aborts takes
 nothing with it; this module starts it, answers its questions and replaces it when it has ended.
@@ -18,38 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError, LiverError, MeetingError
-from liver_hpc.lifeline import quiet_thread
-from liver_hpc.rendezvous import mpi_calls
 from liver_hpc.rendezvous.front_desk import EXIT_RENEW
-from liver_hpc.rendezvous.meeting import (
-    Answer,
-    FrontDesk,
-    Identity,
-    Refusal,
-    accepted,
-    converse,
-    joiner_dialogue,
-)
-from liver_hpc.rendezvous.mpi_calls import (
-    EXIT_DESK_LOST,
-    TURN,
-    MeetingPlace,
-    MpiPeer,
-    Watchdog,
-    end_process,
-    port_file,
-    shared_memory_of,
-)
-from liver_hpc.rendezvous.wire import ChannelClosed, ChannelRefused, Wire, dial
+from liver_hpc.rendezvous.meeting import Answer, FrontDesk, Identity, Refusal
+from liver_hpc.rendezvous.mpi_calls import port_file, shared_memory_of
 
 _OPEN_S = 30.0
 _CLOSE_S = 10.0
 _MAX_RESTARTS = 5
 _RESTART_PAUSE_S = 0.1
-_RETRY_INTERVAL_S = 0.05
-_STUCK_MARGIN_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -213,86 +190,6 @@ class MpiFrontDesk(FrontDesk):
         assert process.stdin is not None
         process.stdin.write(line + "\n")
         process.stdin.flush()
-
-
-def meet(run_directory: Path, identity: Identity, secret: bytes, timeout_s: float) -> Answer:
-    """Meets the front desk of a run over MPI and leaves MPI again; once per process.
-
-    This process must be the only one of an MPI world that a process manager has started (mpiexec
-    or srun): two lone processes cannot meet.
-
-    Raises MeetingError when refused, or when the desk does not hold the same secret;
-    DeadlineError after `timeout_s`. A call of MPI's may not come back at all: then the process
-    ends with EXIT_STUCK soon after, or with EXIT_DESK_LOST as soon as the desk has ended.
-    """
-    waits_for = f"the front desk of {run_directory}"
-    deadline = Deadline.after(SystemClock(), timeout_s, waits_for)
-    place = _meeting_place(run_directory, deadline)
-    watchdog = Watchdog(f"agent {identity.agent}")
-    with watchdog.limit(deadline.remaining_s() + _STUCK_MARGIN_S, waits_for):
-        mpi_calls.start_mpi(place.interface)
-        wire, place = _wait_for_turn(run_directory, secret, deadline)
-        finished = threading.Event()
-        quiet_thread(lambda: _watch_desk(wire, finished, identity.agent), "desk-watch")
-        try:
-            communicator = mpi_calls.connect(place.mpi_port, deadline.remaining_s())
-            line = MpiPeer(communicator, deadline, threading.Event())
-            verdict = converse(joiner_dialogue(identity, secret), line.send, line.receive)
-            line.leave()
-            mpi_calls.leave_mpi()
-        finally:
-            finished.set()
-            wire.close()
-    return accepted(verdict, identity)
-
-
-def _meeting_place(run_directory: Path, deadline: Deadline) -> MeetingPlace:
-    found: list[MeetingPlace] = []
-
-    def look() -> bool:
-        place = MeetingPlace.read(run_directory)
-        if place is not None:
-            found.append(place)
-        return place is not None
-
-    poll_until(look, deadline, _RETRY_INTERVAL_S)
-    return found[0]
-
-
-def _wait_for_turn(
-    run_directory: Path, secret: bytes, deadline: Deadline
-) -> tuple[Wire, MeetingPlace]:
-    """Rings the bell until it says that it is this joiner's turn.
-
-    A desk that has ended meanwhile is followed by another one, at another place.
-    """
-    pause = threading.Event()
-    while True:
-        place = _meeting_place(run_directory, deadline)
-        try:
-            wire = dial(
-                (place.bell_host, place.bell_port),
-                secret,
-                max(deadline.remaining_s(), 0.001),
-                deadline.waits_for,
-            )
-            if wire.receive(deadline.remaining_s()) == TURN:
-                return wire, place
-            raise MeetingError(f"{deadline.waits_for}: its bell says something else")
-        except ChannelRefused as error:
-            raise MeetingError(str(error)) from error
-        except ChannelClosed:
-            deadline.check()
-            pause.wait(_RETRY_INTERVAL_S)
-
-
-def _watch_desk(wire: Wire, finished: threading.Event, agent: str) -> None:
-    """Ends this process when the desk ends first: MPI would never come back from it."""
-    try:
-        wire.receive()
-    except ChannelClosed as error:
-        if not finished.is_set():
-            end_process(f"[agent {agent}] {error}", EXIT_DESK_LOST)
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,7 +1,8 @@
 """A recipe that kills its worker at a chosen moment of a chosen handoff. Loaded by workers only.
 
 `LIVER_TEST_FAULT` is "worker:phase": PREPARE (before the target is built), TRANSFER (once the
-first bytes of parameters have arrived) or COMMIT (in the target's first forward, while optimizer state streams).
+first bytes of parameters have arrived) or COMMIT (in the target's first forward, while optimizer
+state streams).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -12,11 +13,16 @@ import psutil
 
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordination.run_files import Outcome
-from liver_hpc.metrics.store import read_run
-from liver_hpc.operate import Watch
+from liver_hpc.metrics.store import RunRecords, read_run
+from liver_hpc.operate import Watch, stop
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run_directory import RunDirectory
 from liver_hpc.submit import submit_run
+
+ENDLESS = 100_000
+"""Steps of a run that a test stops itself."""
+
+_started: list[RunDirectory] = []
 
 TINY_MODEL = {"layers": 4, "hidden": 64, "ffn_hidden": 96, "heads": 4, "query_groups": 2}
 TINY_MODEL |= {"seq_length": 32, "vocab_size": 128}
@@ -49,7 +55,24 @@ def run_config(tmp_path: Path, steps: int, initial: int = 2, **sections: Any) ->
 
 
 def start(config: RunConfig) -> RunDirectory:
-    return submit_run(config)
+    run = submit_run(config)
+    _started.append(run)
+    return run
+
+
+def stop_and_read(run: RunDirectory) -> RunRecords:
+    """Stops a run at its next step boundary; returns its records."""
+    outcome = stop(run)
+    assert outcome.state == "stopped", f"{outcome.reason}\n{tails(run)}"
+    return read_run(run.metrics_path)
+
+
+def kill_started() -> None:
+    """Ends what a failed test has left running."""
+    while _started:
+        for process in processes_of(_started.pop()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def wait_until(

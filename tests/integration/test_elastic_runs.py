@@ -13,10 +13,12 @@ from liver_hpc.metrics.store import RunRecords, read_run
 from liver_hpc.operate import request, stop
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
 from tests.integration.runs import (
+    ENDLESS,
     finish,
     processes_of,
     run_config,
     start,
+    stop_and_read,
     wait_for_end,
     wait_until,
     watch,
@@ -24,7 +26,6 @@ from tests.integration.runs import (
 
 pytestmark = pytest.mark.timeout(400)
 
-ENDLESS = 100_000
 SCHEDULE = {"decay_steps": 1000, "warmup_steps": 10}
 
 FIVE_HANDOFFS = [
@@ -52,8 +53,7 @@ def elastic_run(tmp_path: Path, notices: list[dict[str, Any]], **sections: Any) 
     watch(run, lambda status: status.handoff is None and not status.queued, 10.0)
     last = read_run(run.metrics_path).reconfigurations[-1].step
     watch(run, lambda status: status.step >= max(60, last + 4), 60.0)
-    assert stop(run).state == "stopped"
-    return read_run(run.metrics_path)
+    return stop_and_read(run)
 
 
 def quiet_run(tmp_path: Path, steps: int) -> RunRecords:
@@ -170,8 +170,7 @@ def test_twenty_handoffs_in_a_row_leak_neither_descriptors_nor_memory(tmp_path: 
     config = run_config(tmp_path, ENDLESS, initial=4, notices=notices)
     run = start(config)
     watch(run, lambda status: status.handoffs_done == 20, 200.0)
-    stop(run)
-    rows = read_run(run.metrics_path).reconfigurations
+    rows = stop_and_read(run).reconfigurations
     assert [row.outcome for row in rows] == ["completed"] * 20
     descriptors = [row.stayers_file_descriptors for row in rows]
     resident = [row.stayers_resident_bytes for row in rows]

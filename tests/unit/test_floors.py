@@ -23,6 +23,7 @@ FLOORS = {
     "liver_hpc.cluster": 3,
     "liver_hpc.rendezvous": 3,
     "liver_hpc.transport": 3,
+    "liver_hpc.joiner_process": 4,
     "liver_hpc.recipes": 4,
     "liver_hpc.world": 5,
     "liver_hpc.handoff": 6,

@@ -254,6 +254,7 @@ def worlds_are_missing(member: Member) -> None:
             transport.stream(
                 _exchange(member), None, becomes, lambda _bytes: None, member.deadline()
             )
+    member.meet()
     transport.close()
 
 

@@ -1,0 +1,54 @@
+"""The README's example of a user's own recipe, taken from there, trained and reshaped."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import ENDLESS, run_config, start, stop_and_read, watch
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def example() -> str:
+    """The README's one Python block that defines a recipe."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    recipes = [block for block in blocks if "(Recipe):" in block]
+    assert len(recipes) == 1
+    return str(recipes[0])
+
+
+def test_it_has_fewer_than_40_lines() -> None:
+    assert len([line for line in example().splitlines() if line.strip()]) < 40
+
+
+@pytest.mark.timeout(200)
+def test_it_trains_and_is_reshaped_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mirror.py").write_text(example())
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    notices = [{"at_step": 5, "layout": {"dp": 2}}, {"at_step": 6, "layout": {"dp": 1}}]
+    config = run_config(
+        tmp_path,
+        ENDLESS,
+        initial=1,
+        recipe="mirror:Mirror",
+        model={"width": 32},
+        notices=notices,
+        optimizer={"lr": 0.01, "min_lr": 0.01},
+    )
+    try:
+        run = start(config)
+        watch(run, lambda status: status.handoffs_done == 2, 90.0)
+        watch(run, lambda status: status.step >= 400, 30.0)
+        records = stop_and_read(run)
+    finally:
+        sys.modules.pop("mirror", None)
+    assert [(r.outcome, r.digest_equal) for r in records.reconfigurations] == [
+        ("completed", True),
+        ("completed", True),
+    ]
+    assert records.steps[-1].loss < records.steps[0].loss / 2
