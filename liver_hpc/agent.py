@@ -32,7 +32,7 @@ from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.environment import clean_environment
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
-from liver_hpc.joiner_process import JoinerProcess, NotMet
+from liver_hpc.joiner_process import JoinerProcess, NotMet, mpi_launch
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.lifeline import guarded, on_parent_exit
 from liver_hpc.rendezvous.meeting import Answer, Identity
@@ -140,6 +140,7 @@ class Agent:
 
     def run(self) -> int:
         """The agent's exit code. Raises LiverError when its workers never got to work."""
+        mpi_launch([])  # raises now rather than after the boot when there is no way into MPI
         for index in range(self._options.workers):
             self._children.append(self._spawn(index))
         on_parent_exit(lambda: os.kill(os.getpid(), signal.SIGTERM))

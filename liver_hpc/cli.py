@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 the run failed or does not answer, 2 bad input, 3 refused 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -207,8 +208,10 @@ def _follow(run: RunDirectory) -> int:
         return EXIT_INTERRUPTED
     finally:
         watch.close()
-    if run.metrics_path.exists():
+    try:
         _print_report(run)
+    except ConfigError as error:  # a run may end before it has figures, or on a broken disk
+        print(f"no report: {error}", file=sys.stderr)
     if outcome is None:
         raise LiverError(f"run {run} ended without an outcome; {run.where_logs_are()}")
     return _tell_outcome(run)
@@ -277,7 +280,16 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _print_report(run: RunDirectory, as_json: bool = False) -> None:
-    raise NotImplementedError
+    from rich.console import Console
+
+    from liver_hpc.metrics.report import print_report, report_json
+    from liver_hpc.metrics.store import read_run
+
+    records = read_run(run.metrics_path)
+    if as_json:
+        print(json.dumps(report_json(records), indent=1))
+    else:
+        print_report(records, Console())
 
 
 def _prepare_data(options: argparse.Namespace) -> int:

@@ -10,8 +10,8 @@ from liver_hpc.layout.coordinates import Layout, Roster
 from liver_hpc.layout.memory import handoff_bytes, worker_bytes
 from liver_hpc.layout.placement import place
 from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.metrics.wording import bytes_text
 from liver_hpc.recipes.base import Recipe
-from liver_hpc.status_text import bytes_text
 
 
 def describe_run(config: RunConfig, recipe: Recipe) -> str:

@@ -112,6 +112,7 @@ class JoinerProcess:
             for process in kill_marked(_MARK, self._mark, _KILL_S):
                 for segment in shared_memory_of(process):
                     segment.unlink(missing_ok=True)
+            self._process.kill()  # a process has no mark for a moment while it becomes another
             self._process.wait(_KILL_S)
         finally:
             os.close(self.end)

@@ -69,14 +69,19 @@ class Watch:
         self._channel: Channel | None = None
 
     def snapshot(self) -> StatusSnapshot | None:
-        """The run's state now; None once nobody answers any more. Raises LiverError."""
+        """The run's state now; None once nobody answers any more.
+
+        Raises DeadlineError when the coordinator takes too long.
+        """
         for _ in range(2):
-            if self._run.outcome() is not None:
+            if self._run.outcome() is not None or self._run.coordinator() is None:
                 return None
             try:
                 if self._channel is None:
                     self._channel = _open(self._run)
                 return StatusSnapshot.model_validate(_ask(self._channel, StatusRequest()).data)
+            except RequestRefused:  # it is about to end
+                return None
             except ChannelClosed:
                 self.close()
         return None

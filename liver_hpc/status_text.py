@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from liver_hpc.metrics.wording import bytes_text, ids_text
 from liver_hpc.protocol.status import HandoffStatus, StatusSnapshot
 
 
 def status_text(status: StatusSnapshot) -> str:
     """One line each for progress, shape, handoffs, and for what is out of the ordinary."""
-    workers = _ids(status.workers)
+    workers = ids_text(status.workers)
     lines = [
         f"run {status.run}: {status.state}, {_progress(status)}",
         f"layout {status.layout} (generation {status.generation}) on workers {workers}",
@@ -22,15 +23,6 @@ def status_text(status: StatusSnapshot) -> str:
     if status.metrics_error:
         lines.append(f"metrics: {status.metrics_error}")
     return "\n".join(lines)
-
-
-def bytes_text(count: int) -> str:
-    """Bytes in the largest binary unit that leaves at least 1."""
-    amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while amount >= 1024 and len(units) > 1:
-        amount /= 1024
-        units.pop(0)
-    return f"{count} B" if units[0] == "B" else f"{amount:.1f} {units[0]}"
 
 
 def _progress(status: StatusSnapshot) -> str:
@@ -50,9 +42,5 @@ def _handoff_text(handoff: HandoffStatus, now_s: float) -> str:
         f"{handoff.phase} for {now_s - handoff.since_s:.1f} s, "
         f"{bytes_text(handoff.bytes_done)} of {bytes_text(handoff.bytes_total)}"
     )
-    waits = f", waiting for workers {_ids(handoff.waiting_for)}" if handoff.waiting_for else ""
+    waits = f", waiting for workers {ids_text(handoff.waiting_for)}" if handoff.waiting_for else ""
     return text + waits
-
-
-def _ids(workers: tuple[int, ...]) -> str:
-    return ",".join(map(str, workers)) or "none"

@@ -121,8 +121,8 @@ class _Tree:
 
     def _kill(self) -> None:
         """SIGTERM to the agent, which ends its workers; SIGKILL to all after `exit_s`."""
-        assert self._process is not None
-        self._process.terminate()
+        if self._process is not None:
+            self._process.terminate()
         if not self._buried.wait(self._exit_s):
             _log.warning("agent %s has not ended %g s after SIGTERM", self._agent, self._exit_s)
             self._sweep()

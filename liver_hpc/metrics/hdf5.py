@@ -1,13 +1,14 @@
 """The HDF5 file of a run: one process appends, others read at any time (SWMR).
 
-HDF5 must never be the one to find the disk full while it makes a file or cannot let it go: it
-keeps what it could not write, loses rows that it had written before, and crashes the process at
-its end. So a new file is made in memory and put on the disk by ordinary means, and a file that
-HDF5 failed to write to is let go without another byte written.
+HDF5 takes a full disk badly: it keeps what it could not write, has been seen to lose rows that it
+had written before, and crashes the process at its end. So a new file is made in memory and put on
+the disk by ordinary means, and a file that HDF5 failed to write to is let go at once, without
+another byte written.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections.abc import Mapping
@@ -31,8 +32,8 @@ KNOWN_SUPERBLOCKS = (2, 3)
 
 
 class SwmrFile:
-    """A metrics file that is being written. Methods that write raise one of HDF5_ERRORS; then
-    nothing but `let_go` may be called."""
+    """A metrics file that is being written. After a failed `append`, which raises one of
+    HDF5_ERRORS, nothing but `let_go` may be called."""
 
     def __init__(self, path: Path, attributes: Mapping[str, str], rows: Mapping[str, Rows]) -> None:
         """Puts a new file, with these rows by table name, in the place of whatever is at `path`.
@@ -70,6 +71,16 @@ class SwmrFile:
         self._file.flush()
 
     def close(self) -> None:
+        """Marks the file as no longer written to. Raises OSError, and has let go, where the disk
+        does not even take that: HDF5 would crash."""
+        descriptor = self._file.id.get_vfd_handle()
+        try:
+            superblock = os.pread(descriptor, SUPERBLOCK_BYTES, 0)
+            if os.pwrite(descriptor, superblock, 0) < len(superblock):
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        except OSError:
+            self.let_go()
+            raise
         self._file.close()
 
     def let_go(self) -> None:

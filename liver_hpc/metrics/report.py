@@ -236,7 +236,7 @@ def _table(title: str, names: Sequence[str], left: Sequence[int], gap: int = 2) 
 
 def _cut(detail: str) -> str:
     """The JSON has all of it."""
-    return detail if len(detail) <= DETAIL_LENGTH else f"{detail[:DETAIL_LENGTH]} ..."
+    return detail if len(detail) <= DETAIL_LENGTH else f"{detail[:DETAIL_LENGTH].rstrip()} ..."
 
 
 def _marked(value: float, disturbed: bool) -> str:

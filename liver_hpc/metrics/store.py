@@ -96,6 +96,7 @@ class MetricsWriter:
         self._wake = threading.Condition()
         self._queues = {table.name: _Queue(table, waiting_bytes) for table in TABLES}
         self._closing = False
+        self._closed = False
         self._flushed_s = 0.0
         self.flush()  # so that there is a file from the start
         self._thread = threading.Thread(target=self._flush_by_time, name="metrics", daemon=True)
@@ -118,6 +119,8 @@ class MetricsWriter:
     def flush(self) -> None:
         """Writes what waits; on return it is in the file, or `error` says why not."""
         with self._file_lock:
+            if self._closed:
+                return
             with self._wake:
                 taken = {name: queue.take() for name, queue in self._queues.items() if queue}
             try:
@@ -142,13 +145,13 @@ class MetricsWriter:
         self._thread.join()
         self.flush()
         with self._file_lock:
+            self._closed = True
             file, self._file = self._file, None
             if file is None:
                 return
             try:
                 file.close()
             except HDF5_ERRORS as error:
-                file.let_go()
                 self._note_failure(error)
 
     # ---- in the caller's thread

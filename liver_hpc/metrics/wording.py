@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 NOTHING = "-"
 """In the place of a figure that cannot be known."""
@@ -26,12 +27,14 @@ def number_text(value: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """`12.3 s`, `4:05` (minutes) or `1:02:03` (hours)."""
+    """`2.3 s`, `45 s`, `4:05` (minutes) or `1:02:03` (hours)."""
     if math.isnan(seconds):
         return NOTHING
-    if seconds < 60:
+    if seconds < 9.95:
         return f"{seconds:.1f} s"
     minutes, rest_s = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest_s} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest_s:02}" if hours else f"{minutes}:{rest_s:02}"
 
@@ -40,3 +43,15 @@ def layout_text(layout: str) -> str:
     """`tp2 pp1 dp2` without the axes of size 1: `tp2 dp2`; a single worker is `dp1`."""
     axes = [axis for axis in layout.split() if axis[2:] != "1"]
     return " ".join(axes) or ("dp1" if layout else NOTHING)
+
+
+def ids_text(workers: Iterable[int]) -> str:
+    """`0-3, 7` for workers 0, 1, 2, 3 and 7."""
+    runs: list[list[int]] = []
+    for worker in sorted(workers):
+        if runs and worker == runs[-1][-1] + 1:
+            runs[-1].append(worker)
+        else:
+            runs.append([worker])
+    parts = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ", ".join(parts) or "none"

@@ -40,7 +40,7 @@ EXIT_NOT_MET = 88
 _RETRY_INTERVAL_S = 0.05
 _STUCK_MARGIN_S = 1.0
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def meet(run_directory: Path, identity: Identity, secret: bytes, timeout_s: float) -> Answer:
@@ -146,10 +146,10 @@ def main() -> NoReturn:
         answer = meet(run_directory, identity, secret, timeout_s)
         os.write(output, answer.model_dump_json().encode() + b"\n")
     except (MeetingError, DeadlineError) as error:
-        _log.error("%s", error)
+        log.error("%s", error)
         code = EXIT_NOT_MET
     except Exception:
-        _log.exception("the joiner failed")
+        log.exception("the joiner failed")
         code = EXIT_FAILED
     logging.shutdown()
     os._exit(code)

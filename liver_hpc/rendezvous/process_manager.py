@@ -25,10 +25,12 @@ file stays there when the proxy is killed.
 def inherited_line(environment: Mapping[str, str]) -> tuple[int, ...] | None:
     """The descriptors by which the process manager that started this process can be reached.
 
-    None when there is none, as under a plain shell; under `srun --mpi=pmi2` there is one.
+    None when there is none, as under a plain shell; under `srun --mpi=pmi2` there is one. None
+    also in a world of several processes: MPI would wait in each for all the others.
     """
     descriptor = environment.get("PMI_FD", "")
-    return (int(descriptor),) if descriptor.isdecimal() else None
+    alone = environment.get("PMI_SIZE", "1") == "1"
+    return (int(descriptor),) if descriptor.isdecimal() and alone else None
 
 
 def under_mpiexec(command: Sequence[str]) -> list[str]:

@@ -37,6 +37,8 @@ def _child(
     function: Callable[..., Any], worker: int, store_path: str, arguments: tuple[Any, ...],
     results: Any,
 ) -> None:  # fmt: skip
+    # NCCL takes several processes on one GPU only where it believes them on different hosts.
+    os.environ["NCCL_HOSTID"] = f"worker-{worker}"
     try:
         import torch.distributed as dist
 

@@ -8,13 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
-from liver_hpc.agent import EXIT_BOOT, EXIT_NOT_MET, worst
+from liver_hpc.agent import _MEET_MARGIN_S, EXIT_BOOT, worst
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.launcher import KILLED, Launcher, MemoryLauncher, NodeRequest
 from liver_hpc.cluster.local import LocalLauncher
@@ -28,9 +31,13 @@ from liver_hpc.config.schema import (
     WorkersSection,
 )
 from liver_hpc.errors import LiverError
+from liver_hpc.rendezvous.joiner import EXIT_NOT_MET
 from liver_hpc.rendezvous.meeting import Answer, Identity, Refusal
 from liver_hpc.rendezvous.mpi import MpiFrontDesk
+from liver_hpc.rendezvous.mpi_calls import EXIT_DESK_LOST, EXIT_STUCK, TURN, MeetingPlace
+from liver_hpc.rendezvous.process_manager import NO_TOPOLOGY_FILE, under_mpiexec
 from liver_hpc.rendezvous.secret import create_secret
+from liver_hpc.rendezvous.wire import Wire, WireServer
 from tests.integration.leftovers import no_abandoned_files
 
 pytestmark = pytest.mark.timeout(60)
@@ -112,6 +119,13 @@ class Run:
         self.secret = create_secret(directory / "secret")
         self.desk = MpiFrontDesk(directory, self.secret)
 
+    def set_deadline(self, name: str, limit_s: float) -> None:
+        text = (self.directory / "run.yaml").read_text()
+        assert f"{name}: 20.0" in text
+        (self.directory / "run.yaml").write_text(
+            text.replace(f"{name}: 20.0", f"{name}: {limit_s}")
+        )
+
     def options(self, then: str) -> list[str]:
         command = [sys.executable, "-c", WORKER, str(self.directory), then]
         return ["--worker-command", json.dumps(command)]
@@ -129,6 +143,34 @@ class Run:
                 control_port=4711,
             )
         )
+
+    @contextmanager
+    def bell(self, says: bytes = b"", then_hangs_up: bool = False) -> Iterator[threading.Event]:
+        """A desk with a bell alone, where joiners wait, already in MPI; set once one has rung.
+
+        The bell is silent or says one thing, and hangs up at once or at the end of the block. At
+        its MPI port there is nobody.
+        """
+        rung = threading.Event()
+
+        def ring(wire: Wire) -> None:
+            if says:
+                wire.send(says)
+            rung.set()
+            if not then_hangs_up:
+                wire.receive()
+
+        self.open_desk()
+        place = MeetingPlace.read(self.directory)
+        assert place is not None
+        self.desk.close()
+        self.desk = MpiFrontDesk(self.directory, self.secret)
+        bell = WireServer("127.0.0.1", self.secret, ring)
+        try:
+            place.model_copy(update={"bell_port": bell.address[1]}).write(self.directory)
+            yield rung
+        finally:
+            bell.close()
 
     def alive(self) -> list[int]:
         """Processes of this test, other than the test and the desk."""
@@ -149,6 +191,23 @@ class Run:
 
     def agents(self) -> list[int]:
         return [pid for pid in self.find("-m", "liver_hpc.agent") if self.is_python(pid)]
+
+    def joiners(self) -> list[int]:
+        joiners = self.find("-m", "liver_hpc.rendezvous.joiner")
+        return [pid for pid in joiners if self.is_python(pid)]
+
+    def programs(self) -> dict[str, int]:
+        """What runs, and one process id of each."""
+        return {Path(command_line(pid)[0]).name: pid for pid in self.alive()}
+
+    def listens(self) -> list[str]:
+        """The TCP addresses at which this test's processes listen, the desk's aside."""
+        ours = self.alive()
+        return [
+            f"{connection.laddr.ip}:{connection.laddr.port}"
+            for connection in psutil.net_connections("tcp")
+            if connection.pid in ours and connection.status == psutil.CONN_LISTEN
+        ]
 
     def is_python(self, pid: int) -> bool:
         return command_line(pid)[0] == sys.executable
@@ -314,8 +373,7 @@ def test_a_worker_that_fails_in_boot_fails_the_agent_which_says_who(
 
 
 def test_a_worker_that_boots_too_slowly_fails_the_agent(run: Run) -> None:
-    text = (run.directory / "run.yaml").read_text()
-    (run.directory / "run.yaml").write_text(text.replace("boot_s: 20.0", "boot_s: 0.3"))
+    run.set_deadline("boot_s", 0.3)
     launcher = run.launcher("never boots")
     launcher.launch([request()])
     assert run.wait_ended(launcher) == EXIT_BOOT
@@ -381,30 +439,152 @@ def test_an_agent_that_does_not_end_is_killed_by_its_launcher(run: Run) -> None:
     assert run.alive() == []
 
 
+# ---- the meeting
+
+
+def test_the_joiner_and_its_mpiexec_are_gone_once_the_agent_has_met(run: Run) -> None:
+    launcher = run.launcher("works")
+    with run.bell() as rung:
+        launcher.launch([request()])
+        assert rung.wait(15)
+        assert len(run.joiners()) == 1
+        assert {"mpiexec", "hydra_pmi_proxy"} <= run.programs().keys()
+        assert any(address.startswith("0.0.0.0:") for address in run.listens())
+        assert run.secret.hex() not in str([command_line(pid) for pid in run.alive()])
+    run.open_desk()
+    run.notes()
+    assert run.joiners() == []
+    assert run.programs().keys() == {Path(sys.executable).name}
+    assert len(run.alive()) == 3  # the agent and its workers
+    assert run.listens() == []
+    (agent,) = run.agents()
+    assert "libmpi" not in Path(f"/proc/{agent}/maps").read_text()
+
+
+def test_under_a_process_manager_the_joiner_gets_no_mpiexec_of_its_own(run: Run) -> None:
+    agent = [sys.executable, "-m", "liver_hpc.agent", "--run-directory", str(run.directory)]
+    work = ["--agent", "a0", "--workers", "2", "--layout", "tp1 pp1 dp2", *run.options("ends")]
+    with run.bell() as rung:
+        manager = subprocess.Popen(
+            under_mpiexec([*agent, *work]), env={**os.environ, **NO_TOPOLOGY_FILE}
+        )
+        assert rung.wait(15)
+        managers = [pid for pid in run.alive() if "mpiexec" in command_line(pid)[0]]
+        assert managers == [manager.pid]
+        assert len(run.joiners()) == 1
+    run.open_desk()
+    for note in run.notes():
+        environment = note["environment"]
+        assert isinstance(environment, dict)
+        assert not [name for name in environment if name.startswith(("PMI", "HYDI"))]
+    assert manager.wait(15) == 1
+
+
+@pytest.mark.parametrize(
+    ("then_hangs_up", "meet_s", "code", "why"),
+    [
+        (True, 20.0, EXIT_DESK_LOST, "[agent a0] connection to the front desk of"),
+        (False, 2.0, EXIT_STUCK, "s for the front desk of"),
+    ],
+    ids=["desk lost", "stuck"],
+)
+def test_a_meeting_that_breaks_off_in_mpi_fails_the_agent_which_says_why(
+    run: Run, then_hangs_up: bool, meet_s: float, code: int, why: str
+) -> None:
+    run.set_deadline("meet_s", meet_s)
+    launcher = run.launcher("works")
+    with run.bell(says=TURN, then_hangs_up=then_hangs_up):
+        launcher.launch([request()])
+        assert run.wait_ended(launcher) == code
+    log = run.log("agent-a0")
+    assert f"the joiner ended without an answer (exit code {code})" in log
+    assert why in log
+    assert run.alive() == []
+
+
+def test_without_a_desk_the_agent_gives_up_at_the_deadline(run: Run) -> None:
+    run.set_deadline("meet_s", 0.5)
+    launcher = run.launcher("works")
+    launcher.launch([request()])
+    assert run.wait_ended(launcher) == EXIT_NOT_MET
+    assert "[agent a0] waited 0.5 s for the front desk of" in run.log("agent-a0")
+
+
+def test_a_joiner_that_does_not_end_is_killed_after_the_deadline(run: Run) -> None:
+    run.set_deadline("meet_s", 2.0)
+    launcher = run.launcher("works")
+    with run.bell() as rung:
+        launcher.launch([request()])
+        assert rung.wait(15)
+        for pid in (*run.joiners(), run.programs()["mpiexec"]):
+            os.kill(pid, signal.SIGSTOP)
+        assert run.wait_ended(launcher) == EXIT_NOT_MET
+    waited = f"waited {2 + _MEET_MARGIN_S:g} s for the joiner to end"
+    assert f"no meeting with the front desk: {waited}" in run.log("agent-a0")
+    assert run.alive() == []
+
+
+def test_a_worker_that_dies_during_the_meeting_fails_the_agent_at_once(run: Run) -> None:
+    launcher = run.launcher("works")
+    with run.bell() as rung:
+        launcher.launch([request()])
+        assert rung.wait(15)
+        (worker, _) = [pid for pid in run.find(sys.executable, "-c") if pid not in run.agents()]
+        os.kill(worker, signal.SIGKILL)
+        assert run.wait_ended(launcher) == EXIT_BOOT
+    assert "of agent a0 ended in boot (signal 9)" in run.log("agent-a0")
+    assert run.alive() == []
+
+
+def test_an_agent_told_to_stop_during_the_meeting_stops_at_once(run: Run) -> None:
+    launcher = run.launcher("works")
+    with run.bell() as rung:
+        launcher.launch([request()])
+        assert rung.wait(15)
+        launcher.kill("a0")
+        assert run.wait_ended(launcher) == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM: ending workers [0, 1]" in run.log("agent-a0")
+    assert run.alive() == []
+
+
 # ---- whoever is killed, the rest follows
 
 
+@contextmanager
+def owned(run: Run, then: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of its own with a launcher that has launched an agent; killed at the end."""
+    command = [sys.executable, "-c", OWNER, str(run.directory), *run.options(then)]
+    with subprocess.Popen(command) as owner:
+        try:
+            yield owner
+        finally:
+            owner.kill()
+
+
 @pytest.mark.parametrize("booted", [True, False], ids=["at work", "in boot"])
-@pytest.mark.parametrize("victim", ["owner", "mpiexec", "proxy", "agent"])
+@pytest.mark.parametrize("victim", ["owner", "agent"])
 def test_sigkill_of_any_process_above_the_workers_leaves_nothing(
     run: Run, victim: str, booted: bool
 ) -> None:
     if booted:
         run.open_desk()
-    options = run.options("works" if booted else "never boots")
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(run.directory), *options])
-    with owner:
+    with owned(run, "works" if booted else "never boots") as owner:
         if booted:
             run.notes()
         else:
             wait_for(lambda: len(run.boots()) == 2, "workers to start")
-        programs = {Path(command_line(pid)[0]).name: pid for pid in run.alive()}
-        pid = {
-            "owner": owner.pid,
-            "mpiexec": programs["mpiexec"],
-            "proxy": programs["hydra_pmi_proxy"],
-            "agent": run.agents()[0],
-        }[victim]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(owner.pid if victim == "owner" else run.agents()[0], signal.SIGKILL)
         wait_for(lambda: set(run.alive()) <= {owner.pid}, "the tree to end", 5.0)
-        owner.kill()
+
+
+@pytest.mark.parametrize("victim", ["owner", "agent", "mpiexec", "hydra_pmi_proxy", "joiner"])
+def test_sigkill_of_any_process_in_the_meeting_leaves_nothing(run: Run, victim: str) -> None:
+    with run.bell() as rung, owned(run, "works") as owner:
+        assert rung.wait(15)
+        (joiner,), (agent,) = run.joiners(), run.agents()
+        pids = {**run.programs(), "owner": owner.pid, "agent": agent, "joiner": joiner}
+        os.kill(pids[victim], signal.SIGKILL)
+        wait_for(lambda: set(run.alive()) <= {owner.pid}, "the tree to end", 5.0)
+    if victim not in ("owner", "agent"):
+        said = "no meeting with the front desk: the joiner ended without an answer"
+        assert said in run.log("agent-a0")

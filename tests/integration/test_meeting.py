@@ -19,8 +19,8 @@ import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.environment import clean_environment
-from liver_hpc.cluster.local import find_mpiexec
 from liver_hpc.errors import DeadlineError, LiverError, MeetingError
+from liver_hpc.rendezvous.joiner import meet
 from liver_hpc.rendezvous.meeting import (
     Answer,
     FrontDesk,
@@ -28,7 +28,7 @@ from liver_hpc.rendezvous.meeting import (
     MemoryFrontDesk,
     Refusal,
 )
-from liver_hpc.rendezvous.mpi import MpiFrontDesk, meet
+from liver_hpc.rendezvous.mpi import MpiFrontDesk
 from liver_hpc.rendezvous.mpi_calls import (
     EXIT_DESK_LOST,
     EXIT_STUCK,
@@ -36,6 +36,7 @@ from liver_hpc.rendezvous.mpi_calls import (
     MeetingPlace,
     port_file,
 )
+from liver_hpc.rendezvous.process_manager import NO_TOPOLOGY_FILE, under_mpiexec
 from liver_hpc.rendezvous.wire import ChannelClosed, Wire, WireServer
 from tests.integration.leftovers import no_abandoned_files
 
@@ -44,13 +45,13 @@ pytestmark = pytest.mark.timeout(90)
 SECRET = b"s" * 32
 WRONG = b"w" * 32
 
-# A joiner as an agent is one: the only process of an MPI world. Prints what came of it.
+# A joiner that is told its secret: the only process of an MPI world. Prints what came of it.
 JOINER = """
 import json, sys
 from pathlib import Path
 from liver_hpc.errors import LiverError
+from liver_hpc.rendezvous.joiner import meet
 from liver_hpc.rendezvous.meeting import Identity
-from liver_hpc.rendezvous.mpi import meet
 directory, agent, secret, timeout_s = sys.argv[1:5]
 identity = Identity(agent=agent, host="here", pid=1, workers=2)
 try:
@@ -68,7 +69,7 @@ from pathlib import Path
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.rendezvous import mpi_calls
 from liver_hpc.rendezvous.meeting import Identity, joiner_dialogue
-from liver_hpc.rendezvous.mpi import _wait_for_turn
+from liver_hpc.rendezvous.joiner import _wait_for_turn
 directory, end, how, bell_secret, secret = sys.argv[1:6]
 
 def reach(step):
@@ -166,10 +167,9 @@ class MpiPlace(Place):
 
 
 def mpi_process(script: str, *arguments: str) -> subprocess.Popen[str]:
-    command = [find_mpiexec(), "-launcher", "fork", "-n", "1", sys.executable, "-c", script]
     return subprocess.Popen(
-        [*command, *arguments],
-        env={**clean_environment(os.environ), "HWLOC_XMLFILE": ""},
+        under_mpiexec([sys.executable, "-c", script, *arguments]),
+        env={**clean_environment(os.environ), **NO_TOPOLOGY_FILE},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

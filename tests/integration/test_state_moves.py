@@ -92,7 +92,7 @@ def _same_bits(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     )
 
 
-def _there_and_back(process: WorkerProcess, dtype: str) -> dict[str, Any]:
+def there_and_back(process: WorkerProcess, dtype: str) -> dict[str, Any]:
     recipe = tiny_recipe(dtype=dtype)
     worlds = {"A": _make_world(process, recipe, A, 0)}
     answer: dict[str, Any] = {}
@@ -125,7 +125,11 @@ def test_there_and_back_again_is_bit_equal_and_every_layout_has_the_same_digest(
     dtype: str, tmp_path: Path
 ) -> None:
     """dp2 -> tp2 dp2 -> pp2 -> tp2 pp2 -> dp2, the receiving memory filled with NaN before."""
-    answers = run_workers(_there_and_back, 4, tmp_path, dtype)
+    check_there_and_back(run_workers(there_and_back, 4, tmp_path, dtype))
+
+
+def check_there_and_back(answers: list[dict[str, Any]]) -> None:
+    """Bits equal after the way back, digests equal in every layout on the way."""
     assert [answer["equal"] for answer in answers[:2]] == [True, True]
     rosters = {"A": A, "B": B, "C": C, "D": D}
     for name in "BCD":

@@ -72,6 +72,8 @@ def _scenario(worker: int, workers: int, store_path: str) -> Callable[..., Any]:
             world_size=workers,
             timeout=timedelta(seconds=LONG_S),
         )
+        # A member that leaves while others still connect would fail them.
+        barrier.wait()
         try:
             return scenario(Member(worker, connect, depart, barrier.wait), *arguments)
         finally:
@@ -108,6 +110,8 @@ class Processes:
     ) -> list[Any]:
         """The scenario's results by worker; without the one that is to die."""
         self._scenarios += 1
+        if self._barriers[workers].broken:
+            self._barriers[workers].reset()
         store_path = str(self._directory / f"store-{self._scenarios}")
         for orders in self._orders[:workers]:
             orders.send((scenario, workers, store_path, arguments))

@@ -13,9 +13,11 @@ import pytest
 from liver_hpc import __version__, cli
 from liver_hpc.config.load import parse_run
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.metrics.store import MetricsWriter
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest, StopRequest
 from liver_hpc.run_directory import RunDirectory, create_run_directory
 from tests.unit.config.runs import minimal, write_minimal
+from tests.unit.metrics.rows import reconfiguration, step
 from tests.unit.standin import StandIn
 
 COMMANDS = ["submit", "status", "resize", "replace", "stop", "report", "prepare-data"]
@@ -340,3 +342,29 @@ def test_data_that_cannot_be_written(tmp_path: Path, capsys: Captured) -> None:
     path = write_minimal(tmp_path, data={"text": ["a.txt"]})
     assert liver("prepare-data", "--config", str(path)) in (1, 2)
     assert "liver: error: preparing the data: " in capsys.readouterr().err
+
+
+# ---- the report
+
+
+def test_report(run: RunDirectory, capsys: Captured) -> None:
+    writer = MetricsWriter(run.metrics_path, run.config().metrics, {"name": "demo"})
+    writer.add_step(step(1))
+    writer.add_reconfiguration(reconfiguration())
+    writer.close()
+    assert liver("report", "latest") == 0
+    shown = capsys.readouterr().out
+    assert "Reconfigurations" in shown
+    assert liver("report", "latest", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {"steps", "reconfigurations", "baselines"} <= document.keys()
+    wanted = {
+        "generation", "source", "target", "notice", "pause_s", "lost_s", "lost_steps", "slowdown_s",
+        "reconfiguration_s", "bytes_moved", "bytes_local", "digest_equal", "outcome",
+    }  # fmt: skip
+    assert wanted <= document["reconfigurations"][0].keys()
+
+
+def test_report_of_a_run_without_figures(run: RunDirectory, capsys: Captured) -> None:
+    assert liver("report", "latest") == 2
+    assert "metrics.h5: there is no such file; nothing was recorded yet" in capsys.readouterr().err

@@ -167,20 +167,48 @@ def test_no_follow_prints_the_run_directory_and_ends(tmp_path: Path) -> None:
     assert len(processes(run)) == 2
 
 
-def test_interrupted_follow_leaves_the_run_going(tmp_path: Path) -> None:
+@pytest.fixture
+def following(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """`liver submit --follow` that has shown its first snapshot."""
     path = write_minimal(tmp_path)
     with subprocess.Popen(
         command("submit", "--config", str(path), "--cluster", "local", "--follow"),
         stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,  # a terminal's foreground processes, which Ctrl-C is for
-    ) as following:
-        assert following.stdout is not None
-        assert following.stdout.readline().startswith("run runs/run-")
-        assert "tp1 pp1 dp2" in following.stdout.readline() + following.stdout.readline()
-        os.killpg(following.pid, signal.SIGINT)
-        rest = following.stdout.read()
-    assert following.returncode == cli.EXIT_INTERRUPTED
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("run runs/run-")
+        assert process.stdout.readline().endswith(": training\n")
+        yield process
+        process.kill()
+
+
+def rest_of(process: subprocess.Popen[str]) -> str:
+    shown, _ = process.communicate(timeout=LIMIT_S)
+    return shown
+
+
+def test_interrupted_follow_leaves_the_run_going(following: subprocess.Popen[str]) -> None:
+    os.killpg(following.pid, signal.SIGINT)
     run = find_run("latest", Path("runs"))
-    assert f"run runs/{run.path.name} goes on" in rest
+    assert f"run {run} goes on; see `liver status {run}`" in rest_of(following)
+    assert following.returncode == cli.EXIT_INTERRUPTED
     assert len(processes(run)) == 2
+
+
+def test_follow_ends_with_the_run_and_tells_its_outcome(following: subprocess.Popen[str]) -> None:
+    run = find_run("latest", Path("runs"))
+    stop(run, timeout_s=LIMIT_S)
+    assert rest_of(following).endswith(f"run {run}: stopped at step 7: asked to\n")
+    assert following.returncode == cli.EXIT_OK
+
+
+def test_follow_of_a_killed_coordinator_fails(following: subprocess.Popen[str]) -> None:
+    run = find_run("latest", Path("runs"))
+    address = run.coordinator()
+    assert address is not None
+    os.kill(address.pid, signal.SIGKILL)
+    assert f"liver: error: run {run} ended without an outcome; its logs" in rest_of(following)
+    assert following.returncode == cli.EXIT_FAILED

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.processes import kill_marked, marked_processes, signal_processes
+from liver_hpc.cluster.processes import kill_marked, marked_processes
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -55,13 +55,13 @@ def test_a_zombie_does_not_count(mark: str) -> None:
 def test_kills_them_all_although_they_ignore_sigterm(mark: str) -> None:
     process = spawn(mark, "trap '' TERM; (setsid sleep 60 &) ; sleep 60 & sleep 60; exit 0")
     wait_for(mark, 4)
-    signal_processes([process.pid], signal.SIGTERM)
-    kill_marked(MARK, mark, 5.0)
+    process.terminate()
+    victims = marked_processes(MARK, mark)
+    assert kill_marked(MARK, mark, 5.0) == sorted(victims)
     assert marked_processes(MARK, mark) == []
     assert process.wait(5.0) == -signal.SIGKILL
 
 
-def test_a_signal_to_one_that_has_ended_is_no_error(mark: str) -> None:
-    process = spawn(mark, "exit 0")
-    process.wait()
-    signal_processes([process.pid], signal.SIGTERM)
+def test_where_nothing_lives_nothing_is_killed(mark: str) -> None:
+    spawn(mark, "exit 0").wait()
+    assert kill_marked(MARK, mark, 5.0) == []

@@ -86,6 +86,17 @@ def test_attributes_of_any_length_come_back(path: Path) -> None:
     assert read_run(path).attributes == attributes | {"zero": "a\N{REPLACEMENT CHARACTER}b"}
 
 
+def test_after_the_end_any_tool_opens_the_file(path: Path) -> None:
+    with closing(open_writer(path)) as writer:
+        writer.add_step(step(3))
+        writer.add_reconfiguration(reconfiguration())
+    with h5py.File(path, "r+") as file:  # as one that nobody writes to
+        assert file["steps"]["step"].tolist() == [3]
+        assert file["steps"]["phase"].tolist() == [b""]
+        assert file["reconfigurations"]["digest_equal"].tolist() == [True]
+        assert h5py.check_string_dtype(file["steps"].dtype["phase"]).encoding == "utf-8"
+
+
 def test_a_run_without_a_step_has_a_file(path: Path) -> None:
     with closing(open_writer(path)):
         records = read_run(path)
@@ -137,6 +148,9 @@ def test_after_the_end_a_record_comes_too_late(path: Path) -> None:
     writer = open_writer(path)
     writer.close()
     writer.close()
+    before = path.read_bytes()
+    writer.flush()
+    assert path.read_bytes() == before
     with pytest.raises(LiverError, match="too late"):
         writer.add_step(step(0))
 
@@ -308,6 +322,14 @@ def test_a_full_file_system_loses_no_row_that_was_written(small_disk: Path, then
 @pytest.mark.parametrize("then", ["recover", "stay"])
 def test_a_limit_on_file_size_loses_no_row_that_was_written(tmp_path: Path, then: str) -> None:
     check_full("limit", tmp_path, "File too large", then)
+
+
+def test_a_disk_that_takes_nothing_does_not_spoil_the_end(path: Path) -> None:
+    with writer_process("close", str(path)) as process:
+        facts = heard(process)
+        assert process.wait(LIMIT_S) == 0
+    assert "File too large" in facts["error"]
+    assert numbers(path) == [0]
 
 
 # ---- files that cannot be read

@@ -2,6 +2,7 @@
 
 python -m tests.unit.metrics.writer_process endless PATH
 python -m tests.unit.metrics.writer_process limit|disk PATH recover|stay
+python -m tests.unit.metrics.writer_process close PATH
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ def endless(path: Path) -> None:
 
 
 @contextmanager
-def limit(path: Path) -> Iterator[None]:
-    """No file may become larger than `path` is, but for ROOM_BYTES."""
+def limit(path: Path, room_bytes: int = ROOM_BYTES) -> Iterator[None]:
+    """No file may become larger than `path` is, but for `room_bytes`."""
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + ROOM_BYTES, most))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room_bytes, most))
     try:
         yield
     finally:
@@ -83,9 +84,21 @@ def until_full(path: Path, no_room: str, recovers: bool) -> None:
     say(error=error, added=added, inside=inside, at_end=writer.error)
 
 
+def close_without_disk(path: Path) -> None:
+    """The disk takes nothing any more, not even in the place of what is there."""
+    writer = MetricsWriter(path, SETTINGS, {"host": "here"})
+    writer.add_step(step(0))
+    writer.flush()
+    with limit(path, 10 - path.stat().st_size):
+        writer.close()
+    say(error=writer.error)
+
+
 if __name__ == "__main__":
     command, where, *rest = sys.argv[1:]
     if command == "endless":
         endless(Path(where))
+    elif command == "close":
+        close_without_disk(Path(where))
     else:
         until_full(Path(where), command, rest == ["recover"])
