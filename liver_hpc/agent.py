@@ -167,6 +167,8 @@ class Agent:
         # Several workers share a machine: two threads each would be slower than one.
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment.setdefault("MKL_NUM_THREADS", "1")
+        # Threads that come and go with every handoff would each leave a heap of their own behind.
+        environment.setdefault("MALLOC_ARENA_MAX", "1")
         with self._log_of(index).open("ab") as output:
             process = subprocess.Popen(
                 guarded(self._command()),

@@ -255,7 +255,7 @@ def _step_line(status: StatusSnapshot) -> str:
 def _handoff_line(handoff: HandoffStatus, now_s: float) -> str:
     parts = [
         f"handoff to generation {handoff.generation}: {handoff.phase}",
-        f"{duration_text(now_s - handoff.since_s)} since the notice",
+        f"for {duration_text(now_s - handoff.since_s)}",
     ]
     if handoff.bytes_total:
         parts.append(_bytes(handoff))

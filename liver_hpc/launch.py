@@ -52,20 +52,8 @@ def submit_to_cluster(run: RunDirectory, config: RunConfig) -> str:
     """Submits in this process; returns the job id."""
     import submitit
 
-    executor: Any
+    executor: Any = submitit.LocalExecutor(run.jobs_path)
     minutes = config.cluster.timeout_min
-    if config.cluster.kind == "slurm":
-        executor = submitit.SlurmExecutor(run.jobs_path)
-        per_node = config.cluster.workers_per_node or config.workers.initial
-        executor.update_parameters(
-            job_name=config.name,
-            time=minutes,
-            nodes=-(-config.workers.initial // per_node),
-            stderr_to_stdout=True,
-            use_srun=False,  # the coordinator itself runs srun
-        )
-        return str(executor.submit(coordinate, str(run.path)).job_id)
-    executor = submitit.LocalExecutor(run.jobs_path)
     executor.update_parameters(timeout_min=minutes, stderr_to_stdout=True)
     devices = os.environ.get(_VISIBLE_DEVICES)
     return str(executor.submit(coordinate_locally, str(run.path), devices).job_id)
@@ -91,11 +79,19 @@ def coordinate_locally(run_directory: str, visible_devices: str | None) -> int:
 
 
 def resolve_cluster(kind: str) -> str:
-    """ "local" or "slurm" for "auto"; raises ConfigError for Slurm without `sbatch`."""
+    """ "local" or "slurm" for "auto"; raises ConfigError where Slurm would have to be used.
+
+    This version launches workers on one machine only; a login node must not train by accident.
+    """
     has_slurm = shutil.which("sbatch") is not None
     if kind == "slurm" and not has_slurm:
         raise ConfigError("cluster slurm: there is no sbatch on the path")
-    return ("slurm" if has_slurm else "local") if kind == "auto" else kind
+    if kind == "slurm" or (kind == "auto" and has_slurm):
+        raise ConfigError(
+            f"cluster {kind}: this version starts workers on one machine only; inside an "
+            "allocation of one node give --cluster local"
+        )
+    return "local"
 
 
 def main(arguments: list[str]) -> int:

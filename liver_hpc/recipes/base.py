@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from liver_hpc.config.problems import joined, key_text, problems_of
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
@@ -146,17 +147,7 @@ def load_recipe(config: RunConfig) -> Recipe:
     try:
         options = recipe_class.Options.model_validate(config.model)
     except ValidationError as error:
-        raise ConfigError(_model_section_text(error, recipe_class.Options)) from error
+        found = problems_of(error, recipe_class.Options, config.model)
+        texts = [f"{key_text(('model', *path))}: {text}" for path, text in found]
+        raise ConfigError(joined(texts)) from error
     return recipe_class(options, config)
-
-
-def _model_section_text(error: ValidationError, options: type[BaseModel]) -> str:
-    lines = []
-    for problem in error.errors():
-        key = ".".join(["model", *map(str, problem["loc"])])
-        if problem["type"] == "extra_forbidden":
-            valid = ", ".join(sorted(options.model_fields))
-            lines.append(f"{key}: unknown key; valid keys: {valid}")
-        else:
-            lines.append(f"{key}: {problem['msg']}, got {problem['input']!r}")
-    return "\n".join(lines)

@@ -30,6 +30,7 @@ class GPT(Recipe):
 
     def __init__(self, options: GPTConfig, config: RunConfig) -> None:
         super().__init__(options, config)
+        self._check_data()
         self._samples: TokenSamples | None = None
         # Per thread: a world may be rehearsed beside the one that trains.
         self._micro_batch = threading.local()
@@ -55,13 +56,16 @@ class GPT(Recipe):
 
     # ---- data
 
+    def _check_data(self) -> None:
+        if self.config.data is None:
+            raise ConfigError("data: the GPT recipe wants data.prefix or data.text, got nothing")
+
     def open(self, run_directory: Path) -> None:
         from liver_hpc.recipes.samples import TokenSamples
         from liver_hpc.recipes.text_data import prefix_of
 
         data, train = self.config.data, self.config.train
-        if data is None:
-            raise ConfigError("data: the GPT recipe wants data.prefix or data.text, got nothing")
+        assert data is not None
         self._samples = TokenSamples(
             prefix=prefix_of(data),
             seq_length=self.options.seq_length,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -160,6 +161,18 @@ def test_slurm_without_sbatch(
     path = write_minimal(tmp_path)
     assert liver("submit", "--config", str(path), "--cluster", "slurm") == 2
     assert "cluster slurm: there is no sbatch on the path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["slurm", "auto"])
+def test_a_slurm_login_node_does_not_train_by_accident(
+    kind: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    path = write_minimal(tmp_path)
+    assert liver("submit", "--config", str(path), "--cluster", kind) == 2
+    assert f"cluster {kind}: this version starts workers on one machine" in capsys.readouterr().err
 
 
 def test_dry_run_prints_the_run_and_makes_nothing(tmp_path: Path, capsys: Captured) -> None:

@@ -223,7 +223,7 @@ def test_plain_lines_have_no_escape_codes_and_are_not_wrapped() -> None:
     assert text.getvalue().splitlines() == [
         "run demo-1: training",
         "event: generation 3: completed",
-        "handoff to generation 4: TRANSFER, 3.2 s since the notice, "
+        "handoff to generation 4: TRANSFER, for 3.2 s, "
         "128.0 MiB of 512.0 MiB, waits for workers 4-5",
         "step 42 of 120: loss 3.4123, gradient norm 0.831, 4812 tokens/s, "
         "tp2 pp1 dp2 (generation 3)",
@@ -274,7 +274,7 @@ def test_the_last_step_is_told_once() -> None:
         (
             status(handoff=handoff()),
             status(handoff=handoff(phase="COMMIT", waiting_for=())),
-            "handoff to generation 4: COMMIT, 3.2 s since the notice, 128.0 MiB of 512.0 MiB",
+            "handoff to generation 4: COMMIT, for 3.2 s, 128.0 MiB of 512.0 MiB",
         ),
     ],
 )

@@ -139,6 +139,7 @@ def move_everything(member: Member, dtype: str, handoff: str, budget: str) -> di
                 wanted.view(kind, index, box).copy_(was.view(kind, index, box))
     for key in wanted.memory:
         assert torch.equal(becomes.bits(key), wanted.bits(key)), key
+    member.meet()
     transport.close()
     return totals
 

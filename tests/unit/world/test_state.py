@@ -83,7 +83,7 @@ def test_memory_that_is_not_what_the_layout_says_is_refused() -> None:
     with pytest.raises(PlanError, match=r"covers \(0, 8\), the layout wants \(0, 640\)"):
         WorldState(TIED, layout, at, wrong_interval)
     missing = {index: held for index, held in good.items() if index != 0}
-    with pytest.raises(PlanError, match="has no tensor 'embedding.word_embeddings.weight'"):
+    with pytest.raises(PlanError, match=r"has no tensor 'embedding\.word_embeddings\.weight'"):
         WorldState(TIED, layout, at, missing)
 
 
