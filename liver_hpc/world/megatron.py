@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.tensor_parallel.layers import (
@@ -170,6 +171,14 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
         for parameter, partition_dim in sharded:
             if parameter is not None and not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, True, partition_dim, 1)
+
+
+def complete_for_schedules(module: Any) -> None:
+    """Gives a plain module what Megatron's schedules look for; without pipelines it is unused."""
+    if not hasattr(module, "set_input_tensor"):
+        module.set_input_tensor = lambda _tensor: None
+    if not hasattr(module, "model_type"):
+        module.model_type = ModelType.encoder_or_decoder
 
 
 def group_collection(roster: Roster, worker: int, book: GroupBook) -> ProcessGroupCollection:

@@ -96,12 +96,10 @@ class WorldState:
         _, cols = local_shape(tensor, self.layout.tp)
         first = corner[0] * cols + corner[1]
         last = first + (height - 1) * cols + width
-        if kind == PARAMETER:
-            memory, start, end = held.parameter, 0, held.parameter.numel()
-        else:
-            memory, (start, end) = held.optimizer[kind], held.interval
+        start, end = (0, held.parameter.numel()) if kind == PARAMETER else held.interval
         if first < start or last > end:
             raise PlanError(f"{self._where()}: does not hold {kind} {box} of {tensor.name!r}")
+        memory = held.parameter if kind == PARAMETER else held.optimizer[kind]
         return torch.as_strided(
             memory, (height, width), (cols, 1), memory.storage_offset() + first - start
         )

@@ -97,8 +97,7 @@ class World:
         context = BuildContext(self.roster.layout, self.at, self.groups, seed_dropout)
         module = self.recipe.build(context).to(self.device.torch_device)
         config = module.config
-        if not hasattr(module, "set_input_tensor"):  # Megatron's schedules insist; pp=1 needs none
-            module.set_input_tensor = lambda _tensor: None
+        megatron.complete_for_schedules(module)
         if self.recipe.spec.parameter_bytes == 2:
             module = Float16Module(config, module)
         megatron.mark_tensor_parallel(module)

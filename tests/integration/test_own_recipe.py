@@ -37,6 +37,7 @@ def test_it_trains_and_is_reshaped_live(tmp_path: Path, monkeypatch: pytest.Monk
         initial=1,
         recipe="mirror:Mirror",
         model={"width": 32},
+        layouts={1: {"dp": 1}, 2: {"dp": 2}},
         notices=notices,
         optimizer={"lr": 0.01, "min_lr": 0.01},
     )

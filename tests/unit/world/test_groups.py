@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,15 @@ from liver_hpc.world.device import Device, Network, address_towards
 from liver_hpc.world.groups import Group, install_sentinel
 
 CPU = Device(torch.device("cpu"), "gloo")
+
+
+@pytest.fixture(autouse=True)
+def no_default_group() -> Iterator[None]:
+    """Another test of this process may have left a sentinel, whose rank is none of ours."""
+    previous = c10d.GroupMember.WORLD
+    c10d._update_default_pg(None)
+    yield
+    c10d._update_default_pg(previous)
 
 
 def in_two_threads(work: Callable[[int], Any]) -> list[Any]:
@@ -143,14 +152,10 @@ def test_closed_groups_leave_no_descriptors_and_free_their_name() -> None:
 
 
 def test_the_sentinel_gives_a_rank_and_refuses_collectives() -> None:
-    previous = c10d.GroupMember.WORLD
-    try:
-        install_sentinel(42)
-        assert dist.get_rank() == 42
-        with pytest.raises(RuntimeError, match=r"[Nn]o backend"):
-            dist.all_reduce(torch.ones(1))
-    finally:
-        c10d._update_default_pg(previous)
+    install_sentinel(42)
+    assert dist.get_rank() == 42
+    with pytest.raises(RuntimeError, match=r"[Nn]o backend"):
+        dist.all_reduce(torch.ones(1))
 
 
 def test_own_address_towards_this_machine_is_loopback() -> None:
