@@ -13,6 +13,10 @@ TORCH ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+# Of the test cluster: how many nodes, its name, and more options for `up`.
+NODES ?= 4
+CLUSTER ?= liver
+CLUSTER_ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -21,13 +25,14 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format clean
+.PHONY: help install demo test check format clean cluster-up cluster-down cluster-shell
 
 help: ## what there is
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' \
-		| expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' \
+		| expand -t 20
 	@echo
-	@echo 'variables: PYTHON VENV TORCH TORCH_PIP_ARGS PYTEST_ARGS DEMO_ARGS'
+	@echo 'variables: PYTHON VENV TORCH TORCH_PIP_ARGS PYTEST_ARGS DEMO_ARGS NODES CLUSTER' \
+		'CLUSTER_ARGS'
 
 install: $(INSTALLED) ## the virtual environment with everything in it
 
@@ -44,6 +49,19 @@ demo: $(INSTALLED) ## a GPT on real text whose shape changes live, several times
 
 test: $(INSTALLED) ## the whole test suite; more flags for pytest in PYTEST_ARGS
 	$(BIN)/python -m pytest -q --durations=15 $(PYTEST_ARGS)
+
+# The cluster needs nothing from the environment, and as root only: its jobs may use it.
+TESTBED = $(PYTHON) -m slurm.testbed --name $(CLUSTER)
+
+cluster-up: ## a Slurm of NODES=4 nodes on this machine, as root
+	@$(TESTBED) up --nodes $(NODES) $(if $(wildcard $(VENV)),--share $(abspath $(VENV))) \
+		$(CLUSTER_ARGS)
+
+cluster-down: ## removes it, whatever state it is in
+	@$(TESTBED) down
+
+cluster-shell: ## a shell in which sbatch, srun and liver reach it
+	@$(TESTBED) shell
 
 check: $(INSTALLED) ## format, lint and types, as CI runs them
 	$(BIN)/ruff format --check .

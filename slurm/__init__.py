@@ -1,0 +1,1 @@
+"""What liver_hpc brings for Slurm sites."""

@@ -1,0 +1,1 @@
+"""A real Slurm on one machine, every node in namespaces of its own: `python -m slurm.testbed`."""

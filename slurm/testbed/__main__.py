@@ -1,0 +1,114 @@
+"""The command line: `python -m slurm.testbed up --nodes 4`, `... --help`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from liver_hpc.errors import LiverError
+from slurm.testbed import cluster, packages
+from slurm.testbed.hosts import environment, in_control
+from slurm.testbed.settings import STATE_ROOT, Place, Settings
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m slurm.testbed", description=__doc__)
+    top.add_argument("--name", default=Settings.name, help="one of several clusters (%(default)s)")
+    top.add_argument("--state-root", type=Path, default=STATE_ROOT, help=argparse.SUPPRESS)
+    commands = top.add_subparsers(dest="command", required=True)
+
+    up = commands.add_parser("up", help="bring a cluster up; installs what is missing")
+    for option, text in (
+        ("nodes", "how many nodes, n1, n2, ..."),
+        ("cpus", "CPUs that each node claims to have"),
+        ("gpus", "fake GPUs of each node"),
+        ("memory-mb", "memory that each node claims to have"),
+        ("grace-s", "GraceTime of the partition preempt"),
+        ("slurmd-timeout-s", "SlurmdTimeout: how soon a lost node is noticed"),
+    ):
+        default = getattr(Settings, option.replace("-", "_"))
+        up.add_argument(f"--{option}", type=int, default=default, help=f"{text} (%(default)s)")
+    up.add_argument(
+        "--share",
+        action="append",
+        default=[],
+        metavar="DIRECTORY",
+        help="a directory inside /tmp that all nodes see; any number of times",
+    )
+
+    commands.add_parser("down", help="remove it, whatever state it is in")
+    commands.add_parser("status", help="nodes and jobs")
+    commands.add_parser("shell", help="a shell on the control host, where Slurm's commands work")
+    execute = commands.add_parser("exec", help="one command on the control host")
+    execute.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    for name, text in (
+        ("kill-node", "lose a node at once, as if its power was cut"),
+        ("start-node", "bring a lost node back"),
+    ):
+        commands.add_parser(name, help=text).add_argument("node")
+    limit = commands.add_parser("limit", help="bound a node's link; without options: unbound")
+    limit.add_argument("node")
+    limit.add_argument("--rate", default="", help="such as 100mbit, in each direction")
+    limit.add_argument("--delay", default="", help="such as 1ms, in each direction")
+    return top
+
+
+def become(place: Place, words: list[str]) -> None:
+    """This process becomes a command on the control host."""
+    place.settings()
+    command = in_control(place, words)
+    os.execve(command[0], command, environment(place))
+
+
+def perform(arguments: argparse.Namespace) -> None:
+    place = Place(arguments.name, arguments.state_root.resolve())
+    match arguments.command:
+        case "up":
+            settings = Settings(
+                name=arguments.name,
+                nodes=arguments.nodes,
+                cpus=arguments.cpus,
+                gpus=arguments.gpus,
+                memory_mb=arguments.memory_mb,
+                grace_s=arguments.grace_s,
+                slurmd_timeout_s=arguments.slurmd_timeout_s,
+                shared=tuple(str(Path(path).resolve()) for path in arguments.share),
+            )
+            cluster.up(settings, place)
+            print(cluster.status(place))
+        case "down":
+            cluster.down(place)
+        case "status":
+            print(cluster.status(place))
+        case "shell":
+            become(place, [os.environ.get("SHELL", "/bin/sh")])
+        case "exec":
+            words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
+            become(place, words or ["true"])
+        case "kill-node":
+            cluster.kill_node(place, arguments.node)
+        case "start-node":
+            cluster.start_node(place, arguments.node)
+        case "limit":
+            cluster.limit(place, arguments.node, arguments.rate, arguments.delay)
+
+
+def main() -> int:
+    arguments = parser().parse_args()
+    if os.geteuid() != 0:
+        print(f"slurm.testbed: error: {packages.why_not()}", file=sys.stderr)
+        return 2
+    try:
+        perform(arguments)
+    except LiverError as error:
+        print(f"slurm.testbed: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Slurm as its clients see it, asked from the control host."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.errors import DeadlineError
+from slurm.testbed.errors import ClusterError
+from slurm.testbed.hosts import environment, in_control
+from slurm.testbed.packages import program
+from slurm.testbed.settings import Place
+
+ASK_LIMIT_S = 15.0
+START_LIMIT_S = 30.0
+
+
+def start_daemons(place: Place) -> None:
+    """munge and slurmctld on the control host; returns once both answer."""
+    munged = [program("munged"), "-F", "-f", "--socket", str(place.munge_socket)]
+    munged += ["--key-file", str(place.munge_key), "--log-file", str(place.logs / "munged.log")]
+    munged += ["--pid-file", str(place.run / "munged.pid")]
+    munged += ["--seed-file", str(place.run / "munged.seed")]
+    _start(place, "munged", munged, place.munge_socket.is_socket)
+    slurmctld = [program("slurmctld"), "-D", "-c", "-i"]
+    _start(place, "slurmctld", slurmctld, lambda: _answers(place))
+
+
+def _start(place: Place, name: str, command: list[str], answers: Callable[[], bool]) -> None:
+    log = place.logs / f"{name}.out"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            in_control(place, command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment(place),
+            start_new_session=True,
+        )
+
+    def stands() -> bool:
+        if process.poll() is not None:
+            last_words = log.read_text(encoding="utf-8", errors="replace")[-1500:]
+            raise ClusterError(f"{name} ended with status {process.returncode}:\n{last_words}")
+        return answers()
+
+    poll_until(stands, Deadline.after(SystemClock(), START_LIMIT_S, name), interval_s=0.05)
+
+
+def _answers(place: Place) -> bool:
+    return "is UP" in ask(place, "scontrol", "ping")
+
+
+def ask(place: Place, *command: str) -> str:
+    """What a Slurm client prints; an empty text where it failed, as while slurmctld starts."""
+    try:
+        done = subprocess.run(
+            in_control(place, command),
+            env=environment(place),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=ASK_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"waited {ASK_LIMIT_S:g} s for {' '.join(command)}") from None
+    return done.stdout if done.returncode == 0 else ""
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """A node as slurmctld knows it; `slurmd_started_s` is epoch seconds, 0 for never."""
+
+    name: str
+    state: str
+    slurmd_started_s: float
+
+    def serves(self, since_s: float) -> bool:
+        """Whether a slurmd started after `since_s` has registered and jobs may go there."""
+        fit = not re.search(r"\*|DOWN|DRAIN|FAIL|UNKNOWN|NOT_RESPONDING", self.state)
+        return fit and self.slurmd_started_s >= int(since_s)
+
+
+def node_views(place: Place) -> list[NodeView]:
+    views = []
+    for line in ask(place, "scontrol", "--oneliner", "show", "nodes").splitlines():
+        values = dict(re.findall(r"(NodeName|State|SlurmdStartTime)=(\S+)", line))
+        try:
+            started_s = datetime.fromisoformat(values.get("SlurmdStartTime", "")).timestamp()
+        except ValueError:  # None or Unknown: it never registered
+            started_s = 0.0
+        views.append(NodeView(values["NodeName"], values["State"], started_s))
+    return views
+
+
+def wait_for_nodes(place: Place, nodes: tuple[str, ...], since_s: float, limit_s: float) -> None:
+    """Until slurmctld takes jobs for all of `nodes`; the error names those that are not there."""
+    missing = dict.fromkeys(nodes, "unknown to slurmctld")
+
+    def all_serve() -> bool:
+        views = {view.name: view for view in node_views(place)}
+        for node in nodes:
+            view = views.get(node)
+            if view is not None and view.serves(since_s):
+                missing.pop(node, None)
+            elif view is not None:
+                missing[node] = view.state
+        return not missing
+
+    deadline = Deadline.after(SystemClock(), limit_s, f"slurmd of {', '.join(nodes)}")
+    try:
+        poll_until(all_serve, deadline, interval_s=0.1)
+    except DeadlineError:
+        states = ", ".join(f"{node} ({state})" for node, state in missing.items())
+        raise ClusterError(
+            f"waited {limit_s:g} s for slurmd of {states}\n{log_end(place, *missing)}"
+        ) from None
+
+
+def log_end(place: Place, *nodes: str) -> str:
+    """The last lines of some nodes' logs and of slurmctld's, for an error's text."""
+    paths = [place.logs / f"slurmd.{node}.log" for node in nodes[:2]]
+    paths += [place.logs / f"{node}.out" for node in nodes[:2]] + [place.logs / "slurmctld.log"]
+    ends = []
+    for path in paths:
+        if path.exists():
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-6:]
+            ends.append("\n".join([f"--- {path.name}", *lines]))
+    return "\n".join(ends)

@@ -1,0 +1,113 @@
+"""The programs that a cluster is made of, and how they get onto Debian or Ubuntu."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import shutil
+import subprocess
+import sys
+
+from slurm.testbed.errors import ClusterError
+
+# Which package brings which program.
+PROGRAMS = {
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "srun": "slurm-client",
+    "munged": "munge",
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "mount": "mount",
+}
+# Where Slurm's PMI2 library is to be had, in Debian's and in Ubuntu's newer naming.
+PMI2_PACKAGES = ("libpmi2-0", "libpmi2-0t64")
+INSTALL_LIMIT_S = 300.0
+# Slurm's daemons are in sbin, which is not on everybody's path.
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def program(name: str) -> str:
+    """The full path of a system program."""
+    found = shutil.which(name, path=SYSTEM_PATH)
+    if found is None:
+        raise ClusterError(
+            f"{name} is not on this machine: apt-get install {PROGRAMS.get(name, name)}"
+        )
+    return found
+
+
+def missing_packages() -> list[str]:
+    missing = {
+        package for name, package in PROGRAMS.items() if not shutil.which(name, path=SYSTEM_PATH)
+    }
+    if ctypes.util.find_library("pmi2") is None:
+        missing.add(PMI2_PACKAGES[0])
+    return sorted(missing)
+
+
+def why_not() -> str:
+    """Why this machine can hold no cluster, or an empty text."""
+    if not sys.platform.startswith("linux"):
+        return f"a test cluster needs Linux's namespaces; this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "a test cluster needs root (namespaces, munge, several slurmd); run it as root"
+    missing = missing_packages()
+    if missing and not shutil.which("apt-get"):
+        return (
+            f"missing here: {', '.join(missing)}; there is no apt-get to install them with: "
+            "install Slurm and munge by your distribution's means"
+        )
+    probe = ("unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "true")
+    if shutil.which("unshare") and subprocess.run(probe, capture_output=True).returncode != 0:
+        return "namespaces may not be made here (a container without CAP_SYS_ADMIN?)"
+    return ""
+
+
+def install_missing() -> None:
+    """Installs what is missing; raises ClusterError with apt's last words."""
+    reason = why_not()
+    if reason:
+        raise ClusterError(reason)
+    missing = missing_packages()
+    if not missing:
+        return
+    print(f"installing {', '.join(missing)}", file=sys.stderr, flush=True)
+    if PMI2_PACKAGES[0] in missing and not _known(PMI2_PACKAGES[0]):
+        _apt("update")
+        if not _known(PMI2_PACKAGES[0]):
+            missing = [PMI2_PACKAGES[1] if name == PMI2_PACKAGES[0] else name for name in missing]
+    words = _apt("install", *missing)
+    if missing_packages():
+        _apt("update")
+        words = _apt("install", *missing)
+    if left := missing_packages():
+        raise ClusterError(f"apt-get could not install {', '.join(left)}:\n{words}")
+
+
+def _known(package: str) -> bool:
+    shown = subprocess.run(("apt-cache", "show", package), capture_output=True)
+    return shown.returncode == 0
+
+
+def _apt(*arguments: str) -> str:
+    """The end of what apt-get said; whether it did its work shows in what is there afterwards."""
+    command = ("apt-get", "-y", "-qq", "-o", "DPkg::Lock::Timeout=120", "--no-install-recommends")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    try:
+        done = subprocess.run(
+            (*command, *arguments),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=INSTALL_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise ClusterError(
+            f"waited {INSTALL_LIMIT_S:g} s for apt-get {' '.join(arguments)}"
+        ) from None
+    return "\n".join(done.stdout.splitlines()[-8:])
