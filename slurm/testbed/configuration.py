@@ -6,6 +6,7 @@ import os
 import secrets
 import stat
 
+from slurm.testbed.errors import ClusterError
 from slurm.testbed.settings import (
     CONTROL_HOST,
     SLURMCTLD_PORT,
@@ -108,4 +109,7 @@ def write_all(settings: Settings, place: Place) -> None:
     (place.root / "state").mkdir(exist_ok=True)
     for index in range(settings.gpus):
         # Slurm counts character devices; these are /dev/null under other names.
-        os.mknod(place.devices / f"gpu{index}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        try:
+            os.mknod(place.devices / f"gpu{index}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        except PermissionError:
+            raise ClusterError("devices may not be made here (CAP_MKNOD); try --gpus 0") from None
