@@ -27,7 +27,7 @@ from megatron.core.transformer.module import Float16Module
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Roster
-from liver_hpc.layout.tensors import MAIN, OPTIMIZER_KINDS, ModelSpec
+from liver_hpc.layout.tensors import OPTIMIZER_KINDS, ModelSpec
 from liver_hpc.protocol.messages import SmallState
 from liver_hpc.recipes.base import BuildContext, Recipe
 from liver_hpc.world import megatron
@@ -339,15 +339,6 @@ class World:
         for group in self._adam.optimizer.param_groups:
             if "step" in group:
                 group["step"] = small.optimizer_step
-
-    def main_is_parameter(self) -> bool:
-        """Whether the fp32 main copy is the parameter's own memory (fp32 runs)."""
-        return all(
-            not held.optimizer
-            or held.optimizer[MAIN].untyped_storage().data_ptr()
-            == held.parameter.untyped_storage().data_ptr()
-            for held in self.state._held.values()
-        )
 
 
 def _without_numbers(name: str) -> str:
