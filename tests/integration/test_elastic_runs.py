@@ -105,6 +105,26 @@ def test_a_run_whose_workers_are_replaced_is_bit_equal_to_one_whose_are_not(
     assert losses(moved) == losses(quiet)[: len(moved.steps)]
 
 
+def test_dropout_follows_the_samples_through_a_replacement_and_changes_of_pp_and_dp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit-equal while the layout stays the same, within 1e-4 after; with dropout 0.1 throughout."""
+    dropout = {"dropout": 0.1}
+    notices = [
+        {"at_step": 2, "replace": 0},
+        {"at_step": 3, "layout": {"pp": 2, "dp": 2}},
+        {"at_step": 4, "layout": {"dp": 2}},
+    ]
+    elastic = elastic_run(tmp_path, notices, model=dropout)
+    monkeypatch.delenv("LIVER_TEST_STEP_S")
+    config = run_config(tmp_path, len(elastic.steps), schedule=SCHEDULE, model=dropout)
+    fixed = finish(start(config))
+    assert [r.outcome for r in elastic.reconfigurations] == ["completed"] * 3
+    same_layout = elastic.reconfigurations[1].step
+    assert losses(elastic)[:same_layout] == losses(fixed)[:same_layout]
+    assert worst_difference(elastic, fixed) <= 1e-4
+
+
 @pytest.mark.parametrize("phase", ["PREPARE", "TRANSFER", "COMMIT"])
 def test_a_joiner_that_is_killed_costs_the_attempt_and_the_next_resize_succeeds(
     phase: str, tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
