@@ -125,15 +125,26 @@ def test_dropout_follows_the_samples_through_a_replacement_and_changes_of_pp_and
     assert worst_difference(elastic, fixed) <= 1e-4
 
 
-@pytest.mark.parametrize("phase", ["PREPARE", "TRANSFER", "COMMIT"])
+@pytest.mark.parametrize(
+    ("phase", "then"),
+    [("PREPARE", {"dp": 4}), ("TRANSFER", {"pp": 2}), ("COMMIT", {"pp": 2})],
+)
 def test_a_joiner_that_is_killed_costs_the_attempt_and_the_next_resize_succeeds(
-    phase: str, tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
+    phase: str,
+    then: dict[str, int],
+    tmp_path: Path,
+    quiet: RunRecords,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Worker 2 dies by SIGKILL; the losses stay those of a run in which nothing happened."""
+    """Worker 2 dies by SIGKILL; the losses stay those of a run in which nothing happened.
+
+    The next resize waits in the queue. One that needs no joiners starts at the very moment at
+    which the source workers go back, or rebuild.
+    """
     monkeypatch.setenv("LIVER_TEST_FAULT", f"2:{phase}")
     notices = [
         {"at_step": 2, "layout": {"tp": 2, "dp": 2}},
-        {"at_step": 3, "layout": {"dp": 4}},
+        {"at_step": 3, "layout": then},
     ]
     records = elastic_run(tmp_path, notices, recipe="tests.integration.faulty:FaultyGPT")
     first, second = records.reconfigurations
