@@ -49,7 +49,7 @@ def recipe_of(model: dict[str, Any]) -> GPT:
             "workers": {"initial": 1, "max": 64},
             "layouts": {1: {"dp": 1}},
             "model": sizes | model,
-            "data": {"text": "python-stdlib"},
+            "data": {"prefix": "unread"},
         }
     )
     return GPT(GPTConfig.model_validate(config.model), config)
