@@ -223,7 +223,10 @@ def _tell_outcome(run: RunDirectory) -> int:
     outcome = run.outcome()
     assert outcome is not None
     print(f"run {run}: {outcome_text(outcome)}")
-    return EXIT_FAILED if outcome.state == "failed" else EXIT_OK
+    if outcome.state != "failed":
+        return EXIT_OK
+    print(run.where_logs_are())
+    return EXIT_FAILED
 
 
 def _find(options: argparse.Namespace) -> RunDirectory:

@@ -31,13 +31,5 @@ class TransferError(LiverError):
     """Bytes could not be moved between two workers."""
 
 
-class DigestError(LiverError):
-    """The logical state of source and target differ; the handoff must not commit."""
-
-
-class WorkerLostError(LiverError):
-    """A worker whose state nobody else holds has gone."""
-
-
 class RequestRefused(LiverError):
     """The coordinator declined an operator's request; the running job is undisturbed."""

@@ -131,6 +131,8 @@ def _connect(run: RunDirectory) -> Channel:
     except ChannelClosed as error:
         address = run.coordinator()
         pid = "" if address is None else f" (process {address.pid})"
+        if address is not None and process_lives(address.pid):
+            raise LiverError(f"run {run} is ending; its outcome is not written yet") from error
         raise LiverError(
             f"run {run}: its coordinator{pid} is gone and left no outcome; {run.where_logs_are()}"
         ) from error

@@ -123,7 +123,7 @@ class Worker:
                 boot_timings_s=self._booted.timings_s,
             )
         )
-        threading.Thread(target=self._listen, name="control", daemon=True).start()
+        threading.Thread(target=self._serve_control, name="control", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         # No deadline of its own: the coordinator has one for every phase, and its end is ours.
         first = self._first.get()
@@ -166,6 +166,14 @@ class Worker:
         pause = threading.Event()
         while not pause.wait(self._deadlines.heartbeat_s / 4):
             self._send(Heartbeat(worker=self._worker, step=self._trainer.step))
+
+    def _serve_control(self) -> None:
+        """A worker that no longer hears the coordinator must not train on."""
+        try:
+            self._listen()
+        except Exception:
+            log.exception("the control thread failed")
+            leave(EXIT_FAILED)
 
     def _listen(self) -> None:
         """The control thread: routes every message, and ends the process when told to."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from liver_hpc.errors import LiverError
+from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.handoff.crossing import FAILURES, Boundary, Crossed, Crossing
 from liver_hpc.handoff.prepare import prepare, prepared_message
 from liver_hpc.handoff.release import release
@@ -41,6 +41,8 @@ class Trainer:
         self._place = place
         self._limits = place.config.deadlines
         self._world: World | None = None
+        # Set while the source of the next handoff stands: not in `begin`, not in a rebuild.
+        self._stands = threading.Event()
         self.session: Session | None = None
         self.stop = threading.Event()
         self.step = 0
@@ -53,6 +55,7 @@ class Trainer:
         world.state.initialize(self._place.recipe.initial, self._place.config.train.seed)
         world.load_small_state(world.small_state(0).model_copy(update={"optimizer_step": 0}))
         self._world = world
+        self._stands.set()
 
     def join(self) -> None:
         """A joiner's way in: PREPARE, then the crossing. Raises LeftWorld when called off."""
@@ -141,9 +144,9 @@ class Trainer:
 
     def _prepare(self, session: Session) -> None:
         """PREPARE in the calling thread; answers Prepared or Failed."""
-        source = self._world if session.is_source else None
+        self._place.device.enter()
         try:
-            session.prepared = prepare(session, source)
+            session.prepared = prepare(session, self._source_of(session))
         except HandoffAborted as aborted:
             log.info("%s while preparing", aborted)
         except FAILURES as error:
@@ -161,11 +164,22 @@ class Trainer:
         else:
             self._place.send(prepared_message(session, session.prepared))
 
+    def _source_of(self, session: Session) -> World | None:
+        """The source world; None on a joiner. A Prepare may come while the world it speaks of is
+        still being built here, at the start or after an ABORT."""
+        if not session.is_source:
+            return None
+        limit_s = self._limits.prepare_s
+        if not self._stands.wait(limit_s):
+            raise DeadlineError(f"waited {limit_s:g} s for the source world to stand")
+        return self._world
+
     def _drop(self, session: Session) -> None:
         """Called off before the boundary: training goes on, a thread clears up and answers."""
-        self.session = None
+        self._forget(session)
 
         def clear_up() -> None:
+            self._place.device.enter()
             if session.preparing is not None:
                 session.preparing.join(self._limits.prepare_s)
             if session.prepared is not None:
@@ -173,6 +187,11 @@ class Trainer:
             self._place.send(Aborted(worker=self._place.worker, generation=session.generation))
 
         threading.Thread(target=clear_up, name="drop", daemon=True).start()
+
+    def _forget(self, session: Session) -> None:
+        """This attempt is over; the control thread may have opened the next one already."""
+        if self.session is session:
+            self.session = None
 
     # ---- the boundary
 
@@ -193,7 +212,9 @@ class Trainer:
         """Committed: the target world is the world. Raises LeftWorld on a leaver."""
         target = session.prepared
         assert target is not None
-        self._world, self.session = target.world, None
+        self._world = target.world
+        self._stands.set()
+        self._forget(session)
         if self._world is not None:
             self.step = crossed.small.step + 1
             assert crossed.first_step is not None
@@ -213,17 +234,18 @@ class Trainer:
         if abort.rebuild:
             # Peers blocked in a shared group are freed once nobody holds its connections.
             held = source.abandon()
+            self._stands.clear()
             self._world = None
         session.prepared.drop()
         session.prepared = None
         self._place.send(Aborted(worker=self._place.worker, generation=session.generation))
         resume: Resume = session.wait(
-            Resume, self._limits.transfer_s + self._limits.control_s, "all workers to go back"
+            Resume, self._limits.boundary_s + self._limits.control_s, "all workers to go back"
         )
         if held is not None:
             assert resume.rebuild_generation is not None
             self._rebuild(session.source, resume.rebuild_generation, held, self.step)
-        self.session = None
+        self._forget(session)
 
     def _rebuild(self, roster: Roster, generation: int, held: WorldState, step: int) -> None:
         """The source layout again on fresh groups, filled from what this worker still holds."""
@@ -235,3 +257,4 @@ class Trainer:
         world.load_small_state(world.small_state(step).model_copy(update={"optimizer_step": step}))
         held.release()
         self._world = world
+        self._stands.set()

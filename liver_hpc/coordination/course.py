@@ -220,6 +220,8 @@ class Course:
         self.world = ended.world
         what = f"{ended.outcome}: {ended.detail}" if ended.detail else ended.outcome
         self.note(f"generation {ended.generation}: {what}; now {ended.world}")
+        if ended.outcome == "failed":
+            return
         if self._stop_reason:
             self._tell_to_stop()
         self._end_if_all_finished()

@@ -128,7 +128,8 @@ class Crew:
         """Agents that ended before all their workers had come, as text; empty when none."""
         codes = {a.name: self._launcher.exit_code(a.name) for a in self._incomplete(generation)}
         return ", ".join(
-            f"agent {name} ended with exit code {code} before its workers were ready"
+            f"agent {name} ended with exit code {code} before its workers were ready; "
+            f"see logs/agent-{name}.log"
             for name, code in codes.items()
             if code is not None
         )
@@ -158,6 +159,11 @@ class Crew:
             return False
         member.heard_s = self._clock.now_s()
         return True
+
+    def excuse_all(self) -> None:
+        """Counts everybody as heard of now."""
+        for member in self._members.values():
+            member.heard_s = self._clock.now_s()
 
     def silent(self) -> list[int]:
         """Workers without a sign of life for `heartbeat_s`."""

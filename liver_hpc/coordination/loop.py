@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 """How often deadlines, heartbeats and agents are looked at."""
+FROZEN_S = 2.0
+"""A gap between two looks that only a process that stood still can have."""
 
 
 class Coordinator:
@@ -73,6 +75,7 @@ class Coordinator:
         self._course = Course(config, services, self._crew, self._store)
         self._address = ("", 0)
         self._next_tick_s = 0.0
+        self._last_tick_s = services.clock.now_s()
 
     def run(self) -> Outcome:
         """Runs to the end. Whatever happens, nothing that was launched or opened is left."""
@@ -147,6 +150,12 @@ class Coordinator:
                 assert_never(event)
 
     def _tick(self) -> None:
+        now_s = self._clock.now_s()
+        if now_s - self._last_tick_s > FROZEN_S:
+            # It was this process that stood still (a suspended machine): what the workers sent
+            # meanwhile has not been read yet.
+            self._crew.excuse_all()
+        self._last_tick_s = now_s
         self._course.tick()
         for worker in self._crew.reap():
             self._course.lost(worker, "did not end by itself")

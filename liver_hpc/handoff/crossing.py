@@ -24,13 +24,24 @@ from liver_hpc.protocol.messages import (
     Verdict,
     Vote,
 )
+from liver_hpc.world.device import Device
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import Gradients, StepResult, World
 
 PROGRESS_INTERVAL_S = 0.1
 """At most one progress message in this time: they are sent inside the pause."""
 
-FAILURES = (LiverError, RuntimeError, AssertionError, MemoryError)
+FAILURES = (
+    LiverError,
+    RuntimeError,
+    AssertionError,
+    MemoryError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    OSError,
+)
 """What a stage may fail with on a worker that itself lives on: its vote is then no."""
 
 
@@ -65,6 +76,7 @@ class _Background:
     """Work in a thread of its own, whose failure is raised at `join`."""
 
     work: Callable[[], Digests]
+    device: Device
     result: Digests | None = None
     failure: str = ""
     thread: threading.Thread = field(init=False)
@@ -74,6 +86,7 @@ class _Background:
         self.thread.start()
 
     def _run(self) -> None:
+        self.device.enter()
         try:
             self.result = self.work()
         except FAILURES as error:
@@ -141,12 +154,18 @@ class Crossing:
     # ---- the two stages
 
     def _move_parameters(self) -> Digests:
-        return self._move((PARAMETER,), self._target.parameters, "parameters")
+        # A joiner listens from Arm on; the source comes with its next boundary.
+        waits_s = self._limits.boundary_s if self._source is None else 0.0
+        return self._move((PARAMETER,), self._target.parameters, "parameters", waits_s)
 
     def _first_gradients(self, small: SmallState, gradients: list[Gradients]) -> Digests:
         """Optimizer state moves while the target's first forward and backward compute."""
         kinds = self._session.place.recipe.spec.optimizer_kinds
-        moving = _Background(lambda: self._move(kinds, self._target.optimizer, "optimizer state"))
+        moving = _Background(
+            lambda: self._move(kinds, self._target.optimizer, "optimizer state"),
+            self._session.place.device,
+        )
+        self._target.moving = moving.thread
         deadline = self._deadline("the optimizer state to arrive")
         try:
             if self._target.world is not None:
@@ -157,11 +176,13 @@ class Crossing:
             self._target.world.load_small_state(small)
         return digests
 
-    def _move(self, kinds: tuple[str, ...], plan: TransferPlan, what: str) -> Digests:
+    def _move(
+        self, kinds: tuple[str, ...], plan: TransferPlan, what: str, waits_s: float = 0.0
+    ) -> Digests:
         source = self._source.state if self._source is not None else None
         target = self._target.world.state if self._target.world is not None else None
         self._target.transport.stream(
-            plan, source, target, self._progress, self._deadline(f"the bytes of {what}")
+            plan, source, target, self._progress, self._deadline(f"the bytes of {what}", waits_s)
         )
         return Digests(_digests(source, kinds), _digests(target, kinds))
 
@@ -215,8 +236,9 @@ class Crossing:
             raise ProtocolError(f"wanted the verdict {stage!r}, got {verdict.stage!r}")
         return verdict
 
-    def _deadline(self, waits_for: str) -> Deadline:
-        return Deadline.after(self._session.place.clock, self._limits.transfer_s, waits_for)
+    def _deadline(self, waits_for: str, extra_s: float = 0.0) -> Deadline:
+        limit_s = self._limits.transfer_s + extra_s
+        return Deadline.after(self._session.place.clock, limit_s, waits_for)
 
 
 def _digests(state: WorldState | None, kinds: tuple[str, ...]) -> tuple[ClassDigest, ...]:

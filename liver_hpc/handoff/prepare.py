@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -14,6 +15,9 @@ from liver_hpc.transport.base import Transport
 from liver_hpc.transport.process_group import ProcessGroupTransport
 from liver_hpc.world.groups import Group
 from liver_hpc.world.world import World
+
+MOVING_ENDS_S = 10.0
+"""How long the optimizer's transfer may take to notice that its transport is closed."""
 
 
 @dataclass
@@ -35,6 +39,7 @@ class Target:
     """What PREPARE made on this worker. `world` is None on a leaver.
 
     parameters, optimizer: this worker's plan for the two halves of TRANSFER.
+    moving: the thread that moves optimizer state, once it has been started.
     """
 
     world: World | None
@@ -44,6 +49,7 @@ class Target:
     transport: Transport
     kept_groups: int
     timings_s: dict[str, float]
+    moving: threading.Thread | None = None
 
     def drop_transfer(self) -> None:
         """Frees staging and closes the transfer group's connections."""
@@ -51,10 +57,15 @@ class Target:
         self.transfer_group.close()
 
     def drop(self) -> None:
-        """Frees everything: the attempt is off."""
+        """Frees everything: the attempt is off. May take MOVING_ENDS_S."""
         self.drop_transfer()
+        if self.moving is not None:
+            self.moving.join(MOVING_ENDS_S)  # its stream ends at its next message
         if self.world is not None:
-            self.world.close()
+            if self.moving is not None and self.moving.is_alive():
+                self.world.abandon()  # the thread may still write to the state's memory
+            else:
+                self.world.close()
             self.world = None
 
 
@@ -76,7 +87,7 @@ def prepare(session: Session, source_world: World | None) -> Target:
     """
     place, watch = session.place, Stopwatch()
     worker, device, deadlines = place.worker, place.device, place.config.deadlines
-    world = None
+    world, transfer_group, transport = None, None, None
     try:
         if session.is_target:
             world = World(place.recipe, session.target, worker, session.generation, device)
@@ -98,7 +109,8 @@ def prepare(session: Session, source_world: World | None) -> Target:
             )
         name = f"g{session.generation}/transfer"
         transfer_group = Group(name, session.members, worker, device)
-        transfer_group.connect(place.network, store, deadlines.transfer_s)
+        # A joiner waits in it from Arm on, for the source's boundary and then for the bytes.
+        transfer_group.connect(place.network, store, deadlines.boundary_s + deadlines.transfer_s)
         watch.lap("connect")
         transport = ProcessGroupTransport(
             transfer_group.process_group,
@@ -112,8 +124,9 @@ def prepare(session: Session, source_world: World | None) -> Target:
         watch.lap("staging")
         session.check()
     except BaseException:
-        if world is not None:
-            world.close()
+        for opened in (transport, transfer_group, world):
+            if opened is not None:
+                opened.close()
         raise
     finally:
         if session.store is not None:

@@ -36,6 +36,7 @@ def return_free_memory() -> None:
 
 def release(session: Session, target: Target, source: World | None) -> None:
     """Frees the source world and the transfer's buffers, then tells the coordinator."""
+    session.place.device.enter()
     target.drop_transfer()
     if source is not None:
         source.close()

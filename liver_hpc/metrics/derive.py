@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from liver_hpc.metrics.records import ReconfigurationRecord, RunRecords, StepRecord
 
@@ -193,8 +193,12 @@ def reconfiguration_figures(records: RunRecords) -> tuple[ReconfigurationFigures
     """Every attempt's cost, in the order of the records."""
     worlds = {figures.generation: figures for figures in generation_figures(records)}
     beside = _steps_beside(records)
+    begun_s = _begun_s(records.reconfigurations)
     return tuple(
-        _attempt_figures(attempt, records.steps, worlds, beside[attempt.generation])
+        replace(
+            _attempt_figures(attempt, records.steps, worlds, beside[attempt.generation]),
+            phases=_phase_figures(attempt, begun_s[attempt.generation]),
+        )
         for attempt in records.reconfigurations
     )
 
@@ -233,13 +237,14 @@ def _attempt_figures(
         bytes_local=record.bytes_local,
         digest_equal=record.digest_equal,
         median_is_disturbed=any(worlds[generation].median_is_disturbed for generation in used),
-        phases=_phase_figures(record),
+        phases=_phase_figures(record, record.notice_s),
     )
 
 
-def _phase_figures(record: ReconfigurationRecord) -> PhaseFigures:
+def _phase_figures(record: ReconfigurationRecord, begun_s: float) -> PhaseFigures:
+    """Seconds in each phase; a notice's time in the queue belongs to none of them."""
     return PhaseFigures(
-        boot_s=record.boot_ended_s - record.notice_s,
+        boot_s=record.boot_ended_s - begun_s,
         prepare_s=record.prepare_ended_s - record.prepare_started_s,
         boundary_s=record.source_last_step_ended_s - record.armed_s,
         transfer_s=record.transfer_ended_s - record.source_last_step_ended_s,

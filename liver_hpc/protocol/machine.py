@@ -188,14 +188,16 @@ class HandoffMachine:
     # ---- RELEASE
 
     def _stepped_or_released(self, event: m.FirstStep | m.Released) -> list[Action]:
-        """A leaver may say Released on its way out; its end is what is waited for."""
-        if event.worker not in self._now.leavers:
+        """A leaver may say Released on its way out; its end is what is waited for. Of a worker
+        that has finished nothing is waited for any more."""
+        if event.worker not in (*self._now.leavers, *self._now.finished):
             self._take(event)
         return self._complete()
 
     def _finished_in_release(self, event: m.Finished) -> list[Action]:
         """The first step was the run's last: this process is about to end as a whole."""
         now = self._now
+        now.finished.add(event.worker)
         now.awaited = {entry for entry in now.awaited if entry[0] != event.worker}
         return self._complete()
 

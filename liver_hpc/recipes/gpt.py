@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from liver_hpc.recipes.samples import TokenSamples
 
 
+BYTE_TOKENS = 257
+"""256 byte values and the end of a document."""
+
+
 class GPT(Recipe):
     """`model:` is a GPTConfig. Samples are indices into Megatron's GPTDataset."""
 
@@ -59,6 +63,11 @@ class GPT(Recipe):
     def _check_data(self) -> None:
         if self.config.data is None:
             raise ConfigError("data: the GPT recipe wants data.prefix or data.text, got nothing")
+        if self.config.data.text is not None and self.options.vocab_size < BYTE_TOKENS:
+            raise ConfigError(
+                f"model.vocab_size: text is tokenized by bytes, which wants at least "
+                f"{BYTE_TOKENS}, got {self.options.vocab_size}"
+            )
 
     def open(self, run_directory: Path) -> None:
         from liver_hpc.recipes.samples import TokenSamples

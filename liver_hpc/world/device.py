@@ -24,6 +24,12 @@ class Device:
         kinds = dist.ProcessGroup.BackendType
         return kinds.NCCL if self.backend_name == "nccl" else kinds.GLOO
 
+    def enter(self) -> None:
+        """Makes this the calling thread's device; every thread that touches tensors does so once
+        (torch keeps the current CUDA device per thread)."""
+        if self.torch_device.type == "cuda":
+            torch.cuda.set_device(self.torch_device)
+
     def synchronize(self) -> None:
         """Waits for all work queued on the device."""
         if self.torch_device.type == "cuda":
@@ -86,6 +92,9 @@ class Network:
             options = nccl.Options()
             options._timeout = timeout
             backend = nccl(store, rank, size, options)
+            # NCCL connects at the first collective; the store is not there for ever.
+            backend.allreduce([torch.zeros(1, device=self._device.torch_device)]).wait()
+            self._device.synchronize()
         else:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()

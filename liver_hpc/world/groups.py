@@ -127,7 +127,8 @@ class GroupBook:
         open_group: Callable[[Group], None],
         previous: GroupBook | None = None,
     ) -> int:
-        """Makes every group real; returns how many took over a backend of `previous`.
+        """Makes every group real; returns how many of several members took over a backend of
+        `previous`.
 
         Groups are opened in the same order by all workers (sorted by members), so that no two
         wait for each other. Members that were a group in the previous world are one there for
@@ -139,7 +140,7 @@ class GroupBook:
             old = previous._groups.get(members) if previous is not None else None
             if old is not None and old.backend is not None:
                 group.attach(old.backend)
-                kept += 1
+                kept += len(members) > 1
             else:
                 open_group(group)
         return kept

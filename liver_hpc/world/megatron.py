@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.utils import GlobalMemoryBuffer
+from torch.overrides import TorchFunctionMode
 
 from liver_hpc.layout.coordinates import Coordinate, Roster
 from liver_hpc.world.groups import GroupBook
@@ -71,6 +72,33 @@ def rehearsal() -> Iterator[None]:
         yield
     finally:
         _thread.rehearsing = False
+
+
+# fmt: off
+_DRAWS = frozenset({
+    "normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_",
+    "xavier_normal_", "xavier_uniform_", "orthogonal_", "sparse_", "random_", "bernoulli_",
+    "exponential_",
+})
+# fmt: on
+
+
+class _NoDraws(TorchFunctionMode):
+    """On its thread, filling a tensor with random numbers leaves it as it is."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "") in _DRAWS:
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **kwargs)
+
+
+def without_random_draws() -> contextlib.AbstractContextManager[Any]:
+    """While a model is built: its values are filled in later, and the training thread of this
+    process must find the device's generator as it left it."""
+    return _NoDraws()
 
 
 @contextlib.contextmanager

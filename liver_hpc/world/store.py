@@ -41,6 +41,7 @@ class ControlStore(dist.Store):  # type: ignore[misc,name-defined]
                 self._channel.send(request)
                 reply = self._channel.receive(timeout_s + _REPLY_MARGIN_S)
             except (ChannelClosed, DeadlineError) as error:
+                self._channel.close()  # a late reply must not answer the next request
                 raise LiverError(f"store {operation} {list(keys)}: {error}") from error
         if not isinstance(reply, StoreReply):
             raise ProtocolError(f"store {operation}: wanted a store reply, got {reply.type}")

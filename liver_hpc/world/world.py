@@ -27,7 +27,7 @@ from megatron.core.transformer.module import Float16Module
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Roster
-from liver_hpc.layout.tensors import MAIN, OPTIMIZER_KINDS, ModelSpec
+from liver_hpc.layout.tensors import OPTIMIZER_KINDS, ModelSpec
 from liver_hpc.protocol.messages import SmallState
 from liver_hpc.recipes.base import BuildContext, Recipe
 from liver_hpc.world import megatron
@@ -76,7 +76,17 @@ class World:
         self.device = device
         self.worker = worker
         self.book = GroupBook(generation, worker, device)
-        self.groups = megatron.group_collection(roster, worker, self.book)
+        try:
+            self._build()
+        except BaseException:
+            self.book.close()
+            raise
+
+    # ---- building
+
+    def _build(self) -> None:
+        layout = self.roster.layout
+        self.groups = megatron.group_collection(self.roster, self.worker, self.book)
         with megatron.groups_in_use(self.groups):
             self.model = self._build_model()
             self.optimizer = self._build_optimizer()
@@ -85,17 +95,16 @@ class World:
         self._scheduler = self._build_scheduler()
         self._pipeline = (
             P2PCommunicator(pp_group=self.groups.pp, config=self.model.config)
-            if roster.layout.pp > 1
+            if layout.pp > 1
             else None
         )
-        self.state = WorldState(recipe.spec, roster.layout, at, self._held_tensors())
-
-    # ---- building
+        self.state = WorldState(self.recipe.spec, layout, self.at, self._held_tensors())
 
     def _build_model(self) -> DistributedDataParallel:
         seed_dropout = partial(megatron.seed_dropout, tp_rank=self.at.tp)
         context = BuildContext(self.roster.layout, self.at, self.groups, seed_dropout)
-        module = self.recipe.build(context).to(self.device.torch_device)
+        with megatron.without_random_draws():
+            module = self.recipe.build(context).to(self.device.torch_device)
         config = module.config
         megatron.complete_for_schedules(module)
         if self.recipe.spec.parameter_bytes == 2:
@@ -132,17 +141,23 @@ class World:
         )
 
     def _create_optimizer_state(self) -> None:
-        """Makes Adam's state now, touched, with a step counter of its own for every parameter.
+        """Makes Adam's state now, touched.
 
-        Megatron's fallback shares one counter, which then advances once a parameter.
+        torch's Adam counts steps in a tensor of each parameter's own (megatron's fallback shares
+        one, which then advances once a parameter); the fused ones count in the parameter group.
         """
-        for group in self._adam.optimizer.param_groups:
+        adam = self._adam.optimizer
+        counts_by_parameter = isinstance(adam, torch.optim.Adam)
+        for group in adam.param_groups:
+            if not counts_by_parameter:
+                group["step"] = 0
             for parameter in group["params"]:
-                self._adam.optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
+                state = adam.state[parameter] = {
                     "exp_avg": torch.zeros_like(parameter.data),
                     "exp_avg_sq": torch.zeros_like(parameter.data),
                 }
+                if counts_by_parameter:
+                    state["step"] = torch.tensor(0.0)
 
     def _build_scheduler(self) -> OptimizerParamScheduler:
         options, schedule = self.recipe.config.optimizer, self.recipe.config.schedule
@@ -339,15 +354,6 @@ class World:
         for group in self._adam.optimizer.param_groups:
             if "step" in group:
                 group["step"] = small.optimizer_step
-
-    def main_is_parameter(self) -> bool:
-        """Whether the fp32 main copy is the parameter's own memory (fp32 runs)."""
-        return all(
-            not held.optimizer
-            or held.optimizer[MAIN].untyped_storage().data_ptr()
-            == held.parameter.untyped_storage().data_ptr()
-            for held in self.state._held.values()
-        )
 
 
 def _without_numbers(name: str) -> str:

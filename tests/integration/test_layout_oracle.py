@@ -49,7 +49,7 @@ def recipe_of(model: dict[str, Any]) -> GPT:
             "workers": {"initial": 1, "max": 64},
             "layouts": {1: {"dp": 1}},
             "model": sizes | model,
-            "data": {"text": "python-stdlib"},
+            "data": {"prefix": "unread"},
         }
     )
     return GPT(GPTConfig.model_validate(config.model), config)
@@ -177,3 +177,14 @@ def test_layouts_that_do_not_divide_the_model_are_refused() -> None:
         recipe.check_layout(Layout(8, 1, 1))
     with pytest.raises(ConfigError, match="pp=3 does not divide 4 layers"):
         recipe.check_layout(Layout(1, 3, 1))
+
+
+def test_building_a_world_draws_no_random_numbers(device: Any) -> None:
+    """It is built beside a training thread, whose dropout draws from the same generator."""
+    import torch
+
+    recipe = recipe_of(MODELS["untied-gelu-bias-bf16"])
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    for _ in worlds(recipe, Layout(1, 1, 1), device):
+        assert torch.equal(torch.get_rng_state(), before)

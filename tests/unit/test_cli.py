@@ -278,9 +278,20 @@ def test_run_without_a_coordinator(run: RunDirectory, capsys: Captured) -> None:
     assert f"run {run} has no coordinator: it is queued" in capsys.readouterr().err
 
 
+def test_run_whose_coordinator_lives_but_has_hung_up(run: RunDirectory, capsys: Captured) -> None:
+    with StandIn(run.path):
+        pass
+    assert liver("status", "latest") == 1
+    assert "is ending; its outcome is not written yet" in capsys.readouterr().err
+
+
 def test_run_whose_coordinator_was_killed(run: RunDirectory, capsys: Captured) -> None:
     with StandIn(run.path):
         pass
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    path = run.path / "coordinator.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": ended.pid}))
     assert liver("status", "latest") == 1
     said = capsys.readouterr().err
     assert f"run {run}: its coordinator (process " in said

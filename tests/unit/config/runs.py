@@ -11,6 +11,7 @@ from liver_hpc.config.schema import RunConfig
 
 MINIMAL: dict[str, Any] = {
     "recipe": "tests.integration.random_tokens:RandomTokenGPT",  # needs no data
+    "cluster": {"kind": "local"},
     "train": {"steps": 10, "global_batch": 8},
     "workers": {"initial": 2, "max": 4},
     "layouts": {2: [{"dp": 2}, {"tp": 2}], 4: [{"tp": 2, "dp": 2}]},

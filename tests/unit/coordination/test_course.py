@@ -85,7 +85,8 @@ def test_a_first_worker_that_does_not_come_fails_the_run(make: Start, fault: Fau
     assert (
         outcome.reason
         == {
-            Fault.DIE: "agent a0 ended with exit code 5 before its workers were ready",
+            Fault.DIE: "agent a0 ended with exit code 5 before its workers were ready; "
+            "see logs/agent-a0.log",
             Fault.SILENT: "waited 0.5 s for Hello of workers [1]",
         }[fault]
     )

@@ -260,7 +260,9 @@ def test_an_agent_that_dies_in_boot_costs_only_the_attempt(make: Start) -> None:
     run = make()
     run.cluster.fallen_agents.add("a1")
     run.resize("tp=2,dp=2")
-    wanted = "BOOT: agent a1 ended with exit code 3 before its workers were ready"
+    wanted = (
+        "BOOT: agent a1 ended with exit code 3 before its workers were ready; see logs/agent-a1.log"
+    )
     assert run.record(0).detail == wanted
     run.resize("tp=2,dp=2")
     assert run.record(1).detail == ""
