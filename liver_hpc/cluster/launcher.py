@@ -14,11 +14,17 @@ KILLED = 137
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """One (virtual) node: an agent, how many workers it starts, the layout that they rehearse."""
+    """One agent: how many workers it starts, the layout that they rehearse, where it runs.
+
+    slots: the worker places of the node that its workers take, one each; a slot is the number of
+    an accelerator. node: the node's name; empty where there is no choice.
+    """
 
     agent: str
     workers: int
     layout: str
+    slots: tuple[int, ...] = ()
+    node: str = ""
 
 
 class Launcher(ABC):

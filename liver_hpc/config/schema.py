@@ -133,12 +133,86 @@ class DeadlineSection(Section):
     exit_s: Seconds = 10.0
 
 
+SbatchOptions = dict[Annotated[str, Field(pattern=r"^[a-z][a-z-]*$")], str | int | bool]
+"""Further options of sbatch by their long names, without dashes; true means without a value."""
+
+
+class ComponentSection(Section):
+    """One component of the heterogeneous job: nodes of one kind, held from start to end.
+
+    The first component hosts the coordinator and is used from the start. `join` says of another
+    one whether its nodes are used as soon as possible, or only when somebody asks for them.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,30}$")]
+    partition: str | None = None
+    nodes: PositiveInt = 1
+    workers_per_node: PositiveInt | None = None
+    join: Literal["auto", "asked"] = "auto"
+    gpus_per_node: NonNegativeInt = 0
+    cpus_per_node: PositiveInt | None = None
+    options: SbatchOptions = {}
+
+
+class BurstSection(Section):
+    """Preemptible allocations of their own, asked for and given back while the run goes on."""
+
+    partition: str
+    max_nodes: PositiveInt
+    min_nodes: NonNegativeInt = 0
+    nodes_per_request: PositiveInt = 1
+    workers_per_node: PositiveInt | None = None
+    gpus_per_node: NonNegativeInt = 0
+    cpus_per_node: PositiveInt | None = None
+    time_min: PositiveInt = 60
+    node_hours: Annotated[float, Field(gt=0)] | None = None
+    backoff_s: Seconds = 5.0
+    backoff_max_s: Seconds = 300.0
+    options: SbatchOptions = {}
+
+
+class SlurmSection(Section):
+    """How the run uses a Slurm cluster."""
+
+    account: str | None = None
+    qos: str | None = None
+    components: list[ComponentSection] = []
+    burst: BurstSection | None = None
+    setup: list[str] = []
+    python: str | None = None
+    mpi: str = "pmi2"
+    requeue: bool = True
+    end_window_s: Seconds = 120.0
+    poll_s: Seconds = 5.0
+    command_s: Seconds = 30.0
+    away_s: Seconds = 300.0
+
+
 class ClusterSection(Section):
     """Where workers run; `auto` means Slurm where `sbatch` is found, else local processes."""
 
     kind: Literal["auto", "local", "slurm"] = "auto"
     workers_per_node: PositiveInt | None = None
     timeout_min: PositiveInt = 60
+    slurm: SlurmSection = SlurmSection()
+
+
+class PolicySection(Section):
+    """How the coordinator answers to nodes that come and go."""
+
+    layout: Literal["table", "auto"] = "table"
+    memory_bytes: Bytes | None = None
+    settle_s: Seconds = 2.0
+    retry_s: Seconds = 10.0
+    drain_window_s: Seconds = 600.0
+
+
+class CheckpointSection(Section):
+    """State on disk, for the day that everything ends: read once, by the run that follows."""
+
+    directory: Path | None = None
+    every_steps: PositiveInt | None = None
+    keep: PositiveInt = 2
 
 
 class NetworkSection(Section):
@@ -171,6 +245,8 @@ class RunConfig(Section):
     handoff: HandoffSection = HandoffSection()
     deadlines: DeadlineSection = DeadlineSection()
     cluster: ClusterSection = ClusterSection()
+    policy: PolicySection = PolicySection()
+    checkpoint: CheckpointSection = CheckpointSection()
     network: NetworkSection = NetworkSection()
     metrics: MetricsSection = MetricsSection()
 

@@ -182,15 +182,47 @@ class Finished(Message):
     step: int
 
 
+class Saved(Message):
+    """This worker's part of the checkpoint is on disk, flushed. Digests of all it wrote."""
+
+    type: Literal["saved"] = "saved"
+    worker: int
+    generation: int
+    small: SmallState
+    num_bytes: int
+    digests: tuple[ClassDigest, ...]
+
+
+class Restored(Message):
+    """The first world stands, filled from a checkpoint. Digests of all it holds now."""
+
+    type: Literal["restored"] = "restored"
+    worker: int
+    generation: int
+    small: SmallState
+    digests: tuple[ClassDigest, ...]
+
+
 # ---- coordinator -> worker
 
 
 class Begin(Message):
-    """Build the first world and start to train."""
+    """Build the first world and start to train: from the seed, or from `checkpoint`, a directory.
+
+    A worker that has read a checkpoint answers Restored and waits for Proceed.
+    """
 
     type: Literal["begin"] = "begin"
     generation: int
     roster: WireRoster
+    checkpoint: str | None = None
+
+
+class Proceed(Message):
+    """What all workers restored equals what was saved: train."""
+
+    type: Literal["proceed"] = "proceed"
+    generation: int
 
 
 class Prepare(Message):
@@ -247,9 +279,52 @@ class Exit(Message):
 
 
 class Stop(Message):
-    """Agree to stop at the next common step boundary, then answer Finished."""
+    """Agree to stop at the next common step boundary, then answer Finished.
+
+    With `checkpoint`, a directory, the state at that boundary is written there first, and Saved
+    comes before Finished.
+    """
 
     type: Literal["stop"] = "stop"
+    checkpoint: str | None = None
+
+
+# ---- agent <-> coordinator
+
+
+class AgentHello(Message):
+    """First message of an agent on its own channel, after the meeting. job and step: of Slurm."""
+
+    type: Literal["agent_hello"] = "agent_hello"
+    agent: str
+    host: str
+    pid: int
+    job: str = ""
+    step: str = ""
+
+
+class Warned(Message):
+    """A signal that announces the end of this agent's node came at `at_s`."""
+
+    type: Literal["warned"] = "warned"
+    agent: str
+    signal: str
+    at_s: float
+
+
+class EndAgent(Message):
+    """To an agent: end your workers, then yourself."""
+
+    type: Literal["end_agent"] = "end_agent"
+    reason: str
+
+
+class KeeperHello(Message):
+    """First message of the process that keeps a burst allocation for as long as the run lives."""
+
+    type: Literal["keeper_hello"] = "keeper_hello"
+    job: str
+    host: str
 
 
 # ---- operator -> coordinator (answered with Reply)
@@ -274,8 +349,19 @@ class ReplaceRequest(Message):
     replace: int
 
 
+class DrainRequest(Message):
+    """Leave a node live, within `within_s` seconds where that is given."""
+
+    type: Literal["drain"] = "drain"
+    node: str
+    within_s: float | None = None
+
+
 class StopRequest(Message):
+    """Stop at the next step boundary; with `checkpoint`, write the state to disk there."""
+
     type: Literal["stop_run"] = "stop_run"
+    checkpoint: bool = False
 
 
 class Reply(Message):
@@ -313,11 +399,14 @@ class StoreReply(Message):
 
 FromWorker = (
     Hello | StepDone | Prepared | AtBoundary | Progress | Vote | FirstStep | Released | Aborted
-    | Failed | Heartbeat | Finished
+    | Failed | Heartbeat | Finished | Saved | Restored
 )  # fmt: skip
-ToWorker = Begin | Prepare | Arm | Verdict | Abort | Resume | Exit | Stop
-FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | StopRequest
-AnyMessage = FromWorker | ToWorker | FromOperator | Reply | StoreRequest | StoreReply
+ToWorker = Begin | Proceed | Prepare | Arm | Verdict | Abort | Resume | Exit | Stop
+FromAgent = AgentHello | Warned | KeeperHello
+FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
+AnyMessage = (
+    FromWorker | ToWorker | FromAgent | EndAgent | FromOperator | Reply | StoreRequest | StoreReply
+)
 
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(discriminator="type")])
 
