@@ -108,6 +108,13 @@ def _parser() -> argparse.ArgumentParser:
     replace.add_argument("--worker", type=_worker_id, required=True, metavar="W", help="its id")
     replace.set_defaults(command=_replace)
 
+    drain = _add_run_command(commands, "drain", "leave a node live, so that it can be taken away")
+    drain.add_argument("node", metavar="NODE", help="the node's name, as `liver status` has it")
+    drain.add_argument(
+        "--within-s", type=_seconds, metavar="S", help="the window (default: the run file's)"
+    )
+    drain.set_defaults(command=_drain)
+
     stop = _add_run_command(commands, "stop", "end a run at its next step boundary")
     stop.add_argument(
         "--timeout-s", type=_seconds, metavar="S", help="wait at most this long for the end"
@@ -267,6 +274,12 @@ def _replace(options: argparse.Namespace) -> int:
     from liver_hpc.protocol.messages import ReplaceRequest
 
     return _request(_find(options), ReplaceRequest(replace=options.worker))
+
+
+def _drain(options: argparse.Namespace) -> int:
+    from liver_hpc.protocol.messages import DrainRequest
+
+    return _request(_find(options), DrainRequest(node=options.node, within_s=options.within_s))
 
 
 def _stop(options: argparse.Namespace) -> int:

@@ -31,5 +31,9 @@ class TransferError(LiverError):
     """Bytes could not be moved between two workers."""
 
 
+class CheckpointError(LiverError):
+    """A checkpoint cannot be read, is damaged, or is of another model."""
+
+
 class RequestRefused(LiverError):
     """The coordinator declined an operator's request; the running job is undisturbed."""

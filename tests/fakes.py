@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Roster
 from liver_hpc.layout.tensors import EXP_AVG, PARAMETER, ModelSpec, TensorSpec
-from liver_hpc.metrics.records import ReconfigurationRecord, StepRecord
+from liver_hpc.metrics.records import NoticeRecord, ReconfigurationRecord, StepRecord
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.recipes.base import NoOptions, Recipe
@@ -261,15 +261,20 @@ class MemoryMetrics:
 
     def __init__(self) -> None:
         self.error = ""
+        self.last_generation = -1
         self.closed = False
         self.steps: list[StepRecord] = []
         self.reconfigurations: list[ReconfigurationRecord] = []
+        self.notices: list[NoticeRecord] = []
 
     def add_step(self, record: StepRecord) -> None:
         self.steps.append(record)
 
     def add_reconfiguration(self, record: ReconfigurationRecord) -> None:
         self.reconfigurations.append(record)
+
+    def add_notice(self, record: NoticeRecord) -> None:
+        self.notices.append(record)
 
     def close(self) -> None:
         self.closed = True

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.launcher import MemoryLauncher, NodeRequest
+from liver_hpc.cluster.pool import (
+    Node,
+    NodeGone,
+    NodeGranted,
+    NodePool,
+    NodeWarned,
+    PoolEvent,
+)
 from liver_hpc.errors import MeetingError
 from liver_hpc.layout.coordinates import Roster
 from liver_hpc.protocol import messages as m
@@ -22,12 +31,14 @@ class ScriptedWorker:
         self.script = script
         self.channel = channel
         self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.listening = threading.Event()
 
     def _serve(self) -> None:
         worker = self.script.worker
         try:
             if not self.script.mute:
                 self.channel.send(m.Hello(worker=worker, pid=worker, host="test", booted_s=0.0))
+            self.listening.set()
             while not self.script.dead:
                 message = self.channel.receive()
                 self.say(self.script.receive(message))  # type: ignore[arg-type]
@@ -61,14 +72,62 @@ class ScriptedWorker:
             self.channel.send(done)
 
 
+class ScriptedPool(NodePool):
+    """Nodes that come and go when a test says so; burst nodes go when they are given back."""
+
+    def __init__(self, nodes: Sequence[Node] = (Node("", "machine"),)) -> None:
+        self._first = tuple(nodes)
+        self._tell: Callable[[PoolEvent], None] | None = None
+        self.given_back: list[str] = []
+        self.wanted: list[int] = []
+        self.signals: list[tuple[str, str]] = []
+        self.closed = False
+
+    def say(self, event: PoolEvent) -> None:
+        assert self._tell is not None, "the pool has not been started"
+        self._tell(event)
+
+    def grant(self, node: Node) -> None:
+        self.say(NodeGranted(node))
+
+    def warn(
+        self, node: str, reason: str = "preempted", window_s: float | None = None
+    ) -> NodeWarned:
+        now_s = SystemClock().now_s()
+        deadline_s = None if window_s is None else now_s + window_s
+        event = NodeWarned(node, reason, now_s, deadline_s)
+        self.say(event)
+        return event
+
+    def start(self, tell: Callable[[PoolEvent], None]) -> None:
+        self._tell = tell
+        for node in self._first:
+            self.grant(node)
+
+    def warned(self, node: str, signal: str, at_s: float) -> None:
+        self.signals.append((node, signal))
+
+    def want(self, workers: int) -> None:
+        self.wanted.append(workers)
+
+    def give_back(self, node: str) -> None:
+        self.given_back.append(node)
+        if node.startswith("burst"):
+            self.say(NodeGone(node, "given back"))
+
+    def close(self) -> None:
+        self.closed = True
+
+
 class ScriptedCluster:
     """The agents and workers of a run, played by threads over the real control channel.
 
     Worker faults are ordered from `faults`; `fallen_agents` end before they meet.
     """
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, nodes: Sequence[Node] = (Node("", "machine"),)) -> None:
         self.secret = secret
+        self.pool = ScriptedPool(nodes)
         self.faults = FaultInjector()
         self.desk = MemoryFrontDesk(secret)
         self.launcher = MemoryLauncher(self._start)

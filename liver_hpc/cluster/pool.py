@@ -13,7 +13,8 @@ class Node:
 
     allocation: the name of what it came with: a component, or a burst allocation. slots: how many
     workers it takes, None without bound. volatile: it may be taken away again. automatic: used as
-    soon as it is there; otherwise only when somebody asks for so many workers.
+    soon as it is there; otherwise only when somebody asks for so many workers. burst: it was asked
+    for while the run goes on, and goes back when it is of no use.
     """
 
     name: str
@@ -21,6 +22,7 @@ class Node:
     slots: int | None = None
     volatile: bool = False
     automatic: bool = True
+    burst: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class NodePool(ABC):
 
     @abstractmethod
     def want(self, workers: int) -> None:
-        """How many workers the run could use on nodes that it may ask for. Does not block."""
+        """How many workers the run could use on burst nodes, held or not. Does not block."""
 
     @abstractmethod
     def give_back(self, node: str) -> None:

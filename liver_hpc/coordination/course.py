@@ -7,16 +7,28 @@ from __future__ import annotations
 
 import logging
 from enum import StrEnum
+from pathlib import Path
 
+from liver_hpc.checkpoint.index import Checkpoint
 from liver_hpc.clock import Deadline
+from liver_hpc.cluster.pool import (
+    EndNear,
+    NodeGone,
+    NodeGranted,
+    NodeWarned,
+    PoolEvent,
+    PoolNote,
+)
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.coordination.checkpoints import Checkpoints
 from liver_hpc.coordination.crew import Crew
+from liver_hpc.coordination.fleet import Fleet, LastResort
 from liver_hpc.coordination.handoffs import Handoffs
 from liver_hpc.coordination.records import RunRecorder
 from liver_hpc.coordination.run_files import Outcome
 from liver_hpc.coordination.services import Services
 from liver_hpc.coordination.store import StoreService
-from liver_hpc.coordination.wishes import Wish, WishList
+from liver_hpc.coordination.wishes import OPERATOR, Wish, WishList
 from liver_hpc.errors import ConfigError, RequestRefused
 from liver_hpc.layout.coordinates import Roster
 from liver_hpc.protocol.actions import Ended
@@ -25,8 +37,11 @@ from liver_hpc.protocol.messages import (
     Begin,
     Finished,
     Hello,
+    Proceed,
     ReplaceRequest,
     ResizeRequest,
+    Restored,
+    Saved,
     StepDone,
     Stop,
     WireRoster,
@@ -41,6 +56,8 @@ class RunState(StrEnum):
     TRAINING = "training"
     STOPPING = "stopping"  # told to stop, or the first worker has done its last step
     STOPPED = "stopped"
+    REQUEUE = "requeue"  # state on disk; the job is to be queued again
+    RESTART = "restart"  # state on disk; begun again within the same job
     FINISHED = "finished"
     FAILED = "failed"
 
@@ -49,7 +66,12 @@ class Course:
     """One run. `outcome` is set once it has ended; `world` is None until training begins."""
 
     def __init__(
-        self, config: RunConfig, services: Services, crew: Crew, store: StoreService
+        self,
+        config: RunConfig,
+        services: Services,
+        crew: Crew,
+        store: StoreService,
+        run_directory: Path,
     ) -> None:
         layouts = config.allowed_layouts(config.workers.initial)
         if not layouts:
@@ -58,7 +80,8 @@ class Course:
         self.outcome: Outcome | None = None
         self.world: World | None = None
         self.recorder = RunRecorder(services.metrics, services.clock)
-        self.handoffs = Handoffs(config, services, crew, self.recorder, self)
+        self.fleet = Fleet(config, services, crew, self.recorder)
+        self.handoffs = Handoffs(config, services, crew, self.fleet.capacity, self.recorder, self)
         self._config = config
         self._limits = config.deadlines
         self._services = services
@@ -66,46 +89,123 @@ class Course:
         self._crew = crew
         self._store = store
         self._wishes = WishList(config, services.recipe)
+        self._checkpoints = Checkpoints(config, services.recipe, run_directory, services.clock)
+        self._resumed: Checkpoint | None = None
+        self._first_generation = 0
         self._first_layout = layouts[0]
+        self._launched = False
         self._deadline: Deadline | None = None  # of the start, and of the end
         self._stop_reason = ""
+        self._stop_as = RunState.STOPPED
+        self._stop_saves = False
         self._steps_done = 0
         self._last_event = ""
 
     # ---- start
 
     def launch(self) -> None:
-        """Starts the first workers."""
-        self.note(f"launching {self._config.workers.initial} workers for {self._first_layout}")
-        self._crew.launch(0, self._config.workers.initial, self._first_layout)
+        """Starts the first workers, or says that it waits for nodes to start them on.
+
+        Raises CheckpointError where the run should go on from a checkpoint and cannot.
+        """
+        self._resumed = self._checkpoints.open()
+        self._number_generations()
+        if self._resumed is not None:
+            small, saved = self._resumed.index.small, self._resumed.index.roster.roster()
+            self.note(f"goes on from step {small.step}, saved at {saved.layout}")
+            self._steps_done = self.recorder.first_step = small.step
+            self._wishes.due(small.step - 1)  # notices of a life before this one
+        if not self._launch_first():
+            self.note(f"waiting for nodes; held: {self._nodes_text()}")
+
+    def _number_generations(self) -> None:
+        """A generation's number stands for one world in all lives of a run. One is left out: it
+        may have been that of a world built anew, which recorded nothing."""
+        known = [self._services.metrics.last_generation]
+        if self._resumed is not None:
+            known.append(self._resumed.index.generation)
+        self._first_generation = max(known) + 2 if max(known) >= 0 else 0
+        self.handoffs.first_generation(self._first_generation)
+
+    def _launch_first(self) -> bool:
+        """Once there are nodes enough; false before."""
+        layout = self.fleet.first_layout(self._first_layout, self._resumed is not None)
+        if layout is None:
+            return False
+        self._first_layout, self._launched = layout, True
+        self.note(f"launching {layout.workers} workers for {layout}")
+        seats = self.fleet.capacity.seats(layout.workers, self._crew.taken())
+        self._crew.launch(self._first_generation, layout, seats)
         self._set_deadline(self._limits.boot_s + self._limits.meet_s)
+        return True
+
+    def _nodes_text(self) -> str:
+        return self.fleet.capacity.describe(self._crew.taken())
 
     def arrived(self, hello: Hello, generation: int) -> None:
         """A worker that was launched for `generation` has booted."""
         if self.world is not None:
             self.handoffs.joined(hello, generation)
-        elif not self._crew.missing(0):
+        elif self._launched and not self._crew.missing(self._first_generation):
             self._begin()
 
     def _begin(self) -> None:
         """The first world: ranks in the order of the workers' ids."""
-        self.world = World(0, Roster(self._first_layout, self._crew.arrived(0)))
+        generation, resumed = self._first_generation, self._resumed
+        roster = Roster(self._first_layout, self._crew.arrived(generation))
+        self.world = World(generation, roster)
+        self._crew.send(
+            roster.workers,
+            Begin(
+                generation=generation,
+                roster=WireRoster.of(roster),
+                checkpoint=None if resumed is None else str(resumed.path),
+            ),
+        )
+        if resumed is None:
+            self._train()
+        else:
+            self.note(f"reading {resumed.path}: {self.world}")
+            self._set_deadline(self._limits.prepare_s + self._limits.transfer_s)
+
+    def _train(self) -> None:
         self.state, self._deadline = RunState.TRAINING, None
-        roster = WireRoster.of(self.world.roster)
-        self._crew.send(self.world.roster.workers, Begin(generation=0, roster=roster))
         self.note(f"training begins: {self.world}")
         self._grant()
+
+    def restored(self, message: Restored) -> None:
+        """A worker of the first world holds what it read; all train once all hold what was saved.
+
+        Raises CheckpointError where they do not.
+        """
+        assert self.world is not None
+        roster = self.world.roster
+        if self.state is RunState.STARTING and self._checkpoints.restored(message, roster):
+            self._crew.send(roster.workers, Proceed(generation=message.generation))
+            self._train()
 
     # ---- what workers report
 
     def step_done(self, message: StepDone) -> None:
         """A step, and with it perhaps a scripted notice."""
-        self.recorder.step_done(message)
+        record = self.recorder.step_done(message)
+        if self.world is not None:
+            self.fleet.step_done(self.world, record)
         for notice in self._wishes.due(message.step):
             try:
                 self.ask_for(self._wishes.of_notice(notice, self._clock.now_s()))
             except RequestRefused as error:
                 self.note(f"notice of step {notice.at_step} refused: {error}")
+
+    def saved(self, message: Saved) -> None:
+        """A worker's part of a checkpoint is on disk, or could not be written."""
+        for world in (self.handoffs.committed_world, self.world):
+            if world is not None and world.generation == message.generation:
+                text = self._checkpoints.saved(message, world)
+                if text:
+                    self.note(text)
+                return
+        log.warning("worker %d saved generation %d", message.worker, message.generation)
 
     def finished(self, message: Finished) -> None:
         """A worker has done its last step; the others are about to."""
@@ -129,11 +229,15 @@ class Course:
             log.info("worker %d has ended: %s", worker, reason)
 
     def tick(self) -> None:
-        """Deadlines, and agents that have died."""
+        """Deadlines, agents that have died, nodes that are free or have to be left."""
         self.handoffs.tick()
+        self.fleet.tick(busy=not self.handoffs.idle or bool(self._wishes))
+        self._grant()
         if self.state is RunState.STARTING:
             self._services.front_desk.check()
-            fallen = self._crew.fallen(0)
+            if not self._launched:
+                self._launch_first()
+            fallen = self._crew.fallen(self._first_generation)
             if fallen:
                 self.run_failed(fallen)
         if self._deadline is not None and self._deadline.expired():
@@ -141,8 +245,10 @@ class Course:
 
     def _waits_for(self) -> str:
         if self.world is None:
-            return self._crew.missing(0)
+            return self._crew.missing(self._first_generation)
         workers = self.world.roster.workers
+        if self.state is RunState.STARTING:
+            return self._checkpoints.missing(self.world.roster)
         return f"Finished of workers {sorted({*workers} - {*self._crew.finished(workers)})}"
 
     # ---- what operators ask
@@ -157,6 +263,8 @@ class Course:
             raise RequestRefused("the run is about to end")
         busy = self.handoffs.describe() if self.world else "the start of the run"
         self._check_point(wish, busy)
+        if wish.layout is not None:
+            self.fleet.bound(wish.layout)
         replaced = self._wishes.add(wish)
         self._grant()
         if not busy:
@@ -175,14 +283,95 @@ class Course:
         if pointless:
             raise RequestRefused(pointless)
 
+    # ---- nodes
+
+    def node_event(self, event: PoolEvent) -> None:
+        """What the pool tells of the nodes."""
+        match event:
+            case NodeGranted():
+                if self.fleet.granted(event, at_start=not self._launched):
+                    self.note(f"node granted: {event.node.name} ({event.node.allocation})")
+            case NodeWarned():
+                self._node_warned(event)
+            case NodeGone():
+                self.note(f"node {event.node} is gone: {event.reason}")
+                for worker in self.fleet.gone(event):
+                    self.lost(worker, f"its node {event.node} is gone: {event.reason}")
+            case EndNear():
+                self.end_near(event.reason)
+            case PoolNote():
+                self.note(event.text)
+
+    def _node_warned(self, event: NodeWarned) -> None:
+        """A node that has to be left does not wait behind another handoff."""
+        if not self.fleet.warned(event):
+            return
+        left_s = None if event.deadline_s is None else event.deadline_s - self._clock.now_s()
+        window = "no deadline" if left_s is None else f"{left_s:.1f} s left"
+        self.note(f"node {event.node} has to be left: {event.reason}, {window}")
+        if self.world is None and self._crew.launched_on({event.node}, self._first_generation):
+            self._end(RunState.RESTART, f"node {event.node} goes before training began")
+            return
+        self._overtake()
+        self._grant()
+
+    def _overtake(self) -> None:
+        """Calls off the handoff in progress, unless it leaves the nodes in question anyway."""
+        handoffs, nodes = self.handoffs, self.fleet.doomed_nodes()
+        wish = handoffs.wish
+        if wish is None or self.world is None or not handoffs.can_be_cancelled:
+            return  # once it is over, `_grant` sees to it
+        members = self.world.roster.workers
+        target = handoffs.target_workers()
+        stays = {*members} - {*wish.without} if target is None else {*target}
+        joins = self._crew.launched_on(nodes, handoffs.generation)
+        if joins or self._crew.workers_on(nodes, stays):
+            if wish.asked_for:
+                self._wishes.put_back(wish)
+            handoffs.cancel(f"nodes {sorted(nodes)} have to be left at once")
+        elif self._crew.workers_on(nodes, members):
+            self.fleet.merged(nodes, handoffs.generation)
+
+    def drain(self, node: str, within_s: float | None) -> str:
+        """An operator wants a node to be left; RequestRefused for one that is not held."""
+        if self.fleet.capacity.get(node) is None or not node:
+            held = ", ".join(filter(None, self.fleet.capacity.names)) or "none by name"
+            raise RequestRefused(f"node {node!r} is not held by the run; nodes are {held}")
+        if self.state not in (RunState.STARTING, RunState.TRAINING):
+            raise RequestRefused("the run is about to end")
+        now_s = self._clock.now_s()
+        window_s = within_s or self._config.policy.drain_window_s
+        self.node_event(NodeWarned(node, OPERATOR, now_s, now_s + window_s))
+        return f"leaving {node} within {window_s:g} s"
+
+    def end_near(self, reason: str) -> None:
+        """The coordinator's own allocation ends soon: state to disk, and again from there."""
+        if self.state in (RunState.STARTING, RunState.TRAINING):
+            self.stop(reason, checkpoint=True, then=RunState.REQUEUE)
+
+    # ---- what happens next
+
     def _grant(self) -> None:
-        """Starts the next wish that still has a point, unless a handoff runs."""
-        while self.state is RunState.TRAINING and self.handoffs.idle and self._wishes:
+        """Starts the next handoff that has a point, unless one runs: away from nodes that go,
+        then what is wished for, then onto nodes that came."""
+        while self.state is RunState.TRAINING and self.handoffs.idle:
             assert self.world is not None
-            wish = self._wishes.pop()
+            if self.fleet.waits_for_slots(self.world, None):
+                return
+            way = self.fleet.leave(self.world, self.handoffs.generation + 1)
+            if isinstance(way, LastResort):
+                self.stop(way.reason, checkpoint=True, then=RunState.RESTART)
+                return
+            wish = way or (self._wishes.pop() if self._wishes else self.fleet.growth(self.world))
+            if wish is None:
+                return
             pointless = wish.pointless(self.world.roster)
             if pointless:
                 self.note(f"dropped: {wish}: {pointless}")
+            elif self.fleet.waits_for_slots(self.world, wish.joiners(self.world.roster)):
+                if wish.asked_for:
+                    self._wishes.put_back(wish)
+                return
             else:
                 self.handoffs.start(wish, self.world)
 
@@ -209,6 +398,7 @@ class Course:
             last_event=self._last_event,
             metrics_error=self.recorder.metrics_error,
             now_s=self._clock.now_s(),
+            nodes=tuple(self.fleet.capacity.lines(self._crew.taken())),
         )
 
     # ---- how handoffs end
@@ -218,6 +408,7 @@ class Course:
         for generation in {self.world.generation, ended.generation} - {ended.world.generation}:
             self._store.forget(f"g{generation}/")
         self.world = ended.world
+        self.fleet.handoff_ended(self.handoffs.last_wish, ended)
         what = f"{ended.outcome}: {ended.detail}" if ended.detail else ended.outcome
         self.note(f"generation {ended.generation}: {what}; now {ended.world}")
         if ended.outcome == "failed":
@@ -233,17 +424,19 @@ class Course:
 
     # ---- the end
 
-    def stop(self, why: str) -> str:
+    def stop(self, why: str, checkpoint: bool = False, then: RunState = RunState.STOPPED) -> str:
         """Stops at the next common boundary and says when: a handoff is called off for it, or
-        waited for once it has committed."""
+        waited for once it has committed. The run's outcome is `then`, with or without the
+        `checkpoint` that is to be written there; its reason says which."""
         if self.state not in (RunState.STARTING, RunState.TRAINING):
             return "the run is about to end already"
         self.note(f"stopping: {why}")
         self._wishes.clear()
-        if self.world is None:
-            self._end(RunState.STOPPED, why)
+        if self.state is RunState.STARTING:
+            self._end(then, why)
             return "stopped before training began"
-        self.state, self._stop_reason = RunState.STOPPING, why
+        self.state, self._stop_reason, self._stop_as = RunState.STOPPING, why, then
+        self._stop_saves = checkpoint
         busy = self.handoffs.describe()
         if self.handoffs.can_be_cancelled:
             self.handoffs.cancel(f"the run is to stop: {why}")
@@ -253,8 +446,10 @@ class Course:
 
     def _tell_to_stop(self) -> None:
         assert self.world is not None
-        self._crew.send(self.world.roster.workers, Stop())
-        self._set_deadline(self._limits.boundary_s)
+        directory = str(self._checkpoints.directory) if self._stop_saves else None
+        self._crew.send(self.world.roster.workers, Stop(checkpoint=directory))
+        writes_s = self._limits.transfer_s if self._stop_saves else 0.0
+        self._set_deadline(self._limits.boundary_s + writes_s)
 
     def _end_if_all_finished(self) -> None:
         if self.world is None or not self.handoffs.idle:
@@ -266,7 +461,8 @@ class Course:
         if done >= steps:
             self._end(RunState.FINISHED, f"all {steps} steps are done")
         elif self._stop_reason:
-            self._end(RunState.STOPPED, self._stop_reason)
+            saved = f"; {self._checkpoints.outcome(done)}" if self._stop_saves else ""
+            self._end(self._stop_as, self._stop_reason + saved)
         else:
             self.run_failed(f"the workers ended after {done} of {steps} steps")
 

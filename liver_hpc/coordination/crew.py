@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from liver_hpc.clock import Clock, Deadline
 from liver_hpc.cluster.launcher import Launcher, NodeRequest
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.errors import MeetingError
+from liver_hpc.coordination.capacity import Seat
+from liver_hpc.errors import LiverError, MeetingError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.protocol.messages import Exit, Hello, ToWorker
+from liver_hpc.protocol.messages import AgentHello, EndAgent, Exit, Hello, ToWorker
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed
 from liver_hpc.rendezvous.meeting import Identity
 
@@ -22,15 +23,22 @@ log = logging.getLogger(__name__)
 class Agent:
     """One launched agent and the ids of its workers, which it gets at the meeting.
 
-    generation: the world that it was launched for. kill_at: set once it is of no more use.
+    generation: the world that it was launched for. channel: its own, once it has met. kill_at: set
+    once it is of no more use; killed: once it was ended by force.
     """
 
     name: str
-    count: int
     generation: int
+    seat: Seat
     workers: tuple[int, ...] = ()
     arrived: set[int] = field(default_factory=set)
+    channel: Channel | None = None
     kill_at: Deadline | None = None
+    killed: bool = False
+
+    @property
+    def count(self) -> int:
+        return len(self.seat.slots)
 
     @property
     def complete(self) -> bool:
@@ -64,27 +72,42 @@ class Crew:
 
     def __init__(self, config: RunConfig, launcher: Launcher, clock: Clock) -> None:
         self._deadlines = config.deadlines
-        self._workers_per_agent = config.cluster.workers_per_node
         self._launcher = launcher
         self._clock = clock
         self._next_agent = 0
         self._next_worker = 0
         self._agents: dict[str, Agent] = {}
         self._members: dict[int, Member] = {}
+        self._nodes_of_workers: dict[int, str] = {}
         self._finished: set[int] = set()
 
     # ---- coming
 
-    def launch(self, generation: int, count: int, layout: Layout) -> None:
-        """Starts agents for `count` workers; raises what the launcher raises."""
-        per_agent = self._workers_per_agent or count
+    def launch(self, generation: int, layout: Layout, seats: Sequence[Seat]) -> None:
+        """Starts an agent in every seat; raises what the launcher raises."""
         agents = []
-        for first in range(0, count, per_agent):
-            name = f"a{self._next_agent}"
+        for seat in seats:
+            agents.append(Agent(f"a{self._next_agent}", generation, seat))
             self._next_agent += 1
-            agents.append(Agent(name, min(per_agent, count - first), generation))
-        self._launcher.launch([NodeRequest(a.name, a.count, str(layout)) for a in agents])
         self._agents.update((agent.name, agent) for agent in agents)
+        requests = [
+            NodeRequest(a.name, a.count, str(layout), a.seat.slots, a.seat.node) for a in agents
+        ]
+        try:
+            self._launcher.launch(requests)
+        except (LiverError, OSError):
+            for agent in agents:
+                self._forget_or_kill(agent)
+            raise
+
+    def _forget_or_kill(self, agent: Agent) -> None:
+        """After a launch that failed half-way: the launcher may or may not know this one."""
+        try:
+            self._launcher.alive(agent.name)
+        except LiverError:
+            del self._agents[agent.name]
+        else:
+            agent.kill_at = Deadline.after(self._clock, 0.0, f"agent {agent.name} to end")
 
     def meet(self, identity: Identity) -> tuple[int, ...]:
         """The ids of an agent's workers; MeetingError for one that is not expected."""
@@ -100,6 +123,7 @@ class Crew:
         first = self._next_worker
         self._next_worker += agent.count
         agent.workers = tuple(range(first, self._next_worker))
+        self._nodes_of_workers.update(dict.fromkeys(agent.workers, agent.seat.node))
         log.info("agent %s on %s: workers %s", agent.name, identity.host, list(agent.workers))
         return agent.workers
 
@@ -136,6 +160,59 @@ class Crew:
 
     def _incomplete(self, generation: int) -> list[Agent]:
         return [a for a in self._agents.values() if a.generation == generation and not a.complete]
+
+    # ---- where they are
+
+    def taken(self) -> dict[str, set[int]]:
+        """Slots in use, by node: those of all agents that have not ended yet."""
+        taken: dict[str, set[int]] = {}
+        for agent in self._agents.values():
+            taken.setdefault(agent.seat.node, set()).update(agent.seat.slots)
+        return taken
+
+    def ending(self) -> bool:
+        """Whether an agent that is of no more use still holds its slots."""
+        return any(agent.kill_at is not None for agent in self._agents.values())
+
+    def node_of(self, worker: int) -> str:
+        """The node of a worker that is, or was until a moment ago, connected."""
+        return self._nodes_of_workers[worker]
+
+    def workers_on(self, nodes: Container[str], workers: Iterable[int]) -> tuple[int, ...]:
+        """Those of `workers` that are on one of the nodes."""
+        return tuple(worker for worker in workers if self._nodes_of_workers.get(worker) in nodes)
+
+    def launched_on(self, nodes: Container[str], generation: int) -> bool:
+        """Whether an agent that was launched for a generation runs on one of the nodes."""
+        return any(
+            agent.seat.node in nodes and agent.generation == generation
+            for agent in self._agents.values()
+        )
+
+    # ---- agents' own channels
+
+    def attach(self, channel: Channel, hello: AgentHello) -> None:
+        """An agent's own channel stands; an agent that is of no more use is told to end."""
+        agent = self._agents.get(hello.agent)
+        if agent is None or agent.channel is not None:
+            log.warning("agent %s on %s is not expected", hello.agent, hello.host)
+            channel.close()
+            return
+        agent.channel = channel
+        if agent.kill_at is not None:
+            self._end(agent, "it is of no more use")
+
+    def agent_node(self, name: str) -> str | None:
+        """The node of an agent; None for one that has ended."""
+        agent = self._agents.get(name)
+        return None if agent is None else agent.seat.node
+
+    def _end(self, agent: Agent, reason: str) -> None:
+        if agent.channel is not None:
+            try:
+                agent.channel.send(EndAgent(reason=reason))
+            except ChannelClosed:
+                agent.channel = None
 
     # ---- being here
 
@@ -202,6 +279,7 @@ class Crew:
         for agent in self._agents.values():
             if agent.generation == generation and agent.kill_at is None:
                 limit_s = self._deadlines.exit_s if agent.complete else 0.0
+                self._end(agent, f"the handoff to generation {generation} is off")
                 agent.kill_at = Deadline.after(self._clock, limit_s, f"agent {agent.name} to end")
 
     def reap(self) -> list[int]:
@@ -210,10 +288,13 @@ class Crew:
         for worker in late:
             log.warning("worker %d has not ended %g s after Exit", worker, self._deadlines.exit_s)
             self.leave(worker)
-        for agent in [a for a in self._agents.values() if a.kill_at and a.kill_at.expired()]:
-            del self._agents[agent.name]
-            if self._launcher.alive(agent.name):
+        for agent in [a for a in self._agents.values() if a.kill_at]:
+            assert agent.kill_at is not None
+            if not self._launcher.alive(agent.name):
+                del self._agents[agent.name]
+            elif agent.kill_at.expired() and not agent.killed:
                 log.warning("agent %s has not ended by itself: killed", agent.name)
+                agent.killed = True
                 self._launcher.kill(agent.name)
         return late
 

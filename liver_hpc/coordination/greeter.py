@@ -18,6 +18,7 @@ from liver_hpc.coordination.inbox import (
 from liver_hpc.coordination.store import StoreService
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.protocol.messages import (
+    DrainRequest,
     FromOperator,
     Hello,
     ReplaceRequest,
@@ -31,7 +32,7 @@ from liver_hpc.rendezvous.channel import Channel, ChannelClosed
 
 log = logging.getLogger(__name__)
 
-OPERATOR_REQUESTS = (StatusRequest, ResizeRequest, ReplaceRequest, StopRequest)
+OPERATOR_REQUESTS = (StatusRequest, ResizeRequest, ReplaceRequest, DrainRequest, StopRequest)
 
 
 class Greeter:

@@ -7,6 +7,7 @@ from collections import deque
 from typing import Protocol
 
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.coordination.capacity import Capacity
 from liver_hpc.coordination.crew import Crew
 from liver_hpc.coordination.records import RunRecorder
 from liver_hpc.coordination.services import Services
@@ -65,11 +66,13 @@ class Handoffs:
         config: RunConfig,
         services: Services,
         crew: Crew,
+        capacity: Capacity,
         recorder: RunRecorder,
         owner: Owner,
     ) -> None:
         self._services = services
         self._crew = crew
+        self._capacity = capacity
         self._recorder = recorder
         self._owner = owner
         self._machine = HandoffMachine(config.deadlines, services.clock)
@@ -95,6 +98,28 @@ class Handoffs:
         if self._machine.phase is not Phase.RELEASE or attempt is None or attempt.target is None:
             return None
         return World(attempt.generation, attempt.target)
+
+    @property
+    def wish(self) -> Wish | None:
+        """What the attempt in progress is for; None when there is none."""
+        return self._wish if self._machine.attempt is not None else None
+
+    @property
+    def last_wish(self) -> Wish | None:
+        """What the attempt in progress, or the last one, was for."""
+        return self._wish
+
+    @property
+    def generation(self) -> int:
+        """The target's generation of the attempt in progress, or of the last one."""
+        return self._last_generation
+
+    def target_workers(self) -> tuple[int, ...] | None:
+        """Who will train after the attempt in progress; None while that is not decided."""
+        attempt = self._machine.attempt
+        if attempt is None or attempt.target is None:
+            return None
+        return attempt.target.workers
 
     def describe(self) -> str:
         """The attempt in progress: "generation 4 (ARMED)"; empty when there is none."""
@@ -130,6 +155,10 @@ class Handoffs:
         )
 
     # ---- what the loop tells
+
+    def first_generation(self, generation: int) -> None:
+        """The number of the first world; attempts get the next ones."""
+        self._last_generation = generation
 
     def start(self, wish: Wish, world: World) -> int:
         """Begins a handoff away from `world`; returns the target's generation. Must be idle."""
@@ -241,7 +270,8 @@ class Handoffs:
 
     def _launch(self, action: LaunchJoiners) -> None:
         try:
-            self._crew.launch(action.generation, action.count, action.layout)
+            seats = self._capacity.seats(action.count, self._crew.taken())
+            self._crew.launch(action.generation, action.layout, seats)
         except (LiverError, OSError) as error:
             self._feed(Cancelled(f"cannot launch {action.count} workers: {error}"))
 
@@ -254,7 +284,11 @@ class Handoffs:
             (fresh,) = joiners
             seats = tuple(fresh if w == self._wish.replace else w for w in source.workers)
             return TargetFixed(Roster(source.layout, seats))
-        available = (*sorted(source.workers), *joiners)
+        kept = self._wish.kept(source)
+        if not joiners:
+            nodes = {worker: self._crew.node_of(worker) for worker in kept}
+            kept = tuple(self._capacity.stayers(nodes, request.target.workers))
+        available = (*sorted(kept), *joiners)
         model = self._services.recipe.spec
         try:
             return TargetFixed(self._services.place(model, source, request.target, available))

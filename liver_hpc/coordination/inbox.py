@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from liver_hpc.cluster.pool import PoolEvent
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.protocol.messages import AnyMessage, FromOperator, Hello, Reply
 from liver_hpc.rendezvous.channel import Channel
@@ -57,6 +58,13 @@ class StopSignalled:
 
 
 @dataclass(frozen=True)
+class PoolSaid:
+    """The node pool has news."""
+
+    event: PoolEvent
+
+
+@dataclass(frozen=True)
 class Question(Generic[T]):
     """An event whose sender waits for the loop's answer."""
 
@@ -77,7 +85,7 @@ class Asked(Question[Reply]):
     request: FromOperator
 
 
-InboxEvent = Connected | Received | Disconnected | StopSignalled | Met | Asked
+InboxEvent = Connected | Received | Disconnected | StopSignalled | PoolSaid | Met | Asked
 
 
 class Inbox:

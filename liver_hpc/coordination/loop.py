@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 from typing import assert_never
 
 from liver_hpc.clock import Deadline
+from liver_hpc.cluster.pool import EndNear
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordination.address import control_address
 from liver_hpc.coordination.course import Course
@@ -26,6 +28,7 @@ from liver_hpc.coordination.inbox import (
     Inbox,
     InboxEvent,
     Met,
+    PoolSaid,
     Received,
     StopSignalled,
 )
@@ -35,6 +38,7 @@ from liver_hpc.coordination.store import StoreService
 from liver_hpc.errors import LiverError, MeetingError, ProtocolError, RequestRefused
 from liver_hpc.protocol.messages import (
     AnyMessage,
+    DrainRequest,
     Exit,
     Failed,
     Finished,
@@ -43,6 +47,8 @@ from liver_hpc.protocol.messages import (
     ReplaceRequest,
     Reply,
     ResizeRequest,
+    Restored,
+    Saved,
     StatusRequest,
     StepDone,
     StopRequest,
@@ -72,7 +78,7 @@ class Coordinator:
         self._inbox = Inbox()
         self._store = StoreService()
         self._crew = Crew(config, services.launcher, services.clock)
-        self._course = Course(config, services, self._crew, self._store)
+        self._course = Course(config, services, self._crew, self._store, run_directory)
         self._address = ("", 0)
         self._next_tick_s = 0.0
         self._last_tick_s = services.clock.now_s()
@@ -95,6 +101,10 @@ class Coordinator:
         """Asks for a stop at the next step boundary; from any thread or signal handler."""
         self._inbox.put(StopSignalled(why))
 
+    def end_near(self, reason: str, deadline_s: float) -> None:
+        """This process's allocation ends at `deadline_s`; from any thread or signal handler."""
+        self._inbox.put(PoolSaid(EndNear(reason, self._clock.now_s(), deadline_s)))
+
     def identity(self) -> str:
         """Where the run stands, for its log: "gen 4 TRANSFER"."""
         course = self._course
@@ -104,20 +114,34 @@ class Coordinator:
 
     def _open(self, stack: ExitStack) -> None:
         services, control_s = self._services, self._config.deadlines.control_s
-        for close in (services.metrics.close, services.front_desk.close, services.launcher.close):
+        # Called from the last to the first: nodes go back once nothing runs on them any more.
+        for close in (
+            services.metrics.close,
+            self._course.fleet.notices.close,
+            services.front_desk.close,
+            services.pool.close,
+            services.launcher.close,
+        ):
             stack.callback(close)
         greeter = Greeter(self._inbox, self._store, control_s)
         address = control_address(self._config.network.interface)
         server = ControlServer(address, self._secret, greeter.handle)
-        # Called from the last to the first.
         for close in (server.close, greeter.settle, self._inbox.close, self._store.close):
             stack.callback(close)
         stack.callback(self._see_all_off)
         self._address = server.address
         host, port = server.address
-        here = {"host": host, "port": port, "pid": os.getpid()}
+        here = {
+            "host": host,
+            "port": port,
+            "pid": os.getpid(),
+            "hostname": socket.gethostname(),
+        }
         write_private_json(self._run_directory / COORDINATOR_FILE, here)
         services.front_desk.start(lambda identity: self._inbox.ask(Met(identity), control_s))
+        services.pool.start(lambda event: self._inbox.put(PoolSaid(event)))
+        while (event := self._inbox.get(0.0)) is not None:  # the nodes that are held already
+            self._dispatch(event)
         self._course.launch()
 
     # ---- one turn
@@ -146,6 +170,8 @@ class Coordinator:
                 self._answer(event)
             case StopSignalled():
                 self._course.stop(event.reason)
+            case PoolSaid():
+                self._course.node_event(event.event)
             case _:
                 assert_never(event)
 
@@ -199,6 +225,10 @@ class Coordinator:
                 course.step_done(message)
             case Finished():
                 course.finished(message)
+            case Saved():
+                course.saved(message)
+            case Restored():
+                course.restored(message)
             case Failed() if course.world and message.generation == course.world.generation:
                 course.run_failed(f"worker {worker}: {message.reason}")
             case _ if isinstance(message, OfAttempt):
@@ -222,8 +252,10 @@ class Coordinator:
                 return Reply(ok=True, text="", data=course.snapshot().model_dump())
             case ResizeRequest() | ReplaceRequest():
                 return Reply(ok=True, text=course.ask_for(course.wish_of(request)))
+            case DrainRequest():
+                return Reply(ok=True, text=course.drain(request.node, request.within_s))
             case StopRequest():
-                return Reply(ok=True, text=course.stop("an operator's request"))
+                return Reply(ok=True, text=course.stop("an operator's request", request.checkpoint))
             case _:
                 assert_never(request)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from liver_hpc.clock import Clock
 from liver_hpc.layout.coordinates import Roster
-from liver_hpc.metrics.records import ReconfigurationRecord, StepRecord
+from liver_hpc.metrics.records import NoticeRecord, ReconfigurationRecord, StepRecord
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Event, Requested, TargetFixed
@@ -23,12 +23,17 @@ from liver_hpc.protocol.messages import (
 
 
 class Metrics(Protocol):
-    """Where records go; `error` is empty while they can be written."""
+    """Where records go; `error` is empty while they can be written.
+
+    last_generation: the highest that a life of the run before this one recorded; -1 for none.
+    """
 
     error: str
+    last_generation: int
 
     def add_step(self, record: StepRecord) -> None: ...
     def add_reconfiguration(self, record: ReconfigurationRecord) -> None: ...
+    def add_notice(self, record: NoticeRecord) -> None: ...
     def close(self) -> None: ...
 
 
@@ -144,6 +149,8 @@ class RunRecorder:
         # The phase label of steps that began before the last attempt was over, and its end.
         self._wake: tuple[str, float] = ("", -math.inf)
         self.attempt: AttemptNotes | None = None
+        self.last_attempt: ReconfigurationRecord | None = None
+        self.first_step = 0
         self.last_step: StepDone | None = None
         self.completed = 0
         self.aborted = 0
@@ -154,23 +161,23 @@ class RunRecorder:
 
     @property
     def steps_done(self) -> int:
-        return self.last_step.step + 1 if self.last_step is not None else 0
+        return self.last_step.step + 1 if self.last_step is not None else self.first_step
 
-    def step_done(self, done: StepDone) -> None:
-        self._metrics.add_step(
-            StepRecord(
-                step=done.step,
-                generation=done.generation,
-                loss=done.loss,
-                grad_norm=done.grad_norm,
-                learning_rate=done.learning_rate,
-                tokens=done.tokens,
-                started_s=done.started_s,
-                ended_s=done.ended_s,
-                phase=self._phase_of(done),
-            )
+    def step_done(self, done: StepDone) -> StepRecord:
+        record = StepRecord(
+            step=done.step,
+            generation=done.generation,
+            loss=done.loss,
+            grad_norm=done.grad_norm,
+            learning_rate=done.learning_rate,
+            tokens=done.tokens,
+            started_s=done.started_s,
+            ended_s=done.ended_s,
+            phase=self._phase_of(done),
         )
+        self._metrics.add_step(record)
         self.last_step = done
+        return record
 
     def _phase_of(self, done: StepDone) -> str:
         if done.generation not in self._generations:
@@ -195,7 +202,8 @@ class RunRecorder:
         assert notes is not None
         if notes.step < 0:
             notes.step = self.steps_done
-        self._metrics.add_reconfiguration(notes.record(ended, now_s))
+        self.last_attempt = notes.record(ended, now_s)
+        self._metrics.add_reconfiguration(self.last_attempt)
         self._wake = ("release" if ended.outcome == "completed" else "prepare", now_s)
         self.completed += ended.outcome == "completed"
         self.aborted += ended.outcome != "completed"

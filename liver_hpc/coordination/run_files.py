@@ -16,7 +16,8 @@ OUTCOME_FILE = "outcome.json"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. state: "finished", "stopped" or "failed"; step: steps done."""
+    """How a run ended. state: "finished", "stopped", "failed", "requeue" or "restart" (both:
+    begin again from the state on disk); step: steps done."""
 
     state: str
     reason: str

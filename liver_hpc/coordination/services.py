@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from liver_hpc.clock import Clock
 from liver_hpc.cluster.launcher import Launcher
+from liver_hpc.cluster.pool import FixedPool, NodePool
 from liver_hpc.coordination.records import Metrics
 from liver_hpc.layout.coordinates import Layout, Roster
 from liver_hpc.layout.placement import place
@@ -19,11 +20,12 @@ Placement = Callable[[ModelSpec, Roster, Layout, Sequence[int]], Roster]
 
 @dataclass(frozen=True)
 class Services:
-    """What a coordinator works with. It closes launcher, front desk and metrics at its end."""
+    """What a coordinator works with. It closes all but clock and recipe at its end."""
 
     clock: Clock
     recipe: Recipe
     launcher: Launcher
     front_desk: FrontDesk
     metrics: Metrics
+    pool: NodePool = field(default_factory=FixedPool)
     place: Placement = place

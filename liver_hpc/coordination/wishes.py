@@ -11,19 +11,24 @@ from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
 from liver_hpc.recipes.base import Recipe
 
 OPERATOR = "operator"
+GROWTH = "nodes granted"
 
 
 @dataclass(frozen=True)
 class Wish:
     """Another layout, or the same one without worker `replace`.
 
-    origin: OPERATOR, or "step N" for a scripted notice. made_s: when it was made.
+    origin: OPERATOR, "step N" for a scripted notice, GROWTH, or "leaving NODES: REASON". made_s:
+    when it was made. without: workers that must not be in the target. deadline_s: when they are
+    killed; None when nobody says.
     """
 
     origin: str
     made_s: float
     layout: Layout | None = None
     replace: int | None = None
+    without: tuple[int, ...] = ()
+    deadline_s: float | None = None
 
     def __str__(self) -> str:
         what = f"resize to {self.layout}" if self.layout else f"replace worker {self.replace}"
@@ -36,11 +41,21 @@ class Wish:
         """How many workers have to be launched for it."""
         if self.layout is None:
             return 1
-        return max(0, self.layout.workers - len(roster.workers))
+        return max(0, self.layout.workers - len(self.kept(roster)))
+
+    def kept(self, roster: Roster) -> tuple[int, ...]:
+        """The workers of a world that may stay."""
+        gone = {*self.without, self.replace}
+        return tuple(worker for worker in roster.workers if worker not in gone)
+
+    @property
+    def asked_for(self) -> bool:
+        """The run file or an operator wants it; else the nodes at hand called for it."""
+        return self.origin == OPERATOR or self.origin.startswith("step ")
 
     def pointless(self, roster: Roster) -> str:
         """Why there is nothing to do for it; empty when there is."""
-        if self.layout is not None and self.layout == roster.layout:
+        if self.layout == roster.layout and not {*self.without} & {*roster.workers}:
             return f"the run already has layout {roster.layout}"
         if self.replace is not None and self.replace not in roster.workers:
             return f"worker {self.replace} does not train; workers are {list(roster.workers)}"
@@ -149,6 +164,10 @@ class WishList:
                 return earlier
         self._waiting.append(wish)
         return None
+
+    def put_back(self, wish: Wish) -> None:
+        """A wish whose handoff was overtaken waits for its next turn, before all others."""
+        self._waiting.insert(0, wish)
 
     def pop(self) -> Wish:
         """The wish whose turn it is; the list must not be empty."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,30 @@ class ReconfigurationRecord:
 
 
 @dataclass(frozen=True)
+class NoticeRecord:
+    """One node that had to be left, or came. A time that was never reached is NaN.
+
+    kind: "granted", "preempted", "time limit", "drained", "cancelled", "operator", "node hours"
+    or "lost". at_s: when the notice came. deadline_s: when the node's processes are killed.
+    estimate_s: what leaving it live was estimated to take. action: what was done about it.
+    generation: the handoff that did it, -1 for none. left_s: end of the last process there.
+    outcome: "in time", "late", "lost", "in use", "not needed", or "open" when the run ended first.
+    """
+
+    kind: str
+    node: str
+    allocation: str
+    at_s: float
+    deadline_s: float
+    estimate_s: float
+    action: str
+    generation: int
+    left_s: float
+    returned_s: float
+    outcome: str
+
+
+@dataclass(frozen=True)
 class BaselineRecord:
     """One checkpoint/restart measurement; every phase in seconds."""
 
@@ -88,3 +112,4 @@ class RunRecords:
     reconfigurations: list[ReconfigurationRecord]
     baselines: list[BaselineRecord]
     attributes: dict[str, str]
+    notices: list[NoticeRecord] = field(default_factory=list)

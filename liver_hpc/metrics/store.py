@@ -18,11 +18,20 @@ from liver_hpc.errors import LiverError
 from liver_hpc.metrics.hdf5 import HDF5_ERRORS, SwmrFile, failure_text, read_file
 from liver_hpc.metrics.records import (
     BaselineRecord,
+    NoticeRecord,
     ReconfigurationRecord,
     RunRecords,
     StepRecord,
 )
-from liver_hpc.metrics.table import BASELINES, RECONFIGURATIONS, STEPS, TABLES, Rows, Table
+from liver_hpc.metrics.table import (
+    BASELINES,
+    NOTICES,
+    RECONFIGURATIONS,
+    STEPS,
+    TABLES,
+    Rows,
+    Table,
+)
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +124,9 @@ class MetricsWriter:
 
     def add_baseline(self, record: BaselineRecord) -> None:
         self._add(BASELINES, record)
+
+    def add_notice(self, record: NoticeRecord) -> None:
+        self._add(NOTICES, record)
 
     def flush(self) -> None:
         """Writes what waits; on return it is in the file, or `error` says why not."""
@@ -232,6 +244,7 @@ def read_run(path: Path) -> RunRecords:
         reconfigurations=RECONFIGURATIONS.records(rows[RECONFIGURATIONS.name]),
         baselines=BASELINES.records(rows[BASELINES.name]),
         attributes=attributes,
+        notices=NOTICES.records(rows[NOTICES.name]),
     )
 
 

@@ -11,9 +11,14 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from liver_hpc.metrics.records import BaselineRecord, ReconfigurationRecord, StepRecord
+from liver_hpc.metrics.records import (
+    BaselineRecord,
+    NoticeRecord,
+    ReconfigurationRecord,
+    StepRecord,
+)
 
-Record = TypeVar("Record", StepRecord, ReconfigurationRecord, BaselineRecord)
+Record = TypeVar("Record", StepRecord, ReconfigurationRecord, BaselineRecord, NoticeRecord)
 Rows = npt.NDArray[np.void]
 
 CHUNK_BYTES = 32 * 2**10
@@ -30,6 +35,10 @@ TEXT_BYTES = {
     "outcome": 16,
     "detail": 2048,
     "method": 64,
+    "kind": 32,
+    "node": 64,
+    "allocation": 64,
+    "action": 256,
 }
 
 
@@ -72,7 +81,8 @@ class Table(Generic[Record]):
 STEPS = Table("steps", StepRecord)
 RECONFIGURATIONS = Table("reconfigurations", ReconfigurationRecord)
 BASELINES = Table("baselines", BaselineRecord)
-TABLES: tuple[Table[Any], ...] = (STEPS, RECONFIGURATIONS, BASELINES)
+NOTICES = Table("notices", NoticeRecord)
+TABLES: tuple[Table[Any], ...] = (STEPS, RECONFIGURATIONS, BASELINES, NOTICES)
 
 
 def fit_text(text: str, size_bytes: int) -> bytes:

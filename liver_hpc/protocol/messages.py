@@ -183,14 +183,20 @@ class Finished(Message):
 
 
 class Saved(Message):
-    """This worker's part of the checkpoint is on disk, flushed. Digests of all it wrote."""
+    """This worker's part of the checkpoint of step `small.step` is on disk, flushed.
+
+    digests: of all it holds. num_bytes, checksum: of its file (`checkpoint/index.py`). error: why
+    it could not be written, else empty; the worker trains on.
+    """
 
     type: Literal["saved"] = "saved"
     worker: int
     generation: int
     small: SmallState
-    num_bytes: int
-    digests: tuple[ClassDigest, ...]
+    num_bytes: int = 0
+    checksum: str = ""
+    digests: tuple[ClassDigest, ...] = ()
+    error: str = ""
 
 
 class Restored(Message):

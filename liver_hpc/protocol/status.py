@@ -44,3 +44,4 @@ class StatusSnapshot(BaseModel):
     last_event: str
     metrics_error: str
     now_s: float
+    nodes: tuple[str, ...] = ()

@@ -58,9 +58,9 @@ class CopyIndex(NamedTuple):
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy of one class in one of the two worlds; `value` is None when nobody reported it."""
+    """One copy of one class in the world `side`; `value` is None when nobody reported it."""
 
-    side: str  # "source" or "target"
+    side: str
     index: CopyIndex
     workers: tuple[int, ...]
     value: int | None
@@ -70,24 +70,58 @@ class Copy:
         return f"{self.side} {self.index} (workers {list(self.workers)}) is {value}"
 
 
+Digests = Mapping[int, tuple[ClassDigest, ...]]
+"""What each worker reports."""
+
+
 def disagreements(source: Roster, target: Roster, votes: Mapping[int, Vote]) -> list[str]:
     """Every copy that differs from the others, as text; empty when all copies are equal.
 
     `votes` holds one vote of every worker of both rosters. A class without a report in one of
     the worlds, or no report at all, is a disagreement too.
     """
-    in_source = _reports(source, {worker: vote.source for worker, vote in votes.items()})
-    in_target = _reports(target, {worker: vote.target for worker, vote in votes.items()})
-    if not in_source and not in_target:
+    return _differences(
+        _Side("source", source, {worker: vote.source for worker, vote in votes.items()}),
+        _Side("target", target, {worker: vote.target for worker, vote in votes.items()}),
+    )
+
+
+def copies_disagree(roster: Roster, digests: Digests) -> list[str]:
+    """As `disagreements`, within one world: data-parallel and other copies that have diverged."""
+    return _differences(_Side("world", roster, digests))
+
+
+def restored_disagrees(
+    saved: Roster, saved_digests: Digests, restored: Roster, restored_digests: Digests
+) -> list[str]:
+    """As `disagreements`, between a world on disk and the one filled from it. Worker ids of the
+    two have nothing to do with each other."""
+    return _differences(
+        _Side("saved", saved, saved_digests), _Side("restored", restored, restored_digests)
+    )
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A world, and what its workers report."""
+
+    name: str
+    roster: Roster
+    digests: Digests
+
+
+def _differences(*sides: _Side) -> list[str]:
+    reports = [_reports(side.roster, side.digests) for side in sides]
+    if not any(reports):
         return ["no worker reported any digest"]
     found = []
-    for state_class in sorted(in_source.keys() | in_target.keys()):
+    for state_class in sorted(set().union(*reports)):
         copies: list[Copy] = []
-        for side, roster, reports in (("source", source, in_source), ("target", target, in_target)):
-            if state_class in reports:
-                copies += _copies(side, roster, state_class, reports[state_class])
+        for side, reported in zip(sides, reports, strict=True):
+            if state_class in reported:
+                copies += _copies(side.name, side.roster, state_class, reported[state_class])
             else:
-                found.append(f"{state_class}: nobody reported it in the {side}")
+                found.append(f"{state_class}: nobody reported it in the {side.name}")
         found += _odd_ones(state_class, copies)
     return found
 
@@ -95,9 +129,7 @@ def disagreements(source: Roster, target: Roster, votes: Mapping[int, Vote]) -> 
 Reports = dict[Coordinate, int]
 
 
-def _reports(
-    roster: Roster, by_worker: Mapping[int, tuple[ClassDigest, ...]]
-) -> dict[StateClass, Reports]:
+def _reports(roster: Roster, by_worker: Digests) -> dict[StateClass, Reports]:
     """Digests by class and coordinate; a worker that reports a class twice adds up."""
     found: dict[StateClass, Reports] = defaultdict(lambda: defaultdict(int))
     for rank, worker in enumerate(roster.workers):

@@ -24,7 +24,9 @@ FLOORS = {
     "liver_hpc.rendezvous": 3,
     "liver_hpc.transport": 3,
     "liver_hpc.recipes": 4,
+    "liver_hpc.checkpoint.index": 4,  # what the coordinator and submission read of a checkpoint
     "liver_hpc.world": 5,
+    "liver_hpc.checkpoint": 6,
     "liver_hpc.handoff": 6,
     "liver_hpc.coordination": 6,
     "liver_hpc.training": 7,
@@ -45,10 +47,19 @@ FLOORS = {
 }
 
 ONLY_IN = {
-    "torch": ("transport", "recipes", "world", "handoff", "training", "serving", "worker"),
+    "torch": (
+        "transport",
+        "recipes",
+        "world",
+        "checkpoint",
+        "handoff",
+        "training",
+        "serving",
+        "worker",
+    ),
     "megatron": ("recipes", "world"),
     "mpi4py": ("rendezvous",),
-    "h5py": ("metrics",),
+    "h5py": ("metrics", "checkpoint"),
     "submitit": ("launch", "cluster"),
     "rich": ("cli", "follow", "metrics"),
 }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from liver_hpc.cluster.pool import Node
 from tests.fakes import tiny_run
 from tests.unit.coordination.live import LiveRun, Start
 
@@ -17,8 +18,8 @@ def make(tmp_path: Path) -> Iterator[Start]:
     """Makes a run, by default starts it, and sees to its end."""
     runs: list[LiveRun] = []
 
-    def make(begin: bool = True, **sections: Any) -> LiveRun:
-        run = LiveRun(tmp_path, tiny_run(**sections))
+    def make(begin: bool = True, nodes: Sequence[Node] = (), **sections: Any) -> LiveRun:
+        run = LiveRun(tmp_path, tiny_run(**sections), nodes)
         runs.append(run)
         if begin:
             run.start()

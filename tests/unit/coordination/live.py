@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.pool import Node
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordination.loop import Coordinator
 from liver_hpc.coordination.run_files import Outcome
@@ -31,15 +32,16 @@ LIMIT_S = 10.0
 class LiveRun:
     """A coordinator in a thread, its scripted cluster, and an operator."""
 
-    def __init__(self, directory: Path, config: RunConfig) -> None:
+    def __init__(self, directory: Path, config: RunConfig, nodes: Sequence[Node] = ()) -> None:
         self.directory = directory
-        self.cluster = ScriptedCluster(SECRET)
+        self.cluster = ScriptedCluster(SECRET, nodes or (Node("", "machine"),))
         self.metrics = MemoryMetrics()
         services = Services(
             clock=SystemClock(),
             recipe=tiny_recipe(config),
             launcher=self.cluster.launcher,
             front_desk=self.cluster.desk,
+            pool=self.cluster.pool,
             metrics=self.metrics,
         )
         self.coordinator = Coordinator(config, directory, SECRET, services)

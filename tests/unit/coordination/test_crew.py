@@ -8,6 +8,8 @@ import pytest
 
 from liver_hpc.clock import FakeClock
 from liver_hpc.cluster.launcher import MemoryLauncher
+from liver_hpc.cluster.pool import Node
+from liver_hpc.coordination.capacity import Capacity
 from liver_hpc.coordination.crew import Crew
 from liver_hpc.errors import LiverError, MeetingError
 from liver_hpc.layout.coordinates import Layout
@@ -41,11 +43,13 @@ class Scene:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.launcher = MemoryLauncher()
-        config = tiny_run(cluster={"workers_per_node": 2})
-        self.crew = Crew(config, self.launcher, self.clock)
+        self.crew = Crew(tiny_run(), self.launcher, self.clock)
+        self.capacity = Capacity(workers_per_agent=2)
+        self.capacity.grant(Node("", "machine"))
 
     def launch(self, generation: int, count: int) -> None:
-        self.crew.launch(generation, count, DP2)
+        seats = self.capacity.seats(count, self.crew.taken())
+        self.crew.launch(generation, DP2, seats)
 
     def meet(self, agent: str, workers: int = 2) -> tuple[int, ...]:
         return self.crew.meet(Identity(agent=agent, host="h", pid=1, workers=workers))

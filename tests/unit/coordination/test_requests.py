@@ -7,7 +7,7 @@ import pytest
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from tests.fakes import Fault
-from tests.unit.coordination.live import Start, held_in_prepare, let_go
+from tests.unit.coordination.live import LIMIT_S, Start, held_in_prepare, let_go
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -130,6 +130,7 @@ def test_requests_before_training_begins_wait_for_it(make: Start) -> None:
     )
     run.until(lambda: 1 in run.cluster.workers, "worker 1 to connect")
     late = run.cluster.workers[1]
+    assert late.listening.wait(LIMIT_S)
     late.script.mute = False
     late.channel.send(m.Hello(worker=1, pid=1, host="test", booted_s=0.0))
     assert run.record(0).detail == ""

@@ -1,0 +1,189 @@
+"""A checkpoint's files: what they are called, and checkpoint.json, which makes them one.
+
+<directory>/step-00000123/checkpoint.json    this index, written last
+<directory>/step-00000123/rank-00000.h5      what rank 0 of the saved layout wrote
+<directory>/.step-00000130.partial/          being written, or of a run that was killed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import CheckpointError
+from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.protocol.messages import ClassDigest, SmallState, WireRoster
+
+FORMAT_VERSION = 1
+INDEX_FILE = "checkpoint.json"
+_COMPLETE = re.compile(r"^step-(\d{8,})$")
+_PARTIAL = re.compile(r"^\.step-\d{8,}\.(partial|replaced)$")
+_READ_BYTES = 4 * 2**20
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Part(_Frozen):
+    """One rank's file. checksum: CRC-32 of its bytes, 8 hex digits."""
+
+    file: str
+    num_bytes: int
+    checksum: str
+
+
+class SavedTensor(_Frozen):
+    """A tensor of the model, as all layouts know it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class SavedModel(_Frozen):
+    """What a model must have in common with the one that was saved."""
+
+    parameter_bytes: int
+    tensors: tuple[SavedTensor, ...]
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> SavedModel:
+        tensors = tuple(SavedTensor(name=t.name, shape=t.shape) for t in spec.tensors)
+        return cls(parameter_bytes=spec.parameter_bytes, tensors=tensors)
+
+    def difference(self, wanted: SavedModel) -> str:
+        """How the run's model differs from this saved one; empty when it does not."""
+        if self.parameter_bytes != wanted.parameter_bytes:
+            return (
+                f"its parameters have {self.parameter_bytes} bytes, "
+                f"those of the run's model {wanted.parameter_bytes}"
+            )
+        saved = {tensor.name: tensor.shape for tensor in self.tensors}
+        for tensor in wanted.tensors:
+            shape = saved.pop(tensor.name, None)
+            if shape is None:
+                return f"it lacks {tensor.name!r} of the run's model"
+            if shape != tensor.shape:
+                return f"{tensor.name!r} is {shape} in it, {tensor.shape} in the run's model"
+        return f"it holds {next(iter(saved))!r}, which the run's model lacks" if saved else ""
+
+
+class CheckpointIndex(_Frozen):
+    """checkpoint.json: one complete checkpoint.
+
+    generation: of the world that was saved. parts, digests: in the order of the roster's ranks;
+    digests are of all that a rank held, whether or not it was the one to write it.
+    """
+
+    format_version: int
+    run: str
+    saved_s: float
+    generation: int
+    small: SmallState
+    roster: WireRoster
+    parts: tuple[Part, ...]
+    digests: tuple[tuple[ClassDigest, ...], ...]
+    model: SavedModel
+    versions: dict[str, str]
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint and the directory that it lies in."""
+
+    path: Path
+    index: CheckpointIndex
+
+
+def checkpoint_directory(config: RunConfig, run_directory: Path) -> Path:
+    """Where a run's checkpoints lie: under its own directory, or one of its name elsewhere."""
+    run_directory = run_directory.absolute()
+    if config.checkpoint.directory is None:
+        return run_directory / "checkpoints"
+    return config.checkpoint.directory.expanduser().absolute() / run_directory.name
+
+
+def complete_path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}"
+
+
+def partial_path(directory: Path, step: int) -> Path:
+    return directory / f".step-{step:08d}.partial"
+
+
+def part_name(rank: int) -> str:
+    return f"rank-{rank:05d}.h5"
+
+
+def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """(step, path) of everything under `directory` that has an index, the oldest step first."""
+    return sorted(
+        (int(match[1]), path)
+        for path in _entries(directory)
+        if (match := _COMPLETE.match(path.name)) and (path / INDEX_FILE).is_file()
+    )
+
+
+def remains(directory: Path) -> list[Path]:
+    """What was being written, or about to be removed, when a coordinator was killed."""
+    return [path for path in _entries(directory) if _PARTIAL.match(path.name)]
+
+
+def _entries(directory: Path) -> Iterator[Path]:
+    return iter(directory.iterdir()) if directory.is_dir() else iter(())
+
+
+def read_index(path: Path) -> CheckpointIndex:
+    """The index of the checkpoint in `path`; CheckpointError where there is none to be read."""
+    file = path / INDEX_FILE
+    try:
+        data = json.loads(file.read_bytes())
+        version = data.get("format_version") if isinstance(data, dict) else None
+        if version != FORMAT_VERSION:
+            raise CheckpointError(f"{file}: wanted format {FORMAT_VERSION}, got {version!r}")
+        return CheckpointIndex.model_validate(data)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{file} is damaged: {where}: {first['msg']}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
+
+
+def write_index(path: Path, index: CheckpointIndex) -> None:
+    """Puts the index into `path`, whole or not at all, and on the disk with its directory."""
+    temporary = path / f".{INDEX_FILE}.{os.getpid()}"
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(index.model_dump_json(indent=1))
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path / INDEX_FILE)
+    flush_to_disk(path)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Returns once a file's bytes, or a directory's entries, would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksum(path: Path) -> str:
+    """CRC-32 of a file's bytes, 8 hex digits."""
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            value = zlib.crc32(chunk, value)
+    return f"{value:08x}"

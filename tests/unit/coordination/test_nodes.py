@@ -1,0 +1,223 @@
+"""Nodes that come and go under a run of scripted workers: growing, leaving in time, overtaking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from liver_hpc.cluster.pool import EndNear, Node, NodeGone
+from liver_hpc.coordination.run_files import Outcome
+from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.attempt import Phase
+from tests.fakes import Fault
+from tests.unit.coordination.live import LiveRun, Start
+
+pytestmark = pytest.mark.timeout(60)
+
+MAIN = (Node("n1", "main", slots=1), Node("n2", "main", slots=1))
+SPARE = Node("n5", "spare", slots=2, automatic=False)
+POLICY = {"settle_s": 0.02, "retry_s": 0.3}
+LONG_S = 600.0
+
+
+def burst(number: int, slots: int = 1) -> Node:
+    return Node(f"burst{number}", f"burst-{number}", slots, volatile=True, burst=True)
+
+
+def on_two_nodes(make: Start, *more: Node, **sections: Any) -> LiveRun:
+    """Two workers on n1 and n2, training."""
+    return make(nodes=(*MAIN, *more), **{"policy": POLICY, **sections})
+
+
+def grown(make: Start, **sections: Any) -> LiveRun:
+    """Four workers, two of them on burst nodes."""
+    run = on_two_nodes(make, **sections)
+    run.cluster.pool.grant(burst(3))
+    run.cluster.pool.grant(burst(4))
+    assert run.record(0).outcome == "completed"
+    return run
+
+
+def test_granted_nodes_become_one_growth(make: Start) -> None:
+    run = grown(make)
+    record = run.record(0)
+    assert (record.source, record.target) == ("tp1 pp1 dp2", "tp2 pp1 dp2")
+    assert record.notice == "resize to tp2 pp1 dp2 (nodes granted)"
+    on = {request.node for request in run.cluster.launched}
+    assert on == {"n1", "n2", "burst3", "burst4"}
+    run.until(lambda: len(run.metrics.notices) == 2, "both notices")
+    assert {n.outcome for n in run.metrics.notices} == {"in use"}
+
+
+def test_a_node_for_which_there_is_no_layout_is_not_used(make: Start) -> None:
+    run = on_two_nodes(make)
+    run.cluster.pool.grant(burst(3))
+    run.until(lambda: len(run.status()["nodes"]) == 3, "the node")
+    assert run.status()["handoff"] is None
+    assert not run.metrics.reconfigurations
+
+
+def test_the_pool_hears_how_many_workers_could_be_used(make: Start) -> None:
+    run = on_two_nodes(make)
+    run.until(lambda: run.cluster.pool.wanted == [2], "the wish for two more workers")
+    run.resize("tp=2")
+    run.until(lambda: run.cluster.pool.wanted == [2, 0], "the wish to be taken back")
+
+
+def test_a_warned_node_is_left_and_given_back(make: Start) -> None:
+    run = grown(make)
+    run.cluster.pool.warn("burst3", window_s=LONG_S)
+    record = run.record(1)
+    assert (record.outcome, record.target) == ("completed", "tp1 pp1 dp2")
+    assert record.notice == "resize to tp1 pp1 dp2 (leaving burst3: preempted)"
+    left = {run.coordinator._crew.node_of(worker) for worker in run.status()["workers"]}
+    assert left == {"n1", "n2"}
+    run.until(lambda: "burst3" in run.cluster.pool.given_back, "the node to be given back")
+    run.until(lambda: len(run.metrics.notices) == 3, "the notice")
+    notice = run.metrics.notices[2]
+    assert (notice.kind, notice.node, notice.outcome) == ("preempted", "burst3", "in time")
+    assert notice.generation == record.generation
+    assert notice.at_s <= notice.left_s <= notice.deadline_s
+
+
+def test_a_warning_overtakes_a_growing_handoff(make: Start) -> None:
+    run = on_two_nodes(make)
+    run.cluster.faults.fail_at(2, Phase.PREPARE, Fault.SILENT)
+    run.cluster.pool.grant(burst(3, slots=2))
+    run.reach(Phase.PREPARE)
+    run.cluster.pool.warn("burst3", window_s=LONG_S)
+    record = run.record(0)
+    assert record.outcome == "aborted"
+    assert "nodes ['burst3'] have to be left at once" in record.detail
+    run.until(lambda: "burst3" in run.cluster.pool.given_back, "the node to be given back")
+    assert run.status()["layout"] == "tp1 pp1 dp2"
+
+
+def test_a_warning_of_a_training_node_overtakes_and_the_overtaken_wish_comes_again(
+    make: Start,
+) -> None:
+    run = on_two_nodes(make, burst(3, slots=2), workers={"initial": 2, "max": 4})
+    run.resize("tp=2")  # nothing grows by itself beyond two now
+    run.record(0)
+    run.cluster.faults.fail_at(2, Phase.PREPARE, Fault.SILENT)
+    run.resize("tp=2,dp=2")
+    run.reach(Phase.PREPARE)
+    run.cluster.pool.warn("n2", "drained")
+    assert run.record(1).outcome == "aborted"
+    # No deadline, and slots enough: the workers of n2 are replaced at once.
+    leaving = run.record(2)
+    assert (leaving.outcome, leaving.target) == ("completed", "tp2 pp1 dp1")
+    assert "leaving n2: drained" in leaving.notice
+    assert "n2" not in {run.coordinator._crew.node_of(worker) for worker in run.status()["workers"]}
+    again = run.record(3)
+    assert again.notice == "resize to tp2 pp1 dp2 (operator)"
+    assert again.outcome == "aborted"
+    assert "wanted free slots" in again.detail
+
+
+def test_a_handoff_that_leaves_the_node_anyway_goes_on(make: Start) -> None:
+    run = grown(make)
+    run.cluster.faults.fail_at(0, Phase.PREPARE, Fault.SILENT)
+    run.resize("tp=2")
+    run.reach(Phase.PREPARE)
+    run.silent(0)
+    run.cluster.pool.warn("burst4", window_s=LONG_S)
+    held = run.cluster.workers[0]
+    held.script.mute = False
+    held.say([m.Prepared(worker=0, generation=2)])
+    assert run.record(1).outcome == "completed"
+    run.until(lambda: len(run.metrics.notices) == 3, "the notice")
+    assert run.metrics.notices[2].action == "merged into generation 2"
+
+
+def test_a_window_that_is_too_short_is_said_and_the_fastest_way_is_taken(make: Start) -> None:
+    run = grown(make)
+    run.cluster.pool.warn("burst3", window_s=0.001)
+    run.record(1)
+    run.until(lambda: len(run.metrics.notices) == 3, "the notice")
+    assert "for a window of 0.0 s" in run.metrics.notices[2].action
+    assert run.metrics.notices[2].outcome == "late"
+
+
+def test_an_operator_drains_a_node(make: Start) -> None:
+    run = grown(make)
+    reply = run.ask(m.DrainRequest(node="burst4", within_s=60.0))
+    assert reply.text == "leaving burst4 within 60 s"
+    assert run.record(1).outcome == "completed"
+    refused = run.ask(m.DrainRequest(node="n9"))
+    assert not refused.ok
+    assert "node 'n9' is not held by the run; nodes are n1, n2" in refused.text
+
+
+def test_a_spare_component_is_joined_when_asked_and_left_again(make: Start) -> None:
+    run = on_two_nodes(make, SPARE)
+    run.cluster.train(1)
+    assert run.status()["handoff"] is None
+    run.resize("tp=2,dp=2")
+    assert run.record(0).outcome == "completed"
+    assert "n5" in {request.node for request in run.cluster.launched}
+    run.resize("dp=2")
+    assert run.record(1).outcome == "completed"
+    assert {run.coordinator._crew.node_of(w) for w in run.status()["workers"]} == {"n1", "n2"}
+
+
+def test_a_failed_growth_is_tried_again_after_a_while(make: Start) -> None:
+    run = on_two_nodes(make)
+    run.cluster.faults.fail_at(2, Phase.PREPARE, Fault.FAIL)
+    run.cluster.pool.grant(burst(3, slots=2))
+    assert run.record(0).outcome == "aborted"
+    assert run.record(1).outcome == "completed"
+
+
+def test_idle_burst_nodes_go_back(make: Start) -> None:
+    run = grown(make)
+    run.resize("dp=2")
+    assert run.record(1).outcome == "completed"
+    back = run.cluster.pool.given_back
+    run.until(lambda: sorted(back) == ["burst3", "burst4"], "the idle nodes to be given back")
+    run.until(lambda: len(run.status()["nodes"]) == 2, "them to be struck off")
+
+
+def test_workers_on_a_node_that_is_gone_are_lost(make: Start) -> None:
+    run = grown(make)
+    run.cluster.pool.say(NodeGone("burst3", "down"))
+    outcome = run.outcome()
+    assert outcome.state == "failed"
+    assert "its node burst3 is gone: down" in outcome.reason
+    assert run.metrics.notices[-1].outcome == "lost"
+
+
+def test_the_first_workers_wait_for_nodes(make: Start) -> None:
+    run = make(begin=False, nodes=MAIN[:1], policy=POLICY)
+    run.start_only()
+    run.until(lambda: "waiting for nodes" in run.status()["last_event"], "the wait")
+    run.cluster.pool.grant(burst(3))
+    run.until(lambda: run.status()["state"] == "training", "training")
+    assert {request.node for request in run.cluster.launched} == {"n1", "burst3"}
+
+
+def test_a_node_that_goes_before_training_began_ends_this_life(make: Start) -> None:
+    run = make(begin=False, nodes=MAIN, policy=POLICY)
+    run.cluster.faults.fail_at(1, Phase.BOOT, Fault.SILENT)
+    run.start_only()
+    run.until(lambda: len(run.cluster.launched) == 2, "the launch")
+    run.cluster.pool.warn("n2", window_s=LONG_S)
+    assert run.outcome().state == "restart"
+
+
+def test_the_end_of_the_own_allocation_is_a_requeue(make: Start) -> None:
+    run = on_two_nodes(make, checkpoint={"keep": 1})
+    run.cluster.train(3)
+    run.cluster.pool.say(EndNear("time limit", 0.0, 1.0))
+    outcome = run.outcome()
+    assert outcome.state == "requeue"
+    assert outcome == Outcome("requeue", outcome.reason, 3)
+    assert run.cluster.pool.closed
+
+
+def test_a_signal_of_an_agent_is_brought_before_the_pool(make: Start) -> None:
+    run = on_two_nodes(make)
+    warned = m.Warned(agent="a0", signal="TERM", at_s=1.0)
+    run.coordinator.agent_warned(warned)
+    run.until(lambda: run.cluster.pool.signals == [("n1", "TERM")], "the pool to hear of it")
