@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     submit.set_defaults(command=_submit)
 
     status = _add_run_command(commands, "status", "what a run is doing")
+    status.add_argument("--json", action="store_true", help="the snapshot, for programs")
     status.set_defaults(command=_status)
 
     resize = _add_run_command(commands, "resize", "give a running job another shape")
@@ -258,7 +259,8 @@ def _status(options: argparse.Namespace) -> int:
     run = _find(options)
     if run.outcome() is not None:
         return _tell_outcome(run)
-    print(status_text(StatusSnapshot.model_validate(request(run, StatusRequest()).data)))
+    snapshot = StatusSnapshot.model_validate(request(run, StatusRequest()).data)
+    print(snapshot.model_dump_json() if options.json else status_text(snapshot))
     return EXIT_OK
 
 

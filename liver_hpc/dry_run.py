@@ -34,7 +34,7 @@ def describe_run(config: RunConfig, recipe: Recipe) -> str:
 def _layout_rows(config: RunConfig, model: ModelSpec) -> list[list[str]]:
     kinds: list[str] = []
     rows = []
-    for workers in sorted(config.layouts):
+    for workers in config.worker_counts:
         for layout in config.allowed_layouts(workers):
             held = _fullest_worker(model, layout)
             kinds = list(held)

@@ -21,11 +21,13 @@ _POLL_INTERVAL_S = 0.5
 
 # Runs in an interpreter of its own between the parent and the command: the parent may have
 # threads, so nothing may run between its fork and the exec. What the thread that forked had
-# blocked would stay blocked in the whole tree.
+# blocked would stay blocked in the whole tree; what came meanwhile is dropped if it is ignored.
 _GUARD = f"""
 import ctypes, os, signal, sys
+parent, number, ignored, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
+for one in filter(None, ignored.split(",")):
+    signal.signal(int(one), signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
-parent, number, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 ctypes.CDLL(None).prctl(*map(ctypes.c_ulong, ({_PR_SET_PDEATHSIG}, number, 0, 0, 0)))
 if os.getppid() != parent:
     sys.exit({EXIT_ORPHANED})
@@ -51,14 +53,20 @@ def die_with_parent(parent: int, signum: signal.Signals) -> None:
         os._exit(EXIT_ORPHANED)
 
 
-def guarded(command: Sequence[str], signum: signal.Signals = signal.SIGKILL) -> list[str]:
+def guarded(
+    command: Sequence[str],
+    signum: signal.Signals = signal.SIGKILL,
+    ignored: Sequence[signal.Signals] = (),
+) -> list[str]:
     """`command` (its first word an absolute path), made to get `signum` when its parent ends.
 
     To be started by this process, from a thread that lives as long as the child may: the kernel
-    takes the end of the thread that started a process for the end of its parent.
+    takes the end of the thread that started a process for the end of its parent. The command, and
+    what it starts, ignores the `ignored` signals unless it handles them itself; if they are
+    blocked where it is started, from its first instruction on.
     """
-    guard = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), str(int(signum))]
-    return [*guard, *command]
+    words = [str(os.getpid()), str(int(signum)), ",".join(str(int(one)) for one in ignored)]
+    return [sys.executable, "-I", "-S", "-c", _GUARD, *words, *command]
 
 
 def quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:

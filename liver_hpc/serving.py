@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from liver_hpc.checkpoint.index import checkpoint_directory
 from liver_hpc.clock import SystemClock
+from liver_hpc.cluster.network import GLOO_INTERFACE, NCCL_LOG
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ProtocolError
 from liver_hpc.handoff.release import return_free_memory
 from liver_hpc.handoff.session import Place
+from liver_hpc.interfaces import address_towards
 from liver_hpc.layout.coordinates import Layout, Roster
 from liver_hpc.protocol.messages import (
     Abort,
@@ -29,6 +32,7 @@ from liver_hpc.protocol.messages import (
     Heartbeat,
     Hello,
     Prepare,
+    Proceed,
     Resume,
     Stop,
     Verdict,
@@ -38,7 +42,7 @@ from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.rendezvous.secret import read_secret
 from liver_hpc.training import LeftWorld, Trainer
 from liver_hpc.world import megatron
-from liver_hpc.world.device import Device, Network, address_towards
+from liver_hpc.world.device import Device, Network, NetworkPlan
 from liver_hpc.world.groups import install_sentinel
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.world import World
@@ -103,12 +107,11 @@ class Worker:
                 config=booted.config,
                 recipe=booted.recipe,
                 device=booted.device,
-                network=Network(
-                    booted.device, booted.config.network.interface, address_towards(address[0])
-                ),
+                network=Network(booted.device, _network_plan(address[0])),
                 clock=booted.clock,
                 send=self._send,
                 open_store=self._open_store,
+                checkpoints=checkpoint_directory(booted.config, booted.run_directory),
             )
         )
 
@@ -186,7 +189,9 @@ class Worker:
                 log.info("exit: %s", message.reason)
                 leave(0)
             elif isinstance(message, Stop):
-                self._trainer.stop.set()
+                self._trainer.ask_to_stop(message)
+            elif isinstance(message, Proceed):
+                self._trainer.proceed.set()
             elif isinstance(message, Arm | Verdict | Abort | Resume):
                 session = self._trainer.session
                 if session is not None and session.generation == message.generation:
@@ -199,6 +204,16 @@ class Worker:
                 self._first.put(message)
             else:
                 raise ProtocolError(f"worker {self._worker}: unexpected {message.type}")
+
+
+def _network_plan(coordinator: str) -> NetworkPlan:
+    """What `worker` has chosen, where it has; else the way to the coordinator."""
+    names, log_path = os.environ.get(GLOO_INTERFACE, ""), os.environ.get(NCCL_LOG)
+    return NetworkPlan(
+        hostname=address_towards(coordinator),
+        gloo_interfaces=tuple(name.strip() for name in names.split(",") if name.strip()),
+        nccl_log=Path(log_path) if log_path else None,
+    )
 
 
 def leave(status: int) -> NoReturn:

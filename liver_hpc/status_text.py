@@ -18,6 +18,9 @@ def status_text(status: StatusSnapshot) -> str:
         lines.append(_handoff_text(status.handoff, status.now_s))
     if status.queued:
         lines.append(f"queued: {'; '.join(status.queued)}")
+    named = [line for line in status.nodes if not line.startswith("machine:")]
+    if named:
+        lines.append(f"nodes: {'; '.join(named)}")
     if status.last_event:
         lines.append(f"last event: {status.last_event}")
     if status.metrics_error:

@@ -15,6 +15,7 @@ from liver_hpc.config.load import absolute_paths, dump_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.launch import launch_detached, resolve_cluster
+from liver_hpc.layout.candidates import resolve_layouts
 from liver_hpc.recipes.base import Recipe, load_recipe
 from liver_hpc.recipes.text_data import pinned, prefix_of
 from liver_hpc.run_directory import RunDirectory, create_run_directory, process_lives
@@ -31,7 +32,8 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
     kind = resolve_cluster(cluster or config.cluster.kind)
     section = config.cluster.model_copy(update={"kind": kind})
     config = absolute_paths(config.model_copy(update={"cluster": section}))
-    recipe = load_recipe(config)
+    config = resolve_layouts(config, load_recipe(config))
+    recipe = load_recipe(config)  # it knows the run as it is resolved
     check_run(config, recipe)
     if config.data is not None:
         prefix_of(config.data)  # text that is not there is noticed

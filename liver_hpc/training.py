@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from pathlib import Path
 
+from liver_hpc.checkpoint.reader import restore
+from liver_hpc.checkpoint.writer import save
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.handoff.crossing import FAILURES, Boundary, Crossed, Crossing
-from liver_hpc.handoff.prepare import prepare, prepared_message
+from liver_hpc.handoff.prepare import prepare, prepared_message, transports_message
 from liver_hpc.handoff.release import release
 from liver_hpc.handoff.session import HandoffAborted, Place, Session
 from liver_hpc.layout.coordinates import Roster
@@ -22,6 +25,7 @@ from liver_hpc.protocol.messages import (
     Prepare,
     Resume,
     StepDone,
+    Stop,
 )
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import StepResult, World
@@ -35,7 +39,7 @@ class LeftWorld(LiverError):
 
 class Trainer:
     """Trains whatever world is the present one. The main thread calls `begin` or `join`, then
-    `train`; the control thread calls `open_session` and sets `stop`."""
+    `train`; the control thread calls `open_session` and `ask_to_stop`, and sets `proceed`."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -44,18 +48,39 @@ class Trainer:
         # Set while the source of the next handoff stands: not in `begin`, not in a rebuild.
         self._stands = threading.Event()
         self.session: Session | None = None
-        self.stop = threading.Event()
+        self.proceed = threading.Event()
+        self._stop = threading.Event()
+        self._stop_saves_in: Path | None = None
         self.step = 0
 
     # ---- the ways in
 
     def begin(self, message: Begin) -> None:
-        """Builds the first world and fills it from the seed. Collective over its roster."""
+        """Builds the first world and fills it from the seed, or from a checkpoint. Collective over
+        its roster. Raises LeftWorld when it cannot be filled."""
         world = self._build(message.roster.roster(), message.generation)
-        world.state.initialize(self._place.recipe.initial, self._place.config.train.seed)
-        world.load_small_state(world.small_state(0).model_copy(update={"optimizer_step": 0}))
+        if message.checkpoint is not None:
+            self._restore(world, Path(message.checkpoint))
+        else:
+            world.state.initialize(self._place.recipe.initial, self._place.config.train.seed)
+            world.load_small_state(world.small_state(0).model_copy(update={"optimizer_step": 0}))
         self._world = world
         self._stands.set()
+
+    def _restore(self, world: World, path: Path) -> None:
+        """Fills a world from a checkpoint; returns once all its workers hold what was saved."""
+        place, limits = self._place, self._limits
+        try:
+            restored = restore(world, path)
+        except FAILURES as error:
+            log.exception("cannot go on from %s", path)
+            place.send(Failed(worker=place.worker, generation=world.generation, reason=str(error)))
+            raise LeftWorld(f"cannot go on from {path}: {error}") from error
+        self.step = restored.small.step
+        place.send(restored)
+        limit_s = limits.prepare_s + limits.transfer_s
+        if not self.proceed.wait(limit_s):
+            raise DeadlineError(f"waited {limit_s:g} s for all workers to restore from {path}")
 
     def join(self) -> None:
         """A joiner's way in: PREPARE, then the crossing. Raises LeftWorld when called off."""
@@ -70,6 +95,12 @@ class Trainer:
         except HandoffAborted as aborted:
             raise LeftWorld(str(aborted)) from aborted
         self._arrive(session, crossed, None)
+        self._save_if_due(crossed.small.step)
+
+    def ask_to_stop(self, message: Stop) -> None:
+        """All stop at the next common boundary; with a checkpoint there if one is asked for."""
+        self._stop_saves_in = Path(message.checkpoint) if message.checkpoint else None
+        self._stop.set()
 
     def open_session(self, message: Prepare) -> Session:
         """A new handoff attempt; on a source worker PREPARE starts beside the training thread."""
@@ -95,6 +126,7 @@ class Trainer:
             )
         finally:
             store.close()
+        place.send(transports_message(place, world))
         return world
 
     # ---- steps
@@ -107,19 +139,36 @@ class Trainer:
             assert world is not None, "train without a world"
             ready = session is not None and session.armed.is_set()
             started_s = clock.now_s()
-            result = world.train_step(self.step, ready, self.stop.is_set())
+            result = world.train_step(self.step, ready, self._stop.is_set())
             ended_s = clock.now_s()
             self.step += 1
             self._report(world, result, started_s, ended_s)
-            members = world.roster.layout.workers
+            members, boundary = world.roster.layout.workers, self.step
             if result.stop == members:
+                if self._stop_saves_in is not None:
+                    self._save(self._stop_saves_in)
+                else:
+                    self._save_if_due(boundary)
                 break
             if result.ready == members and self.step < self._place.config.train.steps:
                 assert session is not None
                 self._hand_over(session, world, ended_s)
             elif session is not None and session.aborted is not None:
                 self._drop(session)
+            self._save_if_due(boundary)
         self._place.send(Finished(worker=self._place.worker, step=self.step))
+
+    def _save_if_due(self, since: int) -> None:
+        """The run file's checkpoints, at a boundary that all workers know to be one: of the first
+        step of another world, which has no boundary before it, and of those from `since` on. A
+        handoff goes first, as it may have to hurry."""
+        every = self._place.config.checkpoint.every_steps
+        if every is not None and any(step % every == 0 for step in range(since, self.step + 1)):
+            self._save(self._place.checkpoints)
+
+    def _save(self, directory: Path) -> None:
+        assert self._world is not None
+        self._place.send(save(self._world, self.step, directory))
 
     def _report(self, world: World, result: StepResult, started_s: float, ended_s: float) -> None:
         """Rank 0 of the world tells the coordinator of the step just done."""

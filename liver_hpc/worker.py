@@ -15,9 +15,15 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
+from liver_hpc.cluster.network import (
+    NCCL_LOG,
+    nccl_log_path,
+    node_facts,
+    worker_network_environment,
+)
+from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.world.device import open_device
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +39,9 @@ def main() -> NoReturn:
     _quieten()
     try:
         read_fd, write_fd = _agent_lines()
+        _choose_network(options.run_directory)
+        from liver_hpc.world.device import open_device
+
         # Before megatron is imported: where there is no CUDA, the device brings the stand-in.
         device = open_device(int(os.environ.get("LIVER_LOCAL_RANK", "0")))
         from liver_hpc.serving import Worker, boot
@@ -51,6 +60,19 @@ def main() -> NoReturn:
         logging.shutdown()
         # Not sys.exit: blocked collectives and native threads must not hold the process up.
         os._exit(EXIT_FAILED)
+
+
+def _choose_network(run_directory: Path) -> None:
+    """Which interfaces and adapters this node's collectives use, as gloo and NCCL are told.
+
+    Before torch is imported. Raises ConfigError when this node lacks what the run file names.
+    """
+    config, facts = load_run(run_directory / "run.yaml"), node_facts()
+    log_path = nccl_log_path(os.environ, run_directory / "logs", facts, os.getpid())
+    chosen = worker_network_environment(
+        config.network, config.cluster.kind, facts, os.environ
+    )
+    os.environ.update({NCCL_LOG: str(log_path), **chosen})
 
 
 def _quieten() -> None:

@@ -12,8 +12,8 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -95,7 +95,8 @@ class CheckpointIndex(_Frozen):
     versions: dict[str, str]
 
 
-class Checkpoint(NamedTuple):
+@dataclass(frozen=True)
+class Checkpoint:
     """A complete checkpoint and the directory that it lies in."""
 
     path: Path

@@ -83,7 +83,8 @@ class LocalLauncher(Launcher):
         agent = [sys.executable, "-m", "liver_hpc.agent"]
         run = ["--run-directory", str(self._run_directory), "--agent", request.agent]
         work = ["--workers", str(request.workers), "--layout", request.layout]
-        return [*agent, *run, *work, *self._agent_options]
+        slots = ["--slots", ",".join(map(str, request.slots))] if request.slots else []
+        return [*agent, *run, *work, *slots, *self._agent_options]
 
 
 class _Tree:

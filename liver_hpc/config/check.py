@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from liver_hpc.config.check_slurm import check_slurm
 from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.config.problems import joined
-from liver_hpc.config.schema import DataSection, NoticeSection, RunConfig
+from liver_hpc.config.schema import DataSection, NetworkSection, NoticeSection, RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout
 
@@ -27,21 +28,26 @@ class ChecksLayouts(Protocol):
         """Raises ConfigError when the model cannot be laid out so."""
 
 
-def check_run(config: RunConfig, recipe: ChecksLayouts) -> None:
+def check_run(config: RunConfig, recipe: ChecksLayouts, found: Sequence[str] = ()) -> None:
     """Raises ConfigError with everything that is wrong with the run, one problem a line.
 
-    `config.cluster.kind` "local" also checks this machine; resolve "auto" before.
+    `found`: problems that were found elsewhere, told with these. `config.cluster.kind` "local"
+    also checks this machine, "slurm" what is asked of the cluster; resolve "auto" before.
     """
     problems = [
+        *found,
         *_check_counts(config),
         *_check_layouts(config, recipe),
         *_check_notices(config),
         *_check_budgets(config),
         *_check_schedule(config),
         *_check_data(config.data),
+        *_check_network(config.network),
     ]
     if config.cluster.kind == "local":
         problems += _check_machine(config)
+    if config.cluster.kind == "slurm":
+        problems += check_slurm(config)
     if problems:
         raise ConfigError(joined(problems))
 
@@ -67,8 +73,8 @@ def check_allowed(config: RunConfig, layout: Layout) -> None:
 
 def _check_counts(config: RunConfig) -> Iterator[str]:
     initial, most = config.workers.initial, config.workers.max
-    counts = sorted(config.layouts)
-    if not config.layouts.get(initial):
+    counts = config.worker_counts
+    if not config.layout_table.get(initial):
         yield (
             f"workers.initial is {initial}, but layouts has no entry for {initial} workers "
             f"(entries: {', '.join(map(str, counts)) or 'none'})"
@@ -80,8 +86,8 @@ def _check_counts(config: RunConfig) -> Iterator[str]:
 
 def _check_layouts(config: RunConfig, recipe: ChecksLayouts) -> Iterator[str]:
     train = config.train
-    for count, entries in sorted(config.layouts.items()):
-        if not entries:
+    for count in config.worker_counts:
+        if not config.layout_table[count]:
             yield f"layouts.{count}: wanted at least one layout, got none"
         for index, layout in enumerate(config.allowed_layouts(count)):
             where = f"layouts.{count}.{index} ({layout})"
@@ -142,7 +148,7 @@ def _wished_layout(config: RunConfig, notice: NoticeSection) -> Layout:
         raise ConfigError(f"{workers} workers are more than workers.max, {config.workers.max}")
     allowed = config.allowed_layouts(workers)
     if not allowed:
-        counts = ", ".join(map(str, sorted(config.layouts)))
+        counts = ", ".join(map(str, config.worker_counts))
         raise ConfigError(f"layouts has no entry for {workers} workers (entries: {counts})")
     return allowed[0]
 
@@ -159,6 +165,9 @@ def _check_budgets(config: RunConfig) -> Iterator[str]:
             f"handoff.staging_bytes is {staging}, wanted at least two buckets "
             f"(one to fill, one on the wire): 2 x bucket_bytes = {2 * bucket}"
         )
+    memory = config.policy.memory_bytes
+    if memory is not None and memory <= staging:
+        yield f"policy.memory_bytes is {memory}, wanted more than handoff.staging_bytes, {staging}"
 
 
 def _check_schedule(config: RunConfig) -> Iterator[str]:
@@ -179,6 +188,27 @@ def _check_data(data: DataSection | None) -> Iterator[str]:
             yield f"data.prefix: {error}"
 
 
+_OWN_KEYS = {"NCCL_SOCKET_IFNAME": "nccl_interface", "NCCL_IB_HCA": "ib_hca"}
+
+
+def _check_network(network: NetworkSection) -> Iterator[str]:
+    for variable, key in _OWN_KEYS.items():
+        if variable in network.nccl:
+            yield f"network.nccl.{variable}: has a key of its own; write network.{key}"
+    for key in ("nccl_interface", "gloo_interface", "ib_hca"):
+        given = getattr(network, key)
+        if given is not None and not all(part.strip(" ^=") for part in given.split(",")):
+            yield f"network.{key}: wanted names with commas between, got {given!r}"
+
+
+def _named_interfaces(network: NetworkSection) -> Iterator[tuple[str, str]]:
+    """Key and name of every interface that is named, not excluded."""
+    for key in ("interface", "nccl_interface", "gloo_interface"):
+        given = getattr(network, key) or ""
+        if not given.startswith("^"):
+            yield from ((key, name) for name in given.removeprefix("=").split(",") if name)
+
+
 def _check_machine(config: RunConfig) -> Iterator[str]:
     most, limit, cores = config.workers.max, local_workers_limit(), os.cpu_count() or 1
     if most > limit:
@@ -186,7 +216,7 @@ def _check_machine(config: RunConfig) -> Iterator[str]:
             f"workers.max is {most}, but a local run on this machine may have {limit} workers "
             f"(the larger of {_LOCAL_WORKERS} and {_LOCAL_WORKERS_PER_CORE} x {cores} cores)"
         )
-    interface = config.network.interface
     names = [name for _, name in socket.if_nameindex()]
-    if interface is not None and interface not in names:
-        yield f"network.interface: there is no {interface!r} here; there are {', '.join(names)}"
+    for key, given in _named_interfaces(config.network):
+        if given not in names:
+            yield f"network.{key}: there is no {given!r} here; there are {', '.join(names)}"

@@ -23,6 +23,14 @@ def joined(problems: Sequence[str]) -> str:
     return f"{len(problems)} problems\n" + "\n".join(f"  {problem}" for problem in problems)
 
 
+def parts(error: Exception) -> list[str]:
+    """The problems that `joined` has put together."""
+    first, *lines = str(error).splitlines()
+    return (
+        [line.strip() for line in lines] if re.fullmatch(r"\d+ problems", first) else [str(error)]
+    )
+
+
 def key_text(path: KeyPath) -> str:
     """`("layouts", 4, 1, "tp")` as `layouts.4.1.tp`, as `--set` takes it."""
     return ".".join(map(str, path))

@@ -8,8 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
+from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout
 
 PositiveInt = Annotated[int, Field(gt=0, strict=True)]
@@ -189,12 +198,17 @@ class SlurmSection(Section):
 
 
 class ClusterSection(Section):
-    """Where workers run; `auto` means Slurm where `sbatch` is found, else local processes."""
+    """Where workers run; `auto` means Slurm where `sbatch` is found and components are given, else
+    local processes."""
 
     kind: Literal["auto", "local", "slurm"] = "auto"
     workers_per_node: PositiveInt | None = None
     timeout_min: PositiveInt = 60
     slurm: SlurmSection = SlurmSection()
+
+    def slots(self, part: ComponentSection | BurstSection) -> int:
+        """Workers that one node of a component or of a burst allocation takes."""
+        return part.workers_per_node or self.workers_per_node or part.gpus_per_node or 1
 
 
 class PolicySection(Section):
@@ -215,10 +229,22 @@ class CheckpointSection(Section):
     keep: PositiveInt = 2
 
 
-class NetworkSection(Section):
-    """Which network interface control traffic and collectives use."""
+InterfaceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]{1,15}$")]
+NcclVariables = dict[Annotated[str, Field(pattern=r"^NCCL_[A-Z0-9_]+$")], str | int]
 
-    interface: str | None = None
+
+class NetworkSection(Section):
+    """Interfaces and adapters; what is not given comes from the environment, or is detected.
+
+    `nccl_interface` and `ib_hca` are in NCCL's syntax, `gloo_interface` is a list with commas.
+    """
+
+    interface: InterfaceName | None = None
+    nccl_interface: Annotated[str, Field(min_length=1)] | None = None
+    gloo_interface: Annotated[str, Field(min_length=1)] | None = None
+    ib_hca: Annotated[str, Field(min_length=1)] | None = None
+    mpi_netmod: Literal["ofi", "ucx"] | None = None
+    nccl: NcclVariables = {}
 
 
 class MetricsSection(Section):
@@ -228,8 +254,21 @@ class MetricsSection(Section):
     flush_interval_s: Seconds = 1.0
 
 
+AUTO: Literal["auto"] = "auto"
+
+LayoutTable = dict[PositiveInt, list[LayoutSection]]
+LayoutsOrAuto = Annotated[
+    Annotated[Literal["auto"], Tag("auto")] | Annotated[LayoutTable, Tag("table")],
+    Discriminator(lambda value: "auto" if isinstance(value, str) else "table"),
+]
+
+
 class RunConfig(Section):
-    """One file = one whole run."""
+    """One file = one whole run.
+
+    `layouts` is "auto" only between loading and `layout.candidates.resolve_layouts`; whoever
+    launches or lives a run finds a table.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     runs_directory: Path = Path("runs")
@@ -240,7 +279,7 @@ class RunConfig(Section):
     data: DataSection | None = None
     train: TrainSection
     workers: WorkersSection
-    layouts: dict[PositiveInt, list[LayoutSection]]
+    layouts: LayoutsOrAuto
     notices: list[NoticeSection] = []
     handoff: HandoffSection = HandoffSection()
     deadlines: DeadlineSection = DeadlineSection()
@@ -258,6 +297,18 @@ class RunConfig(Section):
             return value
         return {k: v if isinstance(v, list) else [v] for k, v in value.items()}
 
+    @property
+    def layout_table(self) -> LayoutTable:
+        """`layouts` by number of workers; raises ConfigError while it is still "auto"."""
+        if isinstance(self.layouts, str):
+            raise ConfigError("layouts is 'auto': wanted the table that `liver submit` makes of it")
+        return self.layouts
+
+    @property
+    def worker_counts(self) -> list[int]:
+        """The numbers of workers that have an entry in `layouts`, ascending."""
+        return sorted(self.layout_table)
+
     def allowed_layouts(self, workers: int) -> list[Layout]:
         """Layouts that the run file allows for a worker count, the preferred one first."""
-        return [entry.layout() for entry in self.layouts.get(workers, [])]
+        return [entry.layout() for entry in self.layout_table.get(workers, [])]

@@ -84,6 +84,11 @@ class Checkpoints:
         self._restored: dict[int, Restored] = {}
         self._last_step: int | None = None
 
+    @property
+    def last_step(self) -> int | None:
+        """The step of the newest complete checkpoint; None while there is none."""
+        return self._last_step
+
     # ---- before the run
 
     def open(self) -> Checkpoint | None:
@@ -95,7 +100,7 @@ class Checkpoints:
             _remove(path)
         self._source = newest_checkpoint(self.directory)
         if self._source is not None:
-            path, index = self._source
+            path, index = self._source.path, self._source.index
             difference = index.model.difference(SavedModel.of(self._recipe.spec))
             if difference:
                 raise CheckpointError(f"{path} is of another model: {difference}")
@@ -141,7 +146,7 @@ class Checkpoints:
     @staticmethod
     def _changed_files(checkpoint: Checkpoint) -> str:
         """Which files are not what was written; reads all of them."""
-        path, index = checkpoint
+        path, index = checkpoint.path, checkpoint.index
         parts = [path / part.file for part in index.parts]
         changed = [
             f"{file} has changed on the disk (checksum {got}, wanted {part.checksum})"

@@ -1,4 +1,4 @@
-"""The course of a run: starting, training, stopping, ended; which world trains, and what is wished.
+"""The course of a run: starting, training, stopping, ended; and which world trains.
 
 Decides; the event loop in `loop.py` brings the events.
 """
@@ -6,30 +6,22 @@ Decides; the event loop in `loop.py` brings the events.
 from __future__ import annotations
 
 import logging
-from enum import StrEnum
 from pathlib import Path
 
 from liver_hpc.checkpoint.index import Checkpoint
 from liver_hpc.clock import Deadline
-from liver_hpc.cluster.pool import (
-    EndNear,
-    NodeGone,
-    NodeGranted,
-    NodeWarned,
-    PoolEvent,
-    PoolNote,
-)
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordination.checkpoints import Checkpoints
 from liver_hpc.coordination.crew import Crew
-from liver_hpc.coordination.fleet import Fleet, LastResort
+from liver_hpc.coordination.fleet import Fleet
 from liver_hpc.coordination.handoffs import Handoffs
 from liver_hpc.coordination.records import RunRecorder
 from liver_hpc.coordination.run_files import Outcome
+from liver_hpc.coordination.run_state import RunState
 from liver_hpc.coordination.services import Services
+from liver_hpc.coordination.steering import Steering
 from liver_hpc.coordination.store import StoreService
-from liver_hpc.coordination.wishes import OPERATOR, Wish, WishList
-from liver_hpc.errors import ConfigError, RequestRefused
+from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Roster
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import World
@@ -38,8 +30,6 @@ from liver_hpc.protocol.messages import (
     Finished,
     Hello,
     Proceed,
-    ReplaceRequest,
-    ResizeRequest,
     Restored,
     Saved,
     StepDone,
@@ -49,17 +39,6 @@ from liver_hpc.protocol.messages import (
 from liver_hpc.protocol.status import StatusSnapshot
 
 log = logging.getLogger(__name__)
-
-
-class RunState(StrEnum):
-    STARTING = "starting"
-    TRAINING = "training"
-    STOPPING = "stopping"  # told to stop, or the first worker has done its last step
-    STOPPED = "stopped"
-    REQUEUE = "requeue"  # state on disk; the job is to be queued again
-    RESTART = "restart"  # state on disk; begun again within the same job
-    FINISHED = "finished"
-    FAILED = "failed"
 
 
 class Course:
@@ -82,13 +61,13 @@ class Course:
         self.recorder = RunRecorder(services.metrics, services.clock)
         self.fleet = Fleet(config, services, crew, self.recorder)
         self.handoffs = Handoffs(config, services, crew, self.fleet.capacity, self.recorder, self)
+        self.steering = Steering(config, services, crew, self)
         self._config = config
         self._limits = config.deadlines
         self._services = services
         self._clock = services.clock
         self._crew = crew
         self._store = store
-        self._wishes = WishList(config, services.recipe)
         self._checkpoints = Checkpoints(config, services.recipe, run_directory, services.clock)
         self._resumed: Checkpoint | None = None
         self._first_generation = 0
@@ -114,7 +93,7 @@ class Course:
             small, saved = self._resumed.index.small, self._resumed.index.roster.roster()
             self.note(f"goes on from step {small.step}, saved at {saved.layout}")
             self._steps_done = self.recorder.first_step = small.step
-            self._wishes.due(small.step - 1)  # notices of a life before this one
+            self.steering.due(small.step - 1)  # notices of a life before this one
         if not self._launch_first():
             self.note(f"waiting for nodes; held: {self._nodes_text()}")
 
@@ -126,6 +105,15 @@ class Course:
             known.append(self._resumed.index.generation)
         self._first_generation = max(known) + 2 if max(known) >= 0 else 0
         self.handoffs.first_generation(self._first_generation)
+
+    @property
+    def first_generation(self) -> int:
+        """The number of the first world of this life."""
+        return self._first_generation
+
+    def begin_again(self, reason: str) -> None:
+        """Ends this life before training began; the next one begins with other nodes."""
+        self._end(RunState.RESTART, reason)
 
     def _launch_first(self) -> bool:
         """Once there are nodes enough; false before."""
@@ -171,7 +159,7 @@ class Course:
     def _train(self) -> None:
         self.state, self._deadline = RunState.TRAINING, None
         self.note(f"training begins: {self.world}")
-        self._grant()
+        self.steering.grant()
 
     def restored(self, message: Restored) -> None:
         """A worker of the first world holds what it read; all train once all hold what was saved.
@@ -191,11 +179,8 @@ class Course:
         record = self.recorder.step_done(message)
         if self.world is not None:
             self.fleet.step_done(self.world, record)
-        for notice in self._wishes.due(message.step):
-            try:
-                self.ask_for(self._wishes.of_notice(notice, self._clock.now_s()))
-            except RequestRefused as error:
-                self.note(f"notice of step {notice.at_step} refused: {error}")
+        for notice in self.steering.due(message.step):
+            self.steering.raise_notice(notice)
 
     def saved(self, message: Saved) -> None:
         """A worker's part of a checkpoint is on disk, or could not be written."""
@@ -231,12 +216,12 @@ class Course:
     def tick(self) -> None:
         """Deadlines, agents that have died, nodes that are free or have to be left."""
         self.handoffs.tick()
-        self.fleet.tick(busy=not self.handoffs.idle or bool(self._wishes))
-        self._grant()
+        self.fleet.tick(busy=not self.handoffs.idle or bool(self.steering.queued))
+        self.steering.grant()
         if self.state is RunState.STARTING:
             self._services.front_desk.check()
-            if not self._launched:
-                self._launch_first()
+            if not self._launched and not self._launch_first():
+                return
             fallen = self._crew.fallen(self._first_generation)
             if fallen:
                 self.run_failed(fallen)
@@ -251,129 +236,7 @@ class Course:
             return self._checkpoints.missing(self.world.roster)
         return f"Finished of workers {sorted({*workers} - {*self._crew.finished(workers)})}"
 
-    # ---- what operators ask
-
-    def wish_of(self, request: ResizeRequest | ReplaceRequest) -> Wish:
-        """What a request wishes for; RequestRefused where the run file does not allow it."""
-        return self._wishes.of_request(request, self._clock.now_s())
-
-    def ask_for(self, wish: Wish) -> str:
-        """Grants a wish now or queues it, and says which; RequestRefused when it does neither."""
-        if self.state not in (RunState.STARTING, RunState.TRAINING):
-            raise RequestRefused("the run is about to end")
-        busy = self.handoffs.describe() if self.world else "the start of the run"
-        self._check_point(wish, busy)
-        if wish.layout is not None:
-            self.fleet.bound(wish.layout)
-        replaced = self._wishes.add(wish)
-        self._grant()
-        if not busy:
-            return f"started: {wish}"
-        if replaced is not None:
-            return f"merged: replaces queued {replaced}; {wish} waits behind {busy}"
-        return f"queued: {wish} waits behind {busy}"
-
-    def _check_point(self, wish: Wish, busy: str) -> None:
-        """Of a wish that has to wait, only its turn will show whether there is a point in it."""
-        if self.world is None:
-            return
-        if busy and (wish.replace is None or self.handoffs.involves(wish.replace)):
-            return
-        pointless = wish.pointless(self.world.roster)
-        if pointless:
-            raise RequestRefused(pointless)
-
-    # ---- nodes
-
-    def node_event(self, event: PoolEvent) -> None:
-        """What the pool tells of the nodes."""
-        match event:
-            case NodeGranted():
-                if self.fleet.granted(event, at_start=not self._launched):
-                    self.note(f"node granted: {event.node.name} ({event.node.allocation})")
-            case NodeWarned():
-                self._node_warned(event)
-            case NodeGone():
-                self.note(f"node {event.node} is gone: {event.reason}")
-                for worker in self.fleet.gone(event):
-                    self.lost(worker, f"its node {event.node} is gone: {event.reason}")
-            case EndNear():
-                self.end_near(event.reason)
-            case PoolNote():
-                self.note(event.text)
-
-    def _node_warned(self, event: NodeWarned) -> None:
-        """A node that has to be left does not wait behind another handoff."""
-        if not self.fleet.warned(event):
-            return
-        left_s = None if event.deadline_s is None else event.deadline_s - self._clock.now_s()
-        window = "no deadline" if left_s is None else f"{left_s:.1f} s left"
-        self.note(f"node {event.node} has to be left: {event.reason}, {window}")
-        if self.world is None and self._crew.launched_on({event.node}, self._first_generation):
-            self._end(RunState.RESTART, f"node {event.node} goes before training began")
-            return
-        self._overtake()
-        self._grant()
-
-    def _overtake(self) -> None:
-        """Calls off the handoff in progress, unless it leaves the nodes in question anyway."""
-        handoffs, nodes = self.handoffs, self.fleet.doomed_nodes()
-        wish = handoffs.wish
-        if wish is None or self.world is None or not handoffs.can_be_cancelled:
-            return  # once it is over, `_grant` sees to it
-        members = self.world.roster.workers
-        target = handoffs.target_workers()
-        stays = {*members} - {*wish.without} if target is None else {*target}
-        joins = self._crew.launched_on(nodes, handoffs.generation)
-        if joins or self._crew.workers_on(nodes, stays):
-            if wish.asked_for:
-                self._wishes.put_back(wish)
-            handoffs.cancel(f"nodes {sorted(nodes)} have to be left at once")
-        elif self._crew.workers_on(nodes, members):
-            self.fleet.merged(nodes, handoffs.generation)
-
-    def drain(self, node: str, within_s: float | None) -> str:
-        """An operator wants a node to be left; RequestRefused for one that is not held."""
-        if self.fleet.capacity.get(node) is None or not node:
-            held = ", ".join(filter(None, self.fleet.capacity.names)) or "none by name"
-            raise RequestRefused(f"node {node!r} is not held by the run; nodes are {held}")
-        if self.state not in (RunState.STARTING, RunState.TRAINING):
-            raise RequestRefused("the run is about to end")
-        now_s = self._clock.now_s()
-        window_s = within_s or self._config.policy.drain_window_s
-        self.node_event(NodeWarned(node, OPERATOR, now_s, now_s + window_s))
-        return f"leaving {node} within {window_s:g} s"
-
-    def end_near(self, reason: str) -> None:
-        """The coordinator's own allocation ends soon: state to disk, and again from there."""
-        if self.state in (RunState.STARTING, RunState.TRAINING):
-            self.stop(reason, checkpoint=True, then=RunState.REQUEUE)
-
-    # ---- what happens next
-
-    def _grant(self) -> None:
-        """Starts the next handoff that has a point, unless one runs: away from nodes that go,
-        then what is wished for, then onto nodes that came."""
-        while self.state is RunState.TRAINING and self.handoffs.idle:
-            assert self.world is not None
-            if self.fleet.waits_for_slots(self.world, None):
-                return
-            way = self.fleet.leave(self.world, self.handoffs.generation + 1)
-            if isinstance(way, LastResort):
-                self.stop(way.reason, checkpoint=True, then=RunState.RESTART)
-                return
-            wish = way or (self._wishes.pop() if self._wishes else self.fleet.growth(self.world))
-            if wish is None:
-                return
-            pointless = wish.pointless(self.world.roster)
-            if pointless:
-                self.note(f"dropped: {wish}: {pointless}")
-            elif self.fleet.waits_for_slots(self.world, wish.joiners(self.world.roster)):
-                if wish.asked_for:
-                    self._wishes.put_back(wish)
-                return
-            else:
-                self.handoffs.start(wish, self.world)
+    # ---- what is seen of it
 
     def snapshot(self) -> StatusSnapshot:
         last = self.recorder.last_step
@@ -393,7 +256,7 @@ class Course:
             workers=world.roster.workers if world else (),
             handoffs_done=self.recorder.completed,
             handoffs_aborted=self.recorder.aborted,
-            queued=self._wishes.texts(),
+            queued=self.steering.queued,
             handoff=self.handoffs.status(),
             last_event=self._last_event,
             metrics_error=self.recorder.metrics_error,
@@ -416,7 +279,7 @@ class Course:
         if self._stop_reason:
             self._tell_to_stop()
         self._end_if_all_finished()
-        self._grant()
+        self.steering.grant()
 
     def note(self, text: str) -> None:
         log.info("%s", text)
@@ -431,7 +294,7 @@ class Course:
         if self.state not in (RunState.STARTING, RunState.TRAINING):
             return "the run is about to end already"
         self.note(f"stopping: {why}")
-        self._wishes.clear()
+        self.steering.clear()
         if self.state is RunState.STARTING:
             self._end(then, why)
             return "stopped before training began"
@@ -467,20 +330,27 @@ class Course:
             self.run_failed(f"the workers ended after {done} of {steps} steps")
 
     def run_failed(self, reason: str) -> None:
-        """Ends the run, unless it has ended already, and the handoff attempt with it."""
+        """Ends the run, unless it has ended already, and the handoff attempt with it.
+
+        One that has trained and has a checkpoint begins again from there.
+        """
         attempt = self.recorder.attempt
         if attempt is not None:
             source = attempt.request.source
             self.recorder.attempt_ended(Ended(attempt.generation, "failed", reason, source))
-        self._end(RunState.FAILED, reason)
+        saved_step = self._checkpoints.last_step
+        if saved_step is None or self.state is RunState.STARTING:
+            self._end(RunState.FAILED, reason)
+        else:
+            self._end(RunState.RESTART, f"{reason}; the checkpoint of step {saved_step} is left")
 
     def _end(self, state: RunState, reason: str) -> None:
         if self.outcome is None:
             self.state = state
             steps = max(self._steps_done, self.recorder.steps_done)
             self.outcome = Outcome(str(state), reason, steps)
-            if self._wishes:
-                log.info("never granted: %s", "; ".join(self._wishes.texts()))
+            if self.steering.queued:
+                log.info("never granted: %s", "; ".join(self.steering.queued))
             self.note(f"{state}: {reason}")
 
     def _set_deadline(self, limit_s: float) -> None:

@@ -52,6 +52,7 @@ from liver_hpc.protocol.messages import (
     StatusRequest,
     StepDone,
     StopRequest,
+    Transports,
 )
 from liver_hpc.rendezvous.channel import ControlServer
 from liver_hpc.rendezvous.meeting import Answer
@@ -124,7 +125,7 @@ class Coordinator:
         ):
             stack.callback(close)
         greeter = Greeter(self._inbox, self._store, control_s)
-        address = control_address(self._config.network.interface)
+        address = control_address(self._config.network, self._config.cluster.kind)
         server = ControlServer(address, self._secret, greeter.handle)
         for close in (server.close, greeter.settle, self._inbox.close, self._store.close):
             stack.callback(close)
@@ -171,7 +172,7 @@ class Coordinator:
             case StopSignalled():
                 self._course.stop(event.reason)
             case PoolSaid():
-                self._course.node_event(event.event)
+                self._course.steering.node_event(event.event)
             case _:
                 assert_never(event)
 
@@ -229,6 +230,8 @@ class Coordinator:
                 course.saved(message)
             case Restored():
                 course.restored(message)
+            case Transports():
+                course.recorder.connected(message)
             case Failed() if course.world and message.generation == course.world.generation:
                 course.run_failed(f"worker {worker}: {message.reason}")
             case _ if isinstance(message, OfAttempt):
@@ -251,9 +254,11 @@ class Coordinator:
             case StatusRequest():
                 return Reply(ok=True, text="", data=course.snapshot().model_dump())
             case ResizeRequest() | ReplaceRequest():
-                return Reply(ok=True, text=course.ask_for(course.wish_of(request)))
+                return Reply(
+                    ok=True, text=course.steering.ask_for(course.steering.wish_of(request))
+                )
             case DrainRequest():
-                return Reply(ok=True, text=course.drain(request.node, request.within_s))
+                return Reply(ok=True, text=course.steering.drain(request.node, request.within_s))
             case StopRequest():
                 return Reply(ok=True, text=course.stop("an operator's request", request.checkpoint))
             case _:

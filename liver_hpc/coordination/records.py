@@ -8,7 +8,12 @@ from typing import Protocol
 
 from liver_hpc.clock import Clock
 from liver_hpc.layout.coordinates import Roster
-from liver_hpc.metrics.records import NoticeRecord, ReconfigurationRecord, StepRecord
+from liver_hpc.metrics.records import (
+    NetworkRecord,
+    NoticeRecord,
+    ReconfigurationRecord,
+    StepRecord,
+)
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Event, Requested, TargetFixed
@@ -19,6 +24,7 @@ from liver_hpc.protocol.messages import (
     Progress,
     Released,
     StepDone,
+    Transports,
 )
 
 
@@ -34,6 +40,7 @@ class Metrics(Protocol):
     def add_step(self, record: StepRecord) -> None: ...
     def add_reconfiguration(self, record: ReconfigurationRecord) -> None: ...
     def add_notice(self, record: NoticeRecord) -> None: ...
+    def add_network(self, record: NetworkRecord) -> None: ...
     def close(self) -> None: ...
 
 
@@ -154,6 +161,8 @@ class RunRecorder:
         self.last_step: StepDone | None = None
         self.completed = 0
         self.aborted = 0
+        self.transports: dict[int, tuple[str, ...]] = {}
+        self._told: dict[int, dict[int, Transports]] = {}
 
     @property
     def metrics_error(self) -> str:
@@ -191,6 +200,26 @@ class RunRecorder:
                 return "prepare"
         label, until_s = self._wake
         return label if done.started_s < until_s else ""
+
+    def connected(self, message: Transports) -> None:
+        """A worker says what its collectives use; recorded once all of its world have said so."""
+        told = self._told.setdefault(message.generation, {})
+        told[message.worker] = message
+        if len(told) < message.workers:
+            return
+        del self._told[message.generation]
+        kinds = sorted({kind for each in told.values() for kind in each.kinds})
+        self.transports[message.generation] = tuple(kinds)
+        for kind in kinds:
+            users = [each for each in told.values() if kind in each.kinds]
+            self._metrics.add_network(
+                NetworkRecord(
+                    generation=message.generation,
+                    transport=kind,
+                    hosts=",".join(sorted({each.host for each in users})),
+                    detail=" | ".join(sorted({f"{each.host}: {each.detail}" for each in users})),
+                )
+            )
 
     def attempt_begins(self, request: Requested, notice_s: float) -> AttemptNotes:
         """From here on steps count as disturbed; `notice_s` is when the wish was made."""

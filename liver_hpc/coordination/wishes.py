@@ -148,7 +148,7 @@ class WishList:
         most = self._config.workers.max
         names = [
             str(layout)
-            for workers in sorted(self._config.layouts)
+            for workers in self._config.worker_counts
             if workers <= most
             for layout in self._config.allowed_layouts(workers)
         ]

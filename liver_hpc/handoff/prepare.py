@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from dataclasses import dataclass, field
 
-from liver_hpc.handoff.session import Session
+from liver_hpc.handoff.session import Place, Session
 from liver_hpc.layout.memory import move_bytes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Move, TransferPlan
-from liver_hpc.protocol.messages import Prepared
+from liver_hpc.protocol.messages import Prepared, Transports
 from liver_hpc.transport.base import Transport
 from liver_hpc.transport.process_group import ProcessGroupTransport
 from liver_hpc.world.groups import Group
@@ -107,6 +108,7 @@ def prepare(session: Session, source_world: World | None) -> Target:
             kept = world.connect(
                 lambda group: group.connect(place.network, store, deadlines.collective_s), previous
             )
+            place.send(transports_message(place, world))
         name = f"g{session.generation}/transfer"
         transfer_group = Group(name, session.members, worker, device)
         # A joiner waits in it from Arm on, for the source's boundary and then for the bytes.
@@ -132,6 +134,19 @@ def prepare(session: Session, source_world: World | None) -> Target:
         if session.store is not None:
             session.store.close()
     return Target(world, parameters, optimizer, transfer_group, transport, kept, watch.parts_s)
+
+
+def transports_message(place: Place, world: World) -> Transports:
+    """What the coordinator is told once a world's groups are connected here."""
+    chosen = place.network.transports(world.book.backends())
+    return Transports(
+        worker=place.worker,
+        generation=world.generation,
+        workers=world.roster.layout.workers,
+        host=socket.gethostname(),
+        kinds=chosen.kinds,
+        detail=chosen.detail,
+    )
 
 
 def prepared_message(session: Session, target: Target) -> Prepared:

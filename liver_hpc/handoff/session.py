@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liver_hpc.clock import Clock, Deadline
@@ -40,7 +41,7 @@ class HandoffAborted(LiverError):
 
 @dataclass(frozen=True)
 class Place:
-    """What of a worker outlives its worlds."""
+    """What of a worker outlives its worlds. checkpoints: the directory that they are under."""
 
     worker: int
     config: RunConfig
@@ -50,6 +51,7 @@ class Place:
     clock: Clock
     send: Callable[[FromWorker], None]
     open_store: Callable[[], ControlStore]
+    checkpoints: Path
 
 
 class Session:

@@ -291,6 +291,70 @@ def _begun_s(attempts: Sequence[ReconfigurationRecord]) -> dict[int, float]:
     return begun_s
 
 
+# ---- notices
+
+
+@dataclass(frozen=True)
+class NoticeFigures:
+    """What became of one node's notice. Times in seconds; NaN for what did not happen.
+
+    window_s: from the notice until the node's processes are killed. left_s: from the notice to the
+    end of the last process there, of a granted node to the first step with it. pause_s and
+    lost_steps: of the handoff that answered it. repeated_steps: training steps done again since.
+    """
+
+    kind: str
+    node: str
+    allocation: str
+    window_s: float
+    left_s: float
+    generation: int
+    pause_s: float
+    lost_steps: float
+    repeated_steps: int
+    outcome: str
+    action: str
+
+
+def notice_figures(records: RunRecords) -> tuple[NoticeFigures, ...]:
+    """Every notice, in the order in which they came."""
+    attempts = {a.generation: a for a in reconfiguration_figures(records)}
+    ends_s = {r.generation: r.first_step_ended_s for r in records.reconfigurations}
+    notices = sorted(records.notices, key=lambda notice: notice.at_s)
+    figures = []
+    for number, notice in enumerate(notices):
+        later = (other.at_s for other in notices[number:] if other.at_s > notice.at_s)
+        attempt = attempts.get(notice.generation)
+        granted = notice.kind == "granted"
+        left_s = ends_s.get(notice.generation, math.nan) if granted else notice.left_s
+        figures.append(
+            NoticeFigures(
+                kind=notice.kind,
+                node=notice.node,
+                allocation=notice.allocation,
+                window_s=notice.deadline_s - notice.at_s,
+                left_s=left_s - notice.at_s,
+                generation=notice.generation,
+                pause_s=attempt.pause_s if attempt is not None else math.nan,
+                lost_steps=attempt.lost_steps if attempt is not None else math.nan,
+                repeated_steps=_repeated(records.steps, notice.at_s, min(later, default=math.inf)),
+                outcome=notice.outcome,
+                action=notice.action,
+            )
+        )
+    return tuple(figures)
+
+
+def _repeated(steps: Sequence[StepRecord], from_s: float, to_s: float) -> int:
+    """Steps that began in a span of time and had been done before."""
+    done: set[int] = set()
+    count = 0
+    for step in steps:
+        count += step.step in done and from_s <= step.started_s < to_s
+        done.add(step.step)
+    return count
+
+
 # ---- totals
 
 

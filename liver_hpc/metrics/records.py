@@ -87,6 +87,20 @@ class NoticeRecord:
 
 
 @dataclass(frozen=True)
+class NetworkRecord:
+    """A transport that a world's collectives really use: "gloo tcp", or as NCCL says "NET/IB",
+    "NET/Socket", "P2P (NVLink)", "P2P (PCIe)", "SHM".
+
+    hosts: where, with commas. detail: over which interfaces, adapters and ways.
+    """
+
+    generation: int
+    transport: str
+    hosts: str
+    detail: str
+
+
+@dataclass(frozen=True)
 class BaselineRecord:
     """One checkpoint/restart measurement; every phase in seconds."""
 
@@ -113,3 +127,4 @@ class RunRecords:
     baselines: list[BaselineRecord]
     attributes: dict[str, str]
     notices: list[NoticeRecord] = field(default_factory=list)
+    networks: list[NetworkRecord] = field(default_factory=list)

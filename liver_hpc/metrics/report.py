@@ -16,8 +16,10 @@ from liver_hpc.metrics.derive import (
     ABORTED,
     COMPLETED,
     GenerationFigures,
+    NoticeFigures,
     ReconfigurationFigures,
     RunFigures,
+    notice_figures,
     run_figures,
 )
 from liver_hpc.metrics.records import BaselineRecord, RunRecords
@@ -42,7 +44,7 @@ Cell = str | Text
 def report_json(records: RunRecords) -> dict[str, Any]:
     """All records with all that is derived from them; a figure that is not known is None.
 
-    Keys: attributes, summary, generations, steps, reconfigurations, baselines. Lengths of time are
+    Keys: attributes, summary, generations, steps, reconfigurations, notices, baselines. Lengths of time are
     in seconds, points in time in seconds since the epoch.
     """
     figures = run_figures(records)
@@ -58,10 +60,18 @@ def report_json(records: RunRecords) -> dict[str, Any]:
         "generations": [asdict(world) for world in figures.generations],
         "steps": [asdict(s) | {"step_s": s.ended_s - s.started_s} for s in records.steps],
         "reconfigurations": [asdict(record) | asdict(derived) for record, derived in attempts],
+        "notices": _notice_rows(records),
         "baselines": [asdict(baseline) for baseline in records.baselines],
     }
     strict: dict[str, Any] = _strict(document)
     return strict
+
+
+def _notice_rows(records: RunRecords) -> list[dict[str, Any]]:
+    """Each notice as it was recorded; what is derived of it under "figures"."""
+    rows = sorted(records.notices, key=lambda notice: notice.at_s)
+    figures = notice_figures(records)
+    return [asdict(r) | {"figures": asdict(f)} for r, f in zip(rows, figures, strict=True)]
 
 
 def _strict(value: Any) -> Any:
@@ -85,6 +95,8 @@ def print_report(records: RunRecords, console: Console) -> None:
     if figures.reconfigurations:
         parts.append(_reconfigurations(figures.reconfigurations, console))
         parts.append(_phases(figures.reconfigurations))
+    if records.notices:
+        parts.append(_notices(notice_figures(records)))
     if records.baselines:
         parts.append(_baselines(records.baselines))
     for part in parts:
@@ -193,6 +205,25 @@ def _phases(attempts: Sequence[ReconfigurationFigures]) -> Table:
     for attempt in attempts:
         durations = map(number_text, asdict(attempt.phases).values())
         table.add_row(str(attempt.generation), Text(attempt.notice), *durations)
+    return table
+
+
+def _notices(notices: Sequence[NoticeFigures]) -> Table:
+    names = ["notice", "node", "window\ns", "left or\njoined s", "gen", "pause\ns", "lost\nsteps"]
+    table = _table("Nodes", [*names, "steps\nagain", "outcome"], [0, 1, 8], gap=1)
+    for notice in notices:
+        style = {"in time": "green", "in use": "green", "not needed": "dim"}
+        table.add_row(
+            notice.kind,
+            notice.node,
+            number_text(notice.window_s),
+            number_text(notice.left_s),
+            str(notice.generation) if notice.generation >= 0 else NOTHING,
+            number_text(notice.pause_s),
+            number_text(notice.lost_steps),
+            str(notice.repeated_steps),
+            Text(notice.outcome, style.get(notice.outcome, "bold red")),
+        )
     return table
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from liver_hpc.config.schema import MetricsSection
-from liver_hpc.errors import LiverError
+from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.metrics.hdf5 import HDF5_ERRORS, SwmrFile, failure_text, read_file
 from liver_hpc.metrics.records import (
     BaselineRecord,
+    NetworkRecord,
     NoticeRecord,
     ReconfigurationRecord,
     RunRecords,
@@ -25,6 +26,7 @@ from liver_hpc.metrics.records import (
 )
 from liver_hpc.metrics.table import (
     BASELINES,
+    NETWORKS,
     NOTICES,
     RECONFIGURATIONS,
     STEPS,
@@ -82,7 +84,11 @@ class MetricsWriter:
 
     Rows reach the file within `config.flush_interval_s`. Neither a full nor a broken disk raises:
     `error` then says what is wrong, rows wait in memory, and every interval is another attempt.
-    A file that is already at `path` is another run's: it is kept as `metrics.1.h5`.
+    A file that is already at `path` is of an earlier life of the run: its rows stay, before the new
+    ones, with this life's attributes. One that cannot be read, or has other columns, is kept as
+    `metrics.1.h5`.
+
+    last_generation: the highest number of a world in the rows of earlier lives; -1 without any.
     """
 
     def __init__(
@@ -102,6 +108,8 @@ class MetricsWriter:
         self._file_lock = threading.Lock()
         self._file: SwmrFile | None = None
         self._written: dict[str, int] = {}
+        self._earlier = _earlier_rows(path)
+        self.last_generation = _last_generation(self._earlier)
         self._wake = threading.Condition()
         self._queues = {table.name: _Queue(table, waiting_bytes) for table in TABLES}
         self._closing = False
@@ -127,6 +135,9 @@ class MetricsWriter:
 
     def add_notice(self, record: NoticeRecord) -> None:
         self._add(NOTICES, record)
+
+    def add_network(self, record: NetworkRecord) -> None:
+        self._add(NETWORKS, record)
 
     def flush(self) -> None:
         """Writes what waits; on return it is in the file, or `error` says why not."""
@@ -207,15 +218,17 @@ class MetricsWriter:
             self._written[name] += len(new)
 
     def _open(self) -> SwmrFile:
-        """A new file; in place of one that could not be written to, with all rows of that."""
-        rows: dict[str, Rows] = {}
+        """A new file with all rows of the one before it: of an earlier life of the run, or of this
+        one, when that could not be written to."""
+        rows = self._earlier
         if self._written:
             found, _ = read_file(self._path)
             rows = {name: found[name][:count] for name, count in self._written.items()}
-        else:
+        elif not rows:
             _set_aside(self._path)
         file = SwmrFile(self._path, self._attributes, rows)
         self._written = {table.name: len(rows.get(table.name, ())) for table in TABLES}
+        self._earlier = {}  # they are in the file
         return file
 
     def _note_failure(self, error: Exception) -> None:
@@ -245,7 +258,30 @@ def read_run(path: Path) -> RunRecords:
         baselines=BASELINES.records(rows[BASELINES.name]),
         attributes=attributes,
         notices=NOTICES.records(rows[NOTICES.name]),
+        networks=NETWORKS.records(rows[NETWORKS.name]),
     )
+
+
+def _earlier_rows(path: Path) -> dict[str, Rows]:
+    """Rows by table name that an earlier life of the run has left; {} without any to go on with."""
+    if not path.exists():
+        return {}
+    try:
+        rows, _ = read_file(path)
+    except ConfigError as error:
+        log.warning("%s; it is set aside", error)
+        return {}
+    other = [table.name for table in TABLES if rows[table.name].dtype != table.dtype]
+    if other:
+        log.warning("%s has other columns in %s; it is set aside", path, ", ".join(other))
+        return {}
+    return rows
+
+
+def _last_generation(rows: Mapping[str, Rows]) -> int:
+    """The highest number of a world or of an attempt; -1 without any."""
+    columns = [rows[table.name]["generation"] for table in (STEPS, RECONFIGURATIONS) if rows]
+    return max((int(column.max()) for column in columns if len(column)), default=-1)
 
 
 def _set_aside(path: Path) -> None:

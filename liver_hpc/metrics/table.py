@@ -13,12 +13,15 @@ import numpy.typing as npt
 
 from liver_hpc.metrics.records import (
     BaselineRecord,
+    NetworkRecord,
     NoticeRecord,
     ReconfigurationRecord,
     StepRecord,
 )
 
-Record = TypeVar("Record", StepRecord, ReconfigurationRecord, BaselineRecord, NoticeRecord)
+Record = TypeVar(
+    "Record", StepRecord, ReconfigurationRecord, BaselineRecord, NoticeRecord, NetworkRecord
+)
 Rows = npt.NDArray[np.void]
 
 CHUNK_BYTES = 32 * 2**10
@@ -39,6 +42,8 @@ TEXT_BYTES = {
     "node": 64,
     "allocation": 64,
     "action": 256,
+    "transport": 32,
+    "hosts": 4096,
 }
 
 
@@ -82,7 +87,8 @@ STEPS = Table("steps", StepRecord)
 RECONFIGURATIONS = Table("reconfigurations", ReconfigurationRecord)
 BASELINES = Table("baselines", BaselineRecord)
 NOTICES = Table("notices", NoticeRecord)
-TABLES: tuple[Table[Any], ...] = (STEPS, RECONFIGURATIONS, BASELINES, NOTICES)
+NETWORKS = Table("networks", NetworkRecord)
+TABLES: tuple[Table[Any], ...] = (STEPS, RECONFIGURATIONS, BASELINES, NOTICES, NETWORKS)
 
 
 def fit_text(text: str, size_bytes: int) -> bytes:

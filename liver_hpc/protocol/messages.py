@@ -209,6 +209,19 @@ class Restored(Message):
     digests: tuple[ClassDigest, ...]
 
 
+class Transports(Message):
+    """The groups of a world are connected here. kinds: what they use, such as "gloo tcp" or
+    "NET/IB"; none in a world of one. `workers` is how many that world has."""
+
+    type: Literal["transports"] = "transports"
+    worker: int
+    generation: int
+    workers: int
+    host: str
+    kinds: tuple[str, ...]
+    detail: str
+
+
 # ---- coordinator -> worker
 
 
@@ -318,6 +331,15 @@ class Warned(Message):
     at_s: float
 
 
+class WorkerEnded(Message):
+    """A worker of this agent did not end well. how: "signal 9", "exit code 1", and its log."""
+
+    type: Literal["worker_ended"] = "worker_ended"
+    agent: str
+    worker: int
+    how: str
+
+
 class EndAgent(Message):
     """To an agent: end your workers, then yourself."""
 
@@ -405,10 +427,10 @@ class StoreReply(Message):
 
 FromWorker = (
     Hello | StepDone | Prepared | AtBoundary | Progress | Vote | FirstStep | Released | Aborted
-    | Failed | Heartbeat | Finished | Saved | Restored
+    | Failed | Heartbeat | Finished | Saved | Restored | Transports
 )  # fmt: skip
 ToWorker = Begin | Proceed | Prepare | Arm | Verdict | Abort | Resume | Exit | Stop
-FromAgent = AgentHello | Warned | KeeperHello
+FromAgent = AgentHello | Warned | WorkerEnded | KeeperHello
 FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
 AnyMessage = (
     FromWorker | ToWorker | FromAgent | EndAgent | FromOperator | Reply | StoreRequest | StoreReply

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+
+from liver_hpc.interfaces import interface_addresses, interface_holding
+from liver_hpc.transport.nccl_log import Chosen, NcclLog
 
 
 @dataclass(frozen=True)
@@ -49,35 +54,42 @@ def open_device(local_rank: int) -> Device:
     return Device(torch.device("cpu"), "gloo")
 
 
-def address_towards(host: str) -> str:
-    """This machine's own address on the way to `host`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # a datagram socket: nothing is sent
-        return str(probe.getsockname()[0])
+@dataclass(frozen=True)
+class NetworkPlan:
+    """Where a worker's connections go.
+
+    gloo_interfaces: by name; without any, those of the address `hostname` are used. nccl_log:
+    the file in which NCCL says what it does; None where it does not.
+    """
+
+    hostname: str
+    gloo_interfaces: tuple[str, ...] = ()
+    nccl_log: Path | None = None
 
 
 class Network:
-    """Opens group backends on one interface, or on the address `hostname` where none is named.
+    """Opens group backends, and knows which transport each of them uses.
 
-    One gloo device a process: all groups share its thread and its listening socket.
+    One gloo device an interface and process: all groups share its thread and listening socket.
     """
 
-    def __init__(self, device: Device, interface: str | None, hostname: str) -> None:
+    def __init__(self, device: Device, plan: NetworkPlan) -> None:
         self._device = device
-        self._interface = interface
-        self._hostname = hostname
-        self._gloo: Any = None
+        self._plan = plan
+        self._gloo: list[Any] = []
+        self._log = NcclLog()
+        self._log_offset = 0
+        self._chosen: WeakKeyDictionary[Any, Chosen] = WeakKeyDictionary()
 
-    def _gloo_device(self) -> Any:
-        if self._gloo is None:
-            if self._interface:
-                self._gloo = dist.ProcessGroupGloo.create_device(
-                    interface=self._interface, lazy_init=False
-                )
+    def _gloo_devices(self) -> list[Any]:
+        if not self._gloo:
+            create, plan = dist.ProcessGroupGloo.create_device, self._plan
+            if plan.gloo_interfaces:
+                self._gloo = [
+                    create(interface=name, lazy_init=False) for name in plan.gloo_interfaces
+                ]
             else:
-                self._gloo = dist.ProcessGroupGloo.create_device(
-                    hostname=self._hostname, lazy_init=False
-                )
+                self._gloo = [create(hostname=plan.hostname, lazy_init=False)]
         return self._gloo
 
     def open_backend(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
@@ -95,11 +107,49 @@ class Network:
             # NCCL connects at the first collective; the store is not there for ever.
             backend.allreduce([torch.zeros(1, device=self._device.torch_device)]).wait()
             self._device.synchronize()
+            chosen = self._log.read(self._newly_logged())
         else:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._timeout = timeout
-            options._devices = [self._gloo_device()]
+            options._devices = self._gloo_devices()
             backend = gloo(store, rank, size, options)
+            chosen = Chosen(("gloo tcp",), self._gloo_way())
         backend._set_sequence_number_for_group()
+        if size > 1:
+            self._chosen[backend] = chosen
         return backend
+
+    def transports(self, backends: Iterable[Any]) -> Chosen:
+        """What these backends together use; nothing of groups of one.
+
+        Of NCCL that is known from its own log, and "nccl" where that tells nothing.
+        """
+        found = [self._chosen[backend] for backend in backends if backend in self._chosen]
+        kinds = {kind for chosen in found for kind in chosen.kinds}
+        if found and not kinds:
+            return Chosen(("nccl",), "NCCL's log does not tell: NCCL_DEBUG is not INFO")
+        details = dict.fromkeys(chosen.detail for chosen in found if chosen.detail)
+        return Chosen(tuple(sorted(kinds)), "; ".join(details))
+
+    def _gloo_way(self) -> str:
+        """ "eth0/10.0.0.7": the interfaces that gloo uses, with their addresses."""
+        held = interface_addresses()
+        names = self._plan.gloo_interfaces
+        if names:
+            return ",".join(f"{name}/{held.get(name, '?')}" for name in names)
+        address = self._plan.hostname
+        return f"{interface_holding(address, held) or '?'}/{address}"
+
+    def _newly_logged(self) -> str:
+        """What NCCL has written since the last time."""
+        if self._plan.nccl_log is None:
+            return ""
+        try:
+            with self._plan.nccl_log.open("rb") as log:
+                log.seek(self._log_offset)
+                data = log.read()
+        except OSError:
+            return ""
+        self._log_offset += len(data)
+        return data.decode("utf-8", "replace")

@@ -145,6 +145,10 @@ class GroupBook:
                 open_group(group)
         return kept
 
+    def backends(self) -> list[Any]:
+        """The backends of all groups that are real."""
+        return [group.backend for group in self._groups.values() if group.backend is not None]
+
     def close(self) -> None:
         """Forgets all groups; backends that another book took over stay open."""
         for group in self._groups.values():

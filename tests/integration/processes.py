@@ -43,14 +43,14 @@ def _child(
         import torch.distributed as dist
 
         from liver_hpc.world import megatron
-        from liver_hpc.world.device import Network, open_device
+        from liver_hpc.world.device import Network, NetworkPlan, open_device
         from liver_hpc.world.groups import install_sentinel
 
         device = open_device(0)
         install_sentinel(worker)
         megatron.prepare_process(seed=1)
         store = dist.FileStore(store_path, -1)
-        process = WorkerProcess(worker, device, Network(device, None, "127.0.0.1"), store)
+        process = WorkerProcess(worker, device, Network(device, NetworkPlan("127.0.0.1")), store)
         results.put((worker, function(process, *arguments), None))
     except BaseException:  # noqa: BLE001 - shown by the parent
         results.put((worker, None, traceback.format_exc()))

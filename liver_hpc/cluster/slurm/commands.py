@@ -9,7 +9,7 @@ import logging
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,9 +97,16 @@ CommandRunner = Callable[[Sequence[str], float], Answer]
 """Runs a command for at most so many seconds; raises TimeoutError, FileNotFoundError."""
 
 
-def run_command(words: Sequence[str], limit_s: float) -> Answer:
-    """Runs a command of Slurm in the environment of no job, with times in epoch seconds."""
-    environment = {**clean_environment(os.environ), "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
+def run_command(
+    words: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
+) -> Answer:
+    """Runs a command of Slurm in the environment of no job, with times in epoch seconds.
+
+    `environment` is taken instead, as it is: a job that sbatch queues inherits it.
+    """
+    if environment is None:
+        own = clean_environment(os.environ)
+        environment = {**own, "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
     try:
         done = subprocess.run(
             list(words),
@@ -136,6 +143,10 @@ class SlurmCommands:
         self._closed = threading.Event()
         self._hosts: dict[str, tuple[str, ...]] = {}
         self._hosts_lock = threading.Lock()
+
+    def hasty(self, command_s: float) -> SlurmCommands:
+        """The same cluster asked with another deadline, and nothing repeated."""
+        return SlurmCommands(command_s, 0.0, self._clock, self._run)
 
     def close(self) -> None:
         """No call pauses or is repeated any more; those that pause now end at once."""

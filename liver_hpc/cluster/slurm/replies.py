@@ -12,6 +12,29 @@ from liver_hpc.errors import LiverError
 JOB_FORMAT = "%A|%i|%T|%r|%e|%N|%j"
 STEP_FORMAT = "%i|%N|%j"
 
+PENDING = "PENDING"
+RUNNING = "RUNNING"
+COMPLETING = "COMPLETING"
+_LASTING = frozenset({PENDING, "CONFIGURING", RUNNING, COMPLETING, "SUSPENDED", "STOPPED"})
+_LASTING_TOO = frozenset({"SIGNALING", "STAGE_OUT", "RESIZING", "REQUEUED", "REQUEUE_HOLD"})
+
+# Reasons for which a request would stay pending for ever.
+_HOPELESS = (
+    "BadConstraints",
+    "PartitionNodeLimit",
+    "PartitionTimeLimit",
+    "PartitionDown",
+    "PartitionInactive",
+    "InvalidAccount",
+    "InvalidQOS",
+    "AssocMaxNodePerJobLimit",
+    "QOSMaxNodePerJobLimit",
+    "JobHeldAdmin",
+    "JobHeldUser",
+    "JobLaunchFailure",
+    "launch failed",
+)
+
 _NEVER = frozenset({"UNLIMITED", "INFINITE", "NONE", "N/A", "INVALID", "UNKNOWN", ""})
 
 Hostnames = Callable[[str], tuple[str, ...]]
@@ -35,6 +58,16 @@ class JobInfo:
     nodes: tuple[str, ...]
     ends_s: float | None
     name: str
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it is left on its nodes."""
+        return self.state not in _LASTING | _LASTING_TOO
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it is pending and will not start by waiting."""
+        return self.state == PENDING and self.reason.startswith(_HOPELESS)
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,8 @@ def test_local_run_with_more_workers_than_the_machine_carries(
         "workers.max is 13, but a local run on this machine may have 12 workers "
         "(the larger of 8 and 4 x 3 cores)"
     ]
-    check_run(minimal(layouts=layouts, workers=workers, cluster={"kind": "slurm"}), FourHeads())
+    elsewhere = {"kind": "slurm", "slurm": {"components": [{"name": "main", "nodes": 13}]}}
+    check_run(minimal(layouts=layouts, workers=workers, cluster=elsewhere), FourHeads())
 
 
 def test_a_small_machine_carries_eight(monkeypatch: pytest.MonkeyPatch) -> None:

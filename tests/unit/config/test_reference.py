@@ -14,6 +14,8 @@ from pydantic import BaseModel
 from liver_hpc.config.check import check_run
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import (
+    BurstSection,
+    ComponentSection,
     DataSection,
     LayoutSection,
     NoticeSection,
@@ -23,8 +25,10 @@ from liver_hpc.config.schema import (
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.recipes.gpt_config import GPTConfig
 
-LISTED = {"layouts", "notices"}
+LISTED = {"layouts", "notices", "cluster.slurm.components"}
 """Sections whose entries are compared on their own."""
+OPTIONAL = {"data": DataSection, "cluster.slurm.burst": BurstSection}
+"""Sections that the file shows although null is their default."""
 ANY_VALUE = {"data.text"}
 """Keys that the file must give a value although null is their default."""
 
@@ -45,8 +49,8 @@ def differences(model: type[BaseModel], values: dict[str, Any], path: str = "") 
             yield f"{name}: missing"
         elif name in LISTED or name == "model":
             continue
-        elif isinstance(values[key], dict):
-            section = DataSection if key == "data" else field.annotation
+        elif isinstance(values[key], dict) and values[key]:
+            section = OPTIONAL.get(name, field.annotation)
             assert isinstance(section, type)
             yield from differences(section, values[key], f"{name}.")
         elif not field.is_required() and name not in ANY_VALUE:
@@ -68,6 +72,19 @@ def test_every_key_of_layouts_and_notices(reference: dict[str, Any]) -> None:
     assert {key for entry in layouts for key in entry} == set(LayoutSection.model_fields)
     notices = {key for notice in reference["notices"] for key in notice}
     assert notices == set(NoticeSection.model_fields)
+
+
+def test_every_key_of_the_components(reference: dict[str, Any]) -> None:
+    first, second = reference["cluster"]["slurm"]["components"]
+    assert set(first) == set(ComponentSection.model_fields)
+    assert set(second) <= set(first)
+    shown = {"nodes": 2}  # one is the default
+    defaults = {
+        key: field.default
+        for key, field in ComponentSection.model_fields.items()
+        if not field.is_required()
+    }
+    assert {key: first[key] for key in defaults} == {**defaults, **shown}
 
 
 def test_a_missing_key_would_be_noticed(reference: dict[str, Any]) -> None:
@@ -93,9 +110,13 @@ def test_every_key_has_a_comment(configs: Path) -> None:
     assert bare == []
 
 
-@pytest.mark.parametrize("name", ["demo.yaml", "reference.yaml"])
-def test_the_shipped_files_pass_all_checks(configs: Path, name: str) -> None:
-    config = load_run(configs / name)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("demo.yaml", "local"), ("reference.yaml", "local"), ("reference.yaml", "slurm"),
+     ("slurm.yaml", "slurm")],
+)  # fmt: skip
+def test_the_shipped_files_pass_all_checks(configs: Path, name: str, kind: str) -> None:
+    config = load_run(configs / name, [f"cluster.kind={kind}"])
     check_run(config, load_recipe(config))
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def session_of(worker: int) -> tuple[Session, FakeStore]:
     store = FakeStore()
     unused: Any = None
     place = Place(
+        checkpoints=Path("checkpoints"),
         worker=worker,
         config=unused,
         recipe=unused,

@@ -137,11 +137,57 @@ def test_many_threads_may_add_and_flush(path: Path) -> None:
     assert sorted(numbers(path)) == list(range(1600))
 
 
-def test_a_file_that_is_there_is_kept(path: Path) -> None:
-    for number in (1, 2, 3):
+def test_a_later_life_of_the_run_appends_and_knows_the_generations_of_the_earlier(
+    path: Path,
+) -> None:
+    """A step that is done again is there twice, in the order of writing."""
+    known = []
+    for life in range(3):
         with closing(open_writer(path)) as writer:
-            writer.add_step(step(number))
-    assert [numbers(path.with_name(f"metrics{n}.h5")) for n in (".1", ".2", "")] == [[1], [2], [3]]
+            known.append(writer.last_generation)
+            for number in (life, life + 1):
+                writer.add_step(step(number, generation=2 * life))
+            writer.add_reconfiguration(reconfiguration(generation=2 * life + 1))
+    assert known == [-1, 1, 3]
+    assert numbers(path) == [0, 1, 1, 2, 2, 3]
+    assert [row.generation for row in read_run(path).reconfigurations] == [1, 3, 5]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_later_life_finds_the_rows_of_one_that_was_killed(path: Path) -> None:
+    with writer_process("endless", str(path)) as process:
+        heard(process)
+        deadline = Deadline.after(SystemClock(), LIMIT_S, "rows")
+        poll_until(lambda: len(numbers(path)) > 3, deadline)
+        process.send_signal(signal.SIGKILL)
+        process.wait(LIMIT_S)
+    before = numbers(path)
+    with closing(open_writer(path)) as writer:
+        writer.add_step(step(7))
+    assert numbers(path) == [*before, 7]
+
+
+def test_earlier_rows_wait_for_a_disk_with_space(path: Path) -> None:
+    with closing(open_writer(path)) as writer:
+        writer.add_step(step(1))
+    config = MetricsSection(reserve_bytes=RESERVE_BYTES, flush_interval_s=3600)
+    free = [RESERVE_BYTES - 1]
+    with closing(MetricsWriter(path, config, {"host": "there"}, lambda _: free[0])) as writer:
+        writer.add_step(step(2))
+        writer.flush()
+        assert "disk is full" in writer.error
+        assert numbers(path) == [1]
+        free[0] = RESERVE_BYTES
+    assert numbers(path) == [1, 2]
+    assert read_run(path).attributes == {"host": "there"}
+
+
+def test_a_file_that_cannot_be_gone_on_with_is_kept(path: Path) -> None:
+    path.write_bytes(b"not HDF5")
+    with closing(open_writer(path)) as writer:
+        writer.add_step(step(1))
+    assert path.with_name("metrics.1.h5").read_bytes() == b"not HDF5"
+    assert numbers(path) == [1]
 
 
 def test_after_the_end_a_record_comes_too_late(path: Path) -> None:

@@ -1,0 +1,116 @@
+"""One rank's file: HDF5, one contiguous dataset for each box that it wrote.
+
+    /<kind>/<tensor name>/<row0>:<row1>,<col0>:<col1>    [box rows, box cols]
+
+The attribute `dtype` of a dataset is torch's name. What numpy does not know (bf16), and fp16, lies
+there as 16-bit integers of the same bits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from liver_hpc.errors import CheckpointError
+from liver_hpc.layout.tensors import Box
+from liver_hpc.metrics.hdf5 import FORMAT, HDF5_ERRORS, failure_text, let_go
+
+Array = npt.NDArray[Any]
+
+
+def dataset_name(kind: str, tensor_name: str, box: Box) -> str:
+    return f"{kind}/{tensor_name}/{box.row0}:{box.row1},{box.col0}:{box.col1}"
+
+
+class BoxesWriter:
+    """A file that is being written; a context manager. Raises HDF5_ERRORS, and has let go then."""
+
+    def __init__(self, path: Path, attributes: dict[str, str | int]) -> None:
+        self._file = h5py.File(path, "w", libver=FORMAT, locking=False)
+        self._file.attrs.update(attributes)
+
+    def write(self, name: str, view: torch.Tensor) -> None:
+        """A box, [box rows, box cols], from any device and with any strides."""
+        dataset = self._file.create_dataset(name, data=_to_numpy(view))
+        dataset.attrs["dtype"] = _dtype_name(view)
+
+    def __enter__(self) -> BoxesWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            let_go(self._file)
+            return
+        try:
+            self._file.flush()
+        except HDF5_ERRORS:
+            let_go(self._file)
+            raise
+        self._file.close()
+
+
+class BoxesReader:
+    """A file that is read; a context manager. Raises CheckpointError that names the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = h5py.File(path, "r", locking=False)
+        except HDF5_ERRORS as error:
+            raise CheckpointError(f"{path} cannot be read: {failure_text(error)}") from error
+
+    def read(self, name: str, saved: Box, part: Box, into: torch.Tensor) -> None:
+        """`part` of the dataset of the box `saved`, into a view of the part's shape."""
+        try:
+            dataset = self._file.get(name)
+            if not isinstance(dataset, h5py.Dataset):
+                raise CheckpointError(f"{self._path} lacks {name}")
+            wanted = (saved.row1 - saved.row0, saved.col1 - saved.col0)
+            dtype = str(dataset.attrs.get("dtype"))
+            if dataset.shape != wanted or dtype != _dtype_name(into):
+                raise CheckpointError(
+                    f"{self._path}: {name} is {dataset.shape} of {dtype}, "
+                    f"wanted {wanted} of {_dtype_name(into)}"
+                )
+            rows = slice(part.row0 - saved.row0, part.row1 - saved.row0)
+            cols = slice(part.col0 - saved.col0, part.col1 - saved.col0)
+            data = dataset[rows, cols]
+        except HDF5_ERRORS as error:
+            raise CheckpointError(
+                f"{self._path}: {name} cannot be read: {failure_text(error)}"
+            ) from error
+        into.copy_(torch.from_numpy(data).view(into.dtype))
+
+    def __enter__(self) -> BoxesReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+
+def _to_numpy(view: torch.Tensor) -> Array:
+    tensor = view.detach().cpu()
+    if tensor.element_size() == 2:
+        tensor = tensor.view(torch.int16)
+    array: Array = np.ascontiguousarray(tensor.numpy())
+    return array
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,69 @@
+"""A worker's part of a checkpoint: the boxes that are its to write, flushed to the disk."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from liver_hpc.checkpoint.boxes import written_boxes
+from liver_hpc.checkpoint.hdf5 import BoxesWriter, dataset_name
+from liver_hpc.checkpoint.index import (
+    FORMAT_VERSION,
+    Part,
+    checksum,
+    flush_to_disk,
+    part_name,
+    partial_path,
+)
+from liver_hpc.errors import LiverError
+from liver_hpc.layout.tensors import PARAMETER
+from liver_hpc.metrics.hdf5 import HDF5_ERRORS, failure_text
+from liver_hpc.protocol.messages import Saved
+from liver_hpc.world.state import WorldState
+from liver_hpc.world.world import World
+
+log = logging.getLogger(__name__)
+
+
+def save(world: World, step: int, directory: Path) -> Saved:
+    """Writes this worker's part of the checkpoint of step `step` under `directory`.
+
+    Not collective. Never raises for a disk that is full or broken: the message then says why.
+    """
+    small = world.small_state(step)
+    try:
+        part = write_part(world.state, step, directory)
+        digests = world.state.digests((PARAMETER, *world.recipe.spec.optimizer_kinds))
+    except (*HDF5_ERRORS, LiverError) as error:
+        log.exception("step %d cannot be saved in %s", step, directory)
+        text = failure_text(error)
+        return Saved(worker=world.worker, generation=world.generation, small=small, error=text)
+    return Saved(
+        worker=world.worker,
+        generation=world.generation,
+        small=small,
+        num_bytes=part.num_bytes,
+        checksum=part.checksum,
+        digests=digests,
+    )
+
+
+def write_part(state: WorldState, step: int, directory: Path) -> Part:
+    """The file of the rank that `state` belongs to; raises HDF5_ERRORS."""
+    partial = partial_path(directory, step)
+    partial.mkdir(parents=True, exist_ok=True)
+    layout, rank = state.layout, state.layout.rank(state.at)
+    path = partial / part_name(rank)
+    about: dict[str, str | int] = {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "layout": str(layout),
+        "rank": rank,
+    }
+    with BoxesWriter(path, about) as file:
+        for kind, index, box in written_boxes(state.model, layout, state.at):
+            name = dataset_name(kind, state.model.tensors[index].name, box)
+            file.write(name, state.view(kind, index, box))
+    flush_to_disk(path)
+    flush_to_disk(partial)
+    return Part(file=path.name, num_bytes=path.stat().st_size, checksum=checksum(path))

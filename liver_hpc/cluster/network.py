@@ -1,0 +1,197 @@
+"""Which interfaces and adapters a node uses, from the run file, the environment, and what it has.
+
+What the run file says beats the environment; the environment beats detection. Nodes differ, so
+that all of this is asked on each node, when its process starts.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from liver_hpc.config.schema import NetworkSection
+from liver_hpc.errors import ConfigError
+from liver_hpc.interfaces import (
+    default_route_interface,
+    hostname_addresses,
+    interface_addresses,
+    interface_holding,
+)
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+NCCL_HCA = "NCCL_IB_HCA"
+NCCL_LOG = "NCCL_DEBUG_FILE"
+
+NCCL_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH"}
+"""With these NCCL writes down which transport it chose, and over which links."""
+
+_INFINIBAND = Path("/sys/class/infiniband")
+_ACTIVE = "4: ACTIVE"
+
+
+@dataclass(frozen=True)
+class HcaPort:
+    """An active port of a host channel adapter; `link_layer` is "InfiniBand" or "Ethernet"."""
+
+    adapter: str
+    port: int
+    link_layer: str
+
+    def __str__(self) -> str:
+        return f"{self.adapter}:{self.port}"
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node has.
+
+    interfaces: those that are up, with their IPv4 address. host_interface: the one whose address
+    the node's name resolves to. route_interface: that of the default route.
+    """
+
+    host: str
+    interfaces: dict[str, str]
+    host_interface: str | None = None
+    route_interface: str | None = None
+    hca_ports: tuple[HcaPort, ...] = ()
+
+
+def node_facts() -> NodeFacts:
+    """What this node has, as it is now."""
+    host, interfaces = socket.gethostname(), interface_addresses()
+    holders = (interface_holding(address, interfaces) for address in hostname_addresses(host))
+    return NodeFacts(
+        host=host,
+        interfaces=interfaces,
+        host_interface=next(filter(None, holders), None),
+        route_interface=default_route_interface(),
+        hca_ports=tuple(active_hca_ports()),
+    )
+
+
+def active_hca_ports(directory: Path = _INFINIBAND) -> Iterator[HcaPort]:
+    """Ports of this node's adapters that are up, by name; none where there is no RDMA."""
+    for state in sorted(directory.glob("*/ports/*/state")):
+        port = state.parent
+        try:
+            if state.read_text(encoding="ascii").strip() != _ACTIVE:
+                continue
+            layer = (port / "link_layer").read_text(encoding="ascii").strip()
+        except OSError:  # an adapter that is being taken away
+            continue
+        yield HcaPort(port.parent.parent.name, int(port.name), layer)
+
+
+def control_interface(network: NetworkSection, kind: str, facts: NodeFacts) -> str | None:
+    """The interface for control traffic; None for loopback. `kind` is "local" or "slurm".
+
+    Raises ConfigError when the node has no such interface, or none at all that others reach.
+    """
+    if network.interface is not None:
+        _require([network.interface], "interface", facts)
+        return network.interface
+    if kind != "slurm":
+        return None
+    for found in (facts.host_interface, facts.route_interface):
+        if found in facts.interfaces:
+            return found
+    raise ConfigError(
+        f"network.interface: found none on node {facts.host}: its name resolves to no address of "
+        f"its own, and it has no default route; name one of {_listed(facts)}"
+    )
+
+
+def worker_network_environment(
+    network: NetworkSection, kind: str, facts: NodeFacts, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Variables to be set, over what the environment holds, before torch opens any connection.
+
+    Raises ConfigError when the run file names an interface or adapter that the node lacks.
+    """
+    told = dict(network.nccl)
+    control = control_interface(network, kind, facts)
+    found: dict[str, str] = {}
+    if network.gloo_interface is not None:
+        _require(_names(network.gloo_interface), "gloo_interface", facts)
+        told[GLOO_INTERFACE] = network.gloo_interface
+    elif network.interface is not None:
+        found[GLOO_INTERFACE] = network.interface
+    if network.nccl_interface is not None:
+        told[NCCL_INTERFACE] = _nccl_interfaces(network.nccl_interface, facts)
+    elif control is not None:
+        found[NCCL_INTERFACE] = f"={control}"
+    if network.ib_hca is not None:
+        _require_hca(network.ib_hca, facts)
+        told[NCCL_HCA] = network.ib_hca
+    elif facts.hca_ports:
+        found[NCCL_HCA] = f"={','.join(map(str, _preferred(facts.hca_ports)))}"
+    found |= NCCL_TELLS
+    return {name: value for name, value in found.items() if name not in environment} | told
+
+
+def nccl_log_path(
+    environment: Mapping[str, str], directory: Path, facts: NodeFacts, pid: int
+) -> Path:
+    """Where NCCL of process `pid` writes down what it does: where the environment says, else a
+    file of its own in `directory`."""
+    given = environment.get(NCCL_LOG)
+    if given is None:
+        return directory / f"nccl-{facts.host}-{pid}.log"
+    # The two that NCCL itself replaces; it takes the name up to the first dot.
+    return Path(given.replace("%h", facts.host.partition(".")[0]).replace("%p", str(pid)))
+
+
+def _preferred(ports: tuple[HcaPort, ...]) -> list[HcaPort]:
+    """InfiniBand where there is any: the Ethernet ports beside it are for something else."""
+    infiniband = [port for port in ports if port.link_layer == "InfiniBand"]
+    return infiniband or list(ports)
+
+
+def _nccl_interfaces(given: str, facts: NodeFacts) -> str:
+    """Plain names mean just these interfaces; to NCCL they would be the beginnings of names."""
+    if given.startswith("^"):
+        return given
+    names = _names(given.removeprefix("="))
+    _require(names, "nccl_interface", facts)
+    return f"={','.join(names)}"
+
+
+def _names(given: str) -> list[str]:
+    return [name.strip() for name in given.split(",") if name.strip()]
+
+
+def _require(names: list[str], key: str, facts: NodeFacts) -> None:
+    for name in names:
+        if name not in facts.interfaces:
+            raise ConfigError(
+                f"network.{key}: node {facts.host} has no interface {name!r} that is up and has "
+                f"an IPv4 address; it has {_listed(facts)}"
+            )
+
+
+def _require_hca(given: str, facts: NodeFacts) -> None:
+    """NCCL's syntax: names or beginnings of names with or without a port, after ^ or =."""
+    if given.startswith("^"):
+        return
+    exact = given.startswith("=")
+    for entry in _names(given.removeprefix("=")):
+        name, _, port = re.sub(r":+", ":", entry).partition(":")
+        if not any(_is_meant(held, name, port, exact) for held in facts.hca_ports):
+            ports = ", ".join(map(str, facts.hca_ports)) or "none"
+            raise ConfigError(
+                f"network.ib_hca: node {facts.host} has no active adapter port {entry!r}; "
+                f"active ports are {ports}"
+            )
+
+
+def _is_meant(held: HcaPort, name: str, port: str, exact: bool) -> bool:
+    fits = held.adapter == name if exact else held.adapter.startswith(name)
+    return fits and port in ("", str(held.port))
+
+
+def _listed(facts: NodeFacts) -> str:
+    return ", ".join(f"{name} ({address})" for name, address in facts.interfaces.items()) or "none"

@@ -1,0 +1,155 @@
+"""Pure: when to ask for burst nodes, when to stop asking, and when the cap is reached."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from liver_hpc.clock import Clock
+from liver_hpc.config.schema import BurstSection
+
+HELD_S = 10.0
+"""A grant that was lost sooner counts as a refusal."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """An allocation to be asked for; time_min is its time limit."""
+
+    nodes: int
+    time_min: int
+
+
+@dataclass
+class _Grant:
+    nodes: int
+    since_s: float
+
+
+class BurstPolicy:
+    """Knows what was asked for, granted and refused; says what to do now.
+
+    Requests stand, each for `nodes_per_request` nodes, until the run holds or has asked for as
+    many nodes as its wanted workers take, within `min_nodes` and `max_nodes`. spent_node_hours:
+    what earlier lives of the run have used of the cap.
+    """
+
+    def __init__(
+        self,
+        config: BurstSection,
+        slots_per_node: int,
+        clock: Clock,
+        spent_node_hours: float = 0.0,
+    ) -> None:
+        self._config = config
+        self._slots_per_node = slots_per_node
+        self._clock = clock
+        self._spent_node_hours = spent_node_hours
+        self._workers = 0
+        self._pending: dict[str, int] = {}
+        self._held: dict[str, _Grant] = {}
+        self._backoff_s = config.backoff_s
+        self._not_before_s = -math.inf
+
+    # ---- what happened
+
+    def want(self, workers: int) -> None:
+        """So many workers could be used on burst nodes, held ones included."""
+        self._workers = workers
+
+    def submitted(self, job: str, nodes: int) -> None:
+        self._pending[job] = nodes
+
+    def refused(self, job: str = "") -> None:
+        """sbatch failed, or the pending `job` can never start."""
+        self._pending.pop(job, None)
+        self._back_off()
+
+    def granted(self, job: str, nodes: int) -> None:
+        self._pending.pop(job, None)
+        self._held[job] = _Grant(nodes, self._clock.now_s())
+
+    def ended(self, job: str, by_us: bool) -> None:
+        """A request or a grant is no more; `by_us`: it was cancelled or given back on purpose."""
+        pending = self._pending.pop(job, None)
+        grant = self._held.pop(job, None)
+        lived_s = 0.0
+        if grant is not None:
+            lived_s = self._clock.now_s() - grant.since_s
+            self._spent_node_hours += grant.nodes * lived_s / 3600
+        if not by_us and (pending is not None or grant is not None) and lived_s < HELD_S:
+            self._back_off()
+
+    def _back_off(self) -> None:
+        self._not_before_s = self._clock.now_s() + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, self._config.backoff_max_s)
+
+    # ---- what follows
+
+    @property
+    def node_hours(self) -> float:
+        """Granted nodes times the hours for which they were held, up to now."""
+        now_s = self._clock.now_s()
+        running = sum(grant.nodes * (now_s - grant.since_s) for grant in self._held.values())
+        return self._spent_node_hours + running / 3600
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the cap of node hours is reached: what is held has to be left."""
+        cap = self._config.node_hours
+        return cap is not None and self.node_hours >= cap
+
+    @property
+    def next_request_s(self) -> float:
+        """Before this time nothing is asked for; -inf after no refusal."""
+        return self._not_before_s
+
+    def to_submit(self) -> list[Request]:
+        """Requests to be made now."""
+        self._forgive()
+        if self._clock.now_s() < self._not_before_s or self.exhausted:
+            return []
+        requests = []
+        asked = self._nodes_held() + sum(self._pending.values())
+        target = self._target_nodes()
+        while asked < target:
+            nodes = min(self._config.nodes_per_request, self._config.max_nodes - asked)
+            asked += nodes
+            time_min = self._time_min(asked)
+            if time_min < 1:
+                break
+            requests.append(Request(nodes, time_min))
+        return requests
+
+    def to_cancel(self) -> list[str]:
+        """Pending requests, the newest first, that are of no use any more."""
+        if self.exhausted:
+            return list(self._pending)
+        surplus = self._nodes_held() + sum(self._pending.values()) - self._target_nodes()
+        cancelled = []
+        for job, nodes in reversed(self._pending.items()):
+            if nodes > surplus:
+                break
+            surplus -= nodes
+            cancelled.append(job)
+        return cancelled
+
+    def _forgive(self) -> None:
+        """A grant that has held ends the back-off."""
+        now_s = self._clock.now_s()
+        if any(now_s - grant.since_s >= HELD_S for grant in self._held.values()):
+            self._backoff_s = self._config.backoff_s
+
+    def _nodes_held(self) -> int:
+        return sum(grant.nodes for grant in self._held.values())
+
+    def _target_nodes(self) -> int:
+        wanted = math.ceil(self._workers / self._slots_per_node)
+        return min(self._config.max_nodes, max(self._config.min_nodes, wanted))
+
+    def _time_min(self, nodes: int) -> int:
+        """The time limit with which `nodes` nodes at once stay below the cap."""
+        if self._config.node_hours is None:
+            return self._config.time_min
+        left_hours = self._config.node_hours - self.node_hours
+        return min(self._config.time_min, int(60 * left_hours / nodes))

@@ -1,0 +1,156 @@
+"""Pure: the batch script of a run, a heterogeneous job of one block of options per component."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from liver_hpc.cluster.environment import clean_environment
+from liver_hpc.config.schema import BurstSection, ClusterSection, ComponentSection
+from liver_hpc.errors import ConfigError
+
+END_SIGNAL = "USR2"
+"""Tells the coordinator that the end of its job is near; submitit's name for it, too."""
+
+Option = tuple[str, str | int | bool]
+
+# Where sbatch's variable is not called after the option.
+_VARIABLES = {"time": "SBATCH_TIMELIMIT", "no-requeue": "SBATCH_NO_REQUEUE"}
+_OPPOSITES = {"requeue": "no-requeue", "no-requeue": "requeue"}
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run as it is handed to Slurm: `name` is the job's, `folder` is what submitit writes to."""
+
+    cluster: ClusterSection
+    name: str
+    comment: str
+    folder: Path
+
+    @classmethod
+    def of_run(cls, cluster: ClusterSection, run_directory: Path, folder: Path) -> Submission:
+        """The job is called after the run directory, and its comment is the whole path."""
+        return cls(cluster, run_directory.name, f"liver run {run_directory}", folder)
+
+    @property
+    def script_path(self) -> Path:
+        return self.folder / "batch.sh"
+
+    @property
+    def output(self) -> Path:
+        """Where the job's output goes; %j is its id. submitit looks for it there."""
+        return self.folder / "%j_0_log.out"
+
+
+def python_words(cluster: ClusterSection) -> list[str]:
+    """The words that start Python on the nodes; `cluster.slurm.python` split as a shell would."""
+    return shlex.split(cluster.slurm.python or "") or [sys.executable]
+
+
+def coordinator_command(submission: Submission) -> list[str]:
+    """What the batch process becomes: submitit, which calls what was pickled into its folder."""
+    python = python_words(submission.cluster)
+    return [*python, "-u", "-m", "submitit.core._submit", str(submission.folder)]
+
+
+def batch_script(submission: Submission, command: Sequence[str]) -> str:
+    """The script for sbatch. Raises ConfigError for a value that would break its line."""
+    blocks = ["\n".join(map(_directive, block)) for block in job_options(submission)]
+    parts = [
+        "#!/bin/bash",
+        "\n#SBATCH hetjob\n".join(blocks),
+        # From the first command on, Slurm reads no more options.
+        "export SUBMITIT_EXECUTOR=slurm",
+    ]
+    if submission.cluster.slurm.setup:
+        parts.append("\n".join(submission.cluster.slurm.setup))
+    # Slurm signals the batch process alone: it has to be the coordinator, not a shell.
+    parts.append(f"exec {shlex.join(command)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def job_options(submission: Submission) -> list[list[Option]]:
+    """sbatch's options of each component. What holds for the whole job is said to each of them,
+    what is about the batch process to the first alone."""
+    components = submission.cluster.slurm.components
+    common = _of_job(submission)
+    # A component's own options come last: its account or qos may be another one.
+    blocks = [dict([*common, *_of_component(component)]) for component in components]
+    return [
+        [*(_of_batch_process(submission) if index == 0 else []), *block.items()]
+        for index, block in enumerate(blocks)
+    ]
+
+
+def sbatch_environment(
+    environment: Mapping[str, str], options: Sequence[Sequence[Option]]
+) -> dict[str, str]:
+    """What sbatch starts from, and the job with it: of `environment` neither what belongs to the
+    job that this process may be in, nor the SBATCH_* variables that would beat the script.
+
+    sbatch takes a variable before the script's options; the run file comes before both.
+    """
+    given = {name for block in options for name, _ in block}
+    given |= {_OPPOSITES[name] for name in given if name in _OPPOSITES}
+    # The whole environment goes along: without it neither Python nor a recipe would be found.
+    given |= {"export", "array-inx"}
+    beaten = {_VARIABLES.get(name, f"SBATCH_{name.upper().replace('-', '_')}") for name in given}
+    own = clean_environment(environment)
+    return {name: value for name, value in own.items() if name not in beaten}
+
+
+def resources(part: ComponentSection | BurstSection) -> list[Option]:
+    """One task a node, with the accelerators and processors asked for, and further options."""
+    options: list[Option] = [("ntasks-per-node", 1)]
+    if part.cpus_per_node is not None:
+        options.append(("cpus-per-task", part.cpus_per_node))
+    if part.gpus_per_node:
+        options.append(("gpus-per-node", part.gpus_per_node))
+    return [*options, *part.options.items()]
+
+
+def _of_batch_process(submission: Submission) -> list[Option]:
+    window_s = math.ceil(submission.cluster.slurm.end_window_s)
+    return [
+        ("output", str(submission.output)),
+        ("open-mode", "append"),
+        # B: the batch process gets it; steps are told by the coordinator.
+        ("signal", f"B:{END_SIGNAL}@{window_s}"),
+    ]
+
+
+def _of_job(submission: Submission) -> list[Option]:
+    cluster, slurm = submission.cluster, submission.cluster.slurm
+    options: list[Option] = [
+        ("job-name", submission.name),
+        ("comment", submission.comment),
+        ("time", cluster.timeout_min),
+        ("requeue" if slurm.requeue else "no-requeue", True),
+    ]
+    if slurm.account is not None:
+        options.append(("account", slurm.account))
+    if slurm.qos is not None:
+        options.append(("qos", slurm.qos))
+    return options
+
+
+def _of_component(component: ComponentSection) -> list[Option]:
+    options: list[Option] = [("nodes", component.nodes)]
+    if component.partition is not None:
+        options.append(("partition", component.partition))
+    return [*options, *resources(component)]
+
+
+def _directive(option: Option) -> str:
+    name, value = option
+    if value is True:
+        return f"#SBATCH --{name}"
+    text = str(value)
+    if not text.isprintable():
+        raise ConfigError(f"sbatch --{name}: {text!r} has control characters")
+    return f"#SBATCH --{name}={shlex.quote(text)}"

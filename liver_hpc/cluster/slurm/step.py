@@ -1,0 +1,183 @@
+"""One agent's step: its srun, kept by a thread that starts it, watches it and buries it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.cluster.environment import clean_environment
+from liver_hpc.cluster.launcher import KILLED
+from liver_hpc.cluster.slurm.allocation import Place
+from liver_hpc.cluster.slurm.commands import ControllerAway, SlurmCommands, SlurmError
+from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.lifeline import guarded
+
+_SPAWN_S = 30.0
+_SRUN_END_S = 5.0
+_LOOK_S = 0.2
+_RETRY_S = 5.0
+_STEP_GRACE_S = 1.0
+
+# Only srun's and slurmstepd's own words count, not what a task prints.
+_LOST = re.compile(rb"^(srun|slurmstepd[^:]*): .*(node failure|node fail)", re.I | re.M)
+_NEVER_RAN = re.compile(
+    rb"^srun: error: .*(Unable to contact slurm controller|Unable to confirm allocation"
+    rb"|Socket timed out|Zero Bytes were transmitted|Connection refused)",
+    re.M,
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """name: the step's, unique in the run. command: srun and all its words."""
+
+    agent: str
+    name: str
+    place: Place
+    command: tuple[str, ...]
+    log: Path
+
+
+class Step:
+    """From the srun to the moment at which Slurm knows of no such step any more."""
+
+    def __init__(self, plan: StepPlan, commands: SlurmCommands, away_s: float) -> None:
+        self._plan = plan
+        self._commands = commands
+        self._away_s = away_s
+        self._spawned = threading.Event()
+        self._kill = threading.Event()
+        self._ended = threading.Event()
+        self._srun: subprocess.Popen[bytes] | None = None
+        self._failure: OSError | None = None
+        self._killer: threading.Thread | None = None
+        self._log_start = 0
+        self.exit_code: int | None = None
+
+    def start(self) -> None:
+        """Raises LiverError when srun cannot be started."""
+        name = f"step-{self._plan.agent}"
+        # The srun dies with the thread that started it: this one stays until it has ended.
+        threading.Thread(target=self._keep, name=name, daemon=True).start()
+        if not self._spawned.wait(_SPAWN_S):
+            raise DeadlineError(f"waited {_SPAWN_S:g} s for srun of {self._plan.agent} to start")
+        if self._failure is not None:
+            raise LiverError(f"agent {self._plan.agent}: {self._failure}") from self._failure
+
+    def kill(self) -> None:
+        """Has the step end, whatever state it is in; does not wait. Idempotent."""
+        if self._kill.is_set() or self._ended.is_set():
+            return
+        self._kill.set()
+        name = f"kill-{self._plan.agent}"
+        self._killer = threading.Thread(target=self._end, name=name, daemon=True)
+        self._killer.start()
+
+    def join(self, limit_s: float) -> bool:
+        """Whether the step has ended, after at most so many seconds."""
+        return self._ended.wait(limit_s)
+
+    # ---- in the killer's thread
+
+    def _end(self) -> None:
+        """The step first: without its srun nobody would tell it to end."""
+        try:
+            self._cancel_steps()
+        except SlurmError as error:
+            _log.warning("agent %s: its step cannot be cancelled yet: %s", self._plan.agent, error)
+        srun = self._srun
+        if srun is None or self._ended.wait(_STEP_GRACE_S):
+            return
+        srun.terminate()
+        if not self._ended.wait(_SRUN_END_S) and srun.poll() is None:
+            srun.kill()
+
+    # ---- in the keeper's thread
+
+    def _keep(self) -> None:
+        try:
+            code = self._run()
+        except OSError as error:
+            self._failure = error
+            code = 127
+        finally:
+            self._spawned.set()
+        if self._failure is None:
+            code = self._bury(code)
+        self.exit_code = code
+        self._ended.set()
+        _log.info("agent %s ended with exit code %d", self._plan.agent, code)
+
+    def _run(self) -> int:
+        """srun's exit code; srun is repeated as long as no controller answers it."""
+        deadline = Deadline.after(SystemClock(), self._away_s, "the controller")
+        self._plan.log.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            with self._plan.log.open("ab") as log:
+                self._log_start = log.tell()
+                # SIGTERM: an orphaned srun still ends its step.
+                self._srun = subprocess.Popen(
+                    guarded(self._plan.command, signal.SIGTERM),
+                    env=clean_environment(os.environ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            self._spawned.set()
+            code = self._srun.wait()
+            again = code != 0 and _NEVER_RAN.search(self._printed()) and not deadline.expired()
+            if not again or self._kill.wait(_RETRY_S):
+                return code if code >= 0 else 128 - code
+            _log.warning("agent %s: the controller is away; srun again", self._plan.agent)
+
+    def _printed(self) -> bytes:
+        with self._plan.log.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read()
+
+    def _bury(self, code: int) -> int:
+        """Waits until Slurm knows of no step either; how the agent really ended."""
+        if _LOST.search(self._printed()):
+            return KILLED  # with its node
+        clean = code == 0 and not self._kill.is_set()
+        clock = SystemClock()
+        limit = Deadline.after(clock, self._away_s, f"step {self._plan.name} to end")
+        own_end = Deadline.after(clock, _STEP_GRACE_S, "the step to end by itself")
+        pause = threading.Event()
+        while not limit.expired():
+            try:
+                if not self._step_ids():
+                    return code if not clean or self._job_is_there() else KILLED
+                if own_end.expired():
+                    self._cancel_steps()
+            except SlurmError as error:
+                if clean and isinstance(error, ControllerAway):
+                    return code  # srun has seen its task end, and nobody can say otherwise
+                _log.warning("agent %s: is its step left? %s", self._plan.agent, error)
+            pause.wait(_LOOK_S)
+        _log.error("agent %s: %s", self._plan.agent, limit.error())
+        return code or KILLED
+
+    # ---- in either thread
+
+    def _step_ids(self) -> list[str]:
+        steps = self._commands.steps(self._plan.place.steps_of, retry=False)
+        return [step.step_id for step in steps if step.name == self._plan.name]
+
+    def _cancel_steps(self) -> None:
+        for step_id in self._step_ids():
+            self._commands.cancel(step_id, signal="KILL", retry=False)
+
+    def _job_is_there(self) -> bool:
+        job = self._plan.place.steps_of
+        return job in self._commands.jobs([job], retry=False)

@@ -1,0 +1,205 @@
+"""Which shape the run takes next: what is wished for, and what the nodes at hand call for."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from liver_hpc.cluster.pool import (
+    EndNear,
+    NodeGone,
+    NodeGranted,
+    NodeWarned,
+    PoolEvent,
+    PoolNote,
+)
+from liver_hpc.config.schema import NoticeSection, RunConfig
+from liver_hpc.coordination.crew import Crew
+from liver_hpc.coordination.fleet import Fleet, LastResort
+from liver_hpc.coordination.handoffs import Handoffs
+from liver_hpc.coordination.run_state import RunState
+from liver_hpc.coordination.services import Services
+from liver_hpc.coordination.wishes import OPERATOR, Wish, WishList
+from liver_hpc.errors import RequestRefused
+from liver_hpc.protocol.events import World
+from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
+
+
+class Run(Protocol):
+    """What is steered."""
+
+    fleet: Fleet
+    handoffs: Handoffs
+    state: RunState
+    world: World | None
+
+    @property
+    def first_generation(self) -> int: ...
+
+    def note(self, text: str) -> None: ...
+    def lost(self, worker: int, reason: str) -> None: ...
+    def stop(self, why: str, checkpoint: bool = ..., then: RunState = ...) -> str: ...
+    def begin_again(self, reason: str) -> None: ...
+
+
+class Steering:
+    """Starts one handoff after the other; used by the event loop alone."""
+
+    def __init__(self, config: RunConfig, services: Services, crew: Crew, run: Run) -> None:
+        self._config = config
+        self._clock = services.clock
+        self._crew = crew
+        self._run = run
+        self._fleet = run.fleet
+        self._handoffs = run.handoffs
+        self._wishes = WishList(config, services.recipe)
+
+    # ---- wishes
+
+    @property
+    def queued(self) -> tuple[str, ...]:
+        """What waits for its turn, as text."""
+        return self._wishes.texts()
+
+    def clear(self) -> None:
+        """The run is to end: nothing is wished for any more."""
+        self._wishes.clear()
+
+    def due(self, step: int) -> list[NoticeSection]:
+        """The scripted notices that are raised when step `step` has been done, each once."""
+        return self._wishes.due(step)
+
+    def raise_notice(self, notice: NoticeSection) -> None:
+        """Asks for what a scripted notice asks for; a refusal is only noted."""
+        try:
+            self.ask_for(self._wishes.of_notice(notice, self._clock.now_s()))
+        except RequestRefused as error:
+            self._run.note(f"notice of step {notice.at_step} refused: {error}")
+
+    def wish_of(self, request: ResizeRequest | ReplaceRequest) -> Wish:
+        """What a request wishes for; RequestRefused where the run file does not allow it."""
+        return self._wishes.of_request(request, self._clock.now_s())
+
+    def ask_for(self, wish: Wish) -> str:
+        """Grants a wish now or queues it, and says which; RequestRefused when it does neither."""
+        self._check_open()
+        busy = self._handoffs.describe() if self._run.world else "the start of the run"
+        self._check_point(wish, busy)
+        if wish.layout is not None:
+            self._fleet.bound(wish.layout)
+        replaced = self._wishes.add(wish)
+        self.grant()
+        if not busy:
+            return f"started: {wish}"
+        if replaced is not None:
+            return f"merged: replaces queued {replaced}; {wish} waits behind {busy}"
+        return f"queued: {wish} waits behind {busy}"
+
+    def _check_open(self) -> None:
+        if self._run.state not in (RunState.STARTING, RunState.TRAINING):
+            raise RequestRefused("the run is about to end")
+
+    def _check_point(self, wish: Wish, busy: str) -> None:
+        """Of a wish that has to wait, only its turn will show whether there is a point in it."""
+        world = self._run.world
+        if world is None:
+            return
+        if busy and (wish.replace is None or self._handoffs.involves(wish.replace)):
+            return
+        pointless = wish.pointless(world.roster)
+        if pointless:
+            raise RequestRefused(pointless)
+
+    # ---- nodes
+
+    def node_event(self, event: PoolEvent) -> None:
+        """What the pool tells of the nodes."""
+        note = self._run.note
+        match event:
+            case NodeGranted():
+                at_start = self._run.world is None
+                if self._fleet.granted(event, at_start):
+                    note(f"node granted: {event.node.name} ({event.node.allocation})")
+            case NodeWarned():
+                self._node_warned(event)
+            case NodeGone():
+                note(f"node {event.node} is gone: {event.reason}")
+                for worker in self._fleet.gone(event):
+                    self._run.lost(worker, f"its node {event.node} is gone: {event.reason}")
+            case EndNear():
+                self.end_near(event)
+            case PoolNote():
+                note(event.text)
+
+    def _node_warned(self, event: NodeWarned) -> None:
+        """A node that has to be left does not wait behind another handoff."""
+        if not self._fleet.warned(event):
+            return
+        left_s = None if event.deadline_s is None else event.deadline_s - self._clock.now_s()
+        window = "no deadline" if left_s is None else f"{left_s:.1f} s left"
+        self._run.note(f"node {event.node} has to be left: {event.reason}, {window}")
+        if self._run.state is RunState.STARTING:
+            if self._crew.launched_on({event.node}, self._run.first_generation):
+                self._run.begin_again(f"node {event.node} goes before training began")
+            return
+        self._overtake()
+        self.grant()
+
+    def _overtake(self) -> None:
+        """Calls off the handoff in progress, unless it leaves the nodes in question anyway."""
+        handoffs, nodes, world = self._handoffs, self._fleet.doomed_nodes(), self._run.world
+        wish = handoffs.wish
+        if wish is None or world is None or not handoffs.can_be_cancelled:
+            return  # once it is over, `grant` sees to it
+        members = world.roster.workers
+        target = handoffs.target_workers()
+        stays = {*members} - {*wish.without} if target is None else {*target}
+        joins = self._crew.launched_on(nodes, handoffs.generation)
+        if joins or self._crew.workers_on(nodes, stays):
+            if wish.asked_for:
+                self._wishes.put_back(wish)
+            handoffs.cancel(f"nodes {sorted(nodes)} have to be left at once")
+        elif self._crew.workers_on(nodes, members):
+            self._fleet.merged(nodes, handoffs.generation)
+
+    def drain(self, node: str, within_s: float | None) -> str:
+        """An operator wants a node to be left; RequestRefused for one that is not held."""
+        if self._fleet.capacity.get(node) is None or not node:
+            held = ", ".join(filter(None, self._fleet.capacity.names)) or "none by name"
+            raise RequestRefused(f"node {node!r} is not held by the run; nodes are {held}")
+        self._check_open()
+        now_s = self._clock.now_s()
+        window_s = within_s or self._config.policy.drain_window_s
+        self.node_event(NodeWarned(node, OPERATOR, now_s, now_s + window_s))
+        return f"leaving {node} within {window_s:g} s"
+
+    def end_near(self, event: EndNear) -> None:
+        """The coordinator's own allocation ends soon: state to disk, and again from there."""
+        if self._run.state in (RunState.STARTING, RunState.TRAINING):
+            self._run.stop(event.reason, checkpoint=True, then=RunState.REQUEUE)
+
+    # ---- what happens next
+
+    def grant(self) -> None:
+        """Starts the next handoff that has a point, unless one runs: away from nodes that go,
+        then what is wished for, then onto nodes that came."""
+        run, fleet = self._run, self._fleet
+        while run.state is RunState.TRAINING and self._handoffs.idle:
+            assert run.world is not None
+            if fleet.waits_for_slots(run.world, None):
+                return
+            way = fleet.leave(run.world, self._handoffs.generation + 1)
+            if isinstance(way, LastResort):
+                run.stop(way.reason, checkpoint=True, then=RunState.RESTART)
+                return
+            wish = way or (self._wishes.pop() if self._wishes else fleet.growth(run.world))
+            if wish is None:
+                return
+            pointless = wish.pointless(run.world.roster)
+            if pointless:
+                run.note(f"dropped: {wish}: {pointless}")
+            elif fleet.waits_for_slots(run.world, wish.joiners(run.world.roster)):
+                if wish.asked_for:
+                    self._wishes.put_back(wish)
+                return
+            else:
+                self._handoffs.start(wish, run.world)

@@ -1,0 +1,231 @@
+"""`layouts: auto`: which layouts a run could take at all, the ones expected to be fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from liver_hpc.config.problems import joined
+from liver_hpc.config.schema import (
+    AUTO,
+    BurstSection,
+    ComponentSection,
+    LayoutSection,
+    RunConfig,
+    TrainSection,
+)
+from liver_hpc.errors import ConfigError
+from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.layout.memory import worker_bytes
+from liver_hpc.layout.tensors import ModelSpec
+
+NEAREST = 4
+"""How many layouts an error explains."""
+
+
+class DescribesModel(Protocol):
+    """The part of a recipe that is needed here."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raises ConfigError when the model cannot be laid out so."""
+
+    def hidden_shape(self) -> tuple[int, ...]:
+        """Raises ConfigError when the recipe knows no pipeline stages."""
+
+
+class StepTerms(NamedTuple):
+    """What the time of a step is made of; see `step_terms`."""
+
+    compute: float
+    tensor: float
+    data: float
+    fixed: float
+
+    def cost(self, weights: StepTerms) -> float:
+        return sum(term * weight for term, weight in zip(self, weights, strict=True))
+
+
+PRIOR = StepTerms(compute=1.0, tensor=0.3, data=0.25, fixed=0.01)
+"""Weights before anything was measured, relative to all the computing of a step on one worker.
+
+tensor: all-reduces inside of a node take about a third of the time of the layers they belong to.
+data: reducing all gradients costs a quarter of computing one micro-batch; below 1, so that dp comes
+before pp. fixed: launches and the optimizer's bookkeeping, which no further worker shares.
+"""
+
+
+def step_terms(layout: Layout, train: TrainSection) -> StepTerms:
+    """How a layout shares the work of one step; smaller is faster.
+
+    With M micro-batches a step in all, m = M / dp of them a pipeline, and the pipeline's bubble
+    factor b = 1 + (pp - 1) / m:
+
+        compute = b / (tp pp dp)            each worker's share of the computing
+        tensor  = b (tp - 1) / tp / (pp dp) all-reduces of a stage's layers: tp does not share them
+        data    = (dp - 1) / dp / (tp pp M) gradients and parameters of a stage, once a step
+        fixed   = 1                         what every step costs
+    """
+    tp, pp, dp = layout.tp, layout.pp, layout.dp
+    micro_batches = train.global_batch / train.micro_batch
+    bubble = 1 + (pp - 1) * dp / micro_batches
+    return StepTerms(
+        compute=bubble / layout.workers,
+        tensor=bubble * (tp - 1) / tp / (pp * dp),
+        data=(dp - 1) / dp / (tp * pp * micro_batches),
+        fixed=1.0,
+    )
+
+
+def expected_order(layout: Layout, train: TrainSection) -> tuple[float, int, int, int]:
+    """Sorts layouts of equally many workers, the one expected to be fastest first.
+
+    That is least communication first: data parallelism, then pipelines as long as the bubble is
+    small, then tensor parallelism.
+    """
+    return (step_terms(layout, train).cost(PRIOR), -layout.dp, layout.pp, layout.tp)
+
+
+def workers_of_a_node(config: RunConfig) -> int | None:
+    """The fewest workers that a node of the run has; None when nobody says.
+
+    Locally all workers are on one machine. `cluster.workers_per_node` then only says how many
+    of them one agent starts.
+    """
+    cluster = config.cluster
+    if cluster.kind == "local":
+        return None
+    slurm = cluster.slurm
+    kinds: list[ComponentSection | BurstSection] = [*slurm.components]
+    if slurm.burst is not None:
+        kinds.append(slurm.burst)
+    known = [
+        kind.workers_per_node or cluster.workers_per_node or kind.gpus_per_node for kind in kinds
+    ]
+    return min(filter(None, known or [cluster.workers_per_node]), default=None)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Judges layouts for one run and one recipe."""
+
+    config: RunConfig
+    recipe: DescribesModel
+
+    def fault(self, layout: Layout) -> str:
+        """Why the run cannot take a layout; empty when it can."""
+        train = self.config.train
+        if train.global_batch % (train.micro_batch * layout.dp):
+            return (
+                f"train.global_batch {train.global_batch} is not a multiple of micro_batch x dp = "
+                f"{train.micro_batch} x {layout.dp}"
+            )
+        node = workers_of_a_node(self.config)
+        if node is not None and layout.tp > node:
+            return f"tp={layout.tp} is more than the {node} workers of a node"
+        if layout.tp > 1 and all(tensor.tp_dim is None for tensor in self.recipe.spec.tensors):
+            return "no tensor of the model is split over tp"
+        try:
+            if layout.pp > 1:
+                self.recipe.hidden_shape()
+            self.recipe.check_layout(layout)
+        except ConfigError as error:
+            return str(error)
+        return memory_fault(self.config, self.recipe.spec, layout)
+
+    def table(self) -> dict[int, list[Layout]]:
+        """All layouts that the run can take by worker count, those expected fastest first."""
+        train = self.config.train
+        found: dict[int, list[Layout]] = {}
+        for layout in layouts_up_to(self.config.workers.max):
+            if not self.fault(layout):
+                found.setdefault(layout.workers, []).append(layout)
+        return {
+            count: sorted(found[count], key=lambda layout: expected_order(layout, train))
+            for count in sorted(found)
+        }
+
+    def why_none(self, workers: int) -> str:
+        """What is wrong with the layouts of `workers` workers that come nearest."""
+        train = self.config.train
+        nearest = sorted(
+            (layout for layout in layouts_up_to(workers) if layout.workers == workers),
+            key=lambda layout: expected_order(layout, train),
+        )[:NEAREST]
+        return "; ".join(f"{layout}: {self.fault(layout)}" for layout in nearest)
+
+
+def layouts_up_to(workers: int) -> Iterator[Layout]:
+    """Every layout of at most `workers` workers."""
+    for tp in range(1, workers + 1):
+        for pp in range(1, workers // tp + 1):
+            for dp in range(1, workers // (tp * pp) + 1):
+                yield Layout(tp, pp, dp)
+
+
+def fullest_bytes(model: ModelSpec, layout: Layout) -> int:
+    """Bytes of parameters, gradients and optimizer state of a layout's fullest worker."""
+    # Of a stage, every tp rank holds as much, and no dp rank more than the first.
+    seats = [Coordinate(0, stage, 0) for stage in range(layout.pp)]
+    return max(sum(worker_bytes(model, layout, seat).values()) for seat in seats)
+
+
+def memory_fault(config: RunConfig, model: ModelSpec, layout: Layout) -> str:
+    """Why a layout is too large for `policy.memory_bytes`; empty when it is not.
+
+    Counted are one world's state and staging: no activations, and not the second world that a
+    worker holds while a handoff runs.
+    """
+    most = config.policy.memory_bytes
+    if most is None:
+        return ""
+    held, staging = fullest_bytes(model, layout), config.handoff.staging_bytes
+    if held + staging <= most:
+        return ""
+    return (
+        f"its fullest worker holds {held} bytes and {staging} for staging, "
+        f"more than policy.memory_bytes {most}"
+    )
+
+
+def resolve_layouts(config: RunConfig, recipe: DescribesModel) -> RunConfig:
+    """The run with `layouts: auto` written out as a table, and `policy.layout` auto with it.
+
+    A table that the run file gives stays as it is. Raises ConfigError when no layout can be taken
+    with `workers.initial` workers, or when one that the file gives exceeds `policy.memory_bytes`.
+    """
+    if config.layouts != AUTO:
+        if config.policy.memory_bytes is not None:
+            _check_memory(config, recipe)
+        return config
+    candidates = Candidates(config, recipe)
+    table, initial = candidates.table(), config.workers.initial
+    if initial not in table:
+        counts = ", ".join(map(str, table)) or "none"
+        raise ConfigError(
+            f"layouts: auto finds nothing for workers.initial = {initial} (worker counts with a "
+            f"layout: {counts}): {candidates.why_none(initial)}"
+        )
+    layouts = {
+        count: [LayoutSection(tp=entry.tp, pp=entry.pp, dp=entry.dp) for entry in entries]
+        for count, entries in table.items()
+    }
+    policy = config.policy.model_copy(update={"layout": AUTO})
+    return config.model_copy(update={"layouts": layouts, "policy": policy})
+
+
+def _check_memory(config: RunConfig, recipe: DescribesModel) -> None:
+    problems = []
+    for count in config.worker_counts:
+        for index, layout in enumerate(config.allowed_layouts(count)):
+            try:
+                recipe.check_layout(layout)
+            except ConfigError:
+                continue  # told by the checks of the whole run
+            if fault := memory_fault(config, recipe.spec, layout):
+                problems.append(f"layouts.{count}.{index} ({layout}): {fault}")
+    if problems:
+        raise ConfigError(joined(problems))

@@ -1,0 +1,112 @@
+"""Which layout to run with the workers at hand: the run file's order, or the fastest one known."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+import numpy as np
+from scipy.optimize import nnls
+
+from liver_hpc.config.schema import AUTO, RunConfig
+from liver_hpc.layout.candidates import PRIOR, StepTerms, memory_fault, step_terms
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.tensors import ModelSpec
+
+REMEMBERED_STEPS = 16
+"""Steps of a layout that count; older ones were trained under other conditions."""
+MARGIN = 0.05
+"""Share of the step time by which what nobody has measured must be better."""
+TRUST_IN_PRIOR = 0.1
+"""Weight of the prior's proportions against one measured layout, in the fit of predictions."""
+
+
+class LayoutPolicy:
+    """Chooses among the layouts that a run allows and that fit `policy.memory_bytes`.
+
+    With `policy.layout` "table": the largest number of workers, and of its layouts the first one.
+    With "auto": the least time a step. Of a layout that was trained that is the median of its
+    last steps. For the others it is predicted from the terms of `step_terms`, each with a
+    non-negative weight:
+
+        step_s = w_compute compute + w_tensor tensor + w_data data + w_fixed fixed
+
+    The weights are those for which predictions of the measured layouts have the least squared
+    relative errors, while ratios between weights are held near `PRIOR` (`TRUST_IN_PRIOR`). With
+    nothing measured they are `PRIOR`, with one layout measured `PRIOR` scaled to it.
+
+    A layout that was never trained comes before a trained one only where the prediction is better
+    by more than `MARGIN`; so does one that leaves workers idle and was never trained, before any
+    other. Layouts that are equally good go by more workers, then by the run file's order.
+    Deterministic. Used by one thread.
+    """
+
+    def __init__(self, config: RunConfig, spec: ModelSpec) -> None:
+        self._auto = config.policy.layout == AUTO
+        self._train = config.train
+        self._measured: dict[Layout, deque[float]] = {}
+        self._weights: StepTerms | None = None  # to be fitted when they are wanted
+        self._layouts = tuple(
+            layout
+            for count in reversed(config.worker_counts)
+            if count <= config.workers.max
+            for layout in config.allowed_layouts(count)
+            if not memory_fault(config, spec, layout)
+        )
+
+    def observe(self, layout: Layout, step_s: float) -> None:
+        """Learns from one undisturbed step of a world that is warm.
+
+        A time that is no time (the clock was set back) says nothing and is dropped.
+        """
+        if step_s > 0 and math.isfinite(step_s):
+            known = self._measured.setdefault(layout, deque(maxlen=REMEMBERED_STEPS))
+            known.append(step_s)
+            self._weights = None
+
+    def best(self, workers: int) -> Layout | None:
+        """The layout to run with at most `workers` workers; None when there is none."""
+        return next(iter(self.choices(workers)), None)
+
+    def choices(self, workers: int) -> list[Layout]:
+        """All layouts of at most `workers` workers, the best one first."""
+        fitting = [layout for layout in self._layouts if layout.workers <= workers]
+        if not self._auto or not fitting:
+            return fitting  # they are in the table's order
+        most = fitting[0].workers
+        return sorted(fitting, key=lambda layout: self._handicapped_s(layout, most))
+
+    def expected_step_s(self, layout: Layout) -> float:
+        """Median of the measured steps, or else the prediction.
+
+        In seconds once any layout was measured; before, relative to one worker's computing.
+        """
+        if layout in self._measured:
+            return median(self._measured[layout])
+        if self._weights is None:
+            self._weights = self._fitted()
+        return step_terms(layout, self._train).cost(self._weights)
+
+    def _handicapped_s(self, layout: Layout, most: int) -> float:
+        """The expected time with the margins that keep a guess from beating a measurement."""
+        expected_s = self.expected_step_s(layout)
+        if layout in self._measured:
+            return expected_s
+        guess_s = expected_s / (1 - MARGIN)
+        return guess_s if layout.workers == most else guess_s / (1 - MARGIN)
+
+    def _fitted(self) -> StepTerms:
+        if not self._measured:
+            return PRIOR
+        prior = np.array(PRIOR)
+        measured_s = np.array([median(times) for times in self._measured.values()])
+        terms = np.array([step_terms(layout, self._train) for layout in self._measured])
+        scale = float(np.median(measured_s / (terms @ prior)))
+        scaled = prior * scale
+        # Unknowns are factors on the scaled prior: 1 where nothing speaks against it.
+        pull = math.sqrt(TRUST_IN_PRIOR)
+        rows = np.vstack([terms * scaled / measured_s[:, None], pull * np.eye(len(prior))])
+        wanted = np.concatenate([np.ones(len(measured_s)), pull * np.ones(len(prior))])
+        factors, _ = nnls(rows, wanted)
+        return StepTerms(*(float(weight) for weight in factors * scaled))

@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from liver_hpc.config.schema import RunConfig, TrainSection
+from liver_hpc.errors import ConfigError
+from liver_hpc.layout.candidates import (
+    PRIOR,
+    Candidates,
+    expected_order,
+    fullest_bytes,
+    layouts_up_to,
+    resolve_layouts,
+    step_terms,
+    workers_of_a_node,
+)
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.memory import worker_bytes
+from liver_hpc.layout.policy import MARGIN, REMEMBERED_STEPS, LayoutPolicy
+from liver_hpc.layout.tensors import ModelSpec, TensorSpec
+from liver_hpc.recipes.base import load_recipe
+from tests.unit.config.runs import minimal
+from tests.unit.layout.models import LAYOUTS, MODELS, TIED
+
+DP1, DP2, DP4 = Layout(1, 1, 1), Layout(1, 1, 2), Layout(1, 1, 4)
+TP2, TP4, PP2, PP4 = Layout(2, 1, 1), Layout(4, 1, 1), Layout(1, 2, 1), Layout(1, 4, 1)
+TP2_DP2, PP2_DP2, TP2_PP2 = Layout(2, 1, 2), Layout(1, 2, 2), Layout(2, 2, 1)
+
+
+class Described:
+    """A recipe as far as layouts are concerned: TIED's four layers and heads."""
+
+    def __init__(self, spec: ModelSpec = TIED, stages: bool = True) -> None:
+        self.spec = spec
+        self._stages = stages
+
+    def check_layout(self, layout: Layout) -> None:
+        if 4 % layout.tp:
+            raise ConfigError(f"tp={layout.tp} does not divide 4 heads")
+        self.spec.stage_layers(layout.pp)
+
+    def hidden_shape(self) -> tuple[int, ...]:
+        if not self._stages:
+            raise ConfigError("no hidden_shape")
+        return (8, 1, 16)
+
+
+def auto(**sections: Any) -> RunConfig:
+    return minimal(layouts="auto", **sections)
+
+
+def resolved(**sections: Any) -> dict[int, list[Layout]]:
+    config = resolve_layouts(auto(**sections), Described())
+    return {count: config.allowed_layouts(count) for count in config.worker_counts}
+
+
+# ---- which layouts a run can take
+
+
+def test_every_layout_that_divides_the_fastest_expected_first() -> None:
+    assert resolved() == {
+        1: [DP1],
+        2: [DP2, PP2, TP2],
+        4: [DP4, PP2_DP2, TP2_DP2, PP4, TP2_PP2, TP4],
+    }
+
+
+def test_the_resolved_run_chooses_by_itself() -> None:
+    config = resolve_layouts(auto(), Described())
+    assert config.policy.layout == "auto"
+    assert RunConfig.model_validate(config.model_dump()) == config
+
+
+def test_a_table_stays_as_it_is() -> None:
+    config = minimal()
+    assert resolve_layouts(config, Described()) is config
+
+
+def test_a_pipeline_without_micro_batches_to_fill_it_comes_late() -> None:
+    train = TrainSection(steps=1, global_batch=2, micro_batch=2)
+    assert sorted([PP2, TP2], key=lambda entry: expected_order(entry, train)) == [TP2, PP2]
+
+
+@given(LAYOUTS, st.integers(1, 64))
+def test_terms_are_shares_of_one_workers_step(layout: Layout, multiple: int) -> None:
+    train = TrainSection(steps=1, global_batch=multiple * layout.dp)
+    terms = step_terms(layout, train)
+    assert all(term >= 0 for term in terms)
+    assert terms.compute >= 1 / layout.workers
+    assert step_terms(DP1, train) == (1, 0, 0, 1)
+
+
+@given(st.sampled_from([1, 2, 3, 4, 6, 12]))
+def test_all_factorizations_are_looked_at(workers: int) -> None:
+    seen = list(layouts_up_to(workers))
+    assert len(seen) == len(set(seen))
+    assert all(entry.workers <= workers for entry in seen)
+    divisors = [n for n in range(1, workers + 1) if workers % n == 0]
+    expected = sum(1 for tp in divisors for pp in divisors if (workers // tp) % pp == 0)
+    assert sum(entry.workers == workers for entry in seen) == expected
+
+
+@settings(max_examples=20, deadline=None)
+@given(LAYOUTS, st.sampled_from(MODELS))
+def test_nobody_holds_more_than_the_fullest(layout: Layout, model: ModelSpec) -> None:
+    held = [sum(worker_bytes(model, layout, at).values()) for at in layout.coordinates()]
+    assert max(held) == fullest_bytes(model, layout)
+
+
+def test_memory_leaves_out_what_is_too_large() -> None:
+    staging = minimal().handoff.staging_bytes
+    least, most = fullest_bytes(TIED, TP4), fullest_bytes(TIED, DP1)
+    assert least < most
+    table = resolved(policy={"memory_bytes": staging + fullest_bytes(TIED, TP2)})
+    assert table[2] == [TP2]
+    assert 1 not in table
+    with pytest.raises(ConfigError) as raised:
+        resolved(policy={"memory_bytes": staging + 1})
+    assert "workers.initial = 2 (worker counts with a layout: none)" in str(raised.value)
+    wanted = f"holds {fullest_bytes(TIED, DP2)} bytes and {staging} for staging, more than"
+    assert wanted in str(raised.value)
+
+
+def test_a_table_is_held_against_the_memory_too() -> None:
+    staging = minimal().handoff.staging_bytes
+    config = minimal(policy={"memory_bytes": staging + fullest_bytes(TIED, TP2)})
+    with pytest.raises(ConfigError, match=r"^layouts\.2\.0 \(tp1 pp1 dp2\): its fullest worker"):
+        resolve_layouts(config, Described())
+
+
+def test_no_layout_for_the_first_workers_says_why() -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolved(workers={"initial": 3, "max": 4})
+    assert str(raised.value) == (
+        "layouts: auto finds nothing for workers.initial = 3 (worker counts with a layout: "
+        "1, 2, 4): tp1 pp1 dp3: train.global_batch 8 is not a multiple of micro_batch x dp = "
+        "1 x 3; tp1 pp3 dp1: pp=3 does not divide 4 layers over 3 stages; "
+        "tp3 pp1 dp1: tp=3 does not divide 4 heads"
+    )
+
+
+def test_tensor_parallelism_stays_on_a_node() -> None:
+    burst = {"partition": "preempt", "max_nodes": 2, "workers_per_node": 2}
+    slurm = {"components": [{"name": "main", "gpus_per_node": 4}], "burst": burst}
+    config = auto(cluster={"kind": "slurm", "slurm": slurm})
+    assert workers_of_a_node(config) == 2
+    fault = Candidates(config, Described()).fault(TP4)
+    assert fault == "tp=4 is more than the 2 workers of a node"
+    assert workers_of_a_node(auto(cluster={"kind": "slurm"})) is None
+    assert workers_of_a_node(auto(cluster={"kind": "slurm", "workers_per_node": 3})) == 3
+    assert workers_of_a_node(auto(cluster={"kind": "local", "workers_per_node": 1})) is None
+
+
+def test_axes_that_the_recipe_does_not_know() -> None:
+    copied = ModelSpec((TensorSpec("weight", (4, 4), 0),), layers=4, parameter_bytes=4)
+    candidates = Candidates(auto(), Described(copied, stages=False))
+    assert candidates.table() == {1: [DP1], 2: [DP2], 4: [DP4]}
+    assert candidates.fault(TP2) == "no tensor of the model is split over tp"
+
+
+def test_a_real_recipe_describes_itself() -> None:
+    config = auto()
+    assert resolve_layouts(config, load_recipe(config)).worker_counts == [1, 2, 4]
+
+
+def test_a_thousand_workers_take_no_time() -> None:
+    config = auto(train={"steps": 1, "global_batch": 1024}, workers={"initial": 1, "max": 1024})
+    table = resolve_layouts(config, Described()).layout_table
+    assert max(table) == 1024
+    assert sum(map(len, table.values())) < 11 * 3 * 3 + 1
+
+
+# ---- which one is run
+
+
+def policy(kind: str = "auto", **sections: Any) -> LayoutPolicy:
+    table = {2: [{"tp": 2}, {"dp": 2}, {"pp": 2}], 1: [{}], 4: [{"tp": 4}, {"dp": 4}]}
+    config = minimal(layouts=table, policy={"layout": kind}, **sections)
+    return LayoutPolicy(config, TIED)
+
+
+def taught(**times: float) -> LayoutPolicy:
+    """A policy that has seen layouts: `tp2=0.5`."""
+    chooser = policy()
+    for name, step_s in times.items():
+        chooser.observe(Layout.parse(name), step_s)
+    return chooser
+
+
+def test_table_order() -> None:
+    chooser = policy("table")
+    chooser.observe(DP2, 0.001)
+    assert chooser.choices(5) == [TP4, DP4, TP2, DP2, PP2, DP1]
+    assert chooser.best(4) == TP4
+    assert chooser.best(3) == TP2
+    assert chooser.best(1) == DP1
+    assert chooser.best(0) is None
+
+
+def test_counts_above_the_most_are_not_taken() -> None:
+    table = {2: [{"dp": 2}], 8: [{"dp": 8}]}
+    for kind in ("table", "auto"):
+        config = minimal(layouts=table, policy={"layout": kind})
+        assert LayoutPolicy(config, TIED).best(8) == DP2
+
+
+def test_what_does_not_fit_the_memory_is_never_chosen() -> None:
+    staging = minimal().handoff.staging_bytes
+    most = staging + fullest_bytes(TIED, TP2)
+    config = minimal(policy={"layout": "auto", "memory_bytes": most})
+    assert LayoutPolicy(config, TIED).choices(2) == [TP2]
+
+
+def test_nothing_measured_goes_by_expectation() -> None:
+    assert policy().choices(4) == [DP4, TP4, DP2, PP2, TP2, DP1]
+
+
+def test_measured_beats_expected() -> None:
+    assert taught(dp2=1.0, tp2=0.9).choices(2)[0] == TP2
+    assert taught(dp2=1.0, tp2=0.9, dp1=0.5).best(2) == DP1
+
+
+def test_median_of_the_last_steps() -> None:
+    chooser = taught(tp2=0.9)
+    for _ in range(REMEMBERED_STEPS):
+        chooser.observe(DP2, 9.0)
+    assert chooser.best(2) == TP2
+    for _ in range(REMEMBERED_STEPS // 2 + 1):
+        chooser.observe(DP2, 0.8)
+    assert chooser.best(2) == DP2
+    for _ in range(REMEMBERED_STEPS // 2 - 2):
+        chooser.observe(DP2, 99.0)
+    assert chooser.best(2) == DP2
+
+
+@pytest.mark.parametrize("nothing", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_time_that_is_no_time_is_dropped(nothing: float) -> None:
+    assert taught(dp2=nothing).choices(4) == policy().choices(4)
+
+
+def test_one_measured_layout_scales_the_expectation() -> None:
+    chooser, fresh = taught(dp2=3.0), policy()
+    scale = 3.0 / fresh.expected_step_s(DP2)
+    for layout in (DP1, TP2, PP2, DP4, TP4):
+        assert chooser.expected_step_s(layout) == pytest.approx(
+            scale * fresh.expected_step_s(layout)
+        )
+
+
+def test_measurements_show_what_communication_costs() -> None:
+    cheap = taught(dp1=1.0, tp2=0.5).expected_step_s(TP4)
+    dear = taught(dp1=1.0, tp2=0.9).expected_step_s(TP4)
+    assert cheap < policy().expected_step_s(TP4) / policy().expected_step_s(DP1) < dear
+
+
+@pytest.mark.parametrize(("global_batch", "expected"), [(64, PP2), (8, DP2)])
+def test_an_unseen_layout_needs_a_margin(global_batch: int, expected: Layout) -> None:
+    """Only pp2 was trained; the fewer micro-batches, the better is dp2 beside it."""
+    chooser = policy(train={"steps": 10, "global_batch": global_batch})
+    chooser.observe(PP2, 1.0)
+    gain = 1 - chooser.expected_step_s(DP2)
+    assert 0 < gain
+    assert (gain > MARGIN) == (expected == DP2)
+    assert chooser.best(2) == expected
+
+
+TIMES = st.dictionaries(
+    st.sampled_from([DP1, DP2, TP2, PP2, DP4, TP4]), st.floats(1e-3, 1e3), min_size=1
+)
+
+
+@given(TIMES, st.integers(1, 4))
+def test_what_the_choice_promises(times: dict[Layout, float], workers: int) -> None:
+    chooser, again = policy(), policy()
+    for layout, step_s in times.items():
+        chooser.observe(layout, step_s)
+        again.observe(layout, step_s)
+    choices = chooser.choices(workers)
+    assert choices == again.choices(workers)
+    assert sorted(choices) == sorted(policy("table").choices(workers))
+    best, expected = choices[0], chooser.expected_step_s(choices[0])
+    for other in choices[1:]:
+        other_s = chooser.expected_step_s(other)
+        if best not in times and other in times:
+            assert expected <= (1 - MARGIN) * other_s * 1.0000001
+        elif (best in times) == (other in times) and best.workers == other.workers:
+            assert expected <= other_s
+        if best not in times and best.workers < other.workers == max(c.workers for c in choices):
+            assert expected <= (1 - MARGIN) * other_s * 1.0000001
+
+
+@given(TIMES)
+def test_predictions_are_times(times: dict[Layout, float]) -> None:
+    chooser = policy()
+    for layout, step_s in times.items():
+        chooser.observe(layout, step_s)
+    for layout in (DP1, DP2, TP2, PP2, DP4, TP4):
+        assert 0 < chooser.expected_step_s(layout) < 1e6
+
+
+def test_the_prior_ranks_dp_pp_tp() -> None:
+    assert 0 < PRIOR.data < 1
+    train = TrainSection(steps=1, global_batch=64)
+    order = sorted([TP2, PP2, DP2], key=lambda entry: expected_order(entry, train))
+    assert order == [DP2, PP2, TP2]
