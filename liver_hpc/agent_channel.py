@@ -106,8 +106,8 @@ class AgentChannel:
         with self._lock:
             if self._closed:
                 channel.close()
-            for message in self._early:
-                channel.send(message)
+            for early in self._early:
+                channel.send(early)
             self._channel = channel
         while True:
             message = channel.receive()

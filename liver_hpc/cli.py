@@ -120,6 +120,11 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument(
         "--timeout-s", type=_seconds, metavar="S", help="wait at most this long for the end"
     )
+    stop.add_argument(
+        "--checkpoint",
+        action="store_true",
+        help="write the state to disk first, so that the run can go on from there",
+    )
     stop.set_defaults(command=_stop)
 
     report = _add_run_command(commands, "report", "what a run's reconfigurations cost")
@@ -288,7 +293,7 @@ def _stop(options: argparse.Namespace) -> int:
     from liver_hpc.operate import stop
 
     run = _find(options)
-    stop(run, options.timeout_s)
+    stop(run, options.timeout_s, options.checkpoint)
     return _tell_outcome(run)
 
 

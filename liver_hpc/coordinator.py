@@ -29,7 +29,7 @@ from liver_hpc.coordination.run_files import COORDINATOR_FILE, OUTCOME_FILE, Out
 from liver_hpc.coordination.services import Services
 from liver_hpc.metrics.store import MetricsWriter
 from liver_hpc.recipes.base import load_recipe
-from liver_hpc.rendezvous.mpi import MpiFrontDesk
+from liver_hpc.rendezvous.mpi import DeskPlace, MpiFrontDesk
 from liver_hpc.rendezvous.secret import create_secret, read_secret
 
 log = logging.getLogger(__name__)
@@ -80,14 +80,15 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
         recipe=load_recipe(config),
         launcher=launcher,
         pool=pool,
-        front_desk=MpiFrontDesk(
-            run_directory,
-            secret,
-            host=control_address(config.network, config.cluster.kind),
-            interface=config.network.interface,
-        ),
+        front_desk=MpiFrontDesk(run_directory, secret, _desk_place(config)),
         metrics=MetricsWriter(run_directory / "metrics.h5", config.metrics, _attributes(config)),
     )
+
+
+def _desk_place(config: RunConfig) -> DeskPlace:
+    network = config.network
+    host = control_address(network, config.cluster.kind)
+    return DeskPlace(host, network.interface, network.mpi_netmod)
 
 
 def _here(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:

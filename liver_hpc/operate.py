@@ -32,8 +32,9 @@ def request(run: RunDirectory, message: FromOperator) -> Reply:
         channel.close()
 
 
-def stop(run: RunDirectory, timeout_s: float | None = None) -> Outcome:
-    """Has the run stop at its next step boundary, and waits until it is over.
+def stop(run: RunDirectory, timeout_s: float | None = None, checkpoint: bool = False) -> Outcome:
+    """Has the run stop at its next step boundary, and waits until it is over. With `checkpoint`
+    the state is written to disk there; the outcome's reason says whether it could be.
 
     Without `timeout_s` it waits as long as the run file lets boundaries and exits take. On the
     local cluster the run's processes are gone too on return. Raises what `request` raises, and
@@ -43,8 +44,9 @@ def stop(run: RunDirectory, timeout_s: float | None = None) -> Outcome:
     if timeout_s is None:
         limits = config.deadlines
         timeout_s = limits.boundary_s + limits.release_s + limits.exit_s
+        timeout_s += limits.transfer_s if checkpoint else 0.0
     address, job = run.coordinator(), run.job_id()
-    request(run, StopRequest())
+    request(run, StopRequest(checkpoint=checkpoint))
     deadline = Deadline.after(SystemClock(), timeout_s, f"run {run} to stop")
     local = config.cluster.kind == "local" and address is not None and job is not None
     pids = (address.pid, int(job)) if local and address and job else ()

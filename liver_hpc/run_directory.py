@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +19,26 @@ from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.rendezvous.secret import create_secret
 
 LATEST = "latest"
+REQUEUE = "requeue"
+"""State of an outcome after which the run goes on in another job."""
 
 Kind = TypeVar("Kind")
 
 
 class CoordinatorAddress(BaseModel):
-    """coordinator.json: where the coordinator listens, and its process id there."""
+    """coordinator.json: where the coordinator listens, and its process id on the host `hostname`."""
 
     model_config = ConfigDict(frozen=True)
 
     host: str
     port: int
     pid: int
+    hostname: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its process id is one of this machine."""
+        return self.hostname in ("", socket.gethostname())
 
 
 def outcome_text(outcome: Outcome) -> str:
@@ -78,37 +87,69 @@ class RunDirectory:
         return _read(self.path / COORDINATOR_FILE, CoordinatorAddress)
 
     def outcome(self) -> Outcome | None:
-        """How the run ended; None while it runs, and when its coordinator was killed."""
+        """How the run ended; None while it runs or waits for another job to go on in, and when
+        its coordinator was killed."""
+        return None if self.goes_on() else self.last_outcome()
+
+    def last_outcome(self) -> Outcome | None:
+        """How the run's last coordinator ended."""
         return _read(self.path / OUTCOME_FILE, Outcome)
 
+    def goes_on(self) -> bool:
+        """Whether a coordinator has ended for the run to go on when its job is queued again."""
+        last = self.last_outcome()
+        if last is None or last.state != REQUEUE:
+            return False
+        return self.config().cluster.slurm.requeue
+
     def job_id(self) -> str | None:
-        """submitit's job id: a process id on the local cluster. None before the launch."""
+        """Slurm's job id; a process id on the local cluster. None before the launch."""
         try:
             return self.job_id_path.read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
 
+    def note_job_id(self, job_id: str) -> None:
+        write_whole(self.job_id_path, job_id)
+
     def where_logs_are(self) -> str:
         return f"its logs are {self}/logs/*.log and {self}/submitit/*"
 
 
-def create_run_directory(config: RunConfig) -> RunDirectory:
-    """Makes `<runs_directory>/<name>-<date>-<time>` (mode 0700) with run.yaml and secret, and
-    points `latest` at it. Raises ConfigError where that cannot be done."""
+def create_run_directory(config: RunConfig, name: str | None = None) -> RunDirectory:
+    """Makes `<runs_directory>/<name>` (mode 0700) with run.yaml and secret; `name` is
+    `<config.name>-<date>-<time>` unless given. Raises ConfigError where that cannot be done."""
     runs = config.runs_directory
-    stem = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = name or f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         runs.mkdir(parents=True, exist_ok=True)
         run = RunDirectory(_make_new(runs, stem))
         run.jobs_path.mkdir()
-        run.config_path.write_text(dump_run(config), encoding="utf-8")
         create_secret(run.secret_path)
-        _point_latest(runs, run.path)
+        # Last: a directory with a run file is a whole one.
+        write_whole(run.config_path, dump_run(config))
     except OSError as error:
         raise ConfigError(
             f"runs_directory: cannot make a run in {runs}: {error.strerror}"
         ) from error
     return run
+
+
+def point_latest(run: RunDirectory) -> None:
+    """`latest` beside the run becomes a link to it; it never dangles and is never missing in
+    between: a new link takes its place."""
+    runs = run.path.parent
+    link = runs / f".{LATEST}-{os.getpid()}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(run.path.name, target_is_directory=True)
+    os.replace(link, runs / LATEST)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The whole file or none of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def find_run(text: str, runs_directory: Path) -> RunDirectory:
@@ -154,14 +195,6 @@ def _make_new(runs: Path, stem: str) -> Path:
             number += 1
         else:
             return path
-
-
-def _point_latest(runs: Path, run: Path) -> None:
-    """`latest` never dangles and is never missing in between: a new link takes its place."""
-    link = runs / f".{LATEST}-{os.getpid()}"
-    link.unlink(missing_ok=True)
-    link.symlink_to(run.name, target_is_directory=True)
-    os.replace(link, runs / LATEST)
 
 
 def _read(path: Path, kind: type[Kind]) -> Kind | None:

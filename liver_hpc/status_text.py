@@ -9,9 +9,10 @@ from liver_hpc.protocol.status import HandoffStatus, StatusSnapshot
 def status_text(status: StatusSnapshot) -> str:
     """One line each for progress, shape, handoffs, and for what is out of the ordinary."""
     workers = ids_text(status.workers)
+    over = f", over {', '.join(status.transports)}" if status.transports else ""
     lines = [
         f"run {status.run}: {status.state}, {_progress(status)}",
-        f"layout {status.layout} (generation {status.generation}) on workers {workers}",
+        f"layout {status.layout} (generation {status.generation}) on workers {workers}{over}",
         f"handoffs: {status.handoffs_done} done, {status.handoffs_aborted} aborted",
     ]
     if status.handoff is not None:

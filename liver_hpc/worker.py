@@ -69,9 +69,7 @@ def _choose_network(run_directory: Path) -> None:
     """
     config, facts = load_run(run_directory / "run.yaml"), node_facts()
     log_path = nccl_log_path(os.environ, run_directory / "logs", facts, os.getpid())
-    chosen = worker_network_environment(
-        config.network, config.cluster.kind, facts, os.environ
-    )
+    chosen = worker_network_environment(config.network, config.cluster.kind, facts, os.environ)
     os.environ.update({NCCL_LOG: str(log_path), **chosen})
 
 

@@ -10,7 +10,12 @@ from typing import Any, NoReturn
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Roster
 from liver_hpc.layout.tensors import EXP_AVG, PARAMETER, ModelSpec, TensorSpec
-from liver_hpc.metrics.records import NoticeRecord, ReconfigurationRecord, StepRecord
+from liver_hpc.metrics.records import (
+    NetworkRecord,
+    NoticeRecord,
+    ReconfigurationRecord,
+    StepRecord,
+)
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.recipes.base import NoOptions, Recipe
@@ -266,6 +271,7 @@ class MemoryMetrics:
         self.steps: list[StepRecord] = []
         self.reconfigurations: list[ReconfigurationRecord] = []
         self.notices: list[NoticeRecord] = []
+        self.networks: list[NetworkRecord] = []
 
     def add_step(self, record: StepRecord) -> None:
         self.steps.append(record)
@@ -275,6 +281,9 @@ class MemoryMetrics:
 
     def add_notice(self, record: NoticeRecord) -> None:
         self.notices.append(record)
+
+    def add_network(self, record: NetworkRecord) -> None:
+        self.networks.append(record)
 
     def close(self) -> None:
         self.closed = True

@@ -8,7 +8,6 @@ from pathlib import Path
 from liver_hpc.checkpoint.boxes import written_boxes
 from liver_hpc.checkpoint.hdf5 import BoxesWriter, dataset_name
 from liver_hpc.checkpoint.index import (
-    FORMAT_VERSION,
     Part,
     checksum,
     flush_to_disk,
@@ -54,12 +53,7 @@ def write_part(state: WorldState, step: int, directory: Path) -> Part:
     partial.mkdir(parents=True, exist_ok=True)
     layout, rank = state.layout, state.layout.rank(state.at)
     path = partial / part_name(rank)
-    about: dict[str, str | int] = {
-        "format_version": FORMAT_VERSION,
-        "step": step,
-        "layout": str(layout),
-        "rank": rank,
-    }
+    about: dict[str, str | int] = {"step": step, "layout": str(layout), "rank": rank}
     with BoxesWriter(path, about) as file:
         for kind, index, box in written_boxes(state.model, layout, state.at):
             name = dataset_name(kind, state.model.tensors[index].name, box)

@@ -112,7 +112,7 @@ def worker_network_environment(
 
     Raises ConfigError when the run file names an interface or adapter that the node lacks.
     """
-    told = dict(network.nccl)
+    told = {name: str(value) for name, value in network.nccl.items()}
     control = control_interface(network, kind, facts)
     found: dict[str, str] = {}
     if network.gloo_interface is not None:

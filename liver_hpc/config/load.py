@@ -47,6 +47,10 @@ def absolute_paths(config: RunConfig) -> RunConfig:
                 "text": [str(_absolute(Path(t))) for t in text] if isinstance(text, list) else text,
             }
         )
+    if (directory := config.checkpoint.directory) is not None:
+        update["checkpoint"] = config.checkpoint.model_copy(
+            update={"directory": _absolute(directory)}
+        )
     return config.model_copy(update=update)
 
 

@@ -262,6 +262,7 @@ class Course:
             metrics_error=self.recorder.metrics_error,
             now_s=self._clock.now_s(),
             nodes=tuple(self.fleet.capacity.lines(self._crew.taken())),
+            transports=self.recorder.transports.get(world.generation, ()) if world else (),
         )
 
     # ---- how handoffs end

@@ -202,6 +202,18 @@ class Crew:
         if agent.kill_at is not None:
             self._end(agent, "it is of no more use")
 
+    def detach(self, channel: Channel, name: str) -> None:
+        """An agent's own channel has ended."""
+        agent = self._agents.get(name)
+        if agent is not None and agent.channel is channel:
+            agent.channel = None
+        channel.close()
+
+    def explains(self, worker: int) -> bool:
+        """Whether the agent of a worker that should not have gone can say how it ended."""
+        member = self._members.get(worker)
+        return member is not None and member.gone_by is None and member.agent.channel is not None
+
     def agent_node(self, name: str) -> str | None:
         """The node of an agent; None for one that has ended."""
         agent = self._agents.get(name)

@@ -176,6 +176,11 @@ class HandoffEstimator:
 
     # ---- answers
 
+    @property
+    def measured(self) -> bool:
+        """Whether a handoff of this run has been seen; before, estimates are assumptions."""
+        return bool(self._prepare_s)
+
     def estimate(self, source: Roster, target: Roster, joiners: int) -> Estimate:
         """What a handoff from `source` to `target` takes, `joiners` of whose workers must boot.
 

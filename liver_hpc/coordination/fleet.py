@@ -229,7 +229,8 @@ class Fleet:
         disk_s = self.estimator.checkpoint_s(world.roster)
         if self._failed_leaves >= MOST_LEAVES:
             way, text = None, f"{text}; {self._failed_leaves} handoffs have failed"
-        if way is None or (way.total_s > window_s and disk_s <= window_s):
+        too_slow = way is not None and self.estimator.measured and way.total_s > window_s
+        if way is None or (too_slow and disk_s <= window_s):
             live = "none" if way is None else f"{way.total_s:.1f} s"
             action = f"to disk (live: {live}, disk: {disk_s:.1f} s, window: {window_s:.1f} s)"
             self.notices.decided(occupied, action, -1, disk_s)

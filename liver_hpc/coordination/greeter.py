@@ -1,4 +1,4 @@
-"""Who is calling: workers, operators and store clients, told apart by their first message."""
+"""Who is calling: worker, agent, operator or store client, told apart by the first message."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from liver_hpc.coordination.inbox import (
+    AgentConnected,
+    AgentGone,
+    AgentSaid,
+    AgentWarned,
     Asked,
     Connected,
     Disconnected,
@@ -18,15 +22,19 @@ from liver_hpc.coordination.inbox import (
 from liver_hpc.coordination.store import StoreService
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.protocol.messages import (
+    AgentHello,
     DrainRequest,
     FromOperator,
     Hello,
+    KeeperHello,
     ReplaceRequest,
     Reply,
     ResizeRequest,
     StatusRequest,
     StopRequest,
     StoreRequest,
+    Warned,
+    WorkerEnded,
 )
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed
 
@@ -54,6 +62,11 @@ class Greeter:
             return
         if isinstance(first, Hello):
             self._serve_worker(channel, first)
+        elif isinstance(first, AgentHello):
+            self._serve_agent(channel, first)
+        elif isinstance(first, KeeperHello):
+            channel.peer = f"keeper of job {first.job}"
+            channel.receive()  # it says no more: its end and ours are all there is to know
         elif isinstance(first, StoreRequest):
             self._store.serve(channel, first)
         elif isinstance(first, OPERATOR_REQUESTS):
@@ -70,6 +83,24 @@ class Greeter:
                 self._inbox.put(Received(channel, worker, channel.receive()))
         except ChannelClosed as error:
             self._inbox.put(Disconnected(channel, worker, str(error)))
+
+    def _serve_agent(self, channel: Channel, hello: AgentHello) -> None:
+        channel.peer = f"agent {hello.agent}"
+        self._inbox.put(AgentConnected(channel, hello))
+        reason = ""
+        try:
+            while not reason:
+                message = channel.receive()
+                if isinstance(message, Warned) and message.agent == hello.agent:
+                    self._inbox.put(AgentWarned(channel, message))
+                elif isinstance(message, WorkerEnded) and message.agent == hello.agent:
+                    self._inbox.put(AgentSaid(channel, message))
+                else:
+                    reason = f"it sent {message}"
+                    log.warning("agent %s: unexpected %s", hello.agent, message)
+        except ChannelClosed as error:
+            reason = str(error)
+        self._inbox.put(AgentGone(channel, hello.agent, reason))
 
     def settle(self) -> None:
         """Waits until the replies that the loop has given are sent. The inbox must be closed."""

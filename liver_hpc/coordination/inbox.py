@@ -10,7 +10,15 @@ from typing import Generic, TypeVar
 
 from liver_hpc.cluster.pool import PoolEvent
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.protocol.messages import AnyMessage, FromOperator, Hello, Reply
+from liver_hpc.protocol.messages import (
+    AgentHello,
+    AnyMessage,
+    FromOperator,
+    Hello,
+    Reply,
+    Warned,
+    WorkerEnded,
+)
 from liver_hpc.rendezvous.channel import Channel
 from liver_hpc.rendezvous.meeting import Answer, Identity, Refusal
 
@@ -51,6 +59,39 @@ class Disconnected:
 
 
 @dataclass(frozen=True)
+class AgentConnected:
+    """An agent's own control channel is open."""
+
+    channel: Channel
+    hello: AgentHello
+
+
+@dataclass(frozen=True)
+class AgentWarned:
+    """An agent got a signal that announces the end of its node."""
+
+    channel: Channel
+    message: Warned
+
+
+@dataclass(frozen=True)
+class AgentSaid:
+    """An agent knows how one of its workers ended: not well."""
+
+    channel: Channel
+    message: WorkerEnded
+
+
+@dataclass(frozen=True)
+class AgentGone:
+    """An agent's own control channel has ended."""
+
+    channel: Channel
+    agent: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class StopSignalled:
     """The coordinator's process was told to stop."""
 
@@ -85,7 +126,10 @@ class Asked(Question[Reply]):
     request: FromOperator
 
 
-InboxEvent = Connected | Received | Disconnected | StopSignalled | PoolSaid | Met | Asked
+AgentEvent = AgentConnected | AgentWarned | AgentSaid | AgentGone
+InboxEvent = (
+    Connected | Received | Disconnected | AgentEvent | StopSignalled | PoolSaid | Met | Asked
+)
 
 
 class Inbox:

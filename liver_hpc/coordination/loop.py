@@ -22,6 +22,10 @@ from liver_hpc.coordination.crew import Crew
 from liver_hpc.coordination.greeter import Greeter
 from liver_hpc.coordination.handoffs import OfAttempt
 from liver_hpc.coordination.inbox import (
+    AgentConnected,
+    AgentGone,
+    AgentSaid,
+    AgentWarned,
     Asked,
     Connected,
     Disconnected,
@@ -53,6 +57,8 @@ from liver_hpc.protocol.messages import (
     StepDone,
     StopRequest,
     Transports,
+    Warned,
+    WorkerEnded,
 )
 from liver_hpc.rendezvous.channel import ControlServer
 from liver_hpc.rendezvous.meeting import Answer
@@ -61,6 +67,8 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 """How often deadlines, heartbeats and agents are looked at."""
+EXPLAIN_S = 0.5
+"""How long a worker's agent may take to say how the worker ended."""
 FROZEN_S = 2.0
 """A gap between two looks that only a process that stood still can have."""
 
@@ -80,6 +88,8 @@ class Coordinator:
         self._store = StoreService()
         self._crew = Crew(config, services.launcher, services.clock)
         self._course = Course(config, services, self._crew, self._store, run_directory)
+        self._endings: dict[int, str] = {}
+        self._unexplained: dict[int, tuple[Deadline, str]] = {}
         self._address = ("", 0)
         self._next_tick_s = 0.0
         self._last_tick_s = services.clock.now_s()
@@ -164,7 +174,15 @@ class Coordinator:
                 self._connected(event)
             case Disconnected():
                 if self._crew.hear(event.channel, event.worker):
-                    self._lost(event.worker, event.reason)
+                    self._disconnected(event)
+            case AgentConnected():
+                self._crew.attach(event.channel, event.hello)
+            case AgentWarned():
+                self._agent_warned(event.message)
+            case AgentSaid():
+                self._worker_ended(event.message)
+            case AgentGone():
+                self._crew.detach(event.channel, event.agent)
             case Met():
                 self._meet(event)
             case Asked():
@@ -183,6 +201,9 @@ class Coordinator:
             # meanwhile has not been read yet.
             self._crew.excuse_all()
         self._last_tick_s = now_s
+        for worker, (deadline, reason) in list(self._unexplained.items()):
+            if deadline.expired():
+                self._lost(worker, reason)
         self._course.tick()
         for worker in self._crew.reap():
             self._course.lost(worker, "did not end by itself")
@@ -191,8 +212,34 @@ class Coordinator:
                 self._lost(worker, f"silent for {self._config.deadlines.heartbeat_s:g} s")
 
     def _lost(self, worker: int, reason: str) -> None:
+        self._unexplained.pop(worker, None)
         if self._crew.leave(worker):
             self._course.lost(worker, reason)
+
+    # ---- agents
+
+    def _agent_warned(self, message: Warned) -> None:
+        """The pool finds out what the signal announces."""
+        node = self._crew.agent_node(message.agent)
+        log.warning("agent %s got %s on %s", message.agent, message.signal, node or "its node")
+        if node:
+            self._services.pool.warned(node, message.signal, message.at_s)
+
+    def _disconnected(self, event: Disconnected) -> None:
+        """A worker's agent knows better how it ended, and may say so in a moment."""
+        worker = event.worker
+        how = self._endings.get(worker)
+        if how is not None or not self._crew.explains(worker):
+            self._lost(worker, how or event.reason)
+        elif worker not in self._unexplained:
+            waits_for = f"the agent of worker {worker}"
+            deadline = Deadline.after(self._clock, EXPLAIN_S, waits_for)
+            self._unexplained[worker] = (deadline, event.reason)
+
+    def _worker_ended(self, message: WorkerEnded) -> None:
+        self._endings[message.worker] = message.how
+        if message.worker in self._unexplained:
+            self._lost(message.worker, message.how)
 
     # ---- workers
 

@@ -9,8 +9,6 @@ from typing import NamedTuple, Protocol
 from liver_hpc.config.problems import joined
 from liver_hpc.config.schema import (
     AUTO,
-    BurstSection,
-    ComponentSection,
     LayoutSection,
     RunConfig,
     TrainSection,
@@ -99,13 +97,10 @@ def workers_of_a_node(config: RunConfig) -> int | None:
     if cluster.kind == "local":
         return None
     slurm = cluster.slurm
-    kinds: list[ComponentSection | BurstSection] = [*slurm.components]
+    known = [cluster.slots(component) for component in slurm.components]
     if slurm.burst is not None:
-        kinds.append(slurm.burst)
-    known = [
-        kind.workers_per_node or cluster.workers_per_node or kind.gpus_per_node for kind in kinds
-    ]
-    return min(filter(None, known or [cluster.workers_per_node]), default=None)
+        known.append(cluster.slots(slurm.burst))
+    return min(known, default=cluster.workers_per_node)
 
 
 @dataclass(frozen=True)
@@ -167,8 +162,11 @@ def layouts_up_to(workers: int) -> Iterator[Layout]:
 
 
 def fullest_bytes(model: ModelSpec, layout: Layout) -> int:
-    """Bytes of parameters, gradients and optimizer state of a layout's fullest worker."""
-    # Of a stage, every tp rank holds as much, and no dp rank more than the first.
+    """Bytes of parameters, gradients and optimizer state of a layout's fullest worker.
+
+    Exact to within the padding between the optimizer's parameters.
+    """
+    # Of a stage, every tp rank holds as much, and every dp rank as much of each bucket.
     seats = [Coordinate(0, stage, 0) for stage in range(layout.pp)]
     return max(sum(worker_bytes(model, layout, seat).values()) for seat in seats)
 

@@ -22,7 +22,7 @@ from liver_hpc.metrics.derive import (
     notice_figures,
     run_figures,
 )
-from liver_hpc.metrics.records import BaselineRecord, RunRecords
+from liver_hpc.metrics.records import BaselineRecord, NetworkRecord, RunRecords
 from liver_hpc.metrics.wording import (
     NOTHING,
     bytes_text,
@@ -44,8 +44,8 @@ Cell = str | Text
 def report_json(records: RunRecords) -> dict[str, Any]:
     """All records with all that is derived from them; a figure that is not known is None.
 
-    Keys: attributes, summary, generations, steps, reconfigurations, notices, baselines. Lengths of time are
-    in seconds, points in time in seconds since the epoch.
+    Keys: attributes, summary, generations, steps, reconfigurations, notices, baselines,
+    networks. Lengths of time are in seconds, points in time in seconds since the epoch.
     """
     figures = run_figures(records)
     summary = {
@@ -62,6 +62,7 @@ def report_json(records: RunRecords) -> dict[str, Any]:
         "reconfigurations": [asdict(record) | asdict(derived) for record, derived in attempts],
         "notices": _notice_rows(records),
         "baselines": [asdict(baseline) for baseline in records.baselines],
+        "networks": [asdict(network) for network in records.networks],
     }
     strict: dict[str, Any] = _strict(document)
     return strict
@@ -89,7 +90,7 @@ def _strict(value: Any) -> Any:
 def print_report(records: RunRecords, console: Console) -> None:
     """Tables of the run, its worlds, its reconfigurations and its baselines; fits 80 columns."""
     figures = run_figures(records)
-    parts = [_summary(figures, records.attributes)]
+    parts = [_summary(figures, records)]
     if figures.generations:
         parts.append(_worlds(figures.generations))
     if figures.reconfigurations:
@@ -105,7 +106,8 @@ def print_report(records: RunRecords, console: Console) -> None:
         console.print(line)
 
 
-def _summary(figures: RunFigures, attributes: dict[str, str]) -> Table:
+def _summary(figures: RunFigures, records: RunRecords) -> Table:
+    attributes = records.attributes
     steps = f"{figures.steps} in {duration_text(figures.wall_s)}"
     if figures.missing_steps:
         steps += f", {figures.missing_steps} more were not recorded"
@@ -117,6 +119,8 @@ def _summary(figures: RunFigures, attributes: dict[str, str]) -> Table:
         "goodput": NOTHING if math.isnan(figures.goodput) else f"{figures.goodput:.1%}",
         "handoffs": handoffs,
     }
+    if records.networks:
+        lines["transport"] = _transports(records.networks)
     if figures.reconfigurations:
         lines["cost"] = (
             f"lost {duration_text(figures.lost_s)}, slowdown {duration_text(figures.slowdown_s)}"
@@ -131,6 +135,20 @@ def _summary(figures: RunFigures, attributes: dict[str, str]) -> Table:
         if line:
             grid.add_row(name, Text(line))
     return grid
+
+
+def _transports(networks: Sequence[NetworkRecord]) -> str:
+    """What the collectives used; where that has changed, in which worlds."""
+    by_generation: dict[int, str] = {}
+    for record in networks:
+        others = by_generation.get(record.generation)
+        by_generation[record.generation] = ", ".join(filter(None, [others, record.transport]))
+    users: dict[str, list[str]] = {}
+    for generation, used in by_generation.items():
+        users.setdefault(used, []).append(str(generation))
+    if len(users) == 1:
+        return next(iter(users))
+    return "; ".join(f"{used} (gen {', '.join(worlds)})" for used, worlds in users.items())
 
 
 def _worlds(worlds: Sequence[GenerationFigures]) -> Table:

@@ -45,3 +45,4 @@ class StatusSnapshot(BaseModel):
     metrics_error: str
     now_s: float
     nodes: tuple[str, ...] = ()
+    transports: tuple[str, ...] = ()

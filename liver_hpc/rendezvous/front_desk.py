@@ -80,7 +80,7 @@ class Desk:
         self._verdicts: queue.SimpleQueue[str] = queue.SimpleQueue()
         quiet_thread(self._read_verdicts, "verdicts")
         with self._watchdog.limit(_START_S, "MPI to start"):
-            start_mpi(settings["interface"])
+            netmod = start_mpi(settings["host"], settings["interface"], settings["netmod"])
             self._mpi_port = open_port()
         bell = WireServer(settings["host"], self._secret, self._ring)
         MeetingPlace(
@@ -88,6 +88,7 @@ class Desk:
             bell_host=bell.address[0],
             bell_port=bell.address[1],
             interface=settings["interface"],
+            netmod=netmod,
         ).write(run_directory)
         _say("open")
 

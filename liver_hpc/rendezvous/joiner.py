@@ -57,7 +57,7 @@ def meet(run_directory: Path, identity: Identity, secret: bytes, timeout_s: floa
     place = _meeting_place(run_directory, deadline)
     watchdog = Watchdog(f"agent {identity.agent}")
     with watchdog.limit(deadline.remaining_s() + _STUCK_MARGIN_S, waits_for):
-        mpi_calls.start_mpi(place.interface)
+        mpi_calls.start_mpi(place.bell_host, place.interface, place.netmod)
         wire, place = _wait_for_turn(run_directory, secret, deadline)
         finished = threading.Event()
         quiet_thread(lambda: _watch_desk(wire, finished, identity.agent), "desk-watch")

@@ -7,7 +7,6 @@ nothing with it; this module starts it, answers its questions and replaces it wh
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +31,38 @@ _RESTART_PAUSE_S = 0.1
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class DeskPlace:
+    """host: where the desk listens. interface, netmod: what MPI goes by, where the run file names
+    it; by default the interface that leads to `host`, and ofi."""
+
+    host: str = "127.0.0.1"
+    interface: str | None = None
+    netmod: str | None = None
+
+
+HERE = DeskPlace()
+"""For joiners of this machine alone."""
+
+
 class MpiFrontDesk(FrontDesk):
     """Runs the desk's process and answers for it; its log is logs/front-desk.log.
 
-    `host` is the address at which the bell listens; `interface` is the network interface for MPI,
-    by default the loopback one for a loopback host and libfabric's choice for any other. One
-    joiner may hold the desk for `turn_s`, the coordinator's answer included.
+    `place` is the address at which the bell listens, and what MPI goes by. One joiner may hold
+    the desk for `turn_s`, the coordinator's answer included.
     """
 
     def __init__(
         self,
         run_directory: Path,
         secret: bytes,
-        host: str = "127.0.0.1",
-        interface: str | None = None,
+        place: DeskPlace = HERE,
         turn_s: float = 10.0,
     ) -> None:
-        if interface is None and _is_loopback(host):
-            interface = "lo"
         self._run_directory = run_directory
         self._settings = {
             "secret": secret.hex(),
-            "host": host,
-            "interface": interface,
+            **asdict(place),
             "turn_s": turn_s,
         }
         self._answer: Callable[[Identity], Answer | Refusal] | None = None
@@ -190,10 +199,3 @@ class MpiFrontDesk(FrontDesk):
         assert process.stdin is not None
         process.stdin.write(line + "\n")
         process.stdin.flush()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

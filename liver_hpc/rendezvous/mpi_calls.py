@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import MeetingError
+from liver_hpc.interfaces import interface_towards
 from liver_hpc.lifeline import quiet_thread
 from liver_hpc.rendezvous.meeting import MAX_DIALOGUE_BYTES
 
@@ -35,6 +36,8 @@ TURN = b"your turn"
 """What the bell says to the joiner that is to connect over MPI now."""
 
 _PORT_FILE = "mpi-port"
+_NETMOD = "MPIR_CVAR_CH4_NETMOD"
+_INTERFACE_VARIABLES = ("FI_TCP_IFACE", "UCX_NET_DEVICES")
 _TAG = 1
 _POLL_INTERVAL_S = 0.0005
 
@@ -44,7 +47,10 @@ class MpiError(MeetingError):
 
 
 class MeetingPlace(BaseModel):
-    """Where the desk can be met: its MPI port, its bell, the network interface that both use."""
+    """Where the desk can be met: its MPI port, its bell, and what its MPI goes by.
+
+    interface: as the run file names it, for every node; None where each finds its own.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -52,6 +58,7 @@ class MeetingPlace(BaseModel):
     bell_host: str
     bell_port: int
     interface: str | None
+    netmod: str
 
     def write(self, run_directory: Path) -> None:
         """Replaces the run's meeting place; readers see the old one or this one, whole."""
@@ -106,17 +113,16 @@ def end_process(message: str, code: int) -> None:
     os._exit(code)
 
 
-def start_mpi(interface: str | None) -> None:
-    """Initialises MPI in this process; what the environment says explicitly stays in force.
+def start_mpi(host: str, interface: str | None = None, netmod: str | None = None) -> str:
+    """Initialises MPI in this process, and says by which netmod.
+
+    host: the desk's address; without an `interface`, that on the way there is taken. An interface
+    or netmod that is given beats the environment, which beats all else.
 
     SIGTERM and SIGINT wait meanwhile, so that they find nothing of MPI's in /dev/shm. Raises
     MeetingError when MPI cannot be loaded; like every function below MpiError when it fails.
     """
-    # ofi reports a dead peer where ucx crashes; tcp is there on every machine, and fast enough.
-    os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
-    os.environ.setdefault("FI_PROVIDER", "tcp")
-    if interface is not None:
-        os.environ.setdefault("FI_TCP_IFACE", interface)
+    chosen = _choose_network(host, interface, netmod)
     try:
         import mpi4py
 
@@ -132,6 +138,24 @@ def start_mpi(interface: str | None) -> None:
         _unlink_shared_memory()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+    return chosen
+
+
+def _choose_network(host: str, interface: str | None, netmod: str | None) -> str:
+    """Tells MPICH, libfabric and UCX by the environment; the netmod."""
+    if netmod is not None:
+        os.environ[_NETMOD] = netmod
+    # ofi reports a dead peer where ucx crashes; tcp is there on every machine, and fast enough.
+    os.environ.setdefault(_NETMOD, "ofi")
+    os.environ.setdefault("FI_PROVIDER", "tcp")
+    os.environ.setdefault("UCX_TLS", "tcp,self")
+    found = interface_towards(host)
+    for variable in _INTERFACE_VARIABLES:
+        if interface is not None:
+            os.environ[variable] = interface
+        elif found is not None:
+            os.environ.setdefault(variable, found)
+    return os.environ[_NETMOD]
 
 
 def open_port() -> str:

@@ -81,7 +81,7 @@ def reach(step):
     threading.Event().wait()
 
 deadline = Deadline.after(SystemClock(), 20.0, "the desk")
-mpi_calls.start_mpi(mpi_calls.MeetingPlace.read(Path(directory)).interface)
+mpi_calls.start_mpi(mpi_calls.MeetingPlace.read(Path(directory)).bell_host)
 wire, place = _wait_for_turn(Path(directory), bytes.fromhex(bell_secret), deadline)
 reach("turn")
 line = mpi_calls.MpiPeer(mpi_calls.connect(place.mpi_port, 20.0), deadline, threading.Event())

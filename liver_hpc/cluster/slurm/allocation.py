@@ -21,8 +21,8 @@ class Place:
     """How Slurm calls the allocation of a node.
 
     job_id: what srun wants, for a component its leader's. het_group: the component's index, None
-    in a plain job. own_id: the component's own job id, under which squeue lists its steps. burst: it is
-    an allocation that was asked for while the run goes on.
+    in a plain job. own_id: the component's own job id, under which squeue lists its steps. burst:
+    whether it is an allocation that was asked for while the run goes on.
     """
 
     job_id: str

@@ -31,7 +31,8 @@ class BurstPolicy:
 
     Requests stand, each for `nodes_per_request` nodes, until the run holds or has asked for as
     many nodes as its wanted workers take, within `min_nodes` and `max_nodes`. spent_node_hours:
-    what earlier lives of the run have used of the cap.
+    what earlier lives of the run have used of the cap. shortest_min: an allocation for a shorter
+    time is of no use, so near the cap nothing is asked for.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class BurstPolicy:
         slots_per_node: int,
         clock: Clock,
         spent_node_hours: float = 0.0,
+        shortest_min: int = 1,
     ) -> None:
         self._config = config
         self._slots_per_node = slots_per_node
         self._clock = clock
         self._spent_node_hours = spent_node_hours
+        self._shortest_min = shortest_min
         self._workers = 0
         self._pending: dict[str, int] = {}
         self._held: dict[str, _Grant] = {}
@@ -116,7 +119,7 @@ class BurstPolicy:
             nodes = min(self._config.nodes_per_request, self._config.max_nodes - asked)
             asked += nodes
             time_min = self._time_min(asked)
-            if time_min < 1:
+            if time_min < self._shortest_min:
                 break
             requests.append(Request(nodes, time_min))
         return requests

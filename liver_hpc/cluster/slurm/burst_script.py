@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
 from liver_hpc.cluster.slurm.burst import Request
-from liver_hpc.config.schema import BurstSection, SbatchOptions, SlurmSection
+from liver_hpc.cluster.slurm.script import Option, python_words, resources
+from liver_hpc.config.schema import BurstSection, ClusterSection, SlurmSection
 
 SCRIPT_FILE = "burst.sbatch"
 
 
-def burst_script(slurm: SlurmSection) -> str:
+def burst_script(cluster: ClusterSection) -> str:
     """Holds the allocation for as long as the run lives; its argument is the run directory."""
-    python = slurm.python or sys.executable
+    keeper = shlex.join([*python_words(cluster), "-m", "liver_hpc.keeper"])
     lines = [
         "#!/bin/bash",
-        "# Keeps preemptible nodes for a run; ends, and with it the allocation, with the run.",
-        *slurm.setup,
-        f'exec {shlex.quote(python)} -m liver_hpc.keeper --run-directory "$1"',
+        "# Keeps preemptible nodes for a run, and gives them back when the run is over.",
+        *cluster.slurm.setup,
+        f'exec {keeper} --run-directory "$1"',
     ]
     return "\n".join(lines) + "\n"
 
@@ -28,24 +28,25 @@ def burst_arguments(
     slurm: SlurmSection, burst: BurstSection, request: Request, name: str, run_directory: Path
 ) -> list[str]:
     """sbatch's options. The job survives the loss of one of its nodes and is never requeued."""
-    words = [f"--job-name={name}", f"--partition={burst.partition}", f"--nodes={request.nodes}"]
-    words += ["--ntasks-per-node=1", f"--time={request.time_min}", "--no-requeue", "--no-kill"]
-    words += [f"--output={run_directory}/logs/burst-%j.log", "--open-mode=append"]
+    logs = str(run_directory / "logs").replace("%", "%%")
+    options: list[Option] = [
+        ("job-name", name),
+        ("partition", burst.partition),
+        ("nodes", request.nodes),
+        ("time", request.time_min),
+        ("no-requeue", True),
+        ("no-kill", True),
+        ("output", f"{logs}/burst-%j.log"),
+        ("open-mode", "append"),
+        ("export", "ALL"),
+    ]
     if slurm.account is not None:
-        words.append(f"--account={slurm.account}")
-    if slurm.qos is not None and "qos" not in burst.options:
-        words.append(f"--qos={slurm.qos}")
-    if burst.gpus_per_node:
-        words.append(f"--gpus-per-node={burst.gpus_per_node}")
-    if burst.cpus_per_node is not None:
-        words.append(f"--cpus-per-task={burst.cpus_per_node}")
-    return [*words, *option_words(burst.options)]
-
-
-def option_words(options: SbatchOptions) -> list[str]:
-    """{"constraint": "ib", "exclusive": True} as --constraint=ib --exclusive."""
+        options.append(("account", slurm.account))
+    if slurm.qos is not None:
+        options.append(("qos", slurm.qos))
+    # What the section itself says comes last and wins.
+    options += resources(burst)
     return [
         f"--{name}" if value is True else f"--{name}={value}"
-        for name, value in options.items()
-        if value is not False
+        for name, value in dict(options).items()
     ]

@@ -51,6 +51,7 @@ class Holding:
     warned: dict[str, NodeWarned] = field(default_factory=dict)
     end_told: tuple[str, float] | None = None
     given_back: set[str] = field(default_factory=set)
+    returning: bool = False
 
     @property
     def job(self) -> str:
@@ -95,7 +96,7 @@ class Holdings:
     def place_of(self, node: str) -> Place:
         """Where steps on the node belong; it is in use again. Raises LiverError when not held."""
         holding = self.of(node)
-        if holding is None:
+        if holding is None or holding.returning:
             held = ", ".join(self.node_names()) or "none"
             raise LiverError(f"node {node!r} is not held (any more); nodes are {held}")
         holding.given_back.discard(node)
@@ -228,7 +229,10 @@ class Holdings:
         taken = all(
             name in holding.warned and holding.warned[name].reason in _TAKEN for name in left
         )
-        return holding.job if holding.place.burst or taken else None
+        if not holding.place.burst and not taken:
+            return None
+        holding.returning = True
+        return holding.job
 
 
 def _is_preemption(holding: Holding, ends_s: float, now_s: float) -> bool:

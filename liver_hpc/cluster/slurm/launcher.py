@@ -7,7 +7,6 @@ killed srun, and srun calls the loss of a node success.
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.launcher import Launcher, NodeRequest, check_names, unknown_agent
 from liver_hpc.cluster.slurm.allocation import Place
 from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.script import python_words
 from liver_hpc.cluster.slurm.step import Step, StepPlan
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, DeadlineError, LiverError
@@ -31,7 +31,7 @@ class AgentCommand:
 
     @classmethod
     def of(cls, config: RunConfig) -> AgentCommand:
-        return cls((config.cluster.slurm.python or sys.executable, "-m", "liver_hpc.agent"))
+        return cls((*python_words(config.cluster), "-m", "liver_hpc.agent"))
 
     def line(self, run_directory: Path, request: NodeRequest) -> list[str]:
         line = [*self.words, "--run-directory", str(run_directory), "--agent", request.agent]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ END_SIGNAL = "USR2"
 """Tells the coordinator that the end of its job is near; submitit's name for it, too."""
 
 Option = tuple[str, str | int | bool]
+
+_PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 
 # Where sbatch's variable is not called after the option.
 _VARIABLES = {"time": "SBATCH_TIMELIMIT", "no-requeue": "SBATCH_NO_REQUEUE"}
@@ -44,7 +47,7 @@ class Submission:
     @property
     def output(self) -> Path:
         """Where the job's output goes; %j is its id. submitit looks for it there."""
-        return self.folder / "%j_0_log.out"
+        return Path(str(self.folder).replace("%", "%%")) / "%j_0_log.out"
 
 
 def python_words(cluster: ClusterSection) -> list[str]:
@@ -153,4 +156,12 @@ def _directive(option: Option) -> str:
     text = str(value)
     if not text.isprintable():
         raise ConfigError(f"sbatch --{name}: {text!r} has control characters")
-    return f"#SBATCH --{name}={shlex.quote(text)}"
+    return f"#SBATCH --{name}={_quoted(text)}"
+
+
+def _quoted(text: str) -> str:
+    """As sbatch reads it: unlike a shell it takes a backslash for one in any quotes."""
+    if _PLAIN.fullmatch(text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from liver_hpc.cluster.pool import EndNear, Node, NodeGone
+from liver_hpc.coordination.estimate import Estimate
 from liver_hpc.coordination.run_files import Outcome
+from liver_hpc.layout.coordinates import Roster
+from liver_hpc.metrics.records import ReconfigurationRecord
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
+from liver_hpc.rendezvous.channel import Channel, connect
 from tests.fakes import Fault
-from tests.unit.coordination.live import LiveRun, Start
+from tests.unit.coordination.live import LIMIT_S, SECRET, LiveRun, Start
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -25,9 +30,38 @@ def burst(number: int, slots: int = 1) -> Node:
     return Node(f"burst{number}", f"burst-{number}", slots, volatile=True, burst=True)
 
 
+class FixedEstimates:
+    """Scripted workers tell invented times: nothing can be learnt from them."""
+
+    measured = True
+
+    def observe(self, record: ReconfigurationRecord) -> None:
+        pass
+
+    def observe_step(self, step_s: float) -> None:
+        pass
+
+    def estimate(self, source: Roster, target: Roster, joiners: int) -> Estimate:
+        return Estimate(
+            total_s=9.0 if joiners else 2.0,
+            prepare_s=8.0 if joiners else 1.0,
+            boundary_s=0.5,
+            transfer_s=0.25,
+            release_s=0.25,
+            bytes_moved=1,
+        )
+
+    def checkpoint_s(self, roster: Roster) -> float:
+        return 4.0
+
+
 def on_two_nodes(make: Start, *more: Node, **sections: Any) -> LiveRun:
     """Two workers on n1 and n2, training."""
-    return make(nodes=(*MAIN, *more), **{"policy": POLICY, **sections})
+    run = make(nodes=(*MAIN, *more), begin=False, **{"policy": POLICY, **sections})
+    fleet: Any = run.coordinator._course.fleet
+    fleet.estimator = FixedEstimates()
+    run.start()
+    return run
 
 
 def grown(make: Start, **sections: Any) -> LiveRun:
@@ -216,8 +250,27 @@ def test_the_end_of_the_own_allocation_is_a_requeue(make: Start) -> None:
     assert run.cluster.pool.closed
 
 
+def agents_own_line(run: LiveRun, agent: str) -> Channel:
+    where = json.loads((run.directory / "coordinator.json").read_text())
+    line = connect((where["host"], where["port"]), SECRET, LIMIT_S, "the coordinator")
+    line.send(m.AgentHello(agent=agent, host="test", pid=1))
+    return line
+
+
 def test_a_signal_of_an_agent_is_brought_before_the_pool(make: Start) -> None:
     run = on_two_nodes(make)
-    warned = m.Warned(agent="a0", signal="TERM", at_s=1.0)
-    run.coordinator.agent_warned(warned)
-    run.until(lambda: run.cluster.pool.signals == [("n1", "TERM")], "the pool to hear of it")
+    line = agents_own_line(run, "a1")
+    line.send(m.Warned(agent="a1", signal="TERM", at_s=1.0))
+    run.until(lambda: run.cluster.pool.signals == [("n2", "TERM")], "the pool to hear of it")
+    line.close()
+
+
+def test_an_agent_says_how_its_worker_ended(make: Start) -> None:
+    run = on_two_nodes(make)
+    agent, lost = "a1", next(w for w in (0, 1) if run.coordinator._crew.node_of(w) == "n2")
+    line = agents_own_line(run, agent)
+    run.until(lambda: run.coordinator._crew.explains(lost), "the agent's line")
+    run.cluster.workers[lost].channel.close()
+    line.send(m.WorkerEnded(agent=agent, worker=lost, how="signal 9"))
+    assert run.outcome().reason == f"worker {lost} lost: signal 9"
+    line.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.clock import FakeClock
+from liver_hpc.config.schema import NetworkSection
 from liver_hpc.coordination.address import control_address
 from liver_hpc.coordination.inbox import Asked, Inbox, InboxClosed, StopSignalled
 from liver_hpc.coordination.records import RunRecorder
@@ -187,7 +188,8 @@ def test_log_lines_carry_the_identity_of_the_moment(tmp_path: Path) -> None:
 
 
 def test_the_control_address() -> None:
-    assert control_address(None) == "127.0.0.1"
-    assert control_address("lo") == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"'nowhere0' has no IPv4 address.*interfaces are.*lo"):
-        control_address("nowhere0")
+    assert control_address(NetworkSection(), "local") == "127.0.0.1"
+    assert control_address(NetworkSection(interface="lo"), "slurm") == "127.0.0.1"
+    wanted = r"node .* has no interface 'nowhere0' .* it has lo \(127.0.0.1\)"
+    with pytest.raises(ConfigError, match=wanted):
+        control_address(NetworkSection(interface="nowhere0"), "slurm")

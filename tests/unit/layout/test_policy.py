@@ -20,6 +20,7 @@ from liver_hpc.layout.candidates import (
 )
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.memory import worker_bytes
+from liver_hpc.layout.ownership import PARAMETER_ALIGNMENT
 from liver_hpc.layout.policy import MARGIN, REMEMBERED_STEPS, LayoutPolicy
 from liver_hpc.layout.tensors import ModelSpec, TensorSpec
 from liver_hpc.recipes.base import load_recipe
@@ -106,9 +107,12 @@ def test_all_factorizations_are_looked_at(workers: int) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(LAYOUTS, st.sampled_from(MODELS))
-def test_nobody_holds_more_than_the_fullest(layout: Layout, model: ModelSpec) -> None:
+def test_nobody_holds_more_than_the_fullest_but_for_padding(
+    layout: Layout, model: ModelSpec
+) -> None:
     held = [sum(worker_bytes(model, layout, at).values()) for at in layout.coordinates()]
-    assert max(held) == fullest_bytes(model, layout)
+    padding_bytes = len(model.tensors) * PARAMETER_ALIGNMENT * 12
+    assert 0 <= max(held) - fullest_bytes(model, layout) < padding_bytes
 
 
 def test_memory_leaves_out_what_is_too_large() -> None:
@@ -221,7 +225,7 @@ def test_nothing_measured_goes_by_expectation() -> None:
 
 def test_measured_beats_expected() -> None:
     assert taught(dp2=1.0, tp2=0.9).choices(2)[0] == TP2
-    assert taught(dp2=1.0, tp2=0.9, dp1=0.5).best(2) == DP1
+    assert taught(dp2=1.0, tp2=0.9, pp2=1.1, dp1=0.8).best(2) == DP1
 
 
 def test_median_of_the_last_steps() -> None:
@@ -263,7 +267,7 @@ def test_an_unseen_layout_needs_a_margin(global_batch: int, expected: Layout) ->
     chooser = policy(train={"steps": 10, "global_batch": global_batch})
     chooser.observe(PP2, 1.0)
     gain = 1 - chooser.expected_step_s(DP2)
-    assert 0 < gain
+    assert gain > 0
     assert (gain > MARGIN) == (expected == DP2)
     assert chooser.best(2) == expected
 

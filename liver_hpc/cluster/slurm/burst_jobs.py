@@ -1,0 +1,178 @@
+"""Burst allocations as Slurm jobs: the requests of a BurstPolicy, submitted, watched, cancelled."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from liver_hpc.clock import Clock
+from liver_hpc.cluster.slurm.burst import BurstPolicy
+from liver_hpc.cluster.slurm.burst_script import SCRIPT_FILE, burst_arguments, burst_script
+from liver_hpc.cluster.slurm.commands import ControllerAway, SlurmCommands, SlurmError
+from liver_hpc.cluster.slurm.guard import Guard, cancel_all
+from liver_hpc.cluster.slurm.replies import PENDING, RUNNING, JobInfo
+from liver_hpc.config.schema import BurstSection, RunConfig
+
+RECORD_FILE = "burst.json"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """burst.json: the name of this life's jobs, and what all lives have used so far."""
+
+    job_name: str
+    node_hours: float
+
+    @classmethod
+    def read(cls, path: Path) -> _Record | None:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            return cls(str(data["job_name"]), float(data["node_hours"]))
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            log.warning("%s is ignored: %r", path, error)
+            return None
+
+    def write(self, path: Path) -> None:
+        temporary = path.with_name(f".{path.name}")
+        text = json.dumps({"job_name": self.job_name, "node_hours": self.node_hours})
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(path)
+
+
+class BurstJobs:
+    """Used by the pool's watching thread alone, but for `want`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        burst: BurstSection,
+        commands: SlurmCommands,
+        run_directory: Path,
+        clock: Clock,
+    ) -> None:
+        self._slurm = config.cluster.slurm
+        self._burst = burst
+        self._script = burst_script(config.cluster)
+        self._commands = commands
+        self._run_directory = run_directory.absolute()
+        self._record_path = run_directory / RECORD_FILE
+        earlier = _Record.read(self._record_path)
+        self._earlier_name = earlier.job_name if earlier else ""
+        self.name = f"{self._run_directory.name}-burst-{secrets.token_hex(4)}"
+        self.policy = BurstPolicy(
+            burst,
+            config.cluster.slots(burst),
+            clock,
+            spent_node_hours=earlier.node_hours if earlier else 0.0,
+            shortest_min=math.floor(self._slurm.end_window_s / 60) + 1,
+        )
+        self._pending: dict[str, str] = {}  # with the reason that was last told
+        self._guard: Guard | None = None
+        self._unsure = False  # whether Slurm may have taken a request whose id never came
+
+    def open(self) -> None:
+        """Readies what the requests need. Raises SlurmError, OSError."""
+        script = self._run_directory / SCRIPT_FILE
+        script.write_text(self._script, encoding="utf-8")
+        script.chmod(0o700)
+        if self._earlier_name:  # left by a coordinator that was killed
+            self._commands.cancel_named(self._earlier_name)
+        self.save()
+        log_path = self._run_directory / "logs" / "guard.log"
+        self._guard = Guard(self.name, self._slurm.command_s, self._slurm.away_s, log_path)
+
+    def save(self) -> None:
+        """Notes what has been used of the cap."""
+        _Record(self.name, self.policy.node_hours).write(self._record_path)
+
+    @property
+    def pending(self) -> list[str]:
+        """Requests that Slurm has not answered."""
+        return list(self._pending)
+
+    def observe(self, jobs: Mapping[str, JobInfo], notes: list[str]) -> list[JobInfo]:
+        """Takes in an answer about all pending requests; those that were granted."""
+        if self._unsure:
+            self._adopt(notes)
+        granted = []
+        for job in self.pending:
+            info = jobs.get(job)
+            if info is not None and info.state == RUNNING and info.nodes:
+                del self._pending[job]
+                self.policy.granted(job, len(info.nodes))
+                granted.append(info)
+            elif info is None or info.over:
+                del self._pending[job]
+                self.policy.ended(job, by_us=False)
+                notes.append(f"burst request {job} has ended without a grant")
+            elif info.hopeless:
+                self._cancel(job)
+                self.policy.refused(job)
+                notes.append(f"burst request {job} was refused: {info.reason}")
+            elif info.state == PENDING and info.reason != self._pending[job]:
+                self._pending[job] = info.reason
+                log.info("burst request %s waits: %s", job, info.reason)
+        if granted:
+            self.save()
+        return granted
+
+    def _adopt(self, notes: list[str]) -> None:
+        """Slurm may have taken a request although its answer never came."""
+        for job, info in self._commands.named(self.name, retry=False).items():
+            if job not in self._pending and info.state == PENDING:
+                self._pending[job] = ""
+                self.policy.submitted(job, self._burst.nodes_per_request)
+                notes.append(f"burst request {job} was taken after all")
+        self._unsure = False
+
+    def ended(self, job: str, by_us: bool) -> None:
+        """A grant is no more."""
+        self.policy.ended(job, by_us)
+        self.save()
+
+    def act(self, notes: list[str]) -> None:
+        """Submits and cancels what the policy says. Raises ControllerAway."""
+        for job in self.policy.to_cancel():
+            self._cancel(job)
+            self.policy.ended(job, by_us=True)
+        for request in self.policy.to_submit():
+            arguments = burst_arguments(
+                self._slurm, self._burst, request, self.name, self._run_directory
+            )
+            script = self._run_directory / SCRIPT_FILE
+            try:
+                job = self._commands.sbatch(
+                    arguments, script, [str(self._run_directory)], retry=False
+                )
+            except ControllerAway:
+                self._unsure = True
+                raise
+            except SlurmError as error:
+                self.policy.refused()
+                notes.append(f"a request for {request.nodes} burst nodes was refused: {error}")
+                return
+            self._pending[job] = ""
+            self.policy.submitted(job, request.nodes)
+            log.info("asked for %d burst nodes: job %s", request.nodes, job)
+
+    def _cancel(self, job: str) -> None:
+        self._commands.cancel(job, retry=False)
+        self._pending.pop(job, None)
+
+    def close(self) -> None:
+        """Ends all burst jobs. Raises LiverError when that fails; the guard then stays to do it."""
+        if self._guard is None:
+            return
+        self.save()
+        cancel_all(self._commands, self.name)
+        self._guard.dismiss()
+        self._guard = None

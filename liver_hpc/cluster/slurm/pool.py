@@ -1,0 +1,317 @@
+"""The nodes of a run on Slurm: its own job's components and its burst allocations, watched."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from liver_hpc.clock import Clock, Deadline
+from liver_hpc.cluster.pool import NodePool, PoolEvent, PoolNote
+from liver_hpc.cluster.slurm.allocation import Component, OwnAllocation, Place
+from liver_hpc.cluster.slurm.burst_jobs import BurstJobs
+from liver_hpc.cluster.slurm.commands import (
+    ControllerAway,
+    JobInfo,
+    PartitionInfo,
+    SlurmCommands,
+    SlurmError,
+)
+from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Windows
+from liver_hpc.cluster.slurm.replies import parse_setting_s
+from liver_hpc.config.schema import ComponentSection, RunConfig
+from liver_hpc.errors import DeadlineError
+
+_ANSWER_S = 2.0
+"""How long a warning may wait for Slurm's word before the worst is assumed."""
+_KILL_WAIT_S = 30.0
+"""Slurm's default, where it does not say."""
+_NODES_EVERY = 3
+"""Polls of jobs for one of node states."""
+_THREAD_END_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+_Warning = tuple[str, str, float]
+
+
+class SlurmPool(NodePool):
+    """Tells of the nodes of the own job and of burst allocations, and asks for the latter.
+
+    One thread polls, submits and cancels; a second one finds out what signals mean, so that a
+    controller that does not answer holds up none of them. While the controller is away nothing
+    changes; what was to be done is done when it is back.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        commands: SlurmCommands,
+        allocation: OwnAllocation,
+        run_directory: Path,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._slurm = config.cluster.slurm
+        self._commands = commands
+        self._allocation = allocation
+        self._clock = clock
+        burst = self._slurm.burst
+        self._burst = (
+            BurstJobs(config, burst, commands, run_directory, clock) if burst is not None else None
+        )
+        self._partitions: dict[str, PartitionInfo] = {}
+        self._lock = threading.RLock()
+        self._holdings = Holdings(Windows(self._slurm.end_window_s, _KILL_WAIT_S))
+        self._returning: dict[str, str] = {}  # jobs to be cancelled, and why
+        self._warnings: queue.SimpleQueue[_Warning | None] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._ending = threading.Event()
+        self._away = False
+        self._threads: list[threading.Thread] = []
+        self._tell: Callable[[PoolEvent], None] = lambda event: None
+
+    # ---- for the run
+
+    def start(self, tell: Callable[[PoolEvent], None]) -> None:
+        self._tell = tell
+        try:
+            self._partitions = self._commands.partitions()
+            kill_s = parse_setting_s(self._commands.setting("KillWait"), _KILL_WAIT_S)
+            self._holdings = Holdings(Windows(self._slurm.end_window_s, kill_s))
+        except SlurmError as error:
+            tell(PoolNote(f"Slurm's partitions are unknown: {error}"))
+        self._enter_own()
+        if self._burst is not None:
+            try:
+                self._burst.open()
+            except (SlurmError, OSError) as error:
+                tell(PoolNote(f"no burst nodes will be asked for: {error}"))
+                self._burst = None
+        for target, name in ((self._watch, "slurm-pool"), (self._explain, "slurm-warnings")):
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def place_of(self, node: str) -> Place:
+        """Where steps on a held node belong. Raises LiverError for another one."""
+        with self._lock:
+            return self._holdings.place_of(node)
+
+    def warned(self, node: str, signal: str, at_s: float) -> None:
+        self._warnings.put((node, signal, at_s))
+
+    def want(self, workers: int) -> None:
+        if self._burst is not None:
+            self._burst.policy.want(workers)
+            self._wake.set()
+
+    def give_back(self, node: str) -> None:
+        with self._lock:
+            job = self._holdings.give_back(node)
+            if job is not None:
+                self._returning[job] = "given back"
+        self._wake.set()
+
+    def close(self) -> None:
+        if self._ending.is_set():
+            return
+        self._ending.set()
+        self._wake.set()
+        self._warnings.put(None)
+        limit_s = self._slurm.command_s + _THREAD_END_S
+        deadline = Deadline.after(self._clock, limit_s, "the pool's threads to end")
+        for thread in self._threads:
+            thread.join(deadline.remaining_s())
+        if self._burst is not None:
+            self._burst.close()
+        late = [thread.name for thread in self._threads if thread.is_alive()]
+        if late:
+            raise DeadlineError(f"waited {limit_s:g} s for threads {late} to end")
+
+    # ---- the start
+
+    def _enter_own(self) -> None:
+        jobs: dict[str, JobInfo] | None = None
+        try:
+            jobs = self._commands.jobs([part.job_id for part in self._allocation.components])
+        except SlurmError as error:
+            self._tell(PoolNote(f"the own job is taken as it was submitted: {error}"))
+        for component in self._allocation.components:
+            info = jobs.get(component.job_id) if jobs is not None else None
+            if jobs is not None and component.index > 0 and (info is None or info.over):
+                self._tell(PoolNote(f"component {self._name(component)} has ended before"))
+                continue
+            holding = self._holding(component)
+            if info is not None:
+                holding.ends_s = info.ends_s
+                holding.nodes = info.nodes or holding.nodes
+            self._tell_all(self._holdings.enter(holding))
+        if jobs is not None:
+            self._observe(jobs)
+
+    def _section(self, component: Component) -> ComponentSection | None:
+        components = self._slurm.components
+        return components[component.index] if components else None
+
+    def _name(self, component: Component) -> str:
+        section = self._section(component)
+        return section.name if section is not None else "main"
+
+    def _holding(self, component: Component) -> Holding:
+        section = self._section(component)
+        default = self._config.cluster.workers_per_node or 1
+        own = component.index == 0
+        return Holding(
+            name=self._name(component),
+            place=self._allocation.place(component),
+            nodes=component.nodes,
+            slots=self._config.cluster.slots(section) if section is not None else default,
+            own=own,
+            automatic=own or section is None or section.join == "auto",
+            grace_s=self._grace_s(component.partition),
+        )
+
+    def _grace_s(self, partition: str) -> float | None:
+        """None where nobody is preempted, as far as is known."""
+        known = self._partitions.get(partition)
+        if known is None or known.preempt_mode == "OFF":
+            return None
+        return known.grace_s
+
+    # ---- the watching thread
+
+    def _watch(self) -> None:
+        next_poll_s = self._clock.now_s() + self._slurm.poll_s
+        polls = 0
+        while not self._ending.is_set():
+            self._wake.wait(self._pause_s(next_poll_s))
+            self._wake.clear()
+            if self._ending.is_set():
+                return
+            poll = self._clock.now_s() >= next_poll_s
+            try:
+                if poll:
+                    next_poll_s = self._clock.now_s() + self._slurm.poll_s
+                    self._poll(with_nodes=polls % _NODES_EVERY == 0)
+                    polls += 1
+                self._return()
+                self._ask_for_more()
+            except ControllerAway as error:
+                self._say_away(error)
+            except SlurmError as error:
+                self._tell(PoolNote(str(error)))
+            except OSError as error:
+                self._tell(PoolNote(f"the run directory: {error}"))
+
+    def _pause_s(self, next_poll_s: float) -> float:
+        until_s = next_poll_s
+        if self._burst is not None and not self._away:
+            after_refusal_s = self._burst.policy.next_request_s
+            if after_refusal_s > self._clock.now_s():
+                until_s = min(until_s, after_refusal_s)
+        return max(0.0, until_s - self._clock.now_s())
+
+    def _poll(self, with_nodes: bool) -> None:
+        with self._lock:
+            ids = self._holdings.jobs
+            nodes = self._holdings.node_names()
+        if self._burst is not None:
+            ids += self._burst.pending
+        jobs = self._commands.jobs(ids, retry=False)
+        self._observe(jobs)
+        if with_nodes and nodes:
+            states = self._commands.node_states(nodes, retry=False)
+            with self._lock:
+                events = self._holdings.observe_nodes(states, self._clock.now_s())
+            self._tell_all(events)
+        if self._away:
+            self._away = False
+            self._tell(PoolNote("the Slurm controller is back"))
+
+    def _observe(self, jobs: dict[str, JobInfo]) -> None:
+        with self._lock:
+            before = set(self._holdings.burst_jobs())
+            events = self._holdings.observe(jobs, self._clock.now_s())
+            ended = before - set(self._holdings.burst_jobs())
+        if self._burst is not None:
+            for job in ended:
+                self._burst.ended(job, by_us=False)
+            notes: list[str] = []
+            for info in self._burst.observe(jobs, notes):
+                with self._lock:
+                    events += self._holdings.enter(self._granted(info))
+            self._tell_all(map(PoolNote, notes))
+        self._tell_all(events)
+
+    def _granted(self, info: JobInfo) -> Holding:
+        burst = self._slurm.burst
+        assert burst is not None
+        return Holding(
+            name=f"burst-{info.job_id}",
+            place=Place(info.job_id, burst=True),
+            nodes=info.nodes,
+            slots=self._config.cluster.slots(burst),
+            grace_s=self._grace_s(burst.partition),
+            ends_s=info.ends_s,
+        )
+
+    def _return(self) -> None:
+        """Cancels what nobody needs any more."""
+        with self._lock:
+            returning = dict(self._returning)
+        for job, reason in returning.items():
+            self._commands.cancel(job, retry=False)
+            with self._lock:
+                self._returning.pop(job, None)
+                events = self._holdings.strike(job, reason)
+            if self._burst is not None:
+                self._burst.ended(job, by_us=True)
+            self._tell_all(events)
+
+    def _ask_for_more(self) -> None:
+        if self._burst is None or self._away:
+            return
+        now_s = self._clock.now_s()
+        if self._burst.policy.exhausted:
+            with self._lock:
+                deadline_s = now_s + self._config.policy.drain_window_s
+                events = self._holdings.spent(now_s, deadline_s)
+            self._tell_all(events)
+        notes: list[str] = []
+        try:
+            self._burst.act(notes)
+        finally:
+            self._tell_all(map(PoolNote, notes))
+
+    def _say_away(self, error: ControllerAway) -> None:
+        if not self._away:
+            self._away = True
+            self._tell(PoolNote(f"the Slurm controller is away: {error}"))
+
+    # ---- the explaining thread
+
+    def _explain(self) -> None:
+        hasty = self._commands.hasty(_ANSWER_S)
+        while (warning := self._warnings.get()) is not None:
+            node, signal, at_s = warning
+            with self._lock:
+                holding = self._holdings.of(node)
+            if holding is None:
+                continue
+            try:
+                info = hasty.jobs([holding.job]).get(holding.job)
+            except SlurmError as error:
+                _log.warning("what %s on %s means is not known: %s", signal, node, error)
+                with self._lock:
+                    events = self._holdings.unanswered(node, at_s)
+            else:
+                with self._lock:
+                    events = self._holdings.signalled(node, signal, at_s, info)
+            self._tell_all(events)
+
+    def _tell_all(self, events: Iterable[PoolEvent]) -> None:
+        for event in events:
+            self._tell(event)

@@ -1,0 +1,56 @@
+"""A recipe whose workers have trouble with checkpoints. Loaded by workers only.
+
+`LIVER_TEST_DIES_WRITING` is "worker:step": that worker dies by SIGKILL in the middle of writing its
+part of the checkpoint of that step. `LIVER_TEST_FILE_BYTES`: no file may become larger.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.integration.random_tokens import RandomTokenGPT
+
+BEFORE = 10
+"""Boxes that are written before the end."""
+
+
+class DiesWriting(RandomTokenGPT):
+    """RandomTokenGPT with a fault planted in the worker that opens it."""
+
+    def open(self, run_directory: Path) -> None:
+        super().open(run_directory)
+        fault = os.environ.get("LIVER_TEST_DIES_WRITING", "")
+        if fault:
+            worker, step = fault.split(":")
+            plant(int(worker), int(step))
+        most = os.environ.get("LIVER_TEST_FILE_BYTES", "")
+        if most:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(most), int(most)))
+
+
+def plant(worker: int, step: int) -> None:
+    """Wraps the writing of one box, in this process."""
+    from liver_hpc import training
+    from liver_hpc.checkpoint.hdf5 import BoxesWriter
+
+    save, write = training.save, BoxesWriter.write
+    left = [-1]
+
+    def dying_save(world: Any, at: int, directory: Path) -> Any:
+        if (world.worker, at) == (worker, step):
+            left[0] = BEFORE
+        return save(world, at, directory)
+
+    def dying_write(self: Any, name: str, view: Any) -> None:
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        write(self, name, view)
+
+    training.save = dying_save
+    BoxesWriter.write = dying_write  # type: ignore[method-assign]

@@ -1,0 +1,232 @@
+"""What makes a checkpoint complete, which one a run goes on from, and which are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liver_hpc.checkpoint.index import (
+    FORMAT_VERSION,
+    INDEX_FILE,
+    checkpoint_directory,
+    read_index,
+)
+from liver_hpc.checkpoint.writer import write_part
+from liver_hpc.coordination import checkpoints as module
+from liver_hpc.coordination.checkpoints import newest_checkpoint
+from liver_hpc.errors import CheckpointError
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.protocol.messages import Restored, Saved
+from tests.fakes import tiny_run
+from tests.unit.checkpoint.disk import Disk, digests_of, empty, filled, restored_roster, small_state
+from tests.unit.layout.models import TIED
+
+TWO = Layout(1, 1, 2)
+Change = Callable[[Saved], Saved]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    return Disk(TIED, tmp_path / "run")
+
+
+def saved_with(disk: Disk, step: int, change: Change) -> str:
+    """A checkpoint of which the second worker's message is another one."""
+    first, second = (disk.part(TWO, at, step) for at in TWO.coordinates())
+    assert disk.checkpoints.saved(first, disk.world(TWO)) == ""
+    return disk.checkpoints.saved(change(second), disk.world(TWO))
+
+
+def test_a_checkpoint_is_complete_once_all_workers_have_saved(disk: Disk) -> None:
+    first, second = (disk.part(TWO, at, 4) for at in TWO.coordinates())
+    disk.checkpoints.saved(second, disk.world(TWO))
+    assert disk.steps() == [".step-00000004.partial"]
+    assert newest_checkpoint(disk.directory) is None
+    assert "checkpoint of step 4: " in disk.checkpoints.saved(first, disk.world(TWO))
+    assert disk.steps() == ["step-00000004"]
+    newest = newest_checkpoint(disk.directory)
+    assert newest is not None
+    index = newest.index
+    assert (index.small, index.generation) == (small_state(4), 3)
+    assert index.roster.roster() == disk.world(TWO).roster
+    assert [part.file for part in index.parts] == ["rank-00000.h5", "rank-00001.h5"]
+    assert index.digests == (first.digests, second.digests)
+    assert set(index.versions) == {"liver-hpc", "torch", "megatron-core"}
+
+
+def test_workers_may_be_a_step_ahead_of_each_other(disk: Disk) -> None:
+    ahead, behind = TWO.coordinates()
+    for step in (4, 5):
+        disk.checkpoints.saved(disk.part(TWO, ahead, step), disk.world(TWO))
+    for step in (4, 5):
+        disk.checkpoints.saved(disk.part(TWO, behind, step), disk.world(TWO))
+    assert disk.steps() == ["step-00000004", "step-00000005"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda saved: saved.model_copy(update={"error": "No space left on device"}),
+            "worker 6: No space left on device",
+        ),
+        (
+            lambda saved: saved.model_copy(
+                update={"small": saved.small.model_copy(update={"loss_scale": 2.0})}
+            ),
+            "worker 6 against worker 5: loss_scale is 2.0, wanted 1.0",
+        ),
+        (
+            lambda saved: saved.model_copy(
+                update={
+                    "digests": tuple(
+                        digest.model_copy(update={"value": "00000000000000ff"})
+                        for digest in saved.digests
+                    )
+                }
+            ),
+            "parameter (split over tp): ",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_together_leave_the_one_before(
+    disk: Disk, change: Change, said: str
+) -> None:
+    disk.save(TWO, 4)
+    text = saved_with(disk, 8, change)
+    assert text.startswith("checkpoint of step 8 given up: ")
+    assert said in text
+    assert disk.checkpoints.failure == text
+    assert disk.checkpoints.outcome(8) == f"{text}; the last is 4"
+    assert disk.steps() == ["step-00000004"]
+    assert "checkpoint of step 9: " in disk.save(TWO, 9)
+    assert disk.checkpoints.failure == ""
+    assert disk.checkpoints.outcome(9).endswith("step-00000009")
+
+
+@pytest.mark.parametrize("dies_in", ["write_index", "rename", "flush_to_disk"])
+def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(
+    disk: Disk, dies_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.save(TWO, 4)
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os if dies_in == "rename" else module, dies_in, die)
+        with pytest.raises(KeyboardInterrupt):
+            disk.save(TWO, 8)
+    later = Disk(TIED, disk.run_directory).checkpoints.open()
+    assert later is not None
+    assert later.index.small.step == (8 if dies_in == "flush_to_disk" else 4)
+    assert not any(name.startswith(".") for name in disk.steps())
+
+
+def test_a_disk_on_which_the_index_cannot_be_written_costs_that_checkpoint(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.save(TWO, 4)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "checkpoint.json")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "write_index", full)
+        assert "checkpoint.json: No space left on device" in disk.save(TWO, 8)
+    assert disk.steps() == ["step-00000004"]
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    disk = Disk(TIED, tmp_path, keep=2)
+    for step in (2, 99, 100, 3_000_000_000):
+        disk.save(TWO, step)
+    assert disk.steps() == ["step-00000100", "step-3000000000"]
+    newest = newest_checkpoint(disk.directory)
+    assert newest is not None
+    assert newest.index.small.step == 3_000_000_000
+
+
+def test_a_step_that_was_saved_in_a_life_before_is_saved_anew(disk: Disk) -> None:
+    disk.save(TWO, 4)
+    disk.save(Layout(2, 1, 1), 4)
+    assert disk.steps() == ["step-00000004"]
+    newest = newest_checkpoint(disk.directory)
+    assert newest is not None
+    assert newest.index.roster.roster().layout == Layout(2, 1, 1)
+
+
+def test_what_a_killed_run_was_writing_is_cleared_away(disk: Disk) -> None:
+    disk.save(TWO, 4)
+    write_part(filled(TIED, TWO, next(TWO.coordinates())), 8, disk.directory)
+    assert Disk(TIED, disk.run_directory).checkpoints.open() is not None
+    assert disk.steps() == ["step-00000004"]
+
+
+def test_a_new_run_has_none(disk: Disk) -> None:
+    assert disk.checkpoints.open() is None
+    assert disk.checkpoints.outcome(3) == ("checkpoint of step 3 is not complete; there is none")
+
+
+def test_an_index_that_is_damaged_or_of_another_format_is_refused(disk: Disk) -> None:
+    disk.save(TWO, 4)
+    path = disk.directory / "step-00000004"
+    index = json.loads((path / INDEX_FILE).read_text())
+    for change, said in (
+        ({"format_version": FORMAT_VERSION + 1}, f"wanted format {FORMAT_VERSION}, got 2"),
+        ({"parts": "none"}, "is damaged: parts: "),
+    ):
+        (path / INDEX_FILE).write_text(json.dumps(index | change))
+        with pytest.raises(CheckpointError, match=said):
+            read_index(path)
+    (path / INDEX_FILE).write_text("{")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_index(path)
+
+
+def test_restored_workers_are_compared_with_what_was_saved(disk: Disk) -> None:
+    disk.save(Layout(2, 1, 2), 4)
+    later = Disk(TIED, disk.run_directory).checkpoints
+    later.open()
+    roster = restored_roster(TWO)
+    states = [filled(TIED, TWO, at) for at in TWO.coordinates()]
+    said = [
+        later.restored(
+            Restored(worker=w, generation=0, small=small_state(4), digests=digests_of(state)),
+            roster,
+        )
+        for w, state in enumerate(states)
+    ]
+    assert said == [False, True]
+
+
+@pytest.mark.parametrize("wrong", ["digests", "small"])
+def test_workers_that_restored_something_else_are_refused(disk: Disk, wrong: str) -> None:
+    disk.save(TWO, 4)
+    disk.save(TWO, 8)
+    later = Disk(TIED, disk.run_directory).checkpoints
+    later.open()
+    one = Layout(1, 1, 1)
+    (at,) = one.coordinates()
+    state = (empty if wrong == "digests" else filled)(TIED, one, at)
+    small = small_state(8).model_copy(update={"seed": 5} if wrong == "small" else {})
+    message = Restored(worker=0, generation=0, small=small, digests=digests_of(state))
+    said = "seed is 5, wanted 1234" if wrong == "small" else r"exp_avg \(split over tp\): "
+    with pytest.raises(CheckpointError, match=said) as refused:
+        later.restored(message, restored_roster(one))
+    assert "its files are as they were written" in str(refused.value)
+    assert str(refused.value).endswith(
+        f"to go on from step 4 remove {disk.directory / 'step-00000008'}"
+    )
+
+
+def test_runs_do_not_share_a_directory(tmp_path: Path) -> None:
+    """Also where the run file names one: a new run must not go on from another one's state."""
+    assert checkpoint_directory(tiny_run(), tmp_path / "a") == tmp_path / "a" / "checkpoints"
+    elsewhere = tiny_run(checkpoint={"directory": "/scratch/states"})
+    assert checkpoint_directory(elsewhere, tmp_path / "a") == Path("/scratch/states/a")

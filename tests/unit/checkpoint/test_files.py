@@ -1,0 +1,157 @@
+"""A state through the files and back, in other layouts; files that are not what they should be."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import h5py
+import pytest
+import torch
+
+from liver_hpc.checkpoint.hdf5 import BoxesReader
+from liver_hpc.checkpoint.index import part_name, read_index
+from liver_hpc.checkpoint.reader import read_parts
+from liver_hpc.errors import CheckpointError
+from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec
+from liver_hpc.protocol.messages import Restored
+from tests.unit.checkpoint.disk import Disk, digests_of, empty, filled, restored_roster, small_state
+from tests.unit.layout.models import TIED, UNTIED_BF16
+
+LAYOUTS = [Layout(1, 1, 1), Layout(2, 1, 2), Layout(1, 2, 3), Layout(2, 4, 1)]
+ONE = Coordinate(0, 0, 0)
+
+
+@pytest.mark.parametrize("model", [TIED, UNTIED_BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("saved", LAYOUTS, ids=str)
+def test_a_state_comes_back_bit_equal_in_every_layout(
+    tmp_path: Path, model: ModelSpec, saved: Layout
+) -> None:
+    disk = Disk(model, tmp_path)
+    disk.save(saved, 4)
+    checkpoint = disk.checkpoints.open()
+    assert checkpoint is not None
+    for layout in LAYOUTS:
+        for at in layout.coordinates():
+            state, wanted = empty(model, layout, at), filled(model, layout, at)
+            read_parts(state, checkpoint.index, checkpoint.path)
+            for kind in (PARAMETER, *model.optimizer_kinds):
+                for index, box in state.boxes(kind):
+                    assert torch.equal(state.view(kind, index, box), wanted.view(kind, index, box))
+
+
+def test_each_element_is_on_the_disk_once(tmp_path: Path) -> None:
+    """Of parameters and both moments, in contiguous datasets."""
+    disk = Disk(TIED, tmp_path)
+    disk.save(Layout(2, 2, 3), 4)
+    datasets = 0
+    elements = 0
+
+    def count(_: str, item: object) -> None:
+        nonlocal datasets, elements
+        if isinstance(item, h5py.Dataset):
+            assert item.chunks is None
+            datasets, elements = datasets + 1, elements + item.size
+
+    for path in (disk.directory / "step-00000004").glob("*.h5"):
+        with h5py.File(path) as file:
+            file.visititems(count)
+    assert datasets > 3 * len(TIED.tensors)
+    assert elements == 3 * sum(tensor.elements for tensor in TIED.tensors)
+
+
+def saved_at_two(tmp_path: Path) -> tuple[Disk, Path]:
+    disk = Disk(TIED, tmp_path)
+    disk.save(Layout(2, 1, 1), 4)
+    return disk, disk.directory / "step-00000004"
+
+
+def read_all(path: Path, model: ModelSpec = TIED) -> None:
+    read_parts(empty(model, Layout(1, 1, 1), ONE), read_index(path), path)
+
+
+def test_another_model_is_refused_by_worker_and_coordinator(tmp_path: Path) -> None:
+    disk, path = saved_at_two(tmp_path)
+    first, *rest = TIED.tensors
+    wider = dataclasses.replace(first, shape=(first.rows + 8, first.cols))
+    other = dataclasses.replace(TIED, tensors=(wider, *rest))
+    wanted = r"step-00000004 is of another model: '.*' is \(40, 16\) in it, \(48, 16\) in the run's"
+    with pytest.raises(CheckpointError, match=wanted):
+        read_all(path, other)
+    with pytest.raises(CheckpointError, match=wanted):
+        Disk(other, tmp_path).checkpoints.open()
+    fewer = dataclasses.replace(TIED, tensors=tuple(rest))
+    with pytest.raises(CheckpointError, match="which the run's model lacks"):
+        Disk(fewer, tmp_path).checkpoints.open()
+    with pytest.raises(CheckpointError, match="have 4 bytes, those of the run's model 2"):
+        Disk(dataclasses.replace(TIED, parameter_bytes=2), tmp_path).checkpoints.open()
+    assert disk.checkpoints.open() is not None
+
+
+def test_a_file_that_is_missing_or_short_is_named(tmp_path: Path) -> None:
+    disk, path = saved_at_two(tmp_path)
+    part = path / part_name(1)
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=rf"rank-00001.h5 is {len(whole) - 1} bytes long"):
+        disk.checkpoints.open()
+    part.write_bytes(b"\0" * len(whole))
+    with pytest.raises(CheckpointError, match=r"rank-00001.h5 cannot be read"):
+        read_all(path)
+    part.unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00001.h5 is missing.*no earlier checkpoint"):
+        disk.checkpoints.open()
+
+
+def test_a_dataset_that_is_missing_or_of_another_type_is_named(tmp_path: Path) -> None:
+    _, path = saved_at_two(tmp_path)
+    with h5py.File(path / part_name(0), "r+") as file:
+        name = "exp_avg/decoder.final_layernorm.weight/0:16,0:1"
+        del file[name]
+    with pytest.raises(CheckpointError, match=f"rank-00000.h5 lacks {name}"):
+        read_all(path)
+    with BoxesReader(path / part_name(0)) as file:
+        name, box = "parameter/decoder.final_layernorm.weight/0:16,0:1", Box(0, 16, 0, 1)
+        with pytest.raises(CheckpointError, match=r"of float32, wanted .* of bfloat16"):
+            file.read(name, box, box, torch.zeros(16, 1, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(1, 2, 2)], ids=str)
+def test_a_corrupted_byte_is_refused_by_digest_and_its_file_is_named(
+    tmp_path: Path, layout: Layout
+) -> None:
+    """The byte is in the data: HDF5 itself notices nothing."""
+    _, path = saved_at_two(tmp_path)
+    part = path / part_name(1)
+    with h5py.File(part) as file:
+        group = file["exp_avg/decoder.layers.2.mlp.linear_fc1.weight"]
+        dataset = next(iter(group.values()))
+        place = dataset.id.get_offset() + 9
+    data = bytearray(part.read_bytes())
+    data[place] ^= 1
+    part.write_bytes(data)
+    later = Disk(TIED, tmp_path).checkpoints
+    checkpoint = later.open()
+    assert checkpoint is not None
+    roster = restored_roster(layout)
+    messages = []
+    for at in layout.coordinates():
+        state = empty(TIED, layout, at)
+        read_parts(state, checkpoint.index, path)
+        messages.append(
+            Restored(
+                worker=roster.worker_at(at),
+                generation=0,
+                small=small_state(4),
+                digests=digests_of(state),
+            )
+        )
+    *early, last = messages
+    assert [later.restored(message, roster) for message in early] == [False] * len(early)
+    with pytest.raises(CheckpointError) as refused:
+        later.restored(last, roster)
+    text = str(refused.value)
+    assert "not what was saved: exp_avg (split over tp): " in text
+    assert f"{part} has changed on the disk" in text
+    assert "rank-00000" not in text
