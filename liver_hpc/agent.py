@@ -213,7 +213,8 @@ class Agent:
             self._turn(None if alone is None else alone.remaining_s())
             for news in channel.news():
                 if isinstance(news, EndAgent):
-                    log.info("told to end: %s: %s", news.reason, self._workers.living())
+                    living = self._workers.living()
+                    log.info("told to end: %s: workers %s", news.reason, living)
                     return 0
                 log.info("the coordinator is gone: %s", news.reason)
                 alone = Deadline.after(self._clock, exit_s, "workers to end")

@@ -109,6 +109,7 @@ class AgentChannel:
             for early in self._early:
                 channel.send(early)
             self._channel = channel
+        log.info("the channel stands")
         while True:
             message = channel.receive()
             if isinstance(message, EndAgent):

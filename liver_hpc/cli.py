@@ -18,6 +18,7 @@ from liver_hpc import __version__
 from liver_hpc.errors import ConfigError, LiverError, RequestRefused
 
 if TYPE_CHECKING:
+    from liver_hpc.coordination.run_files import Outcome
     from liver_hpc.protocol.messages import FromOperator
     from liver_hpc.run_directory import RunDirectory
 
@@ -84,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     submit.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the resolved run with its sizes, launch nothing",
+        help="print the resolved run with its sizes, and what Slurm would get; launch nothing",
     )
     submit.add_argument(
         "--follow",
@@ -92,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
         help="watch the run until it ends (the default in a terminal)",
     )
     submit.set_defaults(command=_submit)
+
+    run = commands.add_parser("run", help="live a run in this process, in a batch job of one's own")
+    _add_run_file(run)
+    run.set_defaults(command=_run)
 
     status = _add_run_command(commands, "status", "what a run is doing")
     status.add_argument("--json", action="store_true", help="the snapshot, for programs")
@@ -208,14 +213,17 @@ def _follow(run: RunDirectory) -> int:
     from rich.console import Console
 
     from liver_hpc.follow import follow
-    from liver_hpc.operate import Watch, final_outcome
+    from liver_hpc.operate import Watch, begins_again, final_outcome
     from liver_hpc.submit import await_coordinator
 
     watch = Watch(run)
     try:
-        await_coordinator(run)
-        follow(watch.snapshot, Console(), _FOLLOW_INTERVAL_S)
-        outcome = final_outcome(run)
+        while True:
+            await_coordinator(run, lambda text: print(text, flush=True))
+            follow(watch.snapshot, Console(), _FOLLOW_INTERVAL_S)
+            outcome = final_outcome(run)
+            if outcome is not None or not begins_again(run):
+                break
     except KeyboardInterrupt:
         print(f"\nrun {run} goes on; see `liver status {run}`, end it with `liver stop {run}`")
         return EXIT_INTERRUPTED
@@ -231,10 +239,14 @@ def _follow(run: RunDirectory) -> int:
 
 
 def _tell_outcome(run: RunDirectory) -> int:
-    from liver_hpc.run_directory import outcome_text
-
     outcome = run.outcome()
     assert outcome is not None
+    return _tell(run, outcome)
+
+
+def _tell(run: RunDirectory, outcome: Outcome) -> int:
+    from liver_hpc.run_directory import outcome_text
+
     print(f"run {run}: {outcome_text(outcome)}")
     if outcome.state != "failed":
         return EXIT_OK
@@ -255,8 +267,18 @@ def _request(run: RunDirectory, message: FromOperator) -> int:
     return EXIT_OK
 
 
+def _run(options: argparse.Namespace) -> int:
+    from liver_hpc.here import run_here
+
+    run, outcome = run_here(options.config, options.set, lambda text: print(text, flush=True))
+    if outcome is None:
+        print(f"run {run} goes on when its job starts again")
+        return EXIT_OK
+    return _tell(run, outcome)
+
+
 def _status(options: argparse.Namespace) -> int:
-    from liver_hpc.operate import request
+    from liver_hpc.operate import queued_text, request
     from liver_hpc.protocol.messages import StatusRequest
     from liver_hpc.protocol.status import StatusSnapshot
     from liver_hpc.status_text import status_text
@@ -264,6 +286,10 @@ def _status(options: argparse.Namespace) -> int:
     run = _find(options)
     if run.outcome() is not None:
         return _tell_outcome(run)
+    waits = queued_text(run)
+    if waits is not None:
+        print(f"run {run}: {waits}")
+        return EXIT_OK
     snapshot = StatusSnapshot.model_validate(request(run, StatusRequest()).data)
     print(snapshot.model_dump_json() if options.json else status_text(snapshot))
     return EXIT_OK

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
+from liver_hpc.cluster.slurm.burst import Request
+from liver_hpc.cluster.slurm.burst_script import SCRIPT_FILE, burst_arguments, burst_script
+from liver_hpc.cluster.slurm.script import Submission, batch_script, coordinator_command
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import NoticeSection, RunConfig
 from liver_hpc.layout.coordinates import Layout, Roster
@@ -12,11 +17,16 @@ from liver_hpc.layout.placement import place
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.metrics.wording import bytes_text
 from liver_hpc.recipes.base import Recipe
+from liver_hpc.run_directory import RunDirectory
+
+STAMP = "DATE-TIME"
+TOKEN = "TOKEN"
+"""In the place of what a launch makes up."""
 
 
 def describe_run(config: RunConfig, recipe: Recipe) -> str:
     """The resolved run file, bytes a worker holds in each layout, bytes that each scripted
-    handoff moves. The run must have passed its checks."""
+    handoff moves, and on Slurm what would be submitted. The run must have passed its checks."""
     facts = "".join(f"# {name}: {text}\n" for name, text in recipe.summary().items())
     parts = [
         dump_run(config).rstrip(),
@@ -28,7 +38,39 @@ def describe_run(config: RunConfig, recipe: Recipe) -> str:
             "# scripted handoffs: bytes between workers, and copied within them",
             _table(_handoff_rows(config, recipe.spec)),
         ]
+    if config.cluster.kind == "slurm":
+        parts += _submissions(config)
     return "\n".join([*parts, "# nothing was launched"])
+
+
+def _submissions(config: RunConfig) -> list[str]:
+    """The batch scripts as they would be written, and the words of each sbatch, as comments."""
+    run = config.runs_directory / f"{config.name}-{STAMP}"
+    submission = Submission.of_run(config.cluster, run, RunDirectory(run).jobs_path)
+    parts = [
+        *_file(submission.script_path, batch_script(submission, coordinator_command(submission))),
+        "# submitted by",
+        _indented([shlex.join(["sbatch", "--parsable", str(submission.script_path)])]),
+    ]
+    slurm = config.cluster.slurm
+    if (burst := slurm.burst) is not None:
+        request = Request(burst.nodes_per_request, burst.time_min)
+        words = burst_arguments(slurm, burst, request, f"{run.name}-burst-{TOKEN}", run)
+        script = run / SCRIPT_FILE
+        parts += [
+            *_file(script, burst_script(config.cluster)),
+            "# submitted by the coordinator, whenever it could use more workers, by",
+            _indented([shlex.join(["sbatch", "--parsable", *words, str(script), str(run)])]),
+        ]
+    return parts
+
+
+def _file(path: Path, text: str) -> list[str]:
+    return [f"# {path}:", _indented(text.splitlines())]
+
+
+def _indented(lines: Sequence[str]) -> str:
+    return "\n".join(f"#   {line}".rstrip() for line in lines)
 
 
 def _layout_rows(config: RunConfig, model: ModelSpec) -> list[list[str]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.slurm.commands import JobInfo
 from liver_hpc.coordination.run_files import Outcome
 from liver_hpc.errors import DeadlineError, LiverError, RequestRefused
 from liver_hpc.protocol.messages import FromOperator, Reply, StatusRequest, StopRequest
@@ -10,11 +13,14 @@ from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ChannelRefused, connect
 from liver_hpc.rendezvous.secret import read_secret
 from liver_hpc.run_directory import RunDirectory, outcome_text, process_lives
+from liver_hpc.slurm_job import gone, is_queued, job_of, job_text
 
 CONNECT_S = 10.0
 REPLY_S = 30.0
 _OUTCOME_S = 30.0
 """How long a coordinator that has hung up may take to write its outcome."""
+_JOB_POLL_S = 0.5
+_LOCAL_POLL_S = 0.02
 
 
 def request(run: RunDirectory, message: FromOperator) -> Reply:
@@ -36,8 +42,9 @@ def stop(run: RunDirectory, timeout_s: float | None = None, checkpoint: bool = F
     """Has the run stop at its next step boundary, and waits until it is over. With `checkpoint`
     the state is written to disk there; the outcome's reason says whether it could be.
 
-    Without `timeout_s` it waits as long as the run file lets boundaries and exits take. On the
-    local cluster the run's processes are gone too on return. Raises what `request` raises, and
+    A run whose job is queued, or whose coordinator has not come up yet, is cancelled. Without
+    `timeout_s` it waits as long as the run file lets boundaries and exits take. The run's job or,
+    on the local cluster, its processes are gone too on return. Raises what `request` raises, and
     DeadlineError.
     """
     config = run.config()
@@ -45,22 +52,35 @@ def stop(run: RunDirectory, timeout_s: float | None = None, checkpoint: bool = F
         limits = config.deadlines
         timeout_s = limits.boundary_s + limits.release_s + limits.exit_s
         timeout_s += limits.transfer_s if checkpoint else 0.0
-    address, job = run.coordinator(), run.job_id()
-    request(run, StopRequest(checkpoint=checkpoint))
+    job = job_of(run)
+    if job is not None and run.outcome() is None:
+        info = job.find()
+        if info is not None and (is_queued(info) or run.coordinator() is None):
+            return job.cancel(timeout_s)
     deadline = Deadline.after(SystemClock(), timeout_s, f"run {run} to stop")
-    local = config.cluster.kind == "local" and address is not None and job is not None
-    pids = (address.pid, int(job)) if local and address and job else ()
-
-    def over() -> bool:
-        living = any(process_lives(pid) for pid in pids)
-        if pids and not living and run.outcome() is None:
-            raise LiverError(f"run {run} ended without an outcome; {run.where_logs_are()}")
-        return run.outcome() is not None and not living
-
-    poll_until(over, deadline)
+    address, process = run.coordinator(), run.job_id()
+    request(run, StopRequest(checkpoint=checkpoint))
+    if job is not None:
+        poll_until(lambda: run.outcome() is not None or job.find() is None, deadline, _JOB_POLL_S)
+        job.await_end(deadline)
+        if run.outcome() is None:
+            raise gone(run, job.job_id)
+    else:
+        local = config.cluster.kind == "local" and address is not None and process is not None
+        pids = (address.pid, int(process)) if local and address and process else ()
+        poll_until(lambda: _is_over(run, pids), deadline)
     outcome = run.outcome()
     assert outcome is not None
     return outcome
+
+
+def _is_over(run: RunDirectory, pids: Sequence[int]) -> bool:
+    """Whether there is an outcome and none of the processes lives; LiverError if there never will
+    be one."""
+    living = any(process_lives(pid) for pid in pids)
+    if pids and not living and run.outcome() is None:
+        raise LiverError(f"run {run} ended without an outcome; {run.where_logs_are()}")
+    return run.outcome() is not None and not living
 
 
 class Watch:
@@ -95,20 +115,64 @@ class Watch:
 
 
 def final_outcome(run: RunDirectory) -> Outcome | None:
-    """The outcome of a run whose coordinator has hung up; None when it was killed."""
+    """The outcome of a run whose coordinator has hung up; None when it was killed, or when the
+    run is to go on in another job."""
     deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"the outcome of {run}")
-    local = run.config().cluster.kind == "local"
 
     def settled() -> bool:
-        address = run.coordinator()
-        dead = local and address is not None and not process_lives(address.pid)
-        return dead or run.outcome() is not None
+        return run.last_outcome() is not None or not _coordinator_lives(run)
 
     try:
-        poll_until(settled, deadline)
+        poll_until(settled, deadline, _JOB_POLL_S if job_of(run) is not None else _LOCAL_POLL_S)
     except DeadlineError:
         return None
     return run.outcome()
+
+
+def begins_again(run: RunDirectory) -> bool:
+    """Whether the run's job is queued, and the run with it goes on later.
+
+    Right after a coordinator has ended its job may be on its way to the queue still.
+    """
+    job = job_of(run)
+    if job is None:
+        return False
+    if run.outcome() is not None:
+        return False
+    deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"job {job.job_id} to be queued again")
+    found: list[JobInfo | None] = []
+
+    def settled() -> bool:
+        found[:] = [job.find()]
+        return found[0] is None or is_queued(found[0])
+
+    poll_until(settled, deadline, _JOB_POLL_S)
+    return found[0] is not None
+
+
+def queued_text(run: RunDirectory) -> str | None:
+    """What Slurm says of a run whose coordinator is not up: `queued as job 12: PENDING
+    (Resources)`. None where there is a coordinator, or no job."""
+    job = job_of(run)
+    if job is None:
+        return None
+    info = job.find()
+    if info is None or not (is_queued(info) or run.coordinator() is None):
+        return None
+    return job_text(info)
+
+
+def _coordinator_lives(run: RunDirectory) -> bool:
+    """As far as can be known: its process where that is one of this machine, else its job."""
+    address, job = run.coordinator(), job_of(run)
+    if address is None:
+        return True  # not up yet, for all that is known
+    if address.is_here:
+        return process_lives(address.pid)
+    if job is None:
+        return True
+    info = job.find()
+    return info is not None and not is_queued(info)
 
 
 def _ask(channel: Channel, message: FromOperator) -> Reply:
@@ -131,12 +195,18 @@ def _connect(run: RunDirectory) -> Channel:
     except ChannelRefused as error:
         raise LiverError(f"run {run}: {error}") from error
     except ChannelClosed as error:
-        address = run.coordinator()
-        pid = "" if address is None else f" (process {address.pid})"
-        if address is not None and process_lives(address.pid):
+        address, job = run.coordinator(), run.job_id()
+        if _coordinator_lives(run):
             raise LiverError(f"run {run} is ending; its outcome is not written yet") from error
+        who = (
+            ""
+            if address is None
+            else f" (process {address.pid} on {address.hostname or 'this host'})"
+        )
+        if run.config().cluster.kind == "slurm" and job is not None:
+            who += f" of job {job}"
         raise LiverError(
-            f"run {run}: its coordinator{pid} is gone and left no outcome; {run.where_logs_are()}"
+            f"run {run}: its coordinator{who} is gone and left no outcome; {run.where_logs_are()}"
         ) from error
 
 

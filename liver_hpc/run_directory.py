@@ -26,7 +26,7 @@ Kind = TypeVar("Kind")
 
 
 class CoordinatorAddress(BaseModel):
-    """coordinator.json: where the coordinator listens, and its process id on the host `hostname`."""
+    """coordinator.json: where the coordinator listens; its process id, on the host `hostname`."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -6,19 +6,30 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.slurm.commands import ControllerAway
 from liver_hpc.config.check import check_run
 from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.config.load import absolute_paths, dump_run
+from liver_hpc.config.problems import joined, parts
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.launch import launch_detached, resolve_cluster
 from liver_hpc.layout.candidates import resolve_layouts
 from liver_hpc.recipes.base import Recipe, load_recipe
 from liver_hpc.recipes.text_data import pinned, prefix_of
-from liver_hpc.run_directory import RunDirectory, create_run_directory, process_lives
+from liver_hpc.run_directory import (
+    RunDirectory,
+    create_run_directory,
+    point_latest,
+    process_lives,
+)
+from liver_hpc.slurm_job import RunJob, gone, is_queued, job_of, job_text
+
+_QUEUE_POLL_S = 2.0
 
 
 def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfig, Recipe]:
@@ -29,14 +40,21 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
     if "" not in sys.path and os.getcwd() not in sys.path:
         # A recipe beside the run file: the coordinator and workers, run by -m, find it there too.
         sys.path.insert(0, os.getcwd())
-    kind = resolve_cluster(cluster or config.cluster.kind)
+    wanted = {"kind": cluster} if cluster is not None else {}
+    kind, found = resolve_cluster(config.cluster.model_copy(update=wanted))
     section = config.cluster.model_copy(update={"kind": kind})
     config = absolute_paths(config.model_copy(update={"cluster": section}))
-    config = resolve_layouts(config, load_recipe(config))
-    recipe = load_recipe(config)  # it knows the run as it is resolved
-    check_run(config, recipe)
+    try:
+        config = resolve_layouts(config, load_recipe(config))
+        recipe = load_recipe(config)  # it knows the run as it is resolved
+    except ConfigError as error:
+        raise ConfigError(joined([*found, *parts(error)])) from error
     if config.data is not None:
-        prefix_of(config.data)  # text that is not there is noticed
+        try:
+            prefix_of(config.data)  # text that is not there is noticed
+        except ConfigError as error:
+            found += parts(error)
+    check_run(config, recipe, found)
     return config, recipe
 
 
@@ -47,32 +65,63 @@ def submit_run(config: RunConfig, cluster: str | None = None) -> RunDirectory:
     Raises ConfigError before anything is launched, LiverError when the launch failed.
     """
     config, _ = checked_run(config, cluster)
-    config = _with_prepared_data(config)
+    config = with_prepared_data(config)
     run = create_run_directory(config)
-    launch_detached(run)
+    try:
+        launch_detached(run)
+    finally:
+        if run.job_id() is not None:  # also when Ctrl-C came in between
+            point_latest(run)
     if config.cluster.kind == "local":
         await_coordinator(run)
     return run
 
 
-def await_coordinator(run: RunDirectory) -> None:
+def await_coordinator(run: RunDirectory, tell: Callable[[str], None] = lambda text: None) -> None:
     """Returns once the coordinator listens, or the run is over already.
 
-    Raises LiverError if it died, DeadlineError when it did not come: after `deadlines.boot_s`,
-    on Slurm after `cluster.timeout_min` in the queue.
+    On Slurm it waits for as long as the job is queued; `tell` hears what Slurm says of it,
+    whenever that changes. Raises LiverError if the coordinator died, DeadlineError when it did not
+    come within `deadlines.boot_s`.
     """
-    config, job = run.config(), run.job_id()
+    job = job_of(run)
+    if job is not None:
+        _await_start(run, job, tell)
+    config, process = run.config(), run.job_id()
     local = config.cluster.kind == "local"
-    limit_s = config.deadlines.boot_s if local else 60.0 * config.cluster.timeout_min
 
     def started() -> bool:
         if run.coordinator() is not None or run.outcome() is not None:
             return True
-        if local and job is not None and not process_lives(int(job)) and run.outcome() is None:
+        if local and process is not None and not process_lives(int(process)) and not run.outcome():
             raise LiverError(f"the coordinator of {run} ended at once; {run.where_logs_are()}")
         return False
 
+    limit_s = config.deadlines.boot_s
     poll_until(started, Deadline.after(SystemClock(), limit_s, f"the coordinator of {run}"))
+
+
+def _await_start(run: RunDirectory, job: RunJob, tell: Callable[[str], None]) -> None:
+    """Until the job runs, or the run is over. A controller that is away is asked again."""
+    told = ""
+    pause = threading.Event()
+    while run.outcome() is None:
+        try:
+            info = job.find()
+        except ControllerAway as error:
+            text, waits = f"job {job.job_id}: {error.complaint}", True
+        else:
+            if info is None:
+                if run.outcome() is None:
+                    raise gone(run, job.job_id)
+                return
+            text, waits = job_text(info), is_queued(info)
+        if text != told:
+            tell(text)
+            told = text
+        if not waits:
+            return
+        pause.wait(_QUEUE_POLL_S)
 
 
 def prepare_data(config: RunConfig) -> str:
@@ -94,7 +143,7 @@ def prepare_data(config: RunConfig) -> str:
     raise (ConfigError if done.returncode == 2 else LiverError)(f"preparing the data: {said}")
 
 
-def _with_prepared_data(config: RunConfig) -> RunConfig:
+def with_prepared_data(config: RunConfig) -> RunConfig:
     """The same run on indexed data: the text may change while the run goes on."""
     if config.data is None or config.data.text is None:
         return config

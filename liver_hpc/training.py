@@ -168,7 +168,7 @@ class Trainer:
 
     def _save(self, directory: Path) -> None:
         assert self._world is not None
-        self._place.send(save(self._world, self.step, directory))
+        self._place.send(save(self._world, self.step, directory, self._place.clock))
 
     def _report(self, world: World, result: StepResult, started_s: float, ended_s: float) -> None:
         """Rank 0 of the world tells the coordinator of the step just done."""

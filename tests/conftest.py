@@ -7,11 +7,25 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.golden_files import Golden
+
 # How long an example takes says nothing on a machine that is shared.
 settings.register_profile("liver", deadline=None)
 settings.load_profile("liver")
 
 REPOSITORY = Path(__file__).parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="write tests/golden anew instead of comparing"
+    )
+
+
+@pytest.fixture
+def golden(pytestconfig: pytest.Config) -> Golden:
+    """What tests/golden holds."""
+    return Golden(REPOSITORY / "tests" / "golden", pytestconfig.getoption("--update-golden"))
 
 
 @pytest.fixture

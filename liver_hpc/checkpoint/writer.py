@@ -14,6 +14,7 @@ from liver_hpc.checkpoint.index import (
     part_name,
     partial_path,
 )
+from liver_hpc.clock import Clock
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.metrics.hdf5 import HDF5_ERRORS, failure_text
@@ -24,12 +25,12 @@ from liver_hpc.world.world import World
 log = logging.getLogger(__name__)
 
 
-def save(world: World, step: int, directory: Path) -> Saved:
+def save(world: World, step: int, directory: Path, clock: Clock) -> Saved:
     """Writes this worker's part of the checkpoint of step `step` under `directory`.
 
     Not collective. Never raises for a disk that is full or broken: the message then says why.
     """
-    small = world.small_state(step)
+    started_s, small = clock.now_s(), world.small_state(step)
     try:
         part = write_part(world.state, step, directory)
         digests = world.state.digests((PARAMETER, *world.recipe.spec.optimizer_kinds))
@@ -43,6 +44,7 @@ def save(world: World, step: int, directory: Path) -> Saved:
         small=small,
         num_bytes=part.num_bytes,
         checksum=part.checksum,
+        took_s=clock.now_s() - started_s,
         digests=digests,
     )
 

@@ -69,6 +69,7 @@ class Checkpoints:
     """The checkpoints of one run; used by the event loop alone.
 
     directory: where they lie. failure: why the last attempt at one came to nothing; else empty.
+    written: bytes of the largest file of the last one, and the longest that a worker stood still.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Checkpoints:
     ) -> None:
         self.directory = checkpoint_directory(config, run_directory)
         self.failure = ""
+        self.written = (0, 0.0)
         self._config = config
         self._recipe = recipe
         self._clock = clock
@@ -176,6 +178,8 @@ class Checkpoints:
             self.failure = f"checkpoint of step {step} given up: {self.failure}"
             return self.failure
         self._last_step = step
+        fullest = max(parts.values(), key=lambda part: part.num_bytes)
+        self.written = (fullest.num_bytes, max(part.took_s for part in parts.values()))
         self._remove_old()
         return f"checkpoint of step {step}: {sum(part.num_bytes for part in parts.values())} bytes"
 

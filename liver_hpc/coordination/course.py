@@ -189,6 +189,8 @@ class Course:
                 text = self._checkpoints.saved(message, world)
                 if text:
                     self.note(text)
+                    if not self._checkpoints.failure:
+                        self.fleet.estimator.observe_checkpoint(*self._checkpoints.written)
                 return
         log.warning("worker %d saved generation %d", message.worker, message.generation)
 

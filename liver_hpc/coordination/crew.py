@@ -275,6 +275,11 @@ class Crew:
         """All connected workers, sorted."""
         return tuple(sorted(self._members))
 
+    def working(self) -> list[str]:
+        """Agents whose workers have all come, and that have not ended themselves."""
+        complete = [agent.name for agent in self._agents.values() if agent.complete]
+        return [name for name in complete if self._launcher.alive(name)]
+
     # ---- going
 
     def leave(self, worker: int) -> bool:

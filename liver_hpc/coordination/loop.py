@@ -140,6 +140,7 @@ class Coordinator:
         for close in (server.close, greeter.settle, self._inbox.close, self._store.close):
             stack.callback(close)
         stack.callback(self._see_all_off)
+        stack.callback(lambda: services.pool.want(0))
         self._address = server.address
         host, port = server.address
         here = {
@@ -319,7 +320,7 @@ class Coordinator:
         reason = f"{outcome.state}: {outcome.reason}" if outcome else "the coordinator failed"
         self._crew.send(self._crew.present(), Exit(reason=reason))
         deadline = Deadline.after(self._clock, self._config.deadlines.exit_s, "workers to exit")
-        while self._crew.present() and not deadline.expired():
+        while (self._crew.present() or self._crew.working()) and not deadline.expired():
             event = self._inbox.get(TICK_S)
             if isinstance(event, Disconnected) and self._crew.hear(event.channel, event.worker):
                 self._crew.leave(event.worker)

@@ -185,8 +185,9 @@ class Finished(Message):
 class Saved(Message):
     """This worker's part of the checkpoint of step `small.step` is on disk, flushed.
 
-    digests: of all it holds. num_bytes, checksum: of its file (`checkpoint/index.py`). error: why
-    it could not be written, else empty; the worker trains on.
+    digests: of all it holds. num_bytes, checksum: of its file (`checkpoint/index.py`). took_s: how
+    long training stood still for it here. error: why it could not be written, else empty; the
+    worker trains on.
     """
 
     type: Literal["saved"] = "saved"
@@ -195,6 +196,7 @@ class Saved(Message):
     small: SmallState
     num_bytes: int = 0
     checksum: str = ""
+    took_s: float = 0.0
     digests: tuple[ClassDigest, ...] = ()
     error: str = ""
 

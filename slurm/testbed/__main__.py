@@ -38,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
         help="a directory inside /tmp that all nodes see; any number of times",
     )
 
+    up.add_argument("--accounting", action="store_true", help="slurmdbd with a database, for sacct")
+
     commands.add_parser("down", help="remove it, whatever state it is in")
     commands.add_parser("status", help="nodes and jobs")
     commands.add_parser("shell", help="a shell on the control host, where Slurm's commands work")
@@ -74,6 +76,7 @@ def perform(arguments: argparse.Namespace) -> None:
                 memory_mb=arguments.memory_mb,
                 grace_s=arguments.grace_s,
                 slurmd_timeout_s=arguments.slurmd_timeout_s,
+                accounting=arguments.accounting,
                 shared=tuple(str(Path(path).resolve()) for path in arguments.share),
             )
             cluster.up(settings, place)

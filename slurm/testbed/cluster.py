@@ -12,7 +12,7 @@ from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError
-from slurm.testbed import configuration, controller, hosts
+from slurm.testbed import accounting, configuration, controller, hosts
 from slurm.testbed.errors import ClusterError
 from slurm.testbed.membership import Holder, describe, known_namespaces, load_holder, members
 from slurm.testbed.packages import install_missing
@@ -25,7 +25,7 @@ DOWN_LIMIT_S = 30.0
 
 def up(settings: Settings, place: Place) -> None:
     """Returns once every node takes jobs; raises ClusterError, and leaves nothing, otherwise."""
-    install_missing()
+    install_missing(settings.accounting)
     binds_needed(settings.shared)
     _outside(place)
     with place.locked(LOCK_LIMIT_S):
@@ -39,7 +39,10 @@ def up(settings: Settings, place: Place) -> None:
             place.make(settings)
             configuration.write_all(settings, place)
             hosts.start_control(place)
-            controller.start_daemons(place)
+            controller.start_munge(place)
+            if settings.accounting:
+                accounting.start(place)
+            controller.start_slurmctld(place)
             began_s = time.time()
             hosts.start_nodes(place, settings, settings.node_names)
             controller.wait_for_nodes(place, settings.node_names, began_s, NODES_LIMIT_S)

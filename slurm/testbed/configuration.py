@@ -11,6 +11,7 @@ from slurm.testbed.settings import (
     CONTROL_HOST,
     SLURMCTLD_PORT,
     SLURMD_PORT,
+    SLURMDBD_PORT,
     SUBNET,
     Place,
     Settings,
@@ -38,8 +39,7 @@ SlurmdLogFile={logs}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-SwitchType=switch/none
+{accounting}SwitchType=switch/none
 MpiDefault=none
 GresTypes=gpu
 SelectType=select/cons_tres
@@ -60,6 +60,15 @@ MessageTimeout=10
 UnkillableStepTimeout=30
 """
 
+NO_ACCOUNTING = "AccountingStorageType=accounting_storage/none\n"
+# The "password" names munge's socket; AuthInfo is not asked about it.
+ACCOUNTING = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={control}
+AccountingStoragePort={port}
+AccountingStoragePass={munge_socket}
+"""
+
 PARTITIONS = """\
 PartitionName=stable Nodes=ALL Default=YES PriorityTier=10 PreemptMode=OFF \
 OverSubscribe=EXCLUSIVE MaxTime=INFINITE State=UP
@@ -69,6 +78,9 @@ OverSubscribe=EXCLUSIVE MaxTime=INFINITE State=UP
 
 
 def slurm_conf(settings: Settings, place: Place) -> str:
+    accounting = ACCOUNTING.format(
+        control=CONTROL_HOST, port=SLURMDBD_PORT, munge_socket=place.munge_socket
+    )
     head = SLURM_CONF.format(
         name=settings.name,
         control=CONTROL_HOST,
@@ -79,6 +91,7 @@ def slurm_conf(settings: Settings, place: Place) -> str:
         root=place.root,
         logs=place.logs,
         slurmd_timeout_s=settings.slurmd_timeout_s,
+        accounting=accounting if settings.accounting else NO_ACCOUNTING,
     )
     gres = f" Gres=gpu:{settings.gpus}" if settings.gpus else ""
     nodes = "".join(

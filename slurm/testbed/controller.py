@@ -19,18 +19,23 @@ ASK_LIMIT_S = 15.0
 START_LIMIT_S = 30.0
 
 
-def start_daemons(place: Place) -> None:
-    """munge and slurmctld on the control host; returns once both answer."""
+def start_munge(place: Place) -> None:
+    """On the control host; returns once it answers."""
     munged = [program("munged"), "-F", "-f", "--socket", str(place.munge_socket)]
     munged += ["--key-file", str(place.munge_key), "--log-file", str(place.logs / "munged.log")]
     munged += ["--pid-file", str(place.run / "munged.pid")]
     munged += ["--seed-file", str(place.run / "munged.seed")]
-    _start(place, "munged", munged, place.munge_socket.is_socket)
+    start_daemon(place, "munged", munged, place.munge_socket.is_socket)
+
+
+def start_slurmctld(place: Place) -> None:
+    """On the control host, where munge runs; returns once it answers."""
     slurmctld = [program("slurmctld"), "-D", "-c", "-i"]
-    _start(place, "slurmctld", slurmctld, lambda: _answers(place))
+    start_daemon(place, "slurmctld", slurmctld, lambda: _answers(place))
 
 
-def _start(place: Place, name: str, command: list[str], answers: Callable[[], bool]) -> None:
+def start_daemon(place: Place, name: str, command: list[str], answers: Callable[[], bool]) -> None:
+    """Starts it on the control host; returns once it answers, raises ClusterError if it ends."""
     log = place.logs / f"{name}.out"
     with log.open("ab") as output:
         process = subprocess.Popen(

@@ -22,6 +22,14 @@ PROGRAMS = {
     "nsenter": "util-linux",
     "mount": "mount",
 }
+# Those of `up --accounting`. slurmdbd's package brings the plugin that speaks to the database; of
+# the database only the server, which is never started as a service of this machine.
+ACCOUNTING_PROGRAMS = {
+    "slurmdbd": "slurmdbd",
+    "mariadbd": "mariadb-server-core",
+    "mariadb-install-db": "mariadb-server-core",
+    "my_print_defaults": "mariadb-client-core",  # mariadb-install-db calls it
+}
 # Where Slurm's PMI2 library is to be had, in Debian's and in Ubuntu's newer naming.
 PMI2_PACKAGES = ("libpmi2-0", "libpmi2-0t64")
 INSTALL_LIMIT_S = 300.0
@@ -34,27 +42,29 @@ def program(name: str) -> str:
     found = shutil.which(name, path=SYSTEM_PATH)
     if found is None:
         raise ClusterError(
-            f"{name} is not on this machine: apt-get install {PROGRAMS.get(name, name)}"
+            f"{name} is not on this machine: "
+            f"apt-get install {(PROGRAMS | ACCOUNTING_PROGRAMS).get(name, name)}"
         )
     return found
 
 
-def missing_packages() -> list[str]:
+def missing_packages(accounting: bool = False) -> list[str]:
+    wanted = PROGRAMS | (ACCOUNTING_PROGRAMS if accounting else {})
     missing = {
-        package for name, package in PROGRAMS.items() if not shutil.which(name, path=SYSTEM_PATH)
+        package for name, package in wanted.items() if not shutil.which(name, path=SYSTEM_PATH)
     }
     if ctypes.util.find_library("pmi2") is None:
         missing.add(PMI2_PACKAGES[0])
     return sorted(missing)
 
 
-def why_not() -> str:
+def why_not(accounting: bool = False) -> str:
     """Why this machine can hold no cluster, or an empty text."""
     if not sys.platform.startswith("linux"):
         return f"a test cluster needs Linux's namespaces; this is {sys.platform}"
     if os.geteuid() != 0:
         return "a test cluster needs root (namespaces, munge, several slurmd); run it as root"
-    missing = missing_packages()
+    missing = missing_packages(accounting)
     if missing and not shutil.which("apt-get"):
         return (
             f"missing here: {', '.join(missing)}; there is no apt-get to install them with: "
@@ -66,12 +76,12 @@ def why_not() -> str:
     return ""
 
 
-def install_missing() -> None:
+def install_missing(accounting: bool = False) -> None:
     """Installs what is missing; raises ClusterError with apt's last words."""
-    reason = why_not()
+    reason = why_not(accounting)
     if reason:
         raise ClusterError(reason)
-    missing = missing_packages()
+    missing = missing_packages(accounting)
     if not missing:
         return
     print(f"installing {', '.join(missing)}", file=sys.stderr, flush=True)
@@ -80,10 +90,10 @@ def install_missing() -> None:
         if not _known(PMI2_PACKAGES[0]):
             missing = [PMI2_PACKAGES[1] if name == PMI2_PACKAGES[0] else name for name in missing]
     words = _apt("install", *missing)
-    if missing_packages():
+    if missing_packages(accounting):
         _apt("update")
         words = _apt("install", *missing)
-    if left := missing_packages():
+    if left := missing_packages(accounting):
         raise ClusterError(f"apt-get could not install {', '.join(left)}:\n{words}")
 
 

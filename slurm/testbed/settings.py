@@ -27,6 +27,8 @@ CONTROL_HOST = "ctl"
 BRIDGE = "slurmbr0"
 SLURMCTLD_PORT = 16817
 SLURMD_PORT = 17000
+SLURMDBD_PORT = 16819
+DATABASE_PORT = 13306
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Settings:
     memory_mb: int = 3500
     grace_s: int = 30
     slurmd_timeout_s: int = 15
+    accounting: bool = False
     shared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

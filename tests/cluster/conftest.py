@@ -9,6 +9,7 @@ import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from slurm.testbed import packages
+from slurm.testbed.errors import ClusterError
 from slurm.testbed.membership import load_holder, started_ticks
 from slurm.testbed.settings import STATE_ROOT
 from tests.cluster.harness import SlurmCluster
@@ -30,6 +31,18 @@ def slurm_here(pytestconfig: pytest.Config) -> None:
     for root in STATE_ROOT.glob("test-*"):
         if started_ticks(int(root.name.split("-")[1])) is None:
             SlurmCluster(root.name, root).testbed("down")
+
+
+@pytest.fixture(scope="session")
+def accounting_here(slurm_here: None, pytestconfig: pytest.Config) -> None:
+    """The same for slurmdbd and its database, which are installed here where they are missing."""
+    try:
+        packages.install_missing(accounting=True)
+    except ClusterError as error:
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"the tests of accounting must run under CI: {error}")
+        pytestconfig.stash[REASON] = f"those of accounting: {error}"
+        pytest.skip(f"no accounting: {error}")
 
 
 def pytest_terminal_summary(

@@ -1,11 +1,15 @@
-"""Whatever a test of whole runs leaves running is ended before the next one."""
+"""Whatever a test leaves running is ended before the next one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from liver_hpc.cluster.processes import kill_marked
+from tests.integration.agents import TEST_MARK, Run, wait_for
+from tests.integration.leftovers import no_abandoned_files
 from tests.integration.runs import kill_started
 
 
@@ -13,3 +17,23 @@ from tests.integration.runs import kill_started
 def nothing_left_running() -> Iterator[None]:
     yield
     kill_started()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Whatever the test did: once closed, nothing of it lives, and no file of MPI's is left."""
+    mark = str(tmp_path)
+    monkeypatch.setenv(TEST_MARK, mark)
+    made = Run(tmp_path, mark)
+    try:
+        with no_abandoned_files():
+            yield made
+            for launcher in made.launchers:
+                launcher.close()
+            made.desk.close()
+            made.coordinator.close()
+            wait_for(lambda: not made.alive(), "all processes to end", 5.0)
+    finally:
+        made.desk.close()
+        made.coordinator.close()
+        kill_marked(TEST_MARK, mark, 5.0)

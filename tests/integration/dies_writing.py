@@ -1,7 +1,7 @@
 """A recipe whose workers have trouble with checkpoints. Loaded by workers only.
 
 `LIVER_TEST_DIES_WRITING` is "worker:step": that worker dies by SIGKILL in the middle of writing its
-part of the checkpoint of that step. `LIVER_TEST_FILE_BYTES`: no file may become larger.
+part of the checkpoint of that step, once in a run. `LIVER_TEST_FILE_BYTES`: no file may become larger.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ class DiesWriting(RandomTokenGPT):
         fault = os.environ.get("LIVER_TEST_DIES_WRITING", "")
         if fault:
             worker, step = fault.split(":")
-            plant(int(worker), int(step))
+            plant(int(worker), int(step), run_directory / "has_died_writing")
         most = os.environ.get("LIVER_TEST_FILE_BYTES", "")
         if most:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (int(most), int(most)))
 
 
-def plant(worker: int, step: int) -> None:
-    """Wraps the writing of one box, in this process."""
+def plant(worker: int, step: int, done: Path) -> None:
+    """Wraps the writing of one box, in this process; `done` is a file that says it has happened."""
     from liver_hpc import training
     from liver_hpc.checkpoint.hdf5 import BoxesWriter
 
     save, write = training.save, BoxesWriter.write
     left = [-1]
 
-    def dying_save(world: Any, at: int, directory: Path) -> Any:
-        if (world.worker, at) == (worker, step):
+    def dying_save(world: Any, at: int, directory: Path, clock: Any) -> Any:
+        if (world.worker, at) == (worker, step) and not done.exists():
+            done.touch()
             left[0] = BEFORE
-        return save(world, at, directory)
+        return save(world, at, directory, clock)
 
     def dying_write(self: Any, name: str, view: Any) -> None:
         if left[0] == 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ pytestmark = pytest.mark.timeout(400)
 
 STEPS = 24
 SCHEDULE = {"decay_steps": 1000, "warmup_steps": 10}
+STEP_S = "0.1"
+FAULTY = "tests.integration.dies_writing:DiesWriting"
 SAVED_AT = 8
 """Where the run stops that the others go on from, at the earliest."""
 
@@ -50,22 +54,41 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunRecords:
     return finish(start(short_run(tmp_path_factory.mktemp("quiet"))))
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A run on dp2 that was stopped with a checkpoint in the middle; tests go on with copies."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LIVER_TEST_STEP_S", STEP_S)
+        run = start(short_run(tmp_path_factory.mktemp("stopped")))
+        stop_with_checkpoint(run)
+    return run
+
+
+@pytest.fixture
+def copied(stopped: RunDirectory, tmp_path: Path) -> RunDirectory:
+    return RunDirectory(shutil.copytree(stopped.path, tmp_path / stopped.path.name))
+
+
 @pytest.fixture
 def unhurried_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that take long enough to stop a run between them."""
-    monkeypatch.setenv("LIVER_TEST_STEP_S", "0.1")
+    monkeypatch.setenv("LIVER_TEST_STEP_S", STEP_S)
+
+
+def checkpoint_of(run: RunDirectory) -> Path:
+    newest = newest_checkpoint(run.path / "checkpoints")
+    assert newest is not None
+    return newest.path
 
 
 def go_on(run: RunDirectory, **layout: int) -> None:
     """Another life of the run, in this layout: what a job that is queued again does."""
-    config = run.config()
-    workers = RunConfig.model_validate({**config.model_dump(), "layouts": {9: layout}})
-    (first,) = workers.allowed_layouts(9)
+    workers = math.prod(layout.values())
     sections: dict[str, Any] = {
-        "workers": {"initial": first.workers, "max": 4},
-        "layouts": {first.workers: layout},
+        "workers": {"initial": workers, "max": 4},
+        "layouts": {workers: layout},
     }
-    config = RunConfig.model_validate({**config.model_dump(), **sections})
+    config = RunConfig.model_validate({**run.config().model_dump(), **sections})
     run.config_path.write_text(dump_run(config))
     (run.path / "outcome.json").unlink(missing_ok=True)
     launch_detached(run)
@@ -91,21 +114,22 @@ def worst_difference(ours: RunRecords, quiet: RunRecords) -> float:
     return max(abs(x - y) / abs(y) for pair in pairs for x, y in zip(*pair, strict=True))
 
 
-@pytest.mark.usefixtures("unhurried_steps")
+def test_the_outcome_of_a_stop_says_where_the_checkpoint_is(stopped: RunDirectory) -> None:
+    outcome, path = stopped.outcome(), checkpoint_of(stopped)
+    assert outcome is not None
+    assert SAVED_AT <= outcome.step < STEPS
+    assert path.name == f"step-{outcome.step:08d}"
+    assert outcome.reason == f"an operator's request; checkpoint of step {outcome.step} in {path}"
+
+
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 1}], ids=str)
 def test_a_run_that_stopped_with_a_checkpoint_goes_on_in_any_layout(
-    tmp_path: Path, quiet: RunRecords, layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    copied: RunDirectory, quiet: RunRecords, layout: dict[str, int]
 ) -> None:
     """As if it had never stopped: bit-equal in the same layout, else within 1e-4."""
-    run = start(short_run(tmp_path))
-    outcome = stop_with_checkpoint(run)
-    step = outcome.step
-    path = run.path / "checkpoints" / f"step-{step:08d}"
-    assert outcome.reason == f"an operator's request; checkpoint of step {step} in {path}"
-    assert SAVED_AT <= step < STEPS
-    monkeypatch.delenv("LIVER_TEST_STEP_S")
-    go_on(run, **layout)
-    records = finish(run)
+    step = len(read_run(copied.metrics_path).steps)
+    go_on(copied, **layout)
+    records = finish(copied)
     assert [record.step for record in records.steps] == list(range(STEPS))
     assert {r.generation for r in records.steps[:step]} == {0}
     assert {r.generation for r in records.steps[step:]} == {2}
@@ -114,7 +138,33 @@ def test_a_run_that_stopped_with_a_checkpoint_goes_on_in_any_layout(
     assert worst_difference(records, quiet) <= 1e-4
     rates = [record.learning_rate for record in records.steps]
     assert rates == [record.learning_rate for record in quiet.steps]
-    assert f"goes on from step {step}" in (run.path / "logs/coordinator.log").read_text()
+
+
+def test_a_file_in_which_a_byte_has_changed_is_refused_by_name(copied: RunDirectory) -> None:
+    path = checkpoint_of(copied) / "rank-00001.h5"
+    with h5py.File(path) as file:
+        group = file["exp_avg/decoder.layers.0.mlp.linear_fc1.weight"]
+        place = next(iter(group.values())).id.get_offset() + 5
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    before = len(read_run(copied.metrics_path).steps)
+    go_on(copied, pp=2)
+    outcome = wait_for_end(copied, 60.0)
+    assert outcome.state == "failed"
+    assert f"{path} has changed on the disk" in outcome.reason
+    assert len(read_run(copied.metrics_path).steps) == before
+    wait_until(lambda: not processes_of(copied), 20.0, f"processes {processes_of(copied)}")
+
+
+def test_a_run_of_another_model_is_refused(copied: RunDirectory) -> None:
+    config = copied.config()
+    other = config.model_copy(update={"model": {**config.model, "hidden": 128}})
+    copied.config_path.write_text(dump_run(other))
+    go_on(copied, dp=1)
+    outcome = wait_for_end(copied, 60.0)
+    assert outcome.state == "failed"
+    assert "is of another model: 'embedding.word_embeddings.weight' is" in outcome.reason
 
 
 def test_dropout_and_bf16_go_on_bit_equal(tmp_path: Path) -> None:
@@ -167,25 +217,13 @@ def test_checkpoints_and_handoffs_at_the_same_boundaries(tmp_path: Path, quiet: 
 def test_a_worker_killed_while_it_writes_leaves_the_checkpoint_before(
     tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """From which the same job begins again."""
     monkeypatch.setenv("LIVER_TEST_DIES_WRITING", "1:8")
-    run = start(
-        short_run(
-            tmp_path,
-            recipe="tests.integration.dies_writing:DiesWriting",
-            checkpoint={"every_steps": 4},
-        )
-    )
-    outcome = wait_for_end(run, 60.0)
-    assert (outcome.state, outcome.step) == ("failed", 8)
-    wait_until(lambda: not processes_of(run), 20.0, f"processes {processes_of(run)}")
-    names = {path.name for path in (run.path / "checkpoints").iterdir()}
-    assert names == {"step-00000004", ".step-00000008.partial"}
-    monkeypatch.delenv("LIVER_TEST_DIES_WRITING")
-    monkeypatch.delenv("LIVER_TEST_STEP_S")
-    go_on(run, tp=2)
+    run = start(short_run(tmp_path, recipe=FAULTY, checkpoint={"every_steps": 4}))
     records = finish(run)
     assert [r.step for r in records.steps] == [*range(8), *range(4, STEPS)]
-    assert worst_difference(records, quiet) <= 1e-4
+    assert by_step(records) == by_step(quiet)
+    assert "goes on from step 4" in (run.path / "logs/coordinator.log").read_text()
 
 
 @pytest.mark.usefixtures("unhurried_steps")
@@ -194,52 +232,13 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_run(
 ) -> None:
     """No file of a worker may become larger than a few kilobytes."""
     monkeypatch.setenv("LIVER_TEST_FILE_BYTES", "20000")
-    run = start(
-        short_run(
-            tmp_path,
-            recipe="tests.integration.dies_writing:DiesWriting",
-            checkpoint={"every_steps": 4},
-        )
-    )
+    run = start(short_run(tmp_path, recipe=FAULTY, checkpoint={"every_steps": 4}))
     outcome = stop_with_checkpoint(run)
     assert "; checkpoint of step " in outcome.reason
     assert "given up: worker 0: File too large (and 1 more); there is none" in outcome.reason
     assert list((run.path / "checkpoints").iterdir()) == []
     records = read_run(run.metrics_path)
     assert by_step(records) == by_step(quiet)[: outcome.step]
-
-
-@pytest.mark.usefixtures("unhurried_steps")
-def test_a_file_in_which_a_byte_has_changed_is_refused_by_name(tmp_path: Path) -> None:
-    run = start(short_run(tmp_path))
-    step = stop_with_checkpoint(run).step
-    path = run.path / "checkpoints" / f"step-{step:08d}" / "rank-00001.h5"
-    with h5py.File(path) as file:
-        group = file["exp_avg/decoder.layers.0.mlp.linear_fc1.weight"]
-        place = next(iter(group.values())).id.get_offset() + 5
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
-    go_on(run, pp=2)
-    outcome = wait_for_end(run, 60.0)
-    assert outcome.state == "failed"
-    assert f"{path} has changed on the disk" in outcome.reason
-    assert len(read_run(run.metrics_path).steps) == step
-    wait_until(lambda: not processes_of(run), 20.0, f"processes {processes_of(run)}")
-
-
-def test_a_run_of_another_model_is_refused(tmp_path: Path) -> None:
-    run = start(short_run(tmp_path, steps=2, checkpoint={"every_steps": 2}))
-    finish(run)
-    config = run.config()
-    other = config.model_copy(update={"model": {**config.model, "hidden": 128}})
-    run.config_path.write_text(dump_run(other))
-    go_on(run, dp=1)
-    outcome = wait_for_end(run, 60.0)
-    assert outcome.state == "failed"
-    assert (
-        "step-00000002 is of another model: 'embedding.word_embeddings.weight' is" in outcome.reason
-    )
 
 
 @pytest.mark.usefixtures("unhurried_steps")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import socket
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -52,17 +53,16 @@ def snapshot(run: str) -> StatusSnapshot:
 class StandIn:
     """Serves a run directory; `requests` is what operators asked for."""
 
-    def __init__(self, run_directory: Path) -> None:
+    def __init__(self, run_directory: Path, host: str = "127.0.0.1") -> None:
         self.requests: queue.Queue[AnyMessage] = queue.Queue()
         self._directory = run_directory
-        self._stopped = threading.Event()
-        self._server = ControlServer(
-            "127.0.0.1", read_secret(run_directory / "secret"), self._handle
-        )
+        self._told = threading.Event()
+        self._end = ("stopped", "asked to")
+        self._server = ControlServer(host, read_secret(run_directory / "secret"), self._handle)
 
     def __enter__(self) -> StandIn:
         host, port = self._server.address
-        address = {"host": host, "port": port, "pid": os.getpid()}
+        address = {"host": host, "port": port, "pid": os.getpid(), "hostname": socket.gethostname()}
         self._write("coordinator.json", address)
         return self
 
@@ -75,10 +75,15 @@ class StandIn:
         self._server.close()
 
     def run(self, limit_s: float) -> int:
-        """Until it is told to stop."""
-        stopped = self._stopped.wait(limit_s)
-        self._write("outcome.json", {"state": "stopped", "reason": "asked to", "step": 7})
-        return 0 if stopped else 1
+        """Until it is told to stop, or that the end is near."""
+        told = self._told.wait(limit_s)
+        (self._directory / "coordinator.json").unlink()
+        self.end(*self._end)
+        return 0 if told else 1
+
+    def tell(self, state: str, reason: str) -> None:
+        self._end = (state, reason)
+        self._told.set()
 
     def end(self, state: str, reason: str) -> None:
         self._write("outcome.json", {"state": state, "reason": reason, "step": 7})
@@ -102,7 +107,7 @@ class StandIn:
         if isinstance(request, ReplaceRequest):
             return Reply(ok=True, text=f"replacing worker {request.replace}")
         assert isinstance(request, StopRequest)
-        self._stopped.set()
+        self._told.set()
         return Reply(ok=True, text="stopping")
 
     def _write(self, name: str, data: dict[str, object]) -> None:
@@ -111,19 +116,57 @@ class StandIn:
         path.replace(self._directory / name)
 
 
+class StandInControl:
+    """In the place of `liver_hpc.coordinator.Control`."""
+
+    def __init__(self) -> None:
+        self._standin: StandIn | None = None
+        self._said: tuple[str, str] | None = None
+
+    def stop(self, why: str) -> None:
+        self._say("stopped", why)
+
+    def end_near(self, reason: str, deadline_s: float) -> None:
+        self._say("requeue", reason)
+
+    def attach(self, standin: StandIn) -> None:
+        self._standin = standin
+        if self._said is not None:
+            standin.tell(*self._said)
+
+    def _say(self, state: str, reason: str) -> None:
+        self._said = (state, reason)
+        if self._standin is not None:
+            self._standin.tell(state, reason)
+
+
+def run_standin(run_directory: str, control: StandInControl | None) -> int:
+    """In the place of `run_coordinator`; on a node of a cluster it listens to all of it."""
+    path = Path(run_directory)
+    (path / "outcome.json").unlink(missing_ok=True)
+    on_node = "SLURM_JOB_ID" in os.environ
+    with StandIn(path, socket.gethostname() if on_node else "127.0.0.1") as standin:
+        if control is not None:
+            control.attach(standin)
+        return standin.run(limit_s=60.0)
+
+
 SITECUSTOMIZE = """
 import sys, types
 sys.path.append({repository!r})
 
-def run_coordinator(run_directory):
+def run_coordinator(run_directory, build=None, control=None):
     {before}
-    from pathlib import Path
-    from tests.unit.standin import StandIn
-    with StandIn(Path(run_directory)) as standin:
-        return standin.run(limit_s=60.0)
+    from tests.unit.standin import run_standin
+    return run_standin(run_directory, control)
+
+def Control():
+    from tests.unit.standin import StandInControl
+    return StandInControl()
 
 module = types.ModuleType("liver_hpc.coordinator")
 module.run_coordinator = run_coordinator
+module.Control = Control
 sys.modules["liver_hpc.coordinator"] = module
 """
 

@@ -16,7 +16,7 @@ from liver_hpc.config.load import parse_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.metrics.store import MetricsWriter
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest, StopRequest
-from liver_hpc.run_directory import RunDirectory, create_run_directory
+from liver_hpc.run_directory import RunDirectory, create_run_directory, point_latest
 from tests.unit.config.runs import minimal, write_minimal
 from tests.unit.metrics.rows import reconfiguration, step
 from tests.unit.standin import StandIn
@@ -35,7 +35,9 @@ def _elsewhere(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def run() -> RunDirectory:
     """A run directory under ./runs, without a coordinator."""
-    return create_run_directory(minimal(cluster={"kind": "slurm"}))
+    run = create_run_directory(minimal(cluster={"kind": "slurm"}))
+    point_latest(run)
+    return run
 
 
 @pytest.fixture
@@ -331,6 +333,8 @@ def test_run_directory_is_private_and_latest_follows(run: RunDirectory) -> None:
     assert isinstance(run.config(), RunConfig)
     second = create_run_directory(minimal())
     assert second.path != run.path
+    assert Path("runs/latest").resolve() == run.path.resolve()
+    point_latest(second)
     assert Path("runs/latest").resolve() == second.path.resolve()
     assert sorted(p.name for p in Path("runs").iterdir() if p.name.startswith(".")) == []
 

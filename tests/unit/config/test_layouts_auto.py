@@ -27,7 +27,7 @@ def test_auto_reads_and_writes_back_as_it_is(tmp_path: Path) -> None:
         ({2: {"tp": "x"}}, ["layouts.2.tp: wanted a whole number, got 'x'"]),
         (
             {2: [{"ep": 2}], 0: {}},
-            ["layouts.2.0.ep: unknown key (valid keys here: tp, pp, dp)", "layouts.0"],
+            ["layouts.2.0.ep: unknown key (valid keys here: dp, pp, tp)", "layouts.0"],
         ),
     ],
 )

@@ -13,7 +13,7 @@ NCCL version 2.21.5+cuda12.4
 n1:47:48 [0] NCCL INFO NCCL_IB_HCA set to =mlx5_0:1,mlx5_1:1
 n1:47:48 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.4.2.17<0>
 n1:47:48 [0] NCCL INFO Using network IB
-n1:47:48 [0] NCCL INFO Pattern 4, crossNic 0, nChannels 8, bw 20.0/20.0, type NVL/PIX, sameChannels 1
+n1:47:48 [0] NCCL INFO Pattern 4, crossNic 0, nChannels 8, bw 20/20, type NVL/PIX, sameChannels 1
 n1:47:48 [0] NCCL INFO comm 0x55d rank 0 nRanks 16 nNodes 2 localRanks 8 localRank 0 MNNVL 0
 n1:47:48 [0] NCCL INFO Channel 00/08 :    0   7   6   5   4   3   2   1   8  15  14  13
 n1:47:48 [0] NCCL INFO Channel 00/0 : 9[1] -> 0[0] [receive] via NET/IB/0/GDRDMA
@@ -33,7 +33,7 @@ n1:31:40 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0
 """
 
 NVLINK = """\
-d1:9:9 [0] NCCL INFO Pattern 4, crossNic 0, nChannels 12, bw 20.0/20.0, type NVL/PIX, sameChannels 1
+d1:9:9 [0] NCCL INFO Pattern 4, crossNic 0, nChannels 12, bw 20/20, type NVL/PIX, sameChannels 1
 d1:9:9 [0] NCCL INFO Pattern 3, crossNic 0, nChannels 12, bw 30.0/30.0, type NVL/PIX, sameChannels 0
 d1:9:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
 d1:9:9 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM/read

@@ -1,0 +1,1 @@
+"""`liver doctor`: whether a cluster has what a run needs, one line a check."""

@@ -1,0 +1,100 @@
+"""A stand-in for a coordinator on the control host: a pool and a launcher, led line by line.
+
+Reads a JSON list such as `["want", 2]` from every line of standard input and answers with a line;
+what the pool tells comes in lines of its own. See `tests.cluster.driven`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from liver_hpc.clock import SystemClock
+from liver_hpc.cluster.launcher import NodeRequest
+from liver_hpc.cluster.pool import PoolEvent
+from liver_hpc.cluster.slurm.allocation import OwnAllocation
+from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.launcher import AgentCommand, SlurmLauncher
+from liver_hpc.cluster.slurm.pool import SlurmPool
+from liver_hpc.config.load import load_run
+from liver_hpc.coordination.greeter import Greeter
+from liver_hpc.coordination.inbox import Inbox
+from liver_hpc.coordination.run_files import COORDINATOR_FILE, write_private_json
+from liver_hpc.coordination.store import StoreService
+from liver_hpc.rendezvous.channel import ControlServer
+from liver_hpc.rendezvous.secret import read_secret
+
+CONTROL_ADDRESS = "10.77.0.1"
+
+_printing = threading.Lock()
+
+
+def say(kind: str, **fields: Any) -> None:
+    with _printing:
+        print(json.dumps({"kind": kind, **fields}), flush=True)
+
+
+class Driver:
+    """The run directory holds run.yaml, secret, and job.json: the environment of the own job."""
+
+    def __init__(self, run_directory: Path) -> None:
+        config = load_run(run_directory / "run.yaml")
+        environment = json.loads((run_directory / "job.json").read_text(encoding="utf-8"))
+        slurm = config.cluster.slurm
+        commands = SlurmCommands(slurm.command_s, slurm.away_s)
+        allocation = OwnAllocation.from_environment(environment, config, commands)
+        self.pool = SlurmPool(config, commands, allocation, run_directory, SystemClock())
+        agent = AgentCommand((sys.executable, str(run_directory / "agent.py")))
+        self.launcher = SlurmLauncher(run_directory, config, commands, self.pool.place_of, agent)
+        secret = read_secret(run_directory / "secret")
+        greeter = Greeter(Inbox(), StoreService(), control_s=10.0)
+        self.server = ControlServer(CONTROL_ADDRESS, secret, greeter.handle)
+        host, port = self.server.address
+        here = {"host": host, "port": port, "pid": os.getpid()}
+        write_private_json(run_directory / COORDINATOR_FILE, here)
+
+    def start(self) -> None:
+        self.pool.start(self.tell)
+
+    def tell(self, event: PoolEvent) -> None:
+        say(type(event).__name__, **asdict(event))
+
+    def launch(self, agent: str, node: str) -> None:
+        self.launcher.launch([NodeRequest(agent, 1, "tp1 pp1 dp1", (0,), node)])
+
+    def close(self) -> None:
+        self.launcher.close()
+        self.pool.close()
+        self.server.close()
+
+    def operations(self) -> dict[str, Callable[..., object]]:
+        pool, launcher = self.pool, self.launcher
+        return {
+            "start": self.start,
+            "want": pool.want,
+            "warned": pool.warned,
+            "give_back": pool.give_back,
+            "launch": self.launch,
+            "alive": launcher.alive,
+            "exit_code": launcher.exit_code,
+            "kill": launcher.kill,
+            "close": self.close,
+        }
+
+
+def main() -> None:
+    driver = Driver(Path(sys.argv[1]))
+    operations = driver.operations()
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        say("Answer", value=operations[name](*arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Agents as steps of a real Slurm: beside each other, killed, lost, orphaned."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from liver_hpc.cluster.launcher import KILLED
+from tests.cluster.driven import (
+    DrivenRun,
+    driven,
+    processes_with,
+    start_controller,
+    stop_controller,
+    wait_for,
+)
+from tests.cluster.harness import SlurmCluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(150)]
+
+# Says what it sees, has a child that has left its session, ignores SIGTERM, and ends as told.
+AGENT = """
+import json, os, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+here = pathlib.Path(sys.argv[0]).parent
+name = sys.argv[sys.argv.index("--agent") + 1]
+child = subprocess.Popen(["setsid", "sleep", "611", ])
+seen = {
+    "host": os.uname().nodename, "words": sys.argv[1:], "pid": os.getpid(),
+    "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "pmi_size": os.environ.get("PMI_SIZE"),
+    "job": os.environ.get("SLURM_JOB_ID"),
+}
+(here / f"{name}.new").write_text(json.dumps(seen))
+(here / f"{name}.new").rename(here / f"{name}.up")
+while not (here / f"{name}.end").exists():
+    time.sleep(0.05)
+child.kill()
+sys.exit(int((here / f"{name}.end").read_text()))
+"""
+
+MAIN = {"name": "main", "partition": "stable", "nodes": 1, "gpus_per_node": 2}
+EXTRA = {"name": "extra", "partition": "preempt", "nodes": 1, "gpus_per_node": 2}
+TIME = ("--time=10", "--gpus-per-node=2", "--no-kill", "--nodes=1")
+
+
+@pytest.fixture
+def run(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> Iterator[DrivenRun]:
+    """A het job of two components on a node each, all GPUs included."""
+    slurm = {"components": [MAIN, EXTRA], "burst": {"partition": "preempt", "max_nodes": 1}}
+    with driven(slurm_cluster, request.node.name, slurm) as run:
+        (run.path / "agent.py").write_text(AGENT, encoding="utf-8")
+        run.submit(("--partition=stable", *TIME), ("--partition=preempt", *TIME))
+        run.start()
+        yield run
+    wait_for(lambda: not left(run), 10.0, "the agents' processes to end")
+
+
+def left(run: DrivenRun) -> list[int]:
+    """Processes of the run's agents that live."""
+    agents = processes_with(str(run.path / "agent.py"))
+    return [process.pid for process in (*agents, *processes_with("sleep", "611"))]
+
+
+def node_of(run: DrivenRun, allocation: str) -> str:
+    return str(run.told("NodeGranted", allocation=allocation)[0]["node"]["name"])
+
+
+def launch(run: DrivenRun, agent: str, node: str) -> dict[str, Any]:
+    """Starts an agent; what it sees."""
+    run.ask("launch", agent, node)
+    return came_up(run, agent)
+
+
+def came_up(run: DrivenRun, agent: str, limit_s: float = 15.0) -> dict[str, Any]:
+    path = run.path / f"{agent}.up"
+    log = run.path / "logs" / f"srun-{agent}.log"
+    try:
+        wait_for(path.exists, limit_s, f"agent {agent}")
+    except Exception as error:
+        raise AssertionError(f"{error}: {log.read_text(encoding='utf-8')}") from error
+    seen = json.loads(path.read_text(encoding="utf-8"))
+    assert isinstance(seen, dict)
+    return seen
+
+
+def end(run: DrivenRun, agent: str, code: int) -> None:
+    new = run.path / f"{agent}.end.new"
+    new.write_text(str(code), encoding="utf-8")
+    new.rename(run.path / f"{agent}.end")
+
+
+def ended(run: DrivenRun, agent: str, limit_s: float = 15.0) -> int:
+    wait_for(lambda: not run.ask("alive", agent), limit_s, f"the end of {agent}")
+    return int(run.ask("exit_code", agent))
+
+
+def step_names(run: DrivenRun) -> set[str]:
+    """Of all steps on the cluster, the batch scripts left out."""
+    names = run.cluster.run("squeue", "--noheader", "--steps", "--format=%j").split()
+    return {name for name in names if name.startswith("liver-")}
+
+
+def test_agents_start_beside_each_other_and_see_the_whole_node(run: DrivenRun) -> None:
+    main, extra = node_of(run, "main"), node_of(run, "extra")
+    run.ask("want", 1)
+    burst = run.wait_told("NodeGranted", burst=True)["node"]["name"]
+    for agent, node in (("a", main), ("b", main), ("c", extra), ("d", extra)):
+        seen = launch(run, agent, node)
+        assert (seen["host"], seen["gpus"], seen["pmi_size"]) == (node, "0,1", "1")
+        assert seen["words"][-3:] == ["--warnings", "--slots", "0"]
+    assert launch(run, "e", burst)["host"] == burst
+    assert step_names(run) == {"liver-a", "liver-b", "liver-c", "liver-d", "liver-e"}
+    end(run, "c", 0)
+    assert ended(run, "c") == 0
+    assert launch(run, "f", extra)["host"] == extra  # after another one
+    end(run, "d", 87)
+    assert ended(run, "d") == 87
+    assert all(run.ask("alive", agent) for agent in ("a", "b", "e", "f"))
+    run.ask("close")
+    assert step_names(run) == set()
+
+
+def test_a_killed_agent_is_gone_with_all_it_started_and_others_stay(run: DrivenRun) -> None:
+    main, extra = node_of(run, "main"), node_of(run, "extra")
+    doomed = {agent: launch(run, agent, node)["pid"] for agent, node in (("a", main), ("c", extra))}
+    stays = launch(run, "b", main)["pid"]
+    for agent, pid in doomed.items():
+        run.ask("kill", agent)
+        assert ended(run, agent) == KILLED
+        assert pid not in left(run)
+    assert stays in host_pids(run, "b")
+    assert step_names(run) == {"liver-b"}
+    run.ask("close")
+    assert left(run) == []
+
+
+def host_pids(run: DrivenRun, agent: str) -> list[int]:
+    """The agent's process under its numbers inside and outside of its node."""
+    numbers: list[int] = []
+    for process in processes_with(str(run.path / "agent.py"), agent):
+        status = open(f"/proc/{process.pid}/status", encoding="utf-8").read()
+        line = next(line for line in status.splitlines() if line.startswith("NSpid:"))
+        numbers += map(int, line.split()[1:])
+    return numbers
+
+
+def test_an_agent_that_is_killed_at_once_never_comes_up_later(run: DrivenRun) -> None:
+    run.ask("launch", "a", node_of(run, "extra"))
+    run.ask("kill", "a")
+    assert ended(run, "a") != 0
+    assert step_names(run) == set()
+    assert left(run) == []
+
+
+def test_steps_end_with_a_killed_coordinator(run: DrivenRun) -> None:
+    launch(run, "a", node_of(run, "main"))
+    launch(run, "c", node_of(run, "extra"))
+    run.kill()
+    wait_for(lambda: not step_names(run), 20.0, "the steps to end")
+    wait_for(lambda: not left(run), 5.0, "the agents' processes to end")
+
+
+@pytest.mark.slow
+def test_an_agent_lost_with_its_node_did_not_end_well(run: DrivenRun) -> None:
+    launch(run, "a", node_of(run, "main"))
+    node = node_of(run, "extra")
+    launch(run, "c", node)
+    run.cluster.testbed("kill-node", node)
+    assert ended(run, "c", limit_s=80.0) == KILLED  # as soon as Slurm knows
+    run.wait_told("NodeGone", node=node)
+    assert run.ask("alive", "a")
+
+
+def test_agents_start_and_end_while_the_controller_is_away(run: DrivenRun) -> None:
+    main, extra = node_of(run, "main"), node_of(run, "extra")
+    launch(run, "a", main)
+    launch(run, "b", main)
+    stop_controller(run.cluster)
+    try:
+        end(run, "a", 0)
+        run.ask("launch", "c", extra)
+        run.ask("kill", "b")
+        wait_for(lambda: not run.ask("alive", "a"), 40.0, "the agent that has ended")
+    finally:
+        start_controller(run.cluster)
+    assert run.ask("exit_code", "a") == 0
+    came_up(run, "c", limit_s=40.0)
+    assert ended(run, "b", limit_s=40.0) == KILLED
+    run.ask("close")
+    assert step_names(run) == set()
+    assert os.path.exists(run.path / "logs" / "srun-c.log")

@@ -1,0 +1,303 @@
+"""Jobs of several components on a real Slurm: by the executor, by `liver submit`, by sbatch.
+
+Where a run is needed its coordinator is a stand-in, which trains nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands, SlurmError
+from liver_hpc.cluster.slurm.executor import OVER, HetExecutor, HetJob, SqueueWatcher
+from liver_hpc.cluster.slurm.script import Submission
+from liver_hpc.config.schema import ClusterSection
+from liver_hpc.errors import ConfigError
+from tests.cluster.calls import wait_for
+from tests.cluster.harness import REPOSITORY, SlurmCluster, command_line
+from tests.unit.config.runs import MINIMAL
+from tests.unit.standin import sitecustomize_in
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+
+COMPONENTS = [
+    {"name": "main", "partition": "stable"},
+    {"name": "extra", "partition": "stable", "gpus_per_node": 2},
+]
+# A requeued job waits for its old credential to expire: 10 s here.
+AGAIN_S = 60.0
+
+
+def await_that(condition: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
+    poll_until(condition, Deadline.after(SystemClock(), limit_s, what), interval_s=0.2)
+
+
+# ---- the executor
+
+
+@pytest.fixture
+def commands(slurm_cluster: SlurmCluster) -> SlurmCommands:
+    """As they are on the control host."""
+
+    def run(words: Any, limit_s: float) -> Answer:
+        line = command_line(slurm_cluster.name, "exec", "--", *words)
+        done = slurm_cluster.attempt(line, limit_s)
+        return Answer(done.returncode, done.stdout, done.stderr)
+
+    return SlurmCommands(command_s=20.0, away_s=20.0, run=run)
+
+
+@pytest.fixture
+def submission(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> Submission:
+    directory = slurm_cluster.shared / request.node.name
+    directory.mkdir()
+    section = {"components": COMPONENTS, "setup": [f"export PYTHONPATH={REPOSITORY} SAID='a b'"]}
+    cluster = ClusterSection.model_validate({"timeout_min": 5, "slurm": section})
+    return Submission(cluster, directory.name, """it's "this" run, \\ # $HOME""", directory)
+
+
+@pytest.fixture
+def job(submission: Submission, commands: SlurmCommands, monkeypatch: pytest.MonkeyPatch) -> HetJob:
+    """A job of two components that runs until `end` is in its folder."""
+    monkeypatch.setattr(HetJob, "watcher", SqueueWatcher(commands))
+    job = HetExecutor(submission, commands).submit(wait_for, str(submission.folder / "end"))
+    assert isinstance(job, HetJob)
+    await_that(lambda: running(job) == ["main", "extra"], "both components to run")
+    await_that((submission.folder / "end-awaited").exists, "the call to be made")
+    return job
+
+
+def running(job: HetJob) -> list[str]:
+    return [part.name for part in job.components if part.state == "RUNNING"]
+
+
+def test_components_have_states_nodes_and_a_log(
+    job: HetJob, submission: Submission, slurm_cluster: SlurmCluster
+) -> None:
+    main, extra = job.components
+    assert (main.offset, main.state, len(main.nodes)) == (0, "RUNNING", 1)
+    assert (extra.offset, extra.state, len(extra.nodes)) == (1, "RUNNING", 1)
+    assert main.nodes != extra.nodes
+    assert not job.done(force_check=True)
+    assert job.state == "RUNNING"
+    shown = slurm_cluster.run("squeue", "--noheader", "--format=%j|%k", f"--jobs={job.job_id}")
+    assert set(shown.splitlines()) == {f"{submission.name}|{submission.comment}"}
+
+    (submission.folder / "end").touch()
+    environment = job.result()
+    assert environment["SLURM_HET_SIZE"] == "2"
+    assert environment["SAID"] == "a b"
+    assert "it waits" in main.log.read_text()
+    await_that(lambda: {part.state for part in job.components} == {OVER}, "the job's end")
+    assert job.done(force_check=True)
+
+
+def test_one_component_is_cancelled_and_the_other_works_on(
+    job: HetJob, submission: Submission
+) -> None:
+    job.cancel(component=1)
+    await_that(lambda: running(job) == ["main"], "the component to be cancelled")
+    (submission.folder / "end").touch()
+    assert job.result()["SLURM_JOB_ID"] == job.job_id
+
+
+def test_the_whole_job_is_cancelled(job: HetJob) -> None:
+    with pytest.raises(ConfigError, match="where the coordinator is: cancel the job"):
+        job.cancel(component=0)
+    with pytest.raises(ConfigError, match="no component 2; there are main, extra"):
+        job.cancel(component=2)
+    job.cancel()
+    await_that(lambda: not running(job), "the job to be cancelled")
+    await_that(lambda: job.done(force_check=True), "Slurm to forget it")
+
+
+def test_slurm_says_why_it_refuses(submission: Submission, commands: SlurmCommands) -> None:
+    slurm = submission.cluster.slurm
+    missing = slurm.components[1].model_copy(update={"partition": "nowhere"})
+    changed = slurm.model_copy(update={"components": [slurm.components[0], missing]})
+    cluster = submission.cluster.model_copy(update={"slurm": changed})
+    wrong = Submission(cluster, submission.name, "", submission.folder)
+    with pytest.raises(SlurmError, match="invalid partition specified: nowhere"):
+        HetExecutor(wrong, commands).submit(wait_for, "")
+
+
+# ---- runs
+
+
+class Site:
+    """A directory that all nodes see, with a run file, and `liver` on the control host."""
+
+    def __init__(self, cluster: SlurmCluster, directory: Path) -> None:
+        self.cluster = cluster
+        self.directory = directory
+        directory.mkdir()
+        sitecustomize_in(directory, REPOSITORY)
+        self.environment = [f"PYTHONPATH={directory}:{REPOSITORY}", f"VIRTUAL_ENV={sys.prefix}"]
+        section = {"components": COMPONENTS, "end_window_s": 20.0, "poll_s": 1.0}
+        cluster_section = {"kind": "auto", "timeout_min": 5, "slurm": section}
+        values = {**MINIMAL, "cluster": cluster_section}
+        (directory / "run.yaml").write_text(yaml.safe_dump(values))
+
+    def words(self, *words: str) -> list[str]:
+        return ["env", f"--chdir={self.directory}", *self.environment, *words]
+
+    def run(self, *words: str) -> str:
+        return self.cluster.run(*self.words(*words), limit_s=60.0)
+
+    def liver(self, *arguments: str) -> str:
+        return self.run(sys.executable, "-m", "liver_hpc", *arguments)
+
+    def submit(self, *environment: str) -> Path:
+        """The run directory of a run that was submitted from such an environment."""
+        words = [sys.executable, "-m", "liver_hpc.submit", "--config", "run.yaml"]
+        shown = self.run("env", *environment, *words)
+        return self.directory / shown.strip()
+
+    def refused(self, *arguments: str) -> str:
+        line = self.words(sys.executable, "-m", "liver_hpc", *arguments)
+        done = self.cluster.attempt(command_line(self.cluster.name, "exec", "--", *line), 60.0)
+        assert done.returncode != 0, done.stdout
+        return done.stderr
+
+    def end(self) -> str:
+        """What the run that is `latest` ended with, after it was stopped."""
+        return self.liver("stop", "latest", "--timeout-s", "30").strip()
+
+    def jobs(self) -> str:
+        return self.cluster.run("squeue", "--noheader", "--format=%i %P %T %r").strip()
+
+
+@pytest.fixture
+def site(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> Site:
+    return Site(slurm_cluster, slurm_cluster.shared / request.node.name)
+
+
+def await_coordinator(run: Path) -> dict[str, Any]:
+    await_that((run / "coordinator.json").exists, f"the coordinator of {run}", AGAIN_S)
+    address: dict[str, Any] = json.loads((run / "coordinator.json").read_text())
+    return address
+
+
+def test_a_submitted_run_is_steered_from_the_login_node(site: Site) -> None:
+    """Also one that is submitted from inside of another job."""
+    inside = ("SLURM_JOB_ID=999999", "SLURM_NTASKS=7", "SLURM_HET_SIZE=3", "PMI_RANK=4")
+    run = site.submit(*inside, "SBATCH_PARTITION=preempt", "SBATCH_EXPORT=NONE")
+    assert (site.directory / "runs" / "latest").resolve() == run.resolve()
+    job = (run / "submitit" / "job_id").read_text()
+    address = await_coordinator(run)
+    assert address["hostname"] in {"n1", "n2", "n3"}
+    assert {line.split()[1] for line in site.jobs().splitlines()} == {"stable"}
+    assert "training, step 7 of 10" in site.liver("status", "latest")
+    assert site.end() == f"run runs/{run.name}: stopped at step 7: asked to"
+    assert site.jobs() == ""
+    log = (run / "submitit" / f"{job}_0_log.out").read_text()
+    assert "Job completed successfully" in log
+
+
+@pytest.fixture
+def full(slurm_cluster: SlurmCluster) -> Iterator[str]:
+    """All nodes are taken by another job."""
+    wrap = ("sbatch", "--parsable", "-pstable", "-N3", "-o/dev/null", "--wrap=exec sleep 300")
+    job = slurm_cluster.run(*wrap).strip()
+    await_that(lambda: "R" in slurm_cluster.run("squeue", "-h", "-o%t"), "the nodes to be taken")
+    yield job
+    slurm_cluster.run("scancel", job)
+
+
+def test_a_queued_run_says_why_and_is_cancelled(site: Site, full: str) -> None:
+    run = site.submit()
+    job = (run / "submitit" / "job_id").read_text()
+    await_that(lambda: "(Resources)" in site.liver("status", "latest"), "the reason to be known")
+    said = f"run runs/{run.name}: queued as job {job}: PENDING (Resources)\n"
+    assert site.liver("status", "latest") == said
+    assert "has no coordinator" in site.refused("resize", "latest", "--workers", "4")
+    assert site.end() == f"run runs/{run.name}: stopped at step 0: cancelled before it trained"
+    assert [line.split()[0] for line in site.jobs().splitlines()] == [full]
+
+
+def test_following_tells_of_the_queue_and_then_of_the_run(site: Site, full: str) -> None:
+    words = site.words(sys.executable, "-m", "liver_hpc", "submit", "--config", "run.yaml")
+    following = site.cluster.start(*words, "--follow")
+    assert following.stdout is not None
+    assert following.stdout.readline().startswith("run runs/run-")
+    assert following.stdout.readline().startswith("queued as job ")
+    site.cluster.run("scancel", full)
+    run = (site.directory / "runs" / "latest").resolve()
+    await_coordinator(run)
+    site.end()
+    shown, _ = following.communicate(timeout=30.0)
+    assert "is RUNNING on n" in shown
+    assert f"run {run.name}: training" in shown
+    assert following.returncode == 0
+
+
+def test_a_coordinator_that_was_killed_is_told_of(site: Site) -> None:
+    run = site.submit()
+    await_coordinator(run)
+    job = (run / "submitit" / "job_id").read_text()
+    site.cluster.run("scancel", "--signal=KILL", "--batch", job)
+    site.cluster.run("scancel", job)
+    await_that(lambda: not site.jobs(), "the job to be over")
+    said = site.refused("status", "latest")
+    assert f"of job {job} is gone and left no outcome; its logs are" in said
+
+
+def test_a_warned_job_is_queued_again_by_submitits_protocol(site: Site) -> None:
+    run = site.submit()
+    first = await_coordinator(run)
+    job = (run / "submitit" / "job_id").read_text()
+    site.cluster.run("scancel", "--signal=USR2", "--batch", job)
+    await_that(lambda: "PENDING" in site.jobs(), "the job to be queued again")
+    assert json.loads((run / "outcome.json").read_text())["state"] == "requeue"
+    assert f"queued as job {job}: PENDING" in site.liver("status", "latest")
+
+    await_that(lambda: not (run / "outcome.json").exists(), "the run to go on", AGAIN_S)
+    second = await_coordinator(run)
+    assert second != first
+    assert (run / "submitit" / "job_id").read_text() == job
+    assert site.end() == f"run runs/{run.name}: stopped at step 7: asked to"
+    assert site.jobs() == ""
+
+
+def test_cancelling_the_job_stops_the_run(site: Site) -> None:
+    run = site.submit()
+    await_coordinator(run)
+    site.cluster.run("scancel", (run / "submitit" / "job_id").read_text())
+    await_that((run / "outcome.json").exists, "the outcome")
+    assert site.liver("status", "latest") == f"run runs/{run.name}: stopped at step 7: SIGTERM\n"
+    await_that(lambda: not site.jobs(), "the job to be over")
+
+
+def sbatch(site: Site, *overrides: str) -> str:
+    script = str(REPOSITORY / "slurm" / "liver.sbatch")
+    return site.run("sbatch", "--parsable", *overrides, script, "run.yaml").strip()
+
+
+def test_the_same_by_sbatch(site: Site) -> None:
+    job = sbatch(site, "--nodes=1", "--time=5", ":", "--nodes=1", "--time=5")
+    run = site.directory / "runs" / f"run-{job}"
+    first = await_coordinator(run)
+    assert {line.split()[0] for line in site.jobs().splitlines()} == {f"{job}+0", f"{job}+1"}
+    pinned = (run / "run.yaml").read_text()
+    (site.directory / "run.yaml").write_text(pinned.replace("steps: 10", "steps: 11"))
+
+    site.cluster.run("scancel", "--signal=USR1", "--batch", job)
+    await_that(lambda: "PENDING" in site.jobs(), "the job to be queued again")
+    await_that(lambda: not (run / "outcome.json").exists(), "the run to go on", AGAIN_S)
+    assert await_coordinator(run) != first
+    assert (run / "run.yaml").read_text() == pinned
+    assert sorted(path.name for path in run.parent.iterdir()) == ["latest", run.name]
+    assert site.end() == f"run runs/{run.name}: stopped at step 7: asked to"
+    said = (site.directory / f"liver-{job}.log").read_text()
+    assert said.count(f"run runs/{run.name}\n") == 1
+    assert f"run runs/{run.name} goes on when its job starts again\n" in said
+    assert f"run runs/{run.name} goes on\n" in said
+    assert f"run runs/{run.name}: stopped at step 7: asked to\n" in said
+    await_that(lambda: not site.jobs(), "the job to be over")

@@ -1,0 +1,254 @@
+"""Agents under test: a run directory, stand-in workers, a desk, a control server that notes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.launcher import Launcher, NodeRequest
+from liver_hpc.cluster.local import LocalLauncher
+from liver_hpc.cluster.processes import marked_processes
+from liver_hpc.config.load import dump_run
+from liver_hpc.config.schema import (
+    DeadlineSection,
+    LayoutSection,
+    RunConfig,
+    TrainSection,
+    WorkersSection,
+)
+from liver_hpc.protocol.messages import AgentHello, AnyMessage
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
+from liver_hpc.rendezvous.meeting import Answer
+from liver_hpc.rendezvous.mpi import MpiFrontDesk
+from liver_hpc.rendezvous.mpi_calls import MeetingPlace
+from liver_hpc.rendezvous.secret import create_secret
+from liver_hpc.rendezvous.wire import Wire, WireServer
+
+M = TypeVar("M")
+
+TEST_MARK = "LIVER_TEST_RUN"
+DEADLINES = DeadlineSection(boot_s=20.0, meet_s=20.0, exit_s=1.0)
+
+# Says that it has booted, reads its line, notes what it was given; then does as argv says.
+WORKER = """
+import json, os, signal, subprocess, sys, threading
+from pathlib import Path
+directory, then = Path(sys.argv[1]), sys.argv[2]
+rank = os.environ["LIVER_LOCAL_RANK"]
+if then == "boot fails" and rank == "1":
+    sys.exit(3)
+if then == "talks" and rank == "1":
+    os.write(int(os.environ["LIVER_AGENT_WRITE_FD"]), b"hello there" + b"\\n")
+if then in ("stubborn", "never boots"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if then == "stubborn" else signal.SIG_DFL)
+    (directory / f"boots-{os.getpid()}").touch()
+    threading.Event().wait()
+if then.startswith("boot fails") or then == "talks":
+    threading.Event().wait()
+with open(int(os.environ["LIVER_AGENT_WRITE_FD"]), "w") as to_agent:
+    to_agent.write(json.dumps({"booted": True}) + "\\n")
+with open(int(os.environ["LIVER_AGENT_READ_FD"])) as from_agent:
+    line = from_agent.readline()
+note = {"told": json.loads(line), "pid": os.getpid(), "environment": dict(os.environ)}
+if then == "deaf":
+    for signum in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+if then == "has a child":
+    subprocess.Popen(["/bin/sleep", "60"], start_new_session=True)
+draft = directory / f"draft-{os.getpid()}"
+draft.write_text(json.dumps(note))
+draft.rename(directory / f"worker-{rank}.json")
+print("at work", flush=True)
+if then == "ends":
+    sys.exit(int(rank))
+threading.Event().wait()
+"""
+
+
+def request(agent: str = "a0", workers: int = 2) -> NodeRequest:
+    return NodeRequest(agent=agent, workers=workers, layout=f"tp1 pp1 dp{workers}")
+
+
+def wait_for(condition: Callable[[], bool], what: str, limit_s: float = 15.0) -> None:
+    poll_until(condition, Deadline.after(SystemClock(), limit_s, what))
+
+
+def command_line(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return []
+
+
+class Coordinator:
+    """What agents say on their own channels. It hangs up on nobody until it is closed."""
+
+    def __init__(self, secret: bytes) -> None:
+        self.heard: list[AnyMessage] = []
+        self.channels: dict[str, Channel] = {}
+        self.gone: list[str] = []
+        self._server = ControlServer("127.0.0.1", secret, self._serve)
+        self.address = self._server.address
+        self.close = self._server.close
+
+    def _serve(self, channel: Channel) -> None:
+        hello = channel.receive(10.0)
+        assert isinstance(hello, AgentHello)
+        self.heard.append(hello)
+        self.channels[hello.agent] = channel
+        try:
+            while True:
+                self.heard.append(channel.receive())
+        except ChannelClosed:
+            self.gone.append(hello.agent)
+
+    def wait_heard(self, kind: type[M], count: int = 1) -> list[M]:
+        """The messages of one kind, once there are so many."""
+        wait_for(lambda: len(self.said(kind)) >= count, f"{count} {kind.__name__}")
+        return self.said(kind)
+
+    def said(self, kind: type[M]) -> list[M]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+
+class Run:
+    """A run directory, a mark by which all processes of the test are found, and a launcher."""
+
+    def __init__(self, directory: Path, mark: str) -> None:
+        self.directory = directory
+        self.mark = mark
+        self.launchers: list[LocalLauncher] = []
+        config = RunConfig(
+            train=TrainSection(steps=1, global_batch=8),
+            workers=WorkersSection(initial=2, max=8),
+            layouts={2: [LayoutSection(dp=2)]},
+            deadlines=DEADLINES,
+        )
+        (directory / "run.yaml").write_text(dump_run(config))
+        self.secret = create_secret(directory / "secret")
+        self.desk = MpiFrontDesk(directory, self.secret)
+        self.coordinator = Coordinator(self.secret)
+        self.control = self.coordinator.address
+
+    def set_deadline(self, name: str, limit_s: float) -> None:
+        path = self.directory / "run.yaml"
+        text, changed = re.subn(rf"\b{name}: [0-9.]+", f"{name}: {limit_s}", path.read_text())
+        assert changed == 1
+        path.write_text(text)
+
+    def options(self, then: str) -> list[str]:
+        command = [sys.executable, "-c", WORKER, str(self.directory), then]
+        return ["--worker-command", json.dumps(command)]
+
+    def launcher(
+        self, then: str, exit_s: float = 5.0, options: Sequence[str] = ()
+    ) -> LocalLauncher:
+        launcher = LocalLauncher(self.directory, exit_s, [*options, *self.options(then)])
+        self.launchers.append(launcher)
+        return launcher
+
+    def open_desk(self, first_worker: int = 4) -> None:
+        self.desk.start(
+            lambda who: Answer(
+                worker_ids=tuple(range(first_worker, first_worker + who.workers)),
+                control_host=self.control[0],
+                control_port=self.control[1],
+            )
+        )
+
+    @contextmanager
+    def bell(self, says: bytes = b"", then_hangs_up: bool = False) -> Iterator[threading.Event]:
+        """A desk with a bell alone, where joiners wait, already in MPI; set once one has rung.
+
+        The bell is silent or says one thing, and hangs up at once or at the end of the block. At
+        its MPI port there is nobody.
+        """
+        rung = threading.Event()
+
+        def ring(wire: Wire) -> None:
+            if says:
+                wire.send(says)
+            rung.set()
+            if not then_hangs_up:
+                wire.receive()
+
+        self.open_desk()
+        place = MeetingPlace.read(self.directory)
+        assert place is not None
+        self.desk.close()
+        self.desk = MpiFrontDesk(self.directory, self.secret)
+        bell = WireServer("127.0.0.1", self.secret, ring)
+        try:
+            place.model_copy(update={"bell_port": bell.address[1]}).write(self.directory)
+            yield rung
+        finally:
+            bell.close()
+
+    def alive(self) -> list[int]:
+        """Processes of this test, other than the test and the desk."""
+        return [
+            pid
+            for pid in marked_processes(TEST_MARK, self.mark)
+            if pid not in (os.getpid(), self.desk.pid)
+        ]
+
+    def find(self, *words: str) -> list[int]:
+        """Living processes of this test with these words on their command line, in order."""
+
+        def fits(pid: int) -> bool:
+            line = command_line(pid)
+            return any(line[at : at + len(words)] == list(words) for at in range(len(line)))
+
+        return sorted(pid for pid in self.alive() if fits(pid))
+
+    def agents(self) -> list[int]:
+        return [pid for pid in self.find("-m", "liver_hpc.agent") if self.is_python(pid)]
+
+    def joiners(self) -> list[int]:
+        joiners = self.find("-m", "liver_hpc.rendezvous.joiner")
+        return [pid for pid in joiners if self.is_python(pid)]
+
+    def programs(self) -> dict[str, int]:
+        """What runs, and one process id of each."""
+        return {Path(command_line(pid)[0]).name: pid for pid in self.alive()}
+
+    def listens(self) -> list[str]:
+        """The TCP addresses at which this test's processes listen, the desk's aside."""
+        ours = self.alive()
+        return [
+            f"{connection.laddr.ip}:{connection.laddr.port}"
+            for connection in psutil.net_connections("tcp")
+            if connection.pid in ours and connection.status == psutil.CONN_LISTEN
+        ]
+
+    def is_python(self, pid: int) -> bool:
+        return command_line(pid)[0] == sys.executable
+
+    def notes(self, ranks: Sequence[int] = (0, 1)) -> list[dict[str, object]]:
+        """What the workers noted once they were at work, by local rank."""
+        paths = [self.directory / f"worker-{rank}.json" for rank in ranks]
+        wait_for(lambda: all(path.exists() for path in paths), f"workers {ranks} at work")
+        return [json.loads(path.read_text()) for path in paths]
+
+    def boots(self) -> list[int]:
+        """The process ids of workers that hang in their boot."""
+        return [int(path.name.split("-")[1]) for path in self.directory.glob("boots-*")]
+
+    def log(self, name: str) -> str:
+        return (self.directory / "logs" / f"{name}.log").read_text()
+
+    def wait_ended(self, launcher: Launcher, agent: str = "a0") -> int:
+        wait_for(lambda: not launcher.alive(agent), f"agent {agent} to end")
+        code = launcher.exit_code(agent)
+        assert code is not None
+        return code
