@@ -25,7 +25,8 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format clean cluster-up cluster-down cluster-shell
+.PHONY: help install demo slurm-demo test check format clean
+.PHONY: cluster-up cluster-down cluster-shell
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' \
@@ -46,6 +47,9 @@ $(INSTALLED): pyproject.toml
 
 demo: $(INSTALLED) ## a GPT on real text whose shape changes live, several times
 	$(BIN)/liver submit --config configs/demo.yaml --follow $(DEMO_ARGS)
+
+slurm-demo: $(INSTALLED) ## the same on a test cluster whose nodes come and go; as root
+	$(BIN)/python -m slurm.demo $(DEMO_ARGS)
 
 test: $(INSTALLED) ## the whole test suite; more flags for pytest in PYTEST_ARGS
 	$(BIN)/python -m pytest -q --durations=15 $(PYTEST_ARGS)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from liver_hpc import __version__
+from liver_hpc.doctor.options import add_options as add_doctor_options
 from liver_hpc.errors import ConfigError, LiverError, RequestRefused
 
 if TYPE_CHECKING:
@@ -135,6 +136,10 @@ def _parser() -> argparse.ArgumentParser:
     report = _add_run_command(commands, "report", "what a run's reconfigurations cost")
     report.add_argument("--json", action="store_true", help="all figures, for programs")
     report.set_defaults(command=_report)
+
+    doctor = commands.add_parser("doctor", help="whether this cluster has what a run needs")
+    add_doctor_options(doctor)
+    doctor.set_defaults(command=_doctor)
 
     prepare = commands.add_parser("prepare-data", help="tokenize the text that a run file names")
     _add_run_file(prepare)
@@ -278,7 +283,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from liver_hpc.operate import queued_text, request
+    from liver_hpc.operate import RunWaits, request
     from liver_hpc.protocol.messages import StatusRequest
     from liver_hpc.protocol.status import StatusSnapshot
     from liver_hpc.status_text import status_text
@@ -286,11 +291,11 @@ def _status(options: argparse.Namespace) -> int:
     run = _find(options)
     if run.outcome() is not None:
         return _tell_outcome(run)
-    waits = queued_text(run)
-    if waits is not None:
-        print(f"run {run}: {waits}")
+    try:
+        snapshot = StatusSnapshot.model_validate(request(run, StatusRequest()).data)
+    except RunWaits as waits:
+        print(waits)
         return EXIT_OK
-    snapshot = StatusSnapshot.model_validate(request(run, StatusRequest()).data)
     print(snapshot.model_dump_json() if options.json else status_text(snapshot))
     return EXIT_OK
 
@@ -339,6 +344,15 @@ def _print_report(run: RunDirectory, as_json: bool = False) -> None:
         print(json.dumps(report_json(records), indent=1))
     else:
         print_report(records, Console())
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from liver_hpc.doctor.command import run
+
+    try:
+        return run(options)
+    except KeyboardInterrupt:
+        return _complain("interrupted; nothing of the examination is left", EXIT_INTERRUPTED)
 
 
 def _prepare_data(options: argparse.Namespace) -> int:

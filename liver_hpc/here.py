@@ -41,16 +41,21 @@ def run_here(
     """
     early = _Signals()
     with early.heard():
-        run = _open_run(load_run(config_path, overrides), environment.get("SLURM_JOB_ID", ""), tell)
+        job_id = environment.get("SLURM_JOB_ID", "")
+        run = _open_run(load_run(config_path, overrides), job_id, tell)
         config, last = run.config(), run.last_outcome()
         if last is not None and last.state == FINISHED:
             return run, last
         hosted = HostedCoordinator(str(run.path))
-        early.pass_on(hosted, lambda: checkpoint_in_time(hosted, config.cluster.slurm, environment))
+        if job_id:
+            slurm = config.cluster.slurm
+            early.pass_on(hosted, lambda number: checkpoint_in_time(hosted, slurm, job_id))
+        else:  # there is nobody to begin the run again
+            early.pass_on(hosted, lambda number: hosted.stop(signal.Signals(number).name))
         hosted.start()
         hosted.wait()
         if run.goes_on():
-            requeue(config.cluster.slurm, environment["SLURM_JOB_ID"])
+            requeue(config.cluster.slurm, job_id)
             return run, None
     outcome = run.last_outcome()
     if outcome is None:
@@ -88,7 +93,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self._hosted: HostedCoordinator | None = None
-        self._end_near: Callable[[], None] = lambda: None
+        self._end_near: Callable[[int], None] = lambda number: None
         self._said: list[int] = []
 
     @contextmanager
@@ -101,7 +106,7 @@ class _Signals:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def pass_on(self, hosted: HostedCoordinator, end_near: Callable[[], None]) -> None:
+    def pass_on(self, hosted: HostedCoordinator, end_near: Callable[[int], None]) -> None:
         """From now on `hosted` is told, also of what was said before."""
         self._hosted, self._end_near = hosted, end_near
         for number in self._said:
@@ -113,6 +118,6 @@ class _Signals:
             if number in _STOP_SIGNALS:
                 raise KeyboardInterrupt
         elif number in _END_SIGNALS:
-            self._end_near()
+            self._end_near(number)
         else:
             self._hosted.stop(signal.Signals(number).name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from liver_hpc.clock import SystemClock
@@ -84,27 +83,25 @@ class HostedCoordinator:
             os.close(self._not_ended)
 
 
-def checkpoint_in_time(
-    hosted: HostedCoordinator, slurm: SlurmSection, environment: Mapping[str, str]
-) -> None:
+def checkpoint_in_time(hosted: HostedCoordinator, slurm: SlurmSection, job_id: str) -> None:
     """Tells a coordinator that its job ends, and returns when it has ended for that, or when only
     the time to be queued again is left."""
     clock = SystemClock()
-    left_s = _left_s(slurm, environment.get("SLURM_JOB_ID", ""), clock.now_s())
+    left_s = _left_s(slurm, job_id, clock.now_s())
     left_s -= min(_REQUEUE_S, _REQUEUE_SHARE * left_s)
     hosted.end_near(END_REASON, clock.now_s() + left_s)
     if hosted.started:
         hosted.wait(left_s)
 
 
-def _left_s(slurm: SlurmSection, job: str, now_s: float) -> float:
+def _left_s(slurm: SlurmSection, job_id: str, now_s: float) -> float:
     """Seconds until Slurm ends a job: the window that was asked for, less where squeue says so.
 
     A job that is preempted has its grace time, whatever the window.
     """
     commands = SlurmCommands(min(_ASK_S, slurm.command_s), away_s=0.0)
     try:
-        info = commands.jobs([job], retry=False).get(job)
+        info = commands.jobs([job_id], retry=False).get(job_id)
     except SlurmError:
         info = None
     if info is None or info.ends_s is None:

@@ -114,7 +114,8 @@ class CoordinatorJob:
 
         run = RunDirectory(Path(run_directory))
         if self._hosted is not None:
-            checkpoint_in_time(self._hosted, run.config().cluster.slurm, os.environ)
+            job_id = os.environ["SLURM_JOB_ID"]
+            checkpoint_in_time(self._hosted, run.config().cluster.slurm, job_id)
             ended = self._hosted.exit_code is not None
             if ended and not run.goes_on():
                 return None

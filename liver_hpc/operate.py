@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.commands import JobInfo
+from liver_hpc.cluster.slurm.commands import SlurmError
 from liver_hpc.coordination.run_files import Outcome
 from liver_hpc.errors import DeadlineError, LiverError, RequestRefused
 from liver_hpc.protocol.messages import FromOperator, Reply, StatusRequest, StopRequest
@@ -23,11 +23,16 @@ _JOB_POLL_S = 0.5
 _LOCAL_POLL_S = 0.02
 
 
+class RunWaits(LiverError):
+    """The run has no coordinator yet, or none for now: its Slurm job is queued, or starts."""
+
+
 def request(run: RunDirectory, message: FromOperator) -> Reply:
     """Sends one request; returns the coordinator's reply.
 
-    Raises RequestRefused with the reply's text when it declined, LiverError when nobody answers,
-    with the reason: the run is over, has not started, or its coordinator is gone.
+    Raises RequestRefused with the reply's text when it declined, RunWaits while the run's job is
+    in Slurm's queue, LiverError when nobody answers, with the reason: the run is over, has not
+    started, or its coordinator is gone.
     """
     channel = _connect(run)
     try:
@@ -52,16 +57,14 @@ def stop(run: RunDirectory, timeout_s: float | None = None, checkpoint: bool = F
         limits = config.deadlines
         timeout_s = limits.boundary_s + limits.release_s + limits.exit_s
         timeout_s += limits.transfer_s if checkpoint else 0.0
-    job = job_of(run)
-    if job is not None and run.outcome() is None:
-        info = job.find()
-        if info is not None and (is_queued(info) or run.coordinator() is None):
-            return job.cancel(timeout_s)
     deadline = Deadline.after(SystemClock(), timeout_s, f"run {run} to stop")
-    address, process = run.coordinator(), run.job_id()
-    request(run, StopRequest(checkpoint=checkpoint))
+    address, process, job = run.coordinator(), run.job_id(), job_of(run)
+    try:
+        request(run, StopRequest(checkpoint=checkpoint))
+    except RunWaits:
+        assert job is not None
+        return job.cancel(timeout_s)
     if job is not None:
-        poll_until(lambda: run.outcome() is not None or job.find() is None, deadline, _JOB_POLL_S)
         job.await_end(deadline)
         if run.outcome() is None:
             raise gone(run, job.job_id)
@@ -140,39 +143,16 @@ def begins_again(run: RunDirectory) -> bool:
     if run.outcome() is not None:
         return False
     deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"job {job.job_id} to be queued again")
-    found: list[JobInfo | None] = []
-
-    def settled() -> bool:
-        found[:] = [job.find()]
-        return found[0] is None or is_queued(found[0])
-
-    poll_until(settled, deadline, _JOB_POLL_S)
-    return found[0] is not None
-
-
-def queued_text(run: RunDirectory) -> str | None:
-    """What Slurm says of a run whose coordinator is not up: `queued as job 12: PENDING
-    (Resources)`. None where there is a coordinator, or no job."""
-    job = job_of(run)
-    if job is None:
-        return None
-    info = job.find()
-    if info is None or not (is_queued(info) or run.coordinator() is None):
-        return None
-    return job_text(info)
+    poll_until(job.is_out_of_work, deadline, _JOB_POLL_S)
+    return not job.is_over()
 
 
 def _coordinator_lives(run: RunDirectory) -> bool:
     """As far as can be known: its process where that is one of this machine, else its job."""
     address, job = run.coordinator(), job_of(run)
-    if address is None:
-        return True  # not up yet, for all that is known
-    if address.is_here:
+    if address is not None and address.is_here:
         return process_lives(address.pid)
-    if job is None:
-        return True
-    info = job.find()
-    return info is not None and not is_queued(info)
+    return job is None or not job.is_out_of_work()
 
 
 def _ask(channel: Channel, message: FromOperator) -> Reply:
@@ -191,29 +171,42 @@ def _connect(run: RunDirectory) -> Channel:
     if outcome is not None:
         raise LiverError(f"run {run} is over: {outcome_text(outcome)}")
     try:
-        return _open(run)
+        if run.coordinator() is not None:
+            return _open(run)
     except ChannelRefused as error:
         raise LiverError(f"run {run}: {error}") from error
     except ChannelClosed as error:
-        address, job = run.coordinator(), run.job_id()
-        if _coordinator_lives(run):
-            raise LiverError(f"run {run} is ending; its outcome is not written yet") from error
-        who = (
-            ""
-            if address is None
-            else f" (process {address.pid} on {address.hostname or 'this host'})"
-        )
-        if run.config().cluster.kind == "slurm" and job is not None:
-            who += f" of job {job}"
-        raise LiverError(
-            f"run {run}: its coordinator{who} is gone and left no outcome; {run.where_logs_are()}"
-        ) from error
+        raise _silence(run) from error
+    raise _silence(run)
+
+
+def _silence(run: RunDirectory) -> LiverError:
+    """Why nobody answers for a run that is not over."""
+    address, job = run.coordinator(), job_of(run)
+    try:
+        info = job.find() if job is not None else None
+    except SlurmError as error:
+        return LiverError(f"run {run}: its coordinator does not answer, and Slurm neither: {error}")
+    if info is not None and (is_queued(info) or address is None):
+        return RunWaits(f"run {run}: {job_text(info)}")
+    if address is None and job is not None:
+        return gone(run, job.job_id)
+    if address is None:
+        return LiverError(f"run {run} has no coordinator: it is starting or ending")
+    if _coordinator_lives(run):
+        return LiverError(f"run {run} is ending; its outcome is not written yet")
+    who = f"process {address.pid}"
+    if job is not None:
+        who += f" on {address.hostname}, job {job.job_id}"
+    return LiverError(
+        f"run {run}: its coordinator ({who}) is gone and left no outcome; {run.where_logs_are()}"
+    )
 
 
 def _open(run: RunDirectory) -> Channel:
     address = run.coordinator()
     if address is None:
-        raise LiverError(f"run {run} has no coordinator: it is queued, starting or ending")
+        raise LiverError(f"run {run} has no coordinator: it is starting or ending")
     secret = read_secret(run.secret_path)
     where = f"the coordinator of {run} at {address.host}:{address.port}"
     return connect((address.host, address.port), secret, CONNECT_S, where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.commands import JobInfo, SlurmCommands
+from liver_hpc.cluster.slurm.commands import ControllerAway, JobInfo, SlurmCommands
 from liver_hpc.config.schema import SlurmSection
 from liver_hpc.coordination.run_files import Outcome
 from liver_hpc.errors import LiverError
@@ -15,7 +15,7 @@ _CANCELLED = "cancelled before it trained"
 
 
 class RunJob:
-    """Job `job_id` of a run. Every method raises SlurmError when Slurm does not answer."""
+    """Job `job_id` of a run. Every method may raise SlurmError."""
 
     def __init__(self, run: RunDirectory, job_id: str, commands: SlurmCommands) -> None:
         self._run = run
@@ -27,9 +27,25 @@ class RunJob:
         listed = self._commands.jobs([self.job_id])
         return listed.get(self.job_id)
 
+    def is_over(self) -> bool:
+        """Whether Slurm lists the job no more; not while the controller is away."""
+        try:
+            return self.find() is None
+        except ControllerAway:
+            return False
+
+    def is_out_of_work(self) -> bool:
+        """Whether nothing of the job runs: it is over, or queued again. Not while the controller
+        is away."""
+        try:
+            info = self.find()
+        except ControllerAway:
+            return False
+        return info is None or is_queued(info)
+
     def await_end(self, deadline: Deadline) -> None:
         """Returns when Slurm lists the job no more; raises DeadlineError."""
-        poll_until(lambda: self.find() is None, deadline, _POLL_S)
+        poll_until(self.is_over, deadline, _POLL_S)
 
     def cancel(self, timeout_s: float) -> Outcome:
         """Ends the job, and tells how the run ended: a queued one has nobody else to say so.

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from liver_hpc.errors import LiverError
 
 REPOSITORY = Path(__file__).parents[1]
 CONFIG = Path("configs/slurm-demo.yaml")
+LOG = Path("runs/liver-sbatch.log")
 ALL_NODES = 5
 GRACE_S = 30
 COMMAND_S = 120.0
@@ -90,8 +92,16 @@ class Demo:
 
     def submit(self) -> None:
         if self._by_sbatch:
-            job = self._on_login_node(*("sbatch", "--parsable", "slurm/liver.sbatch", str(CONFIG)))
-            self._run = f"runs/slurm-demo-{job.partition('+')[0]}"
+            main, spare = ["-p", "stable", "-N2"], ["-p", "stable", "-N1"]
+            output = f"--output={LOG}"
+            LOG.parent.mkdir(exist_ok=True)
+            runs = f"runs/slurm-demo-{time.strftime('%Y%m%d-%H%M%S')}"
+            job = self._on_login_node(
+                *("env", f"VIRTUAL_ENV={sys.prefix}", "sbatch", "--parsable", *main, output),
+                *(":", *spare, "slurm/liver.sbatch", str(CONFIG)),
+                *("--set", f"runs_directory={runs}"),  # a new cluster's job ids begin again
+            )
+            self._run = f"{runs}/slurm-demo-{job.partition('+')[0]}"
         else:
             submit = [sys.executable, "-m", "liver_hpc.submit", "--no-follow"]
             self._run = self._on_login_node(*submit, "--config", str(CONFIG)).splitlines()[-1]

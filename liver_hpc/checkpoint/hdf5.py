@@ -8,18 +8,21 @@ there as 16-bit integers of the same bits.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import h5py
-import numpy as np
 import numpy.typing as npt
 import torch
 
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.tensors import Box
-from liver_hpc.metrics.hdf5 import FORMAT, HDF5_ERRORS, failure_text, let_go
+from liver_hpc.metrics.hdf5 import FORMAT, HDF5_ERRORS, failure_text
 
 Array = npt.NDArray[Any]
 
@@ -29,16 +32,19 @@ def dataset_name(kind: str, tensor_name: str, box: Box) -> str:
 
 
 class BoxesWriter:
-    """A file that is being written; a context manager. Raises HDF5_ERRORS, and has let go then."""
+    """A file that is being written, a context manager that leaves it flushed to the disk. Raises
+    OSError for a disk that is full or broken."""
 
     def __init__(self, path: Path, attributes: dict[str, str | int]) -> None:
-        self._file = h5py.File(path, "w", libver=FORMAT, locking=False)
+        self._sink = _Sink(path)
+        self._file = h5py.File(self._sink, "w", libver=FORMAT)
         self._file.attrs.update(attributes)
 
     def write(self, name: str, view: torch.Tensor) -> None:
         """A box, [box rows, box cols], from any device and with any strides."""
         dataset = self._file.create_dataset(name, data=_to_numpy(view))
         dataset.attrs["dtype"] = _dtype_name(view)
+        self._sink.check()
 
     def __enter__(self) -> BoxesWriter:
         return self
@@ -50,14 +56,52 @@ class BoxesWriter:
         trace: TracebackType | None,
     ) -> None:
         if kind is not None:
-            let_go(self._file)
-            return
+            self._sink.take_no_more()
+        with self._sink:
+            self._file.close()
+            if kind is None:
+                self._sink.check()
+                os.fsync(self._sink.fileno())
+
+
+class _Sink(FileIO):
+    """What HDF5 writes to. After a failed write HDF5 crashes the process sooner or later, so it
+    never hears of one: from then on nothing is written any more, and `check` says why."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "w+")
+        self._error: OSError | None = None
+        self._closed_to_more = False
+
+    def check(self) -> None:
+        """Raises what the first failure was."""
+        if self._error is not None:
+            raise self._error
+
+    def take_no_more(self) -> None:
+        self._closed_to_more = True
+
+    def write(self, data: Any, /) -> int:
+        rest = memoryview(data)
+        length = len(rest)
+        with self._failures_kept():
+            while rest and not self._closed_to_more:
+                rest = rest[super().write(rest) :]
+        return length
+
+    def truncate(self, size: int | None = None, /) -> int:
+        with self._failures_kept():
+            if not self._closed_to_more:
+                super().truncate(size)
+        return size or 0
+
+    @contextmanager
+    def _failures_kept(self) -> Iterator[None]:
         try:
-            self._file.flush()
-        except HDF5_ERRORS:
-            let_go(self._file)
-            raise
-        self._file.close()
+            yield
+        except OSError as error:
+            self._error = self._error or error
+            self._closed_to_more = True
 
 
 class BoxesReader:
@@ -105,10 +149,11 @@ class BoxesReader:
 
 
 def _to_numpy(view: torch.Tensor) -> Array:
-    tensor = view.detach().cpu()
+    # A copy: memory that numpy has seen cannot be given back when the world ends.
+    tensor = torch.empty(view.shape, dtype=view.dtype).copy_(view)
     if tensor.element_size() == 2:
         tensor = tensor.view(torch.int16)
-    array: Array = np.ascontiguousarray(tensor.numpy())
+    array: Array = tensor.numpy()
     return array
 
 

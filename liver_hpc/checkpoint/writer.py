@@ -60,6 +60,5 @@ def write_part(state: WorldState, step: int, directory: Path) -> Part:
         for kind, index, box in written_boxes(state.model, layout, state.at):
             name = dataset_name(kind, state.model.tensors[index].name, box)
             file.write(name, state.view(kind, index, box))
-    flush_to_disk(path)
     flush_to_disk(partial)
     return Part(file=path.name, num_bytes=path.stat().st_size, checksum=checksum(path))

@@ -34,11 +34,22 @@ class _Loader(yaml.SafeLoader):
     """Safe, and `1e-3` is a number as in YAML 1.2 (YAML 1.1 wants `1.0e-3`)."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that `_Loader` would take for numbers."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
+
+
+def dump_document(values: dict[str, Any]) -> str:
+    """YAML that `parse_document` reads back as equal values, in the same order."""
+    # ASCII alone: PyYAML does not quote every Unicode line break that it reads as one.
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False))
 
 
 def read_document(path: Path) -> Document:

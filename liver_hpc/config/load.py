@@ -6,10 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
-from liver_hpc.config.document import Document, KeyPath, parse_document, parse_value, read_document
+from liver_hpc.config.document import (
+    Document,
+    KeyPath,
+    dump_document,
+    parse_document,
+    parse_value,
+    read_document,
+)
 from liver_hpc.config.problems import joined, key_text, problems_of
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
@@ -31,8 +37,7 @@ def parse_run(text: str, name: str = "run.yaml") -> RunConfig:
 
 def dump_run(config: RunConfig) -> str:
     """The whole run as YAML, defaults included; `load_run` reads an equal object from it."""
-    # ASCII alone: PyYAML does not quote every Unicode line break that it reads as one.
-    return yaml.safe_dump(_plain(config.model_dump()), sort_keys=False)
+    return dump_document(_plain(config.model_dump()))
 
 
 def absolute_paths(config: RunConfig) -> RunConfig:

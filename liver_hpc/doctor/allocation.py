@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.environment import clean_environment
-from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
+from liver_hpc.cluster.slurm.commands import ControllerAway, SlurmCommands
 from liver_hpc.doctor.order import ALLOCATION_MIN, Order
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.lifeline import guarded
@@ -124,9 +124,14 @@ def _give_back(commands: SlurmCommands, name: str, process: subprocess.Popen[byt
         process.kill()
         process.wait(_STOP_S)
 
+    cancelled = False
+
     def gone() -> bool:
-        with contextlib.suppress(SlurmError):
-            commands.cancel_named(name, retry=False)
+        nonlocal cancelled
+        with contextlib.suppress(ControllerAway):
+            if not cancelled:
+                commands.cancel_named(name, retry=False)
+                cancelled = True
             return not commands.named(name, retry=False)
         return False
 

@@ -16,7 +16,6 @@ from liver_hpc.cluster.slurm.replies import PartitionInfo, parse_setting_s
 from liver_hpc.doctor.findings import Check, Result, failed, passed, skipped, warned
 from liver_hpc.doctor.order import Order
 from liver_hpc.errors import ConfigError, LiverError
-from liver_hpc.metrics.store import read_run
 
 COMMANDS = ("sbatch", "srun", "salloc", "scancel", "scontrol", "squeue", "sinfo")
 LEAST_FREE_BYTES = 2**30
@@ -24,6 +23,8 @@ LEAST_FREE_INODES = 10_000
 
 _COMMAND_S = 20.0
 _AUTHENTICATION = re.compile(r"munge|credential|authenticat", re.I)
+_DROPPED = "Zero Bytes"
+_SLURM_CONF = "/etc/slurm/slurm.conf"
 _DEFAULT_KILL_WAIT_S = 30.0
 
 
@@ -38,7 +39,7 @@ class Login:
 
     @cached_property
     def complaint(self) -> str:
-        """What the controller, or the way to it, says to a plain question; empty when all is well."""
+        """What the controller, or the way to it, says to a plain question; empty for none."""
         try:
             self.commands.setting("SLURM_VERSION", retry=False)
         except SlurmError as error:
@@ -71,16 +72,28 @@ def _munge(login: Login) -> Result:
         kind = login.commands.setting("AuthType", retry=False)
         return passed(f"the controller takes this host's credentials ({kind})")
     advice = "start munged here and on the controller, with the same key and the right time"
-    if _AUTHENTICATION.search(complaint):
-        return failed(complaint, advice)
+    for line in complaint.splitlines():
+        if _AUTHENTICATION.search(line):
+            return failed(line, advice)
+    if shutil.which("munge") is None:
+        return skipped("munge is not on the path, and the controller does not answer")
     try:
-        encoded = _run(["munge", "-n"])
-        decoded = _run(["unmunge"], encoded)
+        decoded = _run(["unmunge", *_munge_socket()], _run(["munge", "-n", *_munge_socket()]))
     except LiverError as error:
-        if shutil.which("munge") is None:
-            return skipped("munge is not on the path, and the controller does not answer")
         return failed(str(error), advice)
+    if _DROPPED in complaint:
+        return failed(f"munge works here, but the controller hangs up: {complaint}", advice)
     return passed(f"munge and unmunge agree: {decoded.splitlines()[0].strip()}")
+
+
+def _munge_socket() -> list[str]:
+    """The option that names the socket that Slurm uses, where its configuration names one."""
+    try:
+        text = Path(os.environ.get("SLURM_CONF", _SLURM_CONF)).read_text(encoding="utf-8")
+    except OSError:
+        return []
+    named = re.search(r"^\s*AuthInfo\s*=.*?\bsocket=([^,\s]+)", text, re.M | re.I)
+    return [f"--socket={named[1]}"] if named else []
 
 
 def _controller(login: Login) -> Result:
@@ -101,7 +114,7 @@ def _mpi(login: Login) -> Result:
         return passed(f"srun has {wanted} (of {names})")
     return failed(
         f"srun --mpi=list has no {wanted!r}; it has {names}",
-        "have Slurm's pmi2 plugin installed, or name another in cluster.slurm.mpi",
+        f"have Slurm's {wanted} plugin installed, or name one that is there in cluster.slurm.mpi",
     )
 
 
@@ -181,6 +194,8 @@ def _het_problems(login: Login) -> Iterator[tuple[str, str]]:
 
 def needed_s(runs_directory: Path) -> float | None:
     """Notice to release of the slowest handoff in the newest run here; None when none is known."""
+    from liver_hpc.metrics.store import read_run
+
     try:
         records = read_run(runs_directory / "latest" / "metrics.h5")
     except (ConfigError, OSError):
@@ -206,19 +221,19 @@ def _kill_wait(login: Login) -> Result:
 
 def _runs_directory(login: Login) -> Result:
     directory = login.runs_directory
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return failed(
-            f"{directory} cannot be made: {error.strerror}", "name another by --runs-directory"
-        )
-    if not os.access(directory, os.W_OK | os.X_OK):
-        return failed(f"{directory} cannot be written to", "name another by --runs-directory")
-    return passed(str(directory))
+    there = _nearest(directory)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return failed(f"{there} cannot be written to", "name another by --runs-directory")
+    return passed(str(directory) if there == directory else f"{directory}, which can be made")
+
+
+def _nearest(directory: Path) -> Path:
+    """A directory, or what there is on the way to it."""
+    return next(path for path in (directory, *directory.parents) if path.exists())
 
 
 def _space(login: Login) -> Result:
-    status = os.statvfs(login.runs_directory)
+    status = os.statvfs(_nearest(login.runs_directory))
     free_bytes, free_inodes = status.f_bavail * status.f_frsize, status.f_favail
     found = f"{free_bytes / 2**30:.1f} GiB free"
     if status.f_files:
@@ -231,7 +246,9 @@ def _space(login: Login) -> Result:
 def _run(words: list[str], given: str = "") -> str:
     """What a command prints; LiverError with its complaint when it fails."""
     try:
-        done = subprocess.run(words, input=given, capture_output=True, text=True, timeout=_COMMAND_S)
+        done = subprocess.run(
+            words, input=given, capture_output=True, text=True, timeout=_COMMAND_S
+        )
     except subprocess.TimeoutExpired:
         raise LiverError(f"waited {_COMMAND_S:g} s for {words[0]}") from None
     except OSError as error:

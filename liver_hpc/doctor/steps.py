@@ -9,7 +9,6 @@ import queue
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -38,7 +37,7 @@ class Probe:
     def __init__(self, words: Sequence[str], waits_for: str) -> None:
         self._waits_for = waits_for
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115: closed in __exit__
+        self._complaints = os.memfd_create("what a probe complains of")
         self._process = subprocess.Popen(
             guarded(words, signal.SIGTERM),
             env=clean_environment(os.environ),
@@ -66,10 +65,10 @@ class Probe:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(_STOP_S)
-        self._complaints.close()
+        os.close(self._complaints)
 
     def say(self, limit_s: float) -> Said:
-        """The next line. Raises ProbeFailed when there will be none, DeadlineError when it is late."""
+        """The next line. Raises ProbeFailed when there is none, DeadlineError when it is late."""
         deadline = Deadline.after(SystemClock(), limit_s, self._waits_for)
         while True:
             try:
@@ -87,9 +86,8 @@ class Probe:
 
     def _complaint(self) -> str:
         code = self._process.wait(_STOP_S)
-        size = os.fstat(self._complaints.fileno()).st_size
-        start = max(0, size - _TOLD_BYTES)
-        said = os.pread(self._complaints.fileno(), _TOLD_BYTES, start).decode(errors="replace")
+        start = max(0, os.fstat(self._complaints).st_size - _TOLD_BYTES)
+        said = os.pread(self._complaints, _TOLD_BYTES, start).decode(errors="replace")
         lines = [line for line in said.splitlines() if line.strip()]
         return " | ".join(lines[-3:]) or f"it ended with exit code {code} and said nothing"
 

@@ -84,19 +84,14 @@ class SwmrFile:
         self._file.close()
 
     def let_go(self) -> None:
-        """Closes without writing another byte: the file stays as readers see it now."""
-        let_go(self._file)
+        """Closes without writing another byte: the file stays as readers see it now.
 
-
-def let_go(file: Any) -> None:
-    """Closes an open `h5py.File` after a failure, without writing another byte to it.
-
-    HDF5 cannot be told to forget what it failed to write, so it gets to write it elsewhere.
-    """
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, file.id.get_vfd_handle(), inheritable=False)
-    os.close(nowhere)
-    file.close()
+        HDF5 cannot be told to forget what it failed to write, so it gets to write it elsewhere.
+        """
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, self._file.id.get_vfd_handle(), inheritable=False)
+        os.close(nowhere)
+        self._file.close()
 
 
 def read_file(path: Path) -> tuple[dict[str, Rows], dict[str, str]]:

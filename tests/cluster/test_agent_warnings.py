@@ -116,27 +116,36 @@ def stage(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> Iterat
         *("sbatch", "--parsable", "-p", "preempt", "-N1", "-w", "n1", "--no-requeue"),
         *(f"--output={directory}/logs/job.log", "--wrap=sleep 300"),
     ).strip()
+    wait_for(
+        lambda: slurm_cluster.run("squeue", "-h", "-j", job, "-o", "%t").strip() == "R",
+        20.0,
+        f"job {job} to run",
+    )
     desk = slurm_cluster.start(
         *(sys.executable, "-m", "tests.cluster.warnings_desk", str(directory), CONTROL_ADDRESS)
     )
     try:
-        wait_for((directory / "open").exists, 20.0, "the desk to open")
+        wait_for(
+            lambda: (directory / "open").exists() or desk.poll() is not None,
+            30.0,
+            "the desk to open",
+        )
+        assert desk.poll() is None, desk.communicate()[0]
         step = start_agent(slurm_cluster, directory, job)
         made = Stage(slurm_cluster, directory, job, step)
-        try:
-            wait_for(
-                lambda: bool(made.said("agent_hello")) and all(map(Path.exists, made.beats)),
-                30.0,
-                "the agent to meet",
-            )
-        except Exception as error:
-            raise AssertionError(f"{error}\n{made.log()}") from error
+        wait_for(
+            lambda: step.poll() is not None or bool(made.said("agent_hello")),
+            30.0,
+            "the agent to meet",
+        )
+        assert step.poll() is None, f"{step.communicate()[0]}\n{made.log()}"
+        wait_for(lambda: all(path.exists() for path in made.beats), 10.0, "workers to work")
         yield made
-        (directory / "over").touch()
-        desk.communicate(timeout=20.0)
-    finally:
         (directory / "end").touch()
         (directory / "over").touch()
+        output, _ = desk.communicate(timeout=20.0)
+        assert desk.returncode == 0, output
+    finally:
         kill_marked(MARK, str(directory), 5.0)
         desk.terminate()
         desk.communicate(timeout=10.0)
@@ -148,6 +157,7 @@ def test_preemption_warns_at_once_and_ends_nobody_before_the_coordinator_does(
     (hello,) = stage.said("agent_hello")
     assert (hello["agent"], hello["host"], hello["job"]) == ("a0", "n1", stage.job)
     assert hello["step"].isdecimal()
+    assert len(stage.alive()) >= 6  # srun, the agent, its workers and their children
 
     asked_s = time.time()
     taker = stage.cluster.start("srun", "-p", "stable", "-w", "n1", "hostname")

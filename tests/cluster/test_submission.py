@@ -141,7 +141,7 @@ class Site:
         sitecustomize_in(directory, REPOSITORY)
         self.environment = [f"PYTHONPATH={directory}:{REPOSITORY}", f"VIRTUAL_ENV={sys.prefix}"]
         section = {"components": COMPONENTS, "end_window_s": 20.0, "poll_s": 1.0}
-        cluster_section = {"kind": "auto", "timeout_min": 5, "slurm": section}
+        cluster_section = {"workers_per_node": 2, "timeout_min": 5, "slurm": section}
         values = {**MINIMAL, "cluster": cluster_section}
         (directory / "run.yaml").write_text(yaml.safe_dump(values))
 
@@ -217,7 +217,7 @@ def test_a_queued_run_says_why_and_is_cancelled(site: Site, full: str) -> None:
     await_that(lambda: "(Resources)" in site.liver("status", "latest"), "the reason to be known")
     said = f"run runs/{run.name}: queued as job {job}: PENDING (Resources)\n"
     assert site.liver("status", "latest") == said
-    assert "has no coordinator" in site.refused("resize", "latest", "--workers", "4")
+    assert f"queued as job {job}" in site.refused("resize", "latest", "--workers", "4")
     assert site.end() == f"run runs/{run.name}: stopped at step 0: cancelled before it trained"
     assert [line.split()[0] for line in site.jobs().splitlines()] == [full]
 
@@ -246,7 +246,7 @@ def test_a_coordinator_that_was_killed_is_told_of(site: Site) -> None:
     site.cluster.run("scancel", job)
     await_that(lambda: not site.jobs(), "the job to be over")
     said = site.refused("status", "latest")
-    assert f"of job {job} is gone and left no outcome; its logs are" in said
+    assert f", job {job}) is gone and left no outcome; its logs are" in said
 
 
 def test_a_warned_job_is_queued_again_by_submitits_protocol(site: Site) -> None:

@@ -6,6 +6,7 @@ directory, and tells them to end once the file `end` is there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -15,7 +16,7 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.protocol.messages import AnyMessage, EndAgent
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
 from liver_hpc.rendezvous.meeting import Answer
-from liver_hpc.rendezvous.mpi import MpiFrontDesk
+from liver_hpc.rendezvous.mpi import DeskPlace, MpiFrontDesk
 from liver_hpc.rendezvous.secret import create_secret
 
 LIMIT_S = 120.0
@@ -46,7 +47,7 @@ def main() -> None:
     desk = Desk(run_directory)
     server = ControlServer(host, secret, desk.serve)
     control_host, control_port = server.address
-    front_desk = MpiFrontDesk(run_directory, secret, host=host)
+    front_desk = MpiFrontDesk(run_directory, secret, DeskPlace(host))
     front_desk.start(
         lambda who: Answer(
             worker_ids=tuple(range(who.workers)),
@@ -59,7 +60,8 @@ def main() -> None:
         deadline = Deadline.after(SystemClock(), LIMIT_S, "the end")
         poll_until((run_directory / "end").exists, deadline)
         for channel in desk.channels:
-            channel.send(EndAgent(reason="the test is over"))
+            with contextlib.suppress(ChannelClosed):  # killed by Slurm
+                channel.send(EndAgent(reason="the test is over"))
         deadline = Deadline.after(SystemClock(), LIMIT_S, "agents to go")
         poll_until((run_directory / "over").exists, deadline)
     finally:

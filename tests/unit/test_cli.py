@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,11 +18,12 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.metrics.store import MetricsWriter
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest, StopRequest
 from liver_hpc.run_directory import RunDirectory, create_run_directory, point_latest
+from tests.golden_files import Golden
 from tests.unit.config.runs import minimal, write_minimal
 from tests.unit.metrics.rows import reconfiguration, step
 from tests.unit.standin import StandIn
 
-COMMANDS = ["submit", "status", "resize", "replace", "stop", "report", "prepare-data"]
+COMMANDS = ["submit", "run", "status", "resize", "replace", "stop", "report", "prepare-data"]
 
 Captured = pytest.CaptureFixture[str]
 
@@ -165,16 +167,64 @@ def test_slurm_without_sbatch(
     assert "cluster slurm: there is no sbatch on the path" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["slurm", "auto"])
-def test_a_slurm_login_node_does_not_train_by_accident(
-    kind: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+def test_an_absent_sbatch_is_told_with_all_else_that_is_wrong(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sbatch = tmp_path / "sbatch"
-    sbatch.touch(mode=0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    path = write_minimal(tmp_path)
-    assert liver("submit", "--config", str(path), "--cluster", kind) == 2
-    assert f"cluster {kind}: this version starts workers on one machine" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(tmp_path))
+    path = write_minimal(tmp_path, data={"text": ["no.txt"]})
+    wrong = ("--cluster", "slurm", "--set", "handoff.bucket_bytes=8")
+    assert liver("submit", "--config", str(path), *wrong) == 2
+    problems = capsys.readouterr().err.splitlines()
+    assert problems[0] == "liver: error: 4 problems"
+    for said in ("there is no sbatch", "no file matches", "smallest bucket", "at least one comp"):
+        assert sum(said in problem for problem in problems) == 1
+
+
+SLURM = {
+    "components": [
+        {"name": "main", "partition": "stable", "nodes": 2, "gpus_per_node": 2},
+        {"name": "extra", "join": "asked"},
+    ],
+    "burst": {"partition": "preempt", "max_nodes": 2, "time_min": 30},
+    "setup": ["module load cuda"],
+    "python": "python3",
+}
+
+
+@pytest.fixture
+def login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is an sbatch."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "sbatch").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "slurm", "resolved"),
+    [("auto", SLURM, "slurm"), ("auto", {}, "local"), ("local", SLURM, "local")],
+)
+def test_auto_is_slurm_where_components_are_given(
+    kind: str,
+    slurm: dict[str, Any],
+    resolved: str,
+    login_node: None,
+    tmp_path: Path,
+    capsys: Captured,
+) -> None:
+    path = write_minimal(tmp_path, cluster={"kind": kind, "slurm": slurm})
+    assert liver("submit", "--config", str(path), "--dry-run") == 0
+    assert parse_run(capsys.readouterr().out).cluster.kind == resolved
+
+
+def test_dry_run_prints_what_slurm_would_get(
+    login_node: None, tmp_path: Path, capsys: Captured, golden: Golden
+) -> None:
+    path = write_minimal(tmp_path, cluster={"kind": "auto", "slurm": SLURM})
+    assert liver("submit", "--config", str(path), "--dry-run") == 0
+    shown = capsys.readouterr().out.replace(str(tmp_path), "/shared")
+    golden.check("batch/dry-run.txt", shown[shown.index("# /shared/runs/run-DATE-TIME/") :])
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["programs", "run.yaml"]
 
 
 def test_dry_run_prints_the_run_and_makes_nothing(tmp_path: Path, capsys: Captured) -> None:
@@ -277,7 +327,7 @@ def test_run_that_failed(standin: StandIn, capsys: Captured) -> None:
 
 def test_run_without_a_coordinator(run: RunDirectory, capsys: Captured) -> None:
     assert liver("status", "latest") == 1
-    assert f"run {run} has no coordinator: it is queued" in capsys.readouterr().err
+    assert f"run {run} has no coordinator: it is starting or ending" in capsys.readouterr().err
 
 
 def test_run_whose_coordinator_lives_but_has_hung_up(run: RunDirectory, capsys: Captured) -> None:

@@ -107,6 +107,32 @@ def test_guarded_command_has_no_signal_blocked_although_its_parents_thread_has()
     assert masks == ["SigBlk:\t0000000000000000\n"]
 
 
+def ignored_by(command: list[str], started_with: set[signal.Signals]) -> int:
+    """The mask of ignored signals of a command, started with some blocked; TERM comes at once."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, started_with)
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        process.terminate()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+    output, _ = process.communicate(timeout=20.0)
+    assert process.returncode == 0
+    return int(output.split()[1], 16)
+
+
+def test_guarded_command_ignores_signals_from_its_first_instruction_on() -> None:
+    signals = (signal.SIGTERM, signal.SIGUSR1)
+    show = ["/bin/grep", "SigIgn", "/proc/self/status"]
+    mask = ignored_by(guarded(show, ignored=signals), set(signals))
+    assert mask & (1 << (signal.SIGTERM - 1))
+    assert mask & (1 << (signal.SIGUSR1 - 1))
+    assert not mask & (1 << (signal.SIGUSR2 - 1))
+    # What the command starts inherits it, also through a Python in between.
+    script = f"import subprocess; subprocess.run({show})"
+    between = guarded([sys.executable, "-c", script], ignored=signals)
+    assert ignored_by(between, set(signals)) & (1 << (signal.SIGTERM - 1))
+
+
 def test_process_that_finds_another_parent_exits_at_once() -> None:
     with running(sys.executable, "-c", DYING_CHILD, "1") as process:
         assert process.wait(10.0) == EXIT_ORPHANED

@@ -147,6 +147,40 @@ def test_failed_launch_says_what_submitit_said(config: RunConfig, tmp_path: Path
     (tmp_path / "submitit.py").write_text("raise RuntimeError('no submitit today')\n")
     with pytest.raises(LiverError, match=r"submitit: RuntimeError: no submitit today; see .*log"):
         submit_run(config)
+    assert not Path("runs/latest").is_symlink()
+
+
+def test_interrupt_does_not_come_between_a_launch_and_its_job_id(tmp_path: Path) -> None:
+    path = write_minimal(tmp_path)
+    # The launching process waits for `go`, so that the interrupt comes in the middle of it.
+    (tmp_path / "submitit.py").write_text(
+        "import os, subprocess, sys\n"
+        "if 'liver_hpc.launch' in ' '.join(sys.orig_argv):\n"
+        f"    open({str(tmp_path / 'launching')!r}, 'w')\n"
+        f"    until = 'until test -e {tmp_path}/go; do sleep 0.05; done'\n"
+        "    subprocess.run(['sh', '-c', until], check=True, timeout=60)\n"
+        f"sys.path.remove({str(tmp_path)!r})\n"
+        "del sys.modules['submitit']\n"
+        "import submitit\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+    )
+    with subprocess.Popen(
+        command("submit", "--config", str(path), "--cluster", "local", "--follow"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        deadline = Deadline.after(SystemClock(), LIMIT_S, "the launch")
+        poll_until((tmp_path / "launching").exists, deadline)
+        assert not Path("runs/latest").is_symlink()
+        os.killpg(process.pid, signal.SIGINT)
+        (tmp_path / "go").touch()
+        shown = rest_of(process)
+    assert process.returncode == cli.EXIT_INTERRUPTED, shown
+    run = find_run("latest", Path("runs"))
+    deadline = Deadline.after(SystemClock(), LIMIT_S, f"the coordinator of {run}")
+    poll_until(lambda: len(processes(run)) == 2, deadline)
 
 
 def command(*arguments: str) -> list[str]:

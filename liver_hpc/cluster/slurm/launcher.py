@@ -21,6 +21,7 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, DeadlineError, LiverError
 
 _CLOSE_MARGIN_S = 10.0
+_IMMEDIATE_S = 5
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ class SlurmLauncher(Launcher):
         words += [f"--job-name=liver-{request.agent}", f"--nodelist={request.node}"]
         words += ["--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--input=none"]
         words += ["--no-kill", "--kill-on-bad-exit=0", "--unbuffered"]
+        # Left alone, an srun that has to wait asks again only after a minute.
+        words.append(f"--immediate={_IMMEDIATE_S}")
         words.append(f"--mpi={self._config.cluster.slurm.mpi}")
         gpus = self._gpus_per_node(place)
         if gpus:

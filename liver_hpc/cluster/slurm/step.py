@@ -16,21 +16,29 @@ from liver_hpc.cluster.environment import clean_environment
 from liver_hpc.cluster.launcher import KILLED
 from liver_hpc.cluster.slurm.allocation import Place
 from liver_hpc.cluster.slurm.commands import ControllerAway, SlurmCommands, SlurmError
+from liver_hpc.cluster.slurm.replies import RUNNING
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.lifeline import guarded
 
 _SPAWN_S = 30.0
 _SRUN_END_S = 5.0
 _LOOK_S = 0.2
+_CREATE_S = 60.0
 _RETRY_S = 5.0
-_STEP_GRACE_S = 1.0
+_STEP_GRACE_S = 2.0
+_CANCEL_AGAIN_S = 15.0
 
 # Only srun's and slurmstepd's own words count, not what a task prints.
 _LOST = re.compile(rb"^(srun|slurmstepd[^:]*): .*(node failure|node fail)", re.I | re.M)
-_NEVER_RAN = re.compile(
-    rb"^srun: error: .*(Unable to contact slurm controller|Unable to confirm allocation"
-    rb"|Socket timed out|Zero Bytes were transmitted|Connection refused)",
+_TASK_ENDED = re.compile(rb"^srun: error: \S+: task 0: ", re.M)
+_AWAY = re.compile(
+    rb"^srun: error: .*(Unable to contact slurm controller|Socket timed out"
+    rb"|Zero Bytes were transmitted|Connection refused|Slurm temporarily unable)",
     re.M,
+)
+# A controller that has just come back knows its nodes only by name for a while.
+_NOT_CREATED = re.compile(
+    rb"^srun: error: Unable to (create step|confirm allocation) for job", re.M
 )
 
 _log = logging.getLogger(__name__)
@@ -118,27 +126,44 @@ class Step:
         _log.info("agent %s ended with exit code %d", self._plan.agent, code)
 
     def _run(self) -> int:
-        """srun's exit code; srun is repeated as long as no controller answers it."""
-        deadline = Deadline.after(SystemClock(), self._away_s, "the controller")
+        """srun's exit code; srun is repeated where no controller let it begin."""
+        clock = SystemClock()
+        away = Deadline.after(clock, self._away_s, "the controller")
+        refused = Deadline.after(clock, min(_CREATE_S, self._away_s), "the step to be created")
         self._plan.log.parent.mkdir(parents=True, exist_ok=True)
         while True:
-            with self._plan.log.open("ab") as log:
-                self._log_start = log.tell()
-                # SIGTERM: an orphaned srun still ends its step.
-                self._srun = subprocess.Popen(
-                    guarded(self._plan.command, signal.SIGTERM),
-                    env=clean_environment(os.environ),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            self._spawned.set()
-            code = self._srun.wait()
-            again = code != 0 and _NEVER_RAN.search(self._printed()) and not deadline.expired()
-            if not again or self._kill.wait(_RETRY_S):
+            code = self._srun_once()
+            said = self._printed()
+            again = (_AWAY.search(said) and not away.expired()) or (
+                _NOT_CREATED.search(said) and not refused.expired() and self._job_lasts()
+            )
+            if code == 0 or not again or self._kill.wait(_RETRY_S):
                 return code if code >= 0 else 128 - code
-            _log.warning("agent %s: the controller is away; srun again", self._plan.agent)
+            _log.warning("agent %s: srun could not begin, and is repeated", self._plan.agent)
+
+    def _srun_once(self) -> int:
+        with self._plan.log.open("ab") as log:
+            self._log_start = log.tell()
+            # SIGTERM: an orphaned srun still ends its step.
+            self._srun = subprocess.Popen(
+                guarded(self._plan.command, signal.SIGTERM),
+                env=clean_environment(os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._spawned.set()
+        if self._kill.is_set():  # the killer may have looked for an srun before there was one
+            self._srun.terminate()
+        return self._srun.wait()
+
+    def _job_lasts(self) -> bool:
+        """Whether the job is there, or may be."""
+        try:
+            return self._job_is_there()
+        except ControllerAway:
+            return True
 
     def _printed(self) -> bytes:
         with self._plan.log.open("rb") as log:
@@ -147,9 +172,10 @@ class Step:
 
     def _bury(self, code: int) -> int:
         """Waits until Slurm knows of no step either; how the agent really ended."""
-        if _LOST.search(self._printed()):
+        said = self._printed()
+        if _LOST.search(said):
             return KILLED  # with its node
-        clean = code == 0 and not self._kill.is_set()
+        seen = code == 0 or _TASK_ENDED.search(said) is not None
         clock = SystemClock()
         limit = Deadline.after(clock, self._away_s, f"step {self._plan.name} to end")
         own_end = Deadline.after(clock, _STEP_GRACE_S, "the step to end by itself")
@@ -157,16 +183,25 @@ class Step:
         while not limit.expired():
             try:
                 if not self._step_ids():
-                    return code if not clean or self._job_is_there() else KILLED
-                if own_end.expired():
+                    return self._last_word(code)
+                if own_end.expired() and not seen:
                     self._cancel_steps()
-            except SlurmError as error:
-                if clean and isinstance(error, ControllerAway):
-                    return code  # srun has seen its task end, and nobody can say otherwise
+                    own_end = Deadline.after(clock, _CANCEL_AGAIN_S, own_end.waits_for)
+            except ControllerAway as error:
                 _log.warning("agent %s: is its step left? %s", self._plan.agent, error)
+            if seen and own_end.expired():
+                # Its processes are gone, srun saw that. A step that could not tell an absent
+                # controller so stays listed for a minute; to cancel such a one drains the node.
+                return code
             pause.wait(_LOOK_S)
         _log.error("agent %s: %s", self._plan.agent, limit.error())
         return code or KILLED
+
+    def _last_word(self, code: int) -> int:
+        """srun calls it success when the job was taken away from under its step."""
+        if code != 0:
+            return code
+        return KILLED if self._kill.is_set() or not self._job_lasts() else 0
 
     # ---- in either thread
 
@@ -180,4 +215,5 @@ class Step:
 
     def _job_is_there(self) -> bool:
         job = self._plan.place.steps_of
-        return job in self._commands.jobs([job], retry=False)
+        info = self._commands.jobs([job], retry=False).get(job)
+        return info is not None and info.state == RUNNING

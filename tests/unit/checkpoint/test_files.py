@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import h5py
@@ -12,6 +14,7 @@ import torch
 from liver_hpc.checkpoint.hdf5 import BoxesReader
 from liver_hpc.checkpoint.index import part_name, read_index
 from liver_hpc.checkpoint.reader import read_parts
+from liver_hpc.checkpoint.writer import write_part
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec
@@ -59,6 +62,43 @@ def test_each_element_is_on_the_disk_once(tmp_path: Path) -> None:
             file.visititems(count)
     assert datasets > 3 * len(TIED.tensors)
     assert elements == 3 * sum(tensor.elements for tensor in TIED.tensors)
+
+
+def test_a_state_that_was_written_can_still_be_released(tmp_path: Path) -> None:
+    state = filled(TIED, Layout(1, 1, 1), ONE)
+    write_part(state, 4, tmp_path)
+    state.release()
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from liver_hpc.checkpoint.writer import write_part
+from liver_hpc.layout.coordinates import Coordinate, Layout
+from tests.unit.checkpoint.disk import filled
+from tests.unit.layout.models import TIED
+
+state = filled(TIED, Layout(1, 1, 1), Coordinate(0, 0, 0))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+for most in range(0, 150_000, 2_500):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+    try:
+        part = write_part(state, 4, Path(sys.argv[1]))
+    except OSError as error:
+        assert error.strerror == "File too large", error
+    else:
+        print(most, part.num_bytes)
+        break
+"""
+
+
+def test_a_disk_that_is_full_anywhere_in_the_file_raises_and_hurts_nobody(tmp_path: Path) -> None:
+    """Many times in one process, which must then end as it should: HDF5 is known to crash."""
+    command = [sys.executable, "-W", "ignore", "-c", FULL, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    most, num_bytes = map(int, done.stdout.split())
+    assert most - 2_500 < num_bytes <= most
 
 
 def saved_at_two(tmp_path: Path) -> tuple[Disk, Path]:

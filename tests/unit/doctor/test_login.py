@@ -1,0 +1,175 @@
+"""What the answers of Slurm's commands mean for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands
+from liver_hpc.config.schema import ClusterSection, MetricsSection, NetworkSection
+from liver_hpc.doctor import login as module
+from liver_hpc.doctor.findings import Examination, Level, Result
+from liver_hpc.doctor.login import LOGIN_CHECKS, Login, needed_s
+from liver_hpc.doctor.order import Order
+from liver_hpc.metrics.store import MetricsWriter
+from tests.unit.metrics.rows import reconfiguration
+
+CONFIG = """\
+AuthType                = auth/munge
+ClusterName             = alps
+KillWait                = 30 sec
+PreemptType             = preempt/partition_prio
+SLURM_VERSION           = 22.05.8
+"""
+PARTITIONS = """\
+PartitionName=stable GraceTime=0 MaxTime=UNLIMITED Nodes=n[1-3] PreemptMode=OFF PriorityTier=10
+PartitionName=spot GraceTime=30 MaxTime=UNLIMITED Nodes=n[1-3] PreemptMode=REQUEUE PriorityTier=1
+PartitionName=abrupt GraceTime=0 MaxTime=UNLIMITED Nodes=n[1-3] PreemptMode=CANCEL PriorityTier=1
+"""
+PLUGINS = "MPI plugin types are...\n\tnone\n\tpmi2\n"
+
+
+def cluster(**slurm: Any) -> ClusterSection:
+    return ClusterSection.model_validate({"kind": "slurm", "slurm": slurm})
+
+
+def components(**partitions: str) -> list[dict[str, str]]:
+    return [{"name": name, "partition": partition} for name, partition in partitions.items()]
+
+
+@pytest.fixture
+def results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Any:  # a function of the cluster section, and of answers that differ
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in module.COMMANDS:
+        program = programs / name
+        program.write_text("#!/bin/sh\necho slurm-wlm 22.05.8\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+
+    def examine(
+        section: ClusterSection, replies: Mapping[str, Answer] | None = None, **order: Any
+    ) -> dict[str, Result]:
+        replies = replies or {}
+
+        def run(words: Sequence[str], limit_s: float) -> Answer:
+            key = " ".join(words[-2:])
+            answers = {"show config": CONFIG, "show partition": PARTITIONS}
+            return replies.get(key, Answer(0, answers[key]))
+
+        monkeypatch.setattr(module, "run_command", lambda words, limit_s: Answer(0, PLUGINS))
+        wanted = Order(section, NetworkSection(), tmp_path / "runs", exit_s=10.0, **order)
+        login = Login(wanted, SlurmCommands(1.0, 0.0, run=run))
+        return {f.check: f.result for f in Examination[Login]().run(LOGIN_CHECKS, login)}
+
+    return examine
+
+
+def test_a_cluster_on_which_all_is_well(results: Any, tmp_path: Path) -> None:
+    found = results(cluster(burst={"partition": "spot", "max_nodes": 2}))
+    assert {check: r.found for check, r in found.items() if r.level is not Level.PASS} == {}
+    assert "grace 30 s" in found["partitions"].found
+    assert "spot: REQUEUE with 30 s of grace" in found["preemption"].found
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_slurm_nothing_of_it_is_looked_at(
+    results: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    found = results(cluster())
+    assert found["commands"].level is Level.FAIL
+    assert "sbatch" in found["commands"].found
+    skipped = {check for check, result in found.items() if result.level is Level.SKIP}
+    assert skipped == {
+        "munge", "controller", "mpi plugin", "partitions", "preemption", "kill wait"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "complaint",
+    [
+        'Munge encode failed: Failed to access "/run/munge/munge.socket.2"',
+        "slurm_load_ctl_conf error: Protocol authentication error",
+    ],
+)
+def test_a_broken_munge_is_named_and_nothing_else(results: Any, complaint: str) -> None:
+    found = results(cluster(), {"show config": Answer(1, "", f"scontrol: error: {complaint}")})
+    assert found["munge"].level is Level.FAIL
+    assert complaint in found["munge"].found
+    assert "munged" in found["munge"].advice
+    assert [c for c, result in found.items() if result.level is Level.FAIL] == ["munge"]
+
+
+def test_a_plugin_that_srun_lacks(results: Any) -> None:
+    found = results(cluster(mpi="pmix_v4"))["mpi plugin"]
+    assert found.level is Level.FAIL
+    assert found.found == "srun --mpi=list has no 'pmix_v4'; it has none, pmi2"
+
+
+def test_a_partition_that_is_not_there(results: Any) -> None:
+    found = results(cluster(components=components(main="stable", extra="gpu")))["partitions"]
+    assert found.level is Level.FAIL
+    assert found.found.startswith("no partition 'gpu'; there are stable")
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        (cluster(burst={"partition": "stable", "max_nodes": 1}), "never preempted"),
+        (cluster(burst={"partition": "abrupt", "max_nodes": 1}), "gives no grace time"),
+        (
+            cluster(components=components(main="stable", extra="spot")),
+            "components extra are never preempted: main of the same job cannot be",
+        ),
+    ],
+)
+def test_preemption_that_is_not_what_it_looks_like(
+    results: Any, section: ClusterSection, told: str
+) -> None:
+    found = results(section)["preemption"]
+    assert found.level is Level.WARN
+    assert told in found.found
+    assert found.advice
+
+
+def test_a_grace_time_is_held_against_the_slowest_handoff_of_the_newest_run(
+    results: Any, tmp_path: Path
+) -> None:
+    assert needed_s(tmp_path / "runs") is None
+    run = tmp_path / "runs" / "latest"
+    run.mkdir(parents=True)
+    with closing(MetricsWriter(run / "metrics.h5", MetricsSection(), {})) as writer:
+        for generation, (took_s, outcome) in enumerate(
+            [(12.0, "completed"), (41.5, "completed"), (99.0, "aborted")]
+        ):
+            writer.add_reconfiguration(
+                reconfiguration(
+                    generation=generation, outcome=outcome, notice_s=7.0, released_s=7.0 + took_s
+                )
+            )
+    assert needed_s(tmp_path / "runs") == 41.5
+    found = results(cluster(), partition="spot")["preemption"]
+    assert found.level is Level.WARN
+    assert "30 s of grace, the slowest handoff measured took 41.5 s" in found.found
+
+
+def test_a_kill_wait_shorter_than_the_runs_own_end(results: Any) -> None:
+    short = CONFIG.replace("30 sec", "5 sec")
+    found = results(cluster(), {"show config": Answer(0, short)})["kill wait"]
+    assert found.level is Level.WARN
+    assert "5 s" in found.found
+
+
+def test_a_runs_directory_that_cannot_be_made(results: Any, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    found = results(cluster())
+    assert found["run directory"].level is Level.FAIL
+    assert found["space"].level is Level.SKIP
