@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import select
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
 from liver_hpc.config.schema import SlurmSection
+from liver_hpc.coordination.run_files import COORDINATOR_FILE
 
 if TYPE_CHECKING:
     from liver_hpc.coordinator import Control
@@ -37,6 +39,8 @@ class HostedCoordinator:
 
     def start(self) -> None:
         """Once. What was said before is said to the coordinator now."""
+        # What a killed one has left would send operators astray while this one boots.
+        (Path(self._run_directory) / COORDINATOR_FILE).unlink(missing_ok=True)
         from liver_hpc.coordinator import Control  # imports all that a coordinator needs
 
         self._control = Control()

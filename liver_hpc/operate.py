@@ -143,7 +143,10 @@ def begins_again(run: RunDirectory) -> bool:
     if run.outcome() is not None:
         return False
     deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"job {job.job_id} to be queued again")
-    poll_until(job.is_out_of_work, deadline, _JOB_POLL_S)
+    try:
+        poll_until(job.is_out_of_work, deadline, _JOB_POLL_S)
+    except DeadlineError:  # it has come back within a moment
+        return True
     return not job.is_over()
 
 

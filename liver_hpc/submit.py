@@ -24,12 +24,14 @@ from liver_hpc.recipes.text_data import pinned, prefix_of
 from liver_hpc.run_directory import (
     RunDirectory,
     create_run_directory,
+    outcome_text,
     point_latest,
     process_lives,
 )
 from liver_hpc.slurm_job import RunJob, gone, is_queued, job_of, job_text
 
 _QUEUE_POLL_S = 2.0
+_START_POLL_S = 0.5
 
 
 def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfig, Recipe]:
@@ -84,10 +86,12 @@ def await_coordinator(run: RunDirectory, tell: Callable[[str], None] = lambda te
     whenever that changes. Raises LiverError if the coordinator died, DeadlineError when it did not
     come within `deadlines.boot_s`.
     """
+    config, process = run.config(), run.job_id()
+    limit_s = config.deadlines.boot_s
     job = job_of(run)
     if job is not None:
-        _await_start(run, job, tell)
-    config, process = run.config(), run.job_id()
+        _await_job(run, job, limit_s, tell)
+        return
     local = config.cluster.kind == "local"
 
     def started() -> bool:
@@ -97,31 +101,42 @@ def await_coordinator(run: RunDirectory, tell: Callable[[str], None] = lambda te
             raise LiverError(f"the coordinator of {run} ended at once; {run.where_logs_are()}")
         return False
 
-    limit_s = config.deadlines.boot_s
     poll_until(started, Deadline.after(SystemClock(), limit_s, f"the coordinator of {run}"))
 
 
-def _await_start(run: RunDirectory, job: RunJob, tell: Callable[[str], None]) -> None:
-    """Until the job runs, or the run is over. A controller that is away is asked again."""
-    told = ""
-    pause = threading.Event()
+def _await_job(run: RunDirectory, job: RunJob, limit_s: float, tell: Callable[[str], None]) -> None:
+    """Until the job runs and its coordinator listens. A controller that is away is asked again."""
+    told, pause = "", threading.Event()
+    deadline: Deadline | None = None
     while run.outcome() is None:
-        try:
-            info = job.find()
-        except ControllerAway as error:
-            text, waits = f"job {job.job_id}: {error.complaint}", True
-        else:
-            if info is None:
-                if run.outcome() is None:
-                    raise gone(run, job.job_id)
-                return
-            text, waits = job_text(info), is_queued(info)
+        text, queued = _state(run, job)
         if text != told:
             tell(text)
             told = text
-        if not waits:
+        if queued:
+            deadline = None
+        elif run.coordinator() is not None:  # while it is queued, an earlier one may have left this
             return
-        pause.wait(_QUEUE_POLL_S)
+        else:
+            deadline = deadline or Deadline.after(
+                SystemClock(), limit_s, f"the coordinator of {run}"
+            )
+            deadline.check()
+        pause.wait(_QUEUE_POLL_S if queued else _START_POLL_S)
+
+
+def _state(run: RunDirectory, job: RunJob) -> tuple[str, bool]:
+    """What Slurm says of a run's job, and whether it is queued; LiverError once it is over."""
+    try:
+        info = job.find()
+    except ControllerAway as error:
+        return f"job {job.job_id}: {error.complaint}", True
+    if info is not None:
+        return job_text(info), is_queued(info)
+    outcome = run.outcome()
+    if outcome is None:
+        raise gone(run, job.job_id)
+    return outcome_text(outcome), False
 
 
 def prepare_data(config: RunConfig) -> str:

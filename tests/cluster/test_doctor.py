@@ -165,7 +165,7 @@ def test_nodes_that_are_not_granted(slurm_cluster: SlurmCluster, runs: Path) -> 
     assert_nothing_left(slurm_cluster, runs)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_examination_gives_its_nodes_back(
     slurm_cluster: SlurmCluster, runs: Path, number: signal.Signals
 ) -> None:
