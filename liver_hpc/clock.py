@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from liver_hpc.errors import DeadlineError
@@ -26,6 +28,13 @@ class SystemClock:
 
     def now_s(self) -> float:
         return self._offset_s + time.monotonic()
+
+
+def process_age_s() -> float:
+    """Seconds since the kernel started this process: before its interpreter was loaded."""
+    after_name = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    started_ticks = int(after_name[19])  # field 22 of proc(5), in ticks since the machine's boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
 class FakeClock:

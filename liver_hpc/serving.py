@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from liver_hpc.checkpoint.index import checkpoint_directory
-from liver_hpc.clock import SystemClock
+from liver_hpc.clock import SystemClock, process_age_s
 from liver_hpc.cluster.network import GLOO_INTERFACE, NCCL_LOG
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import RunConfig
@@ -56,20 +56,24 @@ EXIT_COORDINATOR_GONE = 4
 
 @dataclass(frozen=True)
 class Booted:
-    """What the isolated boot made: all that needs nobody else."""
+    """What the isolated boot made: all that needs nobody else.
+
+    timings_s: its parts, from the start of the process to booted_s.
+    """
 
     run_directory: Path
     config: RunConfig
     recipe: Recipe
     device: Device
     clock: SystemClock
+    booted_s: float
     timings_s: dict[str, float]
 
 
 def boot(run_directory: Path, layout: Layout, device: Device) -> Booted:
     """Data, and one rehearsed step of the coming layout, without communication."""
     clock = SystemClock()
-    started_s = clock.now_s()
+    imported_s, started_s = process_age_s(), clock.now_s()
     config = load_run(run_directory / "run.yaml")
     recipe = load_recipe(config)
     recipe.open(run_directory)
@@ -85,8 +89,13 @@ def boot(run_directory: Path, layout: Layout, device: Device) -> Booted:
     return_free_memory()
     # What boot made lives as long as the process: later collections need not walk it.
     gc.freeze()
-    timings_s = {"open": opened_s - started_s, "rehearsal": clock.now_s() - opened_s}
-    return Booted(run_directory, config, recipe, device, clock, timings_s)
+    booted_s = clock.now_s()
+    timings_s = {
+        "import": imported_s,
+        "open": opened_s - started_s,
+        "rehearsal": booted_s - opened_s,
+    }
+    return Booted(run_directory, config, recipe, device, clock, booted_s, timings_s)
 
 
 class Worker:
@@ -117,13 +126,14 @@ class Worker:
 
     def run(self) -> NoReturn:
         """Serves until the coordinator says Exit, which ends the process."""
+        now_s = self._booted.clock.now_s()
         self._send(
             Hello(
                 worker=self._worker,
                 pid=os.getpid(),
                 host=socket.gethostname(),
-                booted_s=self._booted.clock.now_s(),
-                boot_timings_s=self._booted.timings_s,
+                booted_s=now_s,
+                boot_timings_s=self._booted.timings_s | {"meet": now_s - self._booted.booted_s},
             )
         )
         threading.Thread(target=self._serve_control, name="control", daemon=True).start()

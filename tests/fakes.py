@@ -15,6 +15,8 @@ from liver_hpc.metrics.records import (
     NoticeRecord,
     ReconfigurationRecord,
     StepRecord,
+    TrafficRecord,
+    WorkerPhaseRecord,
 )
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
@@ -272,6 +274,8 @@ class MemoryMetrics:
         self.reconfigurations: list[ReconfigurationRecord] = []
         self.notices: list[NoticeRecord] = []
         self.networks: list[NetworkRecord] = []
+        self.worker_phases: list[WorkerPhaseRecord] = []
+        self.traffic: list[TrafficRecord] = []
 
     def add_step(self, record: StepRecord) -> None:
         self.steps.append(record)
@@ -284,6 +288,12 @@ class MemoryMetrics:
 
     def add_network(self, record: NetworkRecord) -> None:
         self.networks.append(record)
+
+    def add_worker_phase(self, record: WorkerPhaseRecord) -> None:
+        self.worker_phases.append(record)
+
+    def add_traffic(self, record: TrafficRecord) -> None:
+        self.traffic.append(record)
 
     def close(self) -> None:
         self.closed = True

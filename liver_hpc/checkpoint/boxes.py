@@ -65,7 +65,7 @@ def _parts(
     if not needed:
         return
     copy = copies(model, saved, kind, index)[0]
-    for source in copy_coordinates(model, saved, index, copy):
+    for source in copy_coordinates(model, saved, index, copy, needed):
         for own in owned_boxes(model, saved, source, kind, index):
             for box in needed:
                 part = own.intersect(box)

@@ -58,7 +58,7 @@ class Course:
         self.state = RunState.STARTING
         self.outcome: Outcome | None = None
         self.world: World | None = None
-        self.recorder = RunRecorder(services.metrics, services.clock)
+        self.recorder = RunRecorder(services.metrics, services.clock, crew.node_of)
         self.fleet = Fleet(config, services, crew, self.recorder)
         self.handoffs = Handoffs(config, services, crew, self.fleet.capacity, self.recorder, self)
         self.steering = Steering(config, services, crew, self)

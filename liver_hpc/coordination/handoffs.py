@@ -196,7 +196,7 @@ class Handoffs:
                 message.generation,
             )
         elif isinstance(message, Progress):
-            notes.observe(message)
+            notes.observe(message, self._services.clock.now_s())
         else:
             _log_timings(message)
             self._feed(message)
@@ -245,7 +245,7 @@ class Handoffs:
     def _handle(self, event: Event) -> None:
         before = self._machine.phase
         if self._recorder.attempt is not None:
-            self._recorder.attempt.observe(event)
+            self._recorder.attempt.observe(event, self._services.clock.now_s())
         actions = self._machine.handle(event)
         phase = self._machine.phase
         if phase is not before and phase is not Phase.IDLE and self._recorder.attempt is not None:

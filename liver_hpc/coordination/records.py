@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from liver_hpc.clock import Clock
+from liver_hpc.coordination.lanes import worker_phases
 from liver_hpc.layout.coordinates import Roster
 from liver_hpc.metrics.records import (
     NetworkRecord,
     NoticeRecord,
     ReconfigurationRecord,
     StepRecord,
+    TrafficRecord,
+    WorkerPhaseRecord,
 )
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
-from liver_hpc.protocol.events import Event, Requested, TargetFixed
+from liver_hpc.protocol.events import Event, Requested, TargetFixed, WorkerLost
 from liver_hpc.protocol.messages import (
     AtBoundary,
     FirstStep,
+    Hello,
     Prepared,
     Progress,
     Released,
     StepDone,
     Transports,
+    Vote,
 )
 
 
@@ -41,6 +47,8 @@ class Metrics(Protocol):
     def add_reconfiguration(self, record: ReconfigurationRecord) -> None: ...
     def add_notice(self, record: NoticeRecord) -> None: ...
     def add_network(self, record: NetworkRecord) -> None: ...
+    def add_worker_phase(self, record: WorkerPhaseRecord) -> None: ...
+    def add_traffic(self, record: TrafficRecord) -> None: ...
     def close(self) -> None: ...
 
 
@@ -48,7 +56,8 @@ class Metrics(Protocol):
 class AttemptNotes:
     """What is noted of one handoff attempt while it runs.
 
-    entered_s: when each phase began. ended_s: when each source worker's last step ended.
+    entered_s: when each phase began. ended_s: when each source worker's last step ended. heard_s:
+    when a worker's word came, by type (of a vote: its stage), in the coordinator's time.
     """
 
     request: Requested
@@ -58,6 +67,8 @@ class AttemptNotes:
     entered_s: dict[Phase, float] = field(default_factory=dict)
     step: int = -1
     ended_s: dict[int, float] = field(default_factory=dict)
+    heard_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    hellos: list[Hello] = field(default_factory=list)
     prepared: list[Prepared] = field(default_factory=list)
     progress: dict[int, int] = field(default_factory=dict)
     first: dict[int, FirstStep] = field(default_factory=dict)
@@ -76,11 +87,18 @@ class AttemptNotes:
     def bytes_done(self) -> int:
         return sum(self.progress.values())
 
-    def observe(self, event: Event | Progress) -> None:
+    def observe(self, event: Event | Progress, now_s: float) -> None:
         match event:
+            case Vote():
+                self.heard_s[event.stage, event.worker] = now_s
+            case WorkerLost():
+                self.heard_s["lost", event.worker] = now_s
+            case Hello():
+                self.hellos.append(event)
             case TargetFixed():
                 self.target = event.target
             case Prepared():
+                self.heard_s[event.type, event.worker] = now_s
                 self.prepared.append(event)
             case AtBoundary():
                 self.step = event.small.step
@@ -138,6 +156,13 @@ class AttemptNotes:
     def _stays(self, message: Released) -> bool:
         return self.target is not None and message.worker in self.target.workers
 
+    def traffic(self) -> list[TrafficRecord]:
+        return [
+            TrafficRecord(self.generation, message.worker, receiver, num_bytes)
+            for message in sorted(self.prepared, key=lambda message: message.worker)
+            for receiver, num_bytes in message.bytes_to.items()
+        ]
+
     def _entered_s(self, phase: Phase) -> float:
         return self.entered_s.get(phase, math.nan)
 
@@ -149,9 +174,12 @@ def _ids(roster: Roster | None) -> str:
 class RunRecorder:
     """Turns messages into records, and keeps the newest figures for the status snapshot."""
 
-    def __init__(self, metrics: Metrics, clock: Clock) -> None:
+    def __init__(
+        self, metrics: Metrics, clock: Clock, node_of: Callable[[int], str] = lambda worker: ""
+    ) -> None:
         self._metrics = metrics
         self._clock = clock
+        self._node_of = node_of
         self._generations: set[int] = set()
         # The phase label of steps that began before the last attempt was over, and its end.
         self._wake: tuple[str, float] = ("", -math.inf)
@@ -233,6 +261,10 @@ class RunRecorder:
             notes.step = self.steps_done
         self.last_attempt = notes.record(ended, now_s)
         self._metrics.add_reconfiguration(self.last_attempt)
+        for traffic in notes.traffic():
+            self._metrics.add_traffic(traffic)
+        for phase in worker_phases(notes, self._node_of):
+            self._metrics.add_worker_phase(phase)
         self._wake = ("release" if ended.outcome == "completed" else "prepare", now_s)
         self.completed += ended.outcome == "completed"
         self.aborted += ended.outcome != "completed"

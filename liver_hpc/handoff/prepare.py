@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 from liver_hpc.handoff.session import Place, Session
-from liver_hpc.layout.memory import move_bytes
+from liver_hpc.layout.memory import bytes_by_receiver, move_bytes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Move, TransferPlan
 from liver_hpc.protocol.messages import Prepared, Transports
@@ -152,12 +152,14 @@ def transports_message(place: Place, world: World) -> Transports:
 def prepared_message(session: Session, target: Target) -> Prepared:
     """What the coordinator is told once PREPARE is done here."""
     model, plans = session.place.recipe.spec, (target.parameters, target.optimizer)
+    sends = tuple(move for plan in plans for move in plan.sends)
     return Prepared(
         worker=session.place.worker,
         generation=session.generation,
         timings_s=target.timings_s,
-        bytes_out=sum(move_bytes(model, plan.sends) for plan in plans),
+        bytes_out=move_bytes(model, sends),
         bytes_in=sum(move_bytes(model, plan.receives) for plan in plans),
         bytes_local=sum(move_bytes(model, plan.local) for plan in plans),
+        bytes_to=bytes_by_receiver(model, sends),
         kept_groups=target.kept_groups,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from liver_hpc.errors import ConfigError
@@ -85,9 +86,12 @@ class Roster:
 
     def coordinate_of(self, worker: int) -> Coordinate | None:
         """Where a worker sits; None when it is not in this roster."""
-        if worker not in self.workers:
-            return None
-        return self.layout.coordinate(self.workers.index(worker))
+        rank = self._ranks.get(worker)
+        return None if rank is None else self.layout.coordinate(rank)
+
+    @cached_property
+    def _ranks(self) -> dict[int, int]:
+        return dict(zip(self.workers, range(len(self.workers)), strict=True))
 
     def __str__(self) -> str:
         return f"{self.layout} on workers {','.join(map(str, self.workers))}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from liver_hpc.layout.coordinates import Coordinate, Layout, Roster
 from liver_hpc.layout.ownership import local_shape, owned_boxes
 from liver_hpc.layout.plan import transfer_plan
@@ -35,6 +37,14 @@ def worker_bytes(model: ModelSpec, layout: Layout, at: Coordinate) -> dict[str, 
 def move_bytes(model: ModelSpec, moves: tuple[Move, ...]) -> int:
     """Bytes of a list of moves."""
     return sum(move.box.elements * model.element_bytes(move.kind) for move in moves)
+
+
+def bytes_by_receiver(model: ModelSpec, moves: tuple[Move, ...]) -> dict[int, int]:
+    """Bytes of a list of moves, by the worker that they go to."""
+    counted: Counter[int] = Counter()
+    for move in moves:
+        counted[move.receiver] += move.box.elements * model.element_bytes(move.kind)
+    return dict(sorted(counted.items()))
 
 
 def handoff_bytes(model: ModelSpec, source: Roster, target: Roster) -> tuple[int, int]:

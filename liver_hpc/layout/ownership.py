@@ -11,6 +11,7 @@ cuts a parameter in its flat, row-major order, so it is at most three boxes of t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -35,6 +36,11 @@ class Slab:
     def local_box(self) -> Box:
         height, width = self.box.row1 - self.box.row0, self.box.col1 - self.box.col0
         return Box(self.local_row, self.local_row + height, self.local_col, self.local_col + width)
+
+    def to_local(self, box: Box) -> Box:
+        """A global box, inside this slab, in coordinates of the local matrix."""
+        up, left = self.box.row0 - self.local_row, self.box.col0 - self.local_col
+        return Box(box.row0 - up, box.row1 - up, box.col0 - left, box.col1 - left)
 
     def to_global(self, local: Box) -> Box:
         """A box of the local matrix, inside this slab, in global coordinates."""
@@ -112,11 +118,12 @@ class StageShards:
         low, high = max(start, dp_rank * size), min(end, (dp_rank + 1) * size)
         return low - start, high - start
 
-    def owners(self, tensor_index: int) -> range:
-        """The dp ranks that own a part of the tensor."""
+    def owners(self, tensor_index: int, low: int = 0, high: int | None = None) -> range:
+        """The dp ranks that own a part of the tensor, or of its flat interval [low, high)."""
         bucket, start, end = self.places[tensor_index]
         size = self.bucket_elements[bucket] // self.dp
-        return range(start // size, (end - 1) // size + 1)
+        last = (end if high is None else start + high) - 1
+        return range((start + low) // size, last // size + 1)
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -184,3 +191,26 @@ def owned_boxes(
     if kind == PARAMETER:
         return tuple(slab.box for slab in slabs(tensor, layout.tp, at.tp))
     return optimizer_boxes(model, layout, at, tensor_index)
+
+
+def optimizer_owners(
+    model: ModelSpec, layout: Layout, at: Coordinate, tensor_index: int, boxes: Iterable[Box]
+) -> list[int]:
+    """The dp ranks that may own optimizer state within global boxes, at a tp rank and stage.
+
+    `at.dp` says nothing here. Found from the boxes, not by asking every rank: few are named that
+    own none, none is left out that owns some.
+    """
+    tensor = model.tensors[tensor_index]
+    shards = stage_shards(model, layout, at.pp)
+    _, cols = local_shape(tensor, layout.tp)
+    found: set[int] = set()
+    for slab in slabs(tensor, layout.tp, at.tp):
+        for box in boxes:
+            part = slab.box.intersect(box)
+            if part is not None:
+                local = slab.to_local(part)
+                low = local.row0 * cols + local.col0
+                high = (local.row1 - 1) * cols + local.col1
+                found.update(shards.owners(tensor_index, low, high))
+    return sorted(found)

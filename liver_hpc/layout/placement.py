@@ -9,32 +9,11 @@ from scipy.optimize import linear_sum_assignment
 
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout, Roster
-from liver_hpc.layout.ownership import owned_boxes
-from liver_hpc.layout.tensors import PARAMETER, ModelSpec
+from liver_hpc.layout.overlap import overlap_matrix
+from liver_hpc.layout.tensors import ModelSpec
 
 EXACT_WORKERS = 64
 """Up to this many workers or coordinates the assignment problem is solved exactly."""
-
-
-def overlap_bytes(
-    model: ModelSpec, source: Layout, at: Coordinate, target: Layout, to: Coordinate
-) -> int:
-    """Bytes that a worker at `at` already holds of what `to` will need."""
-    held = set(model.stage_tensors(source.pp, at.pp))
-    total = 0
-    for index in model.stage_tensors(target.pp, to.pp):
-        if index not in held:
-            continue
-        for kind in (PARAMETER, *model.optimizer_kinds):
-            needed = owned_boxes(model, target, to, kind, index)
-            elements = sum(
-                common.elements
-                for have in owned_boxes(model, source, at, kind, index)
-                for box in needed
-                if (common := have.intersect(box)) is not None
-            )
-            total += elements * model.element_bytes(kind)
-    return total
 
 
 def place(model: ModelSpec, source: Roster, target: Layout, available: Sequence[int]) -> Roster:
@@ -55,14 +34,12 @@ def place(model: ModelSpec, source: Roster, target: Layout, available: Sequence[
 def _place_exactly(
     model: ModelSpec, source: Roster, target: Layout, available: Sequence[int]
 ) -> Roster:
-    seats = list(target.coordinates())
-    stays = np.zeros((len(seats), len(available)))  # [seats, workers], bytes that need not move
+    held = overlap_matrix(model, source.layout, target)
+    stays = np.zeros((target.workers, len(available)))  # [seats, workers], bytes that stay
     for column, worker in enumerate(available):
         at = source.coordinate_of(worker)
         if at is not None:
-            stays[:, column] = [
-                overlap_bytes(model, source.layout, at, target, seat) for seat in seats
-            ]
+            stays[:, column] = held[source.layout.rank(at)]
     _, columns = linear_sum_assignment(stays, maximize=True)
     return Roster(target, tuple(available[column] for column in columns))
 

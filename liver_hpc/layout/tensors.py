@@ -6,6 +6,7 @@ Every tensor is seen as a matrix: a 1-D tensor of n elements is [n, 1].
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from liver_hpc.errors import ConfigError
@@ -31,13 +32,11 @@ class Box(NamedTuple):
 
     def intersect(self, other: Box) -> Box | None:
         """The common box; None when there is none."""
-        box = Box(
-            max(self.row0, other.row0),
-            min(self.row1, other.row1),
-            max(self.col0, other.col0),
-            min(self.col1, other.col1),
-        )
-        return box if box.row0 < box.row1 and box.col0 < box.col1 else None
+        row0, row1 = max(self.row0, other.row0), min(self.row1, other.row1)
+        if row0 >= row1:
+            return None
+        col0, col1 = max(self.col0, other.col0), min(self.col1, other.col1)
+        return Box(row0, row1, col0, col1) if col0 < col1 else None
 
 
 @dataclass(frozen=True)
@@ -123,29 +122,40 @@ class ModelSpec:
             return (0, pp - 1) if tensor.tied_last and pp > 1 else (0,)
         if tensor.stage == "last":
             return (pp - 1,)
-        end = 0
-        for stage, count in enumerate(self.stage_layers(pp)):
-            end += count
-            if tensor.stage < end:
-                return (stage,)
-        raise ConfigError(f"tensor {tensor.name} names layer {tensor.stage} of {self.layers}")
+        stages = _stages_of_layers(self, pp)
+        if not 0 <= tensor.stage < len(stages):
+            raise ConfigError(f"tensor {tensor.name} names layer {tensor.stage} of {self.layers}")
+        return (stages[tensor.stage],)
 
     def stage_tensors(self, pp: int, stage: int) -> tuple[int, ...]:
         """Indices of a stage's tensors in the order of its `module.parameters()`.
 
         A tied copy comes last on the last stage (Megatron's output_layer).
         """
-        own, tied = [], []
-        for index, tensor in enumerate(self.tensors):
-            stages = self.stages_of(tensor, pp)
-            if stage == stages[0]:
-                own.append(index)
-            elif stage in stages:
-                tied.append(index)
-        return tuple(own + tied)
+        return _tensors_of_stages(self, pp)[stage]
 
     def element_bytes(self, kind: str) -> int:
         return self.parameter_bytes if kind == PARAMETER else 4
+
+
+@lru_cache(maxsize=256)
+def _stages_of_layers(model: ModelSpec, pp: int) -> tuple[int, ...]:
+    """The stage of every layer."""
+    counts = model.stage_layers(pp)
+    return tuple(stage for stage, count in enumerate(counts) for _ in range(count))
+
+
+@lru_cache(maxsize=256)
+def _tensors_of_stages(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
+    """The tensors of every stage; see `ModelSpec.stage_tensors`."""
+    own: list[list[int]] = [[] for _ in range(pp)]
+    tied: list[list[int]] = [[] for _ in range(pp)]
+    for index, tensor in enumerate(model.tensors):
+        first, *others = model.stages_of(tensor, pp)
+        own[first].append(index)
+        for stage in others:
+            tied[stage].append(index)
+    return tuple((*mine, *copies) for mine, copies in zip(own, tied, strict=True))
 
 
 @dataclass(frozen=True, order=True)

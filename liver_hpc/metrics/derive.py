@@ -382,7 +382,7 @@ def _useful_s(records: RunRecords, done: Sequence[StepRecord]) -> float:
 
 
 def _sum(values: Iterable[float]) -> float:
-    return math.fsum(value for value in values if not math.isnan(value))
+    return math.fsum(value for value in values if math.isfinite(value))
 
 
 def _ratio(value: float, base: float) -> float:

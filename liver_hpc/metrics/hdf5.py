@@ -18,7 +18,7 @@ from typing import Any
 import h5py
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.metrics.table import TABLES, Rows, Table
+from liver_hpc.metrics.table import FIRST_TABLES, TABLES, Rows, Table
 
 # The oldest format that knows SWMR: older tools read it too.
 FORMAT = ("v110", "v110")
@@ -97,6 +97,7 @@ class SwmrFile:
 def read_file(path: Path) -> tuple[dict[str, Rows], dict[str, str]]:
     """Rows by table name, and the attributes, of a file that may be being written.
 
+    A table that the file's version did not know is empty.
     Raises ConfigError when it is missing, truncated, or not such a file.
     """
     try:
@@ -139,9 +140,11 @@ def _image(path: Path, attributes: Mapping[str, str], rows: Mapping[str, Rows]) 
 
 def _read(file: Any, table: Table[Any], path: Path) -> Rows:
     dataset = file.get(table.name)
+    if dataset is None and table not in FIRST_TABLES:
+        return table.rows([])
     if not isinstance(dataset, h5py.Dataset):
         raise ConfigError(f"{path} is no metrics file: it has no table /{table.name}")
-    missing = set(table.dtype.names or ()) - set(dataset.dtype.names or ())
+    missing = table.required - set(dataset.dtype.names or ())
     if missing:
         raise ConfigError(
             f"{path}: table /{table.name} lacks {sorted(missing)}; "

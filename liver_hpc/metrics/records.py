@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -87,6 +88,35 @@ class NoticeRecord:
 
 
 @dataclass(frozen=True)
+class WorkerPhaseRecord:
+    """What one worker did in one phase of a handoff attempt; between two of them it trained on in
+    the source, or waited. A time that was never reached is NaN.
+
+    phase: "boot" (a joiner, until it could join), "prepare" (the target world, alone), "connect"
+    (its groups, where each waits for the last), "transfer" (the parameters, digests included),
+    "first step" (forward and backward, with the optimizer's state arriving), "update" (from the
+    commit to the end of that step), "release" (the source world's memory and groups).
+    """
+
+    generation: int
+    worker: int
+    node: str
+    phase: str
+    started_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True)
+class TrafficRecord:
+    """Bytes that a handoff's plan sends from one worker to another; nothing for a pair without."""
+
+    generation: int
+    sender: int
+    receiver: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class NetworkRecord:
     """A transport that a world's collectives really use: "gloo tcp", or as NCCL says "NET/IB",
     "NET/Socket", "P2P (NVLink)", "P2P (PCIe)", "SHM".
@@ -102,7 +132,11 @@ class NetworkRecord:
 
 @dataclass(frozen=True)
 class BaselineRecord:
-    """One checkpoint/restart measurement; every phase in seconds."""
+    """One checkpoint/restart measurement; every phase in seconds.
+
+    total_s: all phases, from the end of the source's last step to the end of the target's first.
+    lost_s: that less the target's median step, as a handoff's lost time; NaN where not known.
+    """
 
     method: str
     source: str
@@ -116,6 +150,7 @@ class BaselineRecord:
     first_step_s: float
     total_s: float
     detail: str
+    lost_s: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -128,3 +163,5 @@ class RunRecords:
     attributes: dict[str, str]
     notices: list[NoticeRecord] = field(default_factory=list)
     networks: list[NetworkRecord] = field(default_factory=list)
+    worker_phases: list[WorkerPhaseRecord] = field(default_factory=list)
+    traffic: list[TrafficRecord] = field(default_factory=list)

@@ -16,6 +16,7 @@ import numpy as np
 from liver_hpc.config.schema import MetricsSection
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.metrics.hdf5 import HDF5_ERRORS, SwmrFile, failure_text, read_file
+from liver_hpc.metrics.probe import probe
 from liver_hpc.metrics.records import (
     BaselineRecord,
     NetworkRecord,
@@ -23,6 +24,8 @@ from liver_hpc.metrics.records import (
     ReconfigurationRecord,
     RunRecords,
     StepRecord,
+    TrafficRecord,
+    WorkerPhaseRecord,
 )
 from liver_hpc.metrics.table import (
     BASELINES,
@@ -31,6 +34,8 @@ from liver_hpc.metrics.table import (
     RECONFIGURATIONS,
     STEPS,
     TABLES,
+    TRAFFIC,
+    WORKER_PHASES,
     Rows,
     Table,
 )
@@ -138,6 +143,12 @@ class MetricsWriter:
 
     def add_network(self, record: NetworkRecord) -> None:
         self._add(NETWORKS, record)
+
+    def add_worker_phase(self, record: WorkerPhaseRecord) -> None:
+        self._add(WORKER_PHASES, record)
+
+    def add_traffic(self, record: TrafficRecord) -> None:
+        self._add(TRAFFIC, record)
 
     def flush(self) -> None:
         """Writes what waits; on return it is in the file, or `error` says why not."""
@@ -249,6 +260,7 @@ class MetricsWriter:
 def read_run(path: Path) -> RunRecords:
     """All records of a run, also of one that is going on or was killed.
 
+    May never return for a file with damage in its middle: `metrics/probe.py` finds that out.
     Raises ConfigError when the file is missing, truncated, or no metrics file.
     """
     rows, attributes = read_file(path)
@@ -259,6 +271,8 @@ def read_run(path: Path) -> RunRecords:
         attributes=attributes,
         notices=NOTICES.records(rows[NOTICES.name]),
         networks=NETWORKS.records(rows[NETWORKS.name]),
+        worker_phases=WORKER_PHASES.records(rows[WORKER_PHASES.name]),
+        traffic=TRAFFIC.records(rows[TRAFFIC.name]),
     )
 
 
@@ -267,6 +281,7 @@ def _earlier_rows(path: Path) -> dict[str, Rows]:
     if not path.exists():
         return {}
     try:
+        probe(path)
         rows, _ = read_file(path)
     except ConfigError as error:
         log.warning("%s; it is set aside", error)

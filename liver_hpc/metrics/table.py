@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import MISSING, astuple, dataclass, fields
 from functools import cached_property
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -17,10 +17,19 @@ from liver_hpc.metrics.records import (
     NoticeRecord,
     ReconfigurationRecord,
     StepRecord,
+    TrafficRecord,
+    WorkerPhaseRecord,
 )
 
 Record = TypeVar(
-    "Record", StepRecord, ReconfigurationRecord, BaselineRecord, NoticeRecord, NetworkRecord
+    "Record",
+    StepRecord,
+    ReconfigurationRecord,
+    BaselineRecord,
+    NoticeRecord,
+    NetworkRecord,
+    WorkerPhaseRecord,
+    TrafficRecord,
 )
 Rows = npt.NDArray[np.void]
 
@@ -77,10 +86,18 @@ class Table(Generic[Record]):
         ]
         return np.array(cells, dtype=self.dtype)
 
+    @property
+    def required(self) -> set[str]:
+        """The columns that a file of any version has; a later one has a default in its record."""
+        return {f.name for f in fields(self.record) if f.default is MISSING}
+
     def records(self, rows: Rows) -> list[Record]:
-        """The records of rows that have at least the fields of the record type."""
-        names = [f.name for f in fields(self.record)]
-        return [self.record(*map(_plain, row)) for row in rows[names].tolist()]
+        """The records of rows that have at least the required columns."""
+        names = [f.name for f in fields(self.record) if f.name in (rows.dtype.names or ())]
+        return [
+            self.record(**dict(zip(names, map(_plain, row), strict=True)))
+            for row in rows[names].tolist()
+        ]
 
 
 STEPS = Table("steps", StepRecord)
@@ -88,7 +105,19 @@ RECONFIGURATIONS = Table("reconfigurations", ReconfigurationRecord)
 BASELINES = Table("baselines", BaselineRecord)
 NOTICES = Table("notices", NoticeRecord)
 NETWORKS = Table("networks", NetworkRecord)
-TABLES: tuple[Table[Any], ...] = (STEPS, RECONFIGURATIONS, BASELINES, NOTICES, NETWORKS)
+WORKER_PHASES = Table("worker_phases", WorkerPhaseRecord)
+TRAFFIC = Table("traffic", TrafficRecord)
+TABLES: tuple[Table[Any], ...] = (
+    STEPS,
+    RECONFIGURATIONS,
+    BASELINES,
+    NOTICES,
+    NETWORKS,
+    WORKER_PHASES,
+    TRAFFIC,
+)
+FIRST_TABLES = (STEPS, RECONFIGURATIONS, BASELINES)
+"""What every file has had from the beginning; the others came later."""
 
 
 def fit_text(text: str, size_bytes: int) -> bytes:

@@ -20,7 +20,7 @@ def bytes_text(count: int) -> str:
 
 def number_text(value: float) -> str:
     """Four characters or a little more: `0.081`, `12.34`, `345.6`, `12345`."""
-    if math.isnan(value):
+    if not math.isfinite(value):
         return NOTHING
     places = 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1 if abs(value) < 1000 else 0
     return f"{value:.{places}f}"
@@ -28,7 +28,7 @@ def number_text(value: float) -> str:
 
 def duration_text(seconds: float) -> str:
     """`2.3 s`, `45 s`, `4:05` (minutes) or `1:02:03` (hours)."""
-    if math.isnan(seconds):
+    if not math.isfinite(seconds):
         return NOTHING
     if seconds < 9.95:
         return f"{seconds:.1f} s"

@@ -66,7 +66,15 @@ class Attempt:
 
     @property
     def leavers(self) -> tuple[int, ...]:
-        return tuple(w for w in self.source_workers if w not in self.target_workers)
+        return tuple(w for w in self.source_workers if self.leaves(w))
+
+    def trains_in_source(self, worker: int) -> bool:
+        return self.request.source.roster.coordinate_of(worker) is not None
+
+    def leaves(self, worker: int) -> bool:
+        """Whether a worker of the source has no seat in the target."""
+        seated = self.target is not None and self.target.coordinate_of(worker) is not None
+        return self.trains_in_source(worker) and not seated
 
     @property
     def waiting_workers(self) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ class HandoffMachine:
 
     def _hello(self, event: m.Hello) -> list[Action]:
         now = self._now
-        if event.worker in (*now.joiners, *now.source_workers):
+        if event.worker in now.joiners or now.trains_in_source(event.worker):
             raise self._unexpected(f"a second Hello of worker {event.worker}")
         now.joiners.append(event.worker)
         if len(now.joiners) < now.request.joiners:
@@ -190,7 +190,8 @@ class HandoffMachine:
     def _stepped_or_released(self, event: m.FirstStep | m.Released) -> list[Action]:
         """A leaver may say Released on its way out; its end is what is waited for. Of a worker
         that has finished nothing is waited for any more."""
-        if event.worker not in (*self._now.leavers, *self._now.finished):
+        now = self._now
+        if not now.leaves(event.worker) and event.worker not in now.finished:
             self._take(event)
         return self._complete()
 
@@ -209,7 +210,7 @@ class HandoffMachine:
         return self._complete()
 
     def _failed_in_release(self, event: m.Failed) -> list[Action]:
-        if event.worker in self._now.leavers:
+        if self._now.leaves(event.worker):
             return []
         return self._fatal(f"worker {event.worker} failed after the commit: {event.reason}")
 
@@ -277,7 +278,7 @@ class HandoffMachine:
 
     def _aborted(self, event: m.Aborted) -> list[Action]:
         now = self._now
-        if event.worker in now.source_workers and event.worker not in now.finished:
+        if now.trains_in_source(event.worker) and event.worker not in now.finished:
             self._take(event)
         return self._resume()
 

@@ -60,7 +60,11 @@ class ClassDigest(Message):
 
 
 class Hello(Message):
-    """First message of a worker: it has booted and is ready to PREPARE."""
+    """First message of a worker: it has booted and is ready to PREPARE.
+
+    boot_timings_s: all of the time from the start of its process to `booted_s`, by what it went
+    into.
+    """
 
     type: Literal["hello"] = "hello"
     worker: int
@@ -86,7 +90,10 @@ class StepDone(Message):
 
 
 class Prepared(Message):
-    """The target world stands here: groups connected, buffers touched, plan made, warmed up."""
+    """The target world stands here: groups connected, buffers touched, plan made, warmed up.
+
+    bytes_to: what this worker is about to send, by receiver; `bytes_out` is its sum.
+    """
 
     type: Literal["prepared"] = "prepared"
     worker: int
@@ -95,6 +102,7 @@ class Prepared(Message):
     bytes_out: int = 0
     bytes_in: int = 0
     bytes_local: int = 0
+    bytes_to: dict[int, int] = {}
     kept_groups: int = 0
 
 
@@ -441,9 +449,21 @@ AnyMessage = (
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(discriminator="type")])
 
 
+_last_encoded: tuple[AnyMessage, bytes] | None = None
+
+
 def encode(message: AnyMessage) -> bytes:
-    """The message as UTF-8 JSON."""
-    return message.model_dump_json().encode()
+    """The message as UTF-8 JSON.
+
+    One message to all workers is encoded once: the last object's bytes are remembered.
+    """
+    global _last_encoded
+    last = _last_encoded
+    if last is not None and last[0] is message:
+        return last[1]
+    data = message.model_dump_json().encode()
+    _last_encoded = (message, data)
+    return data
 
 
 def decode(data: bytes) -> AnyMessage:

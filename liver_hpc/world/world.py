@@ -98,7 +98,7 @@ class World:
             if layout.pp > 1
             else None
         )
-        self.state = WorldState(self.recipe.spec, layout, self.at, self._held_tensors())
+        self.refresh_state()
 
     def _build_model(self) -> DistributedDataParallel:
         seed_dropout = partial(megatron.seed_dropout, tp_rank=self.at.tp)
@@ -219,6 +219,11 @@ class World:
                 f"{self.roster.layout}, stage {self.at.pp}: the model yields {local_name!r} where "
                 f"the recipe describes {tensor.name!r}"
             )
+
+    def refresh_state(self) -> None:
+        """Sees the state anew, after somebody else has put other tensors into the optimizer."""
+        held = self._held_tensors()
+        self.state = WorldState(self.recipe.spec, self.roster.layout, self.at, held)
 
     # ---- life
 

@@ -443,6 +443,32 @@ def test_report(run: RunDirectory, capsys: Captured) -> None:
     assert wanted <= document["reconfigurations"][0].keys()
 
 
+def test_report_into_files(run: RunDirectory, tmp_path: Path, capsys: Captured) -> None:
+    writer = MetricsWriter(run.metrics_path, run.config().metrics, {"name": "demo"})
+    writer.add_step(step(1))
+    writer.close()
+    assert liver("report", "latest", "--html", "r.html", "--png", "plots") == 0
+    assert capsys.readouterr().out.split() == ["r.html", "plots/training.png"]
+    assert "<strong>1 step</strong>" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--json", "--html", "r.html"], "--json prints"),
+        (["--baselines", "r.json"], "needs --html or --png"),
+        (["--html", "r.html", "--baselines", "gone.json"], "gone.json: there is no such file"),
+        (["--html", "gone/r.html"], "gone/r.html cannot be written"),
+    ],
+)
+def test_report_into_files_that_cannot_be(
+    run: RunDirectory, options: list[str], said: str, capsys: Captured
+) -> None:
+    MetricsWriter(run.metrics_path, run.config().metrics, {}).close()
+    assert liver("report", "latest", *options) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_report_of_a_run_without_figures(run: RunDirectory, capsys: Captured) -> None:
     assert liver("report", "latest") == 2
     assert "metrics.h5: there is no such file; nothing was recorded yet" in capsys.readouterr().err

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from liver_hpc.layout.coordinates import Layout, Roster
 from liver_hpc.layout.memory import handoff_bytes, state_bytes, worker_bytes
 from liver_hpc.layout.ownership import owned_boxes
-from liver_hpc.layout.placement import overlap_bytes, place
+from liver_hpc.layout.placement import place
 from liver_hpc.layout.plan import subtract, transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, TransferPlan
+from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
 from tests.unit.layout.models import LAYOUTS, MODELS, TIED, roster
 
 BOXES = st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 5), st.integers(1, 5)).map(
@@ -149,17 +150,28 @@ def test_placement_is_the_same_for_many_workers_as_seat_by_seat() -> None:
     assert placed.workers[6:] == source.workers[6:]
 
 
-def test_overlap_is_the_local_part_of_the_plan() -> None:
-    source = roster(Layout(1, 1, 2))
-    target = Roster(Layout(2, 1, 2), (0, 1, 2, 3))
-    stays = sum(
-        overlap_bytes(TIED, source.layout, at, target.layout, to)
-        for worker in source.workers
-        if (at := source.coordinate_of(worker)) and (to := target.coordinate_of(worker))
-    )
-    assert stays == handoff_bytes(TIED, source, target)[1]
-
-
 def test_too_few_workers_are_refused() -> None:
     with pytest.raises(Exception, match="wants 4 workers, available are"):
         place(TIED, roster(Layout(1, 1, 2)), Layout(2, 1, 2), [0, 1])
+
+
+def test_the_work_does_not_grow_with_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in boxes looked at, for a worker in the middle of a growing world."""
+
+    def looked_at(dp: int) -> int:
+        model = gpt_tensors(GPTConfig(layers=4, hidden=64, heads=4, ffn_hidden=96, vocab_size=512))
+        source, target = roster(Layout(2, 2, dp)), roster(Layout(2, 2, dp + 1))
+        counted = 0
+        intersect = Box.intersect
+
+        def counting(box: Box, other: Box) -> Box | None:
+            nonlocal counted
+            counted += 1
+            return intersect(box, other)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Box, "intersect", counting)
+            transfer_plan(model, source, target, source.layout.workers // 4 + 1)
+        return counted
+
+    assert looked_at(1024) < 2 * looked_at(16)

@@ -63,5 +63,6 @@ def baseline(**fields: Any) -> BaselineRecord:
         "first_step_s": 0.75,
         "total_s": 10.0,
         "detail": "",
+        "lost_s": 9.0,
     }
     return BaselineRecord(**values | fields)

@@ -122,6 +122,17 @@ def test_no_figure_is_cut_off(columns: int) -> None:
         assert name in text
 
 
+@pytest.mark.parametrize("columns", [30, 45, 60])
+def test_in_a_narrow_terminal_nothing_is_cut_off_either(columns: int) -> None:
+    text = printed(five_handoffs(), columns)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    assert max(map(len, text.splitlines())) <= columns
+    for figure in ("0.081", "0.125", "5.125", "415.0 MiB", "138.0 MiB", "completed", "aborted"):
+        assert figure in text
+    listed = [line.split() for line in text.splitlines() if line.startswith("slowdown s")]
+    assert len(listed) == 5
+
+
 def test_in_120_columns_a_reconfiguration_is_one_line() -> None:
     lines = printed(five_handoffs(), 120).splitlines()
     (line,) = [line for line in lines if "415.0 MiB" in line and line.split()[0] == "1"]

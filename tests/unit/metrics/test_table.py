@@ -68,5 +68,5 @@ def test_sizes_are_of_fields_that_exist() -> None:
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_an_appended_row_rewrites_little(table: Table[Any]) -> None:
-    assert 1 <= table.chunk_rows <= 1000
+    assert 1 <= table.chunk_rows <= 1024
     assert table.chunk_rows * table.dtype.itemsize <= 2**16

@@ -1,0 +1,1 @@
+"""The share of time in which training makes progress while workers come and go."""

@@ -1,0 +1,253 @@
+"""What all benchmarks share: interleaved repeats, their result as a table and as JSON.
+
+A benchmark is `python -m benchmarks.NAME`. It takes at least `--json FILE` and `--quick`, builds a
+`BenchmarkResult` and hands it to `report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+Value = TypeVar("Value")
+Row = Mapping[str, Any]
+
+_PACKAGES = ("liver_hpc", "torch", "megatron-core", "numpy", "h5py")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Repeats of one figure in a few numbers: in the figure's own unit."""
+
+    count: int
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Raises ValueError without values."""
+        if not values:
+            raise ValueError("a spread of no values")
+        return cls(len(values), statistics.median(values), min(values), max(values))
+
+    def text(self) -> str:
+        """`0.312 (0.305 to 0.340)`: median, smallest and largest."""
+        return f"{figure_text(self.median)} ({figure_text(self.low)} to {figure_text(self.high)})"
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """What a benchmark found.
+
+    figures: the claimed numbers. rows: one flat mapping a measurement, or a line of the table,
+    all with the same keys. method: how it was measured, name -> words. spread: of figures or of
+    whatever they were made of. repeats: the least number of repeats behind any figure. samples:
+    single measurements, which only the JSON shows.
+    """
+
+    name: str
+    figures: Mapping[str, float]
+    rows: Sequence[Row] = ()
+    method: Mapping[str, str] = field(default_factory=dict)
+    spread: Mapping[str, Spread] = field(default_factory=dict)
+    repeats: int = 1
+    samples: Sequence[Row] = ()
+
+
+# ---- measuring
+
+
+def interleaved(
+    makers: Mapping[str, Callable[[], Value]],
+    repeats: int,
+    after: Callable[[str, Value], None] = lambda name, value: None,
+) -> dict[str, list[Value]]:
+    """Calls every maker once, then every one again, `repeats` times: A B A B.
+
+    A machine that slows down meanwhile then slows all of them. Every second round goes backwards,
+    so that none of them always comes after the same one. `after` hears of each value as it comes.
+    """
+    values: dict[str, list[Value]] = {name: [] for name in makers}
+    for name in order_of(list(makers), repeats):
+        value = makers[name]()
+        values[name].append(value)
+        after(name, value)
+    return values
+
+
+def order_of(names: Sequence[str], repeats: int) -> Iterator[str]:
+    """The order in which `interleaved` calls: there and back again."""
+    for repeat in range(repeats):
+        yield from (names if repeat % 2 == 0 else reversed(names))
+
+
+def machine_facts() -> dict[str, str | int | float]:
+    """What the figures depend on: processor, memory, versions, and how busy the machine was."""
+    facts: dict[str, str | int | float] = {
+        "host": platform.node(),
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_1_minute": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+    }
+    for package in _PACKAGES:
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    accelerators = _accelerators()
+    if accelerators:
+        facts["accelerators"] = accelerators
+    return facts
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _accelerators() -> str:
+    """The NVIDIA driver's own list; torch, whose import takes seconds, is not asked."""
+    names = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("Model:"):
+                names.append(line.partition(":")[2].strip())
+    return ", ".join(names)
+
+
+# ---- saying
+
+
+def parser(name: str, description: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks have."""
+    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    options.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    options.add_argument(
+        "--quick", action="store_true", help="the smallest sizes: to see that it works"
+    )
+    return options
+
+
+def report(result: BenchmarkResult, json_path: Path | None, console: Console | None = None) -> None:
+    """The table on the terminal, and the JSON where it is wanted."""
+    print_table(result, console or Console())
+    if json_path is not None:
+        write_json(result, json_path)
+
+
+def document(result: BenchmarkResult) -> dict[str, Any]:
+    """The result as JSON knows it: a figure that is not known is null."""
+    spread = {
+        name: {"count": s.count, "median": s.median, "low": s.low, "high": s.high}
+        for name, s in result.spread.items()
+    }
+    found: dict[str, Any] = _strict(
+        {
+            "name": result.name,
+            "figures": dict(result.figures),
+            "machine": machine_facts(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "method": dict(result.method),
+            "repeats": result.repeats,
+            "spread": spread,
+            "rows": [dict(row) for row in result.rows],
+            "samples": [dict(sample) for sample in result.samples],
+        }
+    )
+    return found
+
+
+def write_json(result: BenchmarkResult, path: Path) -> None:
+    """Writes `document(result)`; the file is there as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(document(result), indent=2, allow_nan=False) + "\n"
+    descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        Path(part).chmod(0o644)
+        Path(part).replace(path)
+    finally:
+        Path(part).unlink(missing_ok=True)
+
+
+def print_table(result: BenchmarkResult, console: Console) -> None:
+    """The rows, then the figures with their spread, then how they were measured."""
+    if result.rows:
+        console.print(_rows_table(result))
+    figures = Table(box=SIMPLE_HEAD, show_edge=False, title_justify="left", title="\nFigures")
+    figures.add_column("figure", no_wrap=True)
+    figures.add_column("value", justify="right", no_wrap=True)
+    figures.add_column("median (low to high), repeats")
+    for name, value in result.figures.items():
+        spread = result.spread.get(name)
+        wide = f"{spread.text()}, {spread.count}" if spread is not None else ""
+        figures.add_row(name, figure_text(value), wide)
+    console.print(figures)
+    for name, words in result.method.items():
+        console.print(f"{name}: {words}", style="dim", highlight=False, markup=False)
+
+
+def _rows_table(result: BenchmarkResult) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, title_justify="left", title=f"\n{result.name}")
+    table.padding = (0, 1, 0, 0)
+    names = list(result.rows[0])
+    for name in names:
+        number = all(isinstance(row[name], int | float) for row in result.rows)
+        # Where there is no room lines are broken between words, and heads within them.
+        width = max(len(word) for row in result.rows for word in _cell(row[name]).split() or [""])
+        table.add_column(
+            name.replace("_", " "),
+            justify="right" if number else "left",
+            min_width=width,
+            overflow="fold",
+        )
+    for row in result.rows:
+        table.add_row(*(_cell(row[name]) for name in names))
+    return table
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return figure_text(value) if isinstance(value, float) else str(value)
+
+
+def figure_text(value: float) -> str:
+    """At most four digits that say something: `0.0123`, `1.234`, `123.4`, `12345`, `-`."""
+    if not math.isfinite(value):
+        return "-"
+    if value == int(value) and abs(value) < 1e15:
+        return str(int(value))
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _strict(value: Any) -> Any:
+    """JSON knows neither NaN nor infinity."""
+    if isinstance(value, Mapping):
+        return {name: _strict(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_strict(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

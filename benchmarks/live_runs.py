@@ -1,0 +1,93 @@
+"""A run on this machine, started as `liver submit` does, that a benchmark reshapes and watches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import LiverError
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.metrics.records import RunRecords
+from liver_hpc.metrics.store import read_run
+from liver_hpc.operate import Watch, request, stop
+from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
+from liver_hpc.protocol.status import StatusSnapshot
+from liver_hpc.submit import submit_run
+
+_POLL_S = 0.1
+
+
+class LiveRun:
+    """A context manager that leaves the run stopped; afterwards `records` holds all of it.
+
+    event_s: the longest that anything may take. Raises LiverError when the run ends by itself or a
+    handoff is aborted, DeadlineError when something takes too long.
+    """
+
+    def __init__(self, config: RunConfig, event_s: float) -> None:
+        self._event_s = event_s
+        self._pause = threading.Event()
+        self._asked = 0
+        self.run = submit_run(config, "local")
+        self._watch = Watch(self.run)
+
+    def __enter__(self) -> LiveRun:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._watch.close()
+        if self.run.outcome() is None:
+            stop(self.run)
+
+    def records(self) -> RunRecords:
+        """Everything recorded so far."""
+        return read_run(self.run.metrics_path)
+
+    def settle(self, steps: int) -> int:
+        """Waits for so many whole steps from now; returns how many have been done in all."""
+        begun = self.until(lambda status: status.state == "training", "the first step").step
+        return self.reach(begun + steps + 1)
+
+    def reach(self, step: int) -> int:
+        """Waits until at least `step` steps have been done; returns how many have."""
+        return self.until(lambda status: status.step >= step, f"step {step}").step
+
+    def resize(self, layout: Layout) -> None:
+        """Asks for a layout."""
+        request(self.run, ResizeRequest(layout=str(layout)))
+        self._asked += 1
+
+    def replace(self) -> None:
+        """Asks for a fresh worker in the place of the last one."""
+        status = self.until(lambda status: True, "the status")
+        request(self.run, ReplaceRequest(replace=status.workers[-1]))
+        self._asked += 1
+
+    def await_handoffs(self) -> None:
+        """Waits until all that was asked for is done, and the old world is gone."""
+        asked = self._asked
+        self.until(lambda s: s.handoffs_done >= asked and s.handoff is None, f"handoff {asked}")
+
+    def until(self, holds: Callable[[StatusSnapshot], bool], what: str) -> StatusSnapshot:
+        """The first status of which `holds` is true."""
+        deadline = Deadline.after(SystemClock(), self._event_s, f"{what} in {self.run}")
+        while True:
+            status = self._watch.snapshot()
+            if status is None:
+                raise LiverError(
+                    f"{self.run} ended: {self.run.outcome()}; {self.run.where_logs_are()}"
+                )
+            if status.handoffs_aborted:
+                raise LiverError(f"{self.run}: a handoff was aborted: {status.last_event}")
+            if holds(status):
+                return status
+            deadline.check()
+            self._pause.wait(_POLL_S)

@@ -1,0 +1,77 @@
+"""The model and the rosters that are planned for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.placement import place
+from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
+
+STAGES = 16
+TENSOR_RANKS = 8
+
+MODEL = GPTConfig(
+    layers=126,
+    hidden=16384,
+    ffn_hidden=53248,
+    heads=128,
+    query_groups=8,
+    seq_length=8192,
+    vocab_size=128256,
+    tied_embeddings=False,
+    dtype="bf16",
+    first_stage_layers=7,
+    last_stage_layers=7,
+)
+"""The shape of a 405B model; its first and last stage hold one layer less, beside embeddings."""
+
+
+def fresh_model() -> ModelSpec:
+    """A new object each time: nothing is remembered about it."""
+    return gpt_tensors(MODEL)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One handoff of one world. Workers by rank, as they come in a Prepare message."""
+
+    name: str
+    workers: int
+    source: Layout
+    target: Layout
+    source_workers: tuple[int, ...]
+    target_workers: tuple[int, ...]
+
+    def rosters(self) -> tuple[Roster, Roster]:
+        """New objects each time: nothing is remembered about them."""
+        return Roster(self.source, self.source_workers), Roster(self.target, self.target_workers)
+
+    def sample(self, count: int) -> list[int]:
+        """Workers at even distances through all that take part, the first and last included."""
+        everybody = sorted({*self.source_workers, *self.target_workers})
+        if count >= len(everybody):
+            return everybody
+        step = (len(everybody) - 1) / (count - 1)
+        return [everybody[round(number * step)] for number in range(count)]
+
+
+def cases(workers: int) -> Iterator[Case]:
+    """Grow and shrink by one data-parallel replica, and another tp and pp at once."""
+    tp = min(TENSOR_RANKS, workers // STAGES)
+    source = Layout(tp, STAGES, workers // (tp * STAGES))
+    replica = tp * STAGES
+    yield _case("grow", source, Layout(tp, STAGES, source.dp + 1), workers + replica)
+    if source.dp > 1:
+        yield _case("shrink", source, Layout(tp, STAGES, source.dp - 1), workers)
+    half, stages = tp // 2, 9
+    yield _case("reshape", source, Layout(half, stages, workers // (half * stages)), workers)
+
+
+def _case(name: str, source: Layout, target: Layout, available: int) -> Case:
+    people = Roster(source, tuple(range(source.workers)))
+    # Where seats go, the last replica leaves.
+    seated = place(fresh_model(), people, target, range(available))
+    return Case(name, source.workers, source, target, people.workers, seated.workers)

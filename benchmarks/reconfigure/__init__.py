@@ -1,0 +1,1 @@
+"""Lost time of a live handoff against stop, checkpoint, restart: same model, state and machine."""

@@ -1,0 +1,102 @@
+"""`python -m benchmarks.reconfigure --config configs/bench/local.yaml --json r.json`."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.harness import parser, report
+from benchmarks.reconfigure.array import measure_on_slurm
+from benchmarks.reconfigure.cells import Rows, measure, time_left_s
+from benchmarks.reconfigure.figures import result
+from benchmarks.reconfigure.sweep import Cell, Sweep, cells, load_sweep
+from liver_hpc.errors import LiverError
+from liver_hpc.metrics.wording import duration_text
+
+
+class Bar:
+    """The progress bar: cells done, and an estimate of the time that the others take."""
+
+    def __init__(self, rows: Rows, wanted: Sequence[Cell], parallel: int, console: Console) -> None:
+        self._rows = rows
+        self._wanted = wanted
+        self._parallel = parallel
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=console,
+        )
+        self._task = self._progress.add_task("", total=len(wanted), left="")
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._progress.stop()
+
+    def show(self, description: str) -> None:
+        """Counts anew what is measured, and says what comes now."""
+        took_s: dict[str, list[float]] = defaultdict(list)
+        left = []
+        for cell in self._wanted:
+            kind, cell_s = f"{cell.size}/{cell.method}", self._rows.took_s(cell)
+            if cell_s is None:
+                left.append(kind)
+            else:
+                took_s[kind].append(cell_s)
+        left_s = time_left_s(took_s, left) / self._parallel
+        self._progress.update(
+            self._task,
+            description=description,
+            completed=len(self._wanted) - len(left),
+            left=f"about {duration_text(left_s)} left" if left else "",
+        )
+
+
+def run(sweep: Sweep, cluster: str, console: Console) -> list[Cell]:
+    """Measures every cell that is not yet; returns all cells. Raises LiverError."""
+    rows, wanted = Rows(sweep), list(cells(sweep))
+    missing = [cell for cell in wanted if rows.of(cell) is None]
+    if len(missing) < len(wanted):
+        console.print(f"{len(wanted) - len(missing)} of {len(wanted)} were measured before")
+    parallel = sweep.slurm.parallel if cluster == "slurm" else 1
+    with Bar(rows, wanted, parallel, console) as bar:
+        bar.show("")
+        if cluster == "slurm":
+            if missing:
+                measure_on_slurm(sweep, missing, lambda cell: bar.show(cell.name))
+            return wanted
+        for cell in missing:
+            bar.show(cell.name)
+            measure(sweep, cell)
+        bar.show("")
+    return wanted
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser("reconfigure", "live reconfiguration against stop, checkpoint, restart")
+    options.add_argument("--config", type=Path, default=Path("configs/bench/local.yaml"))
+    options.add_argument("--cluster", choices=["local", "slurm"], default="local")
+    given = options.parse_args(arguments)
+    console = Console(stderr=True)
+    try:
+        sweep = load_sweep(given.config, given.quick)
+        wanted = run(sweep, given.cluster, console)
+        report(result(sweep, Rows(sweep).all_of(wanted)), given.json)
+    except LiverError as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Cells that are measured: one file of rows each, so that a sweep goes on where it was cut off."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.reconfigure import live, restarts
+from benchmarks.reconfigure.sweep import LIVE, Cell, Sweep
+
+Row = dict[str, Any]
+
+
+class Rows:
+    """The measured cells of a sweep in one directory, a file a cell, whole or not there."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+        self.directory = sweep.directory / f"{sweep.name}-{sweep.fingerprint()}"
+
+    def path(self, cell: Cell) -> Path:
+        return self.directory / f"{cell.name}.json"
+
+    def of(self, cell: Cell) -> list[Row] | None:
+        """None while it is not measured."""
+        found = self._read(cell)
+        return None if found is None else found["rows"]
+
+    def took_s(self, cell: Cell) -> float | None:
+        """How long measuring took; None while it is not measured."""
+        found = self._read(cell)
+        return None if found is None else float(found["took_s"])
+
+    def all_of(self, cells: Iterable[Cell]) -> list[Row]:
+        """The rows of those that are measured, in the order of the cells."""
+        return [row for cell in cells for row in self.of(cell) or []]
+
+    def _read(self, cell: Cell) -> dict[str, Any] | None:
+        try:
+            found: dict[str, Any] = json.loads(self.path(cell).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        return found
+
+    def keep(self, cell: Cell, rows: Sequence[Row], took_s: float) -> None:
+        """From here on the cell is measured."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"took_s": took_s, "rows": rows}, indent=1)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=self.directory, suffix=".part", delete=False, encoding="utf-8"
+        ) as part:
+            part.write(text)
+        Path(part.name).replace(self.path(cell))
+
+
+def measure(sweep: Sweep, cell: Cell) -> None:
+    """Measures one cell and keeps its rows. Raises LiverError when that fails."""
+    begun_s = time.monotonic()
+    rows = (live if cell.method == LIVE else restarts).measure(sweep, cell)
+    Rows(sweep).keep(cell, rows, time.monotonic() - begun_s)
+
+
+def time_left_s(took_s: dict[str, list[float]], left: Sequence[str]) -> float:
+    """An estimate from how long cells of a kind (size and method) have taken; of a kind that has
+    not been seen, as long as the mean of all that have. NaN before the first."""
+    seen = [mean for kind in took_s if not math.isnan(mean := _mean(took_s[kind]))]
+    return math.fsum(
+        mean if not math.isnan(mean := _mean(took_s.get(kind, []))) else _mean(seen)
+        for kind in left
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan

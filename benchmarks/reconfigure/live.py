@@ -1,0 +1,61 @@
+"""One round of transitions in a running job: what `liver resize` and `liver replace` do."""
+
+from __future__ import annotations
+
+from benchmarks.live_runs import LiveRun
+from benchmarks.reconfigure.sweep import LIVE, Cell, Sweep
+from liver_hpc.errors import LiverError
+from liver_hpc.metrics.derive import ReconfigurationFigures, run_figures
+from liver_hpc.metrics.records import RunRecords
+
+
+def measure(sweep: Sweep, cell: Cell) -> list[dict[str, float | int | str]]:
+    """One row a transition. Raises LiverError when one of them does not complete."""
+    with LiveRun(sweep.run_config(cell.size), sweep.event_s) as run:
+        run.settle(sweep.settle_steps)
+        for transition in sweep.transitions:
+            if transition.replace:
+                run.replace()
+            else:
+                run.resize(transition.to.layout())
+            run.await_handoffs()
+            run.settle(sweep.settle_steps)
+    return rows(sweep, cell, run.records())
+
+
+def rows(sweep: Sweep, cell: Cell, records: RunRecords) -> list[dict[str, float | int | str]]:
+    """The transitions' figures of a run that has done them all, in their order."""
+    figures = run_figures(records)
+    medians = {world.generation: world.median_step_s for world in figures.generations}
+    if len(figures.reconfigurations) != len(sweep.transitions):
+        raise LiverError(
+            f"{cell.name}: wanted {len(sweep.transitions)} handoffs, "
+            f"got {len(figures.reconfigurations)}"
+        )
+    return [
+        {
+            "size": cell.size,
+            "transition": transition.name,
+            "method": LIVE,
+            "round": cell.round,
+            "source": done.source,
+            "target": done.target,
+            "lost_s": done.lost_s,
+            "median_step_s": medians[done.generation],
+            "slowdown_s": done.slowdown_s,
+            "reconfiguration_s": done.reconfiguration_s,
+            "pause_s": done.pause_s,
+            "bytes": done.bytes_moved,
+        }
+        for transition, done in zip(sweep.transitions, figures.reconfigurations, strict=True)
+        if transition.claimed and _whole(done)
+    ]
+
+
+def _whole(done: ReconfigurationFigures) -> bool:
+    """Raises LiverError for a handoff that is no measurement."""
+    if not done.completed or not done.digest_equal:
+        raise LiverError(f"generation {done.generation} {done.outcome}: {done.detail}")
+    if done.median_is_disturbed:
+        raise LiverError(f"generation {done.generation} had no undisturbed step")
+    return True

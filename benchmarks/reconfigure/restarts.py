@@ -1,0 +1,60 @@
+"""One round of transitions of a job that stops and starts again for each of them."""
+
+from __future__ import annotations
+
+from benchmarks.reconfigure.sweep import Cell, Sweep, Transition
+from liver_hpc.baseline.job import RestartJob
+from liver_hpc.baseline.methods import Method
+from liver_hpc.baseline.phases import Restart, as_if_saved_before
+from liver_hpc.metrics.records import BaselineRecord
+from liver_hpc.run_directory import create_run_directory
+from liver_hpc.submit import checked_run, with_prepared_data
+
+PHASES = ("save_s", "stop_s", "launch_s", "import_s", "groups_s", "load_s", "first_step_s")
+
+
+def measure(sweep: Sweep, cell: Cell) -> list[dict[str, float | int | str]]:
+    """Two rows a claimed transition: as it was, and as if the checkpoint had existed already."""
+    config, _ = checked_run(sweep.run_config(cell.size), "local")
+    run = create_run_directory(with_prepared_data(config))
+    found: list[dict[str, float | int | str]] = []
+    with RestartJob(run.path) as job:
+        job.begin(sweep.start.layout())
+        job.train(sweep.settle_steps)
+        for transition in sweep.transitions:
+            if not transition.claimed:
+                continue
+            done = job.restart(
+                transition.to.layout(),
+                Method(cell.method),
+                steps=sweep.settle_steps,
+                drop_page_cache=sweep.page_cache == "dropped",
+            )
+            record = done.record()
+            found.append(_row(cell, transition, done, record))
+            found.append(_row(cell, transition, done, as_if_saved_before(record)))
+        job.stop()
+    return found
+
+
+def _row(
+    cell: Cell, transition: Transition, done: Restart, record: BaselineRecord
+) -> dict[str, float | int | str]:
+    phases = {name: getattr(record, name) for name in PHASES}
+    saved_s = done.record().save_s - record.save_s
+    return {
+        "size": cell.size,
+        "transition": transition.name,
+        "method": record.method,
+        "round": cell.round,
+        "source": record.source,
+        "target": record.target,
+        "lost_s": record.lost_s,
+        "median_step_s": done.median_step_s,
+        "slowdown_s": 0.0,
+        "reconfiguration_s": done.reconfiguration_s - saved_s,
+        "pause_s": record.total_s - record.first_step_s,
+        "bytes": done.num_bytes,
+        **phases,
+        "detail": record.detail,
+    }

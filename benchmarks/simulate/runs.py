@@ -1,0 +1,79 @@
+"""The small runs that the model is fitted to: given ones, or made here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.config.load import parse_run
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import LiverError
+from liver_hpc.metrics.store import read_run
+from liver_hpc.recipes.base import load_recipe
+from liver_hpc.simulation.timings import Measured, measured_handoffs
+from liver_hpc.submit import submit_run
+
+LIMIT_S = 400.0
+POLL_S = 0.2
+MODELS: tuple[dict[str, Any], ...] = (
+    {"layers": 4, "hidden": 256, "ffn_hidden": 512, "heads": 4},
+    {"layers": 8, "hidden": 512, "ffn_hidden": 1536, "heads": 8, "seq_length": 32},
+)
+LAYOUTS = {2: [{"dp": 2}, {"tp": 2}], 4: [{"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"dp": 4}]}
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"layout": {"tp": 2, "dp": 2}},
+    {"layout": {"pp": 2, "dp": 2}},
+    {"replace": 2},
+    {"layout": {"tp": 2}},
+    {"layout": {"dp": 2}},
+)
+BETWEEN_STEPS = 15
+
+
+def handoffs_of(directories: Sequence[Path]) -> list[Measured]:
+    """All completed handoffs of some runs, by their own metrics."""
+    found = []
+    for directory in directories:
+        records = read_run(directory / "metrics.h5")
+        config = parse_run(records.attributes["config"], str(directory))
+        found += measured_handoffs(load_recipe(config).spec, records)
+    return found
+
+
+def make_runs(directory: Path, models: Sequence[dict[str, Any]] = MODELS) -> list[Path]:
+    """One run a model, with five scripted changes, one after the other. Takes minutes."""
+    made = []
+    for number, model in enumerate(models):
+        run = submit_run(_config(directory / str(number), model), "local")
+        deadline = Deadline.after(SystemClock(), LIMIT_S, f"the end of {run}")
+        poll_until(lambda run=run: run.outcome() is not None, deadline, POLL_S)
+        outcome = run.outcome()
+        if outcome is None or outcome.state != "finished":
+            raise LiverError(f"{run}: {outcome}")
+        made.append(run.path)
+    return made
+
+
+def _config(directory: Path, model: dict[str, Any]) -> RunConfig:
+    notices = [
+        {"at_step": BETWEEN_STEPS * number, **change} for number, change in enumerate(CHANGES, 1)
+    ]
+    return RunConfig.model_validate(
+        {
+            "name": "simulate",
+            "runs_directory": str(directory / "runs"),
+            "model": model,
+            "data": {
+                "text": "python-stdlib",
+                "max_text_bytes": 1 << 20,
+                "directory": str(directory),
+            },
+            "train": {"steps": 20 * BETWEEN_STEPS, "global_batch": 4, "micro_batch": 1},
+            "workers": {"initial": 2, "max": 4},
+            "layouts": LAYOUTS,
+            "cluster": {"kind": "local"},
+            "notices": notices,
+        }
+    )

@@ -1,0 +1,196 @@
+"""The two sides: processes that train when they are let, and what they say of their steps.
+
+Both sides are alive for the whole measurement, warm; all but one are stopped by SIGSTOP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Event
+from typing import Any, NamedTuple
+
+import psutil
+
+from benchmarks.steady_state.plain import run_rank
+from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import LiverError
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.metrics.store import read_run
+from liver_hpc.operate import stop
+from liver_hpc.run_directory import RunDirectory
+from liver_hpc.submit import submit_run
+
+POLL_S = 0.1
+READY_S = 180.0
+
+
+class Step(NamedTuple):
+    """A step's end, in epoch seconds, and its loss."""
+
+    step: int
+    ended_s: float
+    loss: float
+
+
+class Side(ABC):
+    """Processes that can be stopped and let go on. Running when it has been constructed."""
+
+    @abstractmethod
+    def processes(self) -> list[psutil.Process]:
+        """All of them that are alive."""
+
+    @abstractmethod
+    def steps(self) -> list[Step]:
+        """All steps done so far, in order."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends them."""
+
+    def pause(self) -> None:
+        """Stops every process where it is."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets every process go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def await_steps(self, count: int) -> None:
+        """Until so many steps are done: all is warm. Raises DeadlineError."""
+        deadline = Deadline.after(SystemClock(), READY_S, f"step {count} of {type(self).__name__}")
+        while len(self.steps()) < count:
+            deadline.check()
+            Event().wait(POLL_S)
+
+    def cpu_s(self) -> float:
+        """CPU seconds that the living processes have used so far."""
+        total = 0.0
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+
+class LiverRun(Side):
+    """A whole run: coordinator, agent, workers, as `liver submit` starts them on this machine."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.run: RunDirectory = submit_run(config, "local")
+
+    def processes(self) -> list[psutil.Process]:
+        return _living(lambda words: str(self.run.path) in words)
+
+    def steps(self) -> list[Step]:
+        if not self.run.metrics_path.exists():
+            return []
+        records = read_run(self.run.metrics_path)
+        return [Step(row.step, row.ended_s, row.loss) for row in records.steps]
+
+    def close(self) -> None:
+        self.resume()
+        if self.run.outcome() is None:
+            stop(self.run)
+
+
+class PlainLoop(Side):
+    """The plain loop's ranks, children of this process."""
+
+    def __init__(self, config: RunConfig, layout: Layout, directory: Path) -> None:
+        self._steps_path = directory / "steps"
+        context = multiprocessing.get_context("spawn")
+        self._ranks: Sequence[Any] = [
+            context.Process(target=run_rank, args=(rank, layout, config, directory), daemon=True)
+            for rank in range(layout.workers)
+        ]
+        for rank in self._ranks:
+            rank.start()
+
+    def processes(self) -> list[psutil.Process]:
+        for number, rank in enumerate(self._ranks):
+            if rank.exitcode is not None:
+                raise LiverError(f"rank {number} of the plain loop ended: {rank.exitcode}")
+        return [psutil.Process(rank.pid) for rank in self._ranks]
+
+    def steps(self) -> list[Step]:
+        self.processes()
+        if not self._steps_path.exists():
+            return []
+        lines = self._steps_path.read_text(encoding="ascii").split("\n")[:-1]
+        fields = (line.split() for line in lines)
+        return [Step(int(step), float(ended), float(loss)) for step, ended, loss in fields]
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.join()
+
+
+def _living(named: Callable[[str], bool]) -> list[psutil.Process]:
+    """Processes whose command line is that of the run, with their descendants."""
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter(["cmdline"]):
+        if named(" ".join(process.info["cmdline"] or [])) and process.pid != psutil.Process().pid:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found |= {p.pid: p for p in (process, *process.children(recursive=True))}
+    return list(found.values())
+
+
+class InstructionCounter:
+    """Instructions in user space that some processes execute, counted by perf from outside.
+
+    `read` gives None where perf or the processor's counters are not to be had (in most virtual
+    machines); `why_not` then says why.
+    """
+
+    why_not = ""
+
+    def __init__(self, processes: Sequence[psutil.Process]) -> None:
+        self._perf: subprocess.Popen[str] | None = None
+        command = ["perf", "stat", "-x", ",", "-e", "instructions:u", "-p"]
+        try:
+            self._perf = subprocess.Popen(
+                [*command, ",".join(str(process.pid) for process in processes)],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        except FileNotFoundError:
+            InstructionCounter.why_not = "perf is not installed"
+
+    def read(self) -> int | None:
+        """Ends the counting."""
+        if self._perf is None:
+            return None
+        self._perf.send_signal(signal.SIGINT)
+        try:
+            _, text = self._perf.communicate(timeout=10.0)
+        except subprocess.TimeoutExpired:
+            self._perf.kill()
+            text = self._perf.communicate()[1]
+        for line in text.splitlines():
+            value, _, rest = line.partition(",")
+            if "instructions" in rest and value.isdigit():
+                return int(value)
+        InstructionCounter.why_not = text.strip().splitlines()[0] if text.strip() else "no count"
+        return None
+
+
+def wait_s(seconds: float) -> float:
+    """Lets time pass; returns when that began, in epoch seconds."""
+    began_s = time.time()
+    Event().wait(seconds)
+    return began_s

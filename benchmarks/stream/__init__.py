@@ -1,0 +1,1 @@
+"""TRANSFER against the raw link: bytes per second, memory, and bytes that had to move."""

@@ -1,0 +1,151 @@
+"""`python -m benchmarks.stream`: TRANSFER against the raw link between the same processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import BenchmarkResult, Spread, parser, report
+from benchmarks.stream.process import WAYS, Report, run_process
+from benchmarks.stream.transfers import (
+    LARGE,
+    SMALL,
+    Transfer,
+    least_bytes,
+    pair_bytes,
+    transfers,
+)
+from liver_hpc.config.schema import HandoffSection
+
+PATIENCE_S = 400.0
+REPEATS = 7
+QUICK_REPEATS = 2
+SMALL_HANDOFF = HandoffSection(staging_bytes=2 << 20, bucket_bytes=1 << 18)
+
+METHOD = {
+    "transfers": "replace: all state from one process to another; grow: tp2 to tp2 dp2; reshape: "
+    "tp2 dp2 to pp2 dp2 on the same four. Parameters and Adam's moments in fp32, gloo over "
+    "loopback, one thread a process, default staging budget",
+    "link_share": "time of the raw link over time of TRANSFER, paired by repeat, median; the "
+    "smallest of the three transfers. Raw: the same bytes between the same pairs by gloo send and "
+    "recv out of flat memory, all messages started at once, the faster of one message a pair and "
+    "messages of a bucket's size. TRANSFER packs, sends, unpacks and copies what stays",
+    "time": "from the first process's start behind a barrier to the last one's end",
+    "memory_over_budget": "peak resident memory of a process's first stream, transport and cut "
+    "plan included, over what it had before, divided by the staging budget; the largest process",
+    "bytes_over_bound": "bytes on the wire, with the gaps between boxes, over what receivers lack "
+    "of their boxes; the largest of the three",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser("stream", __doc__ or "").parse_args(arguments)
+    if options.quick:
+        result = run(transfers(SMALL, SMALL_HANDOFF), QUICK_REPEATS)
+    else:
+        result = run(transfers(LARGE, HandoffSection()), REPEATS)
+    report(result, options.json)
+    return 0
+
+
+def run(measured: Sequence[Transfer], repeats: int) -> BenchmarkResult:
+    """Runs every transfer in processes of its own."""
+    rows, shares = [], []
+    for transfer in measured:
+        row, share = _row(transfer, in_processes(transfer, repeats))
+        rows.append(row)
+        shares.append(share)
+    least = min(shares, key=lambda share: share.median)
+    figures = {
+        "link_share": least.median,
+        "memory_over_budget": max(row["memory_over_budget"] for row in rows),
+        "bytes_over_bound": max(row["bytes_over_bound"] for row in rows),
+    }
+    return BenchmarkResult(
+        "stream",
+        figures,
+        rows,
+        method=METHOD,
+        spread={"link_share": least},
+        repeats=repeats,
+    )
+
+
+def _row(transfer: Transfer, reports: list[Report]) -> tuple[dict[str, Any], Spread]:
+    took = {way: Spread.of(times) for way, times in durations_s(reports).items()}
+    raw = min(WAYS[1:], key=lambda way: took[way].median)
+    times = durations_s(reports)
+    share = Spread.of([r / t for r, t in zip(times[raw], times["transfer"], strict=True)])
+    wire_bytes, least = sum(pair_bytes(transfer).values()), least_bytes(transfer)
+    sent = sum(one.bytes_sent for one in reports)
+    assert sent <= wire_bytes, f"{transfer.name}: sent {sent} of {wire_bytes} bytes on the wire"
+    extra_bytes = max(one.extra_bytes for one in reports)
+    row = {
+        "transfer": transfer.name,
+        "workers": transfer.workers,
+        "moved_bytes": sent,
+        "transfer_s": took["transfer"].median,
+        "raw_s": took[raw].median,
+        "raw_way": raw,
+        "transfer_bytes_per_s": sent / took["transfer"].median,
+        "link_share": share.median,
+        "extra_bytes": extra_bytes,
+        "memory_over_budget": extra_bytes / transfer.handoff.staging_bytes,
+        "bytes_over_bound": wire_bytes / least,
+    }
+    return row, share
+
+
+def durations_s(reports: Sequence[Report]) -> dict[str, list[float]]:
+    """Of every repeat, from the first worker's start to the last one's end."""
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    for spans in zip(*(one.spans for one in reports), strict=True):
+        began_s, ended_s = min(s.began_s for s in spans), max(s.ended_s for s in spans)
+        found[spans[0].way].append(ended_s - began_s)
+    return found
+
+
+def in_processes(transfer: Transfer, repeats: int) -> list[Report]:
+    """Runs one transfer; raises RuntimeError with the text of a process that failed."""
+    context = multiprocessing.get_context("spawn")
+    reports: Any = context.Queue()
+    with tempfile.TemporaryDirectory() as directory:
+        store = str(Path(directory) / "store")
+        processes = [
+            context.Process(target=run_process, args=(worker, transfer, repeats, store, reports))
+            for worker in range(transfer.workers)
+        ]
+        for process in processes:
+            process.start()
+        found: dict[int, Report] = {}
+        try:
+            while len(found) < transfer.workers:
+                answer = _next(reports, transfer, found)
+                found[answer.worker] = answer
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    return [found[worker] for worker in range(transfer.workers)]
+
+
+def _next(reports: Any, transfer: Transfer, found: dict[int, Report]) -> Report:
+    try:
+        answer: Report | str = reports.get(timeout=PATIENCE_S)
+    except queue.Empty as error:
+        missing = sorted(set(range(transfer.workers)) - set(found))
+        raise RuntimeError(
+            f"{transfer.name}: waited {PATIENCE_S:g} s for workers {missing}"
+        ) from error
+    if isinstance(answer, str):
+        raise RuntimeError(f"{transfer.name}: {answer}")
+    return answer
+
+
+if __name__ == "__main__":
+    sys.exit(main())

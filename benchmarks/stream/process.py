@@ -1,0 +1,219 @@
+"""One worker process: streams a transfer and sends the same bytes raw, in turns."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import traceback
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import order_of
+from benchmarks.stream.transfers import Transfer, pair_bytes
+from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.layout.coordinates import Roster
+from liver_hpc.layout.ownership import owned_boxes
+from liver_hpc.layout.plan import transfer_plan
+from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec
+from liver_hpc.transport.process_group import ProcessGroupTransport
+
+WAYS = ("transfer", "raw whole", "raw buckets")
+LIMIT_S = 120.0
+SAMPLE_S = 0.001
+
+
+@dataclass(frozen=True)
+class Span:
+    """When one worker was busy with one repeat, on the machine's monotonic clock."""
+
+    way: str
+    began_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of one worker. extra_bytes: resident memory that its first stream took at its peak."""
+
+    worker: int
+    spans: tuple[Span, ...]
+    bytes_sent: int
+    extra_bytes: int
+
+
+class BoxState:
+    """A coordinate's boxes as plain tensors, all touched; what a world's state is in a run."""
+
+    def __init__(self, spec: ModelSpec, roster: Roster, worker: int, fill: float) -> None:
+        self._held: dict[tuple[str, int], list[tuple[Box, torch.Tensor]]] = {}
+        at = roster.coordinate_of(worker)
+        if at is None:
+            return
+        for kind in (PARAMETER, *spec.optimizer_kinds):
+            for index in spec.stage_tensors(roster.layout.pp, at.pp):
+                self._held[kind, index] = [
+                    (box, torch.full((box.row1 - box.row0, box.col1 - box.col0), fill))
+                    for box in owned_boxes(spec, roster.layout, at, kind, index)
+                ]
+
+    def view(self, kind: str, tensor_index: int, box: Box) -> torch.Tensor:
+        for own, values in self._held[kind, tensor_index]:
+            if own.intersect(box) == box:
+                rows = slice(box.row0 - own.row0, box.row1 - own.row0)
+                return values[rows, box.col0 - own.col0 : box.col1 - own.col0]
+        raise AssertionError(f"{kind} of tensor {tensor_index} is not held: {box}")
+
+    def filled_with(self, value: float) -> bool:
+        """Whether every element of every box has this value."""
+        return all(
+            bool((values == value).all()) for boxes in self._held.values() for _, values in boxes
+        )
+
+
+class PeakMemory(AbstractContextManager["PeakMemory"]):
+    """Resident bytes at their highest inside the block, over what they were at its start."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+        self.extra_bytes = 0
+
+    def __enter__(self) -> PeakMemory:
+        gc.collect()
+        self._before = self._peak = _resident_bytes()
+        self._sampler.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._ended.set()
+        self._sampler.join()
+        self.extra_bytes = max(self._peak, _resident_bytes()) - self._before
+
+    def _sample(self) -> None:
+        while not self._ended.wait(SAMPLE_S):
+            self._peak = max(self._peak, _resident_bytes())
+
+
+def _resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def run_process(
+    worker: int, transfer: Transfer, repeats: int, store_path: str, reports: Any
+) -> None:
+    """The process's main: puts a Report, or the text of what went wrong."""
+    try:
+        report: Report | str = _measure(worker, transfer, repeats, store_path)
+    except BaseException:  # noqa: BLE001 - the parent shows it
+        report = f"worker {worker}:\n{traceback.format_exc()}"
+    reports.put(report)
+    reports.close()
+    reports.join_thread()
+    os._exit(0)  # gloo's threads may still wait for peers that have gone
+
+
+def _measure(worker: int, transfer: Transfer, repeats: int, store_path: str) -> Report:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store_path, transfer.workers),
+        rank=worker,
+        world_size=transfer.workers,
+        timeout=timedelta(seconds=LIMIT_S),
+    )
+    _touch_all_links(worker, transfer.workers)
+    measured = _Worker(worker, transfer)
+    dist.barrier()
+    with PeakMemory() as memory:
+        measured.open()
+        measured.stream()
+    measured.check()
+    raw = _Raw(worker, transfer)
+    spans = []
+    for way in order_of(WAYS, repeats):
+        dist.barrier()
+        began_s = time.monotonic()
+        if way == "transfer":
+            measured.stream()
+        else:
+            raw.exchange(transfer.handoff.bucket_bytes if way == "raw buckets" else None)
+        spans.append(Span(way, began_s, time.monotonic()))
+    dist.barrier()
+    return Report(worker, tuple(spans), measured.bytes_sent, memory.extra_bytes)
+
+
+def _touch_all_links(worker: int, workers: int) -> None:
+    """The first message of a pair pays for what later ones do not."""
+    peers = [peer for peer in range(workers) if peer != worker]
+    word = torch.zeros(1)
+    handles = [dist.irecv(torch.zeros(1), peer) for peer in peers]
+    handles += [dist.isend(word, peer) for peer in peers]
+    for handle in handles:
+        handle.wait()
+
+
+class _Worker:
+    """Both worlds' memory and the transport between them."""
+
+    def __init__(self, worker: int, transfer: Transfer) -> None:
+        self._spec = transfer.spec()
+        self._transfer = transfer
+        self._worker = worker
+        self._source = BoxState(self._spec, transfer.source, worker, fill=2.5)
+        self._target = BoxState(self._spec, transfer.target, worker, fill=-1.0)
+        self._plan = transfer_plan(self._spec, transfer.source, transfer.target, worker)
+        self.bytes_sent = 0
+
+    def open(self) -> None:
+        ranks = {member: member for member in range(self._transfer.workers)}
+        self._transport = ProcessGroupTransport(
+            dist.group.WORLD, ranks, self._spec, self._transfer.handoff, torch.device("cpu")
+        )
+        self._transport.prepare(self._plan)
+
+    def stream(self) -> None:
+        deadline = Deadline.after(SystemClock(), LIMIT_S, "the transfer")
+        stats = self._transport.stream(
+            self._plan, self._source, self._target, lambda _bytes: None, deadline
+        )
+        self.bytes_sent = stats.bytes_sent
+
+    def check(self) -> None:
+        """All has arrived; a transfer that does nothing would be fast."""
+        if not self._target.filled_with(2.5):
+            raise AssertionError(f"worker {self._worker}: the target is not whole")
+
+
+class _Raw:
+    """The same bytes between the same pairs, from and into flat memory: nothing is packed."""
+
+    def __init__(self, worker: int, transfer: Transfer) -> None:
+        self._sends, self._receives = [], []
+        for (sender, receiver), num_bytes in sorted(pair_bytes(transfer).items()):
+            if worker in (sender, receiver):
+                memory = torch.ones(num_bytes, dtype=torch.uint8)
+                if worker == sender:
+                    self._sends.append((receiver, memory))
+                else:
+                    self._receives.append((sender, memory))
+
+    def exchange(self, message_bytes: int | None) -> None:
+        """All messages at once; None: one message a pair."""
+        handles = []
+        for peer, memory in self._receives:
+            for part in memory.split(message_bytes or len(memory)):
+                handles.append(dist.irecv(part, peer))
+        for peer, memory in self._sends:
+            for part in memory.split(message_bytes or len(memory)):
+                handles.append(dist.isend(part, peer))
+        for handle in handles:
+            handle.wait()

@@ -1,0 +1,67 @@
+"""The runtime's own checkpoint, written and read by worker processes that stop and start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from liver_hpc.baseline.storage import Storage
+from liver_hpc.checkpoint.index import (
+    FORMAT_VERSION,
+    CheckpointIndex,
+    Part,
+    SavedModel,
+    complete_checkpoints,
+    complete_path,
+    flush_to_disk,
+    partial_path,
+    read_index,
+    write_index,
+)
+from liver_hpc.checkpoint.reader import read_parts
+from liver_hpc.checkpoint.writer import write_part
+from liver_hpc.clock import SystemClock
+from liver_hpc.errors import CheckpointError
+from liver_hpc.protocol.messages import SmallState, WireRoster
+from liver_hpc.world.world import World
+
+
+class LiverStorage(Storage):
+    """One file a worker, each box once; worker 0 makes a checkpoint of them."""
+
+    def save(self, world: World, small: SmallState, directory: Path) -> None:
+        parts: list[Part] = [None] * world.roster.layout.workers  # type: ignore[list-item]
+        dist.all_gather_object(parts, write_part(world.state, small.step, directory))
+        if world.worker == 0:
+            _commit(world, small, directory, tuple(parts))
+        dist.barrier()
+
+    def load(self, world: World, directory: Path) -> SmallState:
+        found = complete_checkpoints(directory)
+        if not found:
+            raise CheckpointError(f"{directory} holds no complete checkpoint")
+        index = read_index(found[-1][1])
+        read_parts(world.state, index, found[-1][1])
+        world.load_small_state(index.small)
+        return index.small
+
+
+def _commit(world: World, small: SmallState, directory: Path, parts: tuple[Part, ...]) -> None:
+    """Index, then name; raises OSError."""
+    index = CheckpointIndex(
+        format_version=FORMAT_VERSION,
+        run=world.recipe.config.name,
+        saved_s=SystemClock().now_s(),
+        generation=world.generation,
+        small=small,
+        roster=WireRoster.of(world.roster),
+        parts=parts,
+        digests=(),
+        model=SavedModel.of(world.recipe.spec),
+        versions={},
+    )
+    partial = partial_path(directory, small.step)
+    write_index(partial, index)
+    partial.rename(complete_path(directory, small.step))
+    flush_to_disk(directory)

@@ -1,0 +1,118 @@
+"""Megatron's own checkpoints: dist_checkpointing of model and distributed optimizer, in the
+format that every layout can load (`fully_reshardable`). The baseline's only importer of megatron.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+
+from liver_hpc.baseline.storage import SaveInProgress, Storage
+from liver_hpc.protocol.messages import SmallState
+from liver_hpc.world.world import World
+
+_SMALL = "liver_small_state"
+
+
+class MegatronStorage(Storage):
+    """Saves as Megatron-LM does by default: fully parallel over data-parallel replicas."""
+
+    def prepare_save(self) -> None:
+        """The process that hands on the writers' results is started once in a job's life."""
+        start = getattr(filesystem_async, "_get_write_results_queue", None)
+        if start is not None:
+            start()
+
+    def save(self, world: World, small: SmallState, directory: Path) -> None:
+        dist_checkpointing.save(
+            _to_save(world, small), str(directory), sharded_strategy=_save_strategy(world)
+        )
+
+    def begin_save(self, world: World, small: SmallState, directory: Path) -> SaveInProgress:
+        request = dist_checkpointing.save(
+            _to_save(world, small),
+            str(directory),
+            sharded_strategy=_save_strategy(world),
+            async_sharded_save=True,
+        )
+        return _AsyncSave(request)
+
+    def load(self, world: World, directory: Path) -> SmallState:
+        wanted = _sharded(world, is_loading=True)
+        strategy = FullyParallelLoadStrategyWrapper(
+            get_default_load_sharded_strategy(str(directory)), world.groups.dp_cp
+        )
+        loaded = dist_checkpointing.load(wanted, str(directory), sharded_strategy=strategy)
+        world.model.module.load_state_dict(loaded["model"])
+        _load_optimizer(world, loaded["optimizer"])
+        small = SmallState.model_validate_json(loaded[_SMALL])
+        world.refresh_state()
+        world.load_small_state(small)
+        return small
+
+
+class _AsyncSave(SaveInProgress):
+    """Written by a process that is forked off every worker."""
+
+    def __init__(self, request: Any) -> None:
+        self._queue = AsyncCallsQueue()
+        self._queue.schedule_async_request(request)
+
+    def is_done(self) -> bool:
+        self._queue.maybe_finalize_async_calls(blocking=False)
+        return bool(self._queue.get_num_unfinalized_calls() == 0)
+
+
+def _save_strategy(world: World) -> Any:
+    return FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), world.groups.dp_cp)
+
+
+def _to_save(world: World, small: SmallState) -> dict[str, Any]:
+    return {**_sharded(world, is_loading=False), _SMALL: small.model_dump_json()}
+
+
+def _sharded(world: World, is_loading: bool) -> dict[str, Any]:
+    """Megatron's description of the state. Collective: the optimizer's is gathered to be saved."""
+    groups = world.groups
+    # The last stage's copy of tied embeddings asks for its data-parallel rank here (0.16, 0.19).
+    parallel_state._DATA_PARALLEL_GROUP_WITH_CP = groups.dp_cp
+    metadata = {
+        "dp_cp_group": groups.dp_cp,
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    model = world.model.module.sharded_state_dict(metadata=metadata)
+    optimizer = world.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _load_optimizer(world: World, loaded: dict[str, Any]) -> None:
+    """torch's Adam counts steps in a tensor of each parameter. megatron's load does not expect it
+    there (KeyError), and gives all parameters one and the same, which would then advance once a
+    parameter: from the second step on, training would silently be another. So it is taken out,
+    every parameter gets its own, and the groups' copy, which nobody counts on, goes."""
+    (optimizer,) = world.optimizer.chained_optimizers
+    tensors = loaded.pop("param_state")
+    optimizer.load_state_dict(loaded)
+    states = optimizer.optimizer.state.values()
+    counts = [state.pop("step", None) for state in states]
+    optimizer.load_parameter_state_from_fully_reshardable(tensors)
+    for state, count in zip(states, counts, strict=True):
+        if count is not None:
+            state["step"] = count.clone()
+    if any(count is not None for count in counts):
+        for group in optimizer.optimizer.param_groups:
+            group.pop("step", None)

@@ -1,0 +1,19 @@
+"""The ways to save and load, by name. Imports neither torch nor megatron."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Method(StrEnum):
+    """How a restart keeps the state.
+
+    MEGATRON: megatron-core's dist_checkpointing, saved in parallel by all replicas.
+    MEGATRON_ASYNC: the same, written by forked processes while the source trains on; those steps
+    are lost. DCP: torch.distributed.checkpoint. LIVER: the runtime's own checkpoint.
+    """
+
+    MEGATRON = "dist_checkpointing"
+    MEGATRON_ASYNC = "dist_checkpointing async"
+    DCP = "torch dcp"
+    LIVER = "liver checkpoint"

@@ -1,0 +1,89 @@
+"""Traces and what they cost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.goodput.__main__ import QUICK, config_of, live_costs, result
+from benchmarks.goodput.trace import (
+    DAY_S,
+    Cost,
+    answers,
+    even_trace,
+    goodput,
+    poisson_trace,
+)
+from liver_hpc.config.check import check_run
+from liver_hpc.errors import LiverError
+from liver_hpc.metrics.records import RunRecords
+from liver_hpc.recipes.base import load_recipe
+from tests.unit.metrics.rows import reconfiguration, step
+
+
+def test_events_that_come_one_by_one_cost_one_answer_each() -> None:
+    costs = [Cost(2.0, 3.0), Cost(4.0, 5.0)]
+    assert list(answers([10.0, 20.0, 30.0], costs)) == [
+        (10.0, costs[0]),
+        (20.0, costs[1]),
+        (30.0, costs[0]),
+    ]
+    assert goodput([10.0, 20.0, 30.0], 100.0, costs) == pytest.approx(0.92)
+
+
+def test_events_that_come_while_a_job_is_busy_share_the_next_answer() -> None:
+    assert len(list(answers([10.0, 11.0, 12.0, 13.0], [Cost(20.0, 20.0)]))) == 2
+
+
+def test_what_is_lost_after_the_end_is_not_counted() -> None:
+    assert goodput([90.0], 100.0, [Cost(50.0, 50.0)]) == pytest.approx(0.9)
+
+
+def test_a_job_that_does_nothing_but_restart_makes_no_progress() -> None:
+    assert goodput(even_trace(100, 100.0), 100.0, [Cost(10.0, 10.0)]) < 0.05
+
+
+@given(st.floats(1.0, 200.0), st.integers(0, 2**20))
+def test_poisson_arrivals_are_in_order_and_within_the_day(rate: float, seed: int) -> None:
+    trace_s = poisson_trace(rate, DAY_S, seed)
+    assert trace_s == sorted(trace_s)
+    assert all(0 < at_s < DAY_S for at_s in trace_s)
+    assert trace_s == poisson_trace(rate, DAY_S, seed)
+
+
+def test_poisson_arrivals_have_their_rate() -> None:
+    assert len(poisson_trace(47.0, 100 * DAY_S, seed=1)) == pytest.approx(4700, rel=0.05)
+
+
+def live_records(outcome: str = "completed") -> RunRecords:
+    steps = [step(i) for i in range(10)]
+    steps += [step(10, generation=1, phase="first", started_s=110.5)]
+    steps += [step(11 + i, generation=1, started_s=111.5 + i) for i in range(9)]
+    attempt = reconfiguration(
+        outcome=outcome,
+        notice_s=105.0,
+        source_last_step_ended_s=110.0,
+        first_step_ended_s=111.5,
+    )
+    return RunRecords(steps, [attempt], [], {})
+
+
+def test_figures_of_a_run_and_of_its_trace_under_the_measured_costs() -> None:
+    assert live_costs(live_records()) == [Cost(0.5, 6.5)]
+    found = result(QUICK, live_records(), [Cost(5.0, 6.0), Cost(7.0, 8.0)]).figures
+    assert found["goodput_live"] == pytest.approx(20.0 / 20.5)
+    assert found["goodput_restart"] < found["goodput_live"]
+    assert found["goodput_live_day"] == pytest.approx(1 - 47 * 0.5 / DAY_S)
+    assert found["goodput_restart_day"] == pytest.approx(1 - (24 * 5 + 23 * 7) / DAY_S)
+    assert found["goodput_restart_poisson_752"] < found["goodput_restart_poisson_47"] < 1
+
+
+def test_an_aborted_handoff_is_no_measurement() -> None:
+    with pytest.raises(LiverError, match="aborted"):
+        live_costs(live_records("aborted"))
+
+
+def test_the_run_passes_the_checks() -> None:
+    config = config_of(QUICK)
+    check_run(config, load_recipe(config), [])

@@ -1,0 +1,98 @@
+"""The harness: the order of repeats, and results as JSON and as a table."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.harness import (
+    BenchmarkResult,
+    Spread,
+    figure_text,
+    interleaved,
+    machine_facts,
+    parser,
+    report,
+    write_json,
+)
+
+RESULT = BenchmarkResult(
+    name="example",
+    figures={"ratio": 12.5, "unknown": math.nan},
+    rows=[{"case": "a", "took_s": 0.25, "equal": True}, {"case": "b", "took_s": 3, "equal": False}],
+    method={"ratio": "restart over live"},
+    spread={"ratio": Spread.of([12.5, 11.0, 14.0])},
+    repeats=3,
+)
+
+
+def test_repeats_are_interleaved_there_and_back() -> None:
+    seen: list[str] = []
+    counter = iter(range(100))
+    values = interleaved(
+        {"a": lambda: next(counter), "b": lambda: next(counter)},
+        3,
+        lambda name, value: seen.append(f"{name}{value}"),
+    )
+    assert seen == ["a0", "b1", "b2", "a3", "a4", "b5"]
+    assert values == {"a": [0, 3, 4], "b": [1, 2, 5]}
+
+
+def test_json_holds_figures_machine_date_method_and_spread(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "r.json"
+    write_json(RESULT, path)
+    read = json.loads(path.read_text())
+    assert read["figures"] == {"ratio": 12.5, "unknown": None}
+    assert read["spread"]["ratio"] == {"count": 3, "median": 12.5, "low": 11.0, "high": 14.0}
+    assert read["repeats"] == 3
+    assert read["rows"] == list(RESULT.rows)
+    assert read["machine"]["cores"] >= 1
+    assert {
+        "name",
+        "figures",
+        "machine",
+        "date",
+        "method",
+        "repeats",
+        "spread",
+        "rows",
+        "samples",
+    } == set(read)
+    assert [p.name for p in path.parent.iterdir()] == ["r.json"]
+
+
+def test_the_table_shows_every_figure_with_its_spread(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    report(RESULT, tmp_path / "r.json", Console(file=stream, width=100))
+    text = stream.getvalue()
+    assert "12.5 (11 to 14), 3" in text
+    assert "restart over live" in text
+    cells = [line.split() for line in text.splitlines()]
+    assert [row[-1] for row in cells if row[:1] == ["a"]] == ["yes"]
+
+
+def test_a_spread_of_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        Spread.of([])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.01234567, "0.01235"), (3.0, "3"), (123.44, "123.4"), (98765.4, "98765"), (math.nan, "-")],
+)
+def test_figures_read_short(value: float, text: str) -> None:
+    assert figure_text(value) == text
+
+
+def test_machine_facts_name_the_versions() -> None:
+    assert "torch" in machine_facts()
+
+
+def test_options_that_all_benchmarks_have() -> None:
+    options = parser("example", "").parse_args(["--quick", "--json", "r.json"])
+    assert (options.quick, options.json) == (True, Path("r.json"))

@@ -1,0 +1,189 @@
+"""The sweep: its file, the order and resumption of cells, figures from rows."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.reconfigure import __main__ as command
+from benchmarks.reconfigure.cells import Rows, time_left_s
+from benchmarks.reconfigure.figures import figures, measured, result
+from benchmarks.reconfigure.live import rows as live_rows
+from benchmarks.reconfigure.sweep import Cell, Sweep, cells, load_sweep
+from liver_hpc.config.check import check_run
+from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.metrics.records import RunRecords
+from liver_hpc.recipes.base import load_recipe
+from tests.unit.metrics.rows import reconfiguration, step
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
+RESTART = "dist_checkpointing"
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Sweep:
+    loaded = load_sweep(CONFIGS / "local.yaml")
+    return loaded.model_copy(update={"directory": tmp_path})
+
+
+def row(**fields: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "size": "25m",
+        "transition": "grow",
+        "method": "live",
+        "round": 0,
+        "source": "tp1 pp1 dp2",
+        "target": "tp2 pp1 dp2",
+        "lost_s": 0.1,
+        "median_step_s": 0.5,
+        "slowdown_s": 1.0,
+        "reconfiguration_s": 8.0,
+        "pause_s": 0.1,
+        "bytes": 1000,
+    }
+    return values | fields
+
+
+@pytest.mark.parametrize("name", ["local.yaml", "slurm.yaml"])
+def test_every_run_of_the_shipped_sweeps_passes_the_checks(name: str) -> None:
+    sweep = load_sweep(CONFIGS / name)
+    for size in sweep.models:
+        config = sweep.run_config(size)
+        check_run(config, load_recipe(config), [])
+
+
+def test_the_shipped_sizes_are_what_their_names_say() -> None:
+    sweep = load_sweep(CONFIGS / "local.yaml")
+    for size, millions in (("25m", 25e6), ("100m", 100e6)):
+        spec = load_recipe(sweep.run_config(size)).spec
+        assert sum(tensor.elements for tensor in spec.tensors) == pytest.approx(millions, rel=0.03)
+
+
+def test_five_transitions_are_claimed_five_times_each_and_interleaved(sweep: Sweep) -> None:
+    assert sum(transition.claimed for transition in sweep.transitions) == 5
+    found = list(cells(sweep))
+    assert len(found) == len({cell.name for cell in found}) == 2 * 2 * 5
+    kinds = [f"{cell.size}/{cell.method}" for cell in found]
+    assert kinds[:4] == kinds[7:3:-1]
+    assert [cell.round for cell in found[:8]] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_a_replacement_that_also_moves_is_refused(sweep: Sweep, tmp_path: Path) -> None:
+    text = (
+        (CONFIGS / "local.yaml").read_text().replace("{pp: 2, dp: 2}, replace", "{dp: 4}, replace")
+    )
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="'replace' replaces a worker"):
+        load_sweep(path)
+
+
+def test_measured_cells_are_skipped_and_a_failure_keeps_the_others(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured_now: list[str] = []
+    wanted = list(cells(sweep))
+
+    def measure(sweep: Sweep, cell: Cell) -> None:
+        if len(measured_now) == 3:
+            raise LiverError("power cut")
+        measured_now.append(cell.name)
+        Rows(sweep).keep(cell, [row(size=cell.size, method=cell.method, round=cell.round)], 2.0)
+
+    monkeypatch.setattr(command, "measure", measure)
+    monkeypatch.setattr(command, "load_sweep", lambda path, quick: sweep)
+    assert command.main([]) == 1
+    assert measured_now == [cell.name for cell in wanted[:3]]
+    monkeypatch.setattr(
+        command, "measure", lambda sweep, cell: Rows(sweep).keep(cell, [row()], 2.0)
+    )
+    json_path = tmp_path / "r.json"
+    assert command.main(["--json", str(json_path)]) == 0
+    assert json_path.exists()
+    assert [len(Rows(sweep).of(cell) or []) for cell in wanted] == [1] * 20
+
+
+def test_rows_of_another_sweep_are_not_taken(sweep: Sweep) -> None:
+    cell = next(cells(sweep))
+    Rows(sweep).keep(cell, [row()], 1.0)
+    more = sweep.model_copy(update={"repeats": 7})
+    other = sweep.model_copy(update={"settle_steps": 9})
+    assert Rows(more).of(cell) is not None
+    assert Rows(other).of(cell) is None
+
+
+def test_the_time_left_is_that_of_cells_of_the_same_kind() -> None:
+    assert time_left_s({"a": [10.0, 20.0], "b": [1.0]}, ["a", "b", "b"]) == 17.0
+    assert time_left_s({"a": [10.0]}, ["a", "b"]) == 20.0
+    assert math.isnan(time_left_s({}, ["a"]))
+
+
+def test_figures_are_ratios_of_medians_and_the_least_of_them() -> None:
+    rows = [
+        row(lost_s=lost_s, round=i, transition=transition)
+        for transition, base in (("grow", 0.1), ("shrink", 0.2))
+        for i, lost_s in enumerate([base, base * 3, base / 2])
+    ]
+    rows += [
+        row(method=RESTART, lost_s=10.0 + i, round=i, transition=t, reconfiguration_s=16.0)
+        for t in ("grow", "shrink")
+        for i in range(3)
+    ]
+    rows += [
+        row(method=f"{RESTART}, exists", lost_s=6.0, round=i, transition="grow") for i in range(3)
+    ]
+    found = figures(measured(rows))
+    assert found["speedup_min"] == pytest.approx(11.0 / 0.2)
+    assert found["speedup_median"] == pytest.approx((110 + 55) / 2)
+    assert found["existing_speedup_min"] == pytest.approx(60.0)
+    assert found["lost_steps_max_25m"] == pytest.approx(0.4)
+    assert found["lost_steps_worst_25m"] == pytest.approx(1.2)
+    assert found["reconfiguration_over_restart_median"] == pytest.approx(0.5)
+
+
+def test_a_lost_time_that_is_noise_is_no_infinite_speedup() -> None:
+    rows = [row(lost_s=-0.2), row(method=RESTART, lost_s=10.0)]
+    assert figures(measured(rows))["speedup_min"] == pytest.approx(10.0 / 0.005)
+
+
+def test_the_result_counts_the_fewest_repeats(sweep: Sweep) -> None:
+    found = result(sweep, [row(), row(round=1), row(method=RESTART)])
+    assert found.repeats == 1
+    assert [line["method"] for line in found.rows] == ["live", RESTART]
+
+
+def live_records(count: int) -> RunRecords:
+    steps, attempts = [], []
+    for generation in range(count + 1):
+        first = 10 * generation
+        steps += [
+            step(first + i, generation=generation, phase="first" if i == 0 and generation else "")
+            for i in range(10)
+        ]
+        if generation:
+            attempts.append(
+                reconfiguration(
+                    generation=generation,
+                    source_generation=generation - 1,
+                    source_last_step_ended_s=100.0 + first,
+                    first_step_ended_s=101.25 + first,
+                    notice_s=95.0 + first,
+                )
+            )
+    return RunRecords(steps, attempts, [], {})
+
+
+def test_rows_of_a_live_run_are_its_handoffs_in_order(sweep: Sweep) -> None:
+    cell = Cell(size="25m", method="live", round=3)
+    found = live_rows(sweep, cell, live_records(5))
+    assert [r["transition"] for r in found] == [t.name for t in sweep.transitions]
+    assert {r["lost_s"] for r in found} == {0.25}
+    assert {r["reconfiguration_s"] for r in found} == {6.25}
+
+
+def test_a_run_that_lacks_a_handoff_is_no_measurement(sweep: Sweep) -> None:
+    with pytest.raises(LiverError, match="wanted 5 handoffs, got 4"):
+        live_rows(sweep, Cell(size="25m", method="live", round=0), live_records(4))
