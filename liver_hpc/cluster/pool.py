@@ -86,7 +86,8 @@ class NodePool(ABC):
 
     @abstractmethod
     def warned(self, node: str, signal: str, at_s: float) -> None:
-        """An agent on the node got a signal: finds out what it announces, then tells of it.
+        """An agent on the node got a signal, such as "SIGTERM": finds out what that announces, then
+        tells of it.
 
         Does not block.
         """

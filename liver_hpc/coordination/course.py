@@ -158,6 +158,7 @@ class Course:
 
     def _train(self) -> None:
         self.state, self._deadline = RunState.TRAINING, None
+        self.fleet.training_begins()
         self.note(f"training begins: {self.world}")
         self.steering.grant()
 

@@ -70,6 +70,7 @@ class Fleet:
         self._failed_leaves = 0
         self._idle_since: dict[str, float] = {}
         self._wanted = -1
+        self._dead_end: tuple[int, frozenset[str], int | None] | None = None
 
     # ---- nodes come and go
 
@@ -158,6 +159,10 @@ class Fleet:
         automatic = self.capacity.room(())
         return self.policy.best(automatic or 0) if resumed else None
 
+    def training_begins(self) -> None:
+        """Nodes that came before count as granted now: nothing could join them earlier."""
+        self._granted_s = self._clock.now_s()
+
     # ---- growing
 
     def bound(self, layout: Layout) -> None:
@@ -213,6 +218,21 @@ class Fleet:
         """Nodes that have to be left."""
         return frozenset(held.node.name for held in self.capacity.held() if held.warning)
 
+    def can_do_without(self, world: World, node: str) -> bool:
+        """Whether there is a layout for the workers that are left when a node goes."""
+        survivors = [w for w in world.roster.workers if self._crew.node_of(w) != node]
+        taken = self._crew.taken()
+        free = sum(
+            (other.slots or 0) - len(taken.get(other.name, ()))
+            for other in self.capacity.usable()
+            if other.name != node
+        )
+        return self.policy.best(len(survivors) + free) is not None
+
+    def text(self) -> str:
+        """All nodes in a line."""
+        return self.capacity.describe(self._crew.taken())
+
     def leave(self, world: World, next_generation: int) -> Wish | LastResort | None:
         """How the workers get off the nodes that have to be left; None when none is on any."""
         nodes = self.doomed_nodes()
@@ -225,7 +245,14 @@ class Fleet:
         deadlines = [w.deadline_s for w in warnings if w.deadline_s is not None]
         deadline_s, window_s = min(deadlines, default=None), self._window_s()
         text = f"leaving {', '.join(occupied)}: {reasons}"
+        if math.isinf(window_s) and self._dead_end == self._situation(world):
+            return None  # nobody takes the node away: the run stays where it is
         way = self._way_out(world, doomed, window_s)
+        if way is None and math.isinf(window_s):
+            self._dead_end = self._situation(world)
+            self.notices.decided(occupied, "stays: there is nowhere else to run", -1)
+            log.warning("%s: there is nowhere else to run", text)
+            return None
         disk_s = self.estimator.checkpoint_s(world.roster)
         if self._failed_leaves >= MOST_LEAVES:
             way, text = None, f"{text}; {self._failed_leaves} handoffs have failed"
@@ -242,6 +269,11 @@ class Fleet:
         self.notices.decided(occupied, action, next_generation, way.total_s)
         made_s = min(warning.at_s for warning in warnings)
         return Wish(text, made_s, layout=way.layout, without=doomed, deadline_s=deadline_s)
+
+    def _situation(self, world: World) -> tuple[int, frozenset[str], int | None]:
+        """What a way out depends on."""
+        free = self.capacity.free_slots(self._crew.taken())
+        return world.generation, self.doomed_nodes(), free
 
     def _way_out(self, world: World, doomed: tuple[int, ...], window_s: float) -> _Way | None:
         """The best layout that can be reached in the window, or else the one reached soonest."""

@@ -224,7 +224,7 @@ class Coordinator:
         node = self._crew.agent_node(message.agent)
         log.warning("agent %s got %s on %s", message.agent, message.signal, node or "its node")
         if node:
-            self._services.pool.warned(node, message.signal, message.at_s)
+            self._services.pool.warned(node, f"SIG{message.signal}", message.at_s)
 
     def _disconnected(self, event: Disconnected) -> None:
         """A worker's agent knows better how it ended, and may say so in a moment."""

@@ -138,7 +138,8 @@ class Steering:
         window = "no deadline" if left_s is None else f"{left_s:.1f} s left"
         self._run.note(f"node {event.node} has to be left: {event.reason}, {window}")
         if self._run.state is RunState.STARTING:
-            if self._crew.launched_on({event.node}, self._run.first_generation):
+            taken = event.deadline_s is not None
+            if taken and self._crew.launched_on({event.node}, self._run.first_generation):
                 self._run.begin_again(f"node {event.node} goes before training began")
             return
         self._overtake()
@@ -167,6 +168,8 @@ class Steering:
             held = ", ".join(filter(None, self._fleet.capacity.names)) or "none by name"
             raise RequestRefused(f"node {node!r} is not held by the run; nodes are {held}")
         self._check_open()
+        if self._run.world is not None and not self._fleet.can_do_without(self._run.world, node):
+            raise RequestRefused(f"no layout is allowed without {node}; held: {self._fleet.text()}")
         now_s = self._clock.now_s()
         window_s = within_s or self._config.policy.drain_window_s
         self.node_event(NodeWarned(node, OPERATOR, now_s, now_s + window_s))

@@ -184,6 +184,25 @@ def test_an_operator_drains_a_node(make: Start) -> None:
     assert "node 'n9' is not held by the run; nodes are n1, n2" in refused.text
 
 
+def test_a_node_that_the_run_cannot_do_without_is_not_drained(make: Start) -> None:
+    run = on_two_nodes(make, layouts={2: [{"dp": 2}], 4: [{"dp": 4}]})
+    refused = run.ask(m.DrainRequest(node="n2"))
+    assert not refused.ok
+    assert "no layout is allowed without n2" in refused.text
+
+
+def test_a_drained_node_that_nobody_takes_is_kept_where_there_is_no_other(make: Start) -> None:
+    run = on_two_nodes(make, layouts={2: [{"dp": 2}], 4: [{"dp": 4}]})
+    run.cluster.pool.warn("n2", "drained")
+    run.until(lambda: "to be left: drained" in str(run.status()["nodes"]), "the warning")
+    run.cluster.train(2)
+    run.until(lambda: run.status()["step"] == 2, "training to go on")
+    assert run.status()["state"] == "training"
+    run.cluster.pool.grant(burst(3))  # somewhere to go
+    assert run.record(0).outcome == "completed"
+    assert {run.coordinator._crew.node_of(w) for w in run.status()["workers"]} == {"n1", "burst3"}
+
+
 def test_a_spare_component_is_joined_when_asked_and_left_again(make: Start) -> None:
     run = on_two_nodes(make, SPARE)
     run.cluster.train(1)
@@ -261,7 +280,7 @@ def test_a_signal_of_an_agent_is_brought_before_the_pool(make: Start) -> None:
     run = on_two_nodes(make)
     line = agents_own_line(run, "a1")
     line.send(m.Warned(agent="a1", signal="TERM", at_s=1.0))
-    run.until(lambda: run.cluster.pool.signals == [("n2", "TERM")], "the pool to hear of it")
+    run.until(lambda: run.cluster.pool.signals == [("n2", "SIGTERM")], "the pool to hear of it")
     line.close()
 
 
