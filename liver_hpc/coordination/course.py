@@ -82,10 +82,10 @@ class Course:
 
     # ---- start
 
-    def launch(self) -> None:
-        """Starts the first workers, or says that it waits for nodes to start them on.
+    def resume(self) -> None:
+        """Finds out what the run goes on from; before anything else happens to it.
 
-        Raises CheckpointError where the run should go on from a checkpoint and cannot.
+        Raises CheckpointError where it should go on from a checkpoint and cannot.
         """
         self._resumed = self._checkpoints.open()
         self._number_generations()
@@ -94,7 +94,11 @@ class Course:
             self.note(f"goes on from step {small.step}, saved at {saved.layout}")
             self._steps_done = self.recorder.first_step = small.step
             self.steering.due(small.step - 1)  # notices of a life before this one
-        if not self._launch_first():
+
+    def launch(self) -> None:
+        """Starts the first workers, or says that it waits for nodes to start them on; not where
+        the run was stopped before."""
+        if self.outcome is None and not self._launch_first():
             self.note(f"waiting for nodes; held: {self._nodes_text()}")
 
     def _number_generations(self) -> None:
@@ -336,7 +340,8 @@ class Course:
     def run_failed(self, reason: str) -> None:
         """Ends the run, unless it has ended already, and the handoff attempt with it.
 
-        One that has trained and has a checkpoint begins again from there.
+        One that has trained and has a checkpoint begins again from there, unless it was about to
+        end anyway.
         """
         attempt = self.recorder.attempt
         if attempt is not None:
@@ -345,8 +350,12 @@ class Course:
         saved_step = self._checkpoints.last_step
         if saved_step is None or self.state is RunState.STARTING:
             self._end(RunState.FAILED, reason)
+            return
+        left = f"{reason}; the checkpoint of step {saved_step} is left"
+        if self._stop_reason:
+            self._end(self._stop_as, f"{self._stop_reason}; {left}")
         else:
-            self._end(RunState.RESTART, f"{reason}; the checkpoint of step {saved_step} is left")
+            self._end(RunState.RESTART, left)
 
     def _end(self, state: RunState, reason: str) -> None:
         if self.outcome is None:

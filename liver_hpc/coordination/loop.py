@@ -151,6 +151,7 @@ class Coordinator:
         }
         write_private_json(self._run_directory / COORDINATOR_FILE, here)
         services.front_desk.start(lambda identity: self._inbox.ask(Met(identity), control_s))
+        self._course.resume()
         services.pool.start(lambda event: self._inbox.put(PoolSaid(event)))
         while (event := self._inbox.get(0.0)) is not None:  # the nodes that are held already
             self._dispatch(event)

@@ -15,7 +15,7 @@ from liver_hpc.cluster.slurm.burst import BurstPolicy
 from liver_hpc.cluster.slurm.burst_script import SCRIPT_FILE, burst_arguments, burst_script
 from liver_hpc.cluster.slurm.commands import ControllerAway, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.guard import Guard, cancel_all
-from liver_hpc.cluster.slurm.replies import PENDING, RUNNING, JobInfo
+from liver_hpc.cluster.slurm.replies import COMPLETING, PENDING, RUNNING, JobInfo
 from liver_hpc.config.schema import BurstSection, RunConfig
 
 RECORD_FILE = "burst.json"
@@ -102,7 +102,7 @@ class BurstJobs:
     def observe(self, jobs: Mapping[str, JobInfo], notes: list[str]) -> list[JobInfo]:
         """Takes in an answer about all pending requests; those that were granted."""
         if self._unsure:
-            self._adopt(notes)
+            jobs = {**jobs, **self._adopt(notes)}
         granted = []
         for job in self.pending:
             info = jobs.get(job)
@@ -125,14 +125,19 @@ class BurstJobs:
             self.save()
         return granted
 
-    def _adopt(self, notes: list[str]) -> None:
-        """Slurm may have taken a request although its answer never came."""
-        for job, info in self._commands.named(self.name, retry=False).items():
-            if job not in self._pending and info.state == PENDING:
-                self._pending[job] = ""
-                self.policy.submitted(job, self._burst.nodes_per_request)
-                notes.append(f"burst request {job} was taken after all")
+    def _adopt(self, notes: list[str]) -> dict[str, JobInfo]:
+        """Requests that Slurm has taken although its answer never came."""
+        found = {
+            job: info
+            for job, info in self._commands.named(self.name, retry=False).items()
+            if not self.policy.knows(job) and info.state != COMPLETING
+        }
+        for job in found:
+            self._pending[job] = ""
+            self.policy.submitted(job, self._burst.nodes_per_request)
+            notes.append(f"burst request {job} was taken after all")
         self._unsure = False
+        return found
 
     def ended(self, job: str, by_us: bool) -> None:
         """A grant is no more."""
