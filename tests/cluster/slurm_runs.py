@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError
-from liver_hpc.metrics.records import NoticeRecord, ReconfigurationRecord
-from liver_hpc.metrics.store import RunRecords, read_run
+from liver_hpc.metrics.records import NoticeRecord, ReconfigurationRecord, RunRecords
+from liver_hpc.metrics.store import read_run
 from liver_hpc.run_directory import RunDirectory
 from slurm.testbed.hosts import environment, in_control
 from tests.cluster.harness import REPOSITORY, SlurmCluster
@@ -91,6 +92,7 @@ class SlurmRun:
     """One run. `status` is the last that the coordinator said; empty while there is none."""
 
     def __init__(self, cluster: SlurmCluster, name: str, sections: dict[str, Any]) -> None:
+        self.slurm = sections["cluster"]["slurm"]
         self.cluster = cluster
         self.jobs = Jobs(cluster)
         self.file = cluster.shared / f"{name}.yaml"
@@ -199,13 +201,8 @@ class SlurmRun:
 
     def wait_log(self, text: str, limit_s: float = 60.0) -> None:
         """Until the coordinator's log has it."""
-        log = self.directory.path / "logs" / "coordinator.log"
-
-        def there() -> bool:
-            return log.exists() and text in log.read_text(encoding="utf-8")
-
         try:
-            wait_for(there, limit_s, f"{text!r} in the log")
+            wait_for(lambda: text in self.log(), limit_s, f"{text!r} in the log")
         except DeadlineError as error:
             raise AssertionError(f"{error}\n{tails(self.directory)}") from error
 
@@ -216,6 +213,20 @@ class SlurmRun:
         lines = [line.split() for line in self.status.get("nodes", ())]
         return [name for name, held_by, *_ in lines if held_by.startswith(f"({allocation}")]
 
+    @staticmethod
+    def holds(status: Status, node: str) -> bool:
+        return any(line.split()[0] == node for line in status["nodes"])
+
+    def life(self) -> str:
+        """Which coordinator speaks for the run now; empty while there is none."""
+        address = self.directory.coordinator()
+        return f"{address.hostname}:{address.pid}" if address is not None else ""
+
+    def log(self) -> str:
+        """What its coordinators have noted."""
+        path = self.directory.path / "logs" / "coordinator.log"
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
     def records(self) -> RunRecords:
         return read_run(self.directory.metrics_path)
 
@@ -225,9 +236,13 @@ class SlurmRun:
     def attempts(self, outcome: str) -> list[ReconfigurationRecord]:
         return [r for r in self.records().reconfigurations if r.outcome == outcome]
 
+    def processes(self) -> list[psutil.Process]:
+        """Those of all its nodes: namespaces hide nothing from outside."""
+        return processes_of(self.directory) + processes_of(RunDirectory(self.file))
+
     def kill_coordinator(self) -> None:
         """SIGKILL, as from a kernel that has run out of memory."""
-        for process in processes_of(self.directory):
+        for process in self.processes():
             words = " ".join(process.cmdline())
             if "submitit.core._submit" in words or "liver_hpc run" in words:
                 os.kill(process.pid, signal.SIGKILL)
@@ -239,7 +254,7 @@ class SlurmRun:
         def left() -> list[str]:
             found = [f"job {line}" for line in self.jobs.of_runs()]
             found += [f"step {line}" for line in self.jobs.steps() if "liver" in line]
-            return found + [str(process) for process in processes_of(self.directory)]
+            return found + [str(process) for process in self.processes()]
 
         try:
             wait_for(lambda: not left(), limit_s, "the run to be gone")
@@ -267,6 +282,15 @@ def slurm_run(
         yield run
     finally:
         run.close()
+        empty(cluster)
+
+
+def empty(cluster: SlurmCluster) -> None:
+    """Ends what is left on a cluster, as that of a test that failed."""
+    if "is UP" not in cluster.run("scontrol", "ping"):
+        cluster.testbed("start-controller")
+    cluster.run("scancel", "--user=root")
+    wait_for(lambda: not cluster.run("squeue", "-h"), 2 * GONE_S, f"{cluster.name} to be empty")
 
 
 def each_step_once(records: RunRecords) -> list[float]:
