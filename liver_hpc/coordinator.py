@@ -156,7 +156,8 @@ def _live(directory: Path, build: Build, control: Control, stack: ExitStack) -> 
         if outcome.state != "restart":
             return outcome
         if fruitless >= MOST_FRUITLESS_LIVES:
-            return Outcome("failed", f"began again {fruitless} times in vain: {outcome.reason}", 0)
+            reason = f"began again {fruitless} times in vain: {outcome.reason}"
+            return Outcome("failed", reason, outcome.step)
         log.info("begins again from step %d: %s", outcome.step, outcome.reason)
 
 

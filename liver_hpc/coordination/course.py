@@ -21,7 +21,7 @@ from liver_hpc.coordination.run_state import RunState
 from liver_hpc.coordination.services import Services
 from liver_hpc.coordination.steering import Steering
 from liver_hpc.coordination.store import StoreService
-from liver_hpc.errors import ConfigError
+from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.layout.coordinates import Roster
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import World
@@ -93,7 +93,7 @@ class Course:
             small, saved = self._resumed.index.small, self._resumed.index.roster.roster()
             self.note(f"goes on from step {small.step}, saved at {saved.layout}")
             self._steps_done = self.recorder.first_step = small.step
-            self.steering.due(small.step - 1)  # notices of a life before this one
+            self.steering.skip(small.step)
 
     def launch(self) -> None:
         """Starts the first workers, or says that it waits for nodes to start them on; not where
@@ -127,7 +127,10 @@ class Course:
         self._first_layout, self._launched = layout, True
         self.note(f"launching {layout.workers} workers for {layout}")
         seats = self.fleet.capacity.seats(layout.workers, self._crew.taken())
-        self._crew.launch(self._first_generation, layout, seats)
+        try:
+            self._crew.launch(self._first_generation, layout, seats)
+        except LiverError as error:  # a node may be gone, which nobody has been told yet
+            self._start_failed(f"cannot launch {layout.workers} workers: {error}")
         self._set_deadline(self._limits.boot_s + self._limits.meet_s)
         return True
 
@@ -213,8 +216,10 @@ class Course:
         """A worker has gone: as it should, or to the cost of a handoff, or of the run."""
         if self._crew.finished((worker,)):
             return
-        if self.world is None:
-            self.run_failed(f"worker {worker} lost before training began: {reason}")
+        if self.state is RunState.STARTING:
+            self._start_failed(f"worker {worker} lost before training began: {reason}")
+        elif self.world is None:
+            log.info("worker %d has ended: %s", worker, reason)
         elif self.handoffs.involves(worker) or worker in self.world.roster.workers:
             self.handoffs.lost(worker, reason)
         else:
@@ -230,10 +235,16 @@ class Course:
             if not self._launched and not self._launch_first():
                 return
             fallen = self._crew.fallen(self._first_generation)
-            if fallen:
-                self.run_failed(fallen)
+            if fallen and self._crew.fallen_told(self._first_generation):
+                self.begin_again(fallen)
+            elif fallen:
+                self._start_failed(fallen)
         if self._deadline is not None and self._deadline.expired():
-            self.run_failed(f"waited {self._deadline.limit_s:g} s for {self._waits_for()}")
+            late = f"waited {self._deadline.limit_s:g} s for {self._waits_for()}"
+            if self.state is RunState.STARTING:
+                self._start_failed(late)
+            else:
+                self.run_failed(late)
 
     def _waits_for(self) -> str:
         if self.world is None:
@@ -299,6 +310,9 @@ class Course:
         """Stops at the next common boundary and says when: a handoff is called off for it, or
         waited for once it has committed. The run's outcome is `then`, with or without the
         `checkpoint` that is to be written there; its reason says which."""
+        if self._stop_as is RunState.RESTART and self.state is RunState.STOPPING:
+            self._stop_as, self._stop_reason = then, why  # instead of beginning again
+            return "stopping at the next step boundary"
         if self.state not in (RunState.STARTING, RunState.TRAINING):
             return "the run is about to end already"
         self.note(f"stopping: {why}")
@@ -341,21 +355,30 @@ class Course:
         """Ends the run, unless it has ended already, and the handoff attempt with it.
 
         One that has trained and has a checkpoint begins again from there, unless it was about to
-        end anyway.
+        end anyway; one that was to be queued again still is.
         """
         attempt = self.recorder.attempt
         if attempt is not None:
             source = attempt.request.source
             self.recorder.attempt_ended(Ended(attempt.generation, "failed", reason, source))
         saved_step = self._checkpoints.last_step
-        if saved_step is None or self.state is RunState.STARTING:
+        requeued = bool(self._stop_reason) and self._stop_as is RunState.REQUEUE
+        if self.state is RunState.STARTING or (saved_step is None and not requeued):
             self._end(RunState.FAILED, reason)
             return
-        left = f"{reason}; the checkpoint of step {saved_step} is left"
+        which = "no checkpoint" if saved_step is None else f"the checkpoint of step {saved_step}"
+        left = f"{reason}; {which} is left"
         if self._stop_reason:
             self._end(self._stop_as, f"{self._stop_reason}; {left}")
         else:
             self._end(RunState.RESTART, left)
+
+    def _start_failed(self, reason: str) -> None:
+        """A start without a worker: from a checkpoint it is tried again, maybe on other nodes."""
+        if self._resumed is None:
+            self.run_failed(reason)
+        else:
+            self.begin_again(reason)
 
     def _end(self, state: RunState, reason: str) -> None:
         if self.outcome is None:

@@ -68,6 +68,7 @@ class Fleet:
         self._grow_at_s = math.inf
         self._failed_growths = 0
         self._failed_leaves = 0
+        self._overtaken = -1  # the generation of the handoff that was called off last
         self._idle_since: dict[str, float] = {}
         self._wanted = -1
         self._dead_end: tuple[int, frozenset[str], int | None] | None = None
@@ -79,6 +80,8 @@ class Fleet:
         if not self.capacity.grant(event.node):
             return False
         now_s = self._clock.now_s()
+        self._idle_since.pop(event.node.name, None)
+        self.notices.stays(event.node.name)
         if not at_start:
             self.notices.granted(event.node, now_s)
         if math.isinf(self._granted_s) or self._grow_at_s <= now_s:
@@ -88,11 +91,17 @@ class Fleet:
 
     def warned(self, event: NodeWarned) -> bool:
         """False for a node that is not held, and for a warning that only moves the deadline."""
-        if not self.capacity.warn(event):
-            return False
         held = self.capacity.get(event.node)
-        assert held is not None
-        return self.notices.warned(event, held.node.allocation)
+        if held is None:
+            return False
+        hurries = self.deadline_s(event.node) is None and event.deadline_s is not None
+        self.capacity.warn(event)
+        return self.notices.warned(event, held.node.allocation) or hurries
+
+    def deadline_s(self, node: str) -> float | None:
+        """By when a node has to be left, epoch seconds; None where nobody has set a time."""
+        held = self.capacity.get(node)
+        return held.warning.deadline_s if held is not None and held.warning is not None else None
 
     def gone(self, event: NodeGone) -> tuple[int, ...]:
         """Strikes a node off; the workers of the run that were still on it."""
@@ -137,9 +146,11 @@ class Fleet:
         return others >= self._most_workers()
 
     def _slots(self, burst: bool) -> int:
-        """Slots on usable nodes that are used unasked; 0 where there is no bound."""
+        """Slots on usable nodes that are used unasked, without those that were given back; 0 where
+        there is no bound."""
         nodes = [node for node in self.capacity.usable() if node.automatic and node.burst == burst]
-        return sum(node.slots or 0 for node in nodes)
+        back = {name for name, since_s in self._idle_since.items() if math.isinf(since_s)}
+        return sum(node.slots or 0 for node in nodes if node.name not in back)
 
     def _most_workers(self) -> int:
         """The most workers that the run may have, wherever the nodes come from."""
@@ -157,7 +168,7 @@ class Fleet:
         if room is None or (room >= preferred.workers and not resumed):
             return preferred
         automatic = self.capacity.room(())
-        return self.policy.best(automatic or 0) if resumed else None
+        return self.policy.best(min(automatic or 0, self._ceiling)) if resumed else None
 
     def training_begins(self) -> None:
         """Nodes that came before count as granted now: nothing could join them earlier."""
@@ -248,14 +259,16 @@ class Fleet:
         if math.isinf(window_s) and self._dead_end == self._situation(world):
             return None  # nobody takes the node away: the run stays where it is
         way = self._way_out(world, doomed, window_s)
+        nowhere = "there is nowhere else to run"
+        if self._failed_leaves >= MOST_LEAVES:
+            nowhere = f"{self._failed_leaves} handoffs have failed"
+            way, text = None, f"{text}; {nowhere}"
         if way is None and math.isinf(window_s):
             self._dead_end = self._situation(world)
-            self.notices.decided(occupied, "stays: there is nowhere else to run", -1)
-            log.warning("%s: there is nowhere else to run", text)
+            self.notices.decided(occupied, f"stays: {nowhere}", -1)
+            log.warning("%s: stays: %s", text, nowhere)
             return None
         disk_s = self.estimator.checkpoint_s(world.roster)
-        if self._failed_leaves >= MOST_LEAVES:
-            way, text = None, f"{text}; {self._failed_leaves} handoffs have failed"
         too_slow = way is not None and self.estimator.measured and way.total_s > window_s
         if way is None or (too_slow and disk_s <= window_s):
             live = "none" if way is None else f"{way.total_s:.1f} s"
@@ -325,12 +338,18 @@ class Fleet:
             self._failed_growths = self._failed_leaves = 0
             on = {self._crew.node_of(worker) for worker in ended.world.roster.workers}
             self.notices.used(on, f"joined by {ended.world.roster.layout}", ended.generation)
+        elif ended.generation == self._overtaken:
+            pass  # it did not fail: there was something more urgent
         elif wish is not None and wish.origin == GROWTH:
             self._failed_growths += 1
             pause_s = self._config.policy.retry_s * 2 ** min(self._failed_growths - 1, 6)
             self._grow_at_s = now_s + pause_s
         elif wish is not None and wish.without:
             self._failed_leaves += 1
+
+    def overtaken(self, generation: int) -> None:
+        """The handoff in progress is about to be called off, as nodes have to be left at once."""
+        self._overtaken = generation
 
     def merged(self, nodes: Iterable[str], generation: int) -> None:
         """The handoff in progress leaves these nodes anyway."""

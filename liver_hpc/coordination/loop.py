@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
@@ -95,18 +96,26 @@ class Coordinator:
         self._last_tick_s = services.clock.now_s()
 
     def run(self) -> Outcome:
-        """Runs to the end. Whatever happens, nothing that was launched or opened is left."""
+        """Runs to the end. Whatever happens, nothing that was launched or opened is left; where
+        that cannot be seen to, the outcome's reason says so."""
         course = self._course
-        with ExitStack() as stack:
-            try:
-                self._open(stack)
-                while course.outcome is None:
-                    self._turn()
-            except LiverError as error:
-                log.exception("the run failed")
-                course.run_failed(str(error))
+        left_over = ""
+        try:
+            with ExitStack() as stack:
+                try:
+                    self._open(stack)
+                    while course.outcome is None:
+                        self._turn()
+                except LiverError as error:
+                    log.exception("the run failed")
+                    course.run_failed(str(error))
+        except (LiverError, OSError) as error:  # in closing: the run itself ended otherwise
+            if course.outcome is None:
+                raise
+            log.exception("not all that was launched or opened could be ended")
+            left_over = f"; not all could be ended: {error}"
         assert course.outcome is not None
-        return course.outcome
+        return replace(course.outcome, reason=course.outcome.reason + left_over)
 
     def stop(self, why: str) -> None:
         """Asks for a stop at the next step boundary; from any thread or signal handler."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from liver_hpc.metrics.records import NoticeRecord, ReconfigurationRecord, RunRe
 from liver_hpc.metrics.store import read_run
 from liver_hpc.run_directory import RunDirectory
 from slurm.testbed.hosts import environment, in_control
-from tests.cluster.harness import REPOSITORY, SlurmCluster
+from tests.cluster.harness import REPOSITORY, SlurmCluster, command_line
 from tests.integration.runs import TINY_MODEL, processes_of, tails
 
 BOOT_S = 120.0
@@ -173,18 +171,20 @@ class SlurmRun:
             raise AssertionError(f"{error}; {seen}\n{tails(self.directory)}") from error
         return seen
 
-    def wait_workers(self, number: int, limit_s: float = BOOT_S) -> Status:
+    def wait_workers(self, number: int, or_more: bool = False) -> Status:
         """Until so many train, no handoff is in progress, and some steps are done so."""
         since: list[int] = []
 
         def steady(status: Status) -> bool:
-            if len(status["workers"]) != number or status["handoff"] or status["loss"] is None:
+            workers = len(status["workers"])
+            fits = workers == number or (or_more and workers > number)
+            if not fits or status["handoff"] or status["loss"] is None:
                 since.clear()
                 return False
             since.append(status["step"])
             return bool(status["step"] >= since[0] + 3)
 
-        return self.wait(f"{number} workers", steady, limit_s)
+        return self.wait(f"{number} workers", steady, BOOT_S)
 
     def wait_steps(self, number: int) -> None:
         """Until so many more steps are done."""
@@ -243,9 +243,10 @@ class SlurmRun:
     def kill_coordinator(self) -> None:
         """SIGKILL, as from a kernel that has run out of memory."""
         for process in self.processes():
-            words = " ".join(process.cmdline())
-            if "submitit.core._submit" in words or "liver_hpc run" in words:
-                os.kill(process.pid, signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                words = " ".join(process.cmdline())
+                if "submitit.core._submit" in words or "liver_hpc run" in words:
+                    process.kill()
 
     def nothing_is_left(self, limit_s: float = GONE_S) -> None:
         """No job, allocation, step or process; the feed, which is the test's own, goes first."""
@@ -287,7 +288,8 @@ def slurm_run(
 
 def empty(cluster: SlurmCluster) -> None:
     """Ends what is left on a cluster, as that of a test that failed."""
-    if "is UP" not in cluster.run("scontrol", "ping"):
+    ping = cluster.attempt(command_line(cluster.name, "exec", "--", "scontrol", "ping"), 30.0)
+    if ping.returncode != 0:
         cluster.testbed("start-controller")
     cluster.run("scancel", "--user=root")
     wait_for(lambda: not cluster.run("squeue", "-h"), 2 * GONE_S, f"{cluster.name} to be empty")

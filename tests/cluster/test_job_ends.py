@@ -11,6 +11,7 @@ import pytest
 from tests.cluster.harness import SlurmCluster
 from tests.cluster.slurm_runs import (
     BOOT_S,
+    BURST,
     SLURM,
     SlurmRun,
     each_step_once,
@@ -35,7 +36,7 @@ def paced(run_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def end_the_time(run: SlurmRun) -> None:
     """The job's time is about to be up; returns once it has begun again, with more of it."""
     lived = run.life()
-    end = f"EndTime=now+{int(run.slurm['end_window_s']) + 10}"
+    end = f"EndTime=now+{int(run.slurm['end_window_s']) + 4}"
     run.jobs.update(f"JobId={run.job}", end)
     wait_for(run.directory.goes_on, BOOT_S, "the state to be on disk")
     wait_for(lambda: run.life() not in ("", lived), BOOT_S, "the job to begin again")
@@ -68,14 +69,14 @@ def test_a_script_of_ones_own_goes_on_likewise_and_a_refused_request_delays_noth
     run_cluster: SlurmCluster,
 ) -> None:
     """By slurm/liver.sbatch; a late grant; then SIGKILL of all processes of the job."""
-    with slurm_run(run_cluster, "scripted") as run:
+    with slurm_run(run_cluster, "scripted", burst={**BURST, "backoff_max_s": 3.0}) as run:
         run.jobs.update(PARTITION, "MaxTime=5")  # burst nodes are asked for for longer
         options = ["--partition=stable", "--nodes=1", "--time=20", "--output=/dev/null"]
         options.append(f"--signal=B:USR1@{SLURM['end_window_s']:.0f}")
         run.submit_script(*options, ":", *options)
         run.wait_workers(2)
         run.wait_log("refused")
-        run.wait_steps(10)
+        run.wait_steps(5)
         assert longest_gap_s(run.records()) < 1.0
         end_the_time(run)
         run.wait_workers(2)

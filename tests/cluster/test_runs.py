@@ -36,9 +36,10 @@ COMPARED_STEPS = 150
 @pytest.fixture(scope="module")
 def run(run_cluster: SlurmCluster) -> Iterator[SlurmRun]:
     """Two stable nodes, a component each, and up to two burst nodes."""
-    with pytest.MonkeyPatch.context() as patch, slurm_run(run_cluster, "elastic", 2) as run:
-        patch.setenv("LIVER_TEST_STEP_S", STEP_S)
-        run.submit()
+    with slurm_run(run_cluster, "elastic", 2) as run:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LIVER_TEST_STEP_S", STEP_S)
+            run.submit()
         yield run
 
 
@@ -82,22 +83,6 @@ def test_a_run_grows_onto_burst_nodes_and_leaves_one_in_its_grace_time_and_in_bo
     run.jobs.end(other)
 
 
-def test_a_drained_node_is_left_and_taken_again(run: SlurmRun) -> None:
-    run.wait_workers(4)
-    node = run.nodes_of("burst")[0]
-    run.jobs.update(f"NodeName={node}", "State=DRAIN", "Reason=maintenance")
-    try:
-        run.wait(f"{node} to be left", lambda status: not run.holds(status, node), 60.0)
-        run.wait_workers(3)
-        notice = the_notice(run, "drained", node)
-        assert notice.outcome == "in time"
-        assert notice.action.startswith("live to ")
-    finally:
-        run.jobs.update(f"NodeName={node}", "State=RESUME")
-    run.wait_workers(4)
-    assert run.holds(run.status, node)
-
-
 def test_a_node_is_left_and_training_goes_on_while_slurmctld_is_gone(run: SlurmRun) -> None:
     run.wait_workers(4)
     node = run.nodes_of("burst")[-1]
@@ -117,8 +102,24 @@ def test_a_node_is_left_and_training_goes_on_while_slurmctld_is_gone(run: SlurmR
     assert the_notice(run, "operator", node).outcome == "in time"
 
 
+def test_a_drained_node_is_left_and_taken_again(run: SlurmRun) -> None:
+    workers = run.wait_workers(3, or_more=True)["workers"]
+    node = run.nodes_of("burst")[0]
+    run.jobs.update(f"NodeName={node}", "State=DRAIN", "Reason=maintenance")
+    try:
+        run.wait(f"{node} to be left", lambda status: not run.holds(status, node), 60.0)
+        run.wait_workers(len(workers) - 1)
+        notice = the_notice(run, "drained", node)
+        assert notice.outcome == "in time"
+        assert notice.action.startswith("live to ")
+    finally:
+        run.jobs.update(f"NodeName={node}", "State=RESUME")
+    run.wait_workers(len(workers))
+    assert run.holds(run.status, node)
+
+
 def test_a_cancelled_component_is_left_before_it_is_killed(run: SlurmRun) -> None:
-    run.wait_workers(3)
+    run.wait_workers(3, or_more=True)
     (node,) = run.nodes_of("spare")
     run.cluster.run("scancel", f"{run.job}+1")
     # The node itself may come again, as a burst node.

@@ -91,8 +91,11 @@ class BurstJobs:
         self._guard = Guard(self.name, self._slurm.command_s, self._slurm.away_s, log_path)
 
     def save(self) -> None:
-        """Notes what has been used of the cap."""
-        _Record(self.name, self.policy.node_hours).write(self._record_path)
+        """Notes what has been used of the cap; a full disk must not cost a grant, or its end."""
+        try:
+            _Record(self.name, self.policy.node_hours).write(self._record_path)
+        except OSError as error:
+            log.warning("%s: %s", self._record_path, error)
 
     @property
     def pending(self) -> list[str]:

@@ -101,3 +101,13 @@ def test_what_was_used_of_the_cap_outlives_a_coordinator(cluster: Cluster, tmp_p
     second = burst_jobs(cluster, clock, tmp_path)
     assert second.policy.node_hours == pytest.approx(2.0)
     assert second.name != first.name
+
+
+def test_a_disk_that_is_full_does_not_cost_a_grant(
+    cluster: Cluster, jobs: BurstJobs, tmp_path: Path
+) -> None:
+    cluster.answers["sbatch"] = Answer(0, "7\n")
+    jobs.act([])
+    (tmp_path / ".burst.json").mkdir()  # where the record is written first
+    cluster.answers["squeue"] = Answer(0, f"7|7|RUNNING|None|9999|n4|{jobs.name}\n")
+    assert [info.job_id for info in jobs.observe(_now(cluster), [])] == ["7"]
