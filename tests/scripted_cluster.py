@@ -79,6 +79,7 @@ class ScriptedPool(NodePool):
         self._first = tuple(nodes)
         self._tell: Callable[[PoolEvent], None] | None = None
         self.given_back: list[str] = []
+        self.avoided: list[str] = []
         self.wanted: list[int] = []
         self.signals: list[tuple[str, str]] = []
         self.closed = False
@@ -114,6 +115,9 @@ class ScriptedPool(NodePool):
         self.given_back.append(node)
         if node.startswith("burst"):
             self.say(NodeGone(node, "given back"))
+
+    def avoid(self, node: str) -> None:
+        self.avoided.append(node)
 
     def close(self) -> None:
         self.closed = True

@@ -104,6 +104,10 @@ class NodePool(ABC):
         """
 
     @abstractmethod
+    def avoid(self, node: str) -> None:
+        """An operator wants the run off this node: it is not asked for again. Does not block."""
+
+    @abstractmethod
     def close(self) -> None:
         """Everything that was asked for while the run went on is returned. Idempotent."""
 
@@ -125,6 +129,9 @@ class FixedPool(NodePool):
         pass
 
     def give_back(self, node: str) -> None:
+        pass
+
+    def avoid(self, node: str) -> None:
         pass
 
     def close(self) -> None:

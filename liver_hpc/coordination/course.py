@@ -40,6 +40,8 @@ from liver_hpc.protocol.status import StatusSnapshot
 
 log = logging.getLogger(__name__)
 
+OPERATORS_STOP = "an operator's request"
+
 
 class Course:
     """One run. `outcome` is set once it has ended; `world` is None until training begins."""
@@ -306,12 +308,18 @@ class Course:
 
     # ---- the end
 
+    def stop_as_asked(self, checkpoint: bool) -> str:
+        """An operator wants the run to be over, whatever was to become of it."""
+        return self.stop(OPERATORS_STOP, checkpoint)
+
     def stop(self, why: str, checkpoint: bool = False, then: RunState = RunState.STOPPED) -> str:
         """Stops at the next common boundary and says when: a handoff is called off for it, or
         waited for once it has committed. The run's outcome is `then`, with or without the
         `checkpoint` that is to be written there; its reason says which."""
-        if self._stop_as is RunState.RESTART and self.state is RunState.STOPPING:
-            self._stop_as, self._stop_reason = then, why  # instead of beginning again
+        asked = why == OPERATORS_STOP  # a bare SIGTERM is not: Slurm sends one at a time limit
+        replaceable = (RunState.RESTART, RunState.REQUEUE) if asked else (RunState.RESTART,)
+        if self._stop_as in replaceable and self.state is RunState.STOPPING:
+            self._stop_as, self._stop_reason = then, why  # instead of going on later
             return "stopping at the next step boundary"
         if self.state not in (RunState.STARTING, RunState.TRAINING):
             return "the run is about to end already"

@@ -207,11 +207,13 @@ class Coordinator:
 
     def _tick(self) -> None:
         now_s = self._clock.now_s()
-        if now_s - self._last_tick_s > FROZEN_S:
-            # It was this process that stood still (a suspended machine): what the workers sent
-            # meanwhile has not been read yet.
-            self._crew.excuse_all()
+        frozen = now_s - self._last_tick_s > FROZEN_S
         self._last_tick_s = now_s
+        if frozen:
+            # It was this process that stood still (a suspended machine, a slow disk): what was
+            # sent meanwhile has not been read yet, and no deadline has passed before it is.
+            self._crew.excuse_all()
+            return
         for worker, (deadline, reason) in list(self._unexplained.items()):
             if deadline.expired():
                 self._lost(worker, reason)
@@ -318,7 +320,7 @@ class Coordinator:
             case DrainRequest():
                 return Reply(ok=True, text=course.steering.drain(request.node, request.within_s))
             case StopRequest():
-                return Reply(ok=True, text=course.stop("an operator's request", request.checkpoint))
+                return Reply(ok=True, text=course.stop_as_asked(request.checkpoint))
             case _:
                 assert_never(request)
 

@@ -47,6 +47,7 @@ class Steering:
     def __init__(self, config: RunConfig, services: Services, crew: Crew, run: Run) -> None:
         self._config = config
         self._clock = services.clock
+        self._pool = services.pool
         self._crew = crew
         self._run = run
         self._fleet = run.fleet
@@ -199,6 +200,7 @@ class Steering:
         known = self._fleet.deadline_s(node)
         if known is not None and known <= now_s + window_s:
             return f"{node} is being left already, within {max(0.0, known - now_s):.1f} s"
+        self._pool.avoid(node)
         self.node_event(NodeWarned(node, OPERATOR, now_s, now_s + window_s))
         return f"leaving {node} within {window_s:g} s"
 

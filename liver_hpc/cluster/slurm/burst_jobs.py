@@ -65,6 +65,7 @@ class BurstJobs:
         self._commands = commands
         self._run_directory = run_directory.absolute()
         self._record_path = run_directory / RECORD_FILE
+        self._avoided: frozenset[str] = frozenset()
         earlier = _Record.read(self._record_path)
         self._earlier_name = earlier.job_name if earlier else ""
         self.name = f"{self._run_directory.name}-burst-{secrets.token_hex(4)}"
@@ -96,6 +97,10 @@ class BurstJobs:
             _Record(self.name, self.policy.node_hours).write(self._record_path)
         except OSError as error:
             log.warning("%s: %s", self._record_path, error)
+
+    def avoid(self, node: str) -> None:
+        """From any thread: no request names this node again; one that stands already may get it."""
+        self._avoided = self._avoided | {node}
 
     @property
     def pending(self) -> list[str]:
@@ -156,6 +161,7 @@ class BurstJobs:
             arguments = burst_arguments(
                 self._slurm, self._burst, request, self.name, self._run_directory
             )
+            arguments += self._exclusion()
             script = self._run_directory / SCRIPT_FILE
             try:
                 job = self._commands.sbatch(
@@ -171,6 +177,13 @@ class BurstJobs:
             self._pending[job] = ""
             self.policy.submitted(job, request.nodes)
             log.info("asked for %d burst nodes: job %s", request.nodes, job)
+
+    def _exclusion(self) -> list[str]:
+        """sbatch's option for the nodes to avoid, and for those that the run file excludes."""
+        if not self._avoided:
+            return []
+        given = self._burst.options.get("exclude")
+        return [f"--exclude={','.join([*sorted(self._avoided), *([str(given)] if given else [])])}"]
 
     def _cancel(self, job: str) -> None:
         self._commands.cancel(job, retry=False)

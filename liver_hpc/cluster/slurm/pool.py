@@ -115,6 +115,10 @@ class SlurmPool(NodePool):
                 self._returning[job] = _GIVEN_BACK
         self._wake.set()
 
+    def avoid(self, node: str) -> None:
+        if self._burst is not None:
+            self._burst.avoid(node)
+
     def close(self) -> None:
         if self._ending.is_set():
             return

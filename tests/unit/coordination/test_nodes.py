@@ -179,6 +179,7 @@ def test_an_operator_drains_a_node(make: Start) -> None:
     run = grown(make)
     reply = run.ask(m.DrainRequest(node="burst4", within_s=60.0))
     assert reply.text == "leaving burst4 within 60 s"
+    assert run.cluster.pool.avoided == ["burst4"]
     assert run.record(1).outcome == "completed"
     refused = run.ask(m.DrainRequest(node="n9"))
     assert not refused.ok

@@ -111,3 +111,12 @@ def test_a_disk_that_is_full_does_not_cost_a_grant(
     (tmp_path / ".burst.json").mkdir()  # where the record is written first
     cluster.answers["squeue"] = Answer(0, f"7|7|RUNNING|None|9999|n4|{jobs.name}\n")
     assert [info.job_id for info in jobs.observe(_now(cluster), [])] == ["7"]
+
+
+def test_a_node_that_was_drained_is_not_asked_for_again(cluster: Cluster, jobs: BurstJobs) -> None:
+    cluster.answers["sbatch"] = Answer(0, "8\n")
+    jobs.avoid("n4")
+    jobs.avoid("n3")
+    jobs.act([])
+    (asked,) = [words for words in cluster.asked if words[0] == "sbatch"]
+    assert "--exclude=n3,n4" in asked
