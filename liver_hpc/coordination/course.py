@@ -101,7 +101,7 @@ class Course:
         """Starts the first workers, or says that it waits for nodes to start them on; not where
         the run was stopped before."""
         if self.outcome is None and not self._launch_first():
-            self.note(f"waiting for nodes; held: {self._nodes_text()}")
+            self.note(f"waiting for nodes; held: {self.fleet.text()}")
 
     def _number_generations(self) -> None:
         """A generation's number stands for one world in all lives of a run. One is left out: it
@@ -135,9 +135,6 @@ class Course:
             self._start_failed(f"cannot launch {layout.workers} workers: {error}")
         self._set_deadline(self._limits.boot_s + self._limits.meet_s)
         return True
-
-    def _nodes_text(self) -> str:
-        return self.fleet.capacity.describe(self._crew.taken())
 
     def arrived(self, hello: Hello, generation: int) -> None:
         """A worker that was launched for `generation` has booted."""
