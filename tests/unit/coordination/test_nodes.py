@@ -132,8 +132,8 @@ def test_a_warning_overtakes_a_growing_handoff(make: Start) -> None:
 def test_a_warning_of_a_training_node_overtakes_and_the_overtaken_wish_comes_again(
     make: Start,
 ) -> None:
-    run = on_two_nodes(make, burst(3, slots=2), workers={"initial": 2, "max": 4})
-    run.resize("tp=2")  # nothing grows by itself beyond two now
+    run = on_two_nodes(make, SPARE)
+    run.resize("tp=2")
     run.record(0)
     run.cluster.faults.fail_at(2, Phase.PREPARE, Fault.SILENT)
     run.resize("tp=2,dp=2")
