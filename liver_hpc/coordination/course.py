@@ -390,6 +390,8 @@ class Course:
             self.state = state
             steps = max(self._steps_done, self.recorder.steps_done)
             self.outcome = Outcome(str(state), reason, steps)
+            if state in (RunState.REQUEUE, RunState.RESTART):
+                self.fleet.notices.life_ended(str(state), reason, self._clock.now_s())
             if self.steering.queued:
                 log.info("never granted: %s", "; ".join(self.steering.queued))
             self.note(f"{state}: {reason}")

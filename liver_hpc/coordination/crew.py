@@ -153,7 +153,7 @@ class Crew:
         codes = {a.name: self._launcher.exit_code(a.name) for a in self._incomplete(generation)}
         return ", ".join(
             f"agent {name} ended with exit code {code} before its workers were ready; "
-            f"see logs/agent-{name}.log"
+            f"see logs/*-{name}.log"
             for name, code in codes.items()
             if code is not None
         )
@@ -168,10 +168,13 @@ class Crew:
 
     # ---- where they are
 
-    def taken(self) -> dict[str, set[int]]:
-        """Slots in use, by node: those of all agents that have not ended yet."""
+    def taken(self, ending: bool = True) -> dict[str, set[int]]:
+        """Slots in use, by node: those of all agents that have not ended yet; without `ending`,
+        not of those that are about to."""
         taken: dict[str, set[int]] = {}
         for agent in self._agents.values():
+            if not ending and agent.kill_at is not None:
+                continue
             taken.setdefault(agent.seat.node, set()).update(agent.seat.slots)
         return taken
 

@@ -146,9 +146,14 @@ class Fleet:
         return others >= self._most_workers()
 
     def _slots(self, burst: bool) -> int:
-        """Slots on usable nodes that are used unasked, without those that were given back; 0 where
-        there is no bound."""
-        nodes = [node for node in self.capacity.usable() if node.automatic and node.burst == burst]
+        """Slots on usable nodes that are used, or would be unasked, without those that were given
+        back; 0 where there is no bound."""
+        taken = self._crew.taken()
+        nodes = [
+            node
+            for node in self.capacity.usable()
+            if node.burst == burst and (node.automatic or node.name in taken)
+        ]
         back = {name for name, since_s in self._idle_since.items() if math.isinf(since_s)}
         return sum(node.slots or 0 for node in nodes if node.name not in back)
 
@@ -176,9 +181,24 @@ class Fleet:
 
     # ---- growing
 
+    @property
+    def ceiling(self) -> int:
+        """The most workers that the run grows to by itself."""
+        return self._ceiling
+
     def bound(self, layout: Layout) -> None:
         """Somebody asked for this layout: nothing grows beyond its workers by itself now."""
         self._ceiling = layout.workers
+
+    def recall(self, ceiling: int) -> None:
+        """The bound of a life before this one."""
+        self._ceiling = ceiling
+
+    def missing_slots(self, world: World, joiners: int) -> int:
+        """How many of so many joiners there is no slot for, those of ending agents counted in."""
+        taken = self._crew.taken(ending=False)
+        free = self.capacity.free_slots(taken)
+        return 0 if free is None else max(0, joiners - free)
 
     def growth(self, world: World) -> Wish | None:
         """A handoff onto nodes that were granted, once no more of them come at the moment."""
@@ -215,13 +235,15 @@ class Fleet:
             free = self.capacity.free_slots(self._crew.taken())
             return free is not None and free < joiners
         doomed = self._crew.workers_on(self.doomed_nodes(), world.roster.workers)
-        return bool(doomed) and self._window_s() > PATIENT_EXITS * self._config.deadlines.exit_s
+        occupied = {self._crew.node_of(worker) for worker in doomed}
+        patience_s = PATIENT_EXITS * self._config.deadlines.exit_s
+        return bool(doomed) and self._window_s(occupied) > patience_s
 
     # ---- leaving
 
-    def _window_s(self) -> float:
-        """Seconds until the first of the warned nodes is taken; infinite without a deadline."""
-        deadlines = [h.warning.deadline_s for h in self.capacity.held() if h.warning]
+    def _window_s(self, nodes: Iterable[str]) -> float:
+        """Seconds until the first of the nodes is taken; infinite without a deadline."""
+        deadlines = [self.deadline_s(node) for node in nodes]
         known = [deadline_s for deadline_s in deadlines if deadline_s is not None]
         return min(known, default=math.inf) - self._clock.now_s()
 
@@ -250,11 +272,12 @@ class Fleet:
         doomed = self._crew.workers_on(nodes, world.roster.workers)
         if not doomed:
             return None
-        warnings = [h.warning for h in self.capacity.held() if h.warning and h.node.name in nodes]
         occupied = sorted({self._crew.node_of(worker) for worker in doomed})
+        held = (self.capacity.get(name) for name in occupied)
+        warnings = [known.warning for known in held if known is not None and known.warning]
         reasons = ", ".join(sorted({warning.reason for warning in warnings}))
         deadlines = [w.deadline_s for w in warnings if w.deadline_s is not None]
-        deadline_s, window_s = min(deadlines, default=None), self._window_s()
+        deadline_s, window_s = min(deadlines, default=None), self._window_s(occupied)
         text = f"leaving {', '.join(occupied)}: {reasons}"
         if math.isinf(window_s) and self._dead_end == self._situation(world):
             return None  # nobody takes the node away: the run stays where it is

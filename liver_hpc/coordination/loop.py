@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import assert_never
 
@@ -74,6 +74,14 @@ FROZEN_S = 2.0
 """A gap between two looks that only a process that stood still can have."""
 
 
+@dataclass(frozen=True)
+class Memory:
+    """ceiling: workers that the run grows to by itself. drained: nodes that it keeps off."""
+
+    ceiling: int
+    drained: frozenset[str]
+
+
 class Coordinator:
     """One run, from the launch of its first workers to the end of its last."""
 
@@ -116,6 +124,19 @@ class Coordinator:
             left_over = f"; not all could be ended: {error}"
         assert course.outcome is not None
         return replace(course.outcome, reason=course.outcome.reason + left_over)
+
+    @property
+    def memory(self) -> Memory:
+        """What operators asked for, for the life that follows within the same job."""
+        course = self._course
+        return Memory(course.fleet.ceiling, frozenset(course.steering.drained))
+
+    def recall(self, memory: Memory) -> None:
+        """Before `run`: what operators asked for in a life before this one."""
+        self._course.fleet.recall(memory.ceiling)
+        self._course.steering.drained.update(memory.drained)
+        for node in memory.drained:
+            self._services.pool.avoid(node)
 
     def stop(self, why: str) -> None:
         """Asks for a stop at the next step boundary; from any thread or signal handler."""
@@ -199,7 +220,9 @@ class Coordinator:
             case Asked():
                 self._answer(event)
             case StopSignalled():
-                self._course.stop(event.reason)
+                # Whoever cancels a job may want to go on from where it was.
+                saves = self._config.cluster.kind == "slurm"
+                self._course.stop(event.reason, checkpoint=saves)
             case PoolSaid():
                 self._course.steering.node_event(event.event)
             case _:

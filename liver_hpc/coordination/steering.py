@@ -53,6 +53,7 @@ class Steering:
         self._fleet = run.fleet
         self._handoffs = run.handoffs
         self._wishes = WishList(config, services.recipe)
+        self.drained: set[str] = set()  # by operators
 
     # ---- wishes
 
@@ -99,6 +100,8 @@ class Steering:
         self._check_point(wish, busy)
         if wish.layout is not None:
             self._fleet.bound(wish.layout)
+        if not busy and (waits := self._waits_for_nodes(wish)):
+            return waits
         replaced = self._wishes.add(wish)
         self.grant()
         if not busy:
@@ -106,6 +109,21 @@ class Steering:
         if replaced is not None:
             return f"merged: replaces queued {replaced}; {wish} waits behind {busy}"
         return f"queued: {wish} waits behind {busy}"
+
+    def _waits_for_nodes(self, wish: Wish) -> str:
+        """That a wish has to wait for nodes which the run asks for; empty when there is room.
+
+        Raises RequestRefused when there is none and nothing to wait for.
+        """
+        world = self._run.world
+        assert world is not None
+        missing = self._fleet.missing_slots(world, wish.joiners(world.roster))
+        if not missing:
+            return ""
+        short = f"{wish} wants {missing} more free slots; held: {self._fleet.text()}"
+        if wish.layout is None or self._config.cluster.slurm.burst is None:
+            raise RequestRefused(short)
+        return f"waits for burst nodes: {short}"
 
     def _check_open(self) -> None:
         if self._run.state not in (RunState.STARTING, RunState.TRAINING):
@@ -131,6 +149,7 @@ class Steering:
             case NodeGranted():
                 at_start = self._run.world is None
                 if self._fleet.granted(event, at_start):
+                    self._keep_off(event.node.name)
                     note(f"node granted: {event.node.name} ({event.node.allocation})")
             case NodeWarned():
                 self._node_warned(event)
@@ -140,6 +159,11 @@ class Steering:
                 self.end_near(event)
             case PoolNote():
                 note(event.text)
+
+    def _keep_off(self, node: str) -> None:
+        """What an operator has drained is not used again, whoever grants it."""
+        if node in self.drained:
+            self._fleet.warned(NodeWarned(node, OPERATOR, self._clock.now_s()))
 
     def _node_gone(self, event: NodeGone) -> None:
         reason = f"node {event.node} is gone: {event.reason}"
@@ -201,6 +225,7 @@ class Steering:
         if known is not None and known <= now_s + window_s:
             return f"{node} is being left already, within {max(0.0, known - now_s):.1f} s"
         self._pool.avoid(node)
+        self.drained.add(node)
         self.node_event(NodeWarned(node, OPERATOR, now_s, now_s + window_s))
         return f"leaving {node} within {window_s:g} s"
 

@@ -233,7 +233,7 @@ def _notices(notices: Sequence[NoticeFigures]) -> Table:
         style = {"in time": "green", "in use": "green", "not needed": "dim"}
         table.add_row(
             notice.kind,
-            notice.node,
+            notice.node or NOTHING,
             number_text(notice.window_s),
             number_text(notice.left_s),
             str(notice.generation) if notice.generation >= 0 else NOTHING,

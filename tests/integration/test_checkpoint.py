@@ -16,12 +16,11 @@ from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordination.checkpoints import newest_checkpoint
 from liver_hpc.coordination.run_files import Outcome
-from liver_hpc.launch import launch_detached
 from liver_hpc.metrics.derive import run_figures
 from liver_hpc.metrics.store import RunRecords, read_run
 from liver_hpc.operate import stop
+from liver_hpc.resume import resume_run
 from liver_hpc.run_directory import RunDirectory
-from liver_hpc.submit import await_coordinator
 from tests.integration.runs import (
     ENDLESS,
     finish,
@@ -90,9 +89,7 @@ def go_on(run: RunDirectory, **layout: int) -> None:
     }
     config = RunConfig.model_validate({**run.config().model_dump(), **sections})
     run.config_path.write_text(dump_run(config))
-    (run.path / "outcome.json").unlink(missing_ok=True)
-    launch_detached(run)
-    await_coordinator(run)
+    assert resume_run(run) >= 1
 
 
 def stop_with_checkpoint(run: RunDirectory) -> Outcome:

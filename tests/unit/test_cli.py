@@ -92,8 +92,10 @@ def test_version(capsys: Captured) -> None:
     [
         ([], "the following arguments are required: COMMAND"),
         (["frob"], "invalid choice: 'frob'"),
-        (["submit"], "the following arguments are required: --config"),
-        (["submit", "--conf", "x"], "the following arguments are required: --config"),
+        (["submit"], "submit wants either --config FILE or --resume RUN"),
+        (["submit", "--config", "x", "--resume", "y"], "either --config FILE or --resume RUN"),
+        (["submit", "--conf", "x"], "unrecognized arguments: --conf x"),
+        (["submit", "--resume", "gone"], "there is no run gone"),
         (["submit", "--config", "x", "--cluster", "pbs"], "invalid choice: 'pbs'"),
         (["resize", "latest"], "one of the arguments --layout --workers is required"),
         (["resize", "latest", "--workers", "0"], "wanted a whole number of at least 1, got '0'"),
