@@ -12,6 +12,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
 PYTEST_ARGS ?=
+# Tests wait more than they compute: several files at a time, each in a process of its own.
+PYTEST_WORKERS ?= 3
 DEMO_ARGS ?=
 # Of the test cluster: how many nodes, its name, and more options for `up`.
 NODES ?= 4
@@ -32,7 +34,7 @@ help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' \
 		| expand -t 20
 	@echo
-	@echo 'variables: PYTHON VENV TORCH TORCH_PIP_ARGS PYTEST_ARGS DEMO_ARGS NODES CLUSTER' \
+	@echo 'variables: PYTHON VENV TORCH TORCH_PIP_ARGS PYTEST_ARGS PYTEST_WORKERS DEMO_ARGS NODES CLUSTER' \
 		'CLUSTER_ARGS'
 
 install: $(INSTALLED) ## the virtual environment with everything in it
@@ -52,7 +54,7 @@ slurm-demo: $(INSTALLED) ## the same on a test cluster whose nodes come and go; 
 	$(BIN)/python -m slurm.demo $(DEMO_ARGS)
 
 test: $(INSTALLED) ## the whole test suite; more flags for pytest in PYTEST_ARGS
-	$(BIN)/python -m pytest -q --durations=15 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -rs --durations=15 -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # The cluster needs nothing from the environment, and as root only: its jobs may use it.
 TESTBED = $(PYTHON) -m slurm.testbed --name $(CLUSTER)

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -80,7 +81,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     submit = commands.add_parser("submit", help="check a run file and launch the run")
-    _add_run_file(submit)
+    _add_run_file(submit, required=False)
+    submit.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="instead of --config: an ended run goes on from its newest checkpoint",
+    )
+    submit.add_argument(
+        "--runs-directory", type=Path, default=Path("runs"), metavar="DIR", help=argparse.SUPPRESS
+    )
     submit.add_argument(
         "--cluster", choices=("local", "slurm", "auto"), help="where to run; beats the run file"
     )
@@ -153,8 +162,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_run_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run file")
+def _add_run_file(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    parser.add_argument(
+        "--config", type=Path, required=required, metavar="FILE", help="the run file"
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -204,6 +215,10 @@ def _submit(options: argparse.Namespace) -> int:
     from liver_hpc.config.load import load_run
     from liver_hpc.submit import checked_run, submit_run
 
+    if (options.config is None) == (options.resume is None):
+        raise ConfigError("submit wants either --config FILE or --resume RUN")
+    if options.resume is not None:
+        return _resume(options)
     config = load_run(options.config, options.set)
     if options.dry_run:
         from liver_hpc.dry_run import describe_run
@@ -217,6 +232,19 @@ def _submit(options: argparse.Namespace) -> int:
         return EXIT_OK
     print(f"run {run}", flush=True)
     return _follow(run)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from liver_hpc.resume import resume_run
+    from liver_hpc.run_directory import find_run
+
+    if options.set or options.cluster or options.dry_run:
+        raise ConfigError("--resume takes the run as it is: neither --set, --cluster nor --dry-run")
+    run = find_run(options.resume, options.runs_directory)
+    step = resume_run(run)
+    print(f"run {run} goes on from step {step}", flush=True)
+    follow = sys.stdout.isatty() if options.follow is None else options.follow
+    return _follow(run) if follow else EXIT_OK
 
 
 def _follow(run: RunDirectory) -> int:
@@ -295,12 +323,15 @@ def _status(options: argparse.Namespace) -> int:
     from liver_hpc.status_text import status_text
 
     run = _find(options)
-    if run.outcome() is not None:
-        return _tell_outcome(run)
+    if (outcome := run.outcome()) is not None:
+        if not options.json:
+            return _tell_outcome(run)
+        print(json.dumps(asdict(outcome)))
+        return EXIT_FAILED if outcome.state == "failed" else EXIT_OK
     try:
         snapshot = StatusSnapshot.model_validate(request(run, StatusRequest()).data)
     except RunWaits as waits:
-        print(waits)
+        print(json.dumps({"state": "waiting", "reason": str(waits)}) if options.json else waits)
         return EXIT_OK
     print(snapshot.model_dump_json() if options.json else status_text(snapshot))
     return EXIT_OK

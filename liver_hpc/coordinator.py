@@ -147,7 +147,10 @@ def _live(directory: Path, build: Build, control: Control, stack: ExitStack) -> 
         stack.enter_context(_stopped_by_signals(control))
     fruitless, last_step = 0, -1
     while True:
+        memory = coordinator.memory if coordinator is not None else None
         coordinator = Coordinator(config, directory, secret, build(config, directory, secret))
+        if memory is not None:
+            coordinator.recall(memory)
         control.attach(coordinator)
         outcome = coordinator.run()
         control.attach(None)
@@ -156,8 +159,9 @@ def _live(directory: Path, build: Build, control: Control, stack: ExitStack) -> 
         if outcome.state != "restart":
             return outcome
         if fruitless >= MOST_FRUITLESS_LIVES:
-            return Outcome("failed", f"began again {fruitless} times in vain: {outcome.reason}", 0)
-        log.info("begins again from step %d: %s", outcome.step, outcome.reason)
+            reason = f"began again {fruitless} times in vain: {outcome.reason}"
+            return Outcome("failed", reason, outcome.step)
+        log.info("begins again after step %d: %s", outcome.step, outcome.reason)
 
 
 @contextmanager

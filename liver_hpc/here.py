@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from liver_hpc.config.load import load_run
-from liver_hpc.config.schema import RunConfig
+from liver_hpc.config.schema import RunConfig, SlurmSection
 from liver_hpc.coordination.run_files import Outcome
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.hosting import HostedCoordinator, checkpoint_in_time
@@ -49,11 +49,14 @@ def run_here(
         hosted = HostedCoordinator(str(run.path))
         if job_id:
             slurm = config.cluster.slurm
-            early.pass_on(hosted, lambda number: checkpoint_in_time(hosted, slurm, job_id))
+            early.pass_on(hosted, lambda number: _end_near(hosted, slurm, job_id))
         else:  # there is nobody to begin the run again
             early.pass_on(hosted, lambda number: hosted.stop(signal.Signals(number).name))
-        hosted.start()
-        hosted.wait()
+        try:
+            hosted.start()
+            hosted.wait()
+        except _QueuedAgain:
+            return run, None
         if run.goes_on():
             requeue(config.cluster.slurm, job_id)
             return run, None
@@ -61,6 +64,18 @@ def run_here(
     if outcome is None:
         raise LiverError(f"run {run} ended without an outcome; {run.where_logs_are()}")
     return run, outcome
+
+
+class _QueuedAgain(Exception):
+    """The window was over before the state was on disk: the job begins again all the same."""
+
+
+def _end_near(hosted: HostedCoordinator, slurm: SlurmSection, job_id: str) -> None:
+    """In a signal handler. Raises _QueuedAgain where nobody is left to wait for."""
+    checkpoint_in_time(hosted, slurm, job_id)
+    if slurm.requeue and hosted.started and not hosted.wait(0.0):
+        requeue(slurm, job_id)
+        raise _QueuedAgain
 
 
 def _open_run(config: RunConfig, job_id: str, tell: Callable[[str], None]) -> RunDirectory:

@@ -91,9 +91,10 @@ def checkpoint_in_time(hosted: HostedCoordinator, slurm: SlurmSection, job_id: s
     """Tells a coordinator that its job ends, and returns when it has ended for that, or when only
     the time to be queued again is left."""
     clock = SystemClock()
+    # Before Slurm is asked for how long: agents that boot are ended by then, and would be missed.
+    hosted.end_near(END_REASON, clock.now_s() + slurm.end_window_s)
     left_s = _left_s(slurm, job_id, clock.now_s())
     left_s -= min(_REQUEUE_S, _REQUEUE_SHARE * left_s)
-    hosted.end_near(END_REASON, clock.now_s() + left_s)
     if hosted.started:
         hosted.wait(left_s)
 

@@ -106,7 +106,11 @@ class CoordinatorJob:
             requeue(run.config().cluster.slurm, os.environ["SLURM_JOB_ID"])
             # Without a result: as far as submitit knows, the job is not over.
             sys.exit(0)
-        return 1 if hosted.exit_code is None else hosted.exit_code
+        outcome = run.last_outcome()
+        if outcome is None or outcome.state == "failed":
+            # For Slurm the job has failed, and what depends on its success does not start.
+            raise LiverError(outcome.reason if outcome is not None else "there is no outcome")
+        return 0
 
     def checkpoint(self, run_directory: str) -> Any:
         """The same call, to be queued again; None when the run is over. In a signal handler."""

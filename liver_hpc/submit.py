@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable, Sequence
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.commands import ControllerAway
+from liver_hpc.cluster.slurm.commands import ControllerAway, SlurmCommands
 from liver_hpc.config.check import check_run
 from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.config.load import absolute_paths, dump_run
 from liver_hpc.config.problems import joined, parts
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.coordination.run_files import Outcome
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.launch import launch_detached, resolve_cluster
 from liver_hpc.layout.candidates import resolve_layouts
@@ -67,16 +68,47 @@ def submit_run(config: RunConfig, cluster: str | None = None) -> RunDirectory:
     Raises ConfigError before anything is launched, LiverError when the launch failed.
     """
     config, _ = checked_run(config, cluster)
+    if config.cluster.kind == "slurm":
+        check_partitions(config)
     config = with_prepared_data(config)
     run = create_run_directory(config)
     try:
         launch_detached(run)
+    except LiverError as error:
+        Outcome("failed", f"it was not launched: {error}", 0).write(run.path)
+        raise
     finally:
         if run.job_id() is not None:  # also when Ctrl-C came in between
             point_latest(run)
     if config.cluster.kind == "local":
         await_coordinator(run)
     return run
+
+
+def check_partitions(config: RunConfig) -> None:
+    """Raises ConfigError for partitions that Slurm does not have, or that are too small."""
+    slurm = config.cluster.slurm
+    commands = SlurmCommands(slurm.command_s, slurm.away_s)
+    known = commands.partitions()
+    wanted = [
+        (f"cluster.slurm.components.{index}", part.partition, part.nodes)
+        for index, part in enumerate(slurm.components)
+    ]
+    if slurm.burst is not None:
+        wanted.append(("cluster.slurm.burst", slurm.burst.partition, slurm.burst.max_nodes))
+    problems = []
+    for where, name, nodes in wanted:
+        if name is None:
+            continue
+        if any(part not in known for part in name.split(",")):
+            there = ", ".join(sorted(known)) or "none"
+            problems.append(f"{where}.partition: Slurm has no partition {name!r}; it has {there}")
+            continue
+        most = max(len(commands.hostnames(known[part].nodes)) for part in name.split(","))
+        if nodes > most:
+            problems.append(f"{where}: wanted {nodes} nodes, partition {name} has {most}")
+    if problems:
+        raise ConfigError(joined(problems))
 
 
 def await_coordinator(run: RunDirectory, tell: Callable[[str], None] = lambda text: None) -> None:

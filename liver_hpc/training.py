@@ -10,7 +10,7 @@ from liver_hpc.checkpoint.reader import restore
 from liver_hpc.checkpoint.writer import save
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.handoff.crossing import FAILURES, Boundary, Crossed, Crossing
-from liver_hpc.handoff.prepare import prepare, prepared_message, transports_message
+from liver_hpc.handoff.prepare import Target, prepare, prepared_message, transports_message
 from liver_hpc.handoff.release import release
 from liver_hpc.handoff.session import HandoffAborted, Place, Session
 from liver_hpc.layout.coordinates import Roster
@@ -203,13 +203,7 @@ class Trainer:
                 log.info("generation %d ended while preparing: %s", session.generation, error)
                 return
             log.exception("generation %d: PREPARE failed", session.generation)
-            self._place.send(
-                Failed(
-                    worker=self._place.worker,
-                    generation=session.generation,
-                    reason=f"{type(error).__name__}: {error}",
-                )
-            )
+            self._fail(session, error)
         else:
             self._place.send(prepared_message(session, session.prepared))
 
@@ -269,10 +263,27 @@ class Trainer:
             assert crossed.first_step is not None
             self._report(self._world, crossed.first_step, crossed.started_s, crossed.ended_s)
         threading.Thread(
-            target=release, args=(session, target, source), name="release", daemon=True
+            target=self._release, args=(session, target, source), name="release", daemon=True
         ).start()
         if self._world is None:
             raise LeftWorld(f"no seat in {session.target}")
+
+    def _release(self, session: Session, target: Target, source: World | None) -> None:
+        """RELEASE in a thread of its own; a failure is the coordinator's to judge."""
+        try:
+            release(session, target, source)
+        except FAILURES as error:
+            log.exception("generation %d: RELEASE failed", session.generation)
+            self._fail(session, error)
+
+    def _fail(self, session: Session, error: BaseException) -> None:
+        self._place.send(
+            Failed(
+                worker=self._place.worker,
+                generation=session.generation,
+                reason=f"{type(error).__name__}: {error}",
+            )
+        )
 
     def _go_back(self, session: Session, source: World, abort: Abort) -> None:
         """Called off at the boundary: the source world goes on, rebuilt if its groups may hold

@@ -79,6 +79,7 @@ class ScriptedPool(NodePool):
         self._first = tuple(nodes)
         self._tell: Callable[[PoolEvent], None] | None = None
         self.given_back: list[str] = []
+        self.avoided: list[str] = []
         self.wanted: list[int] = []
         self.signals: list[tuple[str, str]] = []
         self.closed = False
@@ -115,6 +116,9 @@ class ScriptedPool(NodePool):
         if node.startswith("burst"):
             self.say(NodeGone(node, "given back"))
 
+    def avoid(self, node: str) -> None:
+        self.avoided.append(node)
+
     def close(self) -> None:
         self.closed = True
 
@@ -122,7 +126,8 @@ class ScriptedPool(NodePool):
 class ScriptedCluster:
     """The agents and workers of a run, played by threads over the real control channel.
 
-    Worker faults are ordered from `faults`; `fallen_agents` end before they meet.
+    Worker faults are ordered from `faults`; `fallen_agents` end before they meet, with
+    these exit codes.
     """
 
     def __init__(self, secret: bytes, nodes: Sequence[Node] = (Node("", "machine"),)) -> None:
@@ -132,7 +137,7 @@ class ScriptedCluster:
         self.desk = MemoryFrontDesk(secret)
         self.launcher = MemoryLauncher(self._start)
         self.launched: list[NodeRequest] = []
-        self.fallen_agents: set[str] = set()
+        self.fallen_agents: dict[str, int] = {}
         self.workers: dict[int, ScriptedWorker] = {}
         self.refusals: list[str] = []
         self._threads: list[threading.Thread] = []
@@ -145,7 +150,7 @@ class ScriptedCluster:
 
     def _agent(self, request: NodeRequest) -> None:
         if request.agent in self.fallen_agents:
-            self.launcher.end(request.agent, 3)
+            self.launcher.end(request.agent, self.fallen_agents[request.agent])
             return
         identity = Identity(agent=request.agent, host="test", pid=1, workers=request.workers)
         try:

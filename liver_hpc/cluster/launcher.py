@@ -10,6 +10,8 @@ from liver_hpc.errors import LiverError
 
 KILLED = 137
 """Exit code of an agent that was killed (128 + SIGKILL, as shells count)."""
+TERMINATED = 143
+"""Exit code of an agent that was told to end by SIGTERM before it had met."""
 
 
 @dataclass(frozen=True)

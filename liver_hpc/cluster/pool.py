@@ -86,7 +86,8 @@ class NodePool(ABC):
 
     @abstractmethod
     def warned(self, node: str, signal: str, at_s: float) -> None:
-        """An agent on the node got a signal: finds out what it announces, then tells of it.
+        """An agent on the node got a signal, such as "SIGTERM": finds out what that announces, then
+        tells of it.
 
         Does not block.
         """
@@ -101,6 +102,10 @@ class NodePool(ABC):
 
         What can be returned of its allocation is; NodeGone follows where that is so.
         """
+
+    @abstractmethod
+    def avoid(self, node: str) -> None:
+        """An operator wants the run off this node: it is not asked for again. Does not block."""
 
     @abstractmethod
     def close(self) -> None:
@@ -124,6 +129,9 @@ class FixedPool(NodePool):
         pass
 
     def give_back(self, node: str) -> None:
+        pass
+
+    def avoid(self, node: str) -> None:
         pass
 
     def close(self) -> None:

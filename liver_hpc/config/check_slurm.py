@@ -50,6 +50,11 @@ def check_slurm(config: RunConfig) -> Iterator[str]:
         )
     if slurm.burst is not None:
         yield from _check_burst(slurm.burst)
+        if slurm.end_window_s >= 60 * slurm.burst.time_min:
+            yield (
+                f"cluster.slurm.burst.time_min is {slurm.burst.time_min}, wanted more than "
+                f"end_window_s, {slurm.end_window_s:g} s: its nodes would be left at once"
+            )
     if slurm.end_window_s >= 60 * config.cluster.timeout_min:
         yield (
             f"cluster.slurm.end_window_s is {slurm.end_window_s:g}, wanted less than the job's "

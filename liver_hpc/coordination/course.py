@@ -21,7 +21,7 @@ from liver_hpc.coordination.run_state import RunState
 from liver_hpc.coordination.services import Services
 from liver_hpc.coordination.steering import Steering
 from liver_hpc.coordination.store import StoreService
-from liver_hpc.errors import ConfigError
+from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.layout.coordinates import Roster
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import World
@@ -39,6 +39,8 @@ from liver_hpc.protocol.messages import (
 from liver_hpc.protocol.status import StatusSnapshot
 
 log = logging.getLogger(__name__)
+
+OPERATORS_STOP = "an operator's request"
 
 
 class Course:
@@ -82,10 +84,10 @@ class Course:
 
     # ---- start
 
-    def launch(self) -> None:
-        """Starts the first workers, or says that it waits for nodes to start them on.
+    def resume(self) -> None:
+        """Finds out what the run goes on from; before anything else happens to it.
 
-        Raises CheckpointError where the run should go on from a checkpoint and cannot.
+        Raises CheckpointError where it should go on from a checkpoint and cannot.
         """
         self._resumed = self._checkpoints.open()
         self._number_generations()
@@ -93,9 +95,13 @@ class Course:
             small, saved = self._resumed.index.small, self._resumed.index.roster.roster()
             self.note(f"goes on from step {small.step}, saved at {saved.layout}")
             self._steps_done = self.recorder.first_step = small.step
-            self.steering.due(small.step - 1)  # notices of a life before this one
-        if not self._launch_first():
-            self.note(f"waiting for nodes; held: {self._nodes_text()}")
+            self.steering.skip(small.step)
+
+    def launch(self) -> None:
+        """Starts the first workers, or says that it waits for nodes to start them on; not where
+        the run was stopped before."""
+        if self.outcome is None and not self._launch_first():
+            self.note(f"waiting for nodes; held: {self.fleet.text()}")
 
     def _number_generations(self) -> None:
         """A generation's number stands for one world in all lives of a run. One is left out: it
@@ -123,12 +129,12 @@ class Course:
         self._first_layout, self._launched = layout, True
         self.note(f"launching {layout.workers} workers for {layout}")
         seats = self.fleet.capacity.seats(layout.workers, self._crew.taken())
-        self._crew.launch(self._first_generation, layout, seats)
+        try:
+            self._crew.launch(self._first_generation, layout, seats)
+        except LiverError as error:  # a node may be gone, which nobody has been told yet
+            self._start_failed(f"cannot launch {layout.workers} workers: {error}")
         self._set_deadline(self._limits.boot_s + self._limits.meet_s)
         return True
-
-    def _nodes_text(self) -> str:
-        return self.fleet.capacity.describe(self._crew.taken())
 
     def arrived(self, hello: Hello, generation: int) -> None:
         """A worker that was launched for `generation` has booted."""
@@ -158,6 +164,7 @@ class Course:
 
     def _train(self) -> None:
         self.state, self._deadline = RunState.TRAINING, None
+        self.fleet.training_begins()
         self.note(f"training begins: {self.world}")
         self.steering.grant()
 
@@ -208,8 +215,10 @@ class Course:
         """A worker has gone: as it should, or to the cost of a handoff, or of the run."""
         if self._crew.finished((worker,)):
             return
-        if self.world is None:
-            self.run_failed(f"worker {worker} lost before training began: {reason}")
+        if self.state is RunState.STARTING:
+            self._start_failed(f"worker {worker} lost before training began: {reason}")
+        elif self.world is None:
+            log.info("worker %d has ended: %s", worker, reason)
         elif self.handoffs.involves(worker) or worker in self.world.roster.workers:
             self.handoffs.lost(worker, reason)
         else:
@@ -225,10 +234,16 @@ class Course:
             if not self._launched and not self._launch_first():
                 return
             fallen = self._crew.fallen(self._first_generation)
-            if fallen:
-                self.run_failed(fallen)
+            if fallen and self._crew.fallen_told(self._first_generation):
+                self.begin_again(fallen)
+            elif fallen:
+                self._start_failed(fallen)
         if self._deadline is not None and self._deadline.expired():
-            self.run_failed(f"waited {self._deadline.limit_s:g} s for {self._waits_for()}")
+            late = f"waited {self._deadline.limit_s:g} s for {self._waits_for()}"
+            if self.state is RunState.STARTING:
+                self._start_failed(late)
+            else:
+                self.run_failed(late)
 
     def _waits_for(self) -> str:
         if self.world is None:
@@ -290,10 +305,19 @@ class Course:
 
     # ---- the end
 
+    def stop_as_asked(self, checkpoint: bool) -> str:
+        """An operator wants the run to be over, whatever was to become of it."""
+        return self.stop(OPERATORS_STOP, checkpoint)
+
     def stop(self, why: str, checkpoint: bool = False, then: RunState = RunState.STOPPED) -> str:
         """Stops at the next common boundary and says when: a handoff is called off for it, or
         waited for once it has committed. The run's outcome is `then`, with or without the
         `checkpoint` that is to be written there; its reason says which."""
+        asked = why == OPERATORS_STOP  # a bare SIGTERM is not: Slurm sends one at a time limit
+        replaceable = (RunState.RESTART, RunState.REQUEUE) if asked else (RunState.RESTART,)
+        if self._stop_as in replaceable and self.state is RunState.STOPPING:
+            self._stop_as, self._stop_reason = then, why  # instead of going on later
+            return "stopping at the next step boundary"
         if self.state not in (RunState.STARTING, RunState.TRAINING):
             return "the run is about to end already"
         self.note(f"stopping: {why}")
@@ -335,23 +359,39 @@ class Course:
     def run_failed(self, reason: str) -> None:
         """Ends the run, unless it has ended already, and the handoff attempt with it.
 
-        One that has trained and has a checkpoint begins again from there.
+        One that has trained and has a checkpoint begins again from there, unless it was about to
+        end anyway; one that was to be queued again still is.
         """
         attempt = self.recorder.attempt
         if attempt is not None:
             source = attempt.request.source
             self.recorder.attempt_ended(Ended(attempt.generation, "failed", reason, source))
         saved_step = self._checkpoints.last_step
-        if saved_step is None or self.state is RunState.STARTING:
+        requeued = bool(self._stop_reason) and self._stop_as is RunState.REQUEUE
+        if self.state is RunState.STARTING or (saved_step is None and not requeued):
             self._end(RunState.FAILED, reason)
+            return
+        which = "no checkpoint" if saved_step is None else f"the checkpoint of step {saved_step}"
+        left = f"{reason}; {which} is left"
+        if self._stop_reason:
+            self._end(self._stop_as, f"{self._stop_reason}; {left}")
         else:
-            self._end(RunState.RESTART, f"{reason}; the checkpoint of step {saved_step} is left")
+            self._end(RunState.RESTART, left)
+
+    def _start_failed(self, reason: str) -> None:
+        """A start without a worker: from a checkpoint it is tried again, maybe on other nodes."""
+        if self._resumed is None:
+            self.run_failed(reason)
+        else:
+            self.begin_again(reason)
 
     def _end(self, state: RunState, reason: str) -> None:
         if self.outcome is None:
             self.state = state
             steps = max(self._steps_done, self.recorder.steps_done)
             self.outcome = Outcome(str(state), reason, steps)
+            if state in (RunState.REQUEUE, RunState.RESTART):
+                self.fleet.notices.life_ended(str(state), reason, self._clock.now_s())
             if self.steering.queued:
                 log.info("never granted: %s", "; ".join(self.steering.queued))
             self.note(f"{state}: {reason}")

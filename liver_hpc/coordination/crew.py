@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from liver_hpc.clock import Clock, Deadline
-from liver_hpc.cluster.launcher import Launcher, NodeRequest
+from liver_hpc.cluster.launcher import TERMINATED, Launcher, NodeRequest
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordination.capacity import Seat
 from liver_hpc.errors import LiverError, MeetingError
@@ -153,20 +153,28 @@ class Crew:
         codes = {a.name: self._launcher.exit_code(a.name) for a in self._incomplete(generation)}
         return ", ".join(
             f"agent {name} ended with exit code {code} before its workers were ready; "
-            f"see logs/agent-{name}.log"
+            f"see logs/*-{name}.log"
             for name, code in codes.items()
             if code is not None
         )
+
+    def fallen_told(self, generation: int) -> bool:
+        """Whether one of the fallen was told to end: its node is being taken away."""
+        codes = (self._launcher.exit_code(agent.name) for agent in self._incomplete(generation))
+        return any(code == TERMINATED for code in codes)
 
     def _incomplete(self, generation: int) -> list[Agent]:
         return [a for a in self._agents.values() if a.generation == generation and not a.complete]
 
     # ---- where they are
 
-    def taken(self) -> dict[str, set[int]]:
-        """Slots in use, by node: those of all agents that have not ended yet."""
+    def taken(self, ending: bool = True) -> dict[str, set[int]]:
+        """Slots in use, by node: those of all agents that have not ended yet; without `ending`,
+        not of those that are about to."""
         taken: dict[str, set[int]] = {}
         for agent in self._agents.values():
+            if not ending and agent.kill_at is not None:
+                continue
             taken.setdefault(agent.seat.node, set()).update(agent.seat.slots)
         return taken
 
@@ -215,9 +223,9 @@ class Crew:
         return member is not None and member.gone_by is None and member.agent.channel is not None
 
     def agent_node(self, name: str) -> str | None:
-        """The node of an agent; None for one that has ended."""
+        """The node of an agent; None for one that has ended, or is being ended from here."""
         agent = self._agents.get(name)
-        return None if agent is None else agent.seat.node
+        return None if agent is None or agent.killed else agent.seat.node
 
     def _end(self, agent: Agent, reason: str) -> None:
         if agent.channel is not None:

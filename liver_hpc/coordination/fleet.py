@@ -68,8 +68,10 @@ class Fleet:
         self._grow_at_s = math.inf
         self._failed_growths = 0
         self._failed_leaves = 0
+        self._overtaken = -1  # the generation of the handoff that was called off last
         self._idle_since: dict[str, float] = {}
         self._wanted = -1
+        self._dead_end: tuple[int, frozenset[str], int | None] | None = None
 
     # ---- nodes come and go
 
@@ -78,6 +80,8 @@ class Fleet:
         if not self.capacity.grant(event.node):
             return False
         now_s = self._clock.now_s()
+        self._idle_since.pop(event.node.name, None)
+        self.notices.stays(event.node.name)
         if not at_start:
             self.notices.granted(event.node, now_s)
         if math.isinf(self._granted_s) or self._grow_at_s <= now_s:
@@ -87,11 +91,17 @@ class Fleet:
 
     def warned(self, event: NodeWarned) -> bool:
         """False for a node that is not held, and for a warning that only moves the deadline."""
-        if not self.capacity.warn(event):
-            return False
         held = self.capacity.get(event.node)
-        assert held is not None
-        return self.notices.warned(event, held.node.allocation)
+        if held is None:
+            return False
+        hurries = self.deadline_s(event.node) is None and event.deadline_s is not None
+        self.capacity.warn(event)
+        return self.notices.warned(event, held.node.allocation) or hurries
+
+    def deadline_s(self, node: str) -> float | None:
+        """By when a node has to be left, epoch seconds; None where nobody has set a time."""
+        held = self.capacity.get(node)
+        return held.warning.deadline_s if held is not None and held.warning is not None else None
 
     def gone(self, event: NodeGone) -> tuple[int, ...]:
         """Strikes a node off; the workers of the run that were still on it."""
@@ -136,9 +146,16 @@ class Fleet:
         return others >= self._most_workers()
 
     def _slots(self, burst: bool) -> int:
-        """Slots on usable nodes that are used unasked; 0 where there is no bound."""
-        nodes = [node for node in self.capacity.usable() if node.automatic and node.burst == burst]
-        return sum(node.slots or 0 for node in nodes)
+        """Slots on usable nodes that are used, or would be unasked, without those that were given
+        back; 0 where there is no bound."""
+        taken = self._crew.taken()
+        nodes = [
+            node
+            for node in self.capacity.usable()
+            if node.burst == burst and (node.automatic or node.name in taken)
+        ]
+        back = {name for name, since_s in self._idle_since.items() if math.isinf(since_s)}
+        return sum(node.slots or 0 for node in nodes if node.name not in back)
 
     def _most_workers(self) -> int:
         """The most workers that the run may have, wherever the nodes come from."""
@@ -156,13 +173,32 @@ class Fleet:
         if room is None or (room >= preferred.workers and not resumed):
             return preferred
         automatic = self.capacity.room(())
-        return self.policy.best(automatic or 0) if resumed else None
+        return self.policy.best(min(automatic or 0, self._ceiling)) if resumed else None
+
+    def training_begins(self) -> None:
+        """Nodes that came before count as granted now: nothing could join them earlier."""
+        self._granted_s = self._clock.now_s()
 
     # ---- growing
+
+    @property
+    def ceiling(self) -> int:
+        """The most workers that the run grows to by itself."""
+        return self._ceiling
 
     def bound(self, layout: Layout) -> None:
         """Somebody asked for this layout: nothing grows beyond its workers by itself now."""
         self._ceiling = layout.workers
+
+    def recall(self, ceiling: int) -> None:
+        """The bound of a life before this one."""
+        self._ceiling = ceiling
+
+    def missing_slots(self, world: World, joiners: int) -> int:
+        """How many of so many joiners there is no slot for, those of ending agents counted in."""
+        taken = self._crew.taken(ending=False)
+        free = self.capacity.free_slots(taken)
+        return 0 if free is None else max(0, joiners - free)
 
     def growth(self, world: World) -> Wish | None:
         """A handoff onto nodes that were granted, once no more of them come at the moment."""
@@ -199,13 +235,15 @@ class Fleet:
             free = self.capacity.free_slots(self._crew.taken())
             return free is not None and free < joiners
         doomed = self._crew.workers_on(self.doomed_nodes(), world.roster.workers)
-        return bool(doomed) and self._window_s() > PATIENT_EXITS * self._config.deadlines.exit_s
+        occupied = {self._crew.node_of(worker) for worker in doomed}
+        patience_s = PATIENT_EXITS * self._config.deadlines.exit_s
+        return bool(doomed) and self._window_s(occupied) > patience_s
 
     # ---- leaving
 
-    def _window_s(self) -> float:
-        """Seconds until the first of the warned nodes is taken; infinite without a deadline."""
-        deadlines = [h.warning.deadline_s for h in self.capacity.held() if h.warning]
+    def _window_s(self, nodes: Iterable[str]) -> float:
+        """Seconds until the first of the nodes is taken; infinite without a deadline."""
+        deadlines = [self.deadline_s(node) for node in nodes]
         known = [deadline_s for deadline_s in deadlines if deadline_s is not None]
         return min(known, default=math.inf) - self._clock.now_s()
 
@@ -213,22 +251,47 @@ class Fleet:
         """Nodes that have to be left."""
         return frozenset(held.node.name for held in self.capacity.held() if held.warning)
 
+    def can_do_without(self, world: World, node: str) -> bool:
+        """Whether there is a layout for the workers that are left when a node goes."""
+        survivors = [w for w in world.roster.workers if self._crew.node_of(w) != node]
+        taken = self._crew.taken()
+        free = sum(
+            (other.slots or 0) - len(taken.get(other.name, ()))
+            for other in self.capacity.usable()
+            if other.name != node
+        )
+        return self.policy.best(len(survivors) + free) is not None
+
+    def text(self) -> str:
+        """All nodes in a line."""
+        return self.capacity.describe(self._crew.taken())
+
     def leave(self, world: World, next_generation: int) -> Wish | LastResort | None:
         """How the workers get off the nodes that have to be left; None when none is on any."""
         nodes = self.doomed_nodes()
         doomed = self._crew.workers_on(nodes, world.roster.workers)
         if not doomed:
             return None
-        warnings = [h.warning for h in self.capacity.held() if h.warning and h.node.name in nodes]
         occupied = sorted({self._crew.node_of(worker) for worker in doomed})
+        held = (self.capacity.get(name) for name in occupied)
+        warnings = [known.warning for known in held if known is not None and known.warning]
         reasons = ", ".join(sorted({warning.reason for warning in warnings}))
         deadlines = [w.deadline_s for w in warnings if w.deadline_s is not None]
-        deadline_s, window_s = min(deadlines, default=None), self._window_s()
+        deadline_s, window_s = min(deadlines, default=None), self._window_s(occupied)
         text = f"leaving {', '.join(occupied)}: {reasons}"
+        if math.isinf(window_s) and self._dead_end == self._situation(world):
+            return None  # nobody takes the node away: the run stays where it is
         way = self._way_out(world, doomed, window_s)
-        disk_s = self.estimator.checkpoint_s(world.roster)
+        nowhere = "there is nowhere else to run"
         if self._failed_leaves >= MOST_LEAVES:
-            way, text = None, f"{text}; {self._failed_leaves} handoffs have failed"
+            nowhere = f"{self._failed_leaves} handoffs have failed"
+            way, text = None, f"{text}; {nowhere}"
+        if way is None and math.isinf(window_s):
+            self._dead_end = self._situation(world)
+            self.notices.decided(occupied, f"stays: {nowhere}", -1)
+            log.warning("%s: stays: %s", text, nowhere)
+            return None
+        disk_s = self.estimator.checkpoint_s(world.roster)
         too_slow = way is not None and self.estimator.measured and way.total_s > window_s
         if way is None or (too_slow and disk_s <= window_s):
             live = "none" if way is None else f"{way.total_s:.1f} s"
@@ -242,6 +305,11 @@ class Fleet:
         self.notices.decided(occupied, action, next_generation, way.total_s)
         made_s = min(warning.at_s for warning in warnings)
         return Wish(text, made_s, layout=way.layout, without=doomed, deadline_s=deadline_s)
+
+    def _situation(self, world: World) -> tuple[int, frozenset[str], int | None]:
+        """What a way out depends on."""
+        free = self.capacity.free_slots(self._crew.taken())
+        return world.generation, self.doomed_nodes(), free
 
     def _way_out(self, world: World, doomed: tuple[int, ...], window_s: float) -> _Way | None:
         """The best layout that can be reached in the window, or else the one reached soonest."""
@@ -293,12 +361,18 @@ class Fleet:
             self._failed_growths = self._failed_leaves = 0
             on = {self._crew.node_of(worker) for worker in ended.world.roster.workers}
             self.notices.used(on, f"joined by {ended.world.roster.layout}", ended.generation)
+        elif ended.generation == self._overtaken:
+            pass  # it did not fail: there was something more urgent
         elif wish is not None and wish.origin == GROWTH:
             self._failed_growths += 1
             pause_s = self._config.policy.retry_s * 2 ** min(self._failed_growths - 1, 6)
             self._grow_at_s = now_s + pause_s
         elif wish is not None and wish.without:
             self._failed_leaves += 1
+
+    def overtaken(self, generation: int) -> None:
+        """The handoff in progress is about to be called off, as nodes have to be left at once."""
+        self._overtaken = generation
 
     def merged(self, nodes: Iterable[str], generation: int) -> None:
         """The handoff in progress leaves these nodes anyway."""

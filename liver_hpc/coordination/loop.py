@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import assert_never
 
@@ -73,6 +74,14 @@ FROZEN_S = 2.0
 """A gap between two looks that only a process that stood still can have."""
 
 
+@dataclass(frozen=True)
+class Memory:
+    """ceiling: workers that the run grows to by itself. drained: nodes that it keeps off."""
+
+    ceiling: int
+    drained: frozenset[str]
+
+
 class Coordinator:
     """One run, from the launch of its first workers to the end of its last."""
 
@@ -95,18 +104,39 @@ class Coordinator:
         self._last_tick_s = services.clock.now_s()
 
     def run(self) -> Outcome:
-        """Runs to the end. Whatever happens, nothing that was launched or opened is left."""
+        """Runs to the end. Whatever happens, nothing that was launched or opened is left; where
+        that cannot be seen to, the outcome's reason says so."""
         course = self._course
-        with ExitStack() as stack:
-            try:
-                self._open(stack)
-                while course.outcome is None:
-                    self._turn()
-            except LiverError as error:
-                log.exception("the run failed")
-                course.run_failed(str(error))
+        left_over = ""
+        try:
+            with ExitStack() as stack:
+                try:
+                    self._open(stack)
+                    while course.outcome is None:
+                        self._turn()
+                except LiverError as error:
+                    log.exception("the run failed")
+                    course.run_failed(str(error))
+        except (LiverError, OSError) as error:  # in closing: the run itself ended otherwise
+            if course.outcome is None:
+                raise
+            log.exception("not all that was launched or opened could be ended")
+            left_over = f"; not all could be ended: {error}"
         assert course.outcome is not None
-        return course.outcome
+        return replace(course.outcome, reason=course.outcome.reason + left_over)
+
+    @property
+    def memory(self) -> Memory:
+        """What operators asked for, for the life that follows within the same job."""
+        course = self._course
+        return Memory(course.fleet.ceiling, frozenset(course.steering.drained))
+
+    def recall(self, memory: Memory) -> None:
+        """Before `run`: what operators asked for in a life before this one."""
+        self._course.fleet.recall(memory.ceiling)
+        self._course.steering.drained.update(memory.drained)
+        for node in memory.drained:
+            self._services.pool.avoid(node)
 
     def stop(self, why: str) -> None:
         """Asks for a stop at the next step boundary; from any thread or signal handler."""
@@ -151,6 +181,7 @@ class Coordinator:
         }
         write_private_json(self._run_directory / COORDINATOR_FILE, here)
         services.front_desk.start(lambda identity: self._inbox.ask(Met(identity), control_s))
+        self._course.resume()
         services.pool.start(lambda event: self._inbox.put(PoolSaid(event)))
         while (event := self._inbox.get(0.0)) is not None:  # the nodes that are held already
             self._dispatch(event)
@@ -189,7 +220,9 @@ class Coordinator:
             case Asked():
                 self._answer(event)
             case StopSignalled():
-                self._course.stop(event.reason)
+                # Whoever cancels a job may want to go on from where it was.
+                saves = self._config.cluster.kind == "slurm"
+                self._course.stop(event.reason, checkpoint=saves)
             case PoolSaid():
                 self._course.steering.node_event(event.event)
             case _:
@@ -197,11 +230,13 @@ class Coordinator:
 
     def _tick(self) -> None:
         now_s = self._clock.now_s()
-        if now_s - self._last_tick_s > FROZEN_S:
-            # It was this process that stood still (a suspended machine): what the workers sent
-            # meanwhile has not been read yet.
-            self._crew.excuse_all()
+        frozen = now_s - self._last_tick_s > FROZEN_S
         self._last_tick_s = now_s
+        if frozen:
+            # It was this process that stood still (a suspended machine, a slow disk): what was
+            # sent meanwhile has not been read yet, and no deadline has passed before it is.
+            self._crew.excuse_all()
+            return
         for worker, (deadline, reason) in list(self._unexplained.items()):
             if deadline.expired():
                 self._lost(worker, reason)
@@ -224,7 +259,7 @@ class Coordinator:
         node = self._crew.agent_node(message.agent)
         log.warning("agent %s got %s on %s", message.agent, message.signal, node or "its node")
         if node:
-            self._services.pool.warned(node, message.signal, message.at_s)
+            self._services.pool.warned(node, f"SIG{message.signal}", message.at_s)
 
     def _disconnected(self, event: Disconnected) -> None:
         """A worker's agent knows better how it ended, and may say so in a moment."""
@@ -308,7 +343,7 @@ class Coordinator:
             case DrainRequest():
                 return Reply(ok=True, text=course.steering.drain(request.node, request.within_s))
             case StopRequest():
-                return Reply(ok=True, text=course.stop("an operator's request", request.checkpoint))
+                return Reply(ok=True, text=course.stop_as_asked(request.checkpoint))
             case _:
                 assert_never(request)
 

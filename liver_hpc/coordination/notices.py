@@ -118,6 +118,12 @@ class NoticeBook:
         if notice is not None and notice.kind != GRANTED:
             self._close(node, _outcome(notice))
 
+    def life_ended(self, kind: str, reason: str, at_s: float) -> None:
+        """This life of the run ended to go on from the disk: whoever was to leave has left so."""
+        for name in [name for name, notice in self._open.items() if notice.kind != GRANTED]:
+            self._close(name, "to disk")
+        self._add(Notice(kind, "", "", at_s, actions=[reason]).record("to disk"))
+
     def close(self) -> None:
         """The run ends: what is still open is recorded as it stands."""
         for name in list(self._open):

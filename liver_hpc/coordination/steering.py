@@ -47,11 +47,13 @@ class Steering:
     def __init__(self, config: RunConfig, services: Services, crew: Crew, run: Run) -> None:
         self._config = config
         self._clock = services.clock
+        self._pool = services.pool
         self._crew = crew
         self._run = run
         self._fleet = run.fleet
         self._handoffs = run.handoffs
         self._wishes = WishList(config, services.recipe)
+        self.drained: set[str] = set()  # by operators
 
     # ---- wishes
 
@@ -68,6 +70,17 @@ class Steering:
         """The scripted notices that are raised when step `step` has been done, each once."""
         return self._wishes.due(step)
 
+    def skip(self, step: int) -> None:
+        """A life before this one has done `step` steps, and what the run file wanted until then;
+        what it asked for last is still the bound for what grows by itself."""
+        for notice in self._wishes.due(step - 1):
+            try:
+                wish = self._wishes.of_notice(notice, self._clock.now_s())
+            except RequestRefused:
+                continue
+            if wish.layout is not None:
+                self._fleet.bound(wish.layout)
+
     def raise_notice(self, notice: NoticeSection) -> None:
         """Asks for what a scripted notice asks for; a refusal is only noted."""
         try:
@@ -82,10 +95,13 @@ class Steering:
     def ask_for(self, wish: Wish) -> str:
         """Grants a wish now or queues it, and says which; RequestRefused when it does neither."""
         self._check_open()
-        busy = self._handoffs.describe() if self._run.world else "the start of the run"
+        training = self._run.state is RunState.TRAINING
+        busy = self._handoffs.describe() if training else "the start of the run"
         self._check_point(wish, busy)
         if wish.layout is not None:
             self._fleet.bound(wish.layout)
+        if not busy and (waits := self._waits_for_nodes(wish)):
+            return waits
         replaced = self._wishes.add(wish)
         self.grant()
         if not busy:
@@ -93,6 +109,21 @@ class Steering:
         if replaced is not None:
             return f"merged: replaces queued {replaced}; {wish} waits behind {busy}"
         return f"queued: {wish} waits behind {busy}"
+
+    def _waits_for_nodes(self, wish: Wish) -> str:
+        """That a wish has to wait for nodes which the run asks for; empty when there is room.
+
+        Raises RequestRefused when there is none and nothing to wait for.
+        """
+        world = self._run.world
+        assert world is not None
+        missing = self._fleet.missing_slots(world, wish.joiners(world.roster))
+        if not missing:
+            return ""
+        short = f"{wish} wants {missing} more free slots; held: {self._fleet.text()}"
+        if wish.layout is None or self._config.cluster.slurm.burst is None:
+            raise RequestRefused(short)
+        return f"waits for burst nodes: {short}"
 
     def _check_open(self) -> None:
         if self._run.state not in (RunState.STARTING, RunState.TRAINING):
@@ -118,17 +149,35 @@ class Steering:
             case NodeGranted():
                 at_start = self._run.world is None
                 if self._fleet.granted(event, at_start):
+                    self._keep_off(event.node.name)
                     note(f"node granted: {event.node.name} ({event.node.allocation})")
             case NodeWarned():
                 self._node_warned(event)
             case NodeGone():
-                note(f"node {event.node} is gone: {event.reason}")
-                for worker in self._fleet.gone(event):
-                    self._run.lost(worker, f"its node {event.node} is gone: {event.reason}")
+                self._node_gone(event)
             case EndNear():
                 self.end_near(event)
             case PoolNote():
                 note(event.text)
+
+    def _keep_off(self, node: str) -> None:
+        """What an operator has drained is not used again, whoever grants it."""
+        if node in self.drained:
+            self._fleet.warned(NodeWarned(node, OPERATOR, self._clock.now_s()))
+
+    def _node_gone(self, event: NodeGone) -> None:
+        reason = f"node {event.node} is gone: {event.reason}"
+        self._run.note(reason)
+        if self._begins_on(event.node):
+            self._run.begin_again(f"{reason}, before training began")
+        for worker in self._fleet.gone(event):
+            if self._crew.leave(worker):  # what else is heard of it is heard too late
+                self._run.lost(worker, f"its {reason}")
+
+    def _begins_on(self, node: str) -> bool:
+        """Whether the run is starting, on this node among others."""
+        starting = self._run.state is RunState.STARTING
+        return starting and self._crew.launched_on({node}, self._run.first_generation)
 
     def _node_warned(self, event: NodeWarned) -> None:
         """A node that has to be left does not wait behind another handoff."""
@@ -138,7 +187,7 @@ class Steering:
         window = "no deadline" if left_s is None else f"{left_s:.1f} s left"
         self._run.note(f"node {event.node} has to be left: {event.reason}, {window}")
         if self._run.state is RunState.STARTING:
-            if self._crew.launched_on({event.node}, self._run.first_generation):
+            if event.deadline_s is not None and self._begins_on(event.node):
                 self._run.begin_again(f"node {event.node} goes before training began")
             return
         self._overtake()
@@ -157,6 +206,7 @@ class Steering:
         if joins or self._crew.workers_on(nodes, stays):
             if wish.asked_for:
                 self._wishes.put_back(wish)
+            self._fleet.overtaken(handoffs.generation)
             handoffs.cancel(f"nodes {sorted(nodes)} have to be left at once")
         elif self._crew.workers_on(nodes, members):
             self._fleet.merged(nodes, handoffs.generation)
@@ -167,15 +217,21 @@ class Steering:
             held = ", ".join(filter(None, self._fleet.capacity.names)) or "none by name"
             raise RequestRefused(f"node {node!r} is not held by the run; nodes are {held}")
         self._check_open()
+        if self._run.world is not None and not self._fleet.can_do_without(self._run.world, node):
+            raise RequestRefused(f"no layout is allowed without {node}; held: {self._fleet.text()}")
         now_s = self._clock.now_s()
         window_s = within_s or self._config.policy.drain_window_s
+        known = self._fleet.deadline_s(node)
+        if known is not None and known <= now_s + window_s:
+            return f"{node} is being left already, within {max(0.0, known - now_s):.1f} s"
+        self._pool.avoid(node)
+        self.drained.add(node)
         self.node_event(NodeWarned(node, OPERATOR, now_s, now_s + window_s))
         return f"leaving {node} within {window_s:g} s"
 
     def end_near(self, event: EndNear) -> None:
         """The coordinator's own allocation ends soon: state to disk, and again from there."""
-        if self._run.state in (RunState.STARTING, RunState.TRAINING):
-            self._run.stop(event.reason, checkpoint=True, then=RunState.REQUEUE)
+        self._run.stop(event.reason, checkpoint=True, then=RunState.REQUEUE)
 
     # ---- what happens next
 

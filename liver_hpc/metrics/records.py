@@ -67,11 +67,12 @@ class ReconfigurationRecord:
 class NoticeRecord:
     """One node that had to be left, or came. A time that was never reached is NaN.
 
-    kind: "granted", "preempted", "time limit", "drained", "cancelled", "operator", "node hours"
-    or "lost". at_s: when the notice came. deadline_s: when the node's processes are killed.
-    estimate_s: what leaving it live was estimated to take. action: what was done about it.
-    generation: the handoff that did it, -1 for none. left_s: end of the last process there.
-    outcome: "in time", "late", "lost", "in use", "not needed", or "open" when the run ended first.
+    kind: "granted", "preempted", "time limit", "drained", "cancelled", "operator", "node hours" or
+    "lost"; "restart" or "requeue", of no node, where the run went on from the disk. at_s: when the
+    notice came. deadline_s: when the node's processes are killed. estimate_s: what leaving it live
+    was estimated to take. action: what was done about it. generation: the handoff that did it, -1
+    for none. left_s: end of the last process there. outcome: "in time", "late", "lost", "in use",
+    "not needed", "to disk", or "open" when the run ended first.
     """
 
     kind: str

@@ -246,7 +246,7 @@ def _notices(notices: Sequence[NoticeFigures]) -> Sheet:
         (
             *_cells(
                 notice.kind,
-                notice.node,
+                notice.node or NOTHING,
                 number_text(notice.window_s),
                 number_text(notice.left_s),
                 str(notice.generation) if notice.generation >= 0 else NOTHING,

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import MeetingError
-from liver_hpc.interfaces import interface_towards
+from liver_hpc.interfaces import interface_towards, is_loopback
 from liver_hpc.lifeline import quiet_thread
 from liver_hpc.rendezvous.meeting import MAX_DIALOGUE_BYTES
 
@@ -150,7 +150,9 @@ def _choose_network(host: str, interface: str | None, netmod: str | None) -> str
     os.environ.setdefault("FI_PROVIDER", "tcp")
     os.environ.setdefault("UCX_TLS", "tcp,self")
     found = interface_towards(host)
-    for variable in _INTERFACE_VARIABLES:
+    # UCX crashes over the loopback interface when it is told to use it alone.
+    variables = _INTERFACE_VARIABLES[:1] if is_loopback(host) else _INTERFACE_VARIABLES
+    for variable in variables:
         if interface is not None:
             os.environ[variable] = interface
         elif found is not None:

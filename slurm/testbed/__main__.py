@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
         ("gpus", "fake GPUs of each node"),
         ("memory-mb", "memory that each node claims to have"),
         ("grace-s", "GraceTime of the partition preempt"),
+        ("kill-wait-s", "KillWait: between the SIGTERM and the SIGKILL of what is cancelled"),
         ("slurmd-timeout-s", "SlurmdTimeout: how soon a lost node is noticed"),
     ):
         default = getattr(Settings, option.replace("-", "_"))
@@ -50,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
         ("start-node", "bring a lost node back"),
     ):
         commands.add_parser(name, help=text).add_argument("node")
+    commands.add_parser("kill-controller", help="lose slurmctld at once; jobs and steps go on")
+    commands.add_parser("start-controller", help="bring slurmctld back, with the jobs that it knew")
     limit = commands.add_parser("limit", help="bound a node's link; without options: unbound")
     limit.add_argument("node")
     limit.add_argument("--rate", default="", help="such as 100mbit, in each direction")
@@ -75,6 +78,7 @@ def perform(arguments: argparse.Namespace) -> None:
                 gpus=arguments.gpus,
                 memory_mb=arguments.memory_mb,
                 grace_s=arguments.grace_s,
+                kill_wait_s=arguments.kill_wait_s,
                 slurmd_timeout_s=arguments.slurmd_timeout_s,
                 accounting=arguments.accounting,
                 shared=tuple(str(Path(path).resolve()) for path in arguments.share),
@@ -94,6 +98,10 @@ def perform(arguments: argparse.Namespace) -> None:
             cluster.kill_node(place, arguments.node)
         case "start-node":
             cluster.start_node(place, arguments.node)
+        case "kill-controller":
+            cluster.kill_controller(place)
+        case "start-controller":
+            cluster.start_controller(place)
         case "limit":
             cluster.limit(place, arguments.node, arguments.rate, arguments.delay)
 

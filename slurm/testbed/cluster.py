@@ -120,6 +120,22 @@ def start_node(place: Place, node: str) -> None:
         controller.wait_for_nodes(place, (node,), began_s, NODES_LIMIT_S)
 
 
+def kill_controller(place: Place) -> None:
+    """slurmctld is lost at once; nodes, jobs and steps go on."""
+    place.settings()
+    with place.locked(LOCK_LIMIT_S):
+        controller.kill_slurmctld(place)
+
+
+def start_controller(place: Place) -> None:
+    """Returns once slurmctld answers again, with the jobs that it knew."""
+    place.settings()
+    with place.locked(LOCK_LIMIT_S):
+        if controller.slurmctld_pid(place) is not None:
+            raise ClusterError(f"slurmctld of cluster {place.name!r} is up")
+        controller.start_slurmctld(place, again=True)
+
+
 def _check_node(settings: Settings, node: str) -> None:
     if node not in settings.node_names:
         raise ClusterError(f"no node {node!r}; there are {', '.join(settings.node_names)}")

@@ -20,7 +20,8 @@ from slurm.testbed.settings import (
 )
 
 # Neither systemd nor cgroups are needed. A requeued job waits for its old credential to expire:
-# 10 s here, 120 s by default.
+# 10 s here, 120 s by default. A step that ends while slurmctld is away says so again after 60 s;
+# sooner it must not be called unkillable, which drains its node.
 SLURM_CONF = """\
 ClusterName={name}
 SlurmctldHost={control}({subnet}.1)
@@ -51,13 +52,13 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 JobRequeue=1
-KillWait=5
+KillWait={kill_wait_s}
 SlurmdTimeout={slurmd_timeout_s}
 SlurmctldTimeout=30
 InactiveLimit=0
 ReturnToService=2
 MessageTimeout=10
-UnkillableStepTimeout=30
+UnkillableStepTimeout=120
 """
 
 NO_ACCOUNTING = "AccountingStorageType=accounting_storage/none\n"
@@ -90,6 +91,7 @@ def slurm_conf(settings: Settings, place: Place) -> str:
         run=place.run,
         root=place.root,
         logs=place.logs,
+        kill_wait_s=settings.kill_wait_s,
         slurmd_timeout_s=settings.slurmd_timeout_s,
         accounting=accounting if settings.accounting else NO_ACCOUNTING,
     )

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError
 from slurm.testbed.errors import ClusterError
 from slurm.testbed.hosts import environment, in_control
+from slurm.testbed.membership import is_marked, started_ticks
 from slurm.testbed.packages import program
 from slurm.testbed.settings import Place
 
 ASK_LIMIT_S = 15.0
 START_LIMIT_S = 30.0
+KILL_LIMIT_S = 10.0
 
 
 def start_munge(place: Place) -> None:
@@ -28,10 +34,36 @@ def start_munge(place: Place) -> None:
     start_daemon(place, "munged", munged, place.munge_socket.is_socket)
 
 
-def start_slurmctld(place: Place) -> None:
-    """On the control host, where munge runs; returns once it answers."""
-    slurmctld = [program("slurmctld"), "-D", "-c", "-i"]
+def start_slurmctld(place: Place, again: bool = False) -> None:
+    """On the control host, where munge runs; returns once it answers. `again`: it knows the jobs
+    and nodes of the one before it."""
+    slurmctld = [program("slurmctld"), "-D", *(() if again else ("-c", "-i"))]
     start_daemon(place, "slurmctld", slurmctld, lambda: _answers(place))
+
+
+def slurmctld_pid(place: Place) -> int | None:
+    """None where none runs."""
+    try:
+        pid = int(_slurmctld_pid_file(place).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return pid if is_marked(pid, place) and started_ticks(pid) is not None else None
+
+
+def kill_slurmctld(place: Place) -> None:
+    """At once, as when its machine is lost; raises ClusterError where none runs."""
+    pid = slurmctld_pid(place)
+    if pid is None:
+        raise ClusterError(f"slurmctld of cluster {place.name!r} is down")
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    deadline = Deadline.after(SystemClock(), KILL_LIMIT_S, f"the end of slurmctld, process {pid}")
+    poll_until(lambda: started_ticks(pid) is None, deadline, interval_s=0.05)
+    _slurmctld_pid_file(place).unlink(missing_ok=True)
+
+
+def _slurmctld_pid_file(place: Place) -> Path:
+    return place.run / "slurmctld.pid"
 
 
 def start_daemon(place: Place, name: str, command: list[str], answers: Callable[[], bool]) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes.util
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+from typing import IO
 
+from liver_hpc.clock import Deadline, SystemClock, poll_until
 from slurm.testbed.errors import ClusterError
 
 # Which package brings which program.
@@ -33,6 +36,7 @@ ACCOUNTING_PROGRAMS = {
 # Where Slurm's PMI2 library is to be had, in Debian's and in Ubuntu's newer naming.
 PMI2_PACKAGES = ("libpmi2-0", "libpmi2-0t64")
 INSTALL_LIMIT_S = 300.0
+INSTALL_LOCK = "/run/slurm-testbed-install.lock"
 # Slurm's daemons are in sbin, which is not on everybody's path.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -81,9 +85,27 @@ def install_missing(accounting: bool = False) -> None:
     reason = why_not(accounting)
     if reason:
         raise ClusterError(reason)
+    if not missing_packages(accounting):
+        return
+    # Not all of apt's own locks are waited for by it.
+    with open(os.open(INSTALL_LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "w") as lock:
+        deadline = Deadline.after(SystemClock(), 2 * INSTALL_LIMIT_S, "another installation to end")
+        poll_until(lambda: _locked(lock), deadline, interval_s=0.5)
+        _install(accounting)
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _install(accounting: bool) -> None:
     missing = missing_packages(accounting)
     if not missing:
-        return
+        return  # somebody else was faster
     print(f"installing {', '.join(missing)}", file=sys.stderr, flush=True)
     if PMI2_PACKAGES[0] in missing and not _known(PMI2_PACKAGES[0]):
         _apt("update")

@@ -41,6 +41,7 @@ class Settings:
     gpus: int = 2
     memory_mb: int = 3500
     grace_s: int = 30
+    kill_wait_s: int = 5
     slurmd_timeout_s: int = 15
     accounting: bool = False
     shared: tuple[str, ...] = ()
@@ -56,6 +57,7 @@ class Settings:
             ("gpus", 0, 64),
             ("memory_mb", 64, 1 << 30),
             ("grace_s", 0, 65000),
+            ("kill_wait_s", 1, 65000),
             ("slurmd_timeout_s", 3, 65000),
         ):
             if not least <= getattr(self, key) <= most:

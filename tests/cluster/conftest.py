@@ -64,6 +64,18 @@ def slurm_cluster(
     cluster.testbed("down")
 
 
+@pytest.fixture(scope="session")
+def run_cluster(
+    slurm_here: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SlurmCluster]:
+    """Four nodes for whole runs, with times in which a busy machine leaves a node."""
+    shared = tmp_path_factory.mktemp("runs")
+    cluster = SlurmCluster(f"test-{os.getpid()}-runs", shared, grace_s=25, kill_wait_s=15)
+    cluster.up(nodes=4)
+    yield cluster
+    cluster.testbed("down")
+
+
 @pytest.fixture(autouse=True)
 def idle_again(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a test leaves in the session's cluster is ended before the next one."""

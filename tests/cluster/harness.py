@@ -23,6 +23,7 @@ class SlurmCluster:
     name: str
     shared: Path
     grace_s: int = 4
+    kill_wait_s: int = 5
 
     @property
     def place(self) -> Place:
@@ -30,6 +31,7 @@ class SlurmCluster:
 
     def up(self, nodes: int, limit_s: float = 110.0) -> None:
         options = ["--nodes", str(nodes), "--grace-s", str(self.grace_s)]
+        options += ["--kill-wait-s", str(self.kill_wait_s)]
         self.testbed(
             *("up", *options, "--slurmd-timeout-s", "5", "--share", str(self.shared)),
             limit_s=limit_s,

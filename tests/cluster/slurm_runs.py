@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError
-from liver_hpc.metrics.records import NoticeRecord, ReconfigurationRecord
-from liver_hpc.metrics.store import RunRecords, read_run
+from liver_hpc.metrics.records import NoticeRecord, ReconfigurationRecord, RunRecords
+from liver_hpc.metrics.store import read_run
 from liver_hpc.run_directory import RunDirectory
 from slurm.testbed.hosts import environment, in_control
-from tests.cluster.harness import REPOSITORY, SlurmCluster
+from tests.cluster.harness import REPOSITORY, SlurmCluster, command_line
 from tests.integration.runs import TINY_MODEL, processes_of, tails
 
 BOOT_S = 120.0
@@ -91,6 +90,7 @@ class SlurmRun:
     """One run. `status` is the last that the coordinator said; empty while there is none."""
 
     def __init__(self, cluster: SlurmCluster, name: str, sections: dict[str, Any]) -> None:
+        self.slurm = sections["cluster"]["slurm"]
         self.cluster = cluster
         self.jobs = Jobs(cluster)
         self.file = cluster.shared / f"{name}.yaml"
@@ -171,18 +171,20 @@ class SlurmRun:
             raise AssertionError(f"{error}; {seen}\n{tails(self.directory)}") from error
         return seen
 
-    def wait_workers(self, number: int, limit_s: float = BOOT_S) -> Status:
+    def wait_workers(self, number: int, or_more: bool = False) -> Status:
         """Until so many train, no handoff is in progress, and some steps are done so."""
         since: list[int] = []
 
         def steady(status: Status) -> bool:
-            if len(status["workers"]) != number or status["handoff"] or status["loss"] is None:
+            workers = len(status["workers"])
+            fits = workers == number or (or_more and workers > number)
+            if not fits or status["handoff"] or status["loss"] is None:
                 since.clear()
                 return False
             since.append(status["step"])
             return bool(status["step"] >= since[0] + 3)
 
-        return self.wait(f"{number} workers", steady, limit_s)
+        return self.wait(f"{number} workers", steady, BOOT_S)
 
     def wait_steps(self, number: int) -> None:
         """Until so many more steps are done."""
@@ -199,13 +201,8 @@ class SlurmRun:
 
     def wait_log(self, text: str, limit_s: float = 60.0) -> None:
         """Until the coordinator's log has it."""
-        log = self.directory.path / "logs" / "coordinator.log"
-
-        def there() -> bool:
-            return log.exists() and text in log.read_text(encoding="utf-8")
-
         try:
-            wait_for(there, limit_s, f"{text!r} in the log")
+            wait_for(lambda: text in self.log(), limit_s, f"{text!r} in the log")
         except DeadlineError as error:
             raise AssertionError(f"{error}\n{tails(self.directory)}") from error
 
@@ -216,6 +213,20 @@ class SlurmRun:
         lines = [line.split() for line in self.status.get("nodes", ())]
         return [name for name, held_by, *_ in lines if held_by.startswith(f"({allocation}")]
 
+    @staticmethod
+    def holds(status: Status, node: str) -> bool:
+        return any(line.split()[0] == node for line in status["nodes"])
+
+    def life(self) -> str:
+        """Which coordinator speaks for the run now; empty while there is none."""
+        address = self.directory.coordinator()
+        return f"{address.hostname}:{address.pid}" if address is not None else ""
+
+    def log(self) -> str:
+        """What its coordinators have noted."""
+        path = self.directory.path / "logs" / "coordinator.log"
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
     def records(self) -> RunRecords:
         return read_run(self.directory.metrics_path)
 
@@ -225,12 +236,17 @@ class SlurmRun:
     def attempts(self, outcome: str) -> list[ReconfigurationRecord]:
         return [r for r in self.records().reconfigurations if r.outcome == outcome]
 
+    def processes(self) -> list[psutil.Process]:
+        """Those of all its nodes: namespaces hide nothing from outside."""
+        return processes_of(self.directory) + processes_of(RunDirectory(self.file))
+
     def kill_coordinator(self) -> None:
         """SIGKILL, as from a kernel that has run out of memory."""
-        for process in processes_of(self.directory):
-            words = " ".join(process.cmdline())
-            if "submitit.core._submit" in words or "liver_hpc run" in words:
-                os.kill(process.pid, signal.SIGKILL)
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                words = " ".join(process.cmdline())
+                if "submitit.core._submit" in words or "liver_hpc run" in words:
+                    process.kill()
 
     def nothing_is_left(self, limit_s: float = GONE_S) -> None:
         """No job, allocation, step or process; the feed, which is the test's own, goes first."""
@@ -239,7 +255,7 @@ class SlurmRun:
         def left() -> list[str]:
             found = [f"job {line}" for line in self.jobs.of_runs()]
             found += [f"step {line}" for line in self.jobs.steps() if "liver" in line]
-            return found + [str(process) for process in processes_of(self.directory)]
+            return found + [str(process) for process in self.processes()]
 
         try:
             wait_for(lambda: not left(), limit_s, "the run to be gone")
@@ -267,6 +283,16 @@ def slurm_run(
         yield run
     finally:
         run.close()
+        empty(cluster)
+
+
+def empty(cluster: SlurmCluster) -> None:
+    """Ends what is left on a cluster, as that of a test that failed."""
+    ping = cluster.attempt(command_line(cluster.name, "exec", "--", "scontrol", "ping"), 30.0)
+    if ping.returncode != 0:
+        cluster.testbed("start-controller")
+    cluster.run("scancel", "--user=root")
+    wait_for(lambda: not cluster.run("squeue", "-h"), 2 * GONE_S, f"{cluster.name} to be empty")
 
 
 def each_step_once(records: RunRecords) -> list[float]:

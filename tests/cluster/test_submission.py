@@ -229,12 +229,12 @@ def test_following_tells_of_the_queue_and_then_of_the_run(site: Site, full: str)
     assert following.stdout.readline().startswith("run runs/run-")
     assert following.stdout.readline().startswith("queued as job ")
     site.cluster.run("scancel", full)
+    assert " is RUNNING on n" in following.stdout.readline()
     run = (site.directory / "runs" / "latest").resolve()
-    await_coordinator(run)
+    assert following.stdout.readline() == f"run {run.name}: training\n"
     site.end()
     shown, _ = following.communicate(timeout=30.0)
-    assert "is RUNNING on n" in shown
-    assert f"run {run.name}: training" in shown
+    assert shown.endswith(": stopped at step 7: asked to\n")
     assert following.returncode == 0
 
 

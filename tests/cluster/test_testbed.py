@@ -134,6 +134,27 @@ def test_a_killed_node_fails_its_step_and_comes_back(slurm_cluster: SlurmCluster
     assert "before" not in printed
 
 
+def test_jobs_outlive_a_controller_that_is_killed(slurm_cluster: SlurmCluster) -> None:
+    seen = fresh(slurm_cluster, "outlived")
+    count = f"touch {seen}/started; until test -e {seen}/go; do sleep 0.1; done; hostname"
+    step = slurm_cluster.start("srun", "-w", "n2", "sh", "-c", count)
+    wait_for((seen / "started").exists, 15.0, "the step on n2")
+    # A job that slurmctld has not written down yet would be forgotten.
+    written, started_s = slurm_cluster.place.root / "state" / "job_state", time.time()
+    wait_for(lambda: written.stat().st_mtime > started_s, 30.0, "slurmctld to save its state")
+    slurm_cluster.testbed("kill-controller")
+    words = [("kill-controller",), ("exec", "--", "scontrol", "ping")]
+    commands = [command_line(slurm_cluster.name, *line) for line in words]
+    twice, ping = (slurm_cluster.attempt(command, limit_s=20.0) for command in commands)
+    slurm_cluster.testbed("start-controller")
+    assert "slurmctld" in twice.stderr
+    assert "is DOWN" in ping.stdout
+    assert "sh" in slurm_cluster.run("squeue", "--noheader", "--steps", "--format=%j")
+    (seen / "go").touch()
+    output, _ = step.communicate(timeout=30.0)
+    assert "n2" in output.splitlines()
+
+
 @pytest.fixture
 def unlimited_again(slurm_cluster: SlurmCluster) -> Iterator[None]:
     yield

@@ -1,7 +1,8 @@
 """A recipe whose workers have trouble with checkpoints. Loaded by workers only.
 
 `LIVER_TEST_DIES_WRITING` is "worker:step": that worker dies by SIGKILL in the middle of writing its
-part of the checkpoint of that step, once in a run. `LIVER_TEST_FILE_BYTES`: no file may become larger.
+part of the checkpoint of that step, once in a run. `LIVER_TEST_FILE_BYTES`: no file may become
+larger.
 """
 
 from __future__ import annotations

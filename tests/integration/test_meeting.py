@@ -28,7 +28,7 @@ from liver_hpc.rendezvous.meeting import (
     MemoryFrontDesk,
     Refusal,
 )
-from liver_hpc.rendezvous.mpi import MpiFrontDesk
+from liver_hpc.rendezvous.mpi import DeskPlace, MpiFrontDesk
 from liver_hpc.rendezvous.mpi_calls import (
     EXIT_DESK_LOST,
     EXIT_STUCK,
@@ -423,6 +423,22 @@ def test_closing_ends_the_desks_process_and_takes_the_port_file_away(
 
 
 # ---- the joiner's deadlines
+
+
+def test_the_joiner_goes_by_the_netmod_of_the_desk_whatever_the_environment_says(
+    tmp_path: Path, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIR_CVAR_CH4_NETMOD", "ofi")
+    monkeypatch.setenv("UCX_LOG_LEVEL", "fatal")  # it complains on standard output
+    desk = MpiFrontDesk(tmp_path, SECRET, DeskPlace(netmod="ucx"))
+    desk.start(coordinator.answer)
+    try:
+        place = MeetingPlace.read(tmp_path)
+        assert place is not None
+        assert place.netmod == "ucx"
+        assert result(start_joiner(tmp_path, "a0")).worker_ids == (0, 1)
+    finally:
+        desk.close()
 
 
 def test_without_a_desk_the_joiner_gives_up_at_its_deadline(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ FLOORS = {
     "liver_hpc.doctor": 12,
     "liver_hpc.submit": 13,
     "liver_hpc.here": 14,
+    "liver_hpc.resume": 14,
     "liver_hpc.cli": 15,
     "liver_hpc.__main__": 16,
 }

@@ -132,6 +132,21 @@ def test_a_job_that_is_about_to_end_is_queued_again_and_goes_on(
     assert yaml.safe_load(before)["cluster"]["kind"] == "slurm"
 
 
+def test_a_job_whose_state_is_not_on_disk_in_time_is_queued_again_all_the_same(
+    started: Callable[..., Here], in_job: Path, tmp_path: Path, repository: Path
+) -> None:
+    there = 'pathlib.Path(run_directory, "coordinator.json").write_text("{}")'
+    sitecustomize_in(tmp_path, repository, f"import pathlib, time; {there}; time.sleep(60.0)")
+    run = Path("runs/run-77")
+    here = started(kind="auto", slurm={**SLURM, "end_window_s": 2.0})
+    here.await_coordinator(lambda: run)
+    code, shown = here.end(signal.SIGUSR1)
+    assert code == cli.EXIT_OK
+    assert shown == f"run {run}\nrun {run} goes on when its job starts again\n"
+    assert in_job.read_text().splitlines()[-1] == "scontrol requeue 77"
+    assert not (run / "outcome.json").exists()
+
+
 def test_a_job_that_may_not_be_queued_again_is_not(
     started: Callable[..., Here], in_job: Path
 ) -> None:

@@ -42,10 +42,11 @@ def test_what_cannot_be_shared_is_refused(path: str) -> None:
 
 
 def test_slurm_conf_names_every_node_and_both_partitions() -> None:
-    settings = Settings(nodes=2, grace_s=7, gpus=0)
+    settings = Settings(nodes=2, grace_s=7, kill_wait_s=9, gpus=0)
     text = slurm_conf(settings, Place("liver", Path("/state")))
     assert "NodeName=n2 NodeAddr=10.77.0.12" in text
     assert "PartitionName=preempt Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=7" in text
+    assert "\nKillWait=9\n" in text
     assert "Gres=" not in text
     assert "{" not in text
     assert hosts(settings).splitlines()[1:] == ["10.77.0.1 ctl", "10.77.0.11 n1", "10.77.0.12 n2"]

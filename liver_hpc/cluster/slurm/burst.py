@@ -107,6 +107,10 @@ class BurstPolicy:
         """Before this time nothing is asked for; -inf after no refusal."""
         return self._not_before_s
 
+    def knows(self, job: str) -> bool:
+        """Whether it stands or is held."""
+        return job in self._pending or job in self._held
+
     def to_submit(self) -> list[Request]:
         """Requests to be made now."""
         self._forgive()

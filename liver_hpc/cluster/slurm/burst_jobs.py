@@ -15,7 +15,7 @@ from liver_hpc.cluster.slurm.burst import BurstPolicy
 from liver_hpc.cluster.slurm.burst_script import SCRIPT_FILE, burst_arguments, burst_script
 from liver_hpc.cluster.slurm.commands import ControllerAway, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.guard import Guard, cancel_all
-from liver_hpc.cluster.slurm.replies import PENDING, RUNNING, JobInfo
+from liver_hpc.cluster.slurm.replies import COMPLETING, PENDING, RUNNING, JobInfo
 from liver_hpc.config.schema import BurstSection, RunConfig
 
 RECORD_FILE = "burst.json"
@@ -65,6 +65,7 @@ class BurstJobs:
         self._commands = commands
         self._run_directory = run_directory.absolute()
         self._record_path = run_directory / RECORD_FILE
+        self._avoided: frozenset[str] = frozenset()
         earlier = _Record.read(self._record_path)
         self._earlier_name = earlier.job_name if earlier else ""
         self.name = f"{self._run_directory.name}-burst-{secrets.token_hex(4)}"
@@ -91,8 +92,15 @@ class BurstJobs:
         self._guard = Guard(self.name, self._slurm.command_s, self._slurm.away_s, log_path)
 
     def save(self) -> None:
-        """Notes what has been used of the cap."""
-        _Record(self.name, self.policy.node_hours).write(self._record_path)
+        """Notes what has been used of the cap; a full disk must not cost a grant, or its end."""
+        try:
+            _Record(self.name, self.policy.node_hours).write(self._record_path)
+        except OSError as error:
+            log.warning("%s: %s", self._record_path, error)
+
+    def avoid(self, node: str) -> None:
+        """From any thread: no request names this node again; one that stands already may get it."""
+        self._avoided = self._avoided | {node}
 
     @property
     def pending(self) -> list[str]:
@@ -102,7 +110,7 @@ class BurstJobs:
     def observe(self, jobs: Mapping[str, JobInfo], notes: list[str]) -> list[JobInfo]:
         """Takes in an answer about all pending requests; those that were granted."""
         if self._unsure:
-            self._adopt(notes)
+            jobs = {**jobs, **self._adopt(notes)}
         granted = []
         for job in self.pending:
             info = jobs.get(job)
@@ -125,14 +133,19 @@ class BurstJobs:
             self.save()
         return granted
 
-    def _adopt(self, notes: list[str]) -> None:
-        """Slurm may have taken a request although its answer never came."""
-        for job, info in self._commands.named(self.name, retry=False).items():
-            if job not in self._pending and info.state == PENDING:
-                self._pending[job] = ""
-                self.policy.submitted(job, self._burst.nodes_per_request)
-                notes.append(f"burst request {job} was taken after all")
+    def _adopt(self, notes: list[str]) -> dict[str, JobInfo]:
+        """Requests that Slurm has taken although its answer never came."""
+        found = {
+            job: info
+            for job, info in self._commands.named(self.name, retry=False).items()
+            if not self.policy.knows(job) and info.state != COMPLETING
+        }
+        for job in found:
+            self._pending[job] = ""
+            self.policy.submitted(job, self._burst.nodes_per_request)
+            notes.append(f"burst request {job} was taken after all")
         self._unsure = False
+        return found
 
     def ended(self, job: str, by_us: bool) -> None:
         """A grant is no more."""
@@ -148,6 +161,7 @@ class BurstJobs:
             arguments = burst_arguments(
                 self._slurm, self._burst, request, self.name, self._run_directory
             )
+            arguments += self._exclusion()
             script = self._run_directory / SCRIPT_FILE
             try:
                 job = self._commands.sbatch(
@@ -163,6 +177,13 @@ class BurstJobs:
             self._pending[job] = ""
             self.policy.submitted(job, request.nodes)
             log.info("asked for %d burst nodes: job %s", request.nodes, job)
+
+    def _exclusion(self) -> list[str]:
+        """sbatch's option for the nodes to avoid, and for those that the run file excludes."""
+        if not self._avoided:
+            return []
+        given = self._burst.options.get("exclude")
+        return [f"--exclude={','.join([*sorted(self._avoided), *([str(given)] if given else [])])}"]
 
     def _cancel(self, job: str) -> None:
         self._commands.cancel(job, retry=False)

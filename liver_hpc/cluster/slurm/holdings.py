@@ -239,7 +239,7 @@ def _is_preemption(holding: Holding, ends_s: float, now_s: float) -> bool:
     """Preemption moves a job's end to the end of its grace time; a time limit stays."""
     if holding.grace_s is None:
         return False
-    shortened = holding.ends_s is not None and ends_s < holding.ends_s - _SAME_S
+    shortened = holding.ends_s is None or ends_s < holding.ends_s - _SAME_S
     return shortened and ends_s <= now_s + holding.grace_s + _SAME_S
 
 

@@ -17,12 +17,11 @@ from liver_hpc.cluster.slurm.commands import (
     JobInfo,
     PartitionInfo,
     SlurmCommands,
-    SlurmError,
 )
 from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Windows
 from liver_hpc.cluster.slurm.replies import parse_setting_s
 from liver_hpc.config.schema import ComponentSection, RunConfig
-from liver_hpc.errors import DeadlineError
+from liver_hpc.errors import DeadlineError, LiverError
 
 _ANSWER_S = 2.0
 """How long a warning may wait for Slurm's word before the worst is assumed."""
@@ -31,6 +30,7 @@ _KILL_WAIT_S = 30.0
 _NODES_EVERY = 3
 """Polls of jobs for one of node states."""
 _THREAD_END_S = 5.0
+_GIVEN_BACK = "given back"
 
 _log = logging.getLogger(__name__)
 
@@ -81,13 +81,13 @@ class SlurmPool(NodePool):
             self._partitions = self._commands.partitions()
             kill_s = parse_setting_s(self._commands.setting("KillWait"), _KILL_WAIT_S)
             self._holdings = Holdings(Windows(self._slurm.end_window_s, kill_s))
-        except SlurmError as error:
+        except LiverError as error:
             tell(PoolNote(f"Slurm's partitions are unknown: {error}"))
         self._enter_own()
         if self._burst is not None:
             try:
                 self._burst.open()
-            except (SlurmError, OSError) as error:
+            except (LiverError, OSError) as error:
                 tell(PoolNote(f"no burst nodes will be asked for: {error}"))
                 self._burst = None
         for target, name in ((self._watch, "slurm-pool"), (self._explain, "slurm-warnings")):
@@ -112,8 +112,12 @@ class SlurmPool(NodePool):
         with self._lock:
             job = self._holdings.give_back(node)
             if job is not None:
-                self._returning[job] = "given back"
+                self._returning[job] = _GIVEN_BACK
         self._wake.set()
+
+    def avoid(self, node: str) -> None:
+        if self._burst is not None:
+            self._burst.avoid(node)
 
     def close(self) -> None:
         if self._ending.is_set():
@@ -137,7 +141,7 @@ class SlurmPool(NodePool):
         jobs: dict[str, JobInfo] | None = None
         try:
             jobs = self._commands.jobs([part.job_id for part in self._allocation.components])
-        except SlurmError as error:
+        except LiverError as error:
             self._tell(PoolNote(f"the own job is taken as it was submitted: {error}"))
         for component in self._allocation.components:
             info = jobs.get(component.job_id) if jobs is not None else None
@@ -201,7 +205,7 @@ class SlurmPool(NodePool):
                 self._ask_for_more()
             except ControllerAway as error:
                 self._say_away(error)
-            except SlurmError as error:
+            except LiverError as error:
                 self._tell(PoolNote(str(error)))
             except OSError as error:
                 self._tell(PoolNote(f"the run directory: {error}"))
@@ -242,7 +246,16 @@ class SlurmPool(NodePool):
             notes: list[str] = []
             for info in self._burst.observe(jobs, notes):
                 with self._lock:
-                    events += self._holdings.enter(self._granted(info))
+                    shared = sorted({*info.nodes} & {*self._holdings.node_names()})
+                    if shared:
+                        self._returning[info.job_id] = f"on nodes that are held already: {shared}"
+                    else:
+                        events += self._holdings.enter(self._granted(info))
+                if shared:
+                    notes.append(
+                        f"burst job {info.job_id} goes back: {', '.join(shared)} held already; "
+                        "cluster.slurm.burst.options wants exclusive: true"
+                    )
             self._tell_all(map(PoolNote, notes))
         self._tell_all(events)
 
@@ -268,7 +281,7 @@ class SlurmPool(NodePool):
                 self._returning.pop(job, None)
                 events = self._holdings.strike(job, reason)
             if self._burst is not None:
-                self._burst.ended(job, by_us=True)
+                self._burst.ended(job, by_us=reason == _GIVEN_BACK)
             self._tell_all(events)
 
     def _ask_for_more(self) -> None:
@@ -295,21 +308,32 @@ class SlurmPool(NodePool):
 
     def _explain(self) -> None:
         hasty = self._commands.hasty(_ANSWER_S)
-        while (warning := self._warnings.get()) is not None:
-            node, signal, at_s = warning
-            with self._lock:
-                holding = self._holdings.of(node)
-            if holding is None:
+        ending = False
+        while not ending:
+            came = [self._warnings.get()]
+            while not self._warnings.empty():
+                came.append(self._warnings.get())
+            ending = None in came
+            self._explain_all(hasty, [warning for warning in came if warning is not None])
+
+    def _explain_all(self, hasty: SlurmCommands, warnings: list[_Warning]) -> None:
+        """With one question for all: their windows do not last until each had its own."""
+        with self._lock:
+            held = {node: self._holdings.of(node) for node, _, _ in warnings}
+        asked = {node: holding.job for node, holding in held.items() if holding is not None}
+        jobs: dict[str, JobInfo] | None = None
+        try:
+            jobs = hasty.jobs(sorted(set(asked.values())))
+        except LiverError as error:
+            _log.warning("what signals on %s mean is not known: %s", sorted(asked), error)
+        for node, signal, at_s in warnings:
+            if node not in asked:
                 continue
-            try:
-                info = hasty.jobs([holding.job]).get(holding.job)
-            except SlurmError as error:
-                _log.warning("what %s on %s means is not known: %s", signal, node, error)
-                with self._lock:
+            with self._lock:
+                if jobs is None:
                     events = self._holdings.unanswered(node, at_s)
-            else:
-                with self._lock:
-                    events = self._holdings.signalled(node, signal, at_s, info)
+                else:
+                    events = self._holdings.signalled(node, signal, at_s, jobs.get(asked[node]))
             self._tell_all(events)
 
     def _tell_all(self, events: Iterable[PoolEvent]) -> None:

@@ -15,7 +15,7 @@ from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.environment import clean_environment
 from liver_hpc.cluster.launcher import KILLED
 from liver_hpc.cluster.slurm.allocation import Place
-from liver_hpc.cluster.slurm.commands import ControllerAway, SlurmCommands, SlurmError
+from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.replies import RUNNING
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.lifeline import guarded
@@ -100,7 +100,7 @@ class Step:
         """The step first: without its srun nobody would tell it to end."""
         try:
             self._cancel_steps()
-        except SlurmError as error:
+        except LiverError as error:
             _log.warning("agent %s: its step cannot be cancelled yet: %s", self._plan.agent, error)
         srun = self._srun
         if srun is None or self._ended.wait(_STEP_GRACE_S):
@@ -112,18 +112,17 @@ class Step:
     # ---- in the keeper's thread
 
     def _keep(self) -> None:
+        code = KILLED
         try:
-            code = self._run()
+            code = self._bury(self._run())
         except OSError as error:
             self._failure = error
             code = 127
         finally:
+            self.exit_code = code
             self._spawned.set()
-        if self._failure is None:
-            code = self._bury(code)
-        self.exit_code = code
-        self._ended.set()
-        _log.info("agent %s ended with exit code %d", self._plan.agent, code)
+            self._ended.set()
+            _log.info("agent %s ended with exit code %d", self._plan.agent, code)
 
     def _run(self) -> int:
         """srun's exit code; srun is repeated where no controller let it begin."""
@@ -162,13 +161,18 @@ class Step:
         """Whether the job is there, or may be."""
         try:
             return self._job_is_there()
-        except ControllerAway:
+        except LiverError:
             return True
 
     def _printed(self) -> bytes:
-        with self._plan.log.open("rb") as log:
-            log.seek(self._log_start)
-            return log.read()
+        """What srun has said; nothing where its log cannot be read any more."""
+        try:
+            with self._plan.log.open("rb") as log:
+                log.seek(self._log_start)
+                return log.read()
+        except OSError as error:
+            _log.warning("agent %s: %s", self._plan.agent, error)
+            return b""
 
     def _bury(self, code: int) -> int:
         """Waits until Slurm knows of no step either; how the agent really ended."""
@@ -187,7 +191,7 @@ class Step:
                 if own_end.expired() and not seen:
                     self._cancel_steps()
                     own_end = Deadline.after(clock, _CANCEL_AGAIN_S, own_end.waits_for)
-            except ControllerAway as error:
+            except LiverError as error:  # no answer, or none that makes sense
                 _log.warning("agent %s: is its step left? %s", self._plan.agent, error)
             if seen and own_end.expired():
                 # Its processes are gone, srun saw that. A step that could not tell an absent

@@ -51,6 +51,9 @@ def test_a_right_run_passes() -> None:
         ([MAIN], {"end_window_s": 3600},
          "cluster.slurm.end_window_s is 3600, wanted less than the job's time limit, "
          "cluster.timeout_min: 3600 s"),
+        ([MAIN], {"burst": {**BURST, "time_min": 2}, "end_window_s": 120},
+         "cluster.slurm.burst.time_min is 2, wanted more than end_window_s, 120 s: its nodes "
+         "would be left at once"),
         ([{**MAIN, "options": {"time": 5}}], {},
          "cluster.slurm.components.0.options.time: liver gives --time itself; its key is "
          "cluster.timeout_min, or time_min of a burst"),

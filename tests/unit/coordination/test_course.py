@@ -9,7 +9,7 @@ import stat
 import pytest
 
 from liver_hpc.coordination.run_files import Outcome
-from liver_hpc.errors import MeetingError
+from liver_hpc.errors import DeadlineError, MeetingError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.channel import ChannelClosed, connect
@@ -86,7 +86,7 @@ def test_a_first_worker_that_does_not_come_fails_the_run(make: Start, fault: Fau
         outcome.reason
         == {
             Fault.DIE: "agent a0 ended with exit code 5 before its workers were ready; "
-            "see logs/agent-a0.log",
+            "see logs/*-a0.log",
             Fault.SILENT: "waited 0.5 s for Hello of workers [1]",
         }[fault]
     )
@@ -104,6 +104,35 @@ def test_workers_that_do_not_stop_fail_the_run_and_are_named(make: Start) -> Non
     run.cluster.workers[1].script.mute = True
     run.ask(m.StopRequest())
     assert run.outcome().reason == "waited 0.3 s for Finished of workers [1]"
+
+
+@pytest.mark.parametrize("ending", ["stopped", "requeue"])
+def test_a_worker_that_is_lost_as_the_run_ends_does_not_make_it_begin_again(
+    make: Start, ending: str
+) -> None:
+    """Also where there is a checkpoint to begin again from."""
+    run = make(checkpoint={"keep": 1})
+    run.coordinator._course._checkpoints._last_step = 1
+    for played in run.cluster.workers.values():
+        played.script.mute = True  # the boundary is far
+    if ending == "stopped":
+        run.ask(m.StopRequest())
+    else:
+        run.coordinator.end_near("time limit", 0.0)
+        run.until(lambda: run.status()["state"] == "stopping", "the news")
+    run.cluster.workers[1].channel.close()
+    outcome = run.outcome()
+    assert outcome.state == ending
+    assert "worker 1 lost" in outcome.reason
+    assert "the checkpoint of step 1 is left" in outcome.reason
+
+
+def test_a_run_that_is_stopped_before_its_launch_launches_nothing(make: Start) -> None:
+    run = make(begin=False)
+    run.coordinator.stop("SIGTERM")
+    run.start_only()
+    assert run.outcome() == Outcome("stopped", "SIGTERM", 0)
+    assert run.cluster.launched == []
 
 
 def test_an_agent_that_is_not_expected_is_refused(make: Start) -> None:
@@ -129,3 +158,33 @@ def test_a_worker_that_speaks_for_another_fails_the_run(make: Start) -> None:
     run = make()
     run.cluster.workers[1].channel.send(m.Heartbeat(worker=0, step=0))
     assert run.outcome().reason.startswith("worker 1 sent")
+
+
+def test_what_cannot_be_closed_does_not_change_how_the_run_ended(
+    make: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that is away at the end: a run that is to be queued again still is."""
+    run = make(begin=False, checkpoint={"keep": 1})
+
+    def away() -> None:
+        raise DeadlineError("waited 30 s for jobs named x to end")
+
+    monkeypatch.setattr(run.cluster.pool, "close", away)
+    run.start()
+    run.coordinator.end_near("time limit", 0.0)
+    outcome = run.outcome()
+    assert outcome.state == "requeue"
+    assert outcome.reason.endswith("; not all could be ended: waited 30 s for jobs named x to end")
+
+
+def test_a_run_that_is_to_be_queued_again_is_also_without_a_checkpoint(make: Start) -> None:
+    """Its workers are ended with their node before the boundary came."""
+    run = make(checkpoint={"keep": 1})
+    for played in run.cluster.workers.values():
+        played.script.mute = True
+    run.coordinator.end_near("preempted", 0.0)
+    run.until(lambda: run.status()["state"] == "stopping", "the news")
+    run.cluster.workers[1].channel.close()
+    outcome = run.outcome()
+    assert outcome.state == "requeue"
+    assert outcome.reason.endswith("; no checkpoint is left")

@@ -188,5 +188,5 @@ def test_fallen_agents_are_named(scene: Scene) -> None:
     scene.launcher.end("a0", 1)
     assert scene.crew.fallen(0) == "", "its workers had come; their connections tell"
     scene.launcher.end("a1", 1)
-    wanted = "agent a1 ended with exit code 1 before its workers were ready; see logs/agent-a1.log"
+    wanted = "agent a1 ended with exit code 1 before its workers were ready; see logs/*-a1.log"
     assert scene.crew.fallen(0) == wanted

@@ -258,10 +258,10 @@ def test_a_target_worker_without_a_first_step_fails_the_run(make: Start) -> None
 
 def test_an_agent_that_dies_in_boot_costs_only_the_attempt(make: Start) -> None:
     run = make()
-    run.cluster.fallen_agents.add("a1")
+    run.cluster.fallen_agents["a1"] = 3
     run.resize("tp=2,dp=2")
     wanted = (
-        "BOOT: agent a1 ended with exit code 3 before its workers were ready; see logs/agent-a1.log"
+        "BOOT: agent a1 ended with exit code 3 before its workers were ready; see logs/*-a1.log"
     )
     assert run.record(0).detail == wanted
     run.resize("tp=2,dp=2")

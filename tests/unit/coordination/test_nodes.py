@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from liver_hpc.cluster.launcher import TERMINATED
 from liver_hpc.cluster.pool import EndNear, Node, NodeGone
 from liver_hpc.coordination.estimate import Estimate
 from liver_hpc.coordination.run_files import Outcome
@@ -131,8 +132,8 @@ def test_a_warning_overtakes_a_growing_handoff(make: Start) -> None:
 def test_a_warning_of_a_training_node_overtakes_and_the_overtaken_wish_comes_again(
     make: Start,
 ) -> None:
-    run = on_two_nodes(make, burst(3, slots=2), workers={"initial": 2, "max": 4})
-    run.resize("tp=2")  # nothing grows by itself beyond two now
+    run = on_two_nodes(make, SPARE)
+    run.resize("tp=2")
     run.record(0)
     run.cluster.faults.fail_at(2, Phase.PREPARE, Fault.SILENT)
     run.resize("tp=2,dp=2")
@@ -178,10 +179,30 @@ def test_an_operator_drains_a_node(make: Start) -> None:
     run = grown(make)
     reply = run.ask(m.DrainRequest(node="burst4", within_s=60.0))
     assert reply.text == "leaving burst4 within 60 s"
+    assert run.cluster.pool.avoided == ["burst4"]
     assert run.record(1).outcome == "completed"
     refused = run.ask(m.DrainRequest(node="n9"))
     assert not refused.ok
     assert "node 'n9' is not held by the run; nodes are n1, n2" in refused.text
+
+
+def test_a_node_that_the_run_cannot_do_without_is_not_drained(make: Start) -> None:
+    run = on_two_nodes(make, layouts={2: [{"dp": 2}], 4: [{"dp": 4}]})
+    refused = run.ask(m.DrainRequest(node="n2"))
+    assert not refused.ok
+    assert "no layout is allowed without n2" in refused.text
+
+
+def test_a_drained_node_that_nobody_takes_is_kept_where_there_is_no_other(make: Start) -> None:
+    run = on_two_nodes(make, layouts={2: [{"dp": 2}], 4: [{"dp": 4}]})
+    run.cluster.pool.warn("n2", "drained")
+    run.until(lambda: "to be left: drained" in str(run.status()["nodes"]), "the warning")
+    run.cluster.train(2)
+    run.until(lambda: run.status()["step"] == 2, "training to go on")
+    assert run.status()["state"] == "training"
+    run.cluster.pool.grant(burst(3))  # somewhere to go
+    assert run.record(0).outcome == "completed"
+    assert {run.coordinator._crew.node_of(w) for w in run.status()["workers"]} == {"n1", "burst3"}
 
 
 def test_a_spare_component_is_joined_when_asked_and_left_again(make: Start) -> None:
@@ -222,6 +243,99 @@ def test_workers_on_a_node_that_is_gone_are_lost(make: Start) -> None:
     assert run.metrics.notices[-1].outcome == "lost"
 
 
+def test_a_leaver_whose_node_is_gone_is_lost_once(make: Start) -> None:
+    """Its connection may break only after the pool has said so."""
+    run = grown(make)
+    leaver = next(w for w in (2, 3) if run.coordinator._crew.node_of(w) == "burst3")
+    played = run.cluster.workers[leaver]
+    hear: Any = played.script.receive
+    deaf: Any = lambda message: [] if isinstance(message, m.Exit) else hear(message)  # noqa: E731
+    played.script.receive = deaf  # type: ignore[method-assign]
+    run.cluster.faults.fail_at(0, Phase.RELEASE, Fault.SILENT)
+    run.resize("dp=2")
+    run.reach(Phase.RELEASE)
+    run.silent(0)
+    run.cluster.pool.say(NodeGone("burst3", "down"))
+    run.until(lambda: "is gone" in run.status()["last_event"], "the news")
+    played.channel.close()
+    stayer = run.cluster.workers[0]
+    stayer.script.mute = False
+    stayer.say(stayer.script.first_step())
+    assert run.record(1).outcome == "completed"
+    assert run.status()["state"] == "training"
+
+
+def test_handoffs_that_were_overtaken_have_not_failed(make: Start) -> None:
+    run = on_two_nodes(make, burst(5), burst(6), layouts={n: [{"dp": n}] for n in (1, 2, 3, 4)})
+    assert run.record(0).target == "tp1 pp1 dp4"
+    run.until(lambda: run.status()["handoff"] is None, "its end")
+    fleet = run.coordinator._course.fleet
+    for node in ("burst5", "burst6"):
+        run.cluster.faults.fail_at(0, Phase.PREPARE, Fault.SILENT)
+        run.cluster.pool.warn(node, window_s=LONG_S)
+        run.until(lambda: run.cluster.workers[0].script.mute, "the handoff to be held up")
+        run.reach(Phase.PREPARE)
+        run.cluster.workers[0].script.mute = False
+    run.cluster.pool.warn("n2", window_s=LONG_S)
+    run.record(3)
+    assert len(run.status()["workers"]) == 1
+    outcomes = [record.outcome for record in run.metrics.reconfigurations[1:]]
+    assert outcomes == ["aborted", "aborted", "completed"]
+    assert fleet._failed_leaves == 0
+
+
+def test_a_warning_with_a_deadline_hurries_one_without(make: Start) -> None:
+    run = on_two_nodes(make, layouts={2: [{"dp": 2}], 4: [{"dp": 4}]})
+    run.cluster.pool.warn("n2", "drained")
+    run.until(lambda: "to be left: drained" in str(run.status()["nodes"]), "the warning")
+    run.cluster.pool.warn("n2", "time limit", window_s=LONG_S)
+    outcome = run.outcome()
+    assert outcome.state == "restart"
+    assert "leaving n2: time limit" in outcome.reason
+
+
+def test_a_drain_does_not_put_off_what_is_due_before(make: Start) -> None:
+    run = grown(make)
+    run.cluster.faults.fail_at(0, Phase.PREPARE, Fault.SILENT)
+    run.cluster.pool.warn("burst4", window_s=20.0)
+    run.reach(Phase.PREPARE)
+    reply = run.ask(m.DrainRequest(node="burst4", within_s=600.0))
+    assert reply.text.startswith("burst4 is being left already, within ")
+    held = run.coordinator._course.fleet.capacity.get("burst4")
+    assert held is not None
+    assert held.warning is not None
+    assert held.warning.reason == "preempted"
+    run.cluster.workers[0].script.mute = False
+    run.cluster.workers[0].say([m.Prepared(worker=0, generation=2)])
+    assert run.record(1).outcome == "completed"
+
+
+def test_a_node_that_nobody_takes_is_kept_when_handoffs_away_from_it_fail(make: Start) -> None:
+    run = on_two_nodes(make, layouts={1: [{}], 2: [{"dp": 2}], 4: [{"dp": 4}]})
+    run.coordinator._course.fleet._failed_leaves = 3
+    run.cluster.pool.warn("n2", "drained")
+    run.until(lambda: run.coordinator._course.fleet._dead_end is not None, "the run to stay")
+    assert run.status()["state"] == "training"
+    run.coordinator.stop("SIGTERM")
+    assert run.outcome().state == "stopped"
+    assert "stays: 3 handoffs have failed" in run.metrics.notices[-1].action
+
+
+def test_an_operator_can_stop_a_run_that_is_about_to_begin_again(make: Start) -> None:
+    run = grown(make)
+    for played in run.cluster.workers.values():
+        played.script.mute = True  # the boundary is far
+    run.coordinator._course.fleet._failed_leaves = 3
+    run.cluster.pool.warn("burst3", window_s=0.001)
+    run.until(lambda: run.status()["state"] == "stopping", "the way to the disk")
+    assert run.ask(m.StopRequest()).text == "stopping at the next step boundary"
+    for worker in run.status()["workers"]:
+        played = run.cluster.workers[worker]
+        played.script.mute = False
+        played.say([m.Finished(worker=worker, step=0)])
+    assert run.outcome().state == "stopped"
+
+
 def test_the_first_workers_wait_for_nodes(make: Start) -> None:
     run = make(begin=False, nodes=MAIN[:1], policy=POLICY)
     run.start_only()
@@ -238,6 +352,27 @@ def test_a_node_that_goes_before_training_began_ends_this_life(make: Start) -> N
     run.until(lambda: len(run.cluster.launched) == 2, "the launch")
     run.cluster.pool.warn("n2", window_s=LONG_S)
     assert run.outcome().state == "restart"
+
+
+def test_a_node_that_is_gone_before_training_began_ends_this_life(make: Start) -> None:
+    run = make(begin=False, nodes=MAIN, policy=POLICY)
+    run.cluster.faults.fail_at(1, Phase.BOOT, Fault.SILENT)
+    run.start_only()
+    run.until(lambda: len(run.cluster.launched) == 2, "the launch")
+    run.cluster.pool.say(NodeGone("n2", "down"))
+    assert run.outcome().state == "restart"
+
+
+@pytest.mark.parametrize(("code", "state"), [(TERMINATED, "restart"), (87, "failed")])
+def test_an_agent_that_is_told_to_end_as_it_starts_ends_this_life(
+    make: Start, code: int, state: str
+) -> None:
+    run = make(begin=False, nodes=MAIN, policy=POLICY)
+    run.cluster.fallen_agents["a1"] = code
+    run.start_only()
+    outcome = run.outcome()
+    assert outcome.state == state
+    assert f"agent a1 ended with exit code {code}" in outcome.reason
 
 
 def test_the_end_of_the_own_allocation_is_a_requeue(make: Start) -> None:
@@ -261,7 +396,7 @@ def test_a_signal_of_an_agent_is_brought_before_the_pool(make: Start) -> None:
     run = on_two_nodes(make)
     line = agents_own_line(run, "a1")
     line.send(m.Warned(agent="a1", signal="TERM", at_s=1.0))
-    run.until(lambda: run.cluster.pool.signals == [("n2", "TERM")], "the pool to hear of it")
+    run.until(lambda: run.cluster.pool.signals == [("n2", "SIGTERM")], "the pool to hear of it")
     line.close()
 
 

@@ -74,3 +74,12 @@ def test_what_is_open_at_the_end_is_recorded_as_open(
     book.warned(NodeWarned("n4", "preempted", 10.0, 14.0), "burst-8")
     book.close()
     assert [(record.node, record.outcome) for record in told] == [("n4", "open")]
+
+
+def test_a_node_whose_warning_was_withdrawn_keeps_its_record(
+    book: NoticeBook, told: list[NoticeRecord]
+) -> None:
+    book.warned(NodeWarned("n3", "drained", 10.0), "burst-7")
+    book.stays("n3")
+    book.granted(BURST, 12.0)
+    assert [(record.kind, record.outcome) for record in told] == [("drained", "not needed")]

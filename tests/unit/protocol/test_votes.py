@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from liver_hpc.layout.coordinates import Coordinate, Layout, Roster
 from liver_hpc.layout.tensors import EXP_AVG, MAIN, PARAMETER
 from liver_hpc.protocol.messages import ClassDigest, Vote
-from liver_hpc.protocol.votes import MODULUS, CopyIndex, StateClass, disagreements
+from liver_hpc.protocol.votes import (
+    MODULUS,
+    CopyIndex,
+    StateClass,
+    copies_disagree,
+    disagreements,
+    restored_disagrees,
+)
 
 layouts = st.builds(Layout, st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
 state_classes = st.builds(
@@ -164,3 +171,28 @@ def test_a_copy_that_nobody_reports_is_missing() -> None:
 def test_votes_without_any_digest_do_not_agree() -> None:
     roster = Roster(Layout(1, 1, 1), (0,))
     assert disagreements(roster, roster, {0: _vote(0, [], [])}) == ["no worker reported any digest"]
+
+
+@given(situations())
+def test_equal_copies_agree_within_one_world_and_across_a_disk(situation: Situation) -> None:
+    """Also where the two worlds' worker ids overlap: they are of different lives."""
+    target, votes = situation.target, situation.votes
+    saved = {worker: vote.source for worker, vote in votes.items()}
+    restored = {worker: vote.target for worker, vote in votes.items()}
+    assert copies_disagree(situation.source, saved) == []
+    assert restored_disagrees(situation.source, saved, target, restored) == []
+
+
+def test_copies_of_one_world_that_have_diverged_are_found() -> None:
+    roster = Roster(Layout(1, 1, 2), (4, 9))
+    (text,) = copies_disagree(roster, {4: (_parameter(7),), 9: (_parameter(8),)})
+    assert "world copy dp 1 (workers [9]) is 0000000000000008" in text
+
+
+def test_what_was_restored_is_told_apart_from_what_was_saved() -> None:
+    roster = Roster(Layout(1, 1, 1), (0,))
+    found = restored_disagrees(roster, {0: (_parameter(7),)}, roster, {0: (_parameter(8),)})
+    assert found == [
+        "parameter (split over tp): restored copy dp 0 (workers [0]) is 0000000000000008, "
+        "saved copy dp 0 (workers [0]) is 0000000000000007"
+    ]

@@ -1,0 +1,88 @@
+"""The end of a run's own job: of its time, of its coordinator, of all of it at once."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.harness import SlurmCluster
+from tests.cluster.slurm_runs import (
+    BOOT_S,
+    BURST,
+    SLURM,
+    SlurmRun,
+    each_step_once,
+    longest_gap_s,
+    slurm_run,
+    wait_for,
+)
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+PARTITION = "PartitionName=preempt"
+
+
+@pytest.fixture(autouse=True)
+def paced(run_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LIVER_TEST_STEP_S", "0.2")
+    monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
+    yield
+    run_cluster.run("scontrol", "update", PARTITION, "State=UP", "MaxTime=UNLIMITED")
+
+
+def end_the_time(run: SlurmRun) -> None:
+    """The job's time is about to be up; returns once it has begun again, with more of it."""
+    lived = run.life()
+    end = f"EndTime=now+{int(run.slurm['end_window_s']) + 4}"
+    run.jobs.update(f"JobId={run.job}", end)
+    wait_for(run.directory.goes_on, BOOT_S, "the state to be on disk")
+    wait_for(lambda: run.life() not in ("", lived), BOOT_S, "the job to begin again")
+    run.jobs.update(f"JobId={run.job}", "TimeLimit=20")
+
+
+def goes_on_where_it_was_saved(run: SlurmRun) -> None:
+    (saved,) = re.findall(r"requeue: .*checkpoint of step (\d+) in", run.log())
+    (resumed,) = re.findall(r"goes on from step (\d+)", run.log())
+    assert saved == resumed
+
+
+def test_a_run_goes_on_where_its_time_ended_on_the_nodes_that_are_left(
+    run_cluster: SlurmCluster,
+) -> None:
+    """By submitit; then SIGKILL of the coordinator."""
+    with slurm_run(run_cluster, "requeued") as run:
+        run.submit()
+        run.wait_workers(3)
+        run.jobs.update(PARTITION, "State=DOWN")
+        end_the_time(run)
+        run.wait_workers(2)
+        goes_on_where_it_was_saved(run)
+        run.kill_coordinator()
+        run.nothing_is_left()
+        each_step_once(run.records())
+
+
+def test_a_script_of_ones_own_goes_on_likewise_and_a_refused_request_delays_nothing(
+    run_cluster: SlurmCluster,
+) -> None:
+    """By slurm/liver.sbatch; a late grant; then SIGKILL of all processes of the job."""
+    with slurm_run(run_cluster, "scripted", burst={**BURST, "backoff_max_s": 3.0}) as run:
+        run.jobs.update(PARTITION, "MaxTime=5")  # burst nodes are asked for for longer
+        options = ["--partition=stable", "--nodes=1", "--time=20", "--output=/dev/null"]
+        options.append(f"--signal=B:USR1@{SLURM['end_window_s']:.0f}")
+        run.submit_script(*options, ":", *options)
+        run.wait_workers(2)
+        run.wait_log("refused")
+        run.wait_steps(5)
+        assert longest_gap_s(run.records()) < 2.0
+        end_the_time(run)
+        run.wait_workers(2)
+        goes_on_where_it_was_saved(run)
+        run.jobs.update(PARTITION, "MaxTime=UNLIMITED")
+        run.wait_workers(3)
+        run.cluster.run("scancel", "--signal=KILL", "--full", run.job)
+        run.nothing_is_left()
+        each_step_once(run.records())

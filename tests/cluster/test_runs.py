@@ -1,0 +1,167 @@
+"""A run on a real Slurm whose nodes come and go: one run, one kind of event after the other.
+
+Every test begins with a run on all the nodes that it can have, whatever the one before has left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from liver_hpc.metrics.records import NoticeRecord
+from tests.cluster.harness import SlurmCluster, command_line
+from tests.cluster.slurm_runs import (
+    ENDLESS,
+    GONE_S,
+    RUN_FILE,
+    SlurmRun,
+    each_step_once,
+    slurm_run,
+    wait_for,
+)
+from tests.integration.runs import finish, kill_started, run_config, start
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+STEP_S = "0.2"
+"""What a step takes at least while joiners boot beside it."""
+STEP_REPEATED_S = 60.0
+"""When slurmstepd says again that a step has ended, if slurmctld did not hear of it."""
+COMPARED_STEPS = 150
+
+
+@pytest.fixture(scope="module")
+def run(run_cluster: SlurmCluster) -> Iterator[SlurmRun]:
+    """Two stable nodes, a component each, and up to two burst nodes."""
+    with slurm_run(run_cluster, "elastic", 2) as run:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LIVER_TEST_STEP_S", STEP_S)
+            run.submit()
+        yield run
+
+
+def the_notice(run: SlurmRun, kind: str, node: str) -> NoticeRecord:
+    """The last such notice, once it is over."""
+
+    def over() -> bool:
+        return any(notice.node == node for notice in run.notices(kind))
+
+    wait_for(over, 30.0, f"notice {kind} of {node} to be over")
+    return next(notice for notice in reversed(run.notices(kind)) if notice.node == node)
+
+
+def test_a_run_grows_onto_burst_nodes_and_leaves_one_in_its_grace_time_and_in_boot(
+    run: SlurmRun,
+) -> None:
+    """Warned in the middle of a handoff onto the node, it aborts that; the source trains on."""
+    run.wait_workers(4)
+    grown = run.attempts("completed")[0]
+    assert (grown.source, grown.target) == ("tp1 pp1 dp2", "tp2 pp1 dp2")
+    assert "nodes granted" in grown.notice
+    node = run.nodes_of("burst")[-1]
+    other = run.jobs.occupy(node)
+    run.wait_workers(3)
+    notice = the_notice(run, "preempted", node)
+    assert notice.outcome == "in time"
+    assert notice.left_s < notice.deadline_s
+    assert math.isfinite(notice.returned_s)
+    wait_for(lambda: run.jobs.runs(other), 20.0, "the other job to run")
+    run.jobs.end(other)
+
+    before = run.wait_phase("BOOT", "PREPARE")
+    assert run.holds(before, node)
+    other = run.jobs.occupy(node)
+    run.wait(f"{node} to be left", lambda status: not run.holds(status, node), 30.0)
+    after = run.wait_workers(3)
+    assert (after["workers"], after["generation"]) == (before["workers"], before["generation"])
+    notices = run.notices("preempted")
+    assert [(notice.node, notice.outcome) for notice in notices] == [(node, "in time")] * 2
+    assert "nodes granted" in run.attempts("aborted")[0].notice
+    run.jobs.end(other)
+
+
+def test_a_node_is_left_and_training_goes_on_while_slurmctld_is_gone(run: SlurmRun) -> None:
+    run.wait_workers(4)
+    node = run.nodes_of("burst")[-1]
+    run.cluster.testbed("kill-controller")
+    try:
+        run.wait_log("controller is away")
+        assert f"leaving {node}" in run.liver("drain", str(run.directory.path), node)
+        run.wait_workers(3)
+        run.wait_steps(5)
+        assert run.holds(run.status, node), "returned to nobody"
+    finally:
+        run.cluster.testbed("start-controller")
+    # Slurm keeps it until it is told once more that the step there has ended.
+    run.jobs.occupy(node)
+    run.wait_log("controller is back")
+    run.wait(f"{node} to be given back", lambda status: not run.holds(status, node), 60.0)
+    assert the_notice(run, "operator", node).outcome == "in time"
+
+
+def test_a_drained_node_is_left_and_taken_again(run: SlurmRun) -> None:
+    workers = run.wait_workers(3, or_more=True)["workers"]
+    node = run.nodes_of("burst")[0]
+    run.jobs.update(f"NodeName={node}", "State=DRAIN", "Reason=maintenance")
+    try:
+        run.wait(f"{node} to be left", lambda status: not run.holds(status, node), 60.0)
+        run.wait_workers(len(workers) - 1)
+        notice = the_notice(run, "drained", node)
+        assert notice.outcome == "in time"
+        assert notice.action.startswith("live to ")
+    finally:
+        run.jobs.update(f"NodeName={node}", "State=RESUME")
+    run.wait_workers(len(workers))
+    assert run.holds(run.status, node)
+
+
+def test_a_cancelled_component_is_left_before_it_is_killed(run: SlurmRun) -> None:
+    run.wait_workers(3, or_more=True)
+    (node,) = run.nodes_of("spare")
+    run.cluster.run("scancel", f"{run.job}+1")
+    # The node itself may come again, as a burst node.
+    run.wait("spare to be left", lambda status: not run.nodes_of("spare"), 60.0)
+    notice = the_notice(run, "cancelled", node)
+    assert (notice.outcome, notice.action[:8]) == ("in time", "live to ")
+    assert notice.deadline_s - notice.at_s == pytest.approx(run.cluster.kill_wait_s)
+    run.wait_steps(3)
+
+
+def test_no_step_was_repeated_and_nothing_is_left(run: SlurmRun, tmp_path: Path) -> None:
+    """The losses are those of one worker that trains undisturbed, without Slurm."""
+    run.wait_steps(1)
+    run.stop()
+    losses = each_step_once(run.records())
+    reconfigurations = run.records().reconfigurations
+    assert {attempt.outcome for attempt in reconfigurations} == {"completed", "aborted"}
+    assert all(a.digest_equal for a in reconfigurations if a.outcome == "completed")
+    outcomes = {notice.outcome for notice in run.records().notices}
+    assert outcomes <= {"in time", "in use", "not needed"}
+    try:
+        steps = min(len(losses), COMPARED_STEPS)
+        sections = {name: RUN_FILE[name] for name in ("schedule", "handoff")}
+        config = run_config(
+            tmp_path,
+            steps,
+            initial=1,
+            train={**RUN_FILE["train"], "steps": steps},
+            workers={"max": 1},
+            layouts={1: [{"dp": 1}]},
+            **sections,
+        )
+        fixed = [record.loss for record in finish(start(config)).steps]
+    finally:
+        kill_started()
+    assert len(fixed) == steps < ENDLESS
+    assert losses[:steps] == pytest.approx(fixed, rel=1e-4)
+    run.nothing_is_left(STEP_REPEATED_S + GONE_S)
+
+
+def test_no_accounting_was_needed(run_cluster: SlurmCluster) -> None:
+    words = command_line(run_cluster.name, "exec", "--", "sacct")
+    done = run_cluster.attempt(words, limit_s=30.0)
+    assert done.returncode != 0
+    assert "accounting storage is disabled" in done.stdout + done.stderr

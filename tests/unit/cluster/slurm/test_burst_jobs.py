@@ -1,0 +1,122 @@
+"""Burst requests as jobs: refused, taken unheard, hopeless."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from liver_hpc.clock import FakeClock
+from liver_hpc.cluster.slurm.burst_jobs import BurstJobs
+from liver_hpc.cluster.slurm.commands import Answer, ControllerAway, JobInfo, SlurmCommands
+from liver_hpc.config.schema import RunConfig
+
+BURST = {"partition": "preempt", "max_nodes": 2, "time_min": 60}
+CONFIG = RunConfig.model_validate(
+    {
+        "data": {"text": "python-stdlib"},
+        "train": {"steps": 1, "global_batch": 8},
+        "workers": {"initial": 1, "max": 1},
+        "layouts": {1: {}},
+        "cluster": {"slurm": {"burst": BURST}},
+    }
+)
+
+
+class Cluster:
+    """Answers each command by its name, and notes what was asked."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Answer | BaseException] = {}
+        self.asked: list[list[str]] = []
+
+    def __call__(self, words: Sequence[str], limit_s: float) -> Answer:
+        self.asked.append(list(words))
+        answer = self.answers.get(words[0], Answer(0, ""))
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+def burst_jobs(cluster: Cluster, clock: FakeClock, run_directory: Path) -> BurstJobs:
+    burst = CONFIG.cluster.slurm.burst
+    assert burst is not None
+    commands = SlurmCommands(5.0, 0.0, clock, cluster)
+    return BurstJobs(CONFIG, burst, commands, run_directory, clock)
+
+
+@pytest.fixture
+def jobs(cluster: Cluster, tmp_path: Path) -> BurstJobs:
+    jobs = burst_jobs(cluster, FakeClock(), tmp_path)
+    jobs.policy.want(1)
+    return jobs
+
+
+def test_a_request_whose_answer_was_lost_is_found_by_its_name(
+    cluster: Cluster, jobs: BurstJobs
+) -> None:
+    cluster.answers["sbatch"] = TimeoutError()
+    with pytest.raises(ControllerAway):
+        jobs.act([])
+    assert jobs.pending == []
+    # It runs already when the controller answers again.
+    cluster.answers["squeue"] = Answer(0, f"7|7|RUNNING|None|9999|n4|{jobs.name}\n")
+    notes: list[str] = []
+    (granted,) = jobs.observe({}, notes)
+    assert (granted.job_id, granted.nodes) == ("7", ("n4",))
+    assert notes == ["burst request 7 was taken after all"]
+    jobs.act(notes)
+    assert [words[0] for words in cluster.asked].count("sbatch") == 1
+
+
+def test_a_request_that_can_never_start_is_a_refused_one(cluster: Cluster, jobs: BurstJobs) -> None:
+    cluster.answers["sbatch"] = Answer(0, "7\n")
+    jobs.act([])
+    assert jobs.pending == ["7"]
+    cluster.answers["squeue"] = Answer(0, f"7|7|PENDING|PartitionTimeLimit|N/A||{jobs.name}\n")
+    notes: list[str] = []
+    assert jobs.observe(_now(cluster), notes) == []
+    assert notes == ["burst request 7 was refused: PartitionTimeLimit"]
+    assert cluster.asked[-1] == ["scancel", "7"]
+    jobs.act(notes)
+    assert jobs.pending == [], "not before the back-off is over"
+
+
+def _now(cluster: Cluster) -> dict[str, JobInfo]:
+    return SlurmCommands(5.0, 0.0, FakeClock(), cluster).jobs(["7"])
+
+
+def test_what_was_used_of_the_cap_outlives_a_coordinator(cluster: Cluster, tmp_path: Path) -> None:
+    clock = FakeClock()
+    first = burst_jobs(cluster, clock, tmp_path)
+    first.policy.granted("7", 2)
+    clock.advance(3600.0)
+    first.ended("7", by_us=False)
+    second = burst_jobs(cluster, clock, tmp_path)
+    assert second.policy.node_hours == pytest.approx(2.0)
+    assert second.name != first.name
+
+
+def test_a_disk_that_is_full_does_not_cost_a_grant(
+    cluster: Cluster, jobs: BurstJobs, tmp_path: Path
+) -> None:
+    cluster.answers["sbatch"] = Answer(0, "7\n")
+    jobs.act([])
+    (tmp_path / ".burst.json").mkdir()  # where the record is written first
+    cluster.answers["squeue"] = Answer(0, f"7|7|RUNNING|None|9999|n4|{jobs.name}\n")
+    assert [info.job_id for info in jobs.observe(_now(cluster), [])] == ["7"]
+
+
+def test_a_node_that_was_drained_is_not_asked_for_again(cluster: Cluster, jobs: BurstJobs) -> None:
+    cluster.answers["sbatch"] = Answer(0, "8\n")
+    jobs.avoid("n4")
+    jobs.avoid("n3")
+    jobs.act([])
+    (asked,) = [words for words in cluster.asked if words[0] == "sbatch"]
+    assert "--exclude=n3,n4" in asked

@@ -1,0 +1,153 @@
+"""Slurm's commands, with the answers that a Slurm 22.05 gave."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from liver_hpc.clock import Deadline, FakeClock, SystemClock, poll_until
+from liver_hpc.cluster.slurm.commands import (
+    Answer,
+    ControllerAway,
+    JobInfo,
+    SlurmCommands,
+    SlurmError,
+    StepInfo,
+    run_command,
+)
+
+AWAY = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+HET_JOB = """\
+2|1+1|RUNNING|None|1795264860|n[2-3]|a | name
+1|1+0|RUNNING|None|1795264860|n1|a | name
+7|7|PENDING|Resources|N/A||other
+"""
+
+
+class Played:
+    """A runner that plays answers in turn, the last one for ever, and notes what was asked."""
+
+    def __init__(self, *answers: Answer | BaseException) -> None:
+        self.answers = list(answers)
+        self.asked: list[list[str]] = []
+
+    def __call__(self, words: Sequence[str], limit_s: float) -> Answer:
+        self.asked.append(list(words))
+        if words[:3] == ["scontrol", "show", "hostnames"]:
+            assert words[3] == "n[2-3]"
+            return Answer(0, "n2\nn3\n")
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def commands(*answers: Answer | BaseException, away_s: float = 0.0) -> SlurmCommands:
+    return SlurmCommands(5.0, away_s, FakeClock(), Played(*answers))
+
+
+def test_jobs_of_a_het_job_come_by_their_own_ids() -> None:
+    assert commands(Answer(0, HET_JOB)).jobs(["1", "7"]) == {
+        "1": JobInfo("1", "1", 0, "RUNNING", "None", ("n1",), 1795264860.0, "a | name"),
+        "2": JobInfo("2", "1", 1, "RUNNING", "None", ("n2", "n3"), 1795264860.0, "a | name"),
+        "7": JobInfo("7", None, None, "PENDING", "Resources", (), None, "other"),
+    }
+
+
+def test_jobs_that_nobody_knows_are_absent() -> None:
+    unknown = Answer(1, "", "slurm_load_jobs error: Invalid job id specified\n")
+    assert commands(unknown).jobs(["99"]) == {}
+    assert commands(AWAY).jobs([]) == {}, "nothing was asked for"
+
+
+def test_what_is_over_needs_no_cancelling() -> None:
+    for complaint in (
+        "scancel: error: Kill job error on job step id 77.1: Invalid job id specified",
+        "scancel: error: Kill job error on job id 3: Job/step already completing or completed",
+    ):
+        commands(Answer(1, "", complaint)).cancel("77.1", signal="KILL")
+
+
+@pytest.mark.parametrize("answer", [AWAY, TimeoutError()])
+def test_an_absent_controller_is_asked_again(answer: Answer | BaseException) -> None:
+    played = Played(answer, Answer(0, HET_JOB))
+    assert len(SlurmCommands(5.0, 60.0, run=played).jobs(["1"])) == 3
+    assert len(played.asked) == 3  # two squeues, one hostnames
+    with pytest.raises(ControllerAway, match=r"squeue .*(Unable to contact|no answer in 5 s)"):
+        SlurmCommands(5.0, 60.0, run=Played(answer)).jobs(["1"], retry=False)
+
+
+def test_a_refusal_is_not_repeated_and_says_what_was_asked() -> None:
+    played = Played(Answer(1, "", "sbatch: error: invalid partition specified: nope"))
+    with pytest.raises(SlurmError, match=r"^sbatch --parsable -p nope /x/s: exit code 1: .*nope$"):
+        SlurmCommands(5.0, 60.0, run=played).sbatch(["-p", "nope"], Path("/x/s"))
+    assert len(played.asked) == 1
+
+
+def test_close_ends_a_pause() -> None:
+    slurm = SlurmCommands(5.0, 600.0, run=(played := Played(AWAY)))
+    failed = threading.Event()
+
+    def ask() -> None:
+        with pytest.raises(ControllerAway):
+            slurm.requeue("1")
+        failed.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    poll_until(lambda: bool(played.asked), Deadline.after(SystemClock(), 5.0, "the first try"))
+    slurm.close()
+    assert failed.wait(5.0)
+
+
+def test_sbatch_gives_the_id_and_hands_over_the_words() -> None:
+    played = Played(Answer(0, "123;east\n"))
+    slurm = SlurmCommands(5.0, 0.0, run=played)
+    assert slurm.sbatch(["--time=1"], Path("/a b/s"), ["-x", "y z"]) == "123"
+    assert played.asked == [["sbatch", "--parsable", "--time=1", "/a b/s", "-x", "y z"]]
+
+
+def test_steps_and_node_states() -> None:
+    assert commands(Answer(0, "2.1|n[2-3]|liver-a\n1.batch|n1|batch\n")).steps("1") == [
+        StepInfo("2.1", "liver-a", ("n2", "n3")),
+        StepInfo("1.batch", "batch", ("n1",)),
+    ]
+    states = "n1|idle+drain|\nn1|idle+drain|\nn2|allocated|\n"
+    assert commands(Answer(0, states)).node_states(["n1", "n2"]) == {
+        "n1": "idle+drain",
+        "n2": "allocated",
+    }
+
+
+PARTITION = (
+    "PartitionName=preempt AllowGroups=ALL AllocNodes=ALL Default=NO GraceTime=6 Hidden=NO "
+    "MaxNodes=UNLIMITED MaxTime=1-02:00:00 Nodes=n[1-3] PriorityTier=1 PreemptMode=REQUEUE "
+    "State=UP TRES=cpu=12,mem=10500M,node=3,billing=12\n"
+)
+
+
+def test_partitions_and_settings() -> None:
+    (partition,) = commands(Answer(0, PARTITION)).partitions().values()
+    assert (partition.name, partition.grace_s, partition.preempt_mode) == (
+        "preempt",
+        6.0,
+        "REQUEUE",
+    )
+    assert (partition.max_time_s, partition.priority_tier) == (26 * 3600.0, 1)
+    config = Answer(0, "Configuration data as of now\nKillWait                = 5 sec\n")
+    assert commands(config).setting("KillWait") == "5 sec"
+    with pytest.raises(SlurmError, match="no setting 'Nonsense'"):
+        commands(config).setting("Nonsense")
+
+
+def test_a_command_runs_in_the_environment_of_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    printed = run_command(["env"], 5.0).output.splitlines()
+    assert "SLURM_TIME_FORMAT=%s" in printed
+    assert not any(line.startswith("SLURM_JOB_ID") for line in printed)
+    with pytest.raises(TimeoutError):
+        run_command(["sleep", "5"], 0.1)
+    with pytest.raises(SlurmError, match="squeue"):
+        commands(FileNotFoundError("no such file")).jobs(["1"])

@@ -1,0 +1,191 @@
+"""What Slurm's answers and signals mean for the nodes that are held."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from liver_hpc.cluster.pool import EndNear, NodeGone, NodeGranted, NodeWarned, PoolEvent
+from liver_hpc.cluster.slurm.allocation import Place
+from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Windows
+from liver_hpc.cluster.slurm.replies import JobInfo
+from liver_hpc.errors import LiverError
+
+LIMIT_S = 10_000.0
+KILL_S = 5.0
+GRACE_S = 6.0
+
+MAIN = JobInfo("1", "1", 0, "RUNNING", "None", ("n1",), LIMIT_S, "run")
+EXTRA = JobInfo("2", "1", 1, "RUNNING", "None", ("n2", "n3"), LIMIT_S, "run")
+BURST = JobInfo("9", None, None, "RUNNING", "None", ("n4", "n5"), LIMIT_S, "run-burst")
+
+
+@pytest.fixture
+def held() -> Holdings:
+    """main: n1. extra: n2, n3, preemptible. burst-9: n4, n5."""
+    holdings = Holdings(Windows(end_s=100.0, kill_s=KILL_S))
+    holdings.enter(Holding("main", Place("1", 0, "1"), ("n1",), 2, own=True, ends_s=LIMIT_S))
+    extra = Place("1", 1, "2")
+    holdings.enter(Holding("extra", extra, ("n2", "n3"), 2, grace_s=GRACE_S, ends_s=LIMIT_S))
+    burst = Place("9", burst=True)
+    holdings.enter(Holding("burst-9", burst, ("n4", "n5"), 2, grace_s=GRACE_S, ends_s=LIMIT_S))
+    return holdings
+
+
+def observe(held: Holdings, *jobs: JobInfo, now_s: float = 1_000.0) -> list[PoolEvent]:
+    """An answer in which the jobs that are not given are as they were."""
+    answer = {job.job_id: job for job in (MAIN, EXTRA, BURST)}
+    return held.observe({**answer, **{job.job_id: job for job in jobs}}, now_s)
+
+
+def warned(nodes: str, reason: str, at_s: float, deadline_s: float | None) -> list[PoolEvent]:
+    return [NodeWarned(node, reason, at_s, deadline_s) for node in nodes.split()]
+
+
+def test_grants_say_what_can_be_taken_away() -> None:
+    holdings = Holdings(Windows(100.0, KILL_S))
+    place = Place("9", burst=True)
+    (event,) = holdings.enter(Holding("burst-9", place, ("n4",), 2, grace_s=None))
+    assert isinstance(event, NodeGranted)
+    assert (event.node.volatile, event.node.burst, event.node.slots) == (True, True, 2)
+    assert holdings.place_of("n4") == place
+    with pytest.raises(LiverError, match=r"'n9' is not held .*nodes are n4"):
+        holdings.place_of("n9")
+
+
+def test_as_long_as_nothing_changes_there_is_nothing_to_tell(held: Holdings) -> None:
+    assert observe(held) == []
+    assert observe(held, now_s=5_000.0) == []
+
+
+def test_preemption_is_a_limit_that_was_moved_into_the_grace_time(held: Holdings) -> None:
+    taken = replace(BURST, ends_s=1_006.0)
+    assert held.signalled("n5", "SIGTERM", 1_000.0, taken) == warned(
+        "n4 n5", "preempted", 1_000.0, 1_006.0
+    )
+    # its other agents, and the poll, say nothing new
+    assert held.signalled("n4", "SIGTERM", 1_000.2, taken) == []
+    assert observe(held, taken, now_s=1_001.0) == []
+    # SIGTERM again at the end of the grace time: now the kill is near
+    assert held.signalled("n5", "SIGTERM", 1_008.0, taken) == warned(
+        "n4 n5", "preempted", 1_000.0, 1_008.0 + KILL_S
+    )
+
+
+def test_preemption_is_seen_without_a_signal(held: Holdings) -> None:
+    assert observe(held, replace(EXTRA, ends_s=1_005.0)) == warned(
+        "n2 n3", "preempted", 1_000.0, 1_005.0
+    )
+
+
+def test_a_shorter_time_limit_is_no_preemption(held: Holdings) -> None:
+    assert observe(held, replace(BURST, ends_s=5_000.0)) == []
+    assert observe(held, replace(BURST, ends_s=1_090.0)) == warned(
+        "n4 n5", "time limit", 1_000.0, 1_090.0
+    )
+
+
+def test_an_extended_time_limit_withdraws_the_warning(held: Holdings) -> None:
+    observe(held, now_s=LIMIT_S - 50.0)
+    events = observe(held, replace(BURST, ends_s=LIMIT_S + 900.0), now_s=LIMIT_S - 40.0)
+    assert [e.node.name for e in events if isinstance(e, NodeGranted)] == ["n4", "n5"]
+
+
+def test_the_own_end_is_told_once_and_before_the_others(held: Holdings) -> None:
+    now_s = LIMIT_S - 99.0
+    first, *others = observe(held, now_s=now_s)
+    assert first == EndNear("time limit", now_s, LIMIT_S)
+    assert others == warned("n2 n3 n4 n5", "time limit", now_s, LIMIT_S)
+    assert observe(held, now_s=now_s + 10.0) == []
+
+
+def test_a_user_signal_announces_a_limit_or_a_preemption(held: Holdings) -> None:
+    assert held.signalled("n2", "SIGUSR1", 9_950.0, EXTRA) == warned(
+        "n2 n3", "time limit", 9_950.0, LIMIT_S
+    )
+    taken = replace(BURST, ends_s=1_006.0)
+    assert held.signalled("n4", "SIGUSR1", 1_000.0, taken) == warned(
+        "n4 n5", "preempted", 1_000.0, 1_006.0
+    )
+
+
+@pytest.mark.parametrize("info", [None, replace(EXTRA, state="COMPLETING")])
+def test_a_job_that_ends_at_once_is_cancelled(held: Holdings, info: JobInfo | None) -> None:
+    assert held.signalled("n2", "SIGTERM", 1_000.0, info) == warned(
+        "n2 n3", "cancelled", 1_000.0, 1_000.0 + KILL_S
+    )
+
+
+def test_a_step_that_is_cancelled_alone_costs_its_node_alone(held: Holdings) -> None:
+    assert held.signalled("n2", "SIGTERM", 1_000.0, EXTRA) == warned(
+        "n2", "cancelled", 1_000.0, 1_000.0 + KILL_S
+    )
+
+
+def test_without_an_answer_the_worst_is_assumed_and_corrected_later(held: Holdings) -> None:
+    assert held.unanswered("n4", 1_000.0) == warned(
+        "n4 n5", "preempted", 1_000.0, 1_000.0 + GRACE_S
+    )
+    corrected = observe(held, replace(BURST, ends_s=1_005.0), now_s=1_003.0)
+    assert corrected == warned("n4 n5", "preempted", 1_000.0, 1_005.0)
+    assert held.unanswered("n9", 1_000.0) == []
+
+
+def test_completing_is_a_warning_and_absence_the_end(held: Holdings) -> None:
+    assert observe(held, replace(EXTRA, state="COMPLETING")) == warned(
+        "n2 n3", "cancelled", 1_000.0, 1_000.0 + KILL_S
+    )
+    gone = held.observe({"1": MAIN, "9": BURST}, 1_005.0)
+    assert gone == [NodeGone(n, "job 2 has ended (cancelled)") for n in ("n2", "n3")]
+    assert held.node_names() == ["n1", "n4", "n5"]
+
+
+def test_whoever_ends_the_own_job_tells_the_coordinator_itself(held: Holdings) -> None:
+    assert observe(held, replace(MAIN, state="COMPLETING")) == []
+    assert held.signalled("n1", "SIGTERM", 1_000.0, None) == []
+
+
+def test_nodes_that_fall_out_of_a_job_are_gone(held: Holdings) -> None:
+    assert observe(held, replace(BURST, nodes=("n4",))) == [
+        NodeGone("n5", "taken out of its allocation")
+    ]
+    assert held.observe_nodes({"n2": "down*", "n3": "allocated"}, 1_000.0) == [
+        NodeGone("n2", "Slurm says down*")
+    ]
+
+
+def test_a_drain_is_told_once_and_never_beats_a_deadline(held: Holdings) -> None:
+    drained = {"n2": "allocated+drain", "n4": "idle"}
+    assert held.observe_nodes(drained, 1_000.0) == warned("n2", "drained", 1_000.0, None)
+    assert held.observe_nodes(drained, 1_010.0) == []
+    taken = replace(EXTRA, ends_s=1_026.0)
+    told = observe(held, taken, now_s=1_020.0)
+    assert told == warned("n2 n3", "preempted", 1_020.0, 1_026.0)
+    assert held.observe_nodes(drained, 1_021.0) == []
+    assert held.observe_nodes({"n2": "allocated"}, 1_022.0) == []  # it is still preempted
+
+
+def test_a_burst_job_goes_back_when_all_its_nodes_are_empty(held: Holdings) -> None:
+    assert held.give_back("n4") is None
+    held.place_of("n4")  # used again
+    assert held.give_back("n5") is None
+    assert held.give_back("n4") == "9"
+    with pytest.raises(LiverError, match="not held"):
+        held.place_of("n4")
+    assert held.strike("9", "given back") == [NodeGone(n, "given back") for n in ("n4", "n5")]
+    assert held.burst_jobs() == []
+
+
+def test_a_component_goes_back_only_when_slurm_takes_it_anyway(held: Holdings) -> None:
+    held.observe_nodes({"n2": "allocated+drain"}, 1_000.0)
+    assert held.give_back("n2") is None
+    assert held.give_back("n3") is None
+    observe(held, replace(EXTRA, ends_s=1_026.0), now_s=1_020.0)
+    assert held.give_back("n3") == "2"
+    assert held.give_back("n1") is None
+
+
+def test_at_the_cap_burst_nodes_have_to_be_left_once(held: Holdings) -> None:
+    assert held.spent(1_000.0, 1_600.0) == warned("n4 n5", "node hours", 1_000.0, 1_600.0)
+    assert held.spent(1_005.0, 1_605.0) == []

@@ -1,0 +1,136 @@
+"""The pool's threads with a controller that is played: signals, strange answers, shared nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.pool import NodeGranted, NodeWarned, PoolEvent, PoolNote
+from liver_hpc.cluster.slurm.allocation import Component, OwnAllocation
+from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands
+from liver_hpc.cluster.slurm.pool import SlurmPool
+from liver_hpc.config.schema import RunConfig
+
+BURST = {"partition": "preempt", "max_nodes": 2, "backoff_s": 60.0}
+COMPONENTS = [{"name": name, "nodes": 1} for name in ("main", "left", "right")]
+OWN = OwnAllocation(
+    "1",
+    tuple(Component(n, str(n + 1), (f"n{n + 1}",), "stable") for n in range(3)),
+)
+LIMIT_S = 10.0
+
+
+class Controller:
+    """squeue lists `jobs`; what else is asked succeeds and says nothing, or `says`."""
+
+    def __init__(self) -> None:
+        self.jobs = {n: f"{n}|1+{n - 1}|RUNNING|None|9999999999|n{n}|run" for n in (1, 2, 3)}
+        self.says = {"sbatch": "9\n"}
+        self.asked: list[list[str]] = []
+        self.hold: Callable[[], None] = lambda: None
+
+    def __call__(self, words: Sequence[str], limit_s: float) -> Answer:
+        self.asked.append(list(words))
+        if words[0] != "squeue":
+            return Answer(0, self.says.get(words[0], ""))
+        self.hold()
+        return Answer(0, "".join(f"{line}\n" for line in self.jobs.values()))
+
+
+class Watched:
+    """A pool and what it has told."""
+
+    def __init__(self, run_directory: Path, controller: Controller, poll_s: float) -> None:
+        slurm = {"components": COMPONENTS, "burst": BURST, "poll_s": poll_s}
+        config = RunConfig.model_validate(
+            {
+                "data": {"text": "python-stdlib"},
+                "train": {"steps": 1, "global_batch": 8},
+                "workers": {"initial": 3, "max": 4},
+                "layouts": {3: {}, 4: {}},
+                "cluster": {"kind": "slurm", "slurm": slurm},
+            }
+        )
+        clock = SystemClock()
+        commands = SlurmCommands(5.0, 0.0, clock, controller)
+        self.told: list[PoolEvent] = []
+        self.pool = SlurmPool(config, commands, OWN, run_directory, clock)
+
+    def until(self, condition: Callable[[], object], waits_for: str) -> None:
+        deadline = Deadline.after(SystemClock(), LIMIT_S, f"{waits_for}; told: {self.told}")
+        poll_until(lambda: bool(condition()), deadline)
+
+    def notes(self) -> str:
+        return "\n".join(event.text for event in self.told if isinstance(event, PoolNote))
+
+
+@pytest.fixture
+def controller() -> Controller:
+    return Controller()
+
+
+@pytest.fixture
+def watch(tmp_path: Path, controller: Controller) -> Iterator[Callable[[float], Watched]]:
+    watched: list[Watched] = []
+
+    def start(poll_s: float) -> Watched:
+        watched.append(Watched(tmp_path, controller, poll_s))
+        watched[-1].pool.start(watched[-1].told.append)
+        return watched[-1]
+
+    yield start
+    controller.jobs.clear()
+    for one in watched:
+        one.pool.close()
+
+
+def test_signals_that_come_together_are_one_question(
+    watch: Callable[[float], Watched], controller: Controller
+) -> None:
+    watched = watch(600.0)
+    asked = len(controller.asked)
+    questions: list[int] = []
+
+    def slow() -> None:
+        questions.append(1)
+        if len(questions) == 1:  # the others come while the first one waits for its answer
+            for node in ("n2", "n3", "n3"):
+                watched.pool.warned(node, "SIGTERM", 2.0)
+
+    controller.hold = slow
+    watched.pool.warned("n2", "SIGTERM", 1.0)
+    wanted = {"n2", "n3"}
+
+    def warned() -> bool:
+        return {e.node for e in watched.told if isinstance(e, NodeWarned)} == wanted
+
+    watched.until(warned, "both warnings")
+    assert len(controller.asked) - asked == 2
+    assert controller.asked[-1][2] == "--jobs=2,3"
+
+
+def test_an_answer_that_makes_no_sense_is_told_and_watching_goes_on(
+    watch: Callable[[float], Watched], controller: Controller
+) -> None:
+    lines = dict(controller.jobs)
+    watched = watch(0.05)
+    controller.jobs = {1: "something else"}
+    watched.until(lambda: "wanted 7 fields" in watched.notes(), "the note")
+    controller.jobs = {1: lines[1], 2: lines[2]}
+    watched.until(lambda: "NodeGone" in str(watched.told), "the end of a component")
+
+
+def test_a_burst_job_on_a_node_that_is_held_already_goes_back(
+    watch: Callable[[float], Watched], controller: Controller
+) -> None:
+    watched = watch(0.05)
+    watched.pool.want(1)
+    watched.until(lambda: any(words[0] == "sbatch" for words in controller.asked), "the request")
+    controller.jobs[9] = "9|9|RUNNING|None|9999999999|n2|run-burst"
+    watched.until(lambda: ["scancel", "9"] in controller.asked, "it to be cancelled")
+    assert "burst job 9 goes back: n2 held already" in watched.notes()
+    assert [e.node.name for e in watched.told if isinstance(e, NodeGranted)] == ["n1", "n2", "n3"]
+    assert [words[0] for words in controller.asked].count("sbatch") == 1, "no back-off"
