@@ -108,10 +108,10 @@ class Demo:
         say(f"submitted: {self._run}")
 
     def status(self) -> dict[str, Any]:
-        """The snapshot of the run; empty while there is none."""
+        """The snapshot of the run; empty while there is none, as in the queue."""
         text = self._liver("status", self._run, "--json", check=False)
         snapshot: dict[str, Any] = json.loads(text) if text.startswith("{") else {}
-        return snapshot
+        return snapshot if "workers" in snapshot else {}
 
     def wait_for(self, what: str, condition: Callable[[dict[str, Any]], bool]) -> None:
         """Until the run's status shows it; raises DemoError when the run has ended instead."""

@@ -25,7 +25,8 @@ MAIN = {"name": "main", "partition": "stable", "nodes": 1}
 MAIN_OPTIONS = ("--partition=stable", "--nodes=1", "--time=10")
 BURST = {"partition": "preempt", "max_nodes": 2, "time_min": 10, "backoff_s": 0.5}
 
-IGNORES_TERM = "trap '' TERM; while :; do sleep 0.2; done"
+IGNORES_TERM = "trap '' TERM; touch $0; while :; do sleep 0.2; done"
+"""Touches the file that it is given once nothing but SIGKILL ends it."""
 
 
 @pytest.fixture
@@ -80,8 +81,10 @@ def test_a_cancelled_component_is_warned_of_and_then_gone(
         run.start()
         (extra,) = run.told("NodeGranted", allocation="extra")
         node = extra["node"]["name"]
-        slurm_cluster.start("srun", f"--jobid={leader}", "--het-group=1", "sh", "-c", IGNORES_TERM)
-        wait_for(lambda: len(run.commands.steps(str(int(leader) + 1))) == 1, 10.0, "the step")
+        stands = slurm_cluster.shared / f"{name}-stands"
+        words = ("sh", "-c", IGNORES_TERM, str(stands))
+        slurm_cluster.start("srun", f"--jobid={leader}", "--het-group=1", *words)
+        wait_for(stands.exists, 20.0, "the step")
         cancelled_s = time.time()
         run.commands.cancel(f"{leader}+1")
         run.ask("warned", node, "SIGTERM", cancelled_s)

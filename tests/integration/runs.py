@@ -84,7 +84,7 @@ def wait_until(
         time.sleep(interval_s)
 
 
-def wait_for_end(run: RunDirectory, timeout_s: float = 150.0) -> Outcome:
+def wait_for_end(run: RunDirectory, timeout_s: float = 300.0) -> Outcome:
     """The outcome, once it is written and the run's processes have gone."""
     wait_until(lambda: run.outcome() is not None, timeout_s, f"the end of {run}: {tails(run)}")
     outcome = run.outcome()
@@ -92,7 +92,7 @@ def wait_for_end(run: RunDirectory, timeout_s: float = 150.0) -> Outcome:
     return outcome
 
 
-def finish(run: RunDirectory, timeout_s: float = 150.0) -> Any:
+def finish(run: RunDirectory, timeout_s: float = 300.0) -> Any:
     """Waits for the end of a run that must finish; returns its records."""
     outcome = wait_for_end(run, timeout_s)
     assert outcome.state == "finished", f"{outcome.reason}\n{tails(run)}"

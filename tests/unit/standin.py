@@ -94,6 +94,8 @@ class StandIn:
                 request = channel.receive()
                 self.requests.put(request)
                 channel.send(self._reply(request))
+                if isinstance(request, StopRequest):
+                    self._told.set()
         except ChannelClosed:
             return
 
@@ -107,7 +109,6 @@ class StandIn:
         if isinstance(request, ReplaceRequest):
             return Reply(ok=True, text=f"replacing worker {request.replace}")
         assert isinstance(request, StopRequest)
-        self._told.set()
         return Reply(ok=True, text="stopping")
 
     def _write(self, name: str, data: dict[str, object]) -> None:

@@ -299,6 +299,7 @@ def test_a_drain_does_not_put_off_what_is_due_before(make: Start) -> None:
     run.cluster.faults.fail_at(0, Phase.PREPARE, Fault.SILENT)
     run.cluster.pool.warn("burst4", window_s=20.0)
     run.reach(Phase.PREPARE)
+    run.silent(0)
     reply = run.ask(m.DrainRequest(node="burst4", within_s=600.0))
     assert reply.text.startswith("burst4 is being left already, within ")
     held = run.coordinator._course.fleet.capacity.get("burst4")
