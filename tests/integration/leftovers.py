@@ -1,4 +1,4 @@
-"""What MPI leaves on a machine when its processes are killed."""
+"""What processes that are killed leave on a machine: MPI's files, shared memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 
 
 def abandoned_files() -> set[Path]:
-    """Shared memory of MPICH's and files of hydra's that no living process has open."""
-    files = {*Path("/dev/shm").glob("mpich_shm_*"), *Path("/tmp").glob("hydra_*")}
+    """Shared memory, and files of hydra's, that no living process has open."""
+    files = {*Path("/dev/shm").iterdir(), *Path("/tmp").glob("hydra_*")}
     if not files:
         return set()
     held: set[str] = set()
@@ -30,5 +30,5 @@ def no_abandoned_files() -> Iterator[None]:
     """Fails when there are more of them afterwards; others' runs beside this one do not count."""
     before = abandoned_files()
     yield
-    deadline = Deadline.after(SystemClock(), 3.0, "MPI's files to go")
+    deadline = Deadline.after(SystemClock(), 3.0, "abandoned files to go")
     poll_until(lambda: abandoned_files() <= before, deadline, interval_s=0.2)
