@@ -22,6 +22,7 @@ from liver_hpc.lifeline import guarded
 _POLL_S = 0.2
 _RETURN_S = 30.0
 _STOP_S = 5.0
+_KILL_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ def taken(order: Order, commands: SlurmCommands) -> Iterator[Allocation]:
     """Nodes for a while; whatever happens in between, they are given back.
 
     salloc keeps them for as long as a `cat` of ours reads: should this process be killed, the
-    pipe closes, and Slurm has them back. Raises LiverError when they are refused, DeadlineError
-    when they are not granted in `order.grant_s`.
+    pipe closes, and Slurm has them back; a salloc that does not end by that is killed. Raises
+    LiverError when they are refused, DeadlineError when they are not granted in `order.grant_s`.
     """
     name = f"liver-doctor-{secrets.token_hex(4)}"
     with tempfile.TemporaryFile() as complaints:
@@ -68,10 +69,12 @@ def taken(order: Order, commands: SlurmCommands) -> Iterator[Allocation]:
 
 
 def _salloc(order: Order, name: str) -> list[str]:
-    program, keeper = shutil.which("salloc"), shutil.which("cat")
-    if program is None or keeper is None:
+    program, keeper, limiter = map(shutil.which, ("salloc", "cat", "timeout"))
+    if program is None or keeper is None or limiter is None:
         raise LiverError("salloc is not on the path")
-    words = [program, f"--nodes={order.nodes}", "--ntasks-per-node=1", f"--job-name={name}"]
+    longest_s = order.grant_s + 60 * ALLOCATION_MIN
+    words = [limiter, f"--kill-after={_KILL_S:g}", f"{longest_s:g}"]  # it passes a SIGTERM on
+    words += [program, f"--nodes={order.nodes}", "--ntasks-per-node=1", f"--job-name={name}"]
     words += [f"--time={ALLOCATION_MIN}", "--no-bell"]
     if order.partition is not None:
         words.append(f"--partition={order.partition}")
@@ -121,7 +124,7 @@ def _give_back(commands: SlurmCommands, name: str, process: subprocess.Popen[byt
     try:
         process.wait(_STOP_S)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # a session of its own: timeout, salloc, cat
         process.wait(_STOP_S)
 
     cancelled = False

@@ -242,10 +242,11 @@ class MemoryFrontDesk(FrontDesk):
 
     def meet(self, identity: Identity, secret: bytes) -> Answer:
         """What a joiner does. Raises MeetingError when refused or when the desk is closed."""
-        if self._answer is None:
-            raise MeetingError("the front desk is closed")
         with self._lock:
-            desk = desk_dialogue(self._answer, self._secret)
+            answer = self._answer  # the desk may be closed in the middle
+            if answer is None:
+                raise MeetingError("the front desk is closed")
+            desk = desk_dialogue(answer, self._secret)
             said: list[bytes] = []
 
             def receive() -> bytes:

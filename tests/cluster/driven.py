@@ -19,7 +19,6 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands
 from liver_hpc.rendezvous.secret import create_secret
 from slurm.testbed.hosts import environment, in_control
-from slurm.testbed.packages import program
 from tests.cluster.harness import REPOSITORY, SlurmCluster
 
 Event = dict[str, Any]
@@ -208,13 +207,4 @@ def stop_controller(cluster: SlurmCluster) -> None:
 
 def start_controller(cluster: SlurmCluster) -> None:
     """slurmctld again, with the state that it saved."""
-    with (cluster.place.logs / "slurmctld-again.out").open("ab") as output:
-        subprocess.Popen(
-            in_control(cluster.place, [program("slurmctld"), "-D"]),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environment(cluster.place),
-            start_new_session=True,
-        )
-    wait_for(lambda: "is UP" in cluster.run("scontrol", "ping"), 20.0, "slurmctld to answer")
+    cluster.testbed("start-controller")

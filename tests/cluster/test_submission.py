@@ -256,7 +256,8 @@ def test_a_warned_job_is_queued_again_by_submitits_protocol(site: Site) -> None:
     site.cluster.run("scancel", "--signal=USR2", "--batch", job)
     await_that(lambda: "PENDING" in site.jobs(), "the job to be queued again")
     assert json.loads((run / "outcome.json").read_text())["state"] == "requeue"
-    assert f"queued as job {job}: PENDING" in site.liver("status", "latest")
+    queued = f"queued as job {job}: PENDING"  # its last life may be completing for a moment yet
+    await_that(lambda: queued in site.liver("status", "latest"), "the status to say so")
 
     await_that(lambda: not (run / "outcome.json").exists(), "the run to go on", AGAIN_S)
     second = await_coordinator(run)

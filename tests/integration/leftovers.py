@@ -1,4 +1,4 @@
-"""What MPI leaves on a machine when its processes are killed."""
+"""What processes that are killed leave on a machine: MPI's files, shared memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 
 
 def abandoned_files() -> set[Path]:
-    """Shared memory of MPICH's and files of hydra's that no living process has open."""
-    files = {*Path("/dev/shm").glob("mpich_shm_*"), *Path("/tmp").glob("hydra_*")}
+    """Shared memory, and files of hydra's, that no living process has open.
+
+    The semaphores of Python's multiprocessing are those of tests that play workers with it.
+    """
+    files = {*Path("/dev/shm").iterdir(), *Path("/tmp").glob("hydra_*")}
+    files = {path for path in files if not path.name.startswith("sem.mp-")}
     if not files:
         return set()
     held: set[str] = set()
@@ -27,8 +31,13 @@ def abandoned_files() -> set[Path]:
 
 @contextmanager
 def no_abandoned_files() -> Iterator[None]:
-    """Fails when there are more of them afterwards; others' runs beside this one do not count."""
+    """Fails when those that are new afterwards stay.
+
+    Tests beside this one may leave some for a moment, and clear them up themselves.
+    """
     before = abandoned_files()
     yield
-    deadline = Deadline.after(SystemClock(), 3.0, "MPI's files to go")
-    poll_until(lambda: abandoned_files() <= before, deadline, interval_s=0.2)
+    new = abandoned_files() - before
+    names = ", ".join(sorted(map(str, new)))
+    deadline = Deadline.after(SystemClock(), 20.0, f"abandoned files to go: {names}")
+    poll_until(lambda: not new & abandoned_files(), deadline, interval_s=0.2)

@@ -89,6 +89,7 @@ def go_on(run: RunDirectory, **layout: int) -> None:
     }
     config = RunConfig.model_validate({**run.config().model_dump(), **sections})
     run.config_path.write_text(dump_run(config))
+    (run.path / "outcome.json").unlink(missing_ok=True)  # of a run that is complete, too
     assert resume_run(run) >= 1
 
 

@@ -12,6 +12,7 @@ import pytest
 from liver_hpc.metrics.store import RunRecords, read_run
 from liver_hpc.operate import request, stop
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
+from tests.integration.leftovers import no_abandoned_files
 from tests.integration.runs import (
     ENDLESS,
     finish,
@@ -185,17 +186,16 @@ def test_operators_resize_replace_and_stop_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("busy", [False, True])
 def test_nothing_is_left_after_sigkill_of_the_coordinator(tmp_path: Path, busy: bool) -> None:
     """Also in the middle of a handoff, with joiners booting."""
-    shared_memory = set(os.listdir("/dev/shm"))
-    run = start(run_config(tmp_path, ENDLESS))
-    watch(run, lambda status: status.step >= 2, 60.0)
-    if busy:
-        request(run, ResizeRequest(workers=4))
-        watch(run, lambda status: status.handoff is not None, 10.0)
-    address = run.coordinator()
-    assert address is not None
-    os.kill(address.pid, signal.SIGKILL)
-    wait_until(lambda: not processes_of(run), 20.0, f"processes {processes_of(run)}")
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    with no_abandoned_files():
+        run = start(run_config(tmp_path, ENDLESS))
+        watch(run, lambda status: status.step >= 2, 60.0)
+        if busy:
+            request(run, ResizeRequest(workers=4))
+            watch(run, lambda status: status.handoff is not None, 10.0)
+        address = run.coordinator()
+        assert address is not None
+        os.kill(address.pid, signal.SIGKILL)
+        wait_until(lambda: not processes_of(run), 20.0, f"processes {processes_of(run)}")
 
 
 def test_twenty_handoffs_in_a_row_leak_neither_descriptors_nor_memory(tmp_path: Path) -> None:
