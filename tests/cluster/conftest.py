@@ -93,5 +93,6 @@ def idle_again(request: pytest.FixtureRequest) -> Iterator[None]:
         states = cluster.run("sinfo", "--noheader", "--partition=stable", "--format=%T")
         return set(states.split()) == {"idle"} and not cluster.run("squeue", "--noheader")
 
-    deadline = Deadline.after(SystemClock(), 30.0, f"the nodes of {cluster.name} to be idle again")
+    # A node whose step ended unheard tells of it once a minute.
+    deadline = Deadline.after(SystemClock(), 90.0, f"the nodes of {cluster.name} to be idle again")
     poll_until(idle, deadline, interval_s=0.2)
