@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, report
 from benchmarks.planner.cases import Case, cases
 from benchmarks.planner.measure import Planned, peak_bytes, plan_once, plan_parameters
+
+if TYPE_CHECKING:  # it imports megatron-core, which may be absent
+    from benchmarks.planner.megatron_planner import MegatronPlanner
 
 SIZES = (64, 256, 1024, 4096, 16384, 65536)
 QUICK_SIZES = (64, 1024)
@@ -110,13 +113,17 @@ def megatron_ratios(effort: Effort) -> Iterator[tuple[str, Spread]]:
         theirs = MegatronPlanner(case)
         times = interleaved(
             {
-                "megatron": lambda theirs=theirs: theirs.plan()[0],
+                "megatron": partial(_megatron_s, theirs),
                 "ours": partial(_slowest_parameters, case, effort),
             },
             effort.repeats,
         )
         pairs = zip(times["megatron"], times["ours"], strict=True)
         yield case.name, Spread.of([their_s / our_s for their_s, our_s in pairs])
+
+
+def _megatron_s(planner: MegatronPlanner) -> float:
+    return planner.plan()[0]
 
 
 def _slowest_parameters(case: Case, effort: Effort) -> float:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
-from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.load import parse_run
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.coordination.run_files import Outcome
 from liver_hpc.errors import LiverError
 from liver_hpc.metrics.store import read_run
 from liver_hpc.recipes.base import load_recipe
+from liver_hpc.run_directory import RunDirectory
 from liver_hpc.simulation.timings import Measured, measured_handoffs
 from liver_hpc.submit import submit_run
 
@@ -48,12 +51,19 @@ def make_runs(directory: Path, models: Sequence[dict[str, Any]] = MODELS) -> lis
     for number, model in enumerate(models):
         run = submit_run(_config(directory / str(number), model), "local")
         deadline = Deadline.after(SystemClock(), LIMIT_S, f"the end of {run}")
-        poll_until(lambda run=run: run.outcome() is not None, deadline, POLL_S)
-        outcome = run.outcome()
-        if outcome is None or outcome.state != "finished":
+        outcome = _outcome_of(run, deadline)
+        if outcome.state != "finished":
             raise LiverError(f"{run}: {outcome}")
         made.append(run.path)
     return made
+
+
+def _outcome_of(run: RunDirectory, deadline: Deadline) -> Outcome:
+    """Once it is over."""
+    while (outcome := run.outcome()) is None:
+        deadline.check()
+        Event().wait(POLL_S)
+    return outcome
 
 
 def _config(directory: Path, model: dict[str, Any]) -> RunConfig:

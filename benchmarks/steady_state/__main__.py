@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -89,10 +90,7 @@ def run(effort: Effort) -> BenchmarkResult:
                 plain.pause()
                 sides: dict[str, Side] = {LIVER: live, PLAIN: plain}
                 blocks = interleaved(
-                    {
-                        name: lambda s=side: _block(s, effort.block_s)
-                        for name, side in sides.items()
-                    },
+                    {name: partial(_block, side, effort.block_s) for name, side in sides.items()},
                     effort.blocks,
                 )
                 difference = loss_difference(live.steps(), plain.steps())

@@ -31,7 +31,7 @@ def run_rank(rank: int, layout: Layout, config: RunConfig, directory: Path) -> N
     device = open_device(rank)
     dist.init_process_group(
         device.backend_name,
-        store=dist.FileStore(str(directory / "store"), layout.workers),
+        init_method=f"file://{directory}/store",
         rank=rank,
         world_size=layout.workers,
         timeout=LIMIT,

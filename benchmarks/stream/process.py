@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -125,7 +126,7 @@ def _measure(worker: int, transfer: Transfer, repeats: int, store_path: str) -> 
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store_path, transfer.workers),
+        init_method=f"file://{store_path}",
         rank=worker,
         world_size=transfer.workers,
         timeout=timedelta(seconds=LIMIT_S),
@@ -157,8 +158,7 @@ def _touch_all_links(worker: int, workers: int) -> None:
     word = torch.zeros(1)
     handles = [dist.irecv(torch.zeros(1), peer) for peer in peers]
     handles += [dist.isend(word, peer) for peer in peers]
-    for handle in handles:
-        handle.wait()
+    _await_all(handles)
 
 
 class _Worker:
@@ -210,10 +210,18 @@ class _Raw:
         """All messages at once; None: one message a pair."""
         handles = []
         for peer, memory in self._receives:
-            for part in memory.split(message_bytes or len(memory)):
-                handles.append(dist.irecv(part, peer))
+            handles += [dist.irecv(part, peer) for part in _parts(memory, message_bytes)]
         for peer, memory in self._sends:
-            for part in memory.split(message_bytes or len(memory)):
-                handles.append(dist.isend(part, peer))
-        for handle in handles:
-            handle.wait()
+            handles += [dist.isend(part, peer) for part in _parts(memory, message_bytes)]
+        _await_all(handles)
+
+
+def _parts(memory: torch.Tensor, part_bytes: int | None) -> tuple[torch.Tensor, ...]:
+    """Views of flat bytes; None: one."""
+    return torch.split(memory, part_bytes or len(memory))
+
+
+def _await_all(handles: Sequence[dist.Work | None]) -> None:
+    for handle in handles:
+        assert handle is not None, "a message to oneself"
+        handle.wait()
