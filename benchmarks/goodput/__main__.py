@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 
@@ -18,7 +20,7 @@ from benchmarks.goodput.trace import (
     goodput,
     poisson_trace,
 )
-from benchmarks.harness import BenchmarkResult, Spread, parser, report
+from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, report
 from benchmarks.live_runs import LiveRun
 from liver_hpc.baseline.job import RestartJob
 from liver_hpc.baseline.methods import Method
@@ -28,6 +30,7 @@ from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.metrics.derive import run_figures
 from liver_hpc.metrics.records import RunRecords
+from liver_hpc.metrics.store import read_run
 from liver_hpc.run_directory import create_run_directory
 from liver_hpc.submit import checked_run, with_prepared_data
 
@@ -40,12 +43,12 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Scale:
-    """events: of the live run's compressed trace; gap_s: between them. restarts: that are really
-    done. steps: undisturbed ones of each world."""
+    """rounds: of a live and a restarting run each. events: of a run's compressed trace; gap_s:
+    between them. steps: undisturbed ones before the first event and after the last."""
 
+    rounds: int
     events: int
     gap_s: float
-    restarts: int
     steps: int
     model: Mapping[str, int]
 
@@ -55,8 +58,17 @@ class Scale:
         return DAY_S / LIVER_EVENTS_A_DAY / self.gap_s
 
 
-FULL = Scale(12, 20.0, 6, 6, {"layers": 8, "hidden": 512, "ffn_hidden": 1536, "heads": 8})
-QUICK = Scale(2, 3.0, 2, 3, {"layers": 4, "hidden": 64, "ffn_hidden": 96, "heads": 4})
+FULL = Scale(3, 4, 17.0, 6, {"layers": 8, "hidden": 512, "ffn_hidden": 1536, "heads": 8})
+QUICK = Scale(1, 2, 3.0, 3, {"layers": 4, "hidden": 64, "ffn_hidden": 96, "heads": 4})
+
+
+@dataclass(frozen=True)
+class Lived:
+    """One run under the compressed trace: its goodput, its length, and what each change cost."""
+
+    goodput: float
+    length_s: float
+    costs: tuple[Cost, ...]
 
 
 def config_of(scale: Scale) -> RunConfig:
@@ -76,35 +88,70 @@ def config_of(scale: Scale) -> RunConfig:
 # ---- measuring
 
 
-def live_run(scale: Scale) -> RunRecords:
-    """A run to which workers are given and taken away again, by the clock."""
-    clock, pause = SystemClock(), threading.Event()
+class Trace:
+    """Events by the clock, from now on: workers are granted, workers are taken, in turn."""
+
+    def __init__(self, scale: Scale) -> None:
+        self._scale = scale
+        self._clock, self._pause = SystemClock(), threading.Event()
+        self._begun_s = self._clock.now_s()
+
+    def targets(self) -> Iterator[Layout]:
+        """Waits for each event; one that came while the one before it was answered, and has been
+        followed by another, is left out."""
+        events = self._scale.events
+        for number in range(events):
+            if number + 1 < events and self._clock.now_s() >= self._at_s(number + 1):
+                continue
+            self._wait_until(self._at_s(number))
+            yield LARGE if number % 2 == 0 else SMALL
+
+    def await_end(self) -> None:
+        """A gap after the last event."""
+        self._wait_until(self._at_s(self._scale.events))
+
+    def _at_s(self, number: int) -> float:
+        return self._begun_s + number * self._scale.gap_s
+
+    def _wait_until(self, at_s: float) -> None:
+        self._pause.wait(max(0.0, at_s - self._clock.now_s()))
+
+
+def live_run(scale: Scale) -> Lived:
+    """A run to which workers are given and from which they are taken, live."""
     with LiveRun(config_of(scale), EVENT_S) as run:
         run.settle(scale.steps)
-        begun_s = clock.now_s()
-        for number in range(scale.events):
-            pause.wait(max(0.0, begun_s + number * scale.gap_s - clock.now_s()))
-            run.resize(LARGE if number % 2 == 0 else SMALL)
+        trace = Trace(scale)
+        for target in trace.targets():
+            run.resize(target)
         run.await_handoffs()
         run.settle(scale.steps)
-        pause.wait(max(0.0, begun_s + scale.events * scale.gap_s - clock.now_s()))
-    return run.records()
+        trace.await_end()
+    return lived(run.records(), live_costs(run.records()))
 
 
-def restart_costs(scale: Scale) -> list[Cost]:
-    """Restarts that are really done, there and back; a job is busy for as long as it takes."""
+def restarting_run(scale: Scale) -> Lived:
+    """The same job and trace; every change is a checkpoint, a stop and a start."""
     config, _ = checked_run(config_of(scale), "local")
     run = create_run_directory(with_prepared_data(config))
-    found = []
+    costs = []
     with RestartJob(run.path) as job:
         job.begin(SMALL)
         job.train(scale.steps)
-        for number in range(scale.restarts):
-            target = LARGE if number % 2 == 0 else SMALL
-            done = job.restart(target, Method.MEGATRON, scale.steps)
-            found.append(Cost(done.record().lost_s, done.reconfiguration_s))
+        trace = Trace(scale)
+        for target in trace.targets():
+            if target != job.layout:
+                done = job.restart(target, Method.MEGATRON, scale.steps)
+                costs.append(Cost(done.record().lost_s, done.reconfiguration_s))
+        trace.await_end()
         job.stop()
-    return found
+    return lived(read_run(run.metrics_path), costs)
+
+
+def lived(records: RunRecords, costs: Sequence[Cost]) -> Lived:
+    """What a run's own records say."""
+    figures = run_figures(records)
+    return Lived(figures.goodput, figures.wall_s, tuple(costs))
 
 
 def live_costs(records: RunRecords) -> list[Cost]:
@@ -122,61 +169,74 @@ def live_costs(records: RunRecords) -> list[Cost]:
 # ---- figures
 
 
-def result(scale: Scale, records: RunRecords, restarts: Sequence[Cost]) -> BenchmarkResult:
-    """The measured run, and the same trace and others under the measured costs."""
-    live, figures = live_costs(records), run_figures(records)
-    length_s = figures.wall_s
-    trace_s = even_trace(scale.events, length_s)
-    claimed = {
-        "goodput_live": figures.goodput,
-        "goodput_restart": goodput(trace_s, length_s, restarts),
-        "goodput_live_by_costs": goodput(trace_s, length_s, live),
-        "goodput_live_day": goodput(even_trace(LIVER_EVENTS_A_DAY, DAY_S), DAY_S, live),
-        "goodput_restart_day": goodput(even_trace(LIVER_EVENTS_A_DAY, DAY_S), DAY_S, restarts),
-    }
-    spread: dict[str, Spread] = {
-        "live: lost_s": Spread.of([cost.lost_s for cost in live]),
-        "restart: lost_s": Spread.of([cost.lost_s for cost in restarts]),
-    }
-    for rate in RATES:
-        for kind, costs in (("live", live), ("restart", restarts)):
-            values = [goodput(poisson_trace(rate, DAY_S, seed), DAY_S, costs) for seed in SEEDS]
-            name = f"goodput_{kind}_poisson_{rate}"
-            claimed[name], spread[name] = statistics.median(values), Spread.of(values)
-    rows = [
-        {"kind": kind, "number": number, "lost_s": cost.lost_s, "busy_s": cost.busy_s}
-        for kind, costs in (("live", live), ("restart", restarts))
-        for number, cost in enumerate(costs)
-    ]
+def result(scale: Scale, runs: Mapping[str, Sequence[Lived]]) -> BenchmarkResult:
+    """The measured runs, and whole days under the costs that were measured in them."""
+    claimed: dict[str, float] = {}
+    spread: dict[str, Spread] = {}
+    rows = []
+    for kind, lives in runs.items():
+        costs = [cost for life in lives for cost in life.costs]
+        values = {"": [life.goodput for life in lives]}
+        values["_by_costs"] = [
+            goodput(even_trace(scale.events, life.length_s), life.length_s, life.costs)
+            for life in lives
+        ]
+        values["_day"] = [goodput(even_trace(LIVER_EVENTS_A_DAY, DAY_S), DAY_S, costs)]
+        for rate in RATES:
+            values[f"_poisson_{rate}"] = [
+                goodput(poisson_trace(rate, DAY_S, seed), DAY_S, costs) for seed in SEEDS
+            ]
+        for name, found in values.items():
+            spread[f"goodput_{kind}{name}"] = Spread.of(found)
+            claimed[f"goodput_{kind}{name}"] = statistics.median(found)
+        spread[f"{kind}: lost_s"] = Spread.of([cost.lost_s for cost in costs])
+        rows += [
+            {
+                "kind": kind,
+                "round": number,
+                "goodput": life.goodput,
+                "length_s": life.length_s,
+                "changes": len(life.costs),
+                "lost_s": math.fsum(cost.lost_s for cost in life.costs),
+            }
+            for number, life in enumerate(lives)
+        ]
     return BenchmarkResult(
         name="goodput",
         figures=claimed,
         rows=rows,
-        method={
-            "goodput": "useful steps at the undisturbed median of their layout over wall time",
-            "goodput_live": f"a real run of {length_s:.0f} s with {scale.events} events, workers "
-            f"that join and workers that leave in turn: {LIVER_EVENTS_A_DAY} events a day, "
-            f"compressed {scale.compression:.0f} times",
-            "goodput_restart": f"the same trace under the costs of {len(restarts)} restarts "
-            "(dist_checkpointing) that were really done on the same machine",
-            "goodput_live_by_costs": "the same arithmetic for the live run, as a check of it",
-            "day, poisson": "a day under the measured costs, not compressed; arrivals at "
-            + ", ".join(map(str, RATES))
-            + f" events a day, {len(SEEDS)} seeds each",
-            "live costs": "lost time and slowdown, both; time while joiners boot is no loss but "
-            "for the slowdown",
-        },
+        method=_method(scale),
         spread=spread,
-        repeats=min(len(live), len(restarts)),
+        repeats=scale.rounds,
     )
+
+
+def _method(scale: Scale) -> dict[str, str]:
+    rates = ", ".join(map(str, RATES))
+    return {
+        "goodput": "useful steps at the undisturbed median of their layout over wall time, from "
+        "the run's own records: the share of time in which training made progress",
+        "trace": f"{scale.events} events, workers that are granted and workers that are taken in "
+        f"turn, {scale.gap_s:g} s apart: {LIVER_EVENTS_A_DAY} events a day, compressed "
+        f"{scale.compression:.0f} times. An event that comes while the one before it is answered "
+        "waits; of several that wait the last is answered",
+        "live, restart": f"{scale.rounds} real runs each, interleaved, of the same job and trace; "
+        "a restart saves, stops, starts and loads with dist_checkpointing, and trains on until "
+        "its notice",
+        "by_costs": "the trace under what each change of that run was measured to cost: a check "
+        "of the arithmetic behind the days",
+        "day, poisson": "a day under the measured costs, not compressed; arrivals at "
+        f"{rates} events a day, {len(SEEDS)} seeds each",
+        "cost": "of a handoff lost time and slowdown, both; of a restart lost time",
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parser("goodput", "progress while workers come and go").parse_args(arguments)
     scale = QUICK if given.quick else FULL
+    kinds = {"live": partial(live_run, scale), "restart": partial(restarting_run, scale)}
     try:
-        restarts = restart_costs(scale)
-        report(result(scale, live_run(scale), restarts), given.json)
+        report(result(scale, interleaved(kinds, scale.rounds)), given.json)
     except LiverError as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
         return 1

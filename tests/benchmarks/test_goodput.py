@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.goodput.__main__ import QUICK, config_of, live_costs, result
+from benchmarks.goodput.__main__ import (
+    LARGE,
+    QUICK,
+    SMALL,
+    Lived,
+    Trace,
+    config_of,
+    live_costs,
+    lived,
+    result,
+)
 from benchmarks.goodput.trace import (
     DAY_S,
     Cost,
@@ -70,13 +83,25 @@ def live_records(outcome: str = "completed") -> RunRecords:
 
 
 def test_figures_of_a_run_and_of_its_trace_under_the_measured_costs() -> None:
-    assert live_costs(live_records()) == [Cost(0.5, 6.5)]
-    found = result(QUICK, live_records(), [Cost(5.0, 6.0), Cost(7.0, 8.0)]).figures
+    records = live_records()
+    live = lived(records, live_costs(records))
+    assert live.costs == (Cost(0.5, 6.5),)
+    restart = Lived(0.4, 30.0, (Cost(5.0, 6.0), Cost(7.0, 8.0)))
+    found = result(QUICK, {"live": [live], "restart": [restart]}).figures
     assert found["goodput_live"] == pytest.approx(20.0 / 20.5)
-    assert found["goodput_restart"] < found["goodput_live"]
+    assert found["goodput_restart"] == 0.4
+    assert found["goodput_restart_by_costs"] == pytest.approx(1 - 12.0 / 30.0)
     assert found["goodput_live_day"] == pytest.approx(1 - 47 * 0.5 / DAY_S)
     assert found["goodput_restart_day"] == pytest.approx(1 - (24 * 5 + 23 * 7) / DAY_S)
     assert found["goodput_restart_poisson_752"] < found["goodput_restart_poisson_47"] < 1
+
+
+def test_of_events_that_wait_the_last_is_answered() -> None:
+    scale = replace(QUICK, events=4, gap_s=0.1)
+    targets = Trace(scale).targets()
+    assert next(targets) == LARGE
+    time.sleep(0.35)  # the next two have come meanwhile, and then the last one
+    assert list(targets) == [SMALL]
 
 
 def test_an_aborted_handoff_is_no_measurement() -> None:
