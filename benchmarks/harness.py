@@ -101,7 +101,6 @@ def order_of(names: Sequence[str], repeats: int) -> Iterator[str]:
 def machine_facts() -> dict[str, str | int | float]:
     """What the figures depend on: processor, memory, versions, and how busy the machine was."""
     facts: dict[str, str | int | float] = {
-        "host": platform.node(),
         "system": f"{platform.system()} {platform.release()}",
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,7 @@ def figures(found: Sequence[Measured]) -> dict[str, float]:
 def result(sweep: Sweep, rows: Sequence[Row]) -> BenchmarkResult:
     """The sweep's result from all rows that there are."""
     found = measured(rows)
+    live = {(m.size, m.transition): m.least_lost_s for m in found if m.method == LIVE}
     lines = [
         {
             "size": m.size,
@@ -106,6 +108,7 @@ def result(sweep: Sweep, rows: Sequence[Row]) -> BenchmarkResult:
             "lost_s": m.lost_s.median,
             "worst_s": m.lost_s.high,
             "lost_steps": m.lost_steps.median,
+            "over_live": m.lost_s.median / live.get((m.size, m.transition), math.nan),
             "slowdown_s": m.slowdown_s.median,
             "notice_to_first_step_s": m.reconfiguration_s.median,
         }

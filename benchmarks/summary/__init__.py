@@ -1,0 +1,1 @@
+"""The results of several benchmarks as one section of the README."""

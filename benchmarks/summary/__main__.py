@@ -1,0 +1,153 @@
+"""`python -m benchmarks.summary r.json ... --readme README.md`: results as a section of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import figure_text
+from benchmarks.summary.words import FIGURES
+from liver_hpc.baseline.methods import Method
+from liver_hpc.baseline.phases import EXISTS
+from liver_hpc.errors import ConfigError
+
+BEGIN = "<!-- made by python -m benchmarks.summary; what stands here is written anew -->"
+END = "<!-- end of what benchmarks.summary made -->"
+
+LIVE, RESTART = "live", Method.MEGATRON.value
+MACHINE = ("processor", "cores", "memory_bytes", "accelerators")
+VERSIONS = ("torch", "megatron-core")
+
+WORDS = ("lost time", "restart", "exists", "floor")
+
+Result = Mapping[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.summary", description=__doc__)
+    parser.add_argument("results", nargs="+", type=Path, metavar="FILE", help="what --json wrote")
+    parser.add_argument("--readme", type=Path, help="rewrite the section there; else print it")
+    given = parser.parse_args(arguments)
+    try:
+        text = section([read_result(path) for path in given.results])
+        if given.readme is None:
+            print(text)
+        else:
+            given.readme.write_text(replaced(given.readme, text), encoding="utf-8")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def read_result(path: Path) -> Result:
+    """A benchmark's JSON. Raises ConfigError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: wanted a benchmark's result, got {error}") from error
+    missing = [key for key in ("name", "figures", "machine", "date", "rows") if key not in found]
+    if missing:
+        raise ConfigError(f"{path}: wanted a benchmark's result, it has no {missing[0]!r}")
+    return dict(found)
+
+
+def replaced(readme: Path, text: str) -> str:
+    """The file with its section made anew. Raises ConfigError where it has none."""
+    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ConfigError(f"{readme}: wanted the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+# ---- text
+
+
+def section(results: Sequence[Result]) -> str:
+    """Where and when, the comparison with restarts, then one line a figure."""
+    parts = [_where(results)]
+    parts += [_comparison(result) for result in results if result["name"] == "reconfigure"]
+    parts.append(_figures(results))
+    return "\n\n".join(parts)
+
+
+def _where(results: Sequence[Result]) -> str:
+    """Machines and days; results of different machines say so."""
+    lines = []
+    for result in results:
+        facts = dict(result["machine"])
+        facts["memory_bytes"] = f"{facts['memory_bytes'] / 2**30:.0f} GiB"
+        facts["cores"] = f"{facts['cores']} cores"
+        named = [str(facts[name]) for name in MACHINE if name in facts]
+        named += [f"{name} {facts[name]}" for name in VERSIONS if name in facts]
+        line = f"{', '.join(named)}; {result['date'][:10]}"
+        if line not in lines:
+            lines.append(line)
+    return "Measured on: " + ". And on: ".join(lines) + "."
+
+
+def _comparison(result: Result) -> str:
+    """Live against restart, by size and transition."""
+    rows = {(row["size"], row["transition"], row["method"]): row for row in result["rows"]}
+    spread = result["spread"]
+    lines = [
+        "| state | transition | live: lost s | in steps | restart: lost s | ratio "
+        "| checkpoint exists: lost s | slowdown s | notice to first step, live / restart s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for (size, transition, method), live in rows.items():
+        restart = rows.get((size, transition, RESTART))
+        if method != LIVE or restart is None:
+            continue
+        exists = rows.get((size, transition, RESTART + EXISTS))
+        cells = [
+            size,
+            transition,
+            _spread(spread[f"lost_s {size} {transition} {LIVE}"]),
+            figure_text(live["lost_steps"]),
+            _spread(spread[f"lost_s {size} {transition} {RESTART}"]),
+            figure_text(restart["over_live"]),
+            "-" if exists is None else f"{exists['lost_s']:.2f}",
+            f"{live['slowdown_s']:.2f}",
+            f"{live['notice_to_first_step_s']:.1f} / {restart['notice_to_first_step_s']:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", f"Median (lowest to highest) of {result['repeats']} repeats, interleaved."]
+    words = result["method"]
+    lines += [f"{name.capitalize()}: {words[name]}." for name in WORDS]
+    return "\n".join(lines)
+
+
+def _spread(spread: Mapping[str, float]) -> str:
+    return f"{spread['median']:.3g} ({spread['low']:.3g} to {spread['high']:.3g})"
+
+
+def _figures(results: Sequence[Result]) -> str:
+    """A line for every figure that there are words for, in their order."""
+    lines = ["| figure | value | low to high | what it says |", "| --- | --- | --- | --- |"]
+    for benchmark, figures in FIGURES.items():
+        for result in results:
+            if result["name"] != benchmark:
+                continue
+            for figure, words in figures.items():
+                value = result["figures"].get(figure)
+                if value is None:
+                    continue
+                spread = result["spread"].get(figure)
+                wide = "" if spread is None else _wide(spread)
+                lines.append(f"| `{figure}` | {figure_text(value)} | {wide} | {words} |")
+    return "\n".join(lines)
+
+
+def _wide(spread: Mapping[str, float]) -> str:
+    low, high = figure_text(spread["low"]), figure_text(spread["high"])
+    return f"{low} to {high}, {spread['count']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""The figures that the README tells of, by benchmark, and what each of them says."""
+
+FIGURES: dict[str, dict[str, str]] = {
+    "reconfigure": {
+        "speedup_min": "lost time of a restart over that of a handoff: least transition",
+        "speedup_median": "the same, median",
+        "existing_speedup_min": "the same where the checkpoint exists already, so saving is free",
+        "reconfiguration_over_restart_median": "notice to first step, of a handoff over a restart; "
+        "training goes on meanwhile in the first and stands in the second",
+        "lost_steps_max_25m": "largest median lost time of a handoff in steps, 25M parameters",
+        "lost_steps_max_100m": "the same, 100M parameters",
+    },
+    "steady_state": {
+        "overhead_percent": "step time of an undisturbed run over a plain Megatron loop's",
+        "cpu_overhead_percent": "the same in CPU seconds of all processes",
+    },
+    "stream": {
+        "link_share": "TRANSFER's speed over that of the raw link between the same processes",
+        "memory_over_budget": "peak extra memory over the staging budget",
+        "bytes_over_bound": "bytes sent over the least that the placement allows",
+    },
+    "planner": {
+        "plan_s_1024": "seconds in which one worker of 1,024 plans a handoff of a 405B model",
+        "plan_s_16384": "the same of 16,384",
+        "growth_1024_to_16384": "the second over the first",
+        "megatron_over_ours_1024": "time of Megatron's own planner over ours, for the same roster",
+    },
+    "goodput": {
+        "goodput_live": "share of time in which training made progress, events every few seconds",
+        "goodput_restart": "the same job and events, stopped and restarted",
+        "goodput_live_day": "a day of 47 events under the measured costs",
+        "goodput_restart_day": "the same, restarted",
+    },
+    "convergence": {
+        "max_relative_loss_difference": "loss of a run with many handoffs against a fixed run's",
+        "control_max_relative_loss_difference": "of a fixed run in another layout: what the order "
+        "of summation alone makes",
+    },
+    "simulate": {
+        "model_error_median": "relative error of the model against handoffs that were left out of it",
+        "simulated_pause_s_1024": "simulated pause of a 405B model's handoff, 1,024 workers",
+        "simulated_pause_s_65536": "the same, 65,536 workers",
+    },
+    "peers": {},
+}

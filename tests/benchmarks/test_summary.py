@@ -1,0 +1,88 @@
+"""Results as a section of the README."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.harness import write_json
+from benchmarks.reconfigure.figures import result
+from benchmarks.reconfigure.sweep import load_sweep
+from benchmarks.summary.__main__ import BEGIN, END, main
+from benchmarks.summary.words import FIGURES
+
+
+@pytest.fixture
+def sweep_json(configs: Path, tmp_path: Path) -> Path:
+    """Two repeats of one transition, live and restarted."""
+    rows = [
+        {
+            "size": "25m",
+            "transition": "grow",
+            "method": method,
+            "lost_s": lost_s + 0.01 * number,
+            "median_step_s": 0.1,
+            "slowdown_s": 0.5,
+            "reconfiguration_s": 9.0,
+        }
+        for method, lost_s in (
+            ("live", 0.02),
+            ("dist_checkpointing", 10.0),
+            ("dist_checkpointing, exists", 8.0),
+        )
+        for number in range(2)
+    ]
+    path = tmp_path / "r.json"
+    write_json(result(load_sweep(configs / "bench" / "local.yaml"), rows), path)
+    return path
+
+
+def test_the_section_is_written_between_its_lines(sweep_json: Path, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# Before\n{BEGIN}\nold\n{END}\n# After\n", encoding="utf-8")
+    assert main([str(sweep_json), "--readme", str(readme)]) == 0
+    text = readme.read_text(encoding="utf-8")
+    assert text.startswith(f"# Before\n{BEGIN}\nMeasured on: ")
+    assert text.endswith(f"{END}\n# After\n")
+    assert "old" not in text
+    row = next(line for line in text.splitlines() if line.startswith("| 25m | grow |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[2:7] == ["0.025 (0.02 to 0.03)", "0.25", "10 (10 to 10)", "400.2", "8.00"]
+    assert "| `speedup_min` | 400.2 |" in text
+    assert main([str(sweep_json), "--readme", str(readme)]) == 0
+    assert readme.read_text(encoding="utf-8") == text
+
+
+def test_the_readme_has_the_section(repository: Path) -> None:
+    assert "Measured on: " in (repository / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "stream"}'])
+def test_what_is_no_result_is_told(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "no.json"
+    path.write_text(text, encoding="utf-8")
+    assert main([str(path)]) == 2
+    assert f"error: {path}: wanted a benchmark's result" in capsys.readouterr().err
+
+
+def test_a_readme_without_the_lines_is_left_alone(sweep_json: Path, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("# Mine\n", encoding="utf-8")
+    assert main([str(sweep_json), "--readme", str(readme)]) == 2
+    assert readme.read_text(encoding="utf-8") == "# Mine\n"
+
+
+def figures_of(benchmark: str, document: dict[str, Any]) -> set[str]:
+    return set(document["figures"]) & set(FIGURES[benchmark])
+
+
+def test_figures_that_there_are_words_for_exist(sweep_json: Path) -> None:
+    document = json.loads(sweep_json.read_text(encoding="utf-8"))
+    assert figures_of("reconfigure", document) == set(FIGURES["reconfigure"]) - {
+        "lost_steps_max_100m"
+    }
