@@ -37,7 +37,7 @@ FIGURES: dict[str, dict[str, str]] = {
         "of summation alone makes",
     },
     "simulate": {
-        "model_error_median": "relative error of the model against handoffs that were left out of it",
+        "model_error_median": "relative error of the model against handoffs left out of it",
         "simulated_pause_s_1024": "simulated pause of a 405B model's handoff, 1,024 workers",
         "simulated_pause_s_65536": "the same, 65,536 workers",
     },
