@@ -30,7 +30,8 @@ class LiveRun:
     def __init__(self, config: RunConfig, event_s: float) -> None:
         self._event_s = event_s
         self._pause = threading.Event()
-        self._asked = 0
+        self.asked_s: list[float] = []
+        """When each change was asked for, in epoch seconds."""
         self.run = submit_run(config, "local")
         self._watch = Watch(self.run)
 
@@ -62,18 +63,20 @@ class LiveRun:
 
     def resize(self, layout: Layout) -> None:
         """Asks for a layout."""
-        request(self.run, ResizeRequest(layout=str(layout)))
-        self._asked += 1
+        self._ask(ResizeRequest(layout=str(layout)))
 
     def replace(self) -> None:
         """Asks for a fresh worker in the place of the last one."""
         status = self.until(lambda status: True, "the status")
-        request(self.run, ReplaceRequest(replace=status.workers[-1]))
-        self._asked += 1
+        self._ask(ReplaceRequest(replace=status.workers[-1]))
+
+    def _ask(self, wanted: ResizeRequest | ReplaceRequest) -> None:
+        self.asked_s.append(SystemClock().now_s())
+        request(self.run, wanted)
 
     def await_handoffs(self) -> None:
         """Waits until all that was asked for is done, and the old world is gone."""
-        asked = self._asked
+        asked = len(self.asked_s)
         self.until(lambda s: s.handoffs_done >= asked and s.handoff is None, f"handoff {asked}")
 
     def until(self, holds: Callable[[StatusSnapshot], bool], what: str) -> StatusSnapshot:

@@ -30,6 +30,7 @@ class Measured:
     lost_steps: Spread
     slowdown_s: Spread
     reconfiguration_s: Spread
+    detection_s: Spread
     median_step_s: float
 
     @property
@@ -54,6 +55,7 @@ def measured(rows: Sequence[Row]) -> list[Measured]:
             lost_steps=Spread.of([row["lost_s"] / row["median_step_s"] for row in group]),
             slowdown_s=spread(group, "slowdown_s"),
             reconfiguration_s=spread(group, "reconfiguration_s"),
+            detection_s=spread(group, "detection_s"),
             median_step_s=statistics.median(row["median_step_s"] for row in group),
         )
         for key, group in groups.items()
@@ -111,6 +113,7 @@ def result(sweep: Sweep, rows: Sequence[Row]) -> BenchmarkResult:
             "over_live": m.lost_s.median / live.get((m.size, m.transition), math.nan),
             "slowdown_s": m.slowdown_s.median,
             "notice_to_first_step_s": m.reconfiguration_s.median,
+            "detection_s": m.detection_s.median,
         }
         for m in sorted(found, key=lambda m: (m.size, m.transition, m.method != LIVE))
     ]
@@ -135,8 +138,9 @@ def _method(sweep: Sweep) -> dict[str, str]:
         "exists": "the same restart less its save: the checkpoint of that very step exists already",
         "notice to first step": "from the request, with all that comes before the boundary: of a "
         "handoff boot, preparation and waiting for the boundary, of a restart waiting for it",
-        "detection": "every change is announced, so there is nothing to detect; a worker lost "
-        "without a word costs both the same time until it is missed",
+        "detection": "every change is announced: from the request to the coordinator's notice of "
+        "it, to be added where notice to first step is wanted with detection; a worker lost "
+        "without a word costs both ways the same time until it is missed",
         "floor": f"a handoff's lost time counts as at least {LEAST_STEPS:g} step in ratios",
         "order": "all sizes and methods once, then once more the other way round",
     }

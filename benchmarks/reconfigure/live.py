@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from benchmarks.live_runs import LiveRun
 from benchmarks.reconfigure.sweep import LIVE, Cell, Sweep
 from liver_hpc.errors import LiverError
@@ -20,11 +22,16 @@ def measure(sweep: Sweep, cell: Cell) -> list[dict[str, float | int | str]]:
                 run.resize(transition.to.layout())
             run.await_handoffs()
             run.settle(sweep.settle_steps)
-    return rows(sweep, cell, run.records())
+    return rows(sweep, cell, run.records(), run.asked_s)
 
 
-def rows(sweep: Sweep, cell: Cell, records: RunRecords) -> list[dict[str, float | int | str]]:
-    """The transitions' figures of a run that has done them all, in their order."""
+def rows(
+    sweep: Sweep, cell: Cell, records: RunRecords, asked_s: Sequence[float]
+) -> list[dict[str, float | int | str]]:
+    """The transitions' figures of a run that has done them all, in their order.
+
+    asked_s: when each was asked for, in epoch seconds.
+    """
     figures = run_figures(records)
     medians = {world.generation: world.median_step_s for world in figures.generations}
     if len(figures.reconfigurations) != len(sweep.transitions):
@@ -44,10 +51,17 @@ def rows(sweep: Sweep, cell: Cell, records: RunRecords) -> list[dict[str, float 
             "median_step_s": medians[done.generation],
             "slowdown_s": done.slowdown_s,
             "reconfiguration_s": done.reconfiguration_s,
+            "detection_s": noticed.notice_s - at_s,
             "pause_s": done.pause_s,
             "bytes": done.bytes_moved,
         }
-        for transition, done in zip(sweep.transitions, figures.reconfigurations, strict=True)
+        for transition, done, noticed, at_s in zip(
+            sweep.transitions,
+            figures.reconfigurations,
+            records.reconfigurations,
+            asked_s,
+            strict=True,
+        )
         if transition.claimed and _whole(done)
     ]
 

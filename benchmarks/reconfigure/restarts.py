@@ -53,6 +53,7 @@ def _row(
         "median_step_s": done.median_step_s,
         "slowdown_s": 0.0,
         "reconfiguration_s": done.reconfiguration_s - saved_s,
+        "detection_s": 0.0,  # what stops the job is what decided to
         "pause_s": record.total_s - record.first_step_s,
         "bytes": done.num_bytes,
         **phases,

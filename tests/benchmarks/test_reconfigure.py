@@ -41,6 +41,7 @@ def row(**fields: Any) -> dict[str, Any]:
         "median_step_s": 0.5,
         "slowdown_s": 1.0,
         "reconfiguration_s": 8.0,
+        "detection_s": 0.0,
         "pause_s": 0.1,
         "bytes": 1000,
     }
@@ -155,6 +156,9 @@ def test_the_result_counts_the_fewest_repeats(sweep: Sweep) -> None:
     assert [line["method"] for line in found.rows] == ["live", RESTART]
 
 
+ASKED_S = [94.5 + 10 * generation for generation in range(1, 6)]
+
+
 def live_records(count: int) -> RunRecords:
     steps, attempts = [], []
     for generation in range(count + 1):
@@ -178,12 +182,13 @@ def live_records(count: int) -> RunRecords:
 
 def test_rows_of_a_live_run_are_its_handoffs_in_order(sweep: Sweep) -> None:
     cell = Cell(size="25m", method="live", round=3)
-    found = live_rows(sweep, cell, live_records(5))
+    found = live_rows(sweep, cell, live_records(5), ASKED_S)
     assert [r["transition"] for r in found] == [t.name for t in sweep.transitions]
     assert {r["lost_s"] for r in found} == {0.25}
     assert {r["reconfiguration_s"] for r in found} == {6.25}
+    assert {r["detection_s"] for r in found} == {0.5}
 
 
 def test_a_run_that_lacks_a_handoff_is_no_measurement(sweep: Sweep) -> None:
     with pytest.raises(LiverError, match="wanted 5 handoffs, got 4"):
-        live_rows(sweep, Cell(size="25m", method="live", round=0), live_records(4))
+        live_rows(sweep, Cell(size="25m", method="live", round=0), live_records(4), ASKED_S)
