@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from liver_hpc import __version__
+from liver_hpc.arguments import count, seconds, worker_id
 from liver_hpc.doctor.options import add_options as add_doctor_options
 from liver_hpc.errors import ConfigError, LiverError, RequestRefused
 
@@ -117,24 +118,26 @@ def _parser() -> argparse.ArgumentParser:
     shape = resize.add_mutually_exclusive_group(required=True)
     shape.add_argument("--layout", metavar="tp=A,pp=B,dp=C", help="the layout to change to")
     shape.add_argument(
-        "--workers", type=_count, metavar="N", help="take the preferred layout of N workers"
+        "--workers", type=count, metavar="N", help="take the preferred layout of N workers"
     )
     resize.set_defaults(command=_resize)
 
     replace = _add_run_command(commands, "replace", "put a fresh worker in the place of another")
-    replace.add_argument("--worker", type=_worker_id, required=True, metavar="W", help="its id")
+    replace.add_argument("--worker", type=worker_id, required=True, metavar="W", help="its id")
     replace.set_defaults(command=_replace)
 
     drain = _add_run_command(commands, "drain", "leave a node live, so that it can be taken away")
     drain.add_argument("node", metavar="NODE", help="the node's name, as `liver status` has it")
-    drain.add_argument(
-        "--within-s", type=_seconds, metavar="S", help="the window (default: the run file's)"
+    how = drain.add_mutually_exclusive_group()
+    how.add_argument(
+        "--within-s", type=seconds, metavar="S", help="the window (default: the run file's)"
     )
+    how.add_argument("--undo", action="store_true", help="a node that was drained is used again")
     drain.set_defaults(command=_drain)
 
     stop = _add_run_command(commands, "stop", "end a run at its next step boundary")
     stop.add_argument(
-        "--timeout-s", type=_seconds, metavar="S", help="wait at most this long for the end"
+        "--timeout-s", type=seconds, metavar="S", help="wait at most this long for the end"
     )
     stop.add_argument(
         "--checkpoint",
@@ -184,28 +187,6 @@ def _add_run_command(
         "--runs-directory", type=Path, default=Path("runs"), metavar="DIR", help="default: runs"
     )
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"wanted a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _worker_id(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"wanted a worker id such as 3, got {text!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"wanted a number of seconds above 0, got {text!r}")
-    return seconds
 
 
 # ---- commands
@@ -354,7 +335,8 @@ def _replace(options: argparse.Namespace) -> int:
 def _drain(options: argparse.Namespace) -> int:
     from liver_hpc.protocol.messages import DrainRequest
 
-    return _request(_find(options), DrainRequest(node=options.node, within_s=options.within_s))
+    drain = DrainRequest(node=options.node, within_s=options.within_s, undo=options.undo)
+    return _request(_find(options), drain)
 
 
 def _stop(options: argparse.Namespace) -> int:

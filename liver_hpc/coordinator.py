@@ -64,6 +64,11 @@ class Control:
         if self._coordinator is not None:
             self._coordinator.end_near(reason, deadline_s)
 
+    @property
+    def steps_done(self) -> int:
+        """Of the coordinator that stands; 0 while there is none."""
+        return self._coordinator.steps_done if self._coordinator is not None else 0
+
     def attach(self, coordinator: Coordinator | None) -> None:
         self._coordinator = coordinator
         if coordinator is not None and self._stop:

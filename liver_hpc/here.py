@@ -55,8 +55,8 @@ def run_here(
         try:
             hosted.start()
             hosted.wait()
-        except _QueuedAgain:
-            return run, None
+        except _TimeIsUp:
+            return run, None if config.cluster.slurm.requeue else run.outcome()
         if run.goes_on():
             requeue(config.cluster.slurm, job_id)
             return run, None
@@ -66,16 +66,19 @@ def run_here(
     return run, outcome
 
 
-class _QueuedAgain(Exception):
-    """The window was over before the state was on disk: the job begins again all the same."""
+class _TimeIsUp(Exception):
+    """The window was over before the state was on disk; the job begins again where it may."""
 
 
 def _end_near(hosted: HostedCoordinator, slurm: SlurmSection, job_id: str) -> None:
-    """In a signal handler. Raises _QueuedAgain where nobody is left to wait for."""
+    """In a signal handler. Raises _TimeIsUp where nobody is left to wait for."""
     checkpoint_in_time(hosted, slurm, job_id)
-    if slurm.requeue and hosted.started and not hosted.wait(0.0):
-        requeue(slurm, job_id)
-        raise _QueuedAgain
+    if hosted.started and not hosted.wait(0.0):
+        if slurm.requeue:
+            requeue(slurm, job_id)
+        else:
+            hosted.give_up()
+        raise _TimeIsUp
 
 
 def _open_run(config: RunConfig, job_id: str, tell: Callable[[str], None]) -> RunDirectory:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
 from liver_hpc.config.schema import SlurmSection
-from liver_hpc.coordination.run_files import COORDINATOR_FILE
+from liver_hpc.coordination.run_files import COORDINATOR_FILE, OUTCOME_FILE, Outcome
 
 if TYPE_CHECKING:
     from liver_hpc.coordinator import Control
 
 END_REASON = "its job is about to end"
+OUT_OF_TIME = "its job's time was up before its state was on disk"
 _ASK_S = 2.0
 _REQUEUE_S = 3.0
 """Of the time that is left, so much is kept for leaving and being queued again."""
@@ -77,6 +78,15 @@ class HostedCoordinator:
         # No lock: a handler may wait for the end while the code that it interrupted does, too.
         readable, _, _ = select.select([self._ended], [], [], limit_s)
         return bool(readable)
+
+    def give_up(self) -> None:
+        """The time is up, and nobody begins the run again: says so for a coordinator that has not
+        ended, and that ends now."""
+        path = Path(self._run_directory)
+        if not (path / OUTCOME_FILE).exists():
+            steps = self._control.steps_done if self._control is not None else 0
+            Outcome("failed", OUT_OF_TIME, steps).write(path)
+            (path / COORDINATOR_FILE).unlink(missing_ok=True)
 
     def _live(self) -> None:
         from liver_hpc.coordinator import run_coordinator

@@ -117,12 +117,15 @@ class CoordinatorJob:
         from submitit.helpers import DelayedSubmission
 
         run = RunDirectory(Path(run_directory))
+        slurm = run.config().cluster.slurm
         if self._hosted is not None:
-            job_id = os.environ["SLURM_JOB_ID"]
-            checkpoint_in_time(self._hosted, run.config().cluster.slurm, job_id)
+            checkpoint_in_time(self._hosted, slurm, os.environ["SLURM_JOB_ID"])
             ended = self._hosted.exit_code is not None
             if ended and not run.goes_on():
                 return None
+        if not slurm.requeue:
+            (self._hosted or HostedCoordinator(run_directory)).give_up()
+            return None
         return DelayedSubmission(self, run_directory)
 
 

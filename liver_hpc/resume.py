@@ -5,8 +5,9 @@ from __future__ import annotations
 from liver_hpc.checkpoint.index import checkpoint_directory
 from liver_hpc.coordination.checkpoints import newest_checkpoint
 from liver_hpc.coordination.run_files import COORDINATOR_FILE, OUTCOME_FILE
-from liver_hpc.errors import ConfigError
+from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.launch import launch_detached
+from liver_hpc.recipes.file_lock import file_lock
 from liver_hpc.run_directory import RunDirectory, point_latest, process_lives
 from liver_hpc.slurm_job import job_of
 from liver_hpc.submit import await_coordinator
@@ -18,6 +19,11 @@ def resume_run(run: RunDirectory) -> int:
     Raises ConfigError for a run that is still there, that is complete, or that has no checkpoint;
     CheckpointError when that is damaged; LiverError when the launch failed.
     """
+    with file_lock(run.jobs_path / "resume.lock"):  # whoever comes second finds the job
+        return _resume(run)
+
+
+def _resume(run: RunDirectory) -> int:
     config, last = run.config(), run.last_outcome()
     _check_over(run)
     if last is not None and last.state == "finished":
@@ -31,7 +37,12 @@ def resume_run(run: RunDirectory) -> int:
         )
     for name in (OUTCOME_FILE, COORDINATOR_FILE):
         (run.path / name).unlink(missing_ok=True)
-    launch_detached(run)
+    try:
+        launch_detached(run)
+    except LiverError:
+        if last is not None:
+            last.write(run.path)
+        raise
     point_latest(run)
     if config.cluster.kind == "local":
         await_coordinator(run)
@@ -48,6 +59,11 @@ def _check_over(run: RunDirectory) -> None:
         return
     pids = [int(process)] if process else []
     pids += [address.pid] if address is not None else []
+    if address is not None and not address.is_here:
+        raise ConfigError(
+            f"run {run} may not be over: its coordinator was process {address.pid} on "
+            f"{address.hostname}, which is where it can be resumed"
+        )
     living = [pid for pid in pids if process_lives(pid)]
     if living:
         raise ConfigError(f"run {run} is not over: process {living[0]} lives")

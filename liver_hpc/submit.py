@@ -85,28 +85,39 @@ def submit_run(config: RunConfig, cluster: str | None = None) -> RunDirectory:
     return run
 
 
-def check_partitions(config: RunConfig) -> None:
-    """Raises ConfigError for partitions that Slurm does not have, or that are too small."""
+def check_partitions(config: RunConfig, commands: SlurmCommands | None = None) -> None:
+    """Raises ConfigError for partitions that Slurm does not have, or that are too small.
+
+    SlurmError when Slurm does not answer.
+    """
     slurm = config.cluster.slurm
-    commands = SlurmCommands(slurm.command_s, slurm.away_s)
+    commands = commands or SlurmCommands(slurm.command_s, slurm.away_s)
     known = commands.partitions()
-    wanted = [
-        (f"cluster.slurm.components.{index}", part.partition, part.nodes)
-        for index, part in enumerate(slurm.components)
-    ]
-    if slurm.burst is not None:
-        wanted.append(("cluster.slurm.burst", slurm.burst.partition, slurm.burst.max_nodes))
     problems = []
-    for where, name, nodes in wanted:
-        if name is None:
-            continue
-        if any(part not in known for part in name.split(",")):
+
+    def check(where: str, name: str, together: int, in_all: int) -> None:
+        """A job gets its nodes from one of several partitions, the next job from another one."""
+        parts = name.split(",")
+        if any(part not in known for part in parts):
             there = ", ".join(sorted(known)) or "none"
             problems.append(f"{where}.partition: Slurm has no partition {name!r}; it has {there}")
-            continue
-        most = max(len(commands.hostnames(known[part].nodes)) for part in name.split(","))
-        if nodes > most:
-            problems.append(f"{where}: wanted {nodes} nodes, partition {name} has {most}")
+            return
+        nodes = [commands.hostnames(known[part].nodes) for part in parts]
+        for wanted, has in (
+            (together, max(map(len, nodes))),
+            (in_all, len({node for some in nodes for node in some})),
+        ):
+            if wanted > has:
+                problems.append(f"{where}: wanted {wanted} nodes, partition {name} has {has}")
+                return
+
+    for index, part in enumerate(slurm.components):
+        if part.partition is not None:
+            where = f"cluster.slurm.components.{index}"
+            check(where, part.partition, part.nodes, part.nodes)
+    if (burst := slurm.burst) is not None:
+        where = "cluster.slurm.burst"
+        check(where, burst.partition, burst.nodes_per_request, burst.max_nodes)
     if problems:
         raise ConfigError(joined(problems))
 

@@ -119,6 +119,9 @@ class ScriptedPool(NodePool):
     def avoid(self, node: str) -> None:
         self.avoided.append(node)
 
+    def readmit(self, node: str) -> None:
+        self.avoided.remove(node)
+
     def close(self) -> None:
         self.closed = True
 

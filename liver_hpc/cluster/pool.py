@@ -108,6 +108,10 @@ class NodePool(ABC):
         """An operator wants the run off this node: it is not asked for again. Does not block."""
 
     @abstractmethod
+    def readmit(self, node: str) -> None:
+        """The operator wants the run off this node no longer. Does not block."""
+
+    @abstractmethod
     def close(self) -> None:
         """Everything that was asked for while the run went on is returned. Idempotent."""
 
@@ -132,6 +136,9 @@ class FixedPool(NodePool):
         pass
 
     def avoid(self, node: str) -> None:
+        pass
+
+    def readmit(self, node: str) -> None:
         pass
 
     def close(self) -> None:

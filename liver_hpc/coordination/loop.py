@@ -99,6 +99,7 @@ class Coordinator:
         self._course = Course(config, services, self._crew, self._store, run_directory)
         self._endings: dict[int, str] = {}
         self._unexplained: dict[int, tuple[Deadline, str]] = {}
+        self._ceiling: int | None = None
         self._address = ("", 0)
         self._next_tick_s = 0.0
         self._last_tick_s = services.clock.now_s()
@@ -133,10 +134,13 @@ class Coordinator:
 
     def recall(self, memory: Memory) -> None:
         """Before `run`: what operators asked for in a life before this one."""
-        self._course.fleet.recall(memory.ceiling)
-        self._course.steering.drained.update(memory.drained)
-        for node in memory.drained:
-            self._services.pool.avoid(node)
+        self._ceiling = memory.ceiling
+        self._course.steering.recall(memory.drained)
+
+    @property
+    def steps_done(self) -> int:
+        """How many steps are done; from any thread."""
+        return self._course.recorder.steps_done
 
     def stop(self, why: str) -> None:
         """Asks for a stop at the next step boundary; from any thread or signal handler."""
@@ -182,6 +186,8 @@ class Coordinator:
         write_private_json(self._run_directory / COORDINATOR_FILE, here)
         services.front_desk.start(lambda identity: self._inbox.ask(Met(identity), control_s))
         self._course.resume()
+        if self._ceiling is not None:  # beats what the run file asked for in the steps before
+            self._course.fleet.recall(self._ceiling)
         services.pool.start(lambda event: self._inbox.put(PoolSaid(event)))
         while (event := self._inbox.get(0.0)) is not None:  # the nodes that are held already
             self._dispatch(event)
@@ -340,6 +346,8 @@ class Coordinator:
                 return Reply(
                     ok=True, text=course.steering.ask_for(course.steering.wish_of(request))
                 )
+            case DrainRequest(undo=True):
+                return Reply(ok=True, text=course.steering.undo_drain(request.node))
             case DrainRequest():
                 return Reply(ok=True, text=course.steering.drain(request.node, request.within_s))
             case StopRequest():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from liver_hpc.cluster.pool import (
@@ -53,7 +54,19 @@ class Steering:
         self._fleet = run.fleet
         self._handoffs = run.handoffs
         self._wishes = WishList(config, services.recipe)
-        self.drained: set[str] = set()  # by operators
+        # By operators, each with the warning that held before, and holds again after an undo.
+        self._drained: dict[str, NodeWarned | None] = {}
+
+    @property
+    def drained(self) -> frozenset[str]:
+        """The nodes that operators have drained, held or not."""
+        return frozenset(self._drained)
+
+    def recall(self, drained: Iterable[str]) -> None:
+        """Those of a life before this one."""
+        for node in drained:
+            self._drained[node] = None
+            self._pool.avoid(node)
 
     # ---- wishes
 
@@ -162,7 +175,8 @@ class Steering:
 
     def _keep_off(self, node: str) -> None:
         """What an operator has drained is not used again, whoever grants it."""
-        if node in self.drained:
+        if node in self._drained:
+            self._drained[node] = None
             self._fleet.warned(NodeWarned(node, OPERATOR, self._clock.now_s()))
 
     def _node_gone(self, event: NodeGone) -> None:
@@ -213,25 +227,53 @@ class Steering:
 
     def drain(self, node: str, within_s: float | None) -> str:
         """An operator wants a node to be left; RequestRefused for one that is not held."""
-        if self._fleet.capacity.get(node) is None or not node:
-            held = ", ".join(filter(None, self._fleet.capacity.names)) or "none by name"
-            raise RequestRefused(f"node {node!r} is not held by the run; nodes are {held}")
+        held = self._fleet.capacity.get(node)
+        if held is None or not node:
+            names = ", ".join(filter(None, self._fleet.capacity.names)) or "none by name"
+            raise RequestRefused(f"node {node!r} is not held by the run; nodes are {names}")
         self._check_open()
         if self._run.world is not None and not self._fleet.can_do_without(self._run.world, node):
             raise RequestRefused(f"no layout is allowed without {node}; held: {self._fleet.text()}")
         now_s = self._clock.now_s()
         window_s = within_s or self._config.policy.drain_window_s
-        known = self._fleet.deadline_s(node)
-        if known is not None and known <= now_s + window_s:
-            return f"{node} is being left already, within {max(0.0, known - now_s):.1f} s"
         self._pool.avoid(node)
-        self.drained.add(node)
+        self._drained.setdefault(node, None)
+        warning = held.warning
+        known_s = warning.deadline_s if warning is not None else None
+        if known_s is not None and known_s <= now_s + window_s:
+            return f"{node} is being left already, within {max(0.0, known_s - now_s):.1f} s"
+        if warning is not None and warning.reason != OPERATOR:
+            self._drained[node] = warning
         self.node_event(NodeWarned(node, OPERATOR, now_s, now_s + window_s))
         return f"leaving {node} within {window_s:g} s"
 
+    def undo_drain(self, node: str) -> str:
+        """An operator wants a node to be used again; RequestRefused for one that none drained.
+
+        A handoff that is leaving it goes on; the run grows onto it later.
+        """
+        self._check_open()
+        if node not in self._drained:
+            drained = ", ".join(sorted(self._drained)) or "none"
+            raise RequestRefused(f"node {node!r} is not drained; drained nodes are {drained}")
+        before = self._drained.pop(node)
+        self._pool.readmit(node)
+        held = self._fleet.capacity.get(node)
+        if held is None:
+            return f"{node} is not held; it may be asked for again"
+        if held.warning is not None and held.warning.reason == OPERATOR:
+            self.node_event(before or NodeGranted(held.node))
+            held = self._fleet.capacity.get(node)
+        if held is not None and held.warning is not None:
+            return f"{node} is not drained any more, but to be left: {held.warning.reason}"
+        return f"{node} is used again"
+
     def end_near(self, event: EndNear) -> None:
-        """The coordinator's own allocation ends soon: state to disk, and again from there."""
-        self._run.stop(event.reason, checkpoint=True, then=RunState.REQUEUE)
+        """The coordinator's own allocation ends soon: state to disk, and again from there, unless
+        its job may not be queued again."""
+        again = self._config.cluster.slurm.requeue
+        then = RunState.REQUEUE if again else RunState.STOPPED
+        self._run.stop(event.reason, checkpoint=True, then=then)
 
     # ---- what happens next
 

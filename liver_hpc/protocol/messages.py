@@ -388,11 +388,12 @@ class ReplaceRequest(Message):
 
 
 class DrainRequest(Message):
-    """Leave a node live, within `within_s` seconds where that is given."""
+    """Leave a node live, within `within_s` seconds where that is given; or `undo` that."""
 
     type: Literal["drain"] = "drain"
     node: str
     within_s: float | None = None
+    undo: bool = False
 
 
 class StopRequest(Message):

@@ -13,6 +13,7 @@ from slurm.testbed.errors import ClusterError
 from slurm.testbed.membership import load_holder, started_ticks
 from slurm.testbed.settings import STATE_ROOT
 from tests.cluster.harness import SlurmCluster
+from tests.cluster.sites import Site
 
 NODES = ("n1", "n2", "n3")
 REASON = pytest.StashKey[str]()
@@ -74,6 +75,11 @@ def run_cluster(
     cluster.up(nodes=4)
     yield cluster
     cluster.testbed("down")
+
+
+@pytest.fixture
+def site(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> Site:
+    return Site(slurm_cluster, slurm_cluster.shared / request.node.name)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import yaml
 
+from liver_hpc.cli import EXIT_BAD_INPUT
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError
 from liver_hpc.metrics.records import NoticeRecord, ReconfigurationRecord, RunRecords
@@ -147,10 +148,25 @@ class SlurmRun:
     def liver(self, *words: str, limit_s: float = 60.0) -> str:
         return self.cluster.run(sys.executable, "-m", "liver_hpc", *words, limit_s=limit_s)
 
-    def stop(self) -> None:
-        """Ends the run by `liver stop`."""
-        said = self.liver("stop", str(self.directory.path))
+    def refused(self, *words: str) -> str:
+        """What a command complains of whose input is bad."""
+        line = ("exec", "--", sys.executable, "-m", "liver_hpc", *words)
+        done = self.cluster.attempt(command_line(self.cluster.name, *line), 60.0)
+        assert done.returncode == EXIT_BAD_INPUT, done.stdout + done.stderr
+        return done.stderr
+
+    def stop(self, *options: str) -> str:
+        """Ends the run by `liver stop`; what that says."""
+        said = self.liver("stop", str(self.directory.path), *options)
         assert "stopped" in said, said
+        return said
+
+    def resume(self) -> str:
+        """By `liver submit --resume`; what that says."""
+        words = ("submit", "--no-follow", "--resume", str(self.directory.path))
+        said = self.liver(*words, limit_s=120.0)
+        self.job = self.directory.job_id() or ""
+        return said
 
     # ---- waiting
 
@@ -272,7 +288,8 @@ def slurm_run(
     `slurm` are keys of the run file's section `cluster.slurm`.
     """
     most = 2 + burst_nodes
-    section = {**SLURM, "burst": {**BURST, "max_nodes": burst_nodes}, **slurm}
+    burst = {**BURST, "max_nodes": burst_nodes} if burst_nodes else None
+    section = {**SLURM, "burst": burst, **slurm}
     sections = {
         "workers": {"initial": 2, "max": most},
         "layouts": {workers: layouts for workers, layouts in LAYOUTS.items() if workers <= most},

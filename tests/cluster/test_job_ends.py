@@ -86,3 +86,27 @@ def test_a_script_of_ones_own_goes_on_likewise_and_a_refused_request_delays_noth
         run.cluster.run("scancel", "--signal=KILL", "--full", run.job)
         run.nothing_is_left()
         each_step_once(run.records())
+
+
+def test_a_run_that_was_stopped_goes_on_in_a_new_job(run_cluster: SlurmCluster) -> None:
+    """From the checkpoint of its last step."""
+    with slurm_run(run_cluster, "resumed", burst_nodes=0) as run:
+        run.submit()
+        run.wait_workers(2)
+        first = run.job
+        stopped = run.stop("--checkpoint")
+        found = re.search(r"stopped at step (\d+): .*checkpoint of step (\d+) in", stopped)
+        assert found is not None, stopped
+        done, saved = map(int, found.groups())
+        assert done == saved == len(run.records().steps)
+
+        assert f"goes on from step {saved}\n" in run.resume()
+        assert run.job != first
+        refused = run.refused("submit", "--resume", str(run.directory.path))
+        assert re.search(rf"is not over: job {run.job} is (PENDING|RUNNING)", refused), refused
+        status = run.wait_workers(2)
+        assert status["step"] >= saved + 3
+        assert f"goes on from step {saved}, " in run.log()
+        run.stop()
+        run.nothing_is_left()
+        each_step_once(run.records())

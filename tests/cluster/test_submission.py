@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import yaml
 
-from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.executor import OVER, HetExecutor, HetJob, SqueueWatcher
 from liver_hpc.cluster.slurm.script import Submission
@@ -22,22 +19,9 @@ from liver_hpc.config.schema import ClusterSection
 from liver_hpc.errors import ConfigError
 from tests.cluster.calls import wait_for
 from tests.cluster.harness import REPOSITORY, SlurmCluster, command_line
-from tests.unit.config.runs import MINIMAL
-from tests.unit.standin import sitecustomize_in
+from tests.cluster.sites import AGAIN_S, COMPONENTS, Site, await_coordinator, await_that
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
-
-COMPONENTS = [
-    {"name": "main", "partition": "stable"},
-    {"name": "extra", "partition": "stable", "gpus_per_node": 2},
-]
-# A requeued job waits for its old credential to expire: 10 s here.
-AGAIN_S = 60.0
-
-
-def await_that(condition: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
-    poll_until(condition, Deadline.after(SystemClock(), limit_s, what), interval_s=0.2)
-
 
 # ---- the executor
 
@@ -129,60 +113,6 @@ def test_slurm_says_why_it_refuses(submission: Submission, commands: SlurmComman
 
 
 # ---- runs
-
-
-class Site:
-    """A directory that all nodes see, with a run file, and `liver` on the control host."""
-
-    def __init__(self, cluster: SlurmCluster, directory: Path) -> None:
-        self.cluster = cluster
-        self.directory = directory
-        directory.mkdir()
-        sitecustomize_in(directory, REPOSITORY)
-        self.environment = [f"PYTHONPATH={directory}:{REPOSITORY}", f"VIRTUAL_ENV={sys.prefix}"]
-        section = {"components": COMPONENTS, "end_window_s": 20.0, "poll_s": 1.0}
-        cluster_section = {"workers_per_node": 2, "timeout_min": 5, "slurm": section}
-        values = {**MINIMAL, "cluster": cluster_section}
-        (directory / "run.yaml").write_text(yaml.safe_dump(values))
-
-    def words(self, *words: str) -> list[str]:
-        return ["env", f"--chdir={self.directory}", *self.environment, *words]
-
-    def run(self, *words: str) -> str:
-        return self.cluster.run(*self.words(*words), limit_s=60.0)
-
-    def liver(self, *arguments: str) -> str:
-        return self.run(sys.executable, "-m", "liver_hpc", *arguments)
-
-    def submit(self, *environment: str) -> Path:
-        """The run directory of a run that was submitted from such an environment."""
-        words = [sys.executable, "-m", "liver_hpc.submit", "--config", "run.yaml"]
-        shown = self.run("env", *environment, *words)
-        return self.directory / shown.strip()
-
-    def refused(self, *arguments: str) -> str:
-        line = self.words(sys.executable, "-m", "liver_hpc", *arguments)
-        done = self.cluster.attempt(command_line(self.cluster.name, "exec", "--", *line), 60.0)
-        assert done.returncode != 0, done.stdout
-        return done.stderr
-
-    def end(self) -> str:
-        """What the run that is `latest` ended with, after it was stopped."""
-        return self.liver("stop", "latest", "--timeout-s", "30").strip()
-
-    def jobs(self) -> str:
-        return self.cluster.run("squeue", "--noheader", "--format=%i %P %T %r").strip()
-
-
-@pytest.fixture
-def site(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> Site:
-    return Site(slurm_cluster, slurm_cluster.shared / request.node.name)
-
-
-def await_coordinator(run: Path) -> dict[str, Any]:
-    await_that((run / "coordinator.json").exists, f"the coordinator of {run}", AGAIN_S)
-    address: dict[str, Any] = json.loads((run / "coordinator.json").read_text())
-    return address
 
 
 def test_a_submitted_run_is_steered_from_the_login_node(site: Site) -> None:

@@ -13,13 +13,13 @@ import pytest
 from liver_hpc import __version__, cli
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.metrics.store import MetricsWriter
-from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest, StopRequest
+from liver_hpc.protocol.messages import DrainRequest, ReplaceRequest, ResizeRequest, StopRequest
 from liver_hpc.run_directory import RunDirectory, create_run_directory, point_latest
 from tests.unit.config.runs import minimal, write_minimal
 from tests.unit.metrics.rows import reconfiguration, step
 from tests.unit.standin import StandIn
 
-COMMANDS = ["submit", "run", "status", "resize", "replace", "stop", "report", "prepare-data"]
+COMMANDS = ["submit", "run", "status", "resize", "replace", "drain", "stop", "report", "doctor"]
 
 Captured = pytest.CaptureFixture[str]
 
@@ -61,7 +61,7 @@ def test_help_names_every_command_in_half_a_second() -> None:
         [sys.executable, "-m", "liver_hpc", "--help"], capture_output=True, text=True, check=True
     ).stdout
     took_s = _children_cpu_s() - before_s  # wall time would measure the neighbours
-    for command in COMMANDS:
+    for command in (*COMMANDS, "prepare-data"):
         assert f"\n    {command}" in shown
     assert took_s < 0.5
 
@@ -104,6 +104,7 @@ def test_version(capsys: Captured) -> None:
         (["replace", "latest", "--worker", "-1"], "wanted a worker id such as 3, got '-1'"),
         (["stop", "latest", "--timeout-s", "0"], "wanted a number of seconds above 0, got '0'"),
         (["stop", "latest", "--timeout-s", "nan"], "wanted a number of seconds above 0, got 'nan'"),
+        (["drain", "latest", "n2", "--undo", "--within-s", "5"], "not allowed with argument"),
         (["submit", "--config", "no.yaml"], "no.yaml: there is no such file"),
         (["status", "latest"], "there is no run under runs yet"),
         (["status", "runs"], "there is no run runs: neither a directory, nor a name under runs"),
@@ -166,6 +167,19 @@ def test_resize_to_a_layout(standin: StandIn, layout: str, capsys: Captured) -> 
 def test_resize_to_a_number_of_workers(standin: StandIn) -> None:
     assert liver("resize", "latest", "--workers", "4") == 0
     assert standin.requests.get(timeout=5) == ResizeRequest(workers=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], DrainRequest(node="n2")),
+        (["--within-s", "30"], DrainRequest(node="n2", within_s=30.0)),
+        (["--undo"], DrainRequest(node="n2", undo=True)),
+    ],
+)
+def test_drain(standin: StandIn, options: list[str], message: DrainRequest) -> None:
+    assert liver("drain", "latest", "n2", *options) == 0
+    assert standin.requests.get(timeout=5) == message
 
 
 def test_refusal_exits_3(standin: StandIn, capsys: Captured) -> None:

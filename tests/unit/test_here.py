@@ -158,6 +158,22 @@ def test_a_job_that_may_not_be_queued_again_is_not(
     assert "scontrol" not in in_job.read_text()
 
 
+def test_a_job_that_may_not_be_queued_again_fails_when_its_window_was_too_short(
+    started: Callable[..., Here], in_job: Path, tmp_path: Path, repository: Path
+) -> None:
+    there = 'pathlib.Path(run_directory, "coordinator.json").write_text("{}")'
+    sitecustomize_in(tmp_path, repository, f"import pathlib, time; {there}; time.sleep(60.0)")
+    run = Path("runs/run-77")
+    here = started(kind="auto", slurm={**SLURM, "requeue": False, "end_window_s": 2.0})
+    here.await_coordinator(lambda: run)
+    code, shown = here.end(signal.SIGUSR1)
+    assert code == cli.EXIT_FAILED
+    reason = "its job's time was up before its state was on disk"
+    assert f"run {run}: failed at step 7: {reason}\n" in shown
+    assert "scontrol" not in in_job.read_text()
+    assert not (run / "coordinator.json").exists()
+
+
 def test_a_finished_run_is_not_begun_again(
     in_job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

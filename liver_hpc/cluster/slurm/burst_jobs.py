@@ -102,6 +102,10 @@ class BurstJobs:
         """From any thread: no request names this node again; one that stands already may get it."""
         self._avoided = self._avoided | {node}
 
+    def readmit(self, node: str) -> None:
+        """From any thread: requests may name it again."""
+        self._avoided = self._avoided - {node}
+
     @property
     def pending(self) -> list[str]:
         """Requests that Slurm has not answered."""

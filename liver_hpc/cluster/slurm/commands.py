@@ -228,8 +228,9 @@ class SlurmCommands:
         return known
 
     def partitions(self, retry: bool = True) -> dict[str, PartitionInfo]:
-        """All partitions that this user sees, by name."""
-        lines = self._call(["scontrol", "--oneliner", "show", "partition"], retry).splitlines()
+        """All partitions by name, hidden ones too: a job may be submitted to them."""
+        words = ["scontrol", "--all", "--oneliner", "show", "partition"]
+        lines = self._call(words, retry).splitlines()
         found = [parse_partition(line) for line in lines if "PartitionName=" in line]
         return {partition.name: partition for partition in found}
 

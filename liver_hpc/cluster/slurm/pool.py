@@ -119,6 +119,10 @@ class SlurmPool(NodePool):
         if self._burst is not None:
             self._burst.avoid(node)
 
+    def readmit(self, node: str) -> None:
+        if self._burst is not None:
+            self._burst.readmit(node)
+
     def close(self) -> None:
         if self._ending.is_set():
             return

@@ -157,7 +157,7 @@ def _flags(state: str) -> set[str]:
 
 
 def parse_partition(line: str) -> PartitionInfo:
-    """One line of `scontrol --oneliner show partition`."""
+    """One line of `scontrol --all --oneliner show partition`."""
     values = dict(re.findall(r"(\w+)=(\S*)", line))
     try:
         return PartitionInfo(
@@ -166,7 +166,7 @@ def parse_partition(line: str) -> PartitionInfo:
             preempt_mode=values.get("PreemptMode", "OFF"),
             priority_tier=int(values.get("PriorityTier", "1")),
             max_time_s=parse_duration_s(values.get("MaxTime", "UNLIMITED")),
-            nodes=values.get("Nodes", ""),
+            nodes="" if values.get("Nodes") == "(null)" else values.get("Nodes", ""),
         )
     except (KeyError, ValueError) as error:
         raise LiverError(f"scontrol show partition: {error!r} in {line!r}") from error

@@ -8,70 +8,16 @@ from typing import Any
 import pytest
 
 from liver_hpc.cluster.launcher import TERMINATED
-from liver_hpc.cluster.pool import EndNear, Node, NodeGone
-from liver_hpc.coordination.estimate import Estimate
+from liver_hpc.cluster.pool import EndNear, NodeGone
 from liver_hpc.coordination.run_files import Outcome
-from liver_hpc.layout.coordinates import Roster
-from liver_hpc.metrics.records import ReconfigurationRecord
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.channel import Channel, connect
 from tests.fakes import Fault
 from tests.unit.coordination.live import LIMIT_S, SECRET, LiveRun, Start
+from tests.unit.coordination.nodes import LONG_S, MAIN, POLICY, SPARE, burst, grown, on_two_nodes
 
 pytestmark = pytest.mark.timeout(60)
-
-MAIN = (Node("n1", "main", slots=1), Node("n2", "main", slots=1))
-SPARE = Node("n5", "spare", slots=2, automatic=False)
-POLICY = {"settle_s": 0.02, "retry_s": 0.3}
-LONG_S = 600.0
-
-
-def burst(number: int, slots: int = 1) -> Node:
-    return Node(f"burst{number}", f"burst-{number}", slots, volatile=True, burst=True)
-
-
-class FixedEstimates:
-    """Scripted workers tell invented times: nothing can be learnt from them."""
-
-    measured = True
-
-    def observe(self, record: ReconfigurationRecord) -> None:
-        pass
-
-    def observe_step(self, step_s: float) -> None:
-        pass
-
-    def estimate(self, source: Roster, target: Roster, joiners: int) -> Estimate:
-        return Estimate(
-            total_s=9.0 if joiners else 2.0,
-            prepare_s=8.0 if joiners else 1.0,
-            boundary_s=0.5,
-            transfer_s=0.25,
-            release_s=0.25,
-            bytes_moved=1,
-        )
-
-    def checkpoint_s(self, roster: Roster) -> float:
-        return 4.0
-
-
-def on_two_nodes(make: Start, *more: Node, **sections: Any) -> LiveRun:
-    """Two workers on n1 and n2, training."""
-    run = make(nodes=(*MAIN, *more), begin=False, **{"policy": POLICY, **sections})
-    fleet: Any = run.coordinator._course.fleet
-    fleet.estimator = FixedEstimates()
-    run.start()
-    return run
-
-
-def grown(make: Start, **sections: Any) -> LiveRun:
-    """Four workers, two of them on burst nodes."""
-    run = on_two_nodes(make, **sections)
-    run.cluster.pool.grant(burst(3))
-    run.cluster.pool.grant(burst(4))
-    assert run.record(0).outcome == "completed"
-    return run
 
 
 def test_granted_nodes_become_one_growth(make: Start) -> None:
@@ -175,24 +121,6 @@ def test_a_window_that_is_too_short_is_said_and_the_fastest_way_is_taken(make: S
     assert run.metrics.notices[2].outcome == "late"
 
 
-def test_an_operator_drains_a_node(make: Start) -> None:
-    run = grown(make)
-    reply = run.ask(m.DrainRequest(node="burst4", within_s=60.0))
-    assert reply.text == "leaving burst4 within 60 s"
-    assert run.cluster.pool.avoided == ["burst4"]
-    assert run.record(1).outcome == "completed"
-    refused = run.ask(m.DrainRequest(node="n9"))
-    assert not refused.ok
-    assert "node 'n9' is not held by the run; nodes are n1, n2" in refused.text
-
-
-def test_a_node_that_the_run_cannot_do_without_is_not_drained(make: Start) -> None:
-    run = on_two_nodes(make, layouts={2: [{"dp": 2}], 4: [{"dp": 4}]})
-    refused = run.ask(m.DrainRequest(node="n2"))
-    assert not refused.ok
-    assert "no layout is allowed without n2" in refused.text
-
-
 def test_a_drained_node_that_nobody_takes_is_kept_where_there_is_no_other(make: Start) -> None:
     run = on_two_nodes(make, layouts={2: [{"dp": 2}], 4: [{"dp": 4}]})
     run.cluster.pool.warn("n2", "drained")
@@ -294,23 +222,6 @@ def test_a_warning_with_a_deadline_hurries_one_without(make: Start) -> None:
     assert "leaving n2: time limit" in outcome.reason
 
 
-def test_a_drain_does_not_put_off_what_is_due_before(make: Start) -> None:
-    run = grown(make)
-    run.cluster.faults.fail_at(0, Phase.PREPARE, Fault.SILENT)
-    run.cluster.pool.warn("burst4", window_s=20.0)
-    run.reach(Phase.PREPARE)
-    run.silent(0)
-    reply = run.ask(m.DrainRequest(node="burst4", within_s=600.0))
-    assert reply.text.startswith("burst4 is being left already, within ")
-    held = run.coordinator._course.fleet.capacity.get("burst4")
-    assert held is not None
-    assert held.warning is not None
-    assert held.warning.reason == "preempted"
-    run.cluster.workers[0].script.mute = False
-    run.cluster.workers[0].say([m.Prepared(worker=0, generation=2)])
-    assert run.record(1).outcome == "completed"
-
-
 def test_a_node_that_nobody_takes_is_kept_when_handoffs_away_from_it_fail(make: Start) -> None:
     run = on_two_nodes(make, layouts={1: [{}], 2: [{"dp": 2}], 4: [{"dp": 4}]})
     run.coordinator._course.fleet._failed_leaves = 3
@@ -384,6 +295,18 @@ def test_the_end_of_the_own_allocation_is_a_requeue(make: Start) -> None:
     assert outcome.state == "requeue"
     assert outcome == Outcome("requeue", outcome.reason, 3)
     assert run.cluster.pool.closed
+
+
+def test_the_end_of_an_allocation_that_may_not_be_queued_again_is_a_stop(make: Start) -> None:
+    run = on_two_nodes(make, cluster={"slurm": {"requeue": False}})
+    run.cluster.train(3)
+    run.cluster.pool.say(EndNear("time limit", 0.0, 1.0))
+    outcome = run.outcome()
+    assert outcome == Outcome("stopped", outcome.reason, 3)
+    assert outcome.reason.startswith("time limit; ")
+    for played in run.cluster.workers.values():
+        (told,) = (message for message in played.script.received if isinstance(message, m.Stop))
+        assert told.checkpoint == str(run.directory / "checkpoints")
 
 
 def agents_own_line(run: LiveRun, agent: str) -> Channel:

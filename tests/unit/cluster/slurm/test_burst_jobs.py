@@ -120,3 +120,15 @@ def test_a_node_that_was_drained_is_not_asked_for_again(cluster: Cluster, jobs: 
     jobs.act([])
     (asked,) = [words for words in cluster.asked if words[0] == "sbatch"]
     assert "--exclude=n3,n4" in asked
+
+
+def test_a_node_that_is_drained_no_longer_is_asked_for_again(
+    cluster: Cluster, jobs: BurstJobs
+) -> None:
+    cluster.answers["sbatch"] = Answer(0, "8\n")
+    jobs.avoid("n4")
+    jobs.readmit("n4")
+    jobs.readmit("n9")
+    jobs.act([])
+    (asked,) = [words for words in cluster.asked if words[0] == "sbatch"]
+    assert not [word for word in asked if word.startswith("--exclude")]
