@@ -12,7 +12,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
 PYTEST_ARGS ?=
-# Tests wait more than they compute: several files at a time, each in a process of its own.
+# Tests wait more than they compute: several files at a time, each in a process of its own. Files
+# of unit tests, of which there are most, come last and fill the gaps.
 PYTEST_WORKERS ?= 3
 DEMO_ARGS ?=
 # Of the test cluster: how many nodes, its name, and more options for `up`.
@@ -54,7 +55,8 @@ slurm-demo: $(INSTALLED) ## the same on a test cluster whose nodes come and go; 
 	$(BIN)/python -m slurm.demo $(DEMO_ARGS)
 
 test: $(INSTALLED) ## the whole test suite; more flags for pytest in PYTEST_ARGS
-	$(BIN)/python -m pytest -q -rs --durations=15 -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -rs --durations=15 -n $(PYTEST_WORKERS) --dist loadfile \
+		--no-loadscope-reorder $(PYTEST_ARGS)
 
 # The cluster needs nothing from the environment, and as root only: its jobs may use it.
 TESTBED = $(PYTHON) -m slurm.testbed --name $(CLUSTER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from tests.golden_files import Golden
 # How long an example takes says nothing on a machine that is shared.
 settings.register_profile("liver", deadline=None)
 settings.load_profile("liver")
+
+# Where the tests run in the background SIGINT may be ignored, which child processes would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).parent.parent
 
