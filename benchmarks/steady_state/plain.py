@@ -63,7 +63,7 @@ class _Loop:
         self._dp_rank = parallel_state.get_data_parallel_rank()
         self._dp = layout.dp
         self._dp_group = parallel_state.get_data_parallel_group()
-        self._model = _wrapped(_filled_module(recipe, layout).to(device))
+        self._model = _wrapped(filled_module(recipe, layout).to(device))
         self._optimizer, self._scheduler = _optimizer_of(recipe.config, self._model)
         self._forward_backward = get_forward_backward_func()
         self._seq_length = recipe.hidden_shape()[0] if layout.pp > 1 else 1
@@ -103,7 +103,7 @@ class _Loop:
         return float(mean) / self._dp
 
 
-def _filled_module(recipe: Recipe, layout: Layout) -> Any:
+def filled_module(recipe: Recipe, layout: Layout) -> Any:
     """The recipe's module at this rank's seat, with the values that a run starts with (fp32)."""
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -72,10 +72,13 @@ class BoxState:
                 return values[rows, box.col0 - own.col0 : box.col1 - own.col0]
         raise AssertionError(f"{kind} of tensor {tensor_index} is not held: {box}")
 
-    def filled_with(self, value: float) -> bool:
-        """Whether every element of every box has this value."""
+    def filled_with(self, value: float, only: str | None = None) -> bool:
+        """Whether every element of every box has this value; `only`: of the boxes of one kind."""
         return all(
-            bool((values == value).all()) for boxes in self._held.values() for _, values in boxes
+            bool((values == value).all())
+            for (kind, _), boxes in self._held.items()
+            if only in (None, kind)
+            for _, values in boxes
         )
 
 

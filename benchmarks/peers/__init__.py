@@ -1,0 +1,1 @@
+"""Other systems' ways to change a running job, measured like ours: see `__main__`."""

@@ -1,0 +1,149 @@
+"""One of the refit's processes: `python -m benchmarks.peers.refit_worker RANK PORT REPEATS DIR`.
+
+Two worlds beside each other, dp2 and tp2, and both ways to carry parameters from one to the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import order_of
+from benchmarks.peers.refit_job import FOUND, WORKERS
+from benchmarks.peers.training import LIMIT, open_worker
+from benchmarks.steady_state.plain import filled_module
+from benchmarks.stream.process import BoxState
+from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.config.load import load_run
+from liver_hpc.config.schema import HandoffSection
+from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.plan import transfer_plan
+from liver_hpc.layout.tensors import PARAMETER, Move, TransferPlan
+from liver_hpc.recipes.base import Recipe, load_recipe
+from liver_hpc.transport.process_group import ProcessGroupTransport
+
+# Any: torch's stubs do not export what is public.
+dist: Any = importlib.import_module("torch.distributed")
+
+DP, TP = Layout(1, 1, WORKERS), Layout(WORKERS, 1, 1)
+
+
+def main() -> None:
+    rank, port, repeats = map(int, sys.argv[1:4])
+    directory = Path(sys.argv[4])
+    open_worker()
+    store = dist.TCPStore("127.0.0.1", port, WORKERS, is_master=rank == 0, timeout=LIMIT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORKERS, timeout=LIMIT)
+    recipe = load_recipe(load_run(directory / "run.yaml"))
+    found = [_measure(recipe, *layouts, repeats) for layouts in ((DP, TP), (TP, DP))]
+    if rank == 0:
+        part = directory / f"{FOUND}.part"
+        part.write_text(json.dumps(found), encoding="utf-8")
+        part.rename(directory / FOUND)
+    threading.Event().wait()  # until whoever started it kills it: an end would be a failure
+
+
+def _measure(recipe: Recipe, source: Layout, target: Layout, repeats: int) -> dict[str, Any]:
+    from megatron.core.resharding.refit import swap_model_weights
+
+    old, new = _world(recipe, source), _world(recipe, target)
+    wanted = [parameter.detach().clone() for parameter in new.parameters()]
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.zero_()
+    ours = _Ours(recipe, source, target)
+    ways: dict[str, Callable[[], None]] = {
+        "refit": lambda: swap_model_weights(old, new, "gloo"),
+        "ours": ours.stream,
+    }
+    took_s: dict[str, list[float]] = {way: [] for way in ways}
+    for way in order_of(list(ways), repeats + 1):
+        dist.barrier()
+        began_s = time.monotonic()
+        ways[way]()
+        dist.barrier()
+        took_s[way].append(time.monotonic() - began_s)
+    wrong = sorted(
+        {
+            name.rpartition("layers.")[2].partition(".")[2] or name
+            for (name, parameter), value in zip(new.named_parameters(), wanted, strict=True)
+            if not torch.equal(parameter, value)
+        }
+    )
+    arrived = torch.tensor(int(ours.whole()))
+    dist.all_reduce(arrived, dist.ReduceOp.MIN)
+    return {
+        "layouts": f"{_text(source)} -> {_text(target)}",
+        "refit_wrong": ", ".join(wrong),
+        "ours_wrong": "" if arrived else "parameters",
+        **{f"{way}_first_s": seconds[0] for way, seconds in took_s.items()},
+        **{f"{way}_s": statistics.median(seconds[1:]) for way, seconds in took_s.items()},
+    }
+
+
+def _text(layout: Layout) -> str:
+    return f"tp{layout.tp}" if layout.tp > 1 else f"dp{layout.dp}"
+
+
+def _world(recipe: Recipe, layout: Layout) -> Any:
+    """A module with the run's first values, which do not depend on the layout."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(layout.tp, layout.pp)
+    tensor_parallel.model_parallel_cuda_manual_seed(recipe.config.train.seed)
+    module = filled_module(recipe, layout)
+    for name, parameter in module.named_parameters():
+        if "linear_fc1" in name and module.config.gated_linear_unit:
+            # What refit asks of whoever builds a gated layer; 0.16 leaves it 1 and mixes halves.
+            parameter.partition_stride = 2
+    return module
+
+
+class _Ours:
+    """Our plan and transport for the parameters of the same change."""
+
+    def __init__(self, recipe: Recipe, source: Layout, target: Layout) -> None:
+        spec, handoff = recipe.spec, HandoffSection()
+        members = tuple(range(WORKERS))
+        old, new = Roster(source, members), Roster(target, members)
+        rank = dist.get_rank()
+        self._source = BoxState(spec, old, rank, fill=2.5)
+        self._target = BoxState(spec, new, rank, fill=-1.0)
+        self._plan = _parameters_of(transfer_plan(spec, old, new, rank))
+        self._transport = ProcessGroupTransport(
+            dist.group.WORLD, {m: m for m in members}, spec, handoff, torch.device("cpu")
+        )
+        self._transport.prepare(self._plan)
+
+    def stream(self) -> None:
+        deadline = Deadline.after(SystemClock(), LIMIT.total_seconds(), "the transfer")
+        self._transport.stream(
+            self._plan, self._source, self._target, lambda _bytes: None, deadline
+        )
+
+    def whole(self) -> bool:
+        """Whether every parameter has arrived."""
+        return self._target.filled_with(2.5, PARAMETER)
+
+
+def _parameters_of(plan: TransferPlan) -> TransferPlan:
+    """The moves of parameters alone, as a handoff makes them before the target's first step."""
+
+    def of(moves: tuple[Move, ...]) -> tuple[Move, ...]:
+        return tuple(move for move in moves if move.kind == PARAMETER)
+
+    return TransferPlan(plan.worker, of(plan.sends), of(plan.receives), of(plan.local))
+
+
+if __name__ == "__main__":
+    main()
