@@ -40,8 +40,8 @@ METHOD = {
     "writes the state to disk (page cache warm), which all load. All processes of all nodes start "
     "again. Last call "
     f"{torchrun_job.LAST_CALL_S} s (default 30), keep-alive {torchrun_job.KEEP_ALIVE_S} s "
-    "(default 5), so that it waits little; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which a "
-    "join hung with torch 2.13: the first agent does not publish its store's address again",
+    "(default 5), so that it waits little; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which "
+    "joins hung in the rendezvous with torch 2.13",
     "torchft": "0.2, DDP only: no tensor or pipeline parallelism inside a change. Gloo, HTTP "
     "checkpoint transport. A joiner boots beside training; in the step in which it fetches the "
     "state it contributes nothing, which is a step of the old world: a median step of that is no "

@@ -41,5 +41,15 @@ FIGURES: dict[str, dict[str, str]] = {
         "simulated_pause_s_1024": "simulated pause of a 405B model's handoff, 1,024 workers",
         "simulated_pause_s_65536": "the same, 65,536 workers",
     },
-    "peers": {},
+    "peers": {
+        "live_join_lost_s": "lost time of a live join in data parallelism, 1 to 2 workers, s",
+        "torchrun_join_lost_s": "the same by torchrun elastic, state on disk",
+        "torchft_join_lost_s": "the same by torchft",
+        "live_leave_lost_s": "lost time of a live leave, 2 to 1 workers, s",
+        "torchrun_leave_lost_s": "the same by torchrun elastic",
+        "torchft_leave_lost_s": "the same by torchft",
+        "inprocess_leave_lost_s": "a rank killed without warning, nvidia-resiliency-ext in process",
+        "refit_dp2_to_tp2_over_transfer": "Megatron's refit over our TRANSFER, parameters alone",
+        "refit_tp2_to_dp2_over_transfer": "the same, the other way",
+    },
 }
