@@ -72,6 +72,10 @@ class RestartJob:
         """Returns when the present workers have done so many steps in all."""
         self._running().steps(steps, steps * self._limits.collective_s)
 
+    def expect(self, method: Method) -> None:
+        """Makes the present workers ready to save in this way, as a save before it would have."""
+        self._running().expect(method, self._limits.prepare_s)
+
     def restart(
         self, target: Layout, method: Method, steps: int = 4, drop_page_cache: bool = False
     ) -> Restart:
@@ -82,7 +86,7 @@ class RestartJob:
         source, limits = self._running(), self._limits
         directory = self._directory / "restarts" / str(self._generation)
         directory.mkdir(parents=True)
-        source.expect(method, limits.prepare_s)
+        self.expect(method)
         noticed_s = self._clock.now_s()
         source.tell(Save(method=method, directory=str(directory)))
         written = source.written(limits.collective_s + limits.transfer_s)

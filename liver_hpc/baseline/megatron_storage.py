@@ -4,6 +4,11 @@ format that every layout can load (`fully_reshardable`). The baseline's only imp
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import secrets
+import signal
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 
 from liver_hpc.baseline.storage import SaveInProgress, Storage
+from liver_hpc.lifeline import die_with_parent
 from liver_hpc.protocol.messages import SmallState
 from liver_hpc.world.world import World
 
@@ -30,10 +36,16 @@ class MegatronStorage(Storage):
     """Saves as Megatron-LM does by default: fully parallel over data-parallel replicas."""
 
     def prepare_save(self) -> None:
-        """The process that hands on the writers' results is started once in a job's life."""
-        start = getattr(filesystem_async, "_get_write_results_queue", None)
-        if start is not None:
-            start()
+        """The process that hands on the writers' results is started once in a job's life.
+
+        Here and not by Megatron, whose own would outlive a worker that is killed, or that leaves
+        without taking down its interpreter. An abstract socket: there is no file to be left.
+        """
+        if getattr(filesystem_async, "_results_queue", 0) is None:
+            address = f"\0liver-{secrets.token_hex(16)}"
+            manager = SyncManager(address, ctx=multiprocessing.get_context("spawn"))
+            manager.start(die_with_parent, (os.getpid(), signal.SIGKILL))
+            filesystem_async._results_queue = manager.Queue()
 
     def save(self, world: World, small: SmallState, directory: Path) -> None:
         dist_checkpointing.save(

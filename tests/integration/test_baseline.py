@@ -11,11 +11,14 @@ import pytest
 
 from liver_hpc.baseline.job import RestartJob
 from liver_hpc.baseline.methods import Method
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.processes import marked_processes
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.metrics.records import RunRecords, StepRecord
 from liver_hpc.metrics.store import read_run
 from liver_hpc.run_directory import RunDirectory, create_run_directory
+from tests.integration.agents import TEST_MARK
 from tests.integration.runs import ENDLESS, run_config
 
 pytestmark = pytest.mark.timeout(400)
@@ -39,8 +42,10 @@ def new_run(tmp_path: Path) -> RunDirectory:
 @pytest.fixture(scope="module")
 def restarted(tmp_path_factory: pytest.TempPathFactory) -> RunRecords:
     """A job that went through CHAIN; every restart's state was held against what was saved."""
-    run = new_run(tmp_path_factory.mktemp("restarted"))
-    with RestartJob(run.path, digests=True) as job:
+    directory = tmp_path_factory.mktemp("restarted")
+    run, mark = new_run(directory), str(directory)
+    with pytest.MonkeyPatch.context() as patch, RestartJob(run.path, digests=True) as job:
+        patch.setenv(TEST_MARK, mark)
         job.begin(START)
         job.train(3)
         for target, method in CHAIN:
@@ -48,6 +53,8 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> RunRecords:
             assert job.layout == target
         job.stop()
     assert not (run.path / "restarts").exists() or not any((run.path / "restarts").iterdir())
+    gone = Deadline.after(SystemClock(), 10.0, "all of the job's processes to end")
+    poll_until(lambda: not marked_processes(TEST_MARK, mark), gone, 0.1)
     return read_run(run.metrics_path)
 
 
@@ -113,6 +120,22 @@ def test_the_lost_time_is_that_of_the_recorded_steps(restarted: RunRecords) -> N
     took_s = sorted(record.ended_s - record.started_s for record in later[:3])
     lost_s = first.ended_s - last - took_s[1]
     assert restarted.baselines[0].lost_s == pytest.approx(lost_s, abs=0.05)
+
+
+def test_nothing_is_left_of_a_job_that_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not the process that Megatron's writers have beside every worker."""
+    mark = str(tmp_path)
+    monkeypatch.setenv(TEST_MARK, mark)
+    with RestartJob(new_run(tmp_path).path) as job:
+        job.begin(START)
+        job.train(1)
+        before = len(marked_processes(TEST_MARK, mark))
+        job.expect(Method.MEGATRON)
+        assert len(marked_processes(TEST_MARK, mark)) >= before + START.workers
+    gone = Deadline.after(SystemClock(), 10.0, "all of the job's processes to end")
+    poll_until(lambda: not marked_processes(TEST_MARK, mark), gone, 0.1)
 
 
 def test_a_worker_that_dies_is_named_with_its_log(tmp_path: Path) -> None:
