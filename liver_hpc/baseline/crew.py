@@ -117,7 +117,9 @@ class Crew:
 
         read_from_worker(descriptor, handle)
         with self._news:
-            self._ended.add(rank)
+            # One that has saved ends at once, also while others still write.
+            if not any(isinstance(line, Written) for line in self._lines[rank]):
+                self._ended.add(rank)
             self._news.notify_all()
 
     # ---- waiting
