@@ -242,10 +242,10 @@ class Fleet:
     # ---- leaving
 
     def _window_s(self, nodes: Iterable[str]) -> float:
-        """Seconds until the first of the nodes is taken; infinite without a deadline."""
+        """Seconds until the first of the nodes is taken, at least 0; infinite without deadline."""
         deadlines = [self.deadline_s(node) for node in nodes]
         known = [deadline_s for deadline_s in deadlines if deadline_s is not None]
-        return min(known, default=math.inf) - self._clock.now_s()
+        return max(0.0, min(known, default=math.inf) - self._clock.now_s())
 
     def doomed_nodes(self) -> frozenset[str]:
         """Nodes that have to be left."""

@@ -165,7 +165,7 @@ def _train_on(process: WorkerProcess, move: bool, dropout: float) -> list[tuple[
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [0.1])  # without it: test_elastic_runs
 def test_same_layout_on_other_workers_goes_on_bit_equal_to_the_run_that_did_not_move(
     dropout: float, tmp_path: Path
 ) -> None:
