@@ -28,6 +28,8 @@ from liver_hpc.layout.tensors import Box, Move, TransferPlan
 
 ALIGNMENT_BYTES = 16
 """Every piece starts at a multiple of it, so that staging can be seen as any element type."""
+ALONE_SHARE = 1 / 8
+"""From this share of a bucket on, a move is worth messages of its own."""
 
 
 class Piece(NamedTuple):
@@ -118,15 +120,23 @@ def cut_moves(
 ) -> list[tuple[Piece, ...]]:
     """The pieces of each bucket that the moves of one pair fill, in the moves' order.
 
-    Buckets are filled before the next is begun: a move that does not fit is cut by rows, and a
-    row that is larger than a whole bucket is cut by columns.
+    Small moves share buckets, and one is filled before the next is begun. A move of at least
+    ALONE_SHARE of a bucket has buckets to itself: where its memory is one run of bytes, nothing
+    need be packed. A move that does not fit is cut by rows, and a row that is larger than a whole
+    bucket by columns.
     """
     capacity_bytes = whole_units(bucket_bytes)
     buckets: list[tuple[Piece, ...]] = []
     pieces: list[Piece] = []
     filled = 0
+    before_alone = False
     for move in moves:
         size = element_bytes(move.kind)
+        alone = move.box.elements * size >= capacity_bytes * ALONE_SHARE
+        if pieces and (alone or before_alone):
+            buckets.append(tuple(pieces))
+            pieces, filled = [], 0
+        before_alone = alone
         rest = [move.box]
         while rest:
             box = rest.pop()

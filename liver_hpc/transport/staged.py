@@ -1,7 +1,8 @@
 """Streaming through staging memory: what all transports share; only the wire differs.
 
 A worker packs the boxes that it sends into a staging slot, and unpacks what has arrived in one;
-while it does so, the messages of the other slots are on the wire.
+while it does so, the messages of the other slots are on the wire. A message that is one run of
+bytes in this worker's world goes straight from it, or into it; the other end need not know.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -216,6 +217,20 @@ class _Ends:
     tags: Counter[tuple[int, int]]
 
 
+class _Copy(NamedTuple):
+    """A piece in a world, and the same in staging."""
+
+    view: torch.Tensor
+    staged: torch.Tensor
+
+
+class _Launched(NamedTuple):
+    """A step on its way. `arriving`: bytes of state and copies to make, of every message here."""
+
+    pending: Sequence[Pending]
+    arriving: list[tuple[int, list[_Copy]]]
+
+
 class _Stream:
     """One stream in progress. `slots` is the staging memory, [slots, slot bytes]."""
 
@@ -224,7 +239,7 @@ class _Stream:
         self._prepared = prepared
         self._slots = slots
         self._ends = ends
-        self._pending: list[Sequence[Pending]] = []
+        self._launched: deque[_Launched] = deque()
         self._sent = self._received = self._copied = 0
         self._pack_s = self._wire_s = self._unpack_s = self._local_s = 0.0
 
@@ -241,7 +256,7 @@ class _Stream:
             else:
                 # Copies within the worker go where it would otherwise wait for the wire.
                 self._copy_local(next(local, ()), progress)
-                self._finish(action, progress, deadline)
+                self._finish(progress, deadline)
         for pieces in local:
             deadline.check()
             self._copy_local(pieces, progress)
@@ -257,41 +272,39 @@ class _Stream:
         )
 
     def drop(self) -> None:
-        """Forgets all unfinished messages: the backend's handles hold staging and connections."""
-        self._pending.clear()
+        """Forgets all unfinished messages: the backend's handles hold memory and connections."""
+        self._launched.clear()
 
     def _launch(self, action: Action) -> None:
         began = time.perf_counter()
-        parcels = []
+        parcels, arriving = [], []
         for placed in action.step:
-            parcel = self._parcel(action.slot, placed)
+            parcel, copies = self._parcel(action.slot, placed)
             parcels.append(parcel)
-            if parcel.is_send:
-                for piece, staged in _staged(placed, parcel.memory):
-                    view = self._view(self._ends.worlds.source, "source", piece)
-                    staged.view(view.dtype).view(view.shape).copy_(view, non_blocking=True)
-                self._sent += placed.bucket.payload_bytes
+            if not parcel.is_send:
+                arriving.append((placed.bucket.payload_bytes, copies))
+                continue
+            for view, staged in copies:
+                staged.copy_(view, non_blocking=True)
+            self._sent += placed.bucket.payload_bytes
         packed = time.perf_counter()
-        self._pending.append(self._wire.launch(parcels))
+        self._launched.append(_Launched(self._wire.launch(parcels), arriving))
         self._pack_s += packed - began
         self._wire_s += time.perf_counter() - packed
 
-    def _finish(self, action: Action, progress: Callable[[int], None], deadline: Deadline) -> None:
+    def _finish(self, progress: Callable[[int], None], deadline: Deadline) -> None:
+        """The oldest launched step: its messages have crossed and are in their places."""
         began = time.perf_counter()
-        for pending in self._pending[0]:
-            pending.wait(deadline)
-        del self._pending[0]
+        for messages in self._launched[0].pending:
+            messages.wait(deadline)
+        arriving = self._launched.popleft().arriving
         arrived = time.perf_counter()
-        num_bytes = 0
-        for placed in action.step:
-            parcel = self._parcel(action.slot, placed)
-            if not parcel.is_send:
-                for piece, staged in _staged(placed, parcel.memory):
-                    view = self._view(self._ends.worlds.target, "target", piece)
-                    view.copy_(staged.view(view.dtype).view(view.shape), non_blocking=True)
-                num_bytes += placed.bucket.payload_bytes
+        for _, copies in arriving:
+            for view, staged in copies:
+                view.copy_(staged, non_blocking=True)
         self._wire_s += arrived - began
         self._unpack_s += time.perf_counter() - arrived
+        num_bytes = sum(payload_bytes for payload_bytes, _ in arriving)
         if num_bytes:
             self._received += num_bytes
             progress(num_bytes)
@@ -308,15 +321,28 @@ class _Stream:
             self._copied += num_bytes
             progress(num_bytes)
 
-    def _parcel(self, slot: int, placed: Placed) -> Parcel:
+    def _parcel(self, slot: int, placed: Placed) -> tuple[Parcel, list[_Copy]]:
+        """One message, and what has to be copied before it leaves or after it has arrived."""
         bucket, start = placed.bucket, placed.offset_bytes
         is_send = bucket.sender == self._ends.worker
-        return Parcel(
+        worlds = self._ends.worlds
+        state, side = (worlds.source, "source") if is_send else (worlds.target, "target")
+        views = [self._view(state, side, piece) for piece in bucket.pieces]
+        copies: list[_Copy] = []
+        if len(views) == 1 and views[0].is_contiguous() and views[0].nbytes == bucket.num_bytes:
+            memory = views[0].view(-1).view(torch.uint8)
+        else:
+            memory = self._slots[slot, start : start + bucket.num_bytes]
+            for piece, view in zip(bucket.pieces, views, strict=True):
+                staged = memory[piece.offset_bytes : piece.offset_bytes + piece.num_bytes]
+                copies.append(_Copy(view, staged.view(view.dtype).view(view.shape)))
+        parcel = Parcel(
             peer=bucket.receiver if is_send else bucket.sender,
             tag=self._ends.tags[bucket.sender, bucket.receiver] + bucket.position,
-            memory=self._slots[slot, start : start + bucket.num_bytes],
+            memory=memory,
             is_send=is_send,
         )
+        return parcel, copies
 
     def _view(self, state: StateView | None, side: str, piece: Piece) -> torch.Tensor:
         """One piece of one world; raises PlanError where the world is not what the plan wants."""
@@ -335,9 +361,3 @@ class _Stream:
 
 def _shape(box: Box) -> tuple[int, int]:
     return box.row1 - box.row0, box.col1 - box.col0
-
-
-def _staged(placed: Placed, memory: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Every piece of a bucket with its bytes in the message, [bytes] of uint8."""
-    for piece in placed.bucket.pieces:
-        yield piece, memory[piece.offset_bytes : piece.offset_bytes + piece.num_bytes]

@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 CPU = torch.device("cpu")
+_GATHER_TAG = 7
 
 # fmt: off
 _FACTORIES = (
@@ -147,6 +149,84 @@ def _identity_compile() -> None:
     torch_module.compile = compile_
 
 
+def _gather_in_place(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """all_gather_into_tensor whose input is this rank's part of the output, as megatron's is.
+
+    gloo's own gathers into a buffer and copies; here every part crosses once and lies where it
+    belongs.
+    """
+
+    def gather(output: Any, part: Any, group: Any = None, async_op: bool = False) -> Any:
+        if async_op or group is None or not _is_own_part(part, output, group):
+            return plain(output, part, group=group, async_op=async_op)
+        rank, parts = group.rank(), output.view(group.size(), -1)
+        others = [peer for peer in range(group.size()) if peer != rank]
+        works = [group.recv([parts[peer]], peer, _GATHER_TAG) for peer in others]
+        works += [group.send([parts[rank]], peer, _GATHER_TAG) for peer in others]
+        for work in works:
+            work.wait()
+        return None
+
+    return gather
+
+
+def _reduce_in_place(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """reduce_scatter_tensor whose output is this rank's part of the input, as megatron's is.
+
+    gloo's own reduces a copy of the input; of this input nobody reads the other parts afterwards.
+    """
+
+    def reduce(
+        part: Any,
+        whole: Any,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if async_op or group is None or not _is_own_part(part, whole, group):
+            return plain(part, whole, op=op, group=group, async_op=async_op)
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        group.allreduce([whole], options).wait()
+        return None
+
+    return reduce
+
+
+def _is_own_part(part: torch.Tensor, whole: torch.Tensor, group: Any) -> bool:
+    offset_bytes = group.rank() * part.numel() * part.element_size()
+    return (
+        part.data_ptr() == whole.data_ptr() + offset_bytes
+        and part.numel() * group.size() == whole.numel()
+        and part.is_contiguous()
+        and whole.is_contiguous()
+    )
+
+
+def _redirect_collectives() -> None:
+    """Before megatron is imported, which keeps the functions that it finds."""
+    module: Any = dist
+    module.all_gather_into_tensor = _gather_in_place(module.all_gather_into_tensor)
+    module.reduce_scatter_tensor = _reduce_in_place(module.reduce_scatter_tensor)
+
+
+def _redirect_optimizer() -> None:
+    module: Any = torch.optim
+    module.AdamW = _FusedAdamW
+
+
+class _FusedAdamW(torch.optim.AdamW):
+    """torch's AdamW, fused unless told otherwise: one pass over memory in place of a dozen.
+
+    It is what megatron takes where Transformer Engine's fused Adam is missing.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        if not options.keys() & {"foreach", "differentiable"}:
+            options.setdefault("fused", True)
+        super().__init__(*args, **options)
+
+
 class _Anything:
     """Stands for any object of an import-only module."""
 
@@ -234,5 +314,7 @@ def install() -> None:
     importlib.import_module("torch._dynamo")
     _redirect_cuda_module()
     _redirect_tensors()
+    _redirect_collectives()
+    _redirect_optimizer()
     _identity_compile()
     _redirect_megatron()

@@ -50,12 +50,28 @@ def test_a_bucket_is_filled_before_the_next_is_begun() -> None:
         [Box(3, 6, 0, 8)],
         [Box(6, 8, 0, 8)],
     ]
-    moves = [Move(0, EXP_AVG, Box(0, 2, 0, 8), 0, 1), Move(1, EXP_AVG, Box(5, 9, 0, 8), 0, 1)]
-    buckets = cut_moves(moves, four, 112)
+    # Small ones, of 3 rows of 16 bytes: 9 of them, and a row of the tenth.
+    moves = [Move(index, EXP_AVG, Box(5, 8, 0, 4), 0, 1) for index in range(10)]
+    buckets = cut_moves(moves, four, 448)
     assert [[(p.tensor_index, p.box, p.offset_bytes) for p in pieces] for pieces in buckets] == [
-        [(0, Box(0, 2, 0, 8), 0), (1, Box(5, 6, 0, 8), 64)],
-        [(1, Box(6, 9, 0, 8), 0)],
+        [*((index, Box(5, 8, 0, 4), 48 * index) for index in range(9)), (9, Box(5, 6, 0, 4), 432)],
+        [(9, Box(6, 8, 0, 4), 0)],
     ]
+
+
+def test_a_large_move_shares_no_bucket() -> None:
+    shapes = [Box(0, 1, 0, 4), Box(0, 5, 0, 4), Box(0, 1, 0, 4), Box(1, 2, 0, 4)]
+    moves = [Move(index, EXP_AVG, box, 0, 1) for index, box in enumerate(shapes)]
+    buckets = cut_moves(moves, lambda _kind: 4, 64)
+    assert [[(p.tensor_index, p.box) for p in pieces] for pieces in buckets] == [
+        [(0, Box(0, 1, 0, 4))],
+        [(1, Box(0, 4, 0, 4))],
+        [(1, Box(4, 5, 0, 4))],
+        [(2, Box(0, 1, 0, 4))],
+        [(3, Box(1, 2, 0, 4))],
+    ]
+    buckets = cut_moves(moves, lambda _kind: 4, 256)
+    assert [[p.tensor_index for p in pieces] for pieces in buckets] == [[0], [1], [2, 3]]
 
 
 def test_a_row_larger_than_a_bucket_is_cut_by_columns() -> None:
