@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import secrets
 import signal
 from multiprocessing.managers import SyncManager
@@ -20,9 +21,11 @@ from megatron.core.dist_checkpointing.serialization import (
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
 from liver_hpc.baseline.storage import SaveInProgress, Storage
 from liver_hpc.lifeline import die_with_parent
@@ -33,19 +36,21 @@ _SMALL = "liver_small_state"
 
 
 class MegatronStorage(Storage):
-    """Saves as Megatron-LM does by default: fully parallel over data-parallel replicas."""
+    """Saves as Megatron-LM does by default: fully parallel over data-parallel replicas; every
+    worker loads what it needs by itself."""
+
+    def __init__(self, asynchronous: bool) -> None:
+        self._asynchronous = asynchronous
 
     def prepare_save(self) -> None:
-        """The process that hands on the writers' results is started once in a job's life.
-
-        Here and not by Megatron, whose own would outlive a worker that is killed, or that leaves
-        without taking down its interpreter. An abstract socket: there is no file to be left.
+        """Where the writers' results go: a queue of this process or, for a forked writer, of one
+        that has imported what results are made of. Megatron's own way is to start that one in a
+        process's first save, which then waits for its imports; and it would outlive a worker that
+        is killed, or that leaves without taking down its interpreter.
         """
         if getattr(filesystem_async, "_results_queue", 0) is None:
-            address = f"\0liver-{secrets.token_hex(16)}"
-            manager = SyncManager(address, ctx=multiprocessing.get_context("spawn"))
-            manager.start(die_with_parent, (os.getpid(), signal.SIGKILL))
-            filesystem_async._results_queue = manager.Queue()
+            make = _queue_of_another_process if self._asynchronous else queue.Queue
+            filesystem_async._results_queue = make()
 
     def save(self, world: World, small: SmallState, directory: Path) -> None:
         dist_checkpointing.save(
@@ -63,9 +68,7 @@ class MegatronStorage(Storage):
 
     def load(self, world: World, directory: Path) -> SmallState:
         wanted = _sharded(world, is_loading=True)
-        strategy = FullyParallelLoadStrategyWrapper(
-            get_default_load_sharded_strategy(str(directory)), world.groups.dp_cp
-        )
+        strategy = get_default_load_sharded_strategy(str(directory))
         loaded = dist_checkpointing.load(wanted, str(directory), sharded_strategy=strategy)
         world.model.module.load_state_dict(loaded["model"])
         _load_optimizer(world, loaded["optimizer"])
@@ -73,6 +76,17 @@ class MegatronStorage(Storage):
         world.refresh_state()
         world.load_small_state(small)
         return small
+
+
+def _queue_of_another_process() -> Any:
+    # An abstract socket: there is no file to be left.
+    address = f"\0liver-{secrets.token_hex(16)}"
+    manager = SyncManager(address, ctx=multiprocessing.get_context("spawn"))
+    manager.start(die_with_parent, (os.getpid(), signal.SIGKILL))
+    results = manager.Queue()
+    results.put(WriteResult(MetadataIndex(""), 0, _StorageInfo("", 0, 0)))
+    results.get()
+    return results
 
 
 class _AsyncSave(SaveInProgress):

@@ -46,7 +46,7 @@ def open_storage(method: Method) -> Storage:
     if method in (Method.MEGATRON, Method.MEGATRON_ASYNC):
         from liver_hpc.baseline.megatron_storage import MegatronStorage
 
-        return MegatronStorage()
+        return MegatronStorage(asynchronous=method is Method.MEGATRON_ASYNC)
     if method is Method.DCP:
         from liver_hpc.baseline.dcp_storage import DcpStorage
 
