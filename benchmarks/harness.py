@@ -1,7 +1,7 @@
 """What all benchmarks share: interleaved repeats, their result as a table and as JSON.
 
 A benchmark is `python -m benchmarks.NAME`. It takes at least `--json FILE` and `--quick`, builds a
-`BenchmarkResult` and hands it to `report`.
+`BenchmarkResult` and hands it to `reported`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import psutil
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+from liver_hpc.errors import LiverError
 
 Value = TypeVar("Value")
 Row = Mapping[str, Any]
@@ -147,6 +149,16 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
         "--quick", action="store_true", help="the smallest sizes: to see that it works"
     )
     return options
+
+
+def reported(measure: Callable[[], BenchmarkResult], json_path: Path | None) -> int:
+    """Measures and reports; the exit code. What went wrong is one line on stderr, and code 1."""
+    try:
+        report(measure(), json_path)
+    except LiverError as error:
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        return 1
+    return 0
 
 
 def report(result: BenchmarkResult, json_path: Path | None, console: Console | None = None) -> None:

@@ -19,10 +19,10 @@ from liver_hpc import __version__
 from liver_hpc.arguments import count, seconds, worker_id
 from liver_hpc.doctor.options import add_options as add_doctor_options
 from liver_hpc.errors import ConfigError, LiverError, RequestRefused
+from liver_hpc.metrics.command import add_options as add_report_options
 
 if TYPE_CHECKING:
     from liver_hpc.coordination.run_files import Outcome
-    from liver_hpc.metrics.records import RunRecords
     from liver_hpc.protocol.messages import FromOperator
     from liver_hpc.run_directory import RunDirectory
 
@@ -147,12 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     stop.set_defaults(command=_stop)
 
     report = _add_run_command(commands, "report", "what a run's reconfigurations cost")
-    report.add_argument("--json", action="store_true", help="all figures, for programs")
-    report.add_argument("--html", type=Path, metavar="FILE", help="write it as a page in one file")
-    report.add_argument("--png", type=Path, metavar="DIR", help="write its plots there")
-    report.add_argument(
-        "--baselines", type=Path, metavar="FILE", help="compare with a benchmark's result (JSON)"
-    )
+    add_report_options(report)
     report.set_defaults(command=_report)
 
     doctor = commands.add_parser("doctor", help="whether this cluster has what a run needs")
@@ -233,6 +228,7 @@ def _follow(run: RunDirectory) -> int:
     from rich.console import Console
 
     from liver_hpc.follow import follow
+    from liver_hpc.metrics.command import show
     from liver_hpc.operate import Watch, begins_again, final_outcome
     from liver_hpc.submit import await_coordinator
 
@@ -250,7 +246,7 @@ def _follow(run: RunDirectory) -> int:
     finally:
         watch.close()
     try:
-        _print_report(run)
+        show(run)
     except ConfigError as error:  # a run may end before it has figures, or on a broken disk
         print(f"no report: {error}", file=sys.stderr)
     if outcome is None:
@@ -348,40 +344,10 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    run = _find(options)
-    if options.html is None and options.png is None:
-        if options.baselines is not None:
-            raise ConfigError("--baselines is drawn: it needs --html or --png")
-        _print_report(run, as_json=options.json)
-        return EXIT_OK
-    if options.json:
-        raise ConfigError("--json prints; it does not go with --html or --png")
-    from liver_hpc.metrics.report_files import write_report
+    from liver_hpc.metrics.command import report
 
-    for path in write_report(_records(run), options.html, options.png, options.baselines):
-        print(path)
+    report(_find(options), options)
     return EXIT_OK
-
-
-def _print_report(run: RunDirectory, as_json: bool = False) -> None:
-    from rich.console import Console
-
-    from liver_hpc.metrics.report import print_report, report_json
-
-    records = _records(run)
-    if as_json:
-        print(json.dumps(report_json(records), indent=1))
-    else:
-        print_report(records, Console())
-
-
-def _records(run: RunDirectory) -> RunRecords:
-    """What was recorded of a run, also where reading a damaged file would never end."""
-    from liver_hpc.metrics.probe import probe
-    from liver_hpc.metrics.store import read_run
-
-    probe(run.metrics_path)
-    return read_run(run.metrics_path)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-
-from benchmarks.harness import BenchmarkResult, Spread, parser, report
+from benchmarks.harness import BenchmarkResult, Spread, parser, reported
 from benchmarks.live_runs import LiveRun
+from benchmarks.models import text_data
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
@@ -49,7 +48,7 @@ def config_of(scale: Scale, first: Layout) -> RunConfig:
             "name": "convergence",
             "runs_directory": "runs/bench",
             "model": {"heads": 4, "query_groups": 2, "seq_length": 64, **sizes},
-            "data": {"text": "python-stdlib", "max_text_bytes": 1 << 20},
+            "data": text_data(),
             "optimizer": {"lr": 1e-3, "min_lr": 1e-4},
             "schedule": {"warmup_steps": 20, "decay_steps": 1000},
             "train": {"steps": 20_000, "global_batch": 8, "micro_batch": 1},
@@ -125,8 +124,8 @@ def result(elastic: RunRecords, fixed: RunRecords, control: RunRecords) -> Bench
             "repeats": "both are the same in every repetition, but for rounding",
         },
         spread={
-            "max_relative_loss_difference": Spread.of(ours),
-            "control_max_relative_loss_difference": Spread.of(theirs),
+            "relative difference by step": Spread.of(ours),
+            "control difference by step": Spread.of(theirs),
         },
         samples=rows,
     )
@@ -136,16 +135,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser("convergence", "the loss of a run with many handoffs against a fixed one")
     given = options.parse_args(arguments)
     scale = QUICK if given.quick else FULL
-    try:
-        elastic = elastic_run(scale)
-        steps = 1 + max(record.step for record in elastic.steps)
-        fixed = fixed_run(scale, LAYOUTS[-1], steps)
-        control = fixed_run(scale, Layout.parse("tp2"), steps)
-        report(result(elastic, fixed, control), given.json)
-    except LiverError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
-        return 1
-    return 0
+    return reported(lambda: run(scale), given.json)
+
+
+def run(scale: Scale) -> BenchmarkResult:
+    """The elastic run, and two fixed ones of as many steps."""
+    elastic = elastic_run(scale)
+    steps = 1 + max(record.step for record in elastic.steps)
+    fixed = fixed_run(scale, LAYOUTS[-1], steps)
+    control = fixed_run(scale, Layout.parse("tp2"), steps)
+    return result(elastic, fixed, control)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-
-from rich.console import Console
+from typing import Any
 
 from benchmarks.goodput.trace import (
     DAY_S,
@@ -20,8 +19,9 @@ from benchmarks.goodput.trace import (
     goodput,
     poisson_trace,
 )
-from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, report
+from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
 from benchmarks.live_runs import LiveRun
+from benchmarks.models import MODEL_25M, text_data
 from liver_hpc.baseline.job import RestartJob
 from liver_hpc.baseline.methods import Method
 from liver_hpc.clock import SystemClock
@@ -38,7 +38,6 @@ SMALL, LARGE = Layout(1, 1, 2), Layout(2, 1, 2)
 RATES = (LIVER_EVENTS_A_DAY, 4 * LIVER_EVENTS_A_DAY, 16 * LIVER_EVENTS_A_DAY)
 SEEDS = range(5)
 EVENT_S = 120.0
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Scale:
     events: int
     gap_s: float
     steps: int
-    model: Mapping[str, int]
+    model: Mapping[str, Any]
 
     @property
     def compression(self) -> float:
@@ -58,8 +57,8 @@ class Scale:
         return DAY_S / LIVER_EVENTS_A_DAY / self.gap_s
 
 
-FULL = Scale(3, 4, 17.0, 6, {"layers": 8, "hidden": 512, "ffn_hidden": 1536, "heads": 8})
-QUICK = Scale(1, 2, 3.0, 3, {"layers": 4, "hidden": 64, "ffn_hidden": 96, "heads": 4})
+FULL = Scale(3, 4, 17.0, 6, MODEL_25M)
+QUICK = Scale(1, 2, 3.0, 3, {**MODEL_25M, "layers": 4, "hidden": 64, "ffn_hidden": 96, "heads": 4})
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,8 @@ def config_of(scale: Scale) -> RunConfig:
         {
             "name": "goodput",
             "runs_directory": "runs/bench",
-            "model": {"query_groups": 4, "seq_length": 32, **scale.model},
-            "data": {"text": "python-stdlib", "max_text_bytes": 1 << 20},
+            "model": dict(scale.model),
+            "data": text_data(),
             "train": {"steps": 100_000, "global_batch": 4},
             "workers": {"initial": 2, "max": 4},
             "layouts": {2: {"dp": 2}, 4: {"tp": 2, "dp": 2}},
@@ -235,12 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser("goodput", "progress while workers come and go").parse_args(arguments)
     scale = QUICK if given.quick else FULL
     kinds = {"live": partial(live_run, scale), "restart": partial(restarting_run, scale)}
-    try:
-        report(result(scale, interleaved(kinds, scale.rounds)), given.json)
-    except LiverError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
-        return 1
-    return 0
+    return reported(lambda: result(scale, interleaved(kinds, scale.rounds)), given.json)
 
 
 if __name__ == "__main__":

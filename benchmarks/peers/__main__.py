@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, report
+from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
 from benchmarks.peers import torchft_settings, torchrun_job
 from benchmarks.peers.events import loss_difference
 from benchmarks.peers.refit_job import REFIT, try_refit
@@ -65,8 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--only", nargs="+", choices=SYSTEMS, default=SYSTEMS, metavar="SYSTEM", help="of these"
     )
     chosen = options.parse_args(arguments)
-    report(run(QUICK if chosen.quick else Effort(), chosen.only), chosen.json)
-    return 0
+    effort = QUICK if chosen.quick else Effort()
+    return reported(lambda: run(effort, chosen.only), chosen.json)
 
 
 def run(effort: Effort, systems: Sequence[str] = SYSTEMS) -> BenchmarkResult:

@@ -33,6 +33,6 @@ class TorchrunJob(PeerJob):
                 f"--log-dir={self.directory / 'elastic'}",
                 *("-m", "benchmarks.peers.torchrun_worker", str(self.directory)),
             ],
-            # A store that is shared between rounds is not made known to a second agent.
+            # Otherwise a second agent's join hung in the rendezvous (torch 2.13).
             {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         )

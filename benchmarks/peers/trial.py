@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.live_runs import LiveRun
+from benchmarks.models import MODEL_25M, text_data
 from benchmarks.peers.events import JOIN, LEAVE, cost_of
 from benchmarks.peers.inprocess_job import InprocessJob
 from benchmarks.peers.jobs import PeerJob
@@ -36,16 +37,7 @@ class Effort:
     settle_steps: int = 5
     event_s: float = 90.0
     events: tuple[str, ...] = (JOIN, LEAVE)
-    model: Mapping[str, Any] = field(
-        default_factory=lambda: {
-            "layers": 8,
-            "hidden": 512,
-            "ffn_hidden": 1536,
-            "heads": 8,
-            "query_groups": 4,
-            "seq_length": 32,
-        }
-    )
+    model: Mapping[str, Any] = field(default_factory=lambda: MODEL_25M)
 
 
 QUICK = Effort(
@@ -174,11 +166,7 @@ def prepared(effort: Effort, directory: Path) -> RunConfig:
             "name": "peers",
             "runs_directory": str(directory / "runs"),
             "model": dict(effort.model),
-            "data": {
-                "text": "python-stdlib",
-                "max_text_bytes": 1 << 20,
-                "directory": str(directory),
-            },
+            "data": text_data(directory),
             "train": {"steps": 1_000_000, "global_batch": 4, "micro_batch": 1},
             "schedule": {"style": "constant", "warmup_steps": 0},
             "workers": {"initial": 1, "max": 2},

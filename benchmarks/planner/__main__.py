@@ -9,7 +9,7 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, report
+from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
 from benchmarks.planner.cases import Case, cases
 from benchmarks.planner.measure import Planned, peak_bytes, plan_once, plan_parameters
 
@@ -52,8 +52,7 @@ QUICK = Effort(QUICK_SIZES, QUICK_MEGATRON_WORKERS, sampled_workers=3, repeats=2
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser("planner", __doc__ or "").parse_args(arguments)
-    report(run(QUICK if options.quick else Effort()), options.json)
-    return 0
+    return reported(lambda: run(QUICK if options.quick else Effort()), options.json)
 
 
 def run(effort: Effort) -> BenchmarkResult:

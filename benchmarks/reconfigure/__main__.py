@@ -10,12 +10,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.harness import parser, report
+from benchmarks.harness import BenchmarkResult, parser, reported
 from benchmarks.reconfigure.array import measure_on_slurm
 from benchmarks.reconfigure.cells import Rows, measure, time_left_s
 from benchmarks.reconfigure.figures import result
 from benchmarks.reconfigure.sweep import Cell, Sweep, cells, load_sweep
-from liver_hpc.errors import LiverError
 from liver_hpc.metrics.wording import duration_text
 
 
@@ -88,14 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--cluster", choices=["local", "slurm"], default="local")
     given = options.parse_args(arguments)
     console = Console(stderr=True)
-    try:
+
+    def measured() -> BenchmarkResult:
         sweep = load_sweep(given.config, given.quick)
         wanted = run(sweep, given.cluster, console)
-        report(result(sweep, Rows(sweep).all_of(wanted)), given.json)
-    except LiverError as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False)
-        return 1
-    return 0
+        return result(sweep, Rows(sweep).all_of(wanted))
+
+    return reported(measured, given.json)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,13 @@ def figures(found: Sequence[Measured]) -> dict[str, float]:
 def result(sweep: Sweep, rows: Sequence[Row]) -> BenchmarkResult:
     """The sweep's result from all rows that there are."""
     found = measured(rows)
+    sizes = list(sweep.models)
+    transitions = [transition.name for transition in sweep.transitions]
+
+    def place(one: Measured) -> tuple[int, int, bool]:
+        """As the sweep's file has them, live first."""
+        return sizes.index(one.size), transitions.index(one.transition), one.method != LIVE
+
     live = {(m.size, m.transition): m.least_lost_s for m in found if m.method == LIVE}
     lines = [
         {
@@ -115,7 +122,7 @@ def result(sweep: Sweep, rows: Sequence[Row]) -> BenchmarkResult:
             "notice_to_first_step_s": m.reconfiguration_s.median,
             "detection_s": m.detection_s.median,
         }
-        for m in sorted(found, key=lambda m: (m.size, m.transition, m.method != LIVE))
+        for m in sorted(found, key=place)
     ]
     return BenchmarkResult(
         name="reconfigure",
@@ -132,7 +139,8 @@ def _method(sweep: Sweep) -> dict[str, str]:
     return {
         "lost time": "end of the source's last step to the end of the target's first, less the "
         "target's median step; the same for a handoff and a restart",
-        "restart": "megatron-core's dist_checkpointing, saved by all replicas in parallel; then "
+        "restart": "megatron-core's dist_checkpointing, saved by all replicas in parallel, loaded "
+        "by every worker for itself, as Megatron-LM does by default; after the save "
         "the workers leave at once, and the next ones are started directly: no scheduler, no "
         f"launcher and no queue in between; page cache {sweep.page_cache}",
         "exists": "the same restart less its save: the checkpoint of that very step exists already",

@@ -23,7 +23,6 @@ from liver_hpc.config.schema import (
 from liver_hpc.errors import ConfigError
 
 LIVE = "live"
-REPLACE = "replace"
 
 
 class Transition(Section):

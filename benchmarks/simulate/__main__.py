@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import BenchmarkResult, Spread, parser, report
+from benchmarks.goodput.trace import LIVER_EVENTS_A_DAY
+from benchmarks.harness import BenchmarkResult, Spread, parser, reported
 from benchmarks.planner.cases import STAGES, TENSOR_RANKS, fresh_model
 from benchmarks.simulate.runs import MODELS, handoffs_of, make_runs
 from liver_hpc.config.schema import DeadlineSection
@@ -28,7 +29,6 @@ MEMORY_BYTES_PER_S = 1e12
 WORKER_FLOPS = 400e12
 SEQUENCE_TOKENS = 8192
 GLOBAL_BATCH = 2048
-EVENTS_A_DAY = 47.0
 
 METHOD = {
     "fitted": "boot, PREPARE, boundary, the fixed parts of the pause and of the first step beyond "
@@ -45,8 +45,8 @@ METHOD = {
     "replica's workers come or go, and the policy may then also halve tp. Layout by the policy, "
     "seats by placement, bytes by the plans of sampled workers, the real state machine and "
     "messages in simulated time: one event loop, whose CPU time is measured here while it runs",
-    "goodput": f"share of a day with {EVENTS_A_DAY:g} such handoffs that is not lost, the measured "
-    "slowdown beside PREPARE counted as lost",
+    "goodput": f"share of a day with {LIVER_EVENTS_A_DAY} such handoffs that is not lost, the "
+    "measured slowdown beside PREPARE counted as lost",
 }
 
 
@@ -55,7 +55,7 @@ class Effort:
     """How much is simulated, and of which runs."""
 
     sizes: tuple[int, ...] = SIZES
-    models: tuple[dict[str, Any], ...] = MODELS
+    models: tuple[Mapping[str, Any], ...] = MODELS
 
 
 QUICK = Effort(QUICK_SIZES, MODELS[:1])
@@ -66,13 +66,15 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("runs", nargs="*", type=Path, metavar="RUN")
     given = options.parse_args(arguments)
     effort = QUICK if given.quick else Effort()
-    if given.runs:
-        measured = handoffs_of(given.runs)
-    else:
-        with tempfile.TemporaryDirectory() as directory:
-            measured = handoffs_of(make_runs(Path(directory), effort.models))
-    report(run(measured, effort), given.json)
-    return 0
+    return reported(lambda: run(measured_in(given.runs, effort), effort), given.json)
+
+
+def measured_in(runs: Sequence[Path], effort: Effort) -> list[Measured]:
+    """The handoffs of the given runs, or of small ones that are made. Raises LiverError."""
+    if runs:
+        return handoffs_of(runs)
+    with tempfile.TemporaryDirectory() as directory:
+        return handoffs_of(make_runs(Path(directory), effort.models))
 
 
 def run(measured: Sequence[Measured], effort: Effort) -> BenchmarkResult:
@@ -146,7 +148,7 @@ def _row(one: Simulated, timings: Timings) -> dict[str, Any]:
         "pause_s": outcome.pause_s,
         "lost_s": one.lost_s,
         "reconf_s": outcome.first_step_ended_s,
-        "goodput": one.goodput(EVENTS_A_DAY, timings.slowdown_s),
+        "goodput": one.goodput(LIVER_EVENTS_A_DAY, timings.slowdown_s),
         "messages": outcome.messages,
         "control_MB": outcome.num_bytes / 1e6,
         "loop_s": outcome.busy_s,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
 
+from benchmarks.models import MODEL_25M, text_data
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.load import parse_run
 from liver_hpc.config.schema import RunConfig
@@ -20,9 +21,9 @@ from liver_hpc.submit import submit_run
 
 LIMIT_S = 400.0
 POLL_S = 0.2
-MODELS: tuple[dict[str, Any], ...] = (
+MODELS: tuple[Mapping[str, Any], ...] = (
     {"layers": 4, "hidden": 256, "ffn_hidden": 512, "heads": 4},
-    {"layers": 8, "hidden": 512, "ffn_hidden": 1536, "heads": 8, "seq_length": 32},
+    MODEL_25M,
 )
 LAYOUTS = {2: [{"dp": 2}, {"tp": 2}], 4: [{"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"dp": 4}]}
 CHANGES: tuple[dict[str, Any], ...] = (
@@ -45,7 +46,7 @@ def handoffs_of(directories: Sequence[Path]) -> list[Measured]:
     return found
 
 
-def make_runs(directory: Path, models: Sequence[dict[str, Any]] = MODELS) -> list[Path]:
+def make_runs(directory: Path, models: Sequence[Mapping[str, Any]] = MODELS) -> list[Path]:
     """One run a model, with five scripted changes, one after the other. Takes minutes."""
     made = []
     for number, model in enumerate(models):
@@ -66,7 +67,7 @@ def _outcome_of(run: RunDirectory, deadline: Deadline) -> Outcome:
     return outcome
 
 
-def _config(directory: Path, model: dict[str, Any]) -> RunConfig:
+def _config(directory: Path, model: Mapping[str, Any]) -> RunConfig:
     notices = [
         {"at_step": BETWEEN_STEPS * number, **change} for number, change in enumerate(CHANGES, 1)
     ]
@@ -74,12 +75,8 @@ def _config(directory: Path, model: dict[str, Any]) -> RunConfig:
         {
             "name": "simulate",
             "runs_directory": str(directory / "runs"),
-            "model": model,
-            "data": {
-                "text": "python-stdlib",
-                "max_text_bytes": 1 << 20,
-                "directory": str(directory),
-            },
+            "model": dict(model),
+            "data": text_data(directory),
             "train": {"steps": 20 * BETWEEN_STEPS, "global_batch": 4, "micro_batch": 1},
             "workers": {"initial": 2, "max": 4},
             "layouts": LAYOUTS,

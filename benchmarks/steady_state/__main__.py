@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, report
+from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
+from benchmarks.models import text_data
 from benchmarks.steady_state.sides import (
     InstructionCounter,
     LiverRun,
@@ -62,19 +63,20 @@ QUICK = Effort(2, 2.0, {"layers": 2, "hidden": 64, "ffn_hidden": 96, "heads": 4,
 
 @dataclass(frozen=True)
 class Block:
-    """What one side did while the other was stopped. steps: those that lie in it as a whole."""
+    """What one side did while the other was stopped. steps: those that lie in it as a whole.
+    why_not: why there are no instructions."""
 
     period_s: float
     steps: int
     all_steps: int
     cpu_s: float
     instructions: int | None
+    why_not: str
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser("steady_state", __doc__ or "").parse_args(arguments)
-    report(run(QUICK if options.quick else Effort()), options.json)
-    return 0
+    return reported(lambda: run(QUICK if options.quick else Effort()), options.json)
 
 
 def run(effort: Effort) -> BenchmarkResult:
@@ -107,11 +109,7 @@ def _config(effort: Effort, directory: Path) -> RunConfig:
             "name": "steady-state",
             "runs_directory": str(directory / "runs"),
             "model": dict(effort.model),
-            "data": {
-                "text": "python-stdlib",
-                "max_text_bytes": 1 << 20,
-                "directory": str(directory),
-            },
+            "data": text_data(directory),
             "train": {"steps": 1_000_000, "global_batch": 8, "micro_batch": 2},
             "schedule": {"style": "constant"},
             "workers": {"initial": LAYOUT.workers, "max": LAYOUT.workers},
@@ -140,6 +138,7 @@ def _block(side: Side, block_s: float) -> Block:
         all_steps=len(steps) - before,
         cpu_s=side.cpu_s() - cpu_before_s,
         instructions=instructions,
+        why_not=counter.why_not,
     )
 
 
@@ -171,8 +170,9 @@ def _result(blocks: Mapping[str, list[Block]], difference: float) -> BenchmarkRe
         "loss_difference": difference,
     }
     method = dict(METHOD)
-    if InstructionCounter.why_not:
-        method["instructions"] = f"not counted here: {InstructionCounter.why_not}"
+    why_not = next((one.why_not for side in blocks.values() for one in side if one.why_not), "")
+    if why_not:
+        method["instructions"] = f"not counted here: {why_not}"
     else:
         figures["instructions_overhead_percent"] = 100 * (_per_step(blocks, "instructions") - 1)
         method["instructions"] = "in user space, all processes of a side, by perf, a step"

@@ -156,9 +156,8 @@ class InstructionCounter:
     machines); `why_not` then says why.
     """
 
-    why_not = ""
-
     def __init__(self, processes: Sequence[psutil.Process]) -> None:
+        self.why_not = ""
         self._perf: subprocess.Popen[str] | None = None
         command = ["perf", "stat", "-x", ",", "-e", "instructions:u", "-p"]
         try:
@@ -169,7 +168,7 @@ class InstructionCounter:
                 text=True,
             )
         except FileNotFoundError:
-            InstructionCounter.why_not = "perf is not installed"
+            self.why_not = "perf is not installed"
 
     def read(self) -> int | None:
         """Ends the counting."""
@@ -185,7 +184,7 @@ class InstructionCounter:
             value, _, rest = line.partition(",")
             if "instructions" in rest and value.isdigit():
                 return int(value)
-        InstructionCounter.why_not = text.strip().splitlines()[0] if text.strip() else "no count"
+        self.why_not = text.strip().splitlines()[0] if text.strip() else "no count"
         return None
 
 

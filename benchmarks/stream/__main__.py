@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import BenchmarkResult, Spread, parser, report
+from benchmarks.harness import BenchmarkResult, Spread, parser, reported
 from benchmarks.stream.process import WAYS, Report, run_process
 from benchmarks.stream.transfers import (
     LARGE,
@@ -21,6 +21,7 @@ from benchmarks.stream.transfers import (
     transfers,
 )
 from liver_hpc.config.schema import HandoffSection
+from liver_hpc.errors import LiverError
 
 PATIENCE_S = 400.0
 REPEATS = 7
@@ -45,12 +46,12 @@ METHOD = {
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser("stream", __doc__ or "").parse_args(arguments)
-    if options.quick:
-        result = run(transfers(SMALL, SMALL_HANDOFF), QUICK_REPEATS)
-    else:
-        result = run(transfers(LARGE, HandoffSection()), REPEATS)
-    report(result, options.json)
-    return 0
+    measured, repeats = (
+        (transfers(SMALL, SMALL_HANDOFF), QUICK_REPEATS)
+        if options.quick
+        else (transfers(LARGE, HandoffSection()), REPEATS)
+    )
+    return reported(lambda: run(measured, repeats), options.json)
 
 
 def run(measured: Sequence[Transfer], repeats: int) -> BenchmarkResult:
@@ -111,7 +112,7 @@ def durations_s(reports: Sequence[Report]) -> dict[str, list[float]]:
 
 
 def in_processes(transfer: Transfer, repeats: int) -> list[Report]:
-    """Runs one transfer; raises RuntimeError with the text of a process that failed."""
+    """Runs one transfer; raises LiverError with the text of a process that failed."""
     context = multiprocessing.get_context("spawn")
     reports: Any = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
@@ -139,11 +140,11 @@ def _next(reports: Any, transfer: Transfer, found: dict[int, Report]) -> Report:
         answer: Report | str = reports.get(timeout=PATIENCE_S)
     except queue.Empty as error:
         missing = sorted(set(range(transfer.workers)) - set(found))
-        raise RuntimeError(
+        raise LiverError(
             f"{transfer.name}: waited {PATIENCE_S:g} s for workers {missing}"
         ) from error
     if isinstance(answer, str):
-        raise RuntimeError(f"{transfer.name}: {answer}")
+        raise LiverError(f"{transfer.name}: {answer}")
     return answer
 
 

@@ -31,10 +31,11 @@ class LiverStorage(Storage):
     """One file a worker, each box once; worker 0 makes a checkpoint of them."""
 
     def save(self, world: World, small: SmallState, directory: Path) -> None:
-        parts: list[Part] = [None] * world.roster.layout.workers  # type: ignore[list-item]
-        dist.all_gather_object(parts, write_part(world.state, small.step, directory))
+        part = write_part(world.state, small.step, directory)
+        _told(directory, world.worker).write_text(part.model_dump_json(), encoding="utf-8")
+        dist.barrier()
         if world.worker == 0:
-            _commit(world, small, directory, tuple(parts))
+            _commit(world, small, directory)
         dist.barrier()
 
     def load(self, world: World, directory: Path) -> SmallState:
@@ -47,8 +48,15 @@ class LiverStorage(Storage):
         return index.small
 
 
-def _commit(world: World, small: SmallState, directory: Path, parts: tuple[Part, ...]) -> None:
-    """Index, then name; raises OSError."""
+def _told(directory: Path, worker: int) -> Path:
+    """Where a worker says what its part is."""
+    return directory / f"part-{worker}.json"
+
+
+def _commit(world: World, small: SmallState, directory: Path) -> None:
+    """Index of all parts, then name; raises OSError."""
+    told = [_told(directory, worker) for worker in range(world.roster.layout.workers)]
+    parts = tuple(Part.model_validate_json(path.read_bytes()) for path in told)
     index = CheckpointIndex(
         format_version=FORMAT_VERSION,
         run=world.recipe.config.name,

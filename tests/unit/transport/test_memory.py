@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +17,7 @@ from liver_hpc.errors import TransferError
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, Move, TensorSpec, TransferPlan
 from liver_hpc.transport.base import Transport
 from liver_hpc.transport.memory import MemoryExchange
+from liver_hpc.transport.staged import Parcel, Pending, StagedTransport, Wire
 from tests.unit.layout.models import TIED
 from tests.unit.transport.conformance import (
     LONG_S,
@@ -116,3 +117,37 @@ def test_messages_of_different_length_fail_at_both_ends() -> None:
             )  # fmt: skip
 
     in_threads(differ, 2)
+
+
+class _Recorder(Wire):
+    """Keeps what it is told to send and receive; everything has crossed at once."""
+
+    def __init__(self) -> None:
+        self.parcels: list[Parcel] = []
+
+    def launch(self, parcels: Sequence[Parcel]) -> Sequence[Pending]:
+        self.parcels += parcels
+        return ()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_message_that_is_one_run_of_bytes_is_not_staged(worker: int) -> None:
+    """Whole rows go straight from and into the world; columns, and boxes that share, do not."""
+    model = ModelSpec(tuple(TensorSpec(name, (8, 8), 0) for name in "abcd"), 1, 4)
+    boxes = [Box(2, 8, 0, 8), Box(0, 8, 2, 6), Box(0, 1, 0, 1), Box(0, 1, 0, 1)]
+    moves = tuple(Move(index, PARAMETER, box, 0, 1) for index, box in enumerate(boxes))
+    wire, state = _Recorder(), ToyState(model, random_bits(3))
+    handoff = HandoffSection(staging_bytes=2048, bucket_bytes=256)
+    transport = StagedTransport(wire, model, handoff, torch.device("cpu"))
+    plan = TransferPlan(worker, *((moves, ()) if worker == 0 else ((), moves)), ())
+    deadline = Member.deadline()
+    transport.stream(plan, state, state, lambda _bytes: None, deadline)
+    where = [parcel.memory.data_ptr() for parcel in wire.parcels]
+    assert [parcel.memory.numel() for parcel in wire.parcels] == [192, 128, 32]
+    assert where[0] == state.memory[PARAMETER, 0][2:].data_ptr()
+    assert transport._staging is not None
+    start = transport._staging.data_ptr()
+    assert all(start <= address < start + 2048 for address in where[1:])

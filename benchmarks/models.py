@@ -1,0 +1,25 @@
+"""What several benchmarks train: a model of 25M parameters, and text of which all see the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+MODEL_25M: Mapping[str, Any] = MappingProxyType(
+    {
+        "layers": 8,
+        "hidden": 512,
+        "ffn_hidden": 1536,
+        "heads": 8,
+        "query_groups": 4,
+        "seq_length": 32,
+    }
+)
+
+
+def text_data(directory: Path | None = None) -> dict[str, Any]:
+    """A run's `data` section: a megabyte of text, tokenized under `directory` where it is given."""
+    section: dict[str, Any] = {"text": "python-stdlib", "max_text_bytes": 1 << 20}
+    return section if directory is None else section | {"directory": str(directory)}

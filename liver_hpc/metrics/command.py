@@ -1,0 +1,62 @@
+"""`liver report`: a run's figures on the terminal, as JSON, as a page or as plots."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from liver_hpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from liver_hpc.metrics.records import RunRecords
+    from liver_hpc.run_directory import RunDirectory
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What the command takes besides its run. Imports nothing, so that `--help` is quick."""
+    parser.add_argument("--json", action="store_true", help="all figures, for programs")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write it as a page in one file")
+    parser.add_argument("--png", type=Path, metavar="DIR", help="write its plots there")
+    parser.add_argument(
+        "--baselines", type=Path, metavar="FILE", help="compare with a benchmark's result (JSON)"
+    )
+
+
+def report(run: RunDirectory, options: argparse.Namespace) -> None:
+    """What the options ask for. Raises ConfigError when they contradict each other, or the run's
+    file or the baselines cannot be read."""
+    if options.html is None and options.png is None:
+        if options.baselines is not None:
+            raise ConfigError("--baselines is drawn: it needs --html or --png")
+        show(run, as_json=options.json)
+        return
+    if options.json:
+        raise ConfigError("--json prints; it does not go with --html or --png")
+    from liver_hpc.metrics.report_files import write_report
+
+    for path in write_report(_records(run), options.html, options.png, options.baselines):
+        print(path)
+
+
+def show(run: RunDirectory, as_json: bool = False) -> None:
+    """The tables, or everything as JSON. Raises ConfigError when the run's file is unreadable."""
+    from rich.console import Console
+
+    from liver_hpc.metrics.report import print_report, report_json
+
+    records = _records(run)
+    if as_json:
+        print(json.dumps(report_json(records), indent=1))
+    else:
+        print_report(records, Console())
+
+
+def _records(run: RunDirectory) -> RunRecords:
+    """What was recorded of a run, also where reading a damaged file would never end."""
+    from liver_hpc.metrics.probe import probe
+    from liver_hpc.metrics.store import read_run
+
+    probe(run.metrics_path)
+    return read_run(run.metrics_path)
