@@ -57,7 +57,7 @@ class Scale:
         return DAY_S / LIVER_EVENTS_A_DAY / self.gap_s
 
 
-FULL = Scale(3, 4, 17.0, 6, MODEL_25M)
+FULL = Scale(5, 2, 17.0, 6, MODEL_25M)
 QUICK = Scale(1, 2, 3.0, 3, {**MODEL_25M, "layers": 4, "hidden": 64, "ffn_hidden": 96, "heads": 4})
 
 
