@@ -132,7 +132,7 @@ def test_nothing_is_left_of_a_job_that_is_killed(
         job.begin(START)
         job.train(1)
         before = len(marked_processes(TEST_MARK, mark))
-        job.expect(Method.MEGATRON)
+        job.expect(Method.MEGATRON_ASYNC)
         assert len(marked_processes(TEST_MARK, mark)) >= before + START.workers
     gone = Deadline.after(SystemClock(), 10.0, "all of the job's processes to end")
     poll_until(lambda: not marked_processes(TEST_MARK, mark), gone, 0.1)
