@@ -13,7 +13,7 @@ from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from liver_hpc.baseline.storage import SaveInProgress, Storage
 from liver_hpc.lifeline import die_with_parent
 from liver_hpc.protocol.messages import SmallState
+from liver_hpc.world.megatron import name_data_parallel_group
 from liver_hpc.world.world import World
 
 _SMALL = "liver_small_state"
@@ -112,8 +113,7 @@ def _to_save(world: World, small: SmallState) -> dict[str, Any]:
 def _sharded(world: World, is_loading: bool) -> dict[str, Any]:
     """Megatron's description of the state. Collective: the optimizer's is gathered to be saved."""
     groups = world.groups
-    # The last stage's copy of tied embeddings asks for its data-parallel rank here (0.16, 0.19).
-    parallel_state._DATA_PARALLEL_GROUP_WITH_CP = groups.dp_cp
+    name_data_parallel_group(groups)
     metadata = {
         "dp_cp_group": groups.dp_cp,
         "distrib_optim_sharding_type": "fully_reshardable",

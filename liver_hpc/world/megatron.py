@@ -209,6 +209,14 @@ def complete_for_schedules(module: Any) -> None:
         module.model_type = ModelType.encoder_or_decoder
 
 
+def name_data_parallel_group(groups: ProcessGroupCollection) -> None:
+    """For dist_checkpointing: the last stage's copy of tied embeddings asks parallel_state for its
+    data-parallel rank, in 0.16 by the first name, in 0.19 by the second."""
+    for name in ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"):
+        if hasattr(parallel_state, name):
+            setattr(parallel_state, name, groups.dp_cp)
+
+
 def group_collection(roster: Roster, worker: int, book: GroupBook) -> ProcessGroupCollection:
     """Megatron's groups for one worker of a roster, taken from `book`. No communication."""
     layout = roster.layout
