@@ -11,7 +11,6 @@ from liver_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from liver_hpc.metrics.records import RunRecords
-    from liver_hpc.run_directory import RunDirectory
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -24,39 +23,39 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def report(run: RunDirectory, options: argparse.Namespace) -> None:
-    """What the options ask for. Raises ConfigError when they contradict each other, or the run's
-    file or the baselines cannot be read."""
+def report(metrics: Path, options: argparse.Namespace) -> None:
+    """What the options ask for, of the run whose metrics file this is. Raises ConfigError when
+    they contradict each other, or the file or the baselines cannot be read."""
     if options.html is None and options.png is None:
         if options.baselines is not None:
             raise ConfigError("--baselines is drawn: it needs --html or --png")
-        show(run, as_json=options.json)
+        show(metrics, as_json=options.json)
         return
     if options.json:
         raise ConfigError("--json prints; it does not go with --html or --png")
     from liver_hpc.metrics.report_files import write_report
 
-    for path in write_report(_records(run), options.html, options.png, options.baselines):
+    for path in write_report(_records(metrics), options.html, options.png, options.baselines):
         print(path)
 
 
-def show(run: RunDirectory, as_json: bool = False) -> None:
-    """The tables, or everything as JSON. Raises ConfigError when the run's file is unreadable."""
+def show(metrics: Path, as_json: bool = False) -> None:
+    """The tables, or everything as JSON. Raises ConfigError when the file is unreadable."""
     from rich.console import Console
 
     from liver_hpc.metrics.report import print_report, report_json
 
-    records = _records(run)
+    records = _records(metrics)
     if as_json:
         print(json.dumps(report_json(records), indent=1))
     else:
         print_report(records, Console())
 
 
-def _records(run: RunDirectory) -> RunRecords:
+def _records(metrics: Path) -> RunRecords:
     """What was recorded of a run, also where reading a damaged file would never end."""
     from liver_hpc.metrics.probe import probe
     from liver_hpc.metrics.store import read_run
 
-    probe(run.metrics_path)
-    return read_run(run.metrics_path)
+    probe(metrics)
+    return read_run(metrics)
