@@ -169,21 +169,21 @@ def test_dropout_and_bf16_go_on_bit_equal(tmp_path: Path) -> None:
     """Saved at four workers, by the run file's own rhythm, and killed; twice, in one layout."""
     model = {"dropout": 0.1, "dtype": "bf16"}
     sections: dict[str, Any] = {"model": model, "initial": 4, "layouts": {4: {"tp": 2, "dp": 2}}}
-    fixed = finish(start(short_run(tmp_path / "fixed", steps=12, **sections)))
-    run = start(short_run(tmp_path / "moved", 12, checkpoint={"every_steps": 6}, **sections))
+    fixed = finish(start(short_run(tmp_path / "fixed", steps=8, **sections)))
+    run = start(short_run(tmp_path / "moved", 8, checkpoint={"every_steps": 4}, **sections))
     finish(run)
     newest = newest_checkpoint(run.path / "checkpoints")
     assert newest is not None
-    assert newest.index.small.step == 12
+    assert newest.index.small.step == 8
     for path in newest.path.iterdir():
         path.unlink()
     newest.path.rmdir()
     go_on(run, tp=2, dp=2)
     records = finish(run)
-    assert [r.step for r in records.steps] == [*range(12), *range(6, 12)]
+    assert [r.step for r in records.steps] == [*range(8), *range(4, 8)]
     assert by_step(records) == by_step(fixed)
     figures = run_figures(records)
-    assert (figures.steps, figures.missing_steps) == (12, 0)
+    assert (figures.steps, figures.missing_steps) == (8, 0)
 
 
 @pytest.mark.usefixtures("unhurried_steps")

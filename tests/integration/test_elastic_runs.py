@@ -28,7 +28,7 @@ from tests.integration.runs import (
 pytestmark = pytest.mark.timeout(400)
 
 SCHEDULE = {"decay_steps": 1000, "warmup_steps": 10}
-QUIET_STEPS = 400
+QUIET_STEPS = 300
 
 FIVE_HANDOFFS = [
     {"at_step": 4, "layout": {"tp": 2, "dp": 2}},
@@ -37,7 +37,7 @@ FIVE_HANDOFFS = [
     {"at_step": 7, "layout": {"tp": 2}},
     {"at_step": 8, "layout": {"tp": 2, "dp": 2}},
 ]
-STEP_S = "0.2"
+STEP_S = "0.3"
 """What a step takes at least while joiners boot beside it."""
 
 
