@@ -61,24 +61,33 @@ class _GroupWire(Wire):
 
     def launch(self, parcels: Sequence[Parcel]) -> Sequence[Pending]:
         group = self._group
-        if group is None:
-            raise TransferError(f"{_together(parcels)}: the transport is closed")
-        for parcel in parcels:
-            if parcel.peer not in self._ranks:
-                raise PlanError(f"{parcel}: the group has workers {sorted(self._ranks)} only")
-        return self._start_all(group, parcels)
+        try:
+            if group is None:
+                raise TransferError(f"{_together(parcels)}: the transport is closed")
+            for parcel in parcels:
+                if parcel.peer not in self._ranks:
+                    raise PlanError(f"{parcel}: the group has workers {sorted(self._ranks)} only")
+            return self._start_all(group, parcels)
+        finally:
+            # Otherwise the frame in an error's traceback would keep it, and all connections with
+            # it: whoever waits for this worker would wait until the deadline.
+            del group
 
     @abstractmethod
     def _start_all(self, group: Any, parcels: Sequence[Parcel]) -> Sequence[Pending]:
-        """Starts the messages of a step. Raises TransferError."""
+        """Starts the messages of a step; keeps no group in its frame. Raises TransferError."""
 
     def _start(self, group: Any, parcel: Parcel) -> Any:
         """Starts one message; returns c10d's handle."""
-        call = group.send if parcel.is_send else group.recv
+        rank = self._ranks[parcel.peer]
         try:
-            return call([parcel.memory], self._ranks[parcel.peer], parcel.tag)
+            if parcel.is_send:
+                return group.send([parcel.memory], rank, parcel.tag)
+            return group.recv([parcel.memory], rank, parcel.tag)
         except RuntimeError as error:
             raise _translated(error, [parcel]) from error
+        finally:
+            del group
 
 
 def _together(parcels: Sequence[Parcel]) -> str:
@@ -133,7 +142,13 @@ class _SingleWire(_GroupWire):
     """gloo: every message is an operation of its own and completes alone."""
 
     def _start_all(self, group: Any, parcels: Sequence[Parcel]) -> Sequence[Pending]:
-        return [_Started(self._start(group, parcel), [parcel], blocking=True) for parcel in parcels]
+        started: list[Pending] = []
+        try:
+            for parcel in parcels:
+                started.append(_Started(self._start(group, parcel), [parcel], blocking=True))
+            return started
+        finally:
+            del group, started
 
 
 class _GroupedWire(_GroupWire):
@@ -170,6 +185,8 @@ class _GroupedWire(_GroupWire):
             work = group._end_coalescing(self._device)
         except RuntimeError as error:
             raise _translated(error, parcels) from error
+        finally:
+            del group
         # Not blocking: the wait is queued on the side stream, the end of the stream is waited for.
         return [_Started(work, parcels, blocking=False)]
 
