@@ -90,7 +90,7 @@ class MemoryExchange:
                 raise late(deadline, end.parcel)
 
     def withdraw(self, worker: int) -> None:
-        """Forgets what a worker has started: its staging memory is not touched any more."""
+        """Forgets what a worker has started: its memory is not touched any more."""
         with self._changed:
             for address in [a for a in self._started if a.owner() == worker]:
                 del self._started[address]

@@ -210,7 +210,8 @@ class _GroupedWire(_GroupWire):
             raise TransferError(f"messages between workers {peers}: {error}") from error
 
     def abandon(self) -> None:
-        """Kills what NCCL still runs on the device: it reads and writes staging memory."""
+        """Kills what NCCL still runs on the device: it reads and writes memory that is
+        about to be freed."""
         if self._group is not None:
             with contextlib.suppress(RuntimeError):
                 self._group._get_backend(self._device).abort()

@@ -147,9 +147,9 @@ def check_there_and_back(answers: list[dict[str, Any]]) -> None:
         assert disagreements(A, rosters[name], votes) == []
 
 
-def _train_on(process: WorkerProcess, move: bool, dropout: float) -> list[tuple[float, float]]:
+def _train_on(process: WorkerProcess, move: bool) -> list[tuple[float, float]]:
     """8 steps of dp2; with `move` the last 4 on two other processes."""
-    recipe = tiny_recipe(dropout=dropout)
+    recipe = tiny_recipe(dropout=0.1)
     old = _make_world(process, recipe, A, 0)
     new = _make_world(process, recipe, MOVED, 1) if move else None
     results = []
@@ -165,14 +165,14 @@ def _train_on(process: WorkerProcess, move: bool, dropout: float) -> list[tuple[
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("dropout", [0.1])  # without it: test_elastic_runs
 def test_same_layout_on_other_workers_goes_on_bit_equal_to_the_run_that_did_not_move(
-    dropout: float, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
+    """With dropout; without it: test_elastic_runs."""
     (tmp_path / "stay").mkdir()
     (tmp_path / "move").mkdir()
-    stayed = run_workers(_train_on, 2, tmp_path / "stay", False, dropout)
-    moved = run_workers(_train_on, 4, tmp_path / "move", True, dropout)
+    stayed = run_workers(_train_on, 2, tmp_path / "stay", False)
+    moved = run_workers(_train_on, 4, tmp_path / "move", True)
     assert moved[2] == stayed[0]
     assert moved[3] == stayed[1]
     assert len(set(stayed[0])) == 4
