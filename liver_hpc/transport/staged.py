@@ -77,7 +77,7 @@ class Wire(ABC):
         return nullcontext()
 
     def abandon(self) -> None:  # noqa: B027 - nothing to do where handles clean up behind them
-        """After a failure: whatever is under way must not touch staging or the worlds' memory any more."""
+        """After a failure: what is under way must touch neither staging nor a world any more."""
 
     @abstractmethod
     def close(self) -> None:
