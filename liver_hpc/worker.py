@@ -23,6 +23,7 @@ from liver_hpc.cluster.network import (
 )
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
+from liver_hpc.importing import collector_paused
 from liver_hpc.layout.coordinates import Layout
 
 log = logging.getLogger(__name__)
@@ -40,11 +41,12 @@ def main() -> NoReturn:
     try:
         read_fd, write_fd = _agent_lines()
         _choose_network(options.run_directory)
-        from liver_hpc.world.device import open_device
+        with collector_paused():
+            from liver_hpc.world.device import open_device
 
-        # Before megatron is imported: where there is no CUDA, the device brings the stand-in.
-        device = open_device(int(os.environ.get("LIVER_LOCAL_RANK", "0")))
-        from liver_hpc.serving import Worker, boot
+            # Before megatron is imported: where there is no CUDA, the device brings the stand-in.
+            device = open_device(int(os.environ.get("LIVER_LOCAL_RANK", "0")))
+            from liver_hpc.serving import Worker, boot
 
         booted = boot(options.run_directory, Layout.parse(options.layout), device)
         with open(write_fd, "w") as to_agent:

@@ -15,6 +15,7 @@ from typing import NoReturn
 from liver_hpc.baseline.lines import Entered, Writer
 from liver_hpc.baseline.methods import Method
 from liver_hpc.clock import SystemClock
+from liver_hpc.importing import collector_paused
 from liver_hpc.interfaces import interface_addresses, interface_holding
 from liver_hpc.layout.coordinates import Layout
 
@@ -44,11 +45,12 @@ def main() -> NoReturn:
         writer.send(Entered(at_s=entered_s))
         own = interface_holding(HOST, interface_addresses()) or "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", own)
-        from liver_hpc.world.device import open_device
+        with collector_paused():
+            from liver_hpc.world.device import open_device
 
-        # Before megatron is imported: where there is no CUDA, the device brings the stand-in.
-        device = open_device(options.rank)
-        from liver_hpc.baseline.serving import BaselineWorker, Orders
+            # Before megatron is imported: where there is no CUDA, the device brings the stand-in.
+            device = open_device(options.rank)
+            from liver_hpc.baseline.serving import BaselineWorker, Orders
 
         orders = Orders(
             run_directory=options.run_directory,

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.machinery
-import importlib.util
-import sys
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from liver_hpc.world.cpu_modules import import_only_triton, put_identity_dynamo
 
 CPU = torch.device("cpu")
 _GATHER_TAG = 7
@@ -139,16 +137,6 @@ def _redirect_cuda_module() -> None:
     )
 
 
-def _identity_compile() -> None:
-    """torch.compile as the identity: no dynamo, no C++ compilation for `jit_fuser` functions."""
-
-    def compile_(model: Any = None, **_kwargs: Any) -> Any:
-        return model if model is not None else (lambda function: function)
-
-    torch_module: Any = torch
-    torch_module.compile = compile_
-
-
 def _gather_in_place(plain: Callable[..., Any]) -> Callable[..., Any]:
     """all_gather_into_tensor whose input is this rank's part of the output, as megatron's is.
 
@@ -227,66 +215,8 @@ class _FusedAdamW(torch.optim.AdamW):
         super().__init__(*args, **options)
 
 
-class _Anything:
-    """Stands for any object of an import-only module."""
-
-    def __getattr__(self, name: str) -> _Anything:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Anything()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else _Anything()
-
-    def __getitem__(self, _key: object) -> _Anything:
-        return _Anything()
-
-    def __or__(self, _other: object) -> _Anything:
-        return _Anything()
-
-    __ror__ = __or__
-
-
-def _import_only_module(name: str) -> types.ModuleType:
-    module: Any = types.ModuleType(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    module.__path__ = []
-
-    def missing(attribute: str) -> _Anything:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        return _Anything()
-
-    module.__getattr__ = missing
-    return module  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def _import_only_triton() -> Iterator[None]:
-    """megatron-core >= 0.17 imports triton unconditionally; its kernels never run on a CPU.
-
-    Taken away again afterwards: torch itself must not believe that triton is there.
-    """
-    if importlib.util.find_spec("triton") is not None:
-        yield
-        return
-    triton: Any = _import_only_module("triton")
-    triton.language = _import_only_module("triton.language")
-    triton.__version__ = "0.0"
-    triton.jit = lambda function=None, **_k: function if function is not None else (lambda f: f)
-    triton.cdiv = lambda a, b: -(-a // b)
-    triton.heuristics = triton.autotune = lambda *_a, **_k: lambda function: function
-    sys.modules["triton"] = triton
-    sys.modules["triton.language"] = triton.language
-    try:
-        yield
-    finally:
-        for name in [n for n in sys.modules if n.split(".")[0] == "triton"]:
-            del sys.modules[name]
-
-
 def _redirect_megatron() -> None:
-    with _import_only_triton():
+    with import_only_triton():
         importlib.import_module("megatron.core.models.gpt.gpt_model")
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     import megatron.core.tensor_parallel.random as random
@@ -309,12 +239,9 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    # dynamo (imported by the first optimizer anyway) lists torch.cuda's functions at import and
-    # would not know the redirected ones.
-    importlib.import_module("torch._dynamo")
+    put_identity_dynamo()
     _redirect_cuda_module()
     _redirect_tensors()
     _redirect_collectives()
     _redirect_optimizer()
-    _identity_compile()
     _redirect_megatron()

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from liver_hpc.importing import collector_paused
+
 JOIN_S = 150.0
 
 
@@ -40,13 +42,16 @@ def _child(
     # NCCL takes several processes on one GPU only where it believes them on different hosts.
     os.environ["NCCL_HOSTID"] = f"worker-{worker}"
     try:
-        import torch.distributed as dist
+        with collector_paused():
+            import torch.distributed as dist
 
-        from liver_hpc.world import megatron
-        from liver_hpc.world.device import Network, NetworkPlan, open_device
-        from liver_hpc.world.groups import install_sentinel
+            from liver_hpc.world.device import Network, NetworkPlan, open_device
 
-        device = open_device(0)
+            # Before megatron is imported, as in a worker.
+            device = open_device(0)
+            from liver_hpc.world import megatron
+            from liver_hpc.world.groups import install_sentinel
+
         install_sentinel(worker)
         megatron.prepare_process(seed=1)
         store = dist.FileStore(store_path, -1)

@@ -1,4 +1,4 @@
-"""The CPU stand-in does what it stands for: collectives in place, and Adam in one pass."""
+"""The CPU stand-in does what it stands for: collectives in place, Adam in one pass, no dynamo."""
 
 from __future__ import annotations
 
@@ -73,3 +73,47 @@ def test_adam_is_fused_unless_told_otherwise_and_is_the_same_adam(tmp_path: Path
     ((fused, one), (plain, other)) = run_workers(_adams, 1, tmp_path)[0]
     assert (fused, plain) == ("True", "None")
     assert one == pytest.approx(other, rel=1e-5, abs=1e-7)
+
+
+def _without_dynamo(_process: WorkerProcess) -> dict[str, Any]:
+    import sys
+
+    from torch.utils.checkpoint import checkpoint
+
+    found: dict[str, Any] = {}
+    layer = torch.nn.Linear(3, 1)
+    optimizer: Any = torch.optim.SGD(layer.parameters(), lr=1.0)
+    for reentrant in (False, True):
+        inputs = torch.ones(2, 3, requires_grad=True)
+        checkpoint(layer, inputs, use_reentrant=reentrant).sum().backward()
+        found[f"gradient {reentrant}"] = inputs.grad.tolist() == layer.weight.tolist() * 2
+    before = layer.bias.item()
+    optimizer.step()
+    found["moved"] = before - layer.bias.item()
+
+    @torch.compile(mode="reduce-overhead")  # type: ignore[untyped-decorator]
+    def double(value: int) -> int:
+        return 2 * value
+
+    found["compiled"] = [double(4), torch.compile(abs)(-5), torch.compiler.disable(abs)(-6)]
+    found["compiling"] = torch.compiler.is_compiling()
+    found["real"] = "torch._dynamo.symbolic_convert" in sys.modules
+    try:
+        found["missing"] = torch._dynamo.no_such_thing
+    except AttributeError as error:
+        found["missing"] = str(error)
+    return found
+
+
+def test_compiling_is_the_identity_and_dynamo_is_not_imported(tmp_path: Path) -> None:
+    """What torch itself asks of dynamo on the way of eager code is answered."""
+    (found,) = run_workers(_without_dynamo, 1, tmp_path)
+    assert "no_such_thing" in found.pop("missing")
+    assert found == {
+        "gradient False": True,
+        "gradient True": True,
+        "moved": pytest.approx(4.0),  # two inputs, twice
+        "compiled": [8, 5, 6],
+        "compiling": False,
+        "real": False,
+    }

@@ -16,6 +16,7 @@ FLOORS = {
     "liver_hpc.lifeline": 0,
     "liver_hpc.arguments": 0,
     "liver_hpc.interfaces": 0,
+    "liver_hpc.importing": 0,
     "liver_hpc.layout.coordinates": 0,  # the words that run files and messages are written in
     "liver_hpc.layout.tensors": 0,
     "liver_hpc.config": 1,

@@ -1,0 +1,121 @@
+"""Modules that the CPU stand-in puts in the place of libraries that only a GPU needs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+DYNAMO = "torch._dynamo"
+
+
+def put_identity_dynamo() -> None:
+    """torch.compile as the identity: no dynamo, no C++ compilation for `jit_fuser` functions.
+
+    Dynamo itself takes a seventh of a worker's boot, and lists torch.cuda's functions as it is
+    imported. The first optimizer asks for it, only to be told that nothing is being compiled; so
+    do some of torch's utilities, for its settings, which are the real ones.
+    """
+
+    def compile_(model: Any = None, **_kwargs: Any) -> Any:
+        return model if model is not None else _unchanged
+
+    torch_module: Any = torch
+    torch_module.compile = compile_
+    if DYNAMO in sys.modules:
+        return
+    real = importlib.util.find_spec(DYNAMO)
+    dynamo: Any = types.ModuleType(DYNAMO, "Stands for dynamo: compiles nothing.")
+    dynamo.__path__ = list(real.submodule_search_locations or []) if real else []
+    dynamo.disable = dynamo.allow_in_graph = dynamo.assume_constant_result = _unchanged_by
+    dynamo.graph_break = dynamo.reset = lambda *_args, **_kwargs: None
+    dynamo.trace_rules = types.ModuleType(f"{DYNAMO}.trace_rules")
+    dynamo.trace_rules.clear_lru_cache = lambda: None
+
+    def submodule(name: str) -> types.ModuleType:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return importlib.import_module(f"{DYNAMO}.{name}")
+        except ImportError as error:
+            raise AttributeError(
+                f"{DYNAMO}, for which nothing stands on a CPU, has no {name}: {error}"
+            ) from error
+
+    dynamo.__getattr__ = submodule
+    sys.modules[DYNAMO] = torch_module._dynamo = dynamo
+    sys.modules[dynamo.trace_rules.__name__] = dynamo.trace_rules
+
+
+def _unchanged(function: Any) -> Any:
+    return function
+
+
+def _unchanged_by(function: Any = None, *_args: Any, **_kwargs: Any) -> Any:
+    """A decorator with or without arguments that decorates nothing."""
+    return _unchanged if function is None else function
+
+
+class _Anything:
+    """Stands for any object of an import-only module."""
+
+    def __getattr__(self, name: str) -> _Anything:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else _Anything()
+
+    def __getitem__(self, _key: object) -> _Anything:
+        return _Anything()
+
+    def __or__(self, _other: object) -> _Anything:
+        return _Anything()
+
+    __ror__ = __or__
+
+
+def _import_only_module(name: str) -> types.ModuleType:
+    module: Any = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    module.__path__ = []
+
+    def missing(attribute: str) -> _Anything:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return _Anything()
+
+    module.__getattr__ = missing
+    return module  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def import_only_triton() -> Iterator[None]:
+    """megatron-core >= 0.17 imports triton unconditionally; its kernels never run on a CPU.
+
+    Taken away again afterwards: torch itself must not believe that triton is there.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+    triton: Any = _import_only_module("triton")
+    triton.language = _import_only_module("triton.language")
+    triton.__version__ = "0.0"
+    triton.jit = lambda function=None, **_k: function if function is not None else (lambda f: f)
+    triton.cdiv = lambda a, b: -(-a // b)
+    triton.heuristics = triton.autotune = lambda *_a, **_k: lambda function: function
+    sys.modules["triton"] = triton
+    sys.modules["triton.language"] = triton.language
+    try:
+        yield
+    finally:
+        for name in [n for n in sys.modules if n.split(".")[0] == "triton"]:
+            del sys.modules[name]
