@@ -20,6 +20,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 REPOSITORY = Path(__file__).parent.parent
 
 
+# Files that take longest begin first, so that none is left to run alone at the end.
+LONG_FILES = (
+    "integration/test_elastic_runs.py",
+    "integration/test_checkpoint.py",
+    "cluster/test_job_ends.py",
+    "integration/test_operated_runs.py",
+    "cluster/test_runs.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    rank = {tests / name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write tests/golden anew instead of comparing"

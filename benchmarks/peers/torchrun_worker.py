@@ -12,10 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from benchmarks.peers.training import LIMIT, Replicated, StepLog, Training, open_worker
+from liver_hpc.importing import collector_paused
 
 EXIT_SAVED = 3
 
@@ -24,7 +21,13 @@ def main() -> None:
     directory = Path(sys.argv[1])
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    open_worker()
+    with collector_paused():  # torchrun's restart waits for these imports
+        import torch
+        import torch.distributed as dist
+
+        from benchmarks.peers.training import LIMIT, Replicated, StepLog, Training, open_worker
+
+        open_worker()
     dist.init_process_group("gloo", timeout=LIMIT)
     training = Training(directory)
     saved, step = directory / "checkpoint.pt", 0

@@ -20,6 +20,12 @@ def nothing_left_running() -> Iterator[None]:
 
 
 @pytest.fixture
+def unhurried_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take long enough to leave the machine time for joiners that boot beside them."""
+    monkeypatch.setenv("LIVER_TEST_STEP_S", "0.3")
+
+
+@pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """Whatever the test did: once closed, nothing of it lives, and no file of MPI's is left."""
     mark = str(tmp_path)

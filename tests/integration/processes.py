@@ -36,9 +36,11 @@ class WorkerProcess:
 
 
 def _child(
-    function: Callable[..., Any], worker: int, store_path: str, arguments: tuple[Any, ...],
-    results: Any,
+    function: Callable[..., Any], worker: int, store_path: str, environment: dict[str, str],
+    arguments: tuple[Any, ...], results: Any,
 ) -> None:  # fmt: skip
+    os.environ.clear()
+    os.environ.update(environment)
     # NCCL takes several processes on one GPU only where it believes them on different hosts.
     os.environ["NCCL_HOSTID"] = f"worker-{worker}"
     try:
@@ -68,11 +70,16 @@ def run_workers(
     function: Callable[..., Any], workers: int, tmp_path: Path, *arguments: Any
 ) -> list[Any]:
     """`function(WorkerProcess, *arguments)` in each of `workers` processes; results by worker."""
-    context = multiprocessing.get_context("spawn")
+    # Forked from a process that has imported torch and megatron, which takes longer than most
+    # of what the workers are for.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.integration.imported"])
     results = context.Queue()
     store_path = str(tmp_path / "store")
     children = [
-        context.Process(target=_child, args=(function, worker, store_path, arguments, results))
+        context.Process(
+            target=_child, args=(function, worker, store_path, dict(os.environ), arguments, results)
+        )
         for worker in range(workers)
     ]
     for child in children:

@@ -40,7 +40,7 @@ def run_config(tmp_path: Path, steps: int, initial: int = 2, **sections: Any) ->
         "runs_directory": str(tmp_path / "runs"),
         "recipe": "tests.integration.random_tokens:RandomTokenGPT",
         "model": TINY_MODEL,
-        "train": {"steps": steps, "global_batch": 8, "micro_batch": 1},
+        "train": {"steps": steps, "global_batch": 4, "micro_batch": 1},
         "workers": {"initial": initial, "max": 4},
         "layouts": LAYOUTS,
         "cluster": {"kind": "local"},
