@@ -167,7 +167,9 @@ def _write(prefix: Path, files: Sequence[TextFile]) -> None:
 
 def _megatron_builder() -> Any:
     """Megatron's IndexedDatasetBuilder. Its import warns of what only training would use."""
-    with warnings.catch_warnings():
+    from liver_hpc.world.cpu_modules import import_only_triton
+
+    with warnings.catch_warnings(), import_only_triton():
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     return IndexedDatasetBuilder

@@ -101,11 +101,13 @@ def _import_only_module(name: str) -> types.ModuleType:
 def import_only_triton() -> Iterator[None]:
     """megatron-core >= 0.17 imports triton unconditionally; its kernels never run on a CPU.
 
-    Taken away again afterwards: torch itself must not believe that triton is there.
+    Taken away again afterwards: torch itself must not believe that triton is there. Dynamo would,
+    were it imported meanwhile.
     """
     if importlib.util.find_spec("triton") is not None:
         yield
         return
+    put_identity_dynamo()
     triton: Any = _import_only_module("triton")
     triton.language = _import_only_module("triton.language")
     triton.__version__ = "0.0"

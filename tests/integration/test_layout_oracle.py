@@ -58,10 +58,12 @@ def recipe_of(model: dict[str, Any]) -> GPT:
 @pytest.fixture(scope="module")
 def device() -> Any:
     """This process as worker 0 .. 63 of worlds that never communicate."""
-    from liver_hpc.world import megatron
     from liver_hpc.world.device import open_device
 
+    # Before megatron is imported, as in a worker.
     opened = open_device(0)
+    from liver_hpc.world import megatron
+
     megatron.prepare_process(seed=1)
     gc.freeze()  # every closed world collects; the imports need not be walked each time
     return opened
