@@ -22,7 +22,7 @@ def nothing_left_running() -> Iterator[None]:
 @pytest.fixture
 def unhurried_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take long enough to leave the machine time for joiners that boot beside them."""
-    monkeypatch.setenv("LIVER_TEST_STEP_S", "0.3")
+    monkeypatch.setenv("LIVER_TEST_STEP_S", "0.4")
 
 
 @pytest.fixture

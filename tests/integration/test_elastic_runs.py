@@ -12,7 +12,7 @@ from tests.integration.runs import finish, run_config, start
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("unhurried_steps")]
 
-QUIET_STEPS = 300
+QUIET_STEPS = 330
 
 FIVE_HANDOFFS = [
     {"at_step": 4, "layout": {"tp": 2, "dp": 2}},
