@@ -25,6 +25,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.guard import guarded
 from liver_hpc.errors import LiverError
 
 Value = TypeVar("Value")
@@ -152,9 +153,14 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def reported(measure: Callable[[], BenchmarkResult], json_path: Path | None) -> int:
-    """Measures and reports; the exit code. What went wrong is one line on stderr, and code 1."""
+    """Measures and reports; the exit code. What went wrong is one line on stderr, and code 1.
+
+    What `measure` starts does not outlive this process.
+    """
     try:
-        report(measure(), json_path)
+        with guarded():
+            result = measure()
+        report(result, json_path)
     except LiverError as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
         return 1
