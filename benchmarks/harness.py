@@ -25,7 +25,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.guard import guarded
+from benchmarks.guard import nothing_outlives
 from liver_hpc.errors import LiverError
 
 Value = TypeVar("Value")
@@ -158,7 +158,7 @@ def reported(measure: Callable[[], BenchmarkResult], json_path: Path | None) -> 
     What `measure` starts does not outlive this process.
     """
     try:
-        with guarded():
+        with nothing_outlives():
             result = measure()
         report(result, json_path)
     except LiverError as error:

@@ -9,6 +9,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,18 +24,13 @@ def put_identity_dynamo() -> None:
     imported. The first optimizer asks for it, only to be told that nothing is being compiled; so
     do some of torch's utilities, for its settings, which are the real ones.
     """
-
-    def compile_(model: Any = None, **_kwargs: Any) -> Any:
-        return model if model is not None else _unchanged
-
     torch_module: Any = torch
-    torch_module.compile = compile_
+    torch_module.compile = _unchanged
     if DYNAMO in sys.modules:
         return
-    real = importlib.util.find_spec(DYNAMO)
     dynamo: Any = types.ModuleType(DYNAMO, "Stands for dynamo: compiles nothing.")
-    dynamo.__path__ = list(real.submodule_search_locations or []) if real else []
-    dynamo.disable = dynamo.allow_in_graph = dynamo.assume_constant_result = _unchanged_by
+    dynamo.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]  # where its submodules are
+    dynamo.disable = dynamo.allow_in_graph = dynamo.assume_constant_result = _unchanged
     dynamo.graph_break = dynamo.reset = lambda *_args, **_kwargs: None
     dynamo.trace_rules = types.ModuleType(f"{DYNAMO}.trace_rules")
     dynamo.trace_rules.clear_lru_cache = lambda: None
@@ -54,13 +50,9 @@ def put_identity_dynamo() -> None:
     sys.modules[dynamo.trace_rules.__name__] = dynamo.trace_rules
 
 
-def _unchanged(function: Any) -> Any:
-    return function
-
-
-def _unchanged_by(function: Any = None, *_args: Any, **_kwargs: Any) -> Any:
-    """A decorator with or without arguments that decorates nothing."""
-    return _unchanged if function is None else function
+def _unchanged(function: Any = None, *_args: Any, **_kwargs: Any) -> Any:
+    """A decorator, with or without arguments, that decorates nothing."""
+    return (lambda decorated: decorated) if function is None else function
 
 
 class _Anything:

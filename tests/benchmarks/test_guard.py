@@ -11,15 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.guard import MARK, guarded
+from benchmarks.guard import MARK, nothing_outlives
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.processes import marked_processes
 
 # A child in a session of its own, as a run's coordinator is, that stands still.
 BENCHMARK = """
 import signal, subprocess, sys, time
-from benchmarks.guard import guarded
-with guarded():
+from benchmarks.guard import nothing_outlives
+with nothing_outlives():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
                              start_new_session=True)
     child.send_signal(signal.SIGSTOP)
@@ -52,7 +52,7 @@ def _lives(process: psutil.Process) -> bool:
 
 def test_of_one_that_ends_what_it_keeps_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, "another's")
-    with guarded():
+    with nothing_outlives():
         value = os.environ[MARK]
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         assert marked_processes(MARK, value) == [child.pid]

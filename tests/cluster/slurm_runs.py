@@ -23,7 +23,7 @@ from liver_hpc.metrics.store import read_run
 from liver_hpc.run_directory import RunDirectory
 from slurm.testbed.hosts import environment, in_control
 from tests.cluster.harness import REPOSITORY, SlurmCluster, command_line
-from tests.integration.runs import TINY_MODEL, processes_of, tails
+from tests.integration.runs import SCHEDULE, TINY_MODEL, processes_of, tails
 
 BOOT_S = 120.0
 """How long workers may take from their launch to their first step, on a machine that is busy."""
@@ -31,7 +31,6 @@ GONE_S = 30.0
 """What a run leaves has to be gone so soon after its end, however it ended."""
 
 ENDLESS = 100_000
-SCHEDULE = {"decay_steps": 1000, "warmup_steps": 10}
 _FEED_S = 0.2
 
 RUN_FILE: dict[str, Any] = {

@@ -8,12 +8,10 @@ from typing import Any
 from liver_hpc.metrics.store import RunRecords, read_run
 from tests.integration.runs import ENDLESS, run_config, start, stop_and_read, watch
 
-SCHEDULE = {"decay_steps": 1000, "warmup_steps": 10}
-
 
 def elastic_run(tmp_path: Path, notices: list[dict[str, Any]], **sections: Any) -> RunRecords:
     """A run that stops a few steps after the last of its scripted handoffs has ended."""
-    config = run_config(tmp_path, ENDLESS, notices=notices, schedule=SCHEDULE, **sections)
+    config = run_config(tmp_path, ENDLESS, notices=notices, **sections)
     run = start(config)
     watch(run, lambda status: status.handoffs_done + status.handoffs_aborted == len(notices), 150.0)
     watch(run, lambda status: status.handoff is None and not status.queued, 10.0)
@@ -26,10 +24,3 @@ def losses(records: RunRecords) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step, each once and in order."""
     assert [record.step for record in records.steps] == list(range(len(records.steps)))
     return [(record.loss, record.grad_norm) for record in records.steps]
-
-
-def worst_difference(ours: RunRecords, quiet: RunRecords) -> float:
-    """The largest relative difference of loss or gradient norm over all steps of ours."""
-    assert len(ours.steps) <= len(quiet.steps)
-    pairs = zip(losses(ours), losses(quiet), strict=False)
-    return max(abs(x - y) / abs(y) for pair in pairs for x, y in zip(*pair, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ _started: list[RunDirectory] = []
 
 TINY_MODEL = {"layers": 4, "hidden": 64, "ffn_hidden": 96, "heads": 4, "query_groups": 2}
 TINY_MODEL |= {"seq_length": 32, "vocab_size": 128}
+SCHEDULE = {"decay_steps": 1000, "warmup_steps": 10}
 LAYOUTS = {
     1: [{"dp": 1}],
     2: [{"dp": 2}, {"tp": 2}, {"pp": 2}],
@@ -41,6 +42,7 @@ def run_config(tmp_path: Path, steps: int, initial: int = 2, **sections: Any) ->
         "recipe": "tests.integration.random_tokens:RandomTokenGPT",
         "model": TINY_MODEL,
         "train": {"steps": steps, "global_batch": 4, "micro_batch": 1},
+        "schedule": SCHEDULE,  # the same however long the run is
         "workers": {"initial": initial, "max": 4},
         "layouts": LAYOUTS,
         "cluster": {"kind": "local"},
@@ -58,6 +60,15 @@ def start(config: RunConfig) -> RunDirectory:
     run = submit_run(config)
     _started.append(run)
     return run
+
+
+def worst_difference(
+    ours: Sequence[tuple[float, float]], quiet: Sequence[tuple[float, float]]
+) -> float:
+    """The largest relative difference of loss or gradient norm over all steps of ours."""
+    assert len(ours) <= len(quiet)
+    pairs = zip(ours, quiet, strict=False)
+    return max(abs(x - y) / abs(y) for pair in pairs for x, y in zip(*pair, strict=True))
 
 
 def stop_and_read(run: RunDirectory) -> RunRecords:

@@ -23,7 +23,6 @@ from tests.integration.runs import ENDLESS, run_config
 
 pytestmark = pytest.mark.timeout(400)
 
-SCHEDULE = {"decay_steps": 1000, "warmup_steps": 10}
 START = Layout.parse("dp2")
 CHAIN = [
     (Layout.parse("tp2 dp2"), Method.MEGATRON),
@@ -35,7 +34,7 @@ CHAIN = [
 
 
 def new_run(tmp_path: Path) -> RunDirectory:
-    return create_run_directory(run_config(tmp_path, ENDLESS, schedule=SCHEDULE))
+    return create_run_directory(run_config(tmp_path, ENDLESS))
 
 
 @pytest.fixture(scope="module")

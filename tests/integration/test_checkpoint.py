@@ -31,12 +31,12 @@ from tests.integration.runs import (
     wait_for_end,
     wait_until,
     watch,
+    worst_difference,
 )
 
 pytestmark = pytest.mark.timeout(400)
 
 STEPS = 24
-SCHEDULE = {"decay_steps": 1000, "warmup_steps": 10}
 STEP_S = "0.1"
 FAULTY = "tests.integration.dies_writing:DiesWriting"
 SAVED_AT = 8
@@ -44,7 +44,7 @@ SAVED_AT = 8
 
 
 def short_run(tmp_path: Path, steps: int = STEPS, **sections: Any) -> RunConfig:
-    return run_config(tmp_path, steps, schedule=SCHEDULE, **sections)
+    return run_config(tmp_path, steps, **sections)
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +107,6 @@ def by_step(records: RunRecords) -> list[tuple[float, float]]:
     return [done[step] for step in sorted(done)]
 
 
-def worst_difference(ours: RunRecords, quiet: RunRecords) -> float:
-    pairs = zip(by_step(ours), by_step(quiet), strict=True)
-    return max(abs(x - y) / abs(y) for pair in pairs for x, y in zip(*pair, strict=True))
-
-
 def test_the_outcome_of_a_stop_says_where_the_checkpoint_is(stopped: RunDirectory) -> None:
     outcome, path = stopped.outcome(), checkpoint_of(stopped)
     assert outcome is not None
@@ -133,7 +128,7 @@ def test_a_run_that_stopped_with_a_checkpoint_goes_on_in_any_layout(
     assert {r.generation for r in records.steps[step:]} == {2}
     if layout == {"dp": 2}:
         assert by_step(records) == by_step(quiet)
-    assert worst_difference(records, quiet) <= 1e-4
+    assert worst_difference(by_step(records), by_step(quiet)) <= 1e-4
     rates = [record.learning_rate for record in records.steps]
     assert rates == [record.learning_rate for record in quiet.steps]
 
