@@ -28,7 +28,7 @@ from liver_hpc.protocol.messages import (
     Stop,
 )
 from liver_hpc.world.state import WorldState
-from liver_hpc.world.world import StepResult, World
+from liver_hpc.world.world import Flags, StepResult, World
 
 log = logging.getLogger(__name__)
 
@@ -135,11 +135,13 @@ class Trainer:
         """Steps until the last, or until all agreed to stop. Raises LeftWorld on a leaver."""
         clock = self._place.clock
         while self.step < self._place.config.train.steps:
-            world, session = self._world, self.session
+            world = self._world
             assert world is not None, "train without a world"
-            ready = session is not None and session.armed.is_set()
             started_s = clock.now_s()
-            result = world.train_step(self.step, ready, self._stop.is_set())
+            gradients, update = world.train_step(self.step)
+            session = self.session
+            ready = session is not None and session.armed.is_set()
+            result = world.agree(gradients, update, Flags(ready, self._stop.is_set()))
             ended_s = clock.now_s()
             self.step += 1
             self._report(world, result, started_s, ended_s)

@@ -36,7 +36,7 @@ from liver_hpc.protocol.messages import ClassDigest
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.world import megatron
 from liver_hpc.world.device import Device, Network, NetworkPlan
-from liver_hpc.world.world import StepResult, World
+from liver_hpc.world.world import Flags, StepResult, World
 
 # Any: torch's stubs do not export what is public.
 dist: Any = importlib.import_module("torch.distributed")
@@ -156,7 +156,7 @@ class BaselineWorker:
     def _train(self, world: World) -> None:
         """Steps until all workers have heard at one boundary that it is the last."""
         while True:
-            result, ended_s = self._do_step(world, stop=self._last is not None)
+            result, ended_s = self._do_step(world)
             if result.stop < world.roster.layout.workers:
                 continue
             last = self._last
@@ -165,9 +165,10 @@ class BaselineWorker:
                 self._save(world, last, ended_s)
             return
 
-    def _do_step(self, world: World, stop: bool = False) -> tuple[StepResult, float]:
+    def _do_step(self, world: World) -> tuple[StepResult, float]:
         started_s = self._clock.now_s()
-        result = world.train_step(self._step, stop=stop)
+        gradients, update = world.train_step(self._step)
+        result = world.agree(gradients, update, Flags(stop=self._last is not None))
         ended_s = self._clock.now_s()
         self._step += 1
         if self._orders.rank == 0:

@@ -26,7 +26,7 @@ from liver_hpc.protocol.messages import (
 )
 from liver_hpc.world.device import Device
 from liver_hpc.world.state import WorldState
-from liver_hpc.world.world import Gradients, StepResult, World
+from liver_hpc.world.world import Flags, Gradients, StepResult, World
 
 PROGRESS_INTERVAL_S = 0.1
 """At most one progress message in this time: they are sent inside the pause."""
@@ -138,7 +138,7 @@ class Crossing:
         world = self._target.world
         if world is not None:
             update = world.update(forward.small.step)
-            first_step = world.agree(gradients[0], update, ready=False, stop=False)
+            first_step = world.agree(gradients[0], update, Flags())
         ended_s = place.clock.now_s()
         if world is not None:
             place.send(

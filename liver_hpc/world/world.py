@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,13 @@ from liver_hpc.world import megatron
 from liver_hpc.world.device import Device
 from liver_hpc.world.groups import Group, GroupBook
 from liver_hpc.world.state import HeldTensor, WorldState
+
+
+class Flags(NamedTuple):
+    """What one worker raises at the end of a step: that it is armed, that it is to stop."""
+
+    ready: bool = False
+    stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -313,23 +320,25 @@ class World:
         learning_rate = self.optimizer.param_groups[0]["lr"]
         return float(grad_norm or 0.0), float(learning_rate)
 
-    def agree(
-        self, gradients: Gradients, update: tuple[float, float], ready: bool, stop: bool
-    ) -> StepResult:
-        """Mean loss and raised flags of all workers, in one reduction. Collective."""
+    def train_step(self, step: int) -> tuple[Gradients, tuple[float, float]]:
+        """Step `step` up to its end, which is `agree`. Collective over the world."""
+        gradients = self.forward_backward(step)
+        return gradients, self.update(step)
+
+    def agree(self, gradients: Gradients, update: tuple[float, float], flags: Flags) -> StepResult:
+        """A step's end: mean loss and raised flags of all workers, in one reduction. Collective.
+
+        Flags are best read just before, so that what is raised while a step runs counts at its end
+        and not a step later.
+        """
         numbers = torch.tensor(
-            [gradients.loss_sum, gradients.micro_batches, float(ready), float(stop)],
+            [gradients.loss_sum, gradients.micro_batches, *map(float, flags)],
             dtype=torch.float64,
             device=self.device.torch_device,
         )
         dist.all_reduce(numbers, group=self.groups.intra_dist_opt)
         loss_sum, count, readies, stops = numbers.tolist()
         return StepResult(loss_sum / count, update[0], update[1], int(readies), int(stops))
-
-    def train_step(self, step: int, ready: bool = False, stop: bool = False) -> StepResult:
-        """One whole step. Collective over the world."""
-        gradients = self.forward_backward(step)
-        return self.agree(gradients, self.update(step), ready, stop)
 
     # ---- state that is not a tensor
 

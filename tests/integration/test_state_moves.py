@@ -147,6 +147,12 @@ def check_there_and_back(answers: list[dict[str, Any]]) -> None:
         assert disagreements(A, rosters[name], votes) == []
 
 
+def _steps(world: Any, steps: range) -> list[Any]:
+    from liver_hpc.world.world import Flags
+
+    return [world.agree(*world.train_step(step), Flags()) for step in steps]
+
+
 def _train_on(process: WorkerProcess, move: bool) -> list[tuple[float, float]]:
     """8 steps of dp2; with `move` the last 4 on two other processes."""
     recipe = tiny_recipe(dropout=0.1)
@@ -155,12 +161,12 @@ def _train_on(process: WorkerProcess, move: bool) -> list[tuple[float, float]]:
     results = []
     if old is not None:
         old.state.initialize(recipe.initial, seed=3)
-        results = [old.train_step(step) for step in range(4)]
+        results = _steps(old, range(4))
     if move:
         _move(process, recipe, (old, new), "A>M")
     survivor = new if move else old
     if survivor is not None:
-        results = [survivor.train_step(step) for step in range(4, 8)]
+        results = _steps(survivor, range(4, 8))
     return [(result.loss, result.grad_norm) for result in results]
 
 

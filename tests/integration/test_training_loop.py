@@ -1,0 +1,86 @@
+"""The training loop of a real world of one worker, told things while a step runs."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from liver_hpc.clock import SystemClock
+from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.protocol.messages import Begin, Finished, StepDone, Stop, WireRoster
+from tests.integration.processes import WorkerProcess, run_workers
+from tests.integration.random_tokens import tiny_recipe
+
+ARMED_IN, STOPPED_IN = 1, 3
+
+
+class _Armed:
+    """As much of a Session as the loop looks at."""
+
+    aborted = None
+
+    def __init__(self) -> None:
+        self.armed = threading.Event()
+
+
+def told_while_steps_run(process: WorkerProcess) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from liver_hpc.handoff.session import Place
+    from liver_hpc.training import Trainer
+
+    class Store(dist.HashStore):
+        def close(self) -> None:
+            pass
+
+    sent: list[Any] = []
+    recipe = tiny_recipe()
+    place = Place(
+        worker=process.worker,
+        config=recipe.config,
+        recipe=recipe,
+        device=process.device,
+        network=process.network,
+        clock=SystemClock(),
+        send=sent.append,
+        open_store=Store,
+        checkpoints=Path("unused"),
+    )
+    trainer = Trainer(place)
+    session: Any = _Armed()
+    handed_over_at: list[int] = []
+    loss = recipe.loss
+
+    def loss_and_orders(*arguments: Any) -> Any:
+        if trainer.step == ARMED_IN:
+            session.armed.set()
+        if trainer.step == STOPPED_IN:
+            trainer.ask_to_stop(Stop())
+        return loss(*arguments)
+
+    def hand_over(*_arguments: Any) -> None:
+        handed_over_at.append(trainer.step)
+        trainer.session = None
+
+    roster = Roster(Layout(1, 1, 1), (process.worker,))
+    trainer.begin(Begin(roster=WireRoster.of(roster), generation=0))
+    trainer.session = session
+    with (
+        mock.patch.object(recipe, "loss", loss_and_orders),
+        mock.patch.object(trainer, "_hand_over", hand_over),
+    ):
+        trainer.train()
+    return {
+        "steps": [message.step for message in sent if isinstance(message, StepDone)],
+        "handed_over_at": handed_over_at,
+        "finished": [message.step for message in sent if isinstance(message, Finished)],
+    }
+
+
+def test_what_is_told_while_a_step_runs_counts_at_its_end(tmp_path: Path) -> None:
+    (answer,) = run_workers(told_while_steps_run, 1, tmp_path)
+    assert answer["handed_over_at"] == [ARMED_IN + 1]
+    assert answer["steps"] == list(range(STOPPED_IN + 1))
+    assert answer["finished"] == [STOPPED_IN + 1]
