@@ -7,6 +7,7 @@ A benchmark is `python -m benchmarks.NAME`. It takes at least `--json FILE` and 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+import liver_hpc
 from benchmarks.guard import nothing_outlives
 from liver_hpc.errors import LiverError
 
@@ -32,6 +34,7 @@ Value = TypeVar("Value")
 Row = Mapping[str, Any]
 
 _PACKAGES = ("liver_hpc", "torch", "megatron-core", "numpy", "h5py")
+_OURS = (Path(liver_hpc.__file__).parent, Path(__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -109,17 +112,33 @@ def machine_facts() -> dict[str, str | int | float]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
         "load_1_minute": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
     }
-    for package in _PACKAGES:
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    facts |= _versions()
     accelerators = _accelerators()
     if accelerators:
         facts["accelerators"] = accelerators
     return facts
+
+
+def software_digest(trees: Sequence[Path] = _OURS) -> str:
+    """Of all Python files in `trees`, our own unless said, and of the versions of what they stand
+    on: what was measured with another digest was measured of something else."""
+    digest = hashlib.blake2b(json.dumps(_versions()).encode(), digest_size=8)
+    for tree in trees:
+        for path in sorted(tree.rglob("*.py")):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(tree.parent)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def _processor() -> str:

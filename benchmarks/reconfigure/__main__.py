@@ -15,6 +15,7 @@ from benchmarks.reconfigure.array import measure_on_slurm
 from benchmarks.reconfigure.cells import Rows, measure, time_left_s
 from benchmarks.reconfigure.figures import result
 from benchmarks.reconfigure.sweep import Cell, Sweep, cells, load_sweep
+from liver_hpc.errors import LiverError
 from liver_hpc.metrics.wording import duration_text
 
 
@@ -73,12 +74,23 @@ def run(sweep: Sweep, cluster: str, console: Console) -> list[Cell]:
         if cluster == "slurm":
             if missing:
                 measure_on_slurm(sweep, missing, lambda cell: bar.show(cell.name))
+            _check_kept(rows, missing)
             return wanted
         for cell in missing:
             bar.show(cell.name)
             measure(sweep, cell)
+            _check_kept(rows, [cell])
         bar.show("")
     return wanted
+
+
+def _check_kept(rows: Rows, measured: Sequence[Cell]) -> None:
+    """Rows lie elsewhere once the code is another one: raises LiverError."""
+    if lost := [cell.name for cell in measured if rows.of(cell) is None]:
+        raise LiverError(
+            f"{rows.directory} has no rows of {', '.join(lost)}, which were measured just now: "
+            "was the code changed meanwhile?"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

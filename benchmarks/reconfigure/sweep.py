@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from benchmarks.harness import order_of
+from benchmarks.harness import order_of, software_digest
 from liver_hpc.baseline.methods import Method
 from liver_hpc.config.schema import (
     LayoutSection,
@@ -104,11 +104,12 @@ class Sweep(Section):
             raise ConfigError(f"run of {size}: {where}: {first['msg']}") from error
 
     def fingerprint(self) -> str:
-        """Of all that a measured cell depends on; not of how many there are, nor of where."""
+        """Of all that a measured cell depends on, the code too; not of how many there are, nor of
+        where."""
         parts = self.model_dump_json(
             include={"models", "start", "transitions", "settle_steps", "page_cache", "run"}
         )
-        return hashlib.blake2b(parts.encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b((software_digest() + parts).encode(), digest_size=8).hexdigest()
 
 
 class Cell(Section):

@@ -18,6 +18,7 @@ from benchmarks.harness import (
     machine_facts,
     parser,
     report,
+    software_digest,
     write_json,
 )
 
@@ -91,6 +92,20 @@ def test_figures_read_short(value: float, text: str) -> None:
 
 def test_machine_facts_name_the_versions() -> None:
     assert "torch" in machine_facts()
+
+
+def test_the_software_is_another_one_when_any_of_its_files_is(tmp_path: Path) -> None:
+    tree = tmp_path / "ours"
+    tree.mkdir()
+    (tree / "a.py").write_text("x = 1\n")
+    before = software_digest([tree])
+    (tree / "notes.txt").write_text("not code")
+    assert software_digest([tree]) == before
+    (tree / "a.py").write_text("x = 2\n")
+    changed = software_digest([tree])
+    (tree / "b.py").write_text("")
+    assert len({before, changed, software_digest([tree])}) == 3
+    assert software_digest() == software_digest()
 
 
 def test_options_that_all_benchmarks_have() -> None:

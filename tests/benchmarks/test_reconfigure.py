@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from benchmarks.reconfigure import __main__ as command
 from benchmarks.reconfigure.cells import Rows, time_left_s
@@ -114,6 +115,28 @@ def test_rows_of_another_sweep_are_not_taken(sweep: Sweep) -> None:
     other = sweep.model_copy(update={"settle_steps": 9})
     assert Rows(more).of(cell) is not None
     assert Rows(other).of(cell) is None
+
+
+def test_rows_of_other_code_are_not_taken(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = next(cells(sweep))
+    Rows(sweep).keep(cell, [row()], 1.0)
+    monkeypatch.setattr("benchmarks.reconfigure.sweep.software_digest", lambda: "another")
+    assert Rows(sweep).of(cell) is None
+
+
+@pytest.mark.parametrize("cluster", ["local", "slurm"])
+def test_a_sweep_whose_code_changes_meanwhile_is_no_result(
+    sweep: Sweep, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(sweep: Sweep, *_: object) -> None:
+        monkeypatch.setattr("benchmarks.reconfigure.sweep.software_digest", lambda: "another")
+        for cell in cells(sweep):
+            Rows(sweep).keep(cell, [row()], 1.0)
+
+    monkeypatch.setattr(command, "measure", measure)
+    monkeypatch.setattr(command, "measure_on_slurm", measure)
+    with pytest.raises(LiverError, match=r"no rows of 25m-live-0.*was the code changed"):
+        command.run(sweep, cluster, Console(quiet=True))
 
 
 def test_the_time_left_is_that_of_cells_of_the_same_kind() -> None:
