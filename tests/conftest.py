@@ -20,7 +20,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 REPOSITORY = Path(__file__).parent.parent
 
 
-# Files that take longest begin first, so that none is left to run alone at the end.
+# Files that take longest, of which none is to be left to run alone at the end.
 LONG_FILES = (
     "integration/test_elastic_runs.py",
     "integration/test_checkpoint.py",
@@ -31,9 +31,15 @@ LONG_FILES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files in an order in which the machine always has work: the longest; then those of the
+    cluster, which mostly wait, evenly among those that compute; then those of unit tests."""
     tests = Path(__file__).parent
-    rank = {tests / name: place for place, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+    place = {tests / name: (0, float(number)) for number, name in enumerate(LONG_FILES)}
+    others = [path for path in dict.fromkeys(item.path for item in items) if path not in place]
+    for group in (["cluster"], ["benchmarks", "integration"]):
+        paths = [path for path in others if path.relative_to(tests).parts[0] in group]
+        place |= {path: (1, (number + 0.5) / len(paths)) for number, path in enumerate(paths)}
+    items.sort(key=lambda item: place.get(item.path, (2, 0.0)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -47,7 +47,7 @@ class Effort:
     repeats: int = 5
 
 
-QUICK = Effort(QUICK_SIZES, QUICK_MEGATRON_WORKERS, sampled_workers=3, repeats=2)
+QUICK = Effort(QUICK_SIZES, QUICK_MEGATRON_WORKERS, sampled_workers=2, repeats=1)
 
 
 def main(arguments: list[str] | None = None) -> int:
