@@ -15,7 +15,7 @@ from liver_hpc.cluster.pool import (
     NodeWarned,
     PoolEvent,
 )
-from liver_hpc.errors import MeetingError
+from liver_hpc.errors import DeadlineError, MeetingError
 from liver_hpc.layout.coordinates import Roster
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
@@ -171,7 +171,7 @@ class ScriptedCluster:
             address = (answer.control_host, answer.control_port)
             try:
                 channel = connect(address, self.secret, 5.0, "the coordinator")
-            except ChannelClosed:  # the run has ended meanwhile
+            except (ChannelClosed, DeadlineError):  # the run has ended meanwhile
                 continue
             script = WorkerScript(worker, self.faults, mute=fault is Fault.SILENT)
             self.workers[worker] = ScriptedWorker(script, channel)
