@@ -25,7 +25,7 @@ _END_S = 10.0
 
 @contextlib.contextmanager
 def nothing_outlives() -> Iterator[None]:
-    """What is started inside is killed if this process is before it has left the block."""
+    """What is started inside is killed when this process dies before it has left the block."""
     value, before = secrets.token_hex(8), os.environ.get(MARK)
     guard = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.guard", value],

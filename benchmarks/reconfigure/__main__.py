@@ -74,7 +74,7 @@ def run(sweep: Sweep, cluster: str, console: Console) -> list[Cell]:
         if cluster == "slurm":
             if missing:
                 measure_on_slurm(sweep, missing, lambda cell: bar.show(cell.name))
-            _check_kept(rows, missing)
+                _check_kept(rows, missing)
             return wanted
         for cell in missing:
             bar.show(cell.name)

@@ -211,13 +211,12 @@ class Outside:
     def _mounts(self) -> list[str]:
         """But those of tests that run beside this one, in directories of their own."""
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-        at = {line: Path(line.split()[4]) for line in lines}
-        tests, own = self._shared.parents[1], self._shared
-        return [
-            line
-            for line in lines
-            if at[line].is_relative_to(own) or not at[line].is_relative_to(tests)
-        ]
+        own, tests = self._shared, self._shared.parents[1]
+
+        def matters(point: Path) -> bool:
+            return point.is_relative_to(own) or not point.is_relative_to(tests)
+
+        return [line for line in lines if matters(Path(line.split()[4]))]
 
     def note_namespaces(self) -> None:
         """While it stands."""
