@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import liver_hpc
-from benchmarks.guard import nothing_outlives
+from benchmarks.reaper import nothing_outlives
 from liver_hpc.errors import LiverError
 
 Value = TypeVar("Value")

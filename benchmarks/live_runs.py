@@ -6,16 +6,16 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+from liver_hpc.cli.client import Watch, request, stop
+from liver_hpc.cli.submission import submit_run
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.metrics.records import RunRecords
-from liver_hpc.metrics.store import read_run
-from liver_hpc.operate import Watch, request, stop
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
 from liver_hpc.protocol.status import StatusSnapshot
-from liver_hpc.submit import submit_run
+from liver_hpc.report.store import read_run
+from liver_hpc.run.records import RunRecords
 
 _POLL_S = 0.1
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from liver_hpc.cli import main
+from liver_hpc.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -24,7 +24,7 @@ class DeadlineError(LiverError):
 
 
 class MeetingError(LiverError):
-    """A joiner and the front desk did not come together: bad proof, no answer, dead peer."""
+    """A joiner and the rendezvous did not come together: bad proof, no answer, dead peer."""
 
 
 class TransferError(LiverError):

@@ -8,9 +8,12 @@ from enum import StrEnum
 from typing import Any, NoReturn
 
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.layout.coordinates import Roster
+from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.tensors import EXP_AVG, PARAMETER, ModelSpec, TensorSpec
-from liver_hpc.metrics.records import (
+from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.attempt import Phase
+from liver_hpc.recipes.base import NoOptions, Recipe
+from liver_hpc.run.records import (
     NetworkRecord,
     NoticeRecord,
     ReconfigurationRecord,
@@ -18,9 +21,6 @@ from liver_hpc.metrics.records import (
     TrafficRecord,
     WorkerPhaseRecord,
 )
-from liver_hpc.protocol import messages as m
-from liver_hpc.protocol.attempt import Phase
-from liver_hpc.recipes.base import NoOptions, Recipe
 
 FULL_DIGEST = 0x1234_5678_9ABC_DEF0
 
@@ -46,13 +46,13 @@ class FaultInjector:
         return self._faults.pop((worker, phase), None)
 
 
-def digests(roster: Roster, worker: int, kinds: tuple[str, ...]) -> tuple[m.ClassDigest, ...]:
+def digests(rank_map: RankMap, worker: int, kinds: tuple[str, ...]) -> tuple[m.ClassDigest, ...]:
     """What a worker reports of a state whose every copy has the digest `FULL_DIGEST`.
 
     One class of each kind, split over tp: rank (tp 0, pp 0, and for optimizer kinds dp 0) holds
     all of it, the others report zero.
     """
-    at = roster.coordinate_of(worker)
+    at = rank_map.coordinate_of(worker)
     if at is None:
         return ()
     found = []
@@ -75,9 +75,9 @@ class WorkerScript:
     kept_groups: int = 1
     step: int = 0
     generation: int = -1
-    source: Roster | None = None
-    target: Roster | None = None
-    world: Roster | None = None
+    source: RankMap | None = None
+    target: RankMap | None = None
+    world: RankMap | None = None
     world_generation: int = -1
     mute: bool = False
     dead: bool = False
@@ -96,17 +96,17 @@ class WorkerScript:
     def _answer(self, message: m.ToWorker) -> list[m.FromWorker]:
         match message:
             case m.Begin():
-                self.world, self.world_generation = message.roster.roster(), message.generation
+                self.world, self.world_generation = message.rank_map.rank_map(), message.generation
             case m.Prepare():
                 self.generation = message.generation
-                self.source, self.target = message.source.roster(), message.target.roster()
+                self.source, self.target = message.source.rank_map(), message.target.rank_map()
                 return self._prepared()
             case m.Arm():
                 return self._stopped_at_boundary()
             case m.Verdict(stage="forward"):
                 return self._vote("optimizer", Phase.COMMIT)
             case m.Verdict(stage="commit"):
-                self.step = message.small.step
+                self.step = message.scalars.step
                 return self.first_step()
             case m.Abort():
                 return [m.Aborted(worker=self.worker, generation=message.generation)]
@@ -161,7 +161,7 @@ class WorkerScript:
             return faulty
         stopped: list[m.FromWorker] = []
         if self.source is not None and self.worker in self.source.workers:
-            small = m.SmallState(
+            scalars = m.ScalarState(
                 step=self.step,
                 consumed_samples=8 * self.step,
                 optimizer_step=self.step,
@@ -172,7 +172,7 @@ class WorkerScript:
                 m.AtBoundary(
                     worker=self.worker,
                     generation=self.generation,
-                    small=small,
+                    scalars=scalars,
                     last_step_ended_s=100.0 + self.worker,
                 )
             )

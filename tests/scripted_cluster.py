@@ -7,20 +7,14 @@ from collections.abc import Callable, Sequence
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.launcher import MemoryLauncher, NodeRequest
-from liver_hpc.cluster.pool import (
-    Node,
-    NodeGone,
-    NodeGranted,
-    NodePool,
-    NodeWarned,
-    PoolEvent,
-)
+from liver_hpc.cluster.pool import NodePool
 from liver_hpc.errors import DeadlineError, MeetingError
-from liver_hpc.layout.coordinates import Roster
+from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
+from liver_hpc.rendezvous.base import Identity, MemoryRendezvous
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
-from liver_hpc.rendezvous.meeting import Identity, MemoryFrontDesk
+from liver_hpc.run.node_events import Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
 from tests.fakes import Fault, FaultInjector, WorkerScript
 
 
@@ -137,7 +131,7 @@ class ScriptedCluster:
         self.secret = secret
         self.pool = ScriptedPool(nodes)
         self.faults = FaultInjector()
-        self.desk = MemoryFrontDesk(secret)
+        self.desk = MemoryRendezvous(secret)
         self.launcher = MemoryLauncher(self._start)
         self.launched: list[NodeRequest] = []
         self.fallen_agents: dict[str, int] = {}
@@ -187,7 +181,7 @@ class ScriptedCluster:
             thread.join(timeout_s)
             assert not thread.is_alive(), "an agent lives on"
 
-    def world(self) -> Roster:
+    def world(self) -> RankMap:
         """Who trains, as the workers have it."""
         worlds = {
             played.script.world_generation: played.script.world

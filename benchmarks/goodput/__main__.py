@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from benchmarks.baseline.job import RestartJob
+from benchmarks.baseline.methods import Method
 from benchmarks.goodput.trace import (
     DAY_S,
     LIVER_EVENTS_A_DAY,
@@ -22,17 +24,15 @@ from benchmarks.goodput.trace import (
 from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
 from benchmarks.live_runs import LiveRun
 from benchmarks.models import MODEL_25M, text_data
-from liver_hpc.baseline.job import RestartJob
-from liver_hpc.baseline.methods import Method
+from liver_hpc.cli.submission import checked_run, with_prepared_data
 from liver_hpc.clock import SystemClock
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.metrics.derive import run_figures
-from liver_hpc.metrics.records import RunRecords
-from liver_hpc.metrics.store import read_run
-from liver_hpc.run_directory import create_run_directory
-from liver_hpc.submit import checked_run, with_prepared_data
+from liver_hpc.report.derive import run_figures
+from liver_hpc.report.store import read_run
+from liver_hpc.run.directory import create_run_directory
+from liver_hpc.run.records import RunRecords
 
 SMALL, LARGE = Layout(1, 1, 2), Layout(2, 1, 2)
 RATES = (LIVER_EVENTS_A_DAY, 4 * LIVER_EVENTS_A_DAY, 16 * LIVER_EVENTS_A_DAY)

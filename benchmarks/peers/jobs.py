@@ -20,9 +20,9 @@ import psutil
 
 from benchmarks.peers.events import JOIN, LEAVE, Change, Step, merged, settled
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.environment import clean_environment
 from liver_hpc.errors import LiverError
-from liver_hpc.lifeline import guarded
+from liver_hpc.host.environment import clean_environment
+from liver_hpc.host.lifeline import guarded
 
 TOKEN = "LIVER_PEER_JOB"
 """Every process of a job has it in its environment, however far from here it was started."""

@@ -25,7 +25,7 @@ from benchmarks.stream.process import BoxState
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import HandoffSection
-from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Move, TransferPlan
 from liver_hpc.recipes.base import Recipe, load_recipe
@@ -115,7 +115,7 @@ class _Ours:
     def __init__(self, recipe: Recipe, source: Layout, target: Layout) -> None:
         spec, handoff = recipe.spec, HandoffSection()
         members = tuple(range(WORKERS))
-        old, new = Roster(source, members), Roster(target, members)
+        old, new = RankMap(source, members), RankMap(target, members)
         rank = dist.get_rank()
         self._source = BoxState(spec, old, rank, fill=2.5)
         self._target = BoxState(spec, new, rank, fill=-1.0)

@@ -17,13 +17,13 @@ from benchmarks.peers.inprocess_job import InprocessJob
 from benchmarks.peers.jobs import PeerJob
 from benchmarks.peers.torchft_job import TorchftJob
 from benchmarks.peers.torchrun_job import TorchrunJob
+from liver_hpc.cli.submission import checked_run, with_prepared_data
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.metrics.derive import run_figures
 from liver_hpc.recipes.base import load_recipe
-from liver_hpc.submit import checked_run, with_prepared_data
+from liver_hpc.report.derive import run_figures
 
 LIVE = "live"
 BYTES_PER_PARAMETER = 12  # fp32: the parameter, and Adam's two moments

@@ -32,7 +32,7 @@ METHOD = {
     "memory": "peak of Python's allocations (tracemalloc) during one such plan",
     "megatron": "megatron.core.resharding.planner's own code; one rank plans for all, parameters "
     "only; its gather of metadata and its broadcast of plans are not timed. Against it: our plan "
-    "of the parameters alone, the slowest sampled worker, on the same rosters, interleaved. The "
+    "of the parameters alone, the slowest sampled worker, on the same rank maps, interleaved. The "
     "figure is the smallest ratio of the three handoffs",
 }
 

@@ -1,11 +1,11 @@
-"""The model and the rosters that are planned for."""
+"""The model and the rank maps that are planned for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.placement import place
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
@@ -45,9 +45,9 @@ class Case:
     source_workers: tuple[int, ...]
     target_workers: tuple[int, ...]
 
-    def rosters(self) -> tuple[Roster, Roster]:
+    def rank_maps(self) -> tuple[RankMap, RankMap]:
         """New objects each time: nothing is remembered about them."""
-        return Roster(self.source, self.source_workers), Roster(self.target, self.target_workers)
+        return RankMap(self.source, self.source_workers), RankMap(self.target, self.target_workers)
 
     def sample(self, count: int) -> list[int]:
         """Workers at even distances through all that take part, the first and last included."""
@@ -71,7 +71,7 @@ def cases(workers: int) -> Iterator[Case]:
 
 
 def _case(name: str, source: Layout, target: Layout, available: int) -> Case:
-    people = Roster(source, tuple(range(source.workers)))
+    people = RankMap(source, tuple(range(source.workers)))
     # Where seats go, the last replica leaves.
     seated = place(fresh_model(), people, target, range(available))
     return Case(name, source.workers, source, target, people.workers, seated.workers)

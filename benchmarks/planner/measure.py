@@ -24,13 +24,13 @@ class Planned:
 
 
 def plan_once(case: Case, worker: int) -> Planned:
-    """CPU seconds from the rosters, as lists of worker ids, to the worker's plan.
+    """CPU seconds from the rank maps, as lists of worker ids, to the worker's plan.
 
     As on a worker that plans its first handoff: nothing is remembered of an earlier plan.
     """
     model = _forgotten()
     began_s = time.process_time()
-    source, target = case.rosters()
+    source, target = case.rank_maps()
     plan = transfer_plan(model, source, target, worker)
     took_s = time.process_time() - began_s
     return Planned(took_s, len(plan.sends), len(plan.receives), len(plan.local))
@@ -40,7 +40,7 @@ def plan_parameters(case: Case, worker: int) -> float:
     """The same for the parameters alone, which is all that Megatron's planner plans."""
     model = _forgotten()
     began_s = time.process_time()
-    source, target = case.rosters()
+    source, target = case.rank_maps()
     handover = Handover(model, source, target)
     moves = []
     to, at = target.coordinate_of(worker), source.coordinate_of(worker)
@@ -55,11 +55,11 @@ def plan_parameters(case: Case, worker: int) -> float:
 
 
 def peak_bytes(case: Case, worker: int) -> int:
-    """The most that Python held at once for one plan, rosters and memoized boxes included."""
+    """The most that Python held at once for one plan, rank maps and memoized boxes included."""
     model = _forgotten()
     tracemalloc.start()
     try:
-        source, target = case.rosters()
+        source, target = case.rank_maps()
         transfer_plan(model, source, target, worker)
         return tracemalloc.get_traced_memory()[1]
     finally:

@@ -1,4 +1,4 @@
-"""Megatron's planner (megatron.core.resharding) on the rosters of a case, without processes.
+"""Megatron's planner (megatron.core.resharding) on the rank maps of a case, without processes.
 
 Its own code runs: `build_centralized_reshard_plan` as rank 0, which plans for all ranks. Only the
 two collectives around it are replaced: the gather returns every rank's metadata, made beforehand,

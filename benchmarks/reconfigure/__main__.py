@@ -16,7 +16,7 @@ from benchmarks.reconfigure.cells import Rows, measure, time_left_s
 from benchmarks.reconfigure.figures import result
 from benchmarks.reconfigure.sweep import Cell, Sweep, cells, load_sweep
 from liver_hpc.errors import LiverError
-from liver_hpc.metrics.wording import duration_text
+from liver_hpc.report.wording import duration_text
 
 
 class Bar:

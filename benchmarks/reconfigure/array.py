@@ -9,9 +9,9 @@ from typing import Any
 
 from benchmarks.reconfigure.cells import Rows, measure
 from benchmarks.reconfigure.sweep import Cell, Sweep
-from liver_hpc.cluster.environment import clean_environment
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.errors import LiverError
+from liver_hpc.host.environment import clean_environment
 
 _POLL_S = 2.0
 _COMMAND_S = 30.0

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.baseline.methods import Method
+from benchmarks.baseline.phases import EXISTS
 from benchmarks.harness import BenchmarkResult, Spread
 from benchmarks.reconfigure.sweep import LIVE, Sweep
-from liver_hpc.baseline.methods import Method
-from liver_hpc.baseline.phases import EXISTS
 
 LEAST_STEPS = 0.01
 """A lost time below this share of a step counts as it: noise is no infinite ratio."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from benchmarks.live_runs import LiveRun
 from benchmarks.reconfigure.sweep import LIVE, Cell, Sweep
 from liver_hpc.errors import LiverError
-from liver_hpc.metrics.derive import ReconfigurationFigures, run_figures
-from liver_hpc.metrics.records import RunRecords
+from liver_hpc.report.derive import ReconfigurationFigures, run_figures
+from liver_hpc.run.records import RunRecords
 
 
 def measure(sweep: Sweep, cell: Cell) -> list[dict[str, float | int | str]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from benchmarks.baseline.job import RestartJob
+from benchmarks.baseline.methods import Method
+from benchmarks.baseline.phases import Restart, as_if_saved_before
 from benchmarks.reconfigure.sweep import Cell, Sweep, Transition
-from liver_hpc.baseline.job import RestartJob
-from liver_hpc.baseline.methods import Method
-from liver_hpc.baseline.phases import Restart, as_if_saved_before
-from liver_hpc.metrics.records import BaselineRecord
-from liver_hpc.run_directory import create_run_directory
-from liver_hpc.submit import checked_run, with_prepared_data
+from liver_hpc.cli.submission import checked_run, with_prepared_data
+from liver_hpc.run.directory import create_run_directory
+from liver_hpc.run.records import BaselineRecord
 
 PHASES = ("save_s", "stop_s", "launch_s", "import_s", "groups_s", "load_s", "first_step_s")
 

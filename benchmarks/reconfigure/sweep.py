@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from benchmarks.baseline.methods import Method
 from benchmarks.harness import order_of, software_digest
-from liver_hpc.baseline.methods import Method
 from liver_hpc.config.schema import (
     LayoutSection,
     NonNegativeInt,
@@ -54,8 +54,8 @@ class Sweep(Section):
     """The file of `--config`; sizes in the units that names end in.
 
     models: name -> the run's `model` section. run: every other section of the run, the same for
-    all methods. methods: "live" and names of liver_hpc.baseline. settle_steps: undisturbed steps of
-    every world, of which medians are taken. page_cache: what a restart's load finds.
+    all methods. methods: "live" and names of benchmarks.baseline. settle_steps: undisturbed steps
+    of every world, of which medians are taken. page_cache: what a restart's load finds.
     """
 
     name: str = "reconfigure"

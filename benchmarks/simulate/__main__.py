@@ -15,12 +15,12 @@ from typing import Any
 from benchmarks.goodput.trace import LIVER_EVENTS_A_DAY
 from benchmarks.harness import BenchmarkResult, Spread, parser, reported
 from benchmarks.planner.cases import STAGES, TENSOR_RANKS, fresh_model
+from benchmarks.simulate.play import ControlLink
 from benchmarks.simulate.runs import MODELS, handoffs_of, make_runs
+from benchmarks.simulate.scenario import Machine, Simulated, simulate
+from benchmarks.simulate.timings import Measured, Timings, fit, held_out
 from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.simulation.play import ControlLink
-from liver_hpc.simulation.scenario import Machine, Simulated, simulate
-from liver_hpc.simulation.timings import Measured, Timings, fit, held_out
 
 SIZES = (1024, 4096, 16384, 65536)
 QUICK_SIZES = (1024,)
@@ -32,7 +32,7 @@ GLOBAL_BATCH = 2048
 
 METHOD = {
     "fitted": "boot, PREPARE, boundary, the fixed parts of the pause and of the first step beyond "
-    "a step, to the handoffs of small runs on this machine (liver_hpc/simulation/timings.py). What "
+    "a step, to the handoffs of small runs on this machine (benchmarks/simulate/timings.py). What "
     "four workers cannot show, such as connecting thousands, is not in it",
     "model_error": "each measured handoff against a fit of all others: |predicted / measured - 1|, "
     "median and range; of the pause, of the reconfiguration time, and of both together. It says "

@@ -8,16 +8,16 @@ from threading import Event
 from typing import Any
 
 from benchmarks.models import MODEL_25M, text_data
+from benchmarks.simulate.timings import Measured, measured_handoffs
+from liver_hpc.cli.submission import submit_run
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.load import parse_run
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.coordination.run_files import Outcome
 from liver_hpc.errors import LiverError
-from liver_hpc.metrics.store import read_run
 from liver_hpc.recipes.base import load_recipe
-from liver_hpc.run_directory import RunDirectory
-from liver_hpc.simulation.timings import Measured, measured_handoffs
-from liver_hpc.submit import submit_run
+from liver_hpc.report.store import read_run
+from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.outcome import Outcome
 
 LIMIT_S = 400.0
 POLL_S = 0.2

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks.steady_state.plain import run_rank
+from liver_hpc.cli.client import stop
+from liver_hpc.cli.submission import submit_run
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.metrics.store import read_run
-from liver_hpc.operate import stop
-from liver_hpc.run_directory import RunDirectory
-from liver_hpc.submit import submit_run
+from liver_hpc.report.store import read_run
+from liver_hpc.run.directory import RunDirectory
 
 POLL_S = 0.1
 READY_S = 180.0

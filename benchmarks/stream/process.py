@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.harness import order_of
 from benchmarks.stream.transfers import Transfer, pair_bytes
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.layout.coordinates import Roster
+from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec
@@ -53,16 +53,16 @@ class Report:
 class BoxState:
     """A coordinate's boxes as plain tensors, all touched; what a world's state is in a run."""
 
-    def __init__(self, spec: ModelSpec, roster: Roster, worker: int, fill: float) -> None:
+    def __init__(self, spec: ModelSpec, rank_map: RankMap, worker: int, fill: float) -> None:
         self._held: dict[tuple[str, int], list[tuple[Box, torch.Tensor]]] = {}
-        at = roster.coordinate_of(worker)
+        at = rank_map.coordinate_of(worker)
         if at is None:
             return
         for kind in (PARAMETER, *spec.optimizer_kinds):
-            for index in spec.stage_tensors(roster.layout.pp, at.pp):
+            for index in spec.stage_tensors(rank_map.layout.pp, at.pp):
                 self._held[kind, index] = [
                     (box, torch.full((box.row1 - box.row0, box.col1 - box.col0), fill))
-                    for box in owned_boxes(spec, roster.layout, at, kind, index)
+                    for box in owned_boxes(spec, rank_map.layout, at, kind, index)
                 ]
 
     def view(self, kind: str, tensor_index: int, box: Box) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from liver_hpc.config.schema import HandoffSection
-from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.placement import place
 from liver_hpc.layout.plan import common_boxes, transfer_plan
@@ -24,8 +24,8 @@ class Transfer:
 
     name: str
     model: GPTConfig
-    source: Roster
-    target: Roster
+    source: RankMap
+    target: RankMap
     handoff: HandoffSection
 
     @property
@@ -39,15 +39,15 @@ class Transfer:
 def transfers(model: GPTConfig, handoff: HandoffSection) -> list[Transfer]:
     """One way between two; both grow and reshape among four, seated by placement."""
 
-    def seated(name: str, source: Roster, target: Layout) -> Transfer:
+    def seated(name: str, source: RankMap, target: Layout) -> Transfer:
         people = place(gpt_tensors(model), source, target, range(4))
         return Transfer(name, model, source, people, handoff)
 
-    one = Roster(Layout(1, 1, 1), (0,))
-    four = Roster(Layout(2, 1, 2), (0, 1, 2, 3))
+    one = RankMap(Layout(1, 1, 1), (0,))
+    four = RankMap(Layout(2, 1, 2), (0, 1, 2, 3))
     return [
-        Transfer("replace", model, one, Roster(Layout(1, 1, 1), (1,)), handoff),
-        seated("grow", Roster(Layout(2, 1, 1), (0, 1)), Layout(2, 1, 2)),
+        Transfer("replace", model, one, RankMap(Layout(1, 1, 1), (1,)), handoff),
+        seated("grow", RankMap(Layout(2, 1, 1), (0, 1)), Layout(2, 1, 2)),
         seated("reshape", four, Layout(1, 2, 2)),
     ]
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.baseline.methods import Method
+from benchmarks.baseline.phases import EXISTS
 from benchmarks.harness import figure_text
 from benchmarks.summary.words import FIGURES
-from liver_hpc.baseline.methods import Method
-from liver_hpc.baseline.phases import EXISTS
 from liver_hpc.errors import ConfigError
 
 BEGIN = "<!-- made by python -m benchmarks.summary; what stands here is written anew -->"

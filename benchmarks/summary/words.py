@@ -23,7 +23,7 @@ FIGURES: dict[str, dict[str, str]] = {
         "plan_s_1024": "seconds in which one worker of 1,024 plans a handoff of a 405B model",
         "plan_s_16384": "the same of 16,384",
         "growth_1024_to_16384": "the second over the first",
-        "megatron_over_ours_1024": "time of Megatron's own planner over ours, for the same roster",
+        "megatron_over_ours_1024": "time of Megatron's own planner over ours, same rank map",
     },
     "goodput": {
         "goodput_live": "share of time in which training made progress, events every few seconds",

@@ -22,7 +22,7 @@ import torch
 
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.tensors import Box
-from liver_hpc.metrics.hdf5 import FORMAT, HDF5_ERRORS, failure_text
+from liver_hpc.report.hdf5 import FORMAT, HDF5_ERRORS, failure_text
 
 Array = npt.NDArray[Any]
 

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.tensors import ModelSpec
-from liver_hpc.protocol.messages import ClassDigest, SmallState, WireRoster
+from liver_hpc.protocol.messages import ClassDigest, ScalarState, WireRankMap
 
 FORMAT_VERSION = 1
 INDEX_FILE = "checkpoint.json"
@@ -30,7 +30,7 @@ _READ_BYTES = 4 * 2**20
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
 
 class Part(_Frozen):
@@ -79,7 +79,7 @@ class SavedModel(_Frozen):
 class CheckpointIndex(_Frozen):
     """checkpoint.json: one complete checkpoint.
 
-    generation: of the world that was saved. parts, digests: in the order of the roster's ranks;
+    generation: of the world that was saved. parts, digests: in the order of the rank map's ranks;
     digests are of all that a rank held, whether or not it was the one to write it.
     """
 
@@ -87,8 +87,9 @@ class CheckpointIndex(_Frozen):
     run: str
     saved_s: float
     generation: int
-    small: SmallState
-    roster: WireRoster
+    # On the disk under the names of the first checkpoints, so that those can still be read.
+    scalars: ScalarState = Field(validation_alias="small", serialization_alias="small")
+    rank_map: WireRankMap = Field(validation_alias="roster", serialization_alias="roster")
     parts: tuple[Part, ...]
     digests: tuple[tuple[ClassDigest, ...], ...]
     model: SavedModel
@@ -164,7 +165,7 @@ def write_index(path: Path, index: CheckpointIndex) -> None:
     """Puts the index into `path`, whole or not at all, and on the disk with its directory."""
     temporary = path / f".{INDEX_FILE}.{os.getpid()}"
     with temporary.open("w", encoding="utf-8") as file:
-        file.write(index.model_dump_json(indent=1))
+        file.write(index.model_dump_json(indent=1, by_alias=True))
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())

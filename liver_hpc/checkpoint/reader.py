@@ -22,11 +22,11 @@ def restore(world: World, path: Path) -> Restored:
     """
     index = read_index(path)
     read_parts(world.state, index, path)
-    world.load_small_state(index.small)
+    world.load_scalar_state(index.scalars)
     return Restored(
         worker=world.worker,
         generation=world.generation,
-        small=world.small_state(index.small.step),
+        scalars=world.scalar_state(index.scalars.step),
         digests=world.state.digests((PARAMETER, *world.recipe.spec.optimizer_kinds)),
     )
 
@@ -36,7 +36,7 @@ def read_parts(state: WorldState, index: CheckpointIndex, path: Path) -> None:
     difference = index.model.difference(SavedModel.of(state.model))
     if difference:
         raise CheckpointError(f"{path} is of another model: {difference}")
-    wanted = reads(state.model, index.roster.roster().layout, state.layout, state.at)
+    wanted = reads(state.model, index.rank_map.rank_map().layout, state.layout, state.at)
     for rank, group in groupby(wanted, key=lambda read: read.rank):
         with BoxesReader(path / index.parts[rank].file) as file:
             for read in group:

@@ -17,8 +17,8 @@ from liver_hpc.checkpoint.index import (
 from liver_hpc.clock import Clock
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.tensors import PARAMETER
-from liver_hpc.metrics.hdf5 import HDF5_ERRORS, failure_text
 from liver_hpc.protocol.messages import Saved
+from liver_hpc.report.hdf5 import HDF5_ERRORS, failure_text
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import World
 
@@ -30,18 +30,18 @@ def save(world: World, step: int, directory: Path, clock: Clock) -> Saved:
 
     Not collective. Never raises for a disk that is full or broken: the message then says why.
     """
-    started_s, small = clock.now_s(), world.small_state(step)
+    started_s, scalars = clock.now_s(), world.scalar_state(step)
     try:
         part = write_part(world.state, step, directory)
         digests = world.state.digests((PARAMETER, *world.recipe.spec.optimizer_kinds))
     except (*HDF5_ERRORS, LiverError) as error:
         log.exception("step %d cannot be saved in %s", step, directory)
         text = failure_text(error)
-        return Saved(worker=world.worker, generation=world.generation, small=small, error=text)
+        return Saved(worker=world.worker, generation=world.generation, scalars=scalars, error=text)
     return Saved(
         worker=world.worker,
         generation=world.generation,
-        small=small,
+        scalars=scalars,
         num_bytes=part.num_bytes,
         checksum=part.checksum,
         took_s=clock.now_s() - started_s,

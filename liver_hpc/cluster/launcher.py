@@ -47,7 +47,7 @@ class Launcher(ABC):
     def exit_code(self, agent: str) -> int | None:
         """How the agent ended, None while it is alive: 0 when all its workers ended well.
 
-        The agent's own codes are in `liver_hpc.agent`; for an agent that died by a signal a
+        The agent's own codes are in `liver_hpc.node.agent`; for an agent that died by a signal a
         launcher may report that signal's number, or 128 and that number.
         """
 

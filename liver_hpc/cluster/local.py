@@ -1,6 +1,6 @@
 """Agents as processes of this machine.
 
-The tree of one agent is the agent, its workers and, while it meets the front desk, its joiner.
+The tree of one agent is the agent, its workers and, while it meets the rendezvous, its joiner.
 Whichever of them, or of the processes above, is killed, what is below it follows: the agent dies
 with the process that launched it, its children with the agent; and once the agent has ended the
 launcher kills whatever is left.
@@ -17,11 +17,11 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from liver_hpc.cluster.environment import clean_environment
 from liver_hpc.cluster.launcher import Launcher, NodeRequest, check_names, unknown_agent
-from liver_hpc.cluster.processes import kill_marked, marked_processes
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.lifeline import guarded
+from liver_hpc.host.environment import clean_environment
+from liver_hpc.host.lifeline import guarded
+from liver_hpc.host.marks import kill_marked, marked_processes
 
 _MARK = "LIVER_LAUNCH"
 _SPAWN_S = 30.0
@@ -80,7 +80,7 @@ class LocalLauncher(Launcher):
             raise unknown_agent(agent) from None
 
     def _command(self, request: NodeRequest) -> list[str]:
-        agent = [sys.executable, "-m", "liver_hpc.agent"]
+        agent = [sys.executable, "-m", "liver_hpc.node.agent"]
         run = ["--run-directory", str(self._run_directory), "--agent", request.agent]
         work = ["--workers", str(request.workers), "--layout", request.layout]
         slots = ["--slots", ",".join(map(str, request.slots))] if request.slots else []

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from liver_hpc.config.schema import NetworkSection
 from liver_hpc.errors import ConfigError
-from liver_hpc.interfaces import (
+from liver_hpc.host.interfaces import (
     default_route_interface,
     hostname_addresses,
     interface_addresses,

@@ -13,6 +13,8 @@ from pydantic_core import ErrorDetails
 from liver_hpc.config.document import KeyPath
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+RENAMED = {"away_s": "unreachable_s"}
+"""Keys of earlier releases, and what they are called now."""
 _QUANTITY = re.compile(r"^\s*([0-9]+)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
 
@@ -72,6 +74,8 @@ def _text(details: list[ErrorDetails], path: KeyPath, model: type[BaseModel]) ->
     kind, got, key = details[0]["type"], details[0]["input"], str(path[-1]) if path else ""
     if kind == "extra_forbidden":
         valid = sorted(_fields_at(model, path[:-1]))
+        if RENAMED.get(key) in valid:
+            return f"this key is called {RENAMED[key]!r} now"
         return f"unknown key{suggestion(key, valid)} (valid keys here: {', '.join(valid)})"
     if kind == "missing":
         return "this key is required"

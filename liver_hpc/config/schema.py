@@ -194,7 +194,7 @@ class SlurmSection(Section):
     end_window_s: Seconds = 120.0
     poll_s: Seconds = 5.0
     command_s: Seconds = 30.0
-    away_s: Seconds = 300.0
+    unreachable_s: Seconds = 300.0
 
 
 class ClusterSection(Section):

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.environment import clean_environment
-from liver_hpc.cluster.slurm.commands import ControllerAway, SlurmCommands
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
 from liver_hpc.doctor.order import ALLOCATION_MIN, Order
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.lifeline import guarded
+from liver_hpc.host.environment import clean_environment
+from liver_hpc.host.lifeline import guarded
 
 _POLL_S = 0.2
 _RETURN_S = 30.0
@@ -131,7 +131,7 @@ def _give_back(commands: SlurmCommands, name: str, process: subprocess.Popen[byt
 
     def gone() -> bool:
         nonlocal cancelled
-        with contextlib.suppress(ControllerAway):
+        with contextlib.suppress(ControllerUnreachable):
             if not cancelled:
                 commands.cancel_named(name, retry=False)
                 cancelled = True

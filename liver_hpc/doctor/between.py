@@ -27,11 +27,11 @@ from liver_hpc.cluster.network import (
 from liver_hpc.config.schema import NetworkSection
 from liver_hpc.doctor.on_node import Say
 from liver_hpc.errors import DeadlineError, MeetingError
-from liver_hpc.joiner_process import JoinerProcess
-from liver_hpc.rendezvous.meeting import Answer, Identity
-from liver_hpc.rendezvous.mpi import DeskPlace, MpiFrontDesk
-from liver_hpc.rendezvous.process_manager import inherited_line
-from liver_hpc.rendezvous.secret import read_secret
+from liver_hpc.rendezvous.base import Answer, Identity
+from liver_hpc.rendezvous.mpi.joiner_process import JoinerProcess
+from liver_hpc.rendezvous.mpi.process_manager import inherited_line
+from liver_hpc.rendezvous.mpi.service import DeskPlace, MpiRendezvous
+from liver_hpc.run.secret import read_secret
 
 if TYPE_CHECKING:
     from liver_hpc.world.device import Device, Network
@@ -97,9 +97,9 @@ def _exchanges(connection: socket.socket) -> Iterator[tuple[float, float]]:
 
 
 def open_desk(say: Say, directory: Path, network: NetworkSection) -> None:
-    """A front desk as a coordinator has it, until SIGTERM."""
+    """A rendezvous as a coordinator has it, until SIGTERM."""
     place = DeskPlace(own_address(network), network.interface, network.mpi_netmod)
-    desk = MpiFrontDesk(directory, read_secret(directory / "secret"), place)
+    desk = MpiRendezvous(directory, read_secret(directory / "secret"), place)
     try:
         desk.start(
             lambda identity: Answer(worker_ids=(0,), control_host=place.host, control_port=1)

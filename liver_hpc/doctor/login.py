@@ -35,7 +35,7 @@ class Login:
 
     order: Order
     commands: SlurmCommands = field(
-        default_factory=lambda: SlurmCommands(command_s=_COMMAND_S, away_s=0.0)
+        default_factory=lambda: SlurmCommands(command_s=_COMMAND_S, unreachable_s=0.0)
     )
 
     @cached_property
@@ -195,7 +195,7 @@ def _het_problems(login: Login) -> Iterator[tuple[str, str]]:
 
 def needed_s(runs_directory: Path) -> float | None:
     """Notice to release of the slowest handoff in the newest run here; None when none is known."""
-    from liver_hpc.metrics.store import read_run
+    from liver_hpc.report.store import read_run
 
     try:
         records = read_run(runs_directory / "latest" / "metrics.h5")

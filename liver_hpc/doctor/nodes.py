@@ -16,7 +16,7 @@ from liver_hpc.doctor.findings import Check, Result, failed, passed, skipped, wa
 from liver_hpc.doctor.order import Order
 from liver_hpc.doctor.steps import ProbeFailed, Said, Steps
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.rendezvous.secret import create_secret
+from liver_hpc.run.secret import create_secret
 
 LEAST_FILES = 4096
 MOST_SKEW_S = 0.5

@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Any
 
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.cluster.environment import clean_environment
 from liver_hpc.doctor.allocation import Allocation
 from liver_hpc.errors import LiverError
-from liver_hpc.lifeline import guarded, quiet_thread
+from liver_hpc.host.environment import clean_environment
+from liver_hpc.host.lifeline import guarded, quiet_thread
 
 _STOP_S = 15.0
 _TOLD_BYTES = 2000

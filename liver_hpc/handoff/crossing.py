@@ -12,15 +12,14 @@ from dataclasses import dataclass, field
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError, ProtocolError
-from liver_hpc.handoff.prepare import Target
-from liver_hpc.handoff.session import HandoffAborted, Session
+from liver_hpc.handoff.session import HandoffAborted, Session, Target
 from liver_hpc.layout.tensors import PARAMETER, TransferPlan
 from liver_hpc.protocol.messages import (
     AtBoundary,
     ClassDigest,
     FirstStep,
     Progress,
-    SmallState,
+    ScalarState,
     Verdict,
     Vote,
 )
@@ -55,9 +54,9 @@ class Digests:
 
 @dataclass(frozen=True)
 class Boundary:
-    """Where the source world stopped: its small state, and when its last step ended."""
+    """Where the source world stopped: its scalar state, and when its last step ended."""
 
-    small: SmallState
+    scalars: ScalarState
     last_step_ended_s: float
 
 
@@ -65,7 +64,7 @@ class Boundary:
 class Crossed:
     """The other side: the first step of the target world (None on a leaver)."""
 
-    small: SmallState
+    scalars: ScalarState
     first_step: StepResult | None
     started_s: float
     ended_s: float
@@ -108,7 +107,7 @@ class Crossing:
         self._session = session
         self._target = target
         self._source = source
-        self._limits = session.place.config.deadlines
+        self._limits = session.context.config.deadlines
         self._bytes_done = 0
         self._last_progress_s = -PROGRESS_INTERVAL_S
 
@@ -117,39 +116,39 @@ class Crossing:
 
         Collective over source and target workers. `boundary` is None on a joiner.
         """
-        session, place = self._session, self._session.place
+        session, context = self._session, self._session.context
         if boundary is not None:
-            place.send(
+            context.send(
                 AtBoundary(
-                    worker=place.worker,
+                    worker=context.worker,
                     generation=session.generation,
-                    small=boundary.small,
+                    scalars=boundary.scalars,
                     last_step_ended_s=boundary.last_step_ended_s,
                 )
             )
         session.check()
         self._vote("parameters", self._move_parameters)
         forward = self._verdict("forward")
-        started_s = place.clock.now_s()
+        started_s = context.clock.now_s()
         gradients: list[Gradients] = []
-        self._vote("optimizer", lambda: self._first_gradients(forward.small, gradients))
+        self._vote("optimizer", lambda: self._first_gradients(forward.scalars, gradients))
         commit = self._verdict("commit")
         first_step = None
         world = self._target.world
         if world is not None:
-            update = world.update(forward.small.step)
+            update = world.update(forward.scalars.step)
             first_step = world.agree(gradients[0], update, Flags())
-        ended_s = place.clock.now_s()
+        ended_s = context.clock.now_s()
         if world is not None:
-            place.send(
+            context.send(
                 FirstStep(
-                    worker=place.worker,
+                    worker=context.worker,
                     generation=session.generation,
                     started_s=started_s,
                     ended_s=ended_s,
                 )
             )
-        return Crossed(commit.small, first_step, started_s, ended_s)
+        return Crossed(commit.scalars, first_step, started_s, ended_s)
 
     # ---- the two stages
 
@@ -158,22 +157,22 @@ class Crossing:
         waits_s = self._limits.boundary_s if self._source is None else 0.0
         return self._move((PARAMETER,), self._target.parameters, "parameters", waits_s)
 
-    def _first_gradients(self, small: SmallState, gradients: list[Gradients]) -> Digests:
+    def _first_gradients(self, scalars: ScalarState, gradients: list[Gradients]) -> Digests:
         """Optimizer state moves while the target's first forward and backward compute."""
-        kinds = self._session.place.recipe.spec.optimizer_kinds
+        kinds = self._session.context.recipe.spec.optimizer_kinds
         moving = _Background(
             lambda: self._move(kinds, self._target.optimizer, "optimizer state"),
-            self._session.place.device,
+            self._session.context.device,
         )
         self._target.moving = moving.thread
         deadline = self._deadline("the optimizer state to arrive")
         try:
             if self._target.world is not None:
-                gradients.append(self._target.world.forward_backward(small.step))
+                gradients.append(self._target.world.forward_backward(scalars.step))
         finally:
             digests = moving.join(deadline)
         if self._target.world is not None:
-            self._target.world.load_small_state(small)
+            self._target.world.load_scalar_state(scalars)
         return digests
 
     def _move(
@@ -189,22 +188,22 @@ class Crossing:
     # ---- talking to the coordinator
 
     def _progress(self, num_bytes: int) -> None:
-        place = self._session.place
+        context = self._session.context
         self._bytes_done += num_bytes
-        now_s = place.clock.now_s()
+        now_s = context.clock.now_s()
         if now_s - self._last_progress_s < PROGRESS_INTERVAL_S:
             return
         self._last_progress_s = now_s
-        place.send(
+        context.send(
             Progress(
-                worker=place.worker,
+                worker=context.worker,
                 generation=self._session.generation,
                 bytes_done=self._bytes_done,
             )
         )
 
     def _vote(self, stage: str, work: Callable[[], Digests]) -> None:
-        place, generation = self._session.place, self._session.generation
+        context, generation = self._session.context, self._session.generation
         digests, reason = Digests((), ()), ""
         try:
             digests = work()
@@ -215,9 +214,9 @@ class Crossing:
         if reason:
             # Peers that wait for bytes from here must not wait until their deadline.
             self._target.drop_transfer()
-        place.send(
+        context.send(
             Vote(
-                worker=place.worker,
+                worker=context.worker,
                 generation=generation,
                 stage=stage,  # type: ignore[arg-type]
                 ok=not reason,
@@ -238,7 +237,7 @@ class Crossing:
 
     def _deadline(self, waits_for: str, extra_s: float = 0.0) -> Deadline:
         limit_s = self._limits.transfer_s + extra_s
-        return Deadline.after(self._session.place.clock, limit_s, waits_for)
+        return Deadline.after(self._session.context.clock, limit_s, waits_for)
 
 
 def _digests(state: WorldState | None, kinds: tuple[str, ...]) -> tuple[ClassDigest, ...]:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from dataclasses import dataclass, field
 
-from liver_hpc.handoff.session import Place, Session
+from liver_hpc.handoff.session import Session, Target, WorkerContext
 from liver_hpc.layout.memory import bytes_by_receiver, move_bytes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Move, TransferPlan
 from liver_hpc.protocol.messages import Prepared, Transports
-from liver_hpc.transport.base import Transport
 from liver_hpc.transport.process_group import ProcessGroupTransport
 from liver_hpc.world.groups import Group
 from liver_hpc.world.world import World
-
-MOVING_ENDS_S = 10.0
-"""How long the optimizer's transfer may take to notice that its transport is closed."""
 
 
 @dataclass
@@ -33,41 +28,6 @@ class Stopwatch:
         now = time.perf_counter()
         self.parts_s[name] = now - self._last
         self._last = now
-
-
-@dataclass
-class Target:
-    """What PREPARE made on this worker. `world` is None on a leaver.
-
-    parameters, optimizer: this worker's plan for the two halves of TRANSFER.
-    moving: the thread that moves optimizer state, once it has been started.
-    """
-
-    world: World | None
-    parameters: TransferPlan
-    optimizer: TransferPlan
-    transfer_group: Group
-    transport: Transport
-    kept_groups: int
-    timings_s: dict[str, float]
-    moving: threading.Thread | None = None
-
-    def drop_transfer(self) -> None:
-        """Frees staging and closes the transfer group's connections."""
-        self.transport.close()
-        self.transfer_group.close()
-
-    def drop(self) -> None:
-        """Frees everything: the attempt is off. May take MOVING_ENDS_S."""
-        self.drop_transfer()
-        if self.moving is not None:
-            self.moving.join(MOVING_ENDS_S)  # its stream ends at its next message
-        if self.world is not None:
-            if self.moving is not None and self.moving.is_alive():
-                self.world.abandon()  # the thread may still write to the state's memory
-            else:
-                self.world.close()
-            self.world = None
 
 
 def _part(plan: TransferPlan, *, parameters: bool) -> TransferPlan:
@@ -86,39 +46,40 @@ def prepare(session: Session, source_world: World | None) -> Target:
     only in the connection of groups; everything before that is done alone. Raises LiverError or
     RuntimeError; HandoffAborted when called off.
     """
-    place, watch = session.place, Stopwatch()
-    worker, device, deadlines = place.worker, place.device, place.config.deadlines
+    context, watch = session.context, Stopwatch()
+    worker, device, deadlines = context.worker, context.device, context.config.deadlines
     world, transfer_group, transport = None, None, None
     try:
         if session.is_target:
-            world = World(place.recipe, session.target, worker, session.generation, device)
+            world = World(context.recipe, session.target, worker, session.generation, device)
             watch.lap("build")
-            if place.config.handoff.warm_up:
+            if context.config.handoff.warm_up:
                 session.check()
                 world.warm_up()
             watch.lap("warm_up")
         session.check()
-        plan = transfer_plan(place.recipe.spec, session.source, session.target, worker)
+        plan = transfer_plan(context.recipe.spec, session.source, session.target, worker)
         parameters, optimizer = _part(plan, parameters=True), _part(plan, parameters=False)
         watch.lap("plan")
         store = session.open_store()
         kept = 0
         if world is not None:
-            previous = source_world if place.config.handoff.keep_groups else None
+            previous = source_world if context.config.handoff.keep_groups else None
             kept = world.connect(
-                lambda group: group.connect(place.network, store, deadlines.collective_s), previous
+                lambda group: group.connect(context.network, store, deadlines.collective_s),
+                previous,
             )
-            place.send(transports_message(place, world))
+            context.send(transports_message(context, world))
         name = f"g{session.generation}/transfer"
         transfer_group = Group(name, session.members, worker, device)
         # A joiner waits in it from Arm on, for the source's boundary and then for the bytes.
-        transfer_group.connect(place.network, store, deadlines.boundary_s + deadlines.transfer_s)
+        transfer_group.connect(context.network, store, deadlines.boundary_s + deadlines.transfer_s)
         watch.lap("connect")
         transport = ProcessGroupTransport(
             transfer_group.process_group,
             ranks={member: rank for rank, member in enumerate(session.members)},
-            model=place.recipe.spec,
-            handoff=place.config.handoff,
+            model=context.recipe.spec,
+            handoff=context.config.handoff,
             device=device.torch_device,
         )
         transport.prepare(parameters)
@@ -136,13 +97,13 @@ def prepare(session: Session, source_world: World | None) -> Target:
     return Target(world, parameters, optimizer, transfer_group, transport, kept, watch.parts_s)
 
 
-def transports_message(place: Place, world: World) -> Transports:
+def transports_message(context: WorkerContext, world: World) -> Transports:
     """What the coordinator is told once a world's groups are connected here."""
-    chosen = place.network.transports(world.book.backends())
+    chosen = context.network.transports(world.book.backends())
     return Transports(
-        worker=place.worker,
+        worker=context.worker,
         generation=world.generation,
-        workers=world.roster.layout.workers,
+        workers=world.rank_map.layout.workers,
         host=socket.gethostname(),
         kinds=chosen.kinds,
         detail=chosen.detail,
@@ -151,10 +112,10 @@ def transports_message(place: Place, world: World) -> Transports:
 
 def prepared_message(session: Session, target: Target) -> Prepared:
     """What the coordinator is told once PREPARE is done here."""
-    model, plans = session.place.recipe.spec, (target.parameters, target.optimizer)
+    model, plans = session.context.recipe.spec, (target.parameters, target.optimizer)
     sends = tuple(move for plan in plans for move in plan.sends)
     return Prepared(
-        worker=session.place.worker,
+        worker=session.context.worker,
         generation=session.generation,
         timings_s=target.timings_s,
         bytes_out=move_bytes(model, sends),

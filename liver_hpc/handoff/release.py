@@ -7,8 +7,7 @@ import gc
 import os
 from pathlib import Path
 
-from liver_hpc.handoff.prepare import Target
-from liver_hpc.handoff.session import Session
+from liver_hpc.handoff.session import Session, Target
 from liver_hpc.protocol.messages import Released
 from liver_hpc.world.world import World
 
@@ -36,18 +35,18 @@ def return_free_memory() -> None:
 
 def release(session: Session, target: Target, source: World | None) -> None:
     """Frees the source world and the transfer's buffers, then tells the coordinator."""
-    session.place.device.enter()
+    session.context.device.enter()
     target.drop_transfer()
     if source is not None:
         source.close()
     return_free_memory()
-    place = session.place
-    place.send(
+    context = session.context
+    context.send(
         Released(
-            worker=place.worker,
+            worker=context.worker,
             generation=session.generation,
             file_descriptors=file_descriptors(),
             resident_bytes=resident_bytes(),
-            released_s=place.clock.now_s(),
+            released_s=context.clock.now_s(),
         )
     )

@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from liver_hpc.clock import Clock, Deadline
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
-from liver_hpc.layout.coordinates import Roster
+from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.tensors import TransferPlan
 from liver_hpc.protocol.messages import (
     Abort,
     Arm,
@@ -22,11 +23,14 @@ from liver_hpc.protocol.messages import (
     Verdict,
 )
 from liver_hpc.recipes.base import Recipe
+from liver_hpc.transport.base import Transport
 from liver_hpc.world.device import Device, Network
+from liver_hpc.world.groups import Group
 from liver_hpc.world.store import ControlStore
+from liver_hpc.world.world import World
 
-if TYPE_CHECKING:
-    from liver_hpc.handoff.prepare import Target
+MOVING_ENDS_S = 10.0
+"""How long the optimizer's transfer may take to notice that its transport is closed."""
 
 SessionMessage = Arm | Verdict | Abort | Resume
 
@@ -40,7 +44,7 @@ class HandoffAborted(LiverError):
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerContext:
     """What of a worker outlives its worlds. checkpoints: the directory that they are under."""
 
     worker: int
@@ -54,6 +58,41 @@ class Place:
     checkpoints: Path
 
 
+@dataclass
+class Target:
+    """What PREPARE made on this worker. `world` is None on a leaver.
+
+    parameters, optimizer: this worker's plan for the two halves of TRANSFER.
+    moving: the thread that moves optimizer state, once it has been started.
+    """
+
+    world: World | None
+    parameters: TransferPlan
+    optimizer: TransferPlan
+    transfer_group: Group
+    transport: Transport
+    kept_groups: int
+    timings_s: dict[str, float]
+    moving: threading.Thread | None = None
+
+    def drop_transfer(self) -> None:
+        """Frees staging and closes the transfer group's connections."""
+        self.transport.close()
+        self.transfer_group.close()
+
+    def drop(self) -> None:
+        """Frees everything: the attempt is off. May take MOVING_ENDS_S."""
+        self.drop_transfer()
+        if self.moving is not None:
+            self.moving.join(MOVING_ENDS_S)  # its stream ends at its next message
+        if self.world is not None:
+            if self.moving is not None and self.moving.is_alive():
+                self.world.abandon()  # the thread may still write to the state's memory
+            else:
+                self.world.close()
+            self.world = None
+
+
 class Session:
     """The worker's end of one handoff attempt.
 
@@ -62,11 +101,11 @@ class Session:
     source worker.
     """
 
-    def __init__(self, prepare: Prepare, place: Place) -> None:
+    def __init__(self, prepare: Prepare, context: WorkerContext) -> None:
         self.generation = prepare.generation
-        self.source: Roster = prepare.source.roster()
-        self.target: Roster = prepare.target.roster()
-        self.place = place
+        self.source: RankMap = prepare.source.rank_map()
+        self.target: RankMap = prepare.target.rank_map()
+        self.context = context
         self.store: ControlStore | None = None
         self.prepared: Target | None = None
         self.preparing: threading.Thread | None = None
@@ -76,11 +115,11 @@ class Session:
 
     @property
     def is_source(self) -> bool:
-        return self.place.worker in self.source.workers
+        return self.context.worker in self.source.workers
 
     @property
     def is_target(self) -> bool:
-        return self.place.worker in self.target.workers
+        return self.context.worker in self.target.workers
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -89,7 +128,7 @@ class Session:
 
     def open_store(self) -> ControlStore:
         """The store client of this session; `deliver` of an Abort closes it."""
-        self.store = self.place.open_store()
+        self.store = self.context.open_store()
         if self.aborted is not None:
             self.store.close()
         return self.store
@@ -115,7 +154,7 @@ class Session:
 
         Messages that came before it are dropped: the coordinator's word is ordered.
         """
-        deadline = Deadline.after(self.place.clock, limit_s, waits_for)
+        deadline = Deadline.after(self.context.clock, limit_s, waits_for)
         while True:
             try:
                 message = self._inbox.get(timeout=max(deadline.remaining_s(), 0.001))

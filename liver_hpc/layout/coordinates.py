@@ -68,7 +68,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Roster:
+class RankMap:
     """A layout with its people: `workers[rank]` is the worker id at `layout.coordinate(rank)`."""
 
     layout: Layout
@@ -77,7 +77,7 @@ class Roster:
     def __post_init__(self) -> None:
         if len(self.workers) != self.layout.workers or len(set(self.workers)) != len(self.workers):
             raise ConfigError(
-                f"roster: layout {self.layout} wants {self.layout.workers} different workers, "
+                f"rank map: layout {self.layout} wants {self.layout.workers} different workers, "
                 f"got {list(self.workers)}"
             )
 
@@ -85,7 +85,7 @@ class Roster:
         return self.workers[self.layout.rank(at)]
 
     def coordinate_of(self, worker: int) -> Coordinate | None:
-        """Where a worker sits; None when it is not in this roster."""
+        """Where a worker sits; None when it is not in this rank map."""
         rank = self._ranks.get(worker)
         return None if rank is None else self.layout.coordinate(rank)
 

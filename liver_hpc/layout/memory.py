@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from liver_hpc.layout.coordinates import Coordinate, Layout, Roster
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.ownership import local_shape, owned_boxes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec, Move
@@ -47,7 +47,7 @@ def bytes_by_receiver(model: ModelSpec, moves: tuple[Move, ...]) -> dict[int, in
     return dict(sorted(counted.items()))
 
 
-def handoff_bytes(model: ModelSpec, source: Roster, target: Roster) -> tuple[int, int]:
+def handoff_bytes(model: ModelSpec, source: RankMap, target: RankMap) -> tuple[int, int]:
     """Bytes that cross between workers, and bytes copied within them, in a whole handoff."""
     moved = local = 0
     for worker in target.workers:

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.coordinates import Coordinate, Layout, Roster
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.overlap import overlap_matrix
 from liver_hpc.layout.tensors import ModelSpec
 
@@ -16,7 +16,7 @@ EXACT_WORKERS = 64
 """Up to this many workers or coordinates the assignment problem is solved exactly."""
 
 
-def place(model: ModelSpec, source: Roster, target: Layout, available: Sequence[int]) -> Roster:
+def place(model: ModelSpec, source: RankMap, target: Layout, available: Sequence[int]) -> RankMap:
     """Seats `target.workers` of the `available` workers so that the fewest bytes move.
 
     `available` may hold more workers than needed (the rest leave) and workers that are not in
@@ -32,8 +32,8 @@ def place(model: ModelSpec, source: Roster, target: Layout, available: Sequence[
 
 
 def _place_exactly(
-    model: ModelSpec, source: Roster, target: Layout, available: Sequence[int]
-) -> Roster:
+    model: ModelSpec, source: RankMap, target: Layout, available: Sequence[int]
+) -> RankMap:
     held = overlap_matrix(model, source.layout, target)
     stays = np.zeros((target.workers, len(available)))  # [seats, workers], bytes that stay
     for column, worker in enumerate(available):
@@ -41,10 +41,10 @@ def _place_exactly(
         if at is not None:
             stays[:, column] = held[source.layout.rank(at)]
     _, columns = linear_sum_assignment(stays, maximize=True)
-    return Roster(target, tuple(available[column] for column in columns))
+    return RankMap(target, tuple(available[column] for column in columns))
 
 
-def _place_by_seat(source: Roster, target: Layout, available: Sequence[int]) -> Roster:
+def _place_by_seat(source: RankMap, target: Layout, available: Sequence[int]) -> RankMap:
     """Keeps every worker whose seat exists in both layouts, then fills up in order."""
     free = set(available)
     seated: dict[Coordinate, int] = {}
@@ -55,6 +55,6 @@ def _place_by_seat(source: Roster, target: Layout, available: Sequence[int]) -> 
             seated[seat] = worker
             free.discard(worker)
     rest = iter([worker for worker in available if worker in free])
-    return Roster(
+    return RankMap(
         target, tuple(seated[s] if s in seated else next(rest) for s in target.coordinates())
     )

@@ -4,7 +4,7 @@ For every box that a target coordinate needs: what its worker already holds is c
 the rest comes from one copy of the source state, chosen by a rule that both ends evaluate.
 
 A sender finds its receivers by running the rule backwards, and an optimizer shard its neighbours
-by its place in the flat buffer; nobody goes through all workers. Beside an index of the rosters,
+by its place in the flat buffer; nobody goes through all workers. Beside an index of the rank maps,
 the work is that of the moves and of the worker's own tensors, whatever the number of workers.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from liver_hpc.errors import PlanError
-from liver_hpc.layout.coordinates import Coordinate, Layout, Roster
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.ownership import optimizer_owners, owned_boxes
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, Move, TransferPlan
 
@@ -103,11 +103,11 @@ def common_boxes(some: Sequence[Box], others: Sequence[Box]) -> list[Box]:
 
 @dataclass(frozen=True)
 class Handover:
-    """A source and a target roster of one model: who gives what to whom."""
+    """A source and a target rank map of one model: who gives what to whom."""
 
     model: ModelSpec
-    source: Roster
-    target: Roster
+    source: RankMap
+    target: RankMap
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -204,7 +204,7 @@ def _without(boxes: Sequence[Box], holes: Sequence[Box]) -> list[Box]:
     return left
 
 
-def transfer_plan(model: ModelSpec, source: Roster, target: Roster, worker: int) -> TransferPlan:
+def transfer_plan(model: ModelSpec, source: RankMap, target: RankMap, worker: int) -> TransferPlan:
     """What `worker` has to do for the handoff from `source` to `target`.
 
     Pure, without communication: both ends of every pair derive the same moves. Raises PlanError

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.protocol.events import World
+from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import ToWorker
 
 
@@ -44,7 +44,7 @@ class Ended:
     generation: int
     outcome: Literal["completed", "aborted", "failed"]
     detail: str
-    world: World
+    world: WorldRef
 
 
 @dataclass(frozen=True)

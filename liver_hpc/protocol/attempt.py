@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from liver_hpc.layout.coordinates import Roster
+from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.events import Requested, WorkerLost
-from liver_hpc.protocol.messages import SmallState, Vote
+from liver_hpc.protocol.messages import ScalarState, Vote
 
 
 class Phase(StrEnum):
@@ -29,17 +29,17 @@ Awaited = tuple[int, type]
 class Attempt:
     """One attempt. `target` is None while it waits for joiners (BOOT).
 
-    awaited: what the present phase still waits for; small: the state that each source worker
+    awaited: what the present phase still waits for; scalars: the state that each source worker
     reported at the boundary; reason: why it was aborted.
     """
 
     request: Requested
     joiners: list[int] = field(default_factory=list)
-    target: Roster | None = None
+    target: RankMap | None = None
     awaited: set[Awaited] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
-    small: dict[int, SmallState] = field(default_factory=dict)
+    scalars: dict[int, ScalarState] = field(default_factory=dict)
     votes: dict[int, Vote] = field(default_factory=dict)
     kept_groups: int = 0
     rebuild: bool = False
@@ -51,7 +51,7 @@ class Attempt:
 
     @property
     def source_workers(self) -> tuple[int, ...]:
-        return self.request.source.roster.workers
+        return self.request.source.rank_map.workers
 
     @property
     def target_workers(self) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ class Attempt:
         return tuple(w for w in self.source_workers if self.leaves(w))
 
     def trains_in_source(self, worker: int) -> bool:
-        return self.request.source.roster.coordinate_of(worker) is not None
+        return self.request.source.rank_map.coordinate_of(worker) is not None
 
     def leaves(self, worker: int) -> bool:
         """Whether a worker of the source has no seat in the target."""

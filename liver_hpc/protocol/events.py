@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.messages import (
     Aborted,
     AtBoundary,
@@ -19,14 +19,14 @@ from liver_hpc.protocol.messages import (
 
 
 @dataclass(frozen=True)
-class World:
+class WorldRef:
     """A world as the coordinator knows it: its generation, and who sits where."""
 
     generation: int
-    roster: Roster
+    rank_map: RankMap
 
     def __str__(self) -> str:
-        return f"generation {self.generation}, {self.roster}"
+        return f"generation {self.generation}, {self.rank_map}"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Requested:
     """
 
     generation: int
-    source: World
+    source: WorldRef
     target: Layout
     joiners: int
     notice: str
@@ -47,7 +47,7 @@ class Requested:
 class TargetFixed:
     """The answer to `PlaceTarget`: who sits where in the target world."""
 
-    target: Roster
+    target: RankMap
 
 
 @dataclass(frozen=True)

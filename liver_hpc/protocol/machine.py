@@ -28,7 +28,7 @@ from liver_hpc.protocol.events import (
     Requested,
     TargetFixed,
     WorkerLost,
-    World,
+    WorldRef,
 )
 from liver_hpc.protocol.votes import disagreements
 
@@ -104,9 +104,9 @@ class HandoffMachine:
         self._enter(Phase.PREPARE, self._deadlines.prepare_s, ((w, m.Prepared) for w in everybody))
         prepare = m.Prepare(
             generation=now.generation,
-            source=m.WireRoster.of(now.request.source.roster),
+            source=m.WireRankMap.of(now.request.source.rank_map),
             source_generation=now.request.source.generation,
-            target=m.WireRoster.of(target),
+            target=m.WireRankMap.of(target),
         )
         return [Send(everybody, prepare)]
 
@@ -135,12 +135,12 @@ class HandoffMachine:
     def _at_boundary(self, event: m.AtBoundary) -> list[Action]:
         now = self._now
         self._take(event)
-        now.small[event.worker] = event.small
-        first = next(iter(now.small))
-        if now.small[first] != event.small:
+        now.scalars[event.worker] = event.scalars
+        first = next(iter(now.scalars))
+        if now.scalars[first] != event.scalars:
             return self._abort(
                 f"workers {first} and {event.worker} stand at different boundaries: "
-                f"{now.small[first]}, {event.small}"
+                f"{now.scalars[first]}, {event.scalars}"
             )
         return self._tally()
 
@@ -159,26 +159,26 @@ class HandoffMachine:
         now = self._now
         if now.awaited or now.target is None:
             return []
-        found = disagreements(now.request.source.roster, now.target, now.votes)
+        found = disagreements(now.request.source.rank_map, now.target, now.votes)
         if found:
             return self._abort("; ".join(["digests differ", *found]))
         now.votes.clear()
-        small = next(iter(now.small.values()))
+        scalars = next(iter(now.scalars.values()))
         if self.phase is Phase.TRANSFER:
             everybody = now.participants
             self._enter(Phase.COMMIT, self._deadlines.transfer_s, ((w, m.Vote) for w in everybody))
-            forward = m.Verdict(generation=now.generation, stage="forward", small=small)
+            forward = m.Verdict(generation=now.generation, stage="forward", scalars=scalars)
             return [Send(everybody, forward)]
-        return self._commit(small)
+        return self._commit(scalars)
 
-    def _commit(self, small: m.SmallState) -> list[Action]:
+    def _commit(self, scalars: m.ScalarState) -> list[Action]:
         now = self._now
         self._decisions.append((now.generation, "commit"))
         awaited: list[Awaited] = [(w, m.FirstStep) for w in now.target_workers]
         awaited += [(w, m.Released) for w in now.target_workers]
         awaited += [(w, WorkerLost) for w in now.leavers]
         self._enter(Phase.RELEASE, self._deadlines.release_s, awaited)
-        commit = m.Verdict(generation=now.generation, stage="commit", small=small)
+        commit = m.Verdict(generation=now.generation, stage="commit", scalars=scalars)
         actions: list[Action] = [Send(now.participants, commit)]
         if now.leavers:
             reason = f"left the run at generation {now.generation}"
@@ -218,7 +218,7 @@ class HandoffMachine:
         now = self._now
         if now.awaited or now.target is None:
             return []
-        return self._end("completed", "", World(now.generation, now.target))
+        return self._end("completed", "", WorldRef(now.generation, now.target))
 
     # ---- failures, and ABORT
 
@@ -297,7 +297,7 @@ class HandoffMachine:
         world, rebuild_generation = now.request.source, None
         if now.rebuild:
             rebuild_generation = now.generation + 1
-            world = World(rebuild_generation, world.roster)
+            world = WorldRef(rebuild_generation, world.rank_map)
         resume = m.Resume(generation=now.generation, rebuild_generation=rebuild_generation)
         waiting = tuple(w for w in now.source_workers if w not in now.finished)
         actions: list[Action] = [Send(waiting, resume)] if waiting else []
@@ -343,7 +343,7 @@ class HandoffMachine:
         now.awaited.discard(entry)
 
     def _end(
-        self, outcome: Literal["completed", "aborted", "failed"], detail: str, world: World
+        self, outcome: Literal["completed", "aborted", "failed"], detail: str, world: WorldRef
     ) -> list[Action]:
         generation = self._now.generation
         self.phase, self.attempt, self.deadline = Phase.IDLE, None, None

@@ -10,15 +10,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.coordinates import Layout, RankMap
 
 
 class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class WireRoster(Message):
-    """A `Roster` on the wire."""
+class WireRankMap(Message):
+    """A `RankMap` on the wire."""
 
     tp: int
     pp: int
@@ -26,15 +26,15 @@ class WireRoster(Message):
     workers: tuple[int, ...]
 
     @classmethod
-    def of(cls, roster: Roster) -> WireRoster:
-        layout = roster.layout
-        return cls(tp=layout.tp, pp=layout.pp, dp=layout.dp, workers=roster.workers)
+    def of(cls, rank_map: RankMap) -> WireRankMap:
+        layout = rank_map.layout
+        return cls(tp=layout.tp, pp=layout.pp, dp=layout.dp, workers=rank_map.workers)
 
-    def roster(self) -> Roster:
-        return Roster(Layout(self.tp, self.pp, self.dp), self.workers)
+    def rank_map(self) -> RankMap:
+        return RankMap(Layout(self.tp, self.pp, self.dp), self.workers)
 
 
-class SmallState(Message):
+class ScalarState(Message):
     """Everything of the logical state that is not a tensor; equal on all workers at a boundary."""
 
     step: int
@@ -112,7 +112,7 @@ class AtBoundary(Message):
     type: Literal["at_boundary"] = "at_boundary"
     worker: int
     generation: int
-    small: SmallState
+    scalars: ScalarState
     last_step_ended_s: float
 
 
@@ -191,7 +191,7 @@ class Finished(Message):
 
 
 class Saved(Message):
-    """This worker's part of the checkpoint of step `small.step` is on disk, flushed.
+    """This worker's part of the checkpoint of step `scalars.step` is on disk, flushed.
 
     digests: of all it holds. num_bytes, checksum: of its file (`checkpoint/index.py`). took_s: how
     long training stood still for it here. error: why it could not be written, else empty; the
@@ -201,7 +201,7 @@ class Saved(Message):
     type: Literal["saved"] = "saved"
     worker: int
     generation: int
-    small: SmallState
+    scalars: ScalarState
     num_bytes: int = 0
     checksum: str = ""
     took_s: float = 0.0
@@ -215,7 +215,7 @@ class Restored(Message):
     type: Literal["restored"] = "restored"
     worker: int
     generation: int
-    small: SmallState
+    scalars: ScalarState
     digests: tuple[ClassDigest, ...]
 
 
@@ -243,7 +243,7 @@ class Begin(Message):
 
     type: Literal["begin"] = "begin"
     generation: int
-    roster: WireRoster
+    rank_map: WireRankMap
     checkpoint: str | None = None
 
 
@@ -259,9 +259,9 @@ class Prepare(Message):
 
     type: Literal["prepare"] = "prepare"
     generation: int
-    source: WireRoster
+    source: WireRankMap
     source_generation: int
-    target: WireRoster
+    target: WireRankMap
 
 
 class Arm(Message):
@@ -278,7 +278,7 @@ class Verdict(Message):
     type: Literal["verdict"] = "verdict"
     generation: int
     stage: Literal["forward", "commit"]
-    small: SmallState
+    scalars: ScalarState
 
 
 class Abort(Message):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from liver_hpc.layout.coordinates import Coordinate, Roster
+from liver_hpc.layout.coordinates import Coordinate, RankMap
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.messages import ClassDigest, Vote
 
@@ -74,10 +74,10 @@ Digests = Mapping[int, tuple[ClassDigest, ...]]
 """What each worker reports."""
 
 
-def disagreements(source: Roster, target: Roster, votes: Mapping[int, Vote]) -> list[str]:
+def disagreements(source: RankMap, target: RankMap, votes: Mapping[int, Vote]) -> list[str]:
     """Every copy that differs from the others, as text; empty when all copies are equal.
 
-    `votes` holds one vote of every worker of both rosters. A class without a report in one of
+    `votes` holds one vote of every worker of both rank maps. A class without a report in one of
     the worlds, or no report at all, is a disagreement too.
     """
     return _differences(
@@ -86,13 +86,13 @@ def disagreements(source: Roster, target: Roster, votes: Mapping[int, Vote]) -> 
     )
 
 
-def copies_disagree(roster: Roster, digests: Digests) -> list[str]:
+def copies_disagree(rank_map: RankMap, digests: Digests) -> list[str]:
     """As `disagreements`, within one world: data-parallel and other copies that have diverged."""
-    return _differences(_Side("world", roster, digests))
+    return _differences(_Side("world", rank_map, digests))
 
 
 def restored_disagrees(
-    saved: Roster, saved_digests: Digests, restored: Roster, restored_digests: Digests
+    saved: RankMap, saved_digests: Digests, restored: RankMap, restored_digests: Digests
 ) -> list[str]:
     """As `disagreements`, between a world on disk and the one filled from it. Worker ids of the
     two have nothing to do with each other."""
@@ -106,12 +106,12 @@ class _Side:
     """A world, and what its workers report."""
 
     name: str
-    roster: Roster
+    rank_map: RankMap
     digests: Digests
 
 
 def _differences(*sides: _Side) -> list[str]:
-    reports = [_reports(side.roster, side.digests) for side in sides]
+    reports = [_reports(side.rank_map, side.digests) for side in sides]
     if not any(reports):
         return ["no worker reported any digest"]
     found = []
@@ -119,7 +119,7 @@ def _differences(*sides: _Side) -> list[str]:
         copies: list[Copy] = []
         for side, reported in zip(sides, reports, strict=True):
             if state_class in reported:
-                copies += _copies(side.name, side.roster, state_class, reported[state_class])
+                copies += _copies(side.name, side.rank_map, state_class, reported[state_class])
             else:
                 found.append(f"{state_class}: nobody reported it in the {side.name}")
         found += _odd_ones(state_class, copies)
@@ -129,20 +129,22 @@ def _differences(*sides: _Side) -> list[str]:
 Reports = dict[Coordinate, int]
 
 
-def _reports(roster: Roster, by_worker: Digests) -> dict[StateClass, Reports]:
+def _reports(rank_map: RankMap, by_worker: Digests) -> dict[StateClass, Reports]:
     """Digests by class and coordinate; a worker that reports a class twice adds up."""
     found: dict[StateClass, Reports] = defaultdict(lambda: defaultdict(int))
-    for rank, worker in enumerate(roster.workers):
-        at = roster.layout.coordinate(rank)
+    for rank, worker in enumerate(rank_map.workers):
+        at = rank_map.layout.coordinate(rank)
         for digest in by_worker[worker]:
             state_class = StateClass(digest.kind, digest.tp_replicated, digest.multi_stage)
             found[state_class][at] += int(digest.value, 16)
     return found
 
 
-def _copies(side: str, roster: Roster, state_class: StateClass, reports: Reports) -> Iterator[Copy]:
+def _copies(
+    side: str, rank_map: RankMap, state_class: StateClass, reports: Reports
+) -> Iterator[Copy]:
     """All copies that must exist: of several stages, those on which anybody reports the class."""
-    layout = roster.layout
+    layout = rank_map.layout
     stages = {at.pp for at in reports} if state_class.multi_stage else range(layout.pp)
     members: dict[CopyIndex, list[Coordinate]] = defaultdict(list)
     for dp, tp, stage in product(range(layout.dp), range(layout.tp), sorted(stages)):
@@ -153,7 +155,7 @@ def _copies(side: str, roster: Roster, state_class: StateClass, reports: Reports
         yield Copy(
             side=side,
             index=index,
-            workers=tuple(roster.worker_at(at) for at in coordinates),
+            workers=tuple(rank_map.worker_at(at) for at in coordinates),
             value=sum(values) % MODULUS if values else None,
         )
 

@@ -26,7 +26,7 @@ from liver_hpc.config.indexed_data import IndexedData, read_indexed_data
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import DataSection
 from liver_hpc.errors import ConfigError, LiverError
-from liver_hpc.recipes.file_lock import file_lock
+from liver_hpc.host.file_lock import file_lock
 
 END_OF_DOCUMENT = 256
 VOCABULARY = 257
@@ -167,7 +167,7 @@ def _write(prefix: Path, files: Sequence[TextFile]) -> None:
 
 def _megatron_builder() -> Any:
     """Megatron's IndexedDatasetBuilder. Its import warns of what only training would use."""
-    from liver_hpc.world.cpu_modules import import_only_triton
+    from liver_hpc.recipes.cpu_modules import import_only_triton
 
     with warnings.catch_warnings(), import_only_triton():
         warnings.simplefilter("ignore")

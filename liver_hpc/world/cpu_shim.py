@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from liver_hpc.world.cpu_modules import import_only_triton, put_identity_dynamo
+from liver_hpc.recipes.cpu_modules import import_only_triton, put_identity_dynamo
 
 CPU = torch.device("cpu")
 _GATHER_TAG = 7

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from liver_hpc.interfaces import interface_addresses, interface_holding
+from liver_hpc.host.interfaces import interface_addresses, interface_holding
 from liver_hpc.transport.nccl_log import Chosen, NcclLog
 
 

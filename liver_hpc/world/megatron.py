@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.utils import GlobalMemoryBuffer
 from torch.overrides import TorchFunctionMode
 
-from liver_hpc.layout.coordinates import Coordinate, Roster
+from liver_hpc.layout.coordinates import Coordinate, RankMap
 from liver_hpc.world.groups import GroupBook
 
 _thread = threading.local()
@@ -217,15 +217,15 @@ def name_data_parallel_group(groups: ProcessGroupCollection) -> None:
             setattr(parallel_state, name, groups.dp_cp)
 
 
-def group_collection(roster: Roster, worker: int, book: GroupBook) -> ProcessGroupCollection:
-    """Megatron's groups for one worker of a roster, taken from `book`. No communication."""
-    layout = roster.layout
-    at = roster.coordinate_of(worker)
-    assert at is not None, f"worker {worker} is not in {roster}"
+def group_collection(rank_map: RankMap, worker: int, book: GroupBook) -> ProcessGroupCollection:
+    """Megatron's groups for one worker of a rank map, taken from `book`. No communication."""
+    layout = rank_map.layout
+    at = rank_map.coordinate_of(worker)
+    assert at is not None, f"worker {worker} is not in {rank_map}"
     tps, pps, dps = range(layout.tp), range(layout.pp), range(layout.dp)
 
     def group(*coordinates: Coordinate) -> Any:
-        return book.group(roster.worker_at(c) for c in coordinates).process_group
+        return book.group(rank_map.worker_at(c) for c in coordinates).process_group
 
     here = group(at)
     tp = group(*(Coordinate(t, at.pp, at.dp) for t in tps))

@@ -26,9 +26,9 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.transformer.module import Float16Module
 
 from liver_hpc.errors import PlanError
-from liver_hpc.layout.coordinates import Roster
+from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.tensors import OPTIMIZER_KINDS, ModelSpec
-from liver_hpc.protocol.messages import SmallState
+from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import BuildContext, Recipe
 from liver_hpc.world import megatron
 from liver_hpc.world.device import Device
@@ -71,13 +71,13 @@ class World:
     """
 
     def __init__(
-        self, recipe: Recipe, roster: Roster, worker: int, generation: int, device: Device
+        self, recipe: Recipe, rank_map: RankMap, worker: int, generation: int, device: Device
     ) -> None:
-        at = roster.coordinate_of(worker)
+        at = rank_map.coordinate_of(worker)
         if at is None:
-            raise PlanError(f"worker {worker} has no seat in {roster}")
+            raise PlanError(f"worker {worker} has no seat in {rank_map}")
         self.recipe = recipe
-        self.roster = roster
+        self.rank_map = rank_map
         self.at = at
         self.generation = generation
         self.device = device
@@ -92,8 +92,8 @@ class World:
     # ---- building
 
     def _build(self) -> None:
-        layout = self.roster.layout
-        self.groups = megatron.group_collection(self.roster, self.worker, self.book)
+        layout = self.rank_map.layout
+        self.groups = megatron.group_collection(self.rank_map, self.worker, self.book)
         with megatron.groups_in_use(self.groups):
             self.model = self._build_model()
             self.optimizer = self._build_optimizer()
@@ -109,7 +109,7 @@ class World:
 
     def _build_model(self) -> DistributedDataParallel:
         seed_dropout = partial(megatron.seed_dropout, tp_rank=self.at.tp)
-        context = BuildContext(self.roster.layout, self.at, self.groups, seed_dropout)
+        context = BuildContext(self.rank_map.layout, self.at, self.groups, seed_dropout)
         with megatron.without_random_draws():
             module = self.recipe.build(context).to(self.device.torch_device)
         config = module.config
@@ -183,7 +183,7 @@ class World:
         )
 
     def _held_tensors(self) -> dict[int, HeldTensor]:
-        spec, layout = self.recipe.spec, self.roster.layout
+        spec, layout = self.recipe.spec, self.rank_map.layout
         indices = spec.stage_tensors(layout.pp, self.at.pp)
         parameters = list(self.model.module.named_parameters())
         if len(parameters) != len(indices):
@@ -223,21 +223,21 @@ class World:
         tied_copy = tensor.tied_last and self.at.pp > 0
         if not tied_copy and _without_numbers(tensor.name) != _without_numbers(local_name):
             raise PlanError(
-                f"{self.roster.layout}, stage {self.at.pp}: the model yields {local_name!r} where "
-                f"the recipe describes {tensor.name!r}"
+                f"{self.rank_map.layout}, stage {self.at.pp}: the model yields {local_name!r} "
+                f"where the recipe describes {tensor.name!r}"
             )
 
     def refresh_state(self) -> None:
         """Sees the state anew, after somebody else has put other tensors into the optimizer."""
         held = self._held_tensors()
-        self.state = WorldState(self.recipe.spec, self.roster.layout, self.at, held)
+        self.state = WorldState(self.recipe.spec, self.rank_map.layout, self.at, held)
 
     # ---- life
 
     def connect(self, open_group: Callable[[Group], None], previous: World | None) -> int:
         """Makes the groups real; returns how many were taken over from `previous`.
 
-        Collective over the roster.
+        Collective over the rank map.
         """
         return self.book.connect(open_group, previous.book if previous is not None else None)
 
@@ -276,7 +276,7 @@ class World:
 
     def forward_backward(self, step: int) -> Gradients:
         """Gradients of global batch `step`, summed over micro-batches. Collective."""
-        config, layout = self.recipe.config.train, self.roster.layout
+        config, layout = self.recipe.config.train, self.rank_map.layout
         micro_batches = config.global_batch // (config.micro_batch * layout.dp)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -307,7 +307,7 @@ class World:
 
     def _micro_batches(self, step: int, count: int) -> Iterator[Sequence[Any]]:
         """This dp rank's micro-batches: number i of it is number i * dp + rank of the step."""
-        size, dp = self.recipe.config.train.micro_batch, self.roster.layout.dp
+        size, dp = self.recipe.config.train.micro_batch, self.rank_map.layout.dp
         batch = self.recipe.batch(step)
         for number in range(self.at.dp, count * dp, dp):
             yield batch[number * size : (number + 1) * size]
@@ -342,7 +342,7 @@ class World:
 
     # ---- state that is not a tensor
 
-    def small_state(self, step: int) -> SmallState:
+    def scalar_state(self, step: int) -> ScalarState:
         """The rest of the logical state at the boundary after `step` steps."""
         counters = {
             float(state["step"]) for state in self._adam.optimizer.state.values() if "step" in state
@@ -352,7 +352,7 @@ class World:
         }
         if len(counters) > 1:
             raise PlanError(f"Adam's step counters differ: {sorted(counters)}")
-        return SmallState(
+        return ScalarState(
             step=step,
             consumed_samples=step * self.recipe.config.train.global_batch,
             optimizer_step=int(counters.pop()) if counters else step,
@@ -360,14 +360,14 @@ class World:
             seed=self.recipe.config.train.seed,
         )
 
-    def load_small_state(self, small: SmallState) -> None:
+    def load_scalar_state(self, scalars: ScalarState) -> None:
         """Takes over the rest of the logical state."""
         for state in self._adam.optimizer.state.values():
             if "step" in state:
-                state["step"].fill_(float(small.optimizer_step))
+                state["step"].fill_(float(scalars.optimizer_step))
         for group in self._adam.optimizer.param_groups:
             if "step" in group:
-                group["step"] = small.optimizer_step
+                group["step"] = scalars.optimizer_step
 
 
 def _without_numbers(name: str) -> str:

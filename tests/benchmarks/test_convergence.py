@@ -8,9 +8,9 @@ from benchmarks.convergence.__main__ import FULL, config_of, differences, result
 from liver_hpc.config.check import check_run
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.metrics.records import RunRecords
 from liver_hpc.recipes.base import load_recipe
-from tests.unit.metrics.rows import reconfiguration, step
+from liver_hpc.run.records import RunRecords
+from tests.unit.report.rows import reconfiguration, step
 
 
 def run_of(losses: list[float], *attempts: str) -> RunRecords:

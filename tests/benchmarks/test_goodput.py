@@ -30,9 +30,9 @@ from benchmarks.goodput.trace import (
 )
 from liver_hpc.config.check import check_run
 from liver_hpc.errors import LiverError
-from liver_hpc.metrics.records import RunRecords
 from liver_hpc.recipes.base import load_recipe
-from tests.unit.metrics.rows import reconfiguration, step
+from liver_hpc.run.records import RunRecords
+from tests.unit.report.rows import reconfiguration, step
 
 
 def test_events_that_come_one_by_one_cost_one_answer_each() -> None:

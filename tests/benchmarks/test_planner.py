@@ -20,10 +20,10 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def test_megatron_plans_a_transfer_for_every_parameter_that_we_fill(case: Case) -> None:
-    """It did plan the whole roster; a planner that stopped early would be fast."""
+    """It did plan the whole rank map; a planner that stopped early would be fast."""
     theirs = pytest.importorskip("benchmarks.planner.megatron_planner")
     model = fresh_model()
-    source, target = case.rosters()
+    source, target = case.rank_maps()
     moves = [
         move
         for worker in target.workers

@@ -16,9 +16,9 @@ from benchmarks.reconfigure.live import rows as live_rows
 from benchmarks.reconfigure.sweep import Cell, Sweep, cells, load_sweep
 from liver_hpc.config.check import check_run
 from liver_hpc.errors import ConfigError, LiverError
-from liver_hpc.metrics.records import RunRecords
 from liver_hpc.recipes.base import load_recipe
-from tests.unit.metrics.rows import reconfiguration, step
+from liver_hpc.run.records import RunRecords
+from tests.unit.report.rows import reconfiguration, step
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
 RESTART = "dist_checkpointing"

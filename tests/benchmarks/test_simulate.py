@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.simulate.__main__ import QUICK, run
-from tests.unit.simulation.test_timings import KNOWN
+from tests.benchmarks.simulate.test_timings import KNOWN
 
 
 def test_figures_are_possible_ones() -> None:

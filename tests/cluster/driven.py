@@ -17,7 +17,7 @@ import yaml
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands
-from liver_hpc.rendezvous.secret import create_secret
+from liver_hpc.run.secret import create_secret
 from slurm.testbed.hosts import environment, in_control
 from tests.cluster.harness import REPOSITORY, SlurmCluster
 
@@ -67,7 +67,13 @@ class DrivenRun:
         self.commands = commands_of(cluster)
         self.path = cluster.shared / name
         (self.path / "logs").mkdir(parents=True)
-        section = {"poll_s": 0.5, "end_window_s": 5.0, "command_s": 20.0, "away_s": 60.0, **slurm}
+        section = {
+            "poll_s": 0.5,
+            "end_window_s": 5.0,
+            "command_s": 20.0,
+            "unreachable_s": 60.0,
+            **slurm,
+        }
         cluster_section = {"kind": "slurm", "workers_per_node": 1, "slurm": section}
         config = {**CONFIG, "cluster": cluster_section}
         (self.path / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")

@@ -17,18 +17,18 @@ from typing import Any
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.launcher import NodeRequest
-from liver_hpc.cluster.pool import PoolEvent
 from liver_hpc.cluster.slurm.allocation import OwnAllocation
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.launcher import AgentCommand, SlurmLauncher
 from liver_hpc.cluster.slurm.pool import SlurmPool
 from liver_hpc.config.load import load_run
-from liver_hpc.coordination.greeter import Greeter
-from liver_hpc.coordination.inbox import Inbox
-from liver_hpc.coordination.run_files import COORDINATOR_FILE, write_private_json
-from liver_hpc.coordination.store import StoreService
+from liver_hpc.coordinator.connections import ConnectionServer
+from liver_hpc.coordinator.inbox import Inbox
+from liver_hpc.coordinator.store import StoreService
 from liver_hpc.rendezvous.channel import ControlServer
-from liver_hpc.rendezvous.secret import read_secret
+from liver_hpc.run.node_events import PoolEvent
+from liver_hpc.run.outcome import COORDINATOR_FILE, write_private_json
+from liver_hpc.run.secret import read_secret
 
 CONTROL_ADDRESS = "10.77.0.1"
 
@@ -47,14 +47,14 @@ class Driver:
         config = load_run(run_directory / "run.yaml")
         environment = json.loads((run_directory / "job.json").read_text(encoding="utf-8"))
         slurm = config.cluster.slurm
-        commands = SlurmCommands(slurm.command_s, slurm.away_s)
+        commands = SlurmCommands(slurm.command_s, slurm.unreachable_s)
         allocation = OwnAllocation.from_environment(environment, config, commands)
         self.pool = SlurmPool(config, commands, allocation, run_directory, SystemClock())
         agent = AgentCommand((sys.executable, str(run_directory / "agent.py")))
         self.launcher = SlurmLauncher(run_directory, config, commands, self.pool.place_of, agent)
         secret = read_secret(run_directory / "secret")
-        greeter = Greeter(Inbox(), StoreService(), control_s=10.0)
-        self.server = ControlServer(CONTROL_ADDRESS, secret, greeter.handle)
+        connections = ConnectionServer(Inbox(), StoreService(), control_s=10.0)
+        self.server = ControlServer(CONTROL_ADDRESS, secret, connections.handle)
         host, port = self.server.address
         here = {"host": host, "port": port, "pid": os.getpid()}
         write_private_json(run_directory / COORDINATOR_FILE, here)

@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 import yaml
 
-from liver_hpc.cli import EXIT_BAD_INPUT
+from liver_hpc.cli.main import EXIT_BAD_INPUT
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError
-from liver_hpc.metrics.records import NoticeRecord, ReconfigurationRecord, RunRecords
-from liver_hpc.metrics.store import read_run
-from liver_hpc.run_directory import RunDirectory
+from liver_hpc.report.store import read_run
+from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord, RunRecords
 from slurm.testbed.hosts import environment, in_control
 from tests.cluster.harness import REPOSITORY, SlurmCluster, command_line
 from tests.integration.runs import SCHEDULE, TINY_MODEL, processes_of, tails

@@ -10,9 +10,9 @@ import sys
 import threading
 from pathlib import Path
 
+from liver_hpc.cli.client import Watch
 from liver_hpc.errors import LiverError
-from liver_hpc.operate import Watch
-from liver_hpc.run_directory import RunDirectory
+from liver_hpc.run.directory import RunDirectory
 
 
 def main() -> None:

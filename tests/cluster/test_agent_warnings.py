@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.processes import kill_marked, marked_processes
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import (
     DeadlineSection,
@@ -23,6 +22,7 @@ from liver_hpc.config.schema import (
     TrainSection,
     WorkersSection,
 )
+from liver_hpc.host.marks import kill_marked, marked_processes
 from slurm.testbed.membership import describe
 from tests.cluster.harness import SlurmCluster
 
@@ -103,7 +103,7 @@ def start_agent(cluster: SlurmCluster, directory: Path, job: str) -> subprocess.
     words += ["--layout", "dp2", "--slots", "1,3", "--warnings"]
     return cluster.start(
         *("env", f"{MARK}={directory}", "srun", f"--jobid={job}", "--overlap", "--mpi=pmi2"),
-        *("-N1", "-n1", "-w", "n1", sys.executable, "-m", "liver_hpc.agent", *words),
+        *("-N1", "-n1", "-w", "n1", sys.executable, "-m", "liver_hpc.node.agent", *words),
         *("--worker-command", json.dumps(worker)),
     )
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc import cli
-from liver_hpc.run_directory import RunDirectory
+from liver_hpc.cli import main as cli
+from liver_hpc.run.directory import RunDirectory
 from tests.cluster.sites import Site, await_coordinator, await_that
 from tests.unit.checkpoint.disk import Disk
 from tests.unit.checkpoint.test_checkpoints import TWO

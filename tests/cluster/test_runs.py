@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.metrics.records import NoticeRecord
+from liver_hpc.run.records import NoticeRecord
 from tests.cluster.harness import SlurmCluster, command_line
 from tests.cluster.slurm_runs import (
     ENDLESS,

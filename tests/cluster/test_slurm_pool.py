@@ -62,11 +62,11 @@ def test_components_are_granted_as_the_run_file_says(
         run.submit(MAIN_OPTIONS, ("--partition=preempt", "--nodes=2", "--time=10"))
         run.start()
         main, *others = [event["node"] for event in run.told("NodeGranted")]
-        assert (main["allocation"], main["slots"], main["volatile"], main["automatic"]) == (
+        assert (main["allocation"], main["slots"], main["preemptible"], main["automatic"]) == (
             ("main", 1, False, True)
         )
         assert {other["allocation"] for other in others} == {"extra"}
-        assert [(o["slots"], o["volatile"], o["automatic"]) for o in others] == [
+        assert [(o["slots"], o["preemptible"], o["automatic"]) for o in others] == [
             (3, True, False)
         ] * 2
         assert len({main["name"], *(other["name"] for other in others)}) == 3
@@ -270,7 +270,7 @@ def test_a_keeper_without_a_guard_ends_with_the_coordinator(run: DrivenRun) -> N
     wait_for(lambda: log.exists() and "keeps job" in log.read_text(), 20.0, "the keeper")
     record = run.path / "burst.json"
     name = json.loads(record.read_text())["job_name"]
-    (guard,) = processes_with("liver_hpc.cluster.slurm.guard", name)
+    (guard,) = processes_with("liver_hpc.cluster.slurm.reaper", name)
     guard.kill()
     run.kill()
     no_jobs_left(run)

@@ -35,7 +35,7 @@ def commands(slurm_cluster: SlurmCluster) -> SlurmCommands:
         done = slurm_cluster.attempt(line, limit_s)
         return Answer(done.returncode, done.stdout, done.stderr)
 
-    return SlurmCommands(command_s=20.0, away_s=20.0, run=run)
+    return SlurmCommands(command_s=20.0, unreachable_s=20.0, run=run)
 
 
 @pytest.fixture

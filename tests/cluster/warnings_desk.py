@@ -1,6 +1,6 @@
 """A stand-in for a coordinator on the control host: `RUN_DIRECTORY HOST`.
 
-Meets agents at the real front desk, writes what they say, with the time, to said.jsonl of the run
+Meets agents at the real rendezvous, writes what they say, with the time, to said.jsonl of the run
 directory, and tells them to end once the file `end` is there.
 """
 
@@ -14,10 +14,10 @@ from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.protocol.messages import AnyMessage, EndAgent
+from liver_hpc.rendezvous.base import Answer
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
-from liver_hpc.rendezvous.meeting import Answer
-from liver_hpc.rendezvous.mpi import DeskPlace, MpiFrontDesk
-from liver_hpc.rendezvous.secret import create_secret
+from liver_hpc.rendezvous.mpi.service import DeskPlace, MpiRendezvous
+from liver_hpc.run.secret import create_secret
 
 LIMIT_S = 120.0
 
@@ -47,8 +47,8 @@ def main() -> None:
     desk = Desk(run_directory)
     server = ControlServer(host, secret, desk.serve)
     control_host, control_port = server.address
-    front_desk = MpiFrontDesk(run_directory, secret, DeskPlace(host))
-    front_desk.start(
+    rendezvous = MpiRendezvous(run_directory, secret, DeskPlace(host))
+    rendezvous.start(
         lambda who: Answer(
             worker_ids=tuple(range(who.workers)),
             control_host=control_host,
@@ -65,7 +65,7 @@ def main() -> None:
         deadline = Deadline.after(SystemClock(), LIMIT_S, "agents to go")
         poll_until((run_directory / "over").exists, deadline)
     finally:
-        front_desk.close()
+        rendezvous.close()
         server.close()
 
 

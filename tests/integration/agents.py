@@ -17,7 +17,6 @@ import psutil
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.launcher import Launcher, NodeRequest
 from liver_hpc.cluster.local import LocalLauncher
-from liver_hpc.cluster.processes import marked_processes
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import (
     DeadlineSection,
@@ -26,13 +25,14 @@ from liver_hpc.config.schema import (
     TrainSection,
     WorkersSection,
 )
+from liver_hpc.host.marks import marked_processes
 from liver_hpc.protocol.messages import AgentHello, AnyMessage
+from liver_hpc.rendezvous.base import Answer
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
-from liver_hpc.rendezvous.meeting import Answer
-from liver_hpc.rendezvous.mpi import MpiFrontDesk
-from liver_hpc.rendezvous.mpi_calls import MeetingPlace
-from liver_hpc.rendezvous.secret import create_secret
+from liver_hpc.rendezvous.mpi.calls import MeetingPlace
+from liver_hpc.rendezvous.mpi.service import MpiRendezvous
 from liver_hpc.rendezvous.wire import Wire, WireServer
+from liver_hpc.run.secret import create_secret
 
 M = TypeVar("M")
 
@@ -136,7 +136,7 @@ class Run:
         )
         (directory / "run.yaml").write_text(dump_run(config))
         self.secret = create_secret(directory / "secret")
-        self.desk = MpiFrontDesk(directory, self.secret)
+        self.desk = MpiRendezvous(directory, self.secret)
         self.coordinator = Coordinator(self.secret)
         self.control = self.coordinator.address
 
@@ -186,7 +186,7 @@ class Run:
         place = MeetingPlace.read(self.directory)
         assert place is not None
         self.desk.close()
-        self.desk = MpiFrontDesk(self.directory, self.secret)
+        self.desk = MpiRendezvous(self.directory, self.secret)
         bell = WireServer("127.0.0.1", self.secret, ring)
         try:
             place.model_copy(update={"bell_port": bell.address[1]}).write(self.directory)
@@ -212,10 +212,10 @@ class Run:
         return sorted(pid for pid in self.alive() if fits(pid))
 
     def agents(self) -> list[int]:
-        return [pid for pid in self.find("-m", "liver_hpc.agent") if self.is_python(pid)]
+        return [pid for pid in self.find("-m", "liver_hpc.node.agent") if self.is_python(pid)]
 
     def joiners(self) -> list[int]:
-        joiners = self.find("-m", "liver_hpc.rendezvous.joiner")
+        joiners = self.find("-m", "liver_hpc.rendezvous.mpi.joiner")
         return [pid for pid in joiners if self.is_python(pid)]
 
     def programs(self) -> dict[str, int]:

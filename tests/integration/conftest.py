@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.cluster.processes import kill_marked
+from liver_hpc.host.marks import kill_marked
 from tests.integration.agents import TEST_MARK, Run, wait_for
 from tests.integration.leftovers import no_abandoned_files
 from tests.integration.runs import kill_started

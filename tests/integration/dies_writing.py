@@ -36,10 +36,10 @@ class DiesWriting(RandomTokenGPT):
 
 def plant(worker: int, step: int, done: Path) -> None:
     """Wraps the writing of one box, in this process; `done` is a file that says it has happened."""
-    from liver_hpc import training
     from liver_hpc.checkpoint.hdf5 import BoxesWriter
+    from liver_hpc.worker import trainer
 
-    save, write = training.save, BoxesWriter.write
+    save, write = trainer.save, BoxesWriter.write
     left = [-1]
 
     def dying_save(world: Any, at: int, directory: Path, clock: Any) -> Any:
@@ -54,5 +54,5 @@ def plant(worker: int, step: int, done: Path) -> None:
         left[0] -= 1
         write(self, name, view)
 
-    training.save = dying_save
+    trainer.save = dying_save
     BoxesWriter.write = dying_write  # type: ignore[method-assign]

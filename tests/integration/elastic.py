@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from liver_hpc.metrics.store import RunRecords, read_run
+from liver_hpc.report.store import RunRecords, read_run
 from tests.integration.runs import ENDLESS, run_config, start, stop_and_read, watch
 
 

@@ -28,26 +28,26 @@ class FaultyGPT(RandomTokenGPT):
 
 def plant(worker: int, phase: str) -> None:
     """Wraps one function of the handoff, in this process, so that `worker` dies in it."""
-    from liver_hpc import training
     from liver_hpc.handoff.crossing import Crossing
+    from liver_hpc.worker import trainer
 
     def die_if(mine: int) -> None:
         if mine == worker:
             os.kill(os.getpid(), signal.SIGKILL)
 
     if phase == "PREPARE":
-        prepare = training.prepare
+        prepare = trainer.prepare
 
         def dying_prepare(session: Any, source: Any) -> Any:
-            die_if(session.place.worker)
+            die_if(session.context.worker)
             return prepare(session, source)
 
-        training.prepare = dying_prepare
+        trainer.prepare = dying_prepare
     elif phase == "TRANSFER":
         progress = Crossing._progress
 
         def dying_progress(self: Any, num_bytes: int) -> None:
-            die_if(self._session.place.worker)
+            die_if(self._session.context.worker)
             progress(self, num_bytes)
 
         Crossing._progress = dying_progress  # type: ignore[method-assign]
@@ -58,7 +58,7 @@ def plant(worker: int, phase: str) -> None:
             loss = self._target.world.recipe.loss
 
             def dying_loss(model: Any, samples: Any) -> Any:
-                die_if(self._session.place.worker)
+                die_if(self._session.context.worker)
                 return loss(model, samples)
 
             self._target.world.recipe.loss = dying_loss

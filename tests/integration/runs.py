@@ -11,13 +11,13 @@ from typing import Any
 
 import psutil
 
+from liver_hpc.cli.client import Watch, stop
+from liver_hpc.cli.submission import submit_run
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.coordination.run_files import Outcome
-from liver_hpc.metrics.store import RunRecords, read_run
-from liver_hpc.operate import Watch, stop
 from liver_hpc.protocol.status import StatusSnapshot
-from liver_hpc.run_directory import RunDirectory
-from liver_hpc.submit import submit_run
+from liver_hpc.report.store import RunRecords, read_run
+from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.outcome import Outcome
 
 ENDLESS = 100_000
 """Steps of a run that a test stops itself."""

@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from liver_hpc.agent import EXIT_BOOT, parse_options
 from liver_hpc.cluster.launcher import KILLED, Launcher, MemoryLauncher, NodeRequest
 from liver_hpc.errors import LiverError
-from liver_hpc.node_workers import worst
-from liver_hpc.rendezvous.joiner import EXIT_NOT_MET
-from liver_hpc.rendezvous.meeting import Identity, Refusal
+from liver_hpc.node.agent import EXIT_BOOT, parse_options
+from liver_hpc.node.workers import worst
+from liver_hpc.rendezvous.base import Identity, Refusal
+from liver_hpc.rendezvous.mpi.joiner import EXIT_NOT_MET
 from tests.integration.agents import Run, request, wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -106,7 +106,7 @@ def test_workers_get_their_ids_their_environment_and_their_logs(
         assert run.log(f"worker-a0-{rank}") == "at work\n"
     assert run.wait_ended(launcher) == 1  # worker 1 ends with 1, worker 0 with 0
     log = run.log("agent-a0")
-    assert "[agent a0] met the front desk: workers [4, 5]" in log
+    assert "[agent a0] met the rendezvous: workers [4, 5]" in log
     assert "worker 1 ended: exit code 1" in log
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.agent import _MEET_MARGIN_S, EXIT_BOOT
-from liver_hpc.rendezvous.joiner import EXIT_NOT_MET
-from liver_hpc.rendezvous.mpi_calls import EXIT_DESK_LOST, EXIT_STUCK, TURN
-from liver_hpc.rendezvous.process_manager import NO_TOPOLOGY_FILE, under_mpiexec
+from liver_hpc.node.agent import _MEET_MARGIN_S, EXIT_BOOT
+from liver_hpc.rendezvous.mpi.calls import EXIT_DESK_LOST, EXIT_STUCK, TURN
+from liver_hpc.rendezvous.mpi.joiner import EXIT_NOT_MET
+from liver_hpc.rendezvous.mpi.process_manager import NO_TOPOLOGY_FILE, under_mpiexec
 from tests.integration.agents import Run, command_line, request, wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -55,7 +55,7 @@ def test_the_joiner_and_its_mpiexec_are_gone_once_the_agent_has_met(run: Run) ->
 
 
 def test_under_a_process_manager_the_joiner_gets_no_mpiexec_of_its_own(run: Run) -> None:
-    agent = [sys.executable, "-m", "liver_hpc.agent", "--run-directory", str(run.directory)]
+    agent = [sys.executable, "-m", "liver_hpc.node.agent", "--run-directory", str(run.directory)]
     work = ["--agent", "a0", "--workers", "2", "--layout", "tp1 pp1 dp2", *run.options("ends")]
     with run.bell() as rung:
         manager = subprocess.Popen(
@@ -76,8 +76,8 @@ def test_under_a_process_manager_the_joiner_gets_no_mpiexec_of_its_own(run: Run)
 @pytest.mark.parametrize(
     ("then_hangs_up", "meet_s", "code", "why"),
     [
-        (True, 20.0, EXIT_DESK_LOST, "[agent a0] connection to the front desk of"),
-        (False, 2.0, EXIT_STUCK, "s for the front desk of"),
+        (True, 20.0, EXIT_DESK_LOST, "[agent a0] connection to the rendezvous of"),
+        (False, 2.0, EXIT_STUCK, "s for the rendezvous of"),
     ],
     ids=["desk lost", "stuck"],
 )
@@ -100,7 +100,7 @@ def test_without_a_desk_the_agent_gives_up_at_the_deadline(run: Run) -> None:
     launcher = run.launcher("works")
     launcher.launch([request()])
     assert run.wait_ended(launcher) == EXIT_NOT_MET
-    assert "[agent a0] waited 0.5 s for the front desk of" in run.log("agent-a0")
+    assert "[agent a0] waited 0.5 s for the rendezvous of" in run.log("agent-a0")
 
 
 def test_a_joiner_that_does_not_end_is_killed_after_the_deadline(run: Run) -> None:
@@ -113,7 +113,7 @@ def test_a_joiner_that_does_not_end_is_killed_after_the_deadline(run: Run) -> No
             os.kill(pid, signal.SIGSTOP)
         assert run.wait_ended(launcher) == EXIT_NOT_MET
     waited = f"waited {2 + _MEET_MARGIN_S:g} s for the joiner to end"
-    assert f"no meeting with the front desk: {waited}" in run.log("agent-a0")
+    assert f"no meeting with the rendezvous: {waited}" in run.log("agent-a0")
     assert run.alive() == []
 
 
@@ -180,5 +180,5 @@ def test_sigkill_of_any_process_in_the_meeting_leaves_nothing(run: Run, victim: 
         os.kill(pids[victim], signal.SIGKILL)
         wait_for(lambda: set(run.alive()) <= {owner.pid}, "the tree to end", 5.0)
     if victim not in ("owner", "agent"):
-        said = "no meeting with the front desk: the joiner ended without an answer"
+        said = "no meeting with the rendezvous: the joiner ended without an answer"
         assert said in run.log("agent-a0")

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from liver_hpc.agent import EXIT_COORDINATOR_GONE
+from liver_hpc.node.agent import EXIT_COORDINATOR_GONE
 from liver_hpc.protocol.messages import AgentHello, EndAgent, Warned, WorkerEnded
 from tests.integration.agents import WORKER, Run, command_line, request, wait_for
 
@@ -81,7 +81,14 @@ def test_a_signal_to_the_whole_tree_is_a_warning_and_ends_nothing(run: Run, name
 def test_workers_do_not_mind_signals_from_their_first_moment_on(run: Run) -> None:
     run.open_desk()
     agent = ["--agent", "a0", "--workers", "2", "--layout", "dp2", "--warnings"]
-    line = [sys.executable, "-m", "liver_hpc.agent", "--run-directory", str(run.directory), *agent]
+    line = [
+        sys.executable,
+        "-m",
+        "liver_hpc.node.agent",
+        "--run-directory",
+        str(run.directory),
+        *agent,
+    ]
     with subprocess.Popen([*line, *run.options("works")]) as process:
         struck: set[int] = set()
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.baseline.job import RestartJob
-from liver_hpc.baseline.methods import Method
+from benchmarks.baseline.job import RestartJob
+from benchmarks.baseline.methods import Method
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.processes import marked_processes
 from liver_hpc.errors import LiverError
+from liver_hpc.host.marks import marked_processes
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.metrics.records import RunRecords, StepRecord
-from liver_hpc.metrics.store import read_run
-from liver_hpc.run_directory import RunDirectory, create_run_directory
+from liver_hpc.report.store import read_run
+from liver_hpc.run.directory import RunDirectory, create_run_directory
+from liver_hpc.run.records import RunRecords, StepRecord
 from tests.integration.agents import TEST_MARK
 from tests.integration.runs import ENDLESS, run_config
 

@@ -12,15 +12,15 @@ from typing import Any
 import h5py
 import pytest
 
+from liver_hpc.cli.client import stop
+from liver_hpc.cli.resume import resume_run
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.coordination.checkpoints import newest_checkpoint
-from liver_hpc.coordination.run_files import Outcome
-from liver_hpc.metrics.derive import run_figures
-from liver_hpc.metrics.store import RunRecords, read_run
-from liver_hpc.operate import stop
-from liver_hpc.resume import resume_run
-from liver_hpc.run_directory import RunDirectory
+from liver_hpc.coordinator.checkpoints import newest_checkpoint
+from liver_hpc.report.derive import run_figures
+from liver_hpc.report.store import RunRecords, read_run
+from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.outcome import Outcome
 from tests.integration.runs import (
     ENDLESS,
     finish,
@@ -169,7 +169,7 @@ def test_dropout_and_bf16_go_on_bit_equal(tmp_path: Path) -> None:
     finish(run)
     newest = newest_checkpoint(run.path / "checkpoints")
     assert newest is not None
-    assert newest.index.small.step == 8
+    assert newest.index.scalars.step == 8
     for path in newest.path.iterdir():
         path.unlink()
     newest.path.rmdir()
@@ -202,7 +202,7 @@ def test_checkpoints_and_handoffs_at_the_same_boundaries(tmp_path: Path, quiet: 
     assert names == wanted
     newest = newest_checkpoint(run.path / "checkpoints")
     assert newest is not None
-    assert newest.index.roster.roster().layout.pp == 2
+    assert newest.index.rank_map.rank_map().layout.pp == 2
     assert newest.index.generation == 2
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.metrics.store import RunRecords
+from liver_hpc.report.store import RunRecords
 from tests.integration.elastic import elastic_run, losses
 from tests.integration.runs import finish, run_config, start, worst_difference
 

@@ -14,7 +14,7 @@ import pytest
 
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.tensors import PARAMETER, Box
 from liver_hpc.recipes.gpt import GPT
@@ -73,10 +73,10 @@ def worlds(recipe: GPT, layout: Layout, device: Any) -> Iterator[Any]:
     from liver_hpc.world.groups import install_sentinel
     from liver_hpc.world.world import World
 
-    roster = Roster(layout, tuple(range(layout.workers)))
-    for worker in roster.workers:
+    rank_map = RankMap(layout, tuple(range(layout.workers)))
+    for worker in rank_map.workers:
         install_sentinel(worker)
-        world = World(recipe, roster, worker, generation=0, device=device)
+        world = World(recipe, rank_map, worker, generation=0, device=device)
         try:
             yield world
         finally:

@@ -18,25 +18,25 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.environment import clean_environment
 from liver_hpc.errors import DeadlineError, LiverError, MeetingError
-from liver_hpc.rendezvous.joiner import meet
-from liver_hpc.rendezvous.meeting import (
+from liver_hpc.host.environment import clean_environment
+from liver_hpc.rendezvous.base import (
     Answer,
-    FrontDesk,
     Identity,
-    MemoryFrontDesk,
+    MemoryRendezvous,
     Refusal,
+    Rendezvous,
 )
-from liver_hpc.rendezvous.mpi import DeskPlace, MpiFrontDesk
-from liver_hpc.rendezvous.mpi_calls import (
+from liver_hpc.rendezvous.mpi.calls import (
     EXIT_DESK_LOST,
     EXIT_STUCK,
     TURN,
     MeetingPlace,
     port_file,
 )
-from liver_hpc.rendezvous.process_manager import NO_TOPOLOGY_FILE, under_mpiexec
+from liver_hpc.rendezvous.mpi.joiner import meet
+from liver_hpc.rendezvous.mpi.process_manager import NO_TOPOLOGY_FILE, under_mpiexec
+from liver_hpc.rendezvous.mpi.service import DeskPlace, MpiRendezvous
 from liver_hpc.rendezvous.wire import ChannelClosed, Wire, WireServer
 from tests.integration.leftovers import no_abandoned_files
 
@@ -50,8 +50,8 @@ JOINER = """
 import json, sys
 from pathlib import Path
 from liver_hpc.errors import LiverError
-from liver_hpc.rendezvous.joiner import meet
-from liver_hpc.rendezvous.meeting import Identity
+from liver_hpc.rendezvous.mpi.joiner import meet
+from liver_hpc.rendezvous.base import Identity
 directory, agent, secret, timeout_s = sys.argv[1:5]
 identity = Identity(agent=agent, host="here", pid=1, workers=2)
 try:
@@ -67,9 +67,9 @@ BAD_JOINER = """
 import os, signal, sys, threading
 from pathlib import Path
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.rendezvous import mpi_calls
-from liver_hpc.rendezvous.meeting import Identity, joiner_dialogue
-from liver_hpc.rendezvous.joiner import _wait_for_turn
+from liver_hpc.rendezvous.mpi import calls
+from liver_hpc.rendezvous.base import Identity, joiner_dialogue
+from liver_hpc.rendezvous.mpi.joiner import _wait_for_turn
 directory, end, how, bell_secret, secret = sys.argv[1:6]
 
 def reach(step):
@@ -81,10 +81,10 @@ def reach(step):
     threading.Event().wait()
 
 deadline = Deadline.after(SystemClock(), 20.0, "the desk")
-mpi_calls.start_mpi(mpi_calls.MeetingPlace.read(Path(directory)).bell_host)
+calls.start_mpi(calls.MeetingPlace.read(Path(directory)).bell_host)
 wire, place = _wait_for_turn(Path(directory), bytes.fromhex(bell_secret), deadline)
 reach("turn")
-line = mpi_calls.MpiPeer(mpi_calls.connect(place.mpi_port, 20.0), deadline, threading.Event())
+line = calls.MpiPeer(calls.connect(place.mpi_port, 20.0), deadline, threading.Event())
 reach("connected")
 dialogue = joiner_dialogue(Identity(agent="bad", host="here", pid=1, workers=2),
                            bytes.fromhex(secret))
@@ -104,9 +104,9 @@ reach("left")
 DESK_OWNER = """
 import sys, threading
 from pathlib import Path
-from liver_hpc.rendezvous.meeting import Refusal
-from liver_hpc.rendezvous.mpi import MpiFrontDesk
-desk = MpiFrontDesk(Path(sys.argv[1]), b"s" * 32)
+from liver_hpc.rendezvous.base import Refusal
+from liver_hpc.rendezvous.mpi.service import MpiRendezvous
+desk = MpiRendezvous(Path(sys.argv[1]), b"s" * 32)
 desk.start(lambda identity: Refusal(reason="nobody"))
 print(desk.pid, flush=True)
 threading.Event().wait()
@@ -137,7 +137,7 @@ class Coordinator:
 class Place(ABC):
     """A desk under test and a way to come to it."""
 
-    desk: FrontDesk
+    desk: Rendezvous
 
     @abstractmethod
     def join(self, agent: str, secret: bytes = SECRET) -> Answer:
@@ -146,7 +146,7 @@ class Place(ABC):
 
 class MemoryPlace(Place):
     def __init__(self) -> None:
-        self.desk: MemoryFrontDesk = MemoryFrontDesk(SECRET)
+        self.desk: MemoryRendezvous = MemoryRendezvous(SECRET)
 
     def join(self, agent: str, secret: bytes = SECRET) -> Answer:
         return self.desk.meet(identity(agent), secret)
@@ -155,7 +155,7 @@ class MemoryPlace(Place):
 class MpiPlace(Place):
     def __init__(self, directory: Path, turn_s: float = 10.0) -> None:
         self.directory = directory
-        self.desk: MpiFrontDesk = MpiFrontDesk(directory, SECRET, turn_s=turn_s)
+        self.desk: MpiRendezvous = MpiRendezvous(directory, SECRET, turn_s=turn_s)
 
     def join(self, agent: str, secret: bytes = SECRET) -> Answer:
         return result(start_joiner(self.directory, agent, secret))
@@ -217,7 +217,7 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     left = [
         path.parent.name
         for path in Path("/proc").glob("[0-9]*/cmdline")
-        if ours in read(path) and b"front_desk" in read(path)
+        if ours in read(path) and b"rendezvous" in read(path)
     ]
     assert not left
 
@@ -259,7 +259,7 @@ def mpi_place(tmp_path: Path, coordinator: Coordinator) -> Iterator[MpiPlace]:
         yield made
 
 
-# ---- every front desk
+# ---- every rendezvous
 
 
 def test_joiners_are_met_one_after_the_other(place: Place, coordinator: Coordinator) -> None:
@@ -299,7 +299,7 @@ def test_closing_twice_is_closing(place: Place) -> None:
 
 
 def test_memory_desk_that_broke_down_meets_nobody_and_says_so() -> None:
-    desk = MemoryFrontDesk(SECRET)
+    desk = MemoryRendezvous(SECRET)
     desk.start(Coordinator().answer)
     desk.break_down("out of ink")
     with pytest.raises(MeetingError, match="out of ink"):
@@ -390,7 +390,7 @@ def test_a_desk_that_keeps_dying_is_broken(
     tmp_path: Path, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FI_PROVIDER", "no-such-provider")
-    desk = MpiFrontDesk(tmp_path, SECRET)
+    desk = MpiRendezvous(tmp_path, SECRET)
     with pytest.raises(MeetingError, match="ended 6 times in a row without meeting anybody"):
         desk.start(coordinator.answer)
     with pytest.raises(MeetingError, match=r"front-desk\.log"):
@@ -430,7 +430,7 @@ def test_the_joiner_goes_by_the_netmod_of_the_desk_whatever_the_environment_says
 ) -> None:
     monkeypatch.setenv("MPIR_CVAR_CH4_NETMOD", "ofi")
     monkeypatch.setenv("UCX_LOG_LEVEL", "fatal")  # it complains on standard output
-    desk = MpiFrontDesk(tmp_path, SECRET, DeskPlace(netmod="ucx"))
+    desk = MpiRendezvous(tmp_path, SECRET, DeskPlace(netmod="ucx"))
     desk.start(coordinator.answer)
     try:
         place = MeetingPlace.read(tmp_path)
@@ -442,7 +442,7 @@ def test_the_joiner_goes_by_the_netmod_of_the_desk_whatever_the_environment_says
 
 
 def test_without_a_desk_the_joiner_gives_up_at_its_deadline(tmp_path: Path) -> None:
-    with pytest.raises(DeadlineError, match=r"waited 0\.2 s for the front desk of"):
+    with pytest.raises(DeadlineError, match=r"waited 0\.2 s for the rendezvous of"):
         meet(tmp_path, identity(), SECRET, 0.2)
 
 
@@ -454,7 +454,7 @@ def test_at_the_address_of_a_dead_desk_the_joiner_gives_up_at_its_deadline(
     assert left_over is not None
     left_over.write(tmp_path)
     joiner = start_joiner(tmp_path, "a0", timeout_s=1.0)
-    with pytest.raises(DeadlineError, match="the front desk of"):
+    with pytest.raises(DeadlineError, match="the rendezvous of"):
         result(joiner)
     port_file(tmp_path).unlink()
 

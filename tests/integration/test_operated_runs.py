@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.metrics.store import read_run
-from liver_hpc.operate import request, stop
+from liver_hpc.cli.client import request, stop
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
+from liver_hpc.report.store import read_run
 from tests.integration.elastic import elastic_run, losses
 from tests.integration.leftovers import no_abandoned_files
 from tests.integration.runs import (
@@ -52,7 +52,7 @@ def test_dropout_follows_the_samples_through_a_replacement_and_changes_of_pp_and
 def test_a_lost_source_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
     run = start(run_config(tmp_path, ENDLESS))
     watch(run, lambda status: status.step >= 2, 60.0)
-    victim = next(p for p in processes_of(run) if "liver_hpc.worker" in p.cmdline())
+    victim = next(p for p in processes_of(run) if "liver_hpc.worker.main" in p.cmdline())
     victim.kill()
     outcome = wait_for_end(run, 60.0)
     assert outcome.state == "failed"

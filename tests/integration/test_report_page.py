@@ -16,9 +16,9 @@ from typing import Any
 import matplotlib.image
 import pytest
 
-from liver_hpc.metrics.page.document import page
+from liver_hpc.report.page.document import page
 from tests.integration.browser import NoBrowser, View, browse, find_browser
-from tests.unit.metrics.run_of_everything import everything
+from tests.unit.report.run_of_everything import everything
 
 LOOK = """
 const texts = [...document.querySelectorAll("svg text")].filter((t) => t.getClientRects().length);

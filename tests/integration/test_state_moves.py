@@ -7,25 +7,25 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.messages import Vote
 from liver_hpc.protocol.votes import disagreements
 from tests.integration.processes import WorkerProcess, run_workers
 from tests.integration.random_tokens import tiny_recipe
 
-A = Roster(Layout(1, 1, 2), (0, 1))
-B = Roster(Layout(2, 1, 2), (2, 0, 1, 3))
-C = Roster(Layout(1, 2, 1), (3, 1))
-D = Roster(Layout(2, 2, 1), (1, 3, 0, 2))
-MOVED = Roster(Layout(1, 1, 2), (2, 3))
+A = RankMap(Layout(1, 1, 2), (0, 1))
+B = RankMap(Layout(2, 1, 2), (2, 0, 1, 3))
+C = RankMap(Layout(1, 2, 1), (3, 1))
+D = RankMap(Layout(2, 2, 1), (1, 3, 0, 2))
+MOVED = RankMap(Layout(1, 1, 2), (2, 3))
 
 
-def _make_world(process: WorkerProcess, recipe: Any, roster: Roster, generation: int) -> Any:
+def _make_world(process: WorkerProcess, recipe: Any, rank_map: RankMap, generation: int) -> Any:
     from liver_hpc.world.world import World
 
-    if process.worker not in roster.workers:
+    if process.worker not in rank_map.workers:
         return None
-    world = World(recipe, roster, process.worker, generation, process.device)
+    world = World(recipe, rank_map, process.worker, generation, process.device)
     world.connect(process.open_group, None)
     return world
 
@@ -47,8 +47,8 @@ def _move(process: WorkerProcess, recipe: Any, worlds: tuple[Any, Any], tag: str
     from liver_hpc.transport.process_group import ProcessGroupTransport
 
     source, target = tag.split(">")
-    rosters = {"A": A, "B": B, "C": C, "D": D, "M": MOVED}
-    before, after = rosters[source], rosters[target]
+    rank_maps = {"A": A, "B": B, "C": C, "D": D, "M": MOVED}
+    before, after = rank_maps[source], rank_maps[target]
     members = tuple(sorted({*before.workers, *after.workers}))
     if process.worker not in members:
         return
@@ -71,7 +71,7 @@ def _move(process: WorkerProcess, recipe: Any, worlds: tuple[Any, Any], tag: str
     )
     if new is not None:
         steps = 4
-        new.load_small_state(new.small_state(steps).model_copy(update={"optimizer_step": steps}))
+        new.load_scalar_state(new.scalar_state(steps).model_copy(update={"optimizer_step": steps}))
     transport.close()
     group.close()
 
@@ -103,8 +103,8 @@ def there_and_back(process: WorkerProcess, dtype: str) -> dict[str, Any]:
         before = _bits(worlds["A"])
         answer["A"] = worlds["A"].state.digests(_kinds(recipe))
     for generation, name in enumerate("BCD", start=1):
-        roster = {"B": B, "C": C, "D": D}[name]
-        worlds[name] = _make_world(process, recipe, roster, generation)
+        rank_map = {"B": B, "C": C, "D": D}[name]
+        worlds[name] = _make_world(process, recipe, rank_map, generation)
     for old, new in ("AB", "BC", "CD"):
         if worlds[new] is not None:
             _fill_with_nan(worlds[new])
@@ -131,7 +131,7 @@ def test_there_and_back_again_is_bit_equal_and_every_layout_has_the_same_digest(
 def check_there_and_back(answers: list[dict[str, Any]]) -> None:
     """Bits equal after the way back, digests equal in every layout on the way."""
     assert [answer["equal"] for answer in answers[:2]] == [True, True]
-    rosters = {"A": A, "B": B, "C": C, "D": D}
+    rank_maps = {"A": A, "B": B, "C": C, "D": D}
     for name in "BCD":
         votes = {
             worker: Vote(
@@ -144,7 +144,7 @@ def check_there_and_back(answers: list[dict[str, Any]]) -> None:
             )
             for worker in range(4)
         }
-        assert disagreements(A, rosters[name], votes) == []
+        assert disagreements(A, rank_maps[name], votes) == []
 
 
 def _steps(world: Any, steps: range) -> list[Any]:

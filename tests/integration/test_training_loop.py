@@ -8,8 +8,8 @@ from typing import Any
 from unittest import mock
 
 from liver_hpc.clock import SystemClock
-from liver_hpc.layout.coordinates import Layout, Roster
-from liver_hpc.protocol.messages import Begin, Finished, StepDone, Stop, WireRoster
+from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.protocol.messages import Begin, Finished, StepDone, Stop, WireRankMap
 from tests.integration.processes import WorkerProcess, run_workers
 from tests.integration.random_tokens import tiny_recipe
 
@@ -29,7 +29,7 @@ def told_while_steps_run(process: WorkerProcess) -> dict[str, Any]:
     import torch.distributed as dist
 
     from liver_hpc.handoff.session import Place
-    from liver_hpc.training import Trainer
+    from liver_hpc.worker.trainer import Trainer
 
     class Store(dist.HashStore):
         def close(self) -> None:
@@ -64,8 +64,8 @@ def told_while_steps_run(process: WorkerProcess) -> dict[str, Any]:
         handed_over_at.append(trainer.step)
         trainer.session = None
 
-    roster = Roster(Layout(1, 1, 1), (process.worker,))
-    trainer.begin(Begin(roster=WireRoster.of(roster), generation=0))
+    rank_map = RankMap(Layout(1, 1, 1), (process.worker,))
+    trainer.begin(Begin(rank_map=WireRankMap.of(rank_map), generation=0))
     trainer.session = session
     with (
         mock.patch.object(recipe, "loss", loss_and_orders),

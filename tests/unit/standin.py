@@ -1,7 +1,7 @@
 """A coordinator that trains nothing: it listens, answers operators, and ends as it is told.
 
 Operator commands meet it in the test process. `sitecustomize_in` puts it in the place of
-`liver_hpc.coordinator` in every process that the test starts.
+`liver_hpc.coordinator.main` in every process that the test starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from liver_hpc.protocol.messages import (
 )
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
-from liver_hpc.rendezvous.secret import read_secret
+from liver_hpc.run.secret import read_secret
 
 
 def snapshot(run: str) -> StatusSnapshot:
@@ -121,7 +121,7 @@ class StandIn:
 
 
 class StandInControl:
-    """In the place of `liver_hpc.coordinator.Control`."""
+    """In the place of `liver_hpc.coordinator.main.Control`."""
 
     steps_done = 7
 
@@ -170,15 +170,15 @@ def Control():
     from tests.unit.standin import StandInControl
     return StandInControl()
 
-module = types.ModuleType("liver_hpc.coordinator")
+module = types.ModuleType("liver_hpc.coordinator.main")
 module.run_coordinator = run_coordinator
 module.Control = Control
-sys.modules["liver_hpc.coordinator"] = module
+sys.modules["liver_hpc.coordinator.main"] = module
 """
 
 
 def sitecustomize_in(directory: Path, repository: Path, before: str = "pass") -> None:
-    """For PYTHONPATH: processes then find the stand-in as `liver_hpc.coordinator`.
+    """For PYTHONPATH: processes then find the stand-in as `liver_hpc.coordinator.main`.
 
     `before` is a statement that the coordinator starts with.
     """

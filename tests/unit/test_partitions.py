@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from liver_hpc.cli.submission import check_partitions
 from liver_hpc.clock import FakeClock
-from liver_hpc.cluster.slurm.commands import Answer, ControllerAway, SlurmCommands
+from liver_hpc.cluster.slurm.commands import Answer, ControllerUnreachable, SlurmCommands
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
-from liver_hpc.submit import check_partitions
 from tests.unit.config.runs import minimal
 
 SHOWN = """\
@@ -138,5 +138,7 @@ def test_hidden_partitions_are_asked_for_too() -> None:
 
 def test_a_controller_that_is_away_is_said_to_be() -> None:
     commands = SlurmCommands(5.0, 0.0, FakeClock(), Cluster(AWAY))
-    with pytest.raises(ControllerAway, match=r"show partition: .*Unable to contact slurm contr"):
+    with pytest.raises(
+        ControllerUnreachable, match=r"show partition: .*Unable to contact slurm contr"
+    ):
         check_partitions(run_on(("stable", 1)), commands)

@@ -13,8 +13,8 @@ from pathlib import Path
 from liver_hpc.clock import Clock
 from liver_hpc.cluster.slurm.burst import BurstPolicy
 from liver_hpc.cluster.slurm.burst_script import SCRIPT_FILE, burst_arguments, burst_script
-from liver_hpc.cluster.slurm.commands import ControllerAway, SlurmCommands, SlurmError
-from liver_hpc.cluster.slurm.guard import Guard, cancel_all
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, SlurmError
+from liver_hpc.cluster.slurm.reaper import Reaper, cancel_all
 from liver_hpc.cluster.slurm.replies import COMPLETING, PENDING, RUNNING, JobInfo
 from liver_hpc.config.schema import BurstSection, RunConfig
 
@@ -77,7 +77,7 @@ class BurstJobs:
             shortest_min=math.floor(self._slurm.end_window_s / 60) + 1,
         )
         self._pending: dict[str, str] = {}  # with the reason that was last told
-        self._guard: Guard | None = None
+        self._reaper: Reaper | None = None
         self._unsure = False  # whether Slurm may have taken a request whose id never came
 
     def open(self) -> None:
@@ -89,7 +89,7 @@ class BurstJobs:
             self._commands.cancel_named(self._earlier_name)
         self.save()
         log_path = self._run_directory / "logs" / "guard.log"
-        self._guard = Guard(self.name, self._slurm.command_s, self._slurm.away_s, log_path)
+        self._reaper = Reaper(self.name, self._slurm.command_s, self._slurm.unreachable_s, log_path)
 
     def save(self) -> None:
         """Notes what has been used of the cap; a full disk must not cost a grant, or its end."""
@@ -157,7 +157,7 @@ class BurstJobs:
         self.save()
 
     def act(self, notes: list[str]) -> None:
-        """Submits and cancels what the policy says. Raises ControllerAway."""
+        """Submits and cancels what the policy says. Raises ControllerUnreachable."""
         for job in self.policy.to_cancel():
             self._cancel(job)
             self.policy.ended(job, by_us=True)
@@ -171,7 +171,7 @@ class BurstJobs:
                 job = self._commands.sbatch(
                     arguments, script, [str(self._run_directory)], retry=False
                 )
-            except ControllerAway:
+            except ControllerUnreachable:
                 self._unsure = True
                 raise
             except SlurmError as error:
@@ -195,9 +195,9 @@ class BurstJobs:
 
     def close(self) -> None:
         """Ends all burst jobs. Raises LiverError when that fails; the guard then stays to do it."""
-        if self._guard is None:
+        if self._reaper is None:
             return
         self.save()
         cancel_all(self._commands, self.name)
-        self._guard.dismiss()
-        self._guard = None
+        self._reaper.dismiss()
+        self._reaper = None

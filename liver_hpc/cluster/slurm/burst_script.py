@@ -14,7 +14,7 @@ SCRIPT_FILE = "burst.sbatch"
 
 def burst_script(cluster: ClusterSection) -> str:
     """Holds the allocation for as long as the run lives; its argument is the run directory."""
-    keeper = shlex.join([*python_words(cluster), "-m", "liver_hpc.keeper"])
+    keeper = shlex.join([*python_words(cluster), "-m", "liver_hpc.node.keeper"])
     lines = [
         "#!/bin/bash",
         "# Keeps preemptible nodes for a run, and gives them back when the run is over.",

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from liver_hpc.clock import Clock, SystemClock
-from liver_hpc.cluster.environment import clean_environment
 from liver_hpc.cluster.slurm.replies import (
     JOB_FORMAT,
     STEP_FORMAT,
@@ -30,11 +29,12 @@ from liver_hpc.cluster.slurm.replies import (
     parse_step_line,
 )
 from liver_hpc.errors import LiverError
+from liver_hpc.host.environment import clean_environment
 
 __all__ = [
     "Answer",
     "CommandRunner",
-    "ControllerAway",
+    "ControllerUnreachable",
     "JobInfo",
     "PartitionInfo",
     "SlurmCommands",
@@ -80,7 +80,7 @@ class SlurmError(LiverError):
         self.complaint = complaint
 
 
-class ControllerAway(SlurmError):
+class ControllerUnreachable(SlurmError):
     """The controller is busy or absent: whether the command was carried out is not known."""
 
 
@@ -124,27 +124,27 @@ def run_command(
 class SlurmCommands:
     """The cluster by its commands; any thread may call.
 
-    command_s: the longest that one command may take. away_s: how long a call is repeated while
-    the controller is away, unless it says `retry=False`. Every call raises ControllerAway when
-    that was not enough, and SlurmError when Slurm refuses.
+    command_s: the longest that one command may take. unreachable_s: how long a call is repeated
+    while the controller does not answer, unless it says `retry=False`. Every call raises
+    ControllerUnreachable when that was not enough, and SlurmError when Slurm refuses.
     """
 
     def __init__(
         self,
         command_s: float,
-        away_s: float,
+        unreachable_s: float,
         clock: Clock | None = None,
         run: CommandRunner = run_command,
     ) -> None:
         self._command_s = command_s
-        self._away_s = away_s
+        self._unreachable_s = unreachable_s
         self._clock = clock or SystemClock()
         self._run = run
         self._closed = threading.Event()
         self._hosts: dict[str, tuple[str, ...]] = {}
         self._hosts_lock = threading.Lock()
 
-    def hasty(self, command_s: float) -> SlurmCommands:
+    def with_timeout(self, command_s: float) -> SlurmCommands:
         """The same cluster asked with another deadline, and nothing repeated."""
         return SlurmCommands(command_s, 0.0, self._clock, self._run)
 
@@ -252,8 +252,8 @@ class SlurmCommands:
         while True:
             try:
                 return self._once(words, fine)
-            except ControllerAway as error:
-                left_s = self._away_s - (self._clock.now_s() - began_s)
+            except ControllerUnreachable as error:
+                left_s = self._unreachable_s - (self._clock.now_s() - began_s)
                 if not retry or left_s <= 0:
                     raise
                 _log.warning("%s; again in %g s", error, pause_s)
@@ -265,12 +265,12 @@ class SlurmCommands:
         try:
             answer = self._run(words, self._command_s)
         except TimeoutError:
-            raise ControllerAway(words, 124, f"no answer in {self._command_s:g} s") from None
+            raise ControllerUnreachable(words, 124, f"no answer in {self._command_s:g} s") from None
         except OSError as error:
             raise SlurmError(words, 127, str(error)) from error
         complaint = answer.complaint.strip()
         if answer.code == 0 or any(words in complaint for words in fine):
             return answer.output
         if any(words in complaint for words in _AWAY):
-            raise ControllerAway(words, answer.code, complaint)
+            raise ControllerUnreachable(words, answer.code, complaint)
         raise SlurmError(words, answer.code, complaint)

@@ -16,7 +16,7 @@ from typing import Any
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from liver_hpc.cluster.slurm.commands import (
-    ControllerAway,
+    ControllerUnreachable,
     JobInfo,
     SlurmCommands,
     SlurmError,
@@ -74,7 +74,7 @@ class SqueueWatcher(SlurmInfoWatcher):
         self._last_status_check = time.time()
         try:
             listed = self._commands.jobs(asked, retry=False)
-        except ControllerAway:
+        except ControllerUnreachable:
             return
         for job_id in asked:
             info = listed.get(job_id)
@@ -86,7 +86,7 @@ class SqueueWatcher(SlurmInfoWatcher):
 class HetJob(SlurmJob[Any]):
     """A submitted heterogeneous job; its id is the first component's, its leader's."""
 
-    watcher = SqueueWatcher(SlurmCommands(_COMMAND_S, away_s=0.0))
+    watcher = SqueueWatcher(SlurmCommands(_COMMAND_S, unreachable_s=0.0))
     component_names: tuple[str, ...] = ()
 
     @property
@@ -150,7 +150,7 @@ class HetExecutor(SlurmExecutor):
         environment = sbatch_environment(os.environ, job_options(submission))
         self._commands = commands or SlurmCommands(
             slurm.command_s,
-            slurm.away_s,
+            slurm.unreachable_s,
             run=partial(run_command, environment=environment),
         )
         self.parameters["time"] = submission.cluster.timeout_min
@@ -189,7 +189,7 @@ def submit_once(commands: SlurmCommands, script: Path, name: str) -> str:
     """
     try:
         return commands.sbatch([], script, retry=False)
-    except ControllerAway:
+    except ControllerUnreachable:
         queued = commands.named(name)  # returns once the controller is back
     if not queued:
         return commands.sbatch([], script)

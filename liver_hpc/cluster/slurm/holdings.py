@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from liver_hpc.cluster.pool import EndNear, Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
 from liver_hpc.cluster.slurm.allocation import Place
 from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo, is_down, is_drained
 from liver_hpc.errors import LiverError
+from liver_hpc.run.node_events import EndNear, Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
 
 PREEMPTED = "preempted"
 TIME_LIMIT = "time limit"
@@ -60,8 +60,8 @@ class Holding:
 
     def node(self, name: str) -> Node:
         burst = self.place.burst
-        volatile = not self.own and (burst or self.grace_s is not None)
-        return Node(name, self.name, self.slots, volatile, self.automatic, burst)
+        preemptible = not self.own and (burst or self.grace_s is not None)
+        return Node(name, self.name, self.slots, preemptible, self.automatic, burst)
 
     def left(self) -> list[str]:
         return [node for node in self.nodes if node not in self.gone]

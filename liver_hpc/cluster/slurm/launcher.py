@@ -32,7 +32,7 @@ class AgentCommand:
 
     @classmethod
     def of(cls, config: RunConfig) -> AgentCommand:
-        return cls((*python_words(config.cluster), "-m", "liver_hpc.agent"))
+        return cls((*python_words(config.cluster), "-m", "liver_hpc.node.agent"))
 
     def line(self, run_directory: Path, request: NodeRequest) -> list[str]:
         line = [*self.words, "--run-directory", str(run_directory), "--agent", request.agent]
@@ -69,7 +69,7 @@ class SlurmLauncher(Launcher):
         check_names(requests, self._steps, self._closed)
         plans = [self._plan(request) for request in requests]
         for plan in plans:
-            step = Step(plan, self._commands, self._config.cluster.slurm.away_s)
+            step = Step(plan, self._commands, self._config.cluster.slurm.unreachable_s)
             self._steps[plan.agent] = step
             step.start()
 
@@ -87,7 +87,7 @@ class SlurmLauncher(Launcher):
         for step in self._steps.values():
             step.kill()
         slurm = self._config.cluster.slurm
-        limit_s = slurm.away_s + slurm.command_s + _CLOSE_MARGIN_S
+        limit_s = slurm.unreachable_s + slurm.command_s + _CLOSE_MARGIN_S
         deadline = Deadline.after(SystemClock(), limit_s, "killed steps to end")
         late = [name for name, step in self._steps.items() if not step.join(deadline.remaining_s())]
         if late:

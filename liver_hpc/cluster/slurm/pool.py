@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from liver_hpc.clock import Clock, Deadline
-from liver_hpc.cluster.pool import NodePool, PoolEvent, PoolNote
+from liver_hpc.cluster.pool import NodePool
 from liver_hpc.cluster.slurm.allocation import Component, OwnAllocation, Place
 from liver_hpc.cluster.slurm.burst_jobs import BurstJobs
 from liver_hpc.cluster.slurm.commands import (
-    ControllerAway,
+    ControllerUnreachable,
     JobInfo,
     PartitionInfo,
     SlurmCommands,
@@ -22,6 +22,7 @@ from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Windows
 from liver_hpc.cluster.slurm.replies import parse_setting_s
 from liver_hpc.config.schema import ComponentSection, RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.run.node_events import PoolEvent, PoolNote
 
 _ANSWER_S = 2.0
 """How long a warning may wait for Slurm's word before the worst is assumed."""
@@ -69,7 +70,7 @@ class SlurmPool(NodePool):
         self._warnings: queue.SimpleQueue[_Warning | None] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._ending = threading.Event()
-        self._away = False
+        self._unreachable = False
         self._threads: list[threading.Thread] = []
         self._tell: Callable[[PoolEvent], None] = lambda event: None
 
@@ -207,8 +208,8 @@ class SlurmPool(NodePool):
                     polls += 1
                 self._return()
                 self._ask_for_more()
-            except ControllerAway as error:
-                self._say_away(error)
+            except ControllerUnreachable as error:
+                self._say_unreachable(error)
             except LiverError as error:
                 self._tell(PoolNote(str(error)))
             except OSError as error:
@@ -216,7 +217,7 @@ class SlurmPool(NodePool):
 
     def _pause_s(self, next_poll_s: float) -> float:
         until_s = next_poll_s
-        if self._burst is not None and not self._away:
+        if self._burst is not None and not self._unreachable:
             after_refusal_s = self._burst.policy.next_request_s
             if after_refusal_s > self._clock.now_s():
                 until_s = min(until_s, after_refusal_s)
@@ -235,8 +236,8 @@ class SlurmPool(NodePool):
             with self._lock:
                 events = self._holdings.observe_nodes(states, self._clock.now_s())
             self._tell_all(events)
-        if self._away:
-            self._away = False
+        if self._unreachable:
+            self._unreachable = False
             self._tell(PoolNote("the Slurm controller is back"))
 
     def _observe(self, jobs: dict[str, JobInfo]) -> None:
@@ -289,7 +290,7 @@ class SlurmPool(NodePool):
             self._tell_all(events)
 
     def _ask_for_more(self) -> None:
-        if self._burst is None or self._away:
+        if self._burst is None or self._unreachable:
             return
         now_s = self._clock.now_s()
         if self._burst.policy.exhausted:
@@ -303,31 +304,31 @@ class SlurmPool(NodePool):
         finally:
             self._tell_all(map(PoolNote, notes))
 
-    def _say_away(self, error: ControllerAway) -> None:
-        if not self._away:
-            self._away = True
+    def _say_unreachable(self, error: ControllerUnreachable) -> None:
+        if not self._unreachable:
+            self._unreachable = True
             self._tell(PoolNote(f"the Slurm controller is away: {error}"))
 
     # ---- the explaining thread
 
     def _explain(self) -> None:
-        hasty = self._commands.hasty(_ANSWER_S)
+        with_timeout = self._commands.with_timeout(_ANSWER_S)
         ending = False
         while not ending:
             came = [self._warnings.get()]
             while not self._warnings.empty():
                 came.append(self._warnings.get())
             ending = None in came
-            self._explain_all(hasty, [warning for warning in came if warning is not None])
+            self._explain_all(with_timeout, [warning for warning in came if warning is not None])
 
-    def _explain_all(self, hasty: SlurmCommands, warnings: list[_Warning]) -> None:
+    def _explain_all(self, with_timeout: SlurmCommands, warnings: list[_Warning]) -> None:
         """With one question for all: their windows do not last until each had its own."""
         with self._lock:
             held = {node: self._holdings.of(node) for node, _, _ in warnings}
         asked = {node: holding.job for node, holding in held.items() if holding is not None}
         jobs: dict[str, JobInfo] | None = None
         try:
-            jobs = hasty.jobs(sorted(set(asked.values())))
+            jobs = with_timeout.jobs(sorted(set(asked.values())))
         except LiverError as error:
             _log.warning("what signals on %s mean is not known: %s", sorted(asked), error)
         for node, signal, at_s in warnings:

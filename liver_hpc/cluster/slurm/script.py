@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from liver_hpc.cluster.environment import clean_environment
 from liver_hpc.config.schema import BurstSection, ClusterSection, ComponentSection
 from liver_hpc.errors import ConfigError
+from liver_hpc.host.environment import clean_environment
 
 END_SIGNAL = "USR2"
 """Tells the coordinator that the end of its job is near; submitit's name for it, too."""

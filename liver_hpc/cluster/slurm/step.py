@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.cluster.environment import clean_environment
 from liver_hpc.cluster.launcher import KILLED
 from liver_hpc.cluster.slurm.allocation import Place
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.replies import RUNNING
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.lifeline import guarded
+from liver_hpc.host.environment import clean_environment
+from liver_hpc.host.lifeline import guarded
 
 _SPAWN_S = 30.0
 _SRUN_END_S = 5.0
@@ -58,10 +58,10 @@ class StepPlan:
 class Step:
     """From the srun to the moment at which Slurm knows of no such step any more."""
 
-    def __init__(self, plan: StepPlan, commands: SlurmCommands, away_s: float) -> None:
+    def __init__(self, plan: StepPlan, commands: SlurmCommands, unreachable_s: float) -> None:
         self._plan = plan
         self._commands = commands
-        self._away_s = away_s
+        self._unreachable_s = unreachable_s
         self._spawned = threading.Event()
         self._kill = threading.Event()
         self._ended = threading.Event()
@@ -127,13 +127,15 @@ class Step:
     def _run(self) -> int:
         """srun's exit code; srun is repeated where no controller let it begin."""
         clock = SystemClock()
-        away = Deadline.after(clock, self._away_s, "the controller")
-        refused = Deadline.after(clock, min(_CREATE_S, self._away_s), "the step to be created")
+        unreachable = Deadline.after(clock, self._unreachable_s, "the controller")
+        refused = Deadline.after(
+            clock, min(_CREATE_S, self._unreachable_s), "the step to be created"
+        )
         self._plan.log.parent.mkdir(parents=True, exist_ok=True)
         while True:
             code = self._srun_once()
             said = self._printed()
-            again = (_AWAY.search(said) and not away.expired()) or (
+            again = (_AWAY.search(said) and not unreachable.expired()) or (
                 _NOT_CREATED.search(said) and not refused.expired() and self._job_lasts()
             )
             if code == 0 or not again or self._kill.wait(_RETRY_S):
@@ -181,7 +183,7 @@ class Step:
             return KILLED  # with its node
         seen = code == 0 or _TASK_ENDED.search(said) is not None
         clock = SystemClock()
-        limit = Deadline.after(clock, self._away_s, f"step {self._plan.name} to end")
+        limit = Deadline.after(clock, self._unreachable_s, f"step {self._plan.name} to end")
         own_end = Deadline.after(clock, _STEP_GRACE_S, "the step to end by itself")
         pause = threading.Event()
         while not limit.expired():

@@ -10,20 +10,20 @@ import torch
 from liver_hpc.checkpoint.writer import write_part
 from liver_hpc.clock import FakeClock
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.coordination.checkpoints import Checkpoints
-from liver_hpc.layout.coordinates import Coordinate, Layout, Roster
+from liver_hpc.coordinator.checkpoints import Checkpoints
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec, TensorSpec
-from liver_hpc.protocol.events import World
-from liver_hpc.protocol.messages import ClassDigest, Saved, SmallState
+from liver_hpc.protocol.events import WorldRef
+from liver_hpc.protocol.messages import ClassDigest, Saved, ScalarState
 from liver_hpc.recipes.base import NoOptions
 from liver_hpc.world.state import WorldState
 from tests.fakes import TinyRecipe, tiny_run
-from tests.unit.layout.models import roster
+from tests.unit.layout.models import rank_map
 from tests.unit.world.test_state import state_at
 
 
-def small_state(step: int) -> SmallState:
-    return SmallState(
+def scalar_state(step: int) -> ScalarState:
+    return ScalarState(
         step=step, consumed_samples=8 * step, optimizer_step=step, loss_scale=1.0, seed=1234
     )
 
@@ -74,17 +74,17 @@ class Disk:
         self.checkpoints = Checkpoints(config, ModelOnly(model, config), directory, FakeClock())
         self.directory = self.checkpoints.directory
 
-    def world(self, layout: Layout, generation: int = 3) -> World:
-        return World(generation, roster(layout, first=5))
+    def world(self, layout: Layout, generation: int = 3) -> WorldRef:
+        return WorldRef(generation, rank_map(layout, first=5))
 
     def part(self, layout: Layout, at: Coordinate, step: int) -> Saved:
         """What the worker at one coordinate says once it has written its part."""
         state = filled(self.model, layout, at)
         part = write_part(state, step, self.directory)
         return Saved(
-            worker=self.world(layout).roster.worker_at(at),
+            worker=self.world(layout).rank_map.worker_at(at),
             generation=3,
-            small=small_state(step),
+            scalars=scalar_state(step),
             num_bytes=part.num_bytes,
             checksum=part.checksum,
             digests=digests_of(state),
@@ -104,5 +104,5 @@ class Disk:
         return sorted(path.name for path in self.directory.iterdir())
 
 
-def restored_roster(layout: Layout) -> Roster:
-    return roster(layout, first=0)
+def restored_rank_map(layout: Layout) -> RankMap:
+    return rank_map(layout, first=0)

@@ -17,13 +17,20 @@ from liver_hpc.checkpoint.index import (
     read_index,
 )
 from liver_hpc.checkpoint.writer import write_part
-from liver_hpc.coordination import checkpoints as module
-from liver_hpc.coordination.checkpoints import newest_checkpoint
+from liver_hpc.coordinator import checkpoints as module
+from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import Restored, Saved
 from tests.fakes import tiny_run
-from tests.unit.checkpoint.disk import Disk, digests_of, empty, filled, restored_roster, small_state
+from tests.unit.checkpoint.disk import (
+    Disk,
+    digests_of,
+    empty,
+    filled,
+    restored_rank_map,
+    scalar_state,
+)
 from tests.unit.layout.models import TIED
 
 TWO = Layout(1, 1, 2)
@@ -52,8 +59,8 @@ def test_a_checkpoint_is_complete_once_all_workers_have_saved(disk: Disk) -> Non
     newest = newest_checkpoint(disk.directory)
     assert newest is not None
     index = newest.index
-    assert (index.small, index.generation) == (small_state(4), 3)
-    assert index.roster.roster() == disk.world(TWO).roster
+    assert (index.scalars, index.generation) == (scalar_state(4), 3)
+    assert index.rank_map.rank_map() == disk.world(TWO).rank_map
     assert [part.file for part in index.parts] == ["rank-00000.h5", "rank-00001.h5"]
     assert index.digests == (first.digests, second.digests)
     assert set(index.versions) == {"liver-hpc", "torch", "megatron-core"}
@@ -77,7 +84,7 @@ def test_workers_may_be_a_step_ahead_of_each_other(disk: Disk) -> None:
         ),
         (
             lambda saved: saved.model_copy(
-                update={"small": saved.small.model_copy(update={"loss_scale": 2.0})}
+                update={"scalars": saved.scalars.model_copy(update={"loss_scale": 2.0})}
             ),
             "worker 6 against worker 5: loss_scale is 2.0, wanted 1.0",
         ),
@@ -124,7 +131,7 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(
             disk.save(TWO, 8)
     later = Disk(TIED, disk.run_directory).checkpoints.open()
     assert later is not None
-    assert later.index.small.step == (8 if dies_in == "flush_to_disk" else 4)
+    assert later.index.scalars.step == (8 if dies_in == "flush_to_disk" else 4)
     assert not any(name.startswith(".") for name in disk.steps())
 
 
@@ -149,7 +156,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert disk.steps() == ["step-00000100", "step-3000000000"]
     newest = newest_checkpoint(disk.directory)
     assert newest is not None
-    assert newest.index.small.step == 3_000_000_000
+    assert newest.index.scalars.step == 3_000_000_000
 
 
 def test_a_step_that_was_saved_in_a_life_before_is_saved_anew(disk: Disk) -> None:
@@ -158,7 +165,7 @@ def test_a_step_that_was_saved_in_a_life_before_is_saved_anew(disk: Disk) -> Non
     assert disk.steps() == ["step-00000004"]
     newest = newest_checkpoint(disk.directory)
     assert newest is not None
-    assert newest.index.roster.roster().layout == Layout(2, 1, 1)
+    assert newest.index.rank_map.rank_map().layout == Layout(2, 1, 1)
 
 
 def test_what_a_killed_run_was_writing_is_cleared_away(disk: Disk) -> None:
@@ -193,19 +200,19 @@ def test_restored_workers_are_compared_with_what_was_saved(disk: Disk) -> None:
     disk.save(Layout(2, 1, 2), 4)
     later = Disk(TIED, disk.run_directory).checkpoints
     later.open()
-    roster = restored_roster(TWO)
+    rank_map = restored_rank_map(TWO)
     states = [filled(TIED, TWO, at) for at in TWO.coordinates()]
     said = [
         later.restored(
-            Restored(worker=w, generation=0, small=small_state(4), digests=digests_of(state)),
-            roster,
+            Restored(worker=w, generation=0, scalars=scalar_state(4), digests=digests_of(state)),
+            rank_map,
         )
         for w, state in enumerate(states)
     ]
     assert said == [False, True]
 
 
-@pytest.mark.parametrize("wrong", ["digests", "small"])
+@pytest.mark.parametrize("wrong", ["digests", "scalars"])
 def test_workers_that_restored_something_else_are_refused(disk: Disk, wrong: str) -> None:
     disk.save(TWO, 4)
     disk.save(TWO, 8)
@@ -214,11 +221,11 @@ def test_workers_that_restored_something_else_are_refused(disk: Disk, wrong: str
     one = Layout(1, 1, 1)
     (at,) = one.coordinates()
     state = (empty if wrong == "digests" else filled)(TIED, one, at)
-    small = small_state(8).model_copy(update={"seed": 5} if wrong == "small" else {})
-    message = Restored(worker=0, generation=0, small=small, digests=digests_of(state))
-    said = "seed is 5, wanted 1234" if wrong == "small" else r"exp_avg \(split over tp\): "
+    scalars = scalar_state(8).model_copy(update={"seed": 5} if wrong == "scalars" else {})
+    message = Restored(worker=0, generation=0, scalars=scalars, digests=digests_of(state))
+    said = "seed is 5, wanted 1234" if wrong == "scalars" else r"exp_avg \(split over tp\): "
     with pytest.raises(CheckpointError, match=said) as refused:
-        later.restored(message, restored_roster(one))
+        later.restored(message, restored_rank_map(one))
     assert "its files are as they were written" in str(refused.value)
     assert str(refused.value).endswith(
         f"to go on from step 4 remove {disk.directory / 'step-00000008'}"

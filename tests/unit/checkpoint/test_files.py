@@ -19,7 +19,14 @@ from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec
 from liver_hpc.protocol.messages import Restored
-from tests.unit.checkpoint.disk import Disk, digests_of, empty, filled, restored_roster, small_state
+from tests.unit.checkpoint.disk import (
+    Disk,
+    digests_of,
+    empty,
+    filled,
+    restored_rank_map,
+    scalar_state,
+)
 from tests.unit.layout.models import TIED, UNTIED_BF16
 
 LAYOUTS = [Layout(1, 1, 1), Layout(2, 1, 2), Layout(1, 2, 3), Layout(2, 4, 1)]
@@ -175,23 +182,23 @@ def test_a_corrupted_byte_is_refused_by_digest_and_its_file_is_named(
     later = Disk(TIED, tmp_path).checkpoints
     checkpoint = later.open()
     assert checkpoint is not None
-    roster = restored_roster(layout)
+    rank_map = restored_rank_map(layout)
     messages = []
     for at in layout.coordinates():
         state = empty(TIED, layout, at)
         read_parts(state, checkpoint.index, path)
         messages.append(
             Restored(
-                worker=roster.worker_at(at),
+                worker=rank_map.worker_at(at),
                 generation=0,
-                small=small_state(4),
+                scalars=scalar_state(4),
                 digests=digests_of(state),
             )
         )
     *early, last = messages
-    assert [later.restored(message, roster) for message in early] == [False] * len(early)
+    assert [later.restored(message, rank_map) for message in early] == [False] * len(early)
     with pytest.raises(CheckpointError) as refused:
-        later.restored(last, roster)
+        later.restored(last, rank_map)
     text = str(refused.value)
     assert "not what was saved: exp_avg (split over tp): " in text
     assert f"{part} has changed on the disk" in text

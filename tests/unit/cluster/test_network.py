@@ -18,7 +18,7 @@ from liver_hpc.cluster.network import (
 )
 from liver_hpc.config.schema import NetworkSection
 from liver_hpc.errors import ConfigError
-from liver_hpc.interfaces import default_route_interface, interface_towards
+from liver_hpc.host.interfaces import default_route_interface, interface_towards
 
 IB = (HcaPort("mlx5_0", 1, "InfiniBand"), HcaPort("mlx5_1", 1, "InfiniBand"))
 ROCE = (HcaPort("mlx5_2", 1, "Ethernet"),)

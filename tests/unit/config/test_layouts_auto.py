@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from liver_hpc.cli.dry_run import describe_run
+from liver_hpc.cli.submission import checked_run
 from liver_hpc.config.load import dump_run, load_run, parse_run
-from liver_hpc.dry_run import describe_run
 from liver_hpc.errors import ConfigError
-from liver_hpc.submit import checked_run
 from tests.unit.config.runs import minimal, write_minimal
 
 

@@ -15,8 +15,8 @@ from liver_hpc.doctor import login as module
 from liver_hpc.doctor.findings import Examination, Level, Result
 from liver_hpc.doctor.login import LOGIN_CHECKS, Login, needed_s
 from liver_hpc.doctor.order import Order
-from liver_hpc.metrics.store import MetricsWriter
-from tests.unit.metrics.rows import reconfiguration
+from liver_hpc.report.store import MetricsWriter
+from tests.unit.report.rows import reconfiguration
 
 CONFIG = """\
 AuthType                = auth/munge

@@ -8,19 +8,19 @@ import pytest
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.errors import DeadlineError
-from liver_hpc.handoff.session import HandoffAborted, Place, Session
-from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.handoff.session import HandoffAborted, Session, WorkerContext
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.messages import (
     Abort,
     Arm,
     Prepare,
     Resume,
-    SmallState,
+    ScalarState,
     Verdict,
-    WireRoster,
+    WireRankMap,
 )
 
-SMALL = SmallState(step=3, consumed_samples=24, optimizer_step=3, loss_scale=1.0, seed=1)
+SMALL = ScalarState(step=3, consumed_samples=24, optimizer_step=3, loss_scale=1.0, seed=1)
 
 
 class FakeStore:
@@ -35,7 +35,7 @@ def session_of(worker: int) -> tuple[Session, FakeStore]:
     """Worker `worker` in a handoff from workers 0, 1 to workers 1, 2."""
     store = FakeStore()
     unused: Any = None
-    place = Place(
+    context = WorkerContext(
         checkpoints=Path("checkpoints"),
         worker=worker,
         config=unused,
@@ -48,11 +48,11 @@ def session_of(worker: int) -> tuple[Session, FakeStore]:
     )
     prepare = Prepare(
         generation=4,
-        source=WireRoster.of(Roster(Layout(1, 1, 2), (0, 1))),
+        source=WireRankMap.of(RankMap(Layout(1, 1, 2), (0, 1))),
         source_generation=3,
-        target=WireRoster.of(Roster(Layout(2, 1, 1), (1, 2))),
+        target=WireRankMap.of(RankMap(Layout(2, 1, 1), (1, 2))),
     )
-    return Session(prepare, place), store
+    return Session(prepare, context), store
 
 
 def test_roles_and_members() -> None:
@@ -92,7 +92,7 @@ def test_an_arm_after_the_abort_does_not_raise_the_flag() -> None:
 def test_waiting_for_a_verdict_ends_in_it_in_the_abort_or_at_the_deadline() -> None:
     session, _ = session_of(1)
     session.deliver(Arm(generation=4))
-    verdict = Verdict(generation=4, stage="forward", small=SMALL)
+    verdict = Verdict(generation=4, stage="forward", scalars=SMALL)
     threading.Timer(0.05, session.deliver, (verdict,)).start()
     assert session.wait(Verdict, 5.0, "the verdict") == verdict
     with pytest.raises(DeadlineError, match=r"waited 0\.05 s for the second verdict"):

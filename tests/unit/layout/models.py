@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
 
@@ -33,6 +33,6 @@ SIZES = st.sampled_from([1, 2, 4])
 LAYOUTS = st.builds(Layout, SIZES, SIZES, st.sampled_from([1, 2, 3]))
 
 
-def roster(layout: Layout, first: int = 0) -> Roster:
+def rank_map(layout: Layout, first: int = 0) -> RankMap:
     """Workers first, first+1, ... in rank order."""
-    return Roster(layout, tuple(range(first, first + layout.workers)))
+    return RankMap(layout, tuple(range(first, first + layout.workers)))

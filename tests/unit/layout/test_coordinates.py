@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.coordinates import Coordinate, Layout, Roster
-from tests.unit.layout.models import LAYOUTS, roster
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
+from tests.unit.layout.models import LAYOUTS, rank_map
 
 
 @given(LAYOUTS)
@@ -33,15 +33,15 @@ def test_parse_names_what_it_got(text: str) -> None:
         Layout.parse(text)
 
 
-def test_roster_refuses_wrong_or_repeated_workers() -> None:
+def test_rank_map_refuses_wrong_or_repeated_workers() -> None:
     with pytest.raises(ConfigError, match="wants 2 different workers"):
-        Roster(Layout(2, 1, 1), (3, 3))
+        RankMap(Layout(2, 1, 1), (3, 3))
     with pytest.raises(ConfigError, match="wants 4"):
-        Roster(Layout(2, 1, 2), (0, 1))
+        RankMap(Layout(2, 1, 2), (0, 1))
 
 
-def test_roster_finds_workers_and_seats() -> None:
-    people = roster(Layout(2, 1, 2), first=5)
+def test_rank_map_finds_workers_and_seats() -> None:
+    people = rank_map(Layout(2, 1, 2), first=5)
     assert people.worker_at(Coordinate(1, 0, 1)) == 8
     assert people.coordinate_of(8) == Coordinate(1, 0, 1)
     assert people.coordinate_of(0) is None

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liver_hpc.layout import overlap
-from liver_hpc.layout.coordinates import Coordinate, Layout, Roster
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.memory import handoff_bytes
 from liver_hpc.layout.overlap import overlap_matrix
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.placement import place
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec
 from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
-from tests.unit.layout.models import LAYOUTS, MODELS, TIED, roster
+from tests.unit.layout.models import LAYOUTS, MODELS, TIED, rank_map
 
 
 def overlap_bytes(
@@ -59,8 +59,8 @@ def test_in_small_batches_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_overlap_is_the_local_part_of_the_plan() -> None:
-    source = roster(Layout(1, 1, 2))
-    target = Roster(Layout(2, 1, 2), (0, 1, 2, 3))
+    source = rank_map(Layout(1, 1, 2))
+    target = RankMap(Layout(2, 1, 2), (0, 1, 2, 3))
     stays = overlap_matrix(TIED, source.layout, target.layout)
     kept = sum(
         stays[source.layout.rank(at), target.layout.rank(to)]
@@ -83,7 +83,7 @@ def test_a_large_model_on_many_workers_is_placed_while_the_coordinator_waits() -
             tied_embeddings=False,
         )
     )
-    source = roster(Layout(4, 2, 8))
+    source = rank_map(Layout(4, 2, 8))
     began_s = time.process_time()
     placed = place(model, source, Layout(8, 2, 4), range(64))
     assert sorted(placed.workers) == list(range(64))

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.memory import handoff_bytes, state_bytes, worker_bytes
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.placement import place
 from liver_hpc.layout.plan import subtract, transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, TransferPlan
 from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
-from tests.unit.layout.models import LAYOUTS, MODELS, TIED, roster
+from tests.unit.layout.models import LAYOUTS, MODELS, TIED, rank_map
 
 BOXES = st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 5), st.integers(1, 5)).map(
     lambda t: Box(t[0], t[0] + t[1], t[2], t[2] + t[3])
@@ -22,16 +22,16 @@ BOXES = st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 5), st.in
 
 
 @st.composite
-def rosters(draw: st.DrawFn) -> tuple[Roster, Roster]:
-    """A source roster, and a target one whose people are partly the same, shuffled."""
-    source = roster(draw(LAYOUTS))
+def rank_maps(draw: st.DrawFn) -> tuple[RankMap, RankMap]:
+    """A source rank map, and a target one whose people are partly the same, shuffled."""
+    source = rank_map(draw(LAYOUTS))
     layout = draw(LAYOUTS)
     pool = list(range(source.layout.workers + layout.workers))
     people = draw(st.permutations(pool))[: layout.workers]
-    return source, Roster(layout, tuple(people))
+    return source, RankMap(layout, tuple(people))
 
 
-def plans(model: ModelSpec, source: Roster, target: Roster) -> dict[int, TransferPlan]:
+def plans(model: ModelSpec, source: RankMap, target: RankMap) -> dict[int, TransferPlan]:
     everybody = sorted({*source.workers, *target.workers})
     return {worker: transfer_plan(model, source, target, worker) for worker in everybody}
 
@@ -48,8 +48,8 @@ def test_subtract_leaves_what_the_hole_does_not_cover(box: Box, hole: Box) -> No
 
 
 @settings(max_examples=25, deadline=None)
-@given(rosters(), st.sampled_from(MODELS))
-def test_both_ends_of_every_move_plan_it(people: tuple[Roster, Roster], model: ModelSpec) -> None:
+@given(rank_maps(), st.sampled_from(MODELS))
+def test_both_ends_of_every_move_plan_it(people: tuple[RankMap, RankMap], model: ModelSpec) -> None:
     by_worker = plans(model, *people)
     sent = Counter(move for plan in by_worker.values() for move in plan.sends)
     received = Counter(move for plan in by_worker.values() for move in plan.receives)
@@ -63,9 +63,9 @@ def test_both_ends_of_every_move_plan_it(people: tuple[Roster, Roster], model: M
 
 
 @settings(max_examples=25, deadline=None)
-@given(rosters(), st.sampled_from(MODELS))
+@given(rank_maps(), st.sampled_from(MODELS))
 def test_every_element_of_the_target_is_written_exactly_once(
-    people: tuple[Roster, Roster], model: ModelSpec
+    people: tuple[RankMap, RankMap], model: ModelSpec
 ) -> None:
     source, target = people
     for worker in target.workers:
@@ -85,9 +85,9 @@ def test_every_element_of_the_target_is_written_exactly_once(
 
 
 @settings(max_examples=25, deadline=None)
-@given(rosters(), st.sampled_from(MODELS))
+@given(rank_maps(), st.sampled_from(MODELS))
 def test_nothing_is_sent_that_its_receiver_holds_and_senders_hold_what_they_send(
-    people: tuple[Roster, Roster], model: ModelSpec
+    people: tuple[RankMap, RankMap], model: ModelSpec
 ) -> None:
     source, target = people
 
@@ -106,7 +106,7 @@ def test_nothing_is_sent_that_its_receiver_holds_and_senders_hold_what_they_send
 
 
 def test_moving_to_the_same_seats_sends_nothing() -> None:
-    people = roster(Layout(2, 2, 2))
+    people = rank_map(Layout(2, 2, 2))
     moved, local = handoff_bytes(TIED, people, people)
     assert moved == 0
     assert local == sum(
@@ -117,7 +117,7 @@ def test_moving_to_the_same_seats_sends_nothing() -> None:
 
 
 def test_one_to_one_moves_the_whole_state() -> None:
-    moved, local = handoff_bytes(TIED, roster(Layout(1, 1, 1)), Roster(Layout(1, 1, 1), (9,)))
+    moved, local = handoff_bytes(TIED, rank_map(Layout(1, 1, 1)), RankMap(Layout(1, 1, 1), (9,)))
     assert (moved, local) == (state_bytes(TIED), 0)
 
 
@@ -126,24 +126,24 @@ def test_one_to_one_moves_the_whole_state() -> None:
 def test_placement_moves_no_more_than_seats_in_rank_order(
     before: Layout, after: Layout, leaving: int
 ) -> None:
-    source = roster(before)
+    source = rank_map(before)
     stay = source.workers[min(leaving, before.workers - 1) :]
     joiners = range(1000, 1000 + max(0, after.workers - len(stay)))
     available = [*stay, *joiners]
     placed = place(TIED, source, after, available)
-    plain = Roster(after, tuple(available[: after.workers]))
+    plain = RankMap(after, tuple(available[: after.workers]))
     assert handoff_bytes(TIED, source, placed)[0] <= handoff_bytes(TIED, source, plain)[0]
     assert set(placed.workers) <= set(available)
 
 
 def test_placement_of_the_same_layout_keeps_everybody_and_seats_the_joiner() -> None:
-    source = roster(Layout(2, 1, 2))
+    source = rank_map(Layout(2, 1, 2))
     placed = place(TIED, source, source.layout, [0, 2, 3, 7])
     assert placed.workers == (0, 7, 2, 3)
 
 
 def test_placement_is_the_same_for_many_workers_as_seat_by_seat() -> None:
-    source = roster(Layout(4, 4, 8))
+    source = rank_map(Layout(4, 4, 8))
     placed = place(TIED, source, source.layout, [w for w in range(200) if w != 5])
     assert placed.workers[:5] == source.workers[:5]
     assert placed.workers[5] == 128
@@ -152,7 +152,7 @@ def test_placement_is_the_same_for_many_workers_as_seat_by_seat() -> None:
 
 def test_too_few_workers_are_refused() -> None:
     with pytest.raises(Exception, match="wants 4 workers, available are"):
-        place(TIED, roster(Layout(1, 1, 2)), Layout(2, 1, 2), [0, 1])
+        place(TIED, rank_map(Layout(1, 1, 2)), Layout(2, 1, 2), [0, 1])
 
 
 def test_the_work_does_not_grow_with_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_the_work_does_not_grow_with_the_workers(monkeypatch: pytest.MonkeyPatch
 
     def looked_at(dp: int) -> int:
         model = gpt_tensors(GPTConfig(layers=4, hidden=64, heads=4, ffn_hidden=96, vocab_size=512))
-        source, target = roster(Layout(2, 2, dp)), roster(Layout(2, 2, dp + 1))
+        source, target = rank_map(Layout(2, 2, dp)), rank_map(Layout(2, 2, dp + 1))
         counted = 0
         intersect = Box.intersect
 

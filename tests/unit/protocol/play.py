@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from liver_hpc.clock import FakeClock
 from liver_hpc.config.schema import DeadlineSection
-from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Action, Ended, FailRun, LaunchJoiners, PlaceTarget, Send
 from liver_hpc.protocol.attempt import Phase
@@ -17,7 +17,7 @@ from liver_hpc.protocol.events import (
     Requested,
     TargetFixed,
     WorkerLost,
-    World,
+    WorldRef,
 )
 from liver_hpc.protocol.machine import HandoffMachine
 from tests.fakes import Fault, FaultInjector, WorkerScript
@@ -29,8 +29,8 @@ DP2, TP2, PP2, TP2_DP2 = Layout(1, 1, 2), Layout(2, 1, 1), Layout(1, 2, 1), Layo
 class Change:
     """One kind of handoff: from, to, and the joiners that it needs."""
 
-    source: Roster
-    target: Roster
+    source: RankMap
+    target: RankMap
 
     @property
     def joiners(self) -> tuple[int, ...]:
@@ -42,11 +42,11 @@ class Change:
 
 
 CHANGES = {
-    "grow": Change(Roster(DP2, (0, 1)), Roster(TP2_DP2, (0, 1, 2, 3))),
-    "shrink": Change(Roster(TP2_DP2, (0, 1, 2, 3)), Roster(TP2, (0, 2))),
-    "same workers": Change(Roster(DP2, (0, 1)), Roster(PP2, (1, 0))),
-    "replace": Change(Roster(DP2, (0, 1)), Roster(DP2, (0, 7))),
-    "all new": Change(Roster(TP2, (0, 1)), Roster(TP2, (4, 5))),
+    "grow": Change(RankMap(DP2, (0, 1)), RankMap(TP2_DP2, (0, 1, 2, 3))),
+    "shrink": Change(RankMap(TP2_DP2, (0, 1, 2, 3)), RankMap(TP2, (0, 2))),
+    "same workers": Change(RankMap(DP2, (0, 1)), RankMap(PP2, (1, 0))),
+    "replace": Change(RankMap(DP2, (0, 1)), RankMap(DP2, (0, 7))),
+    "all new": Change(RankMap(TP2, (0, 1)), RankMap(TP2, (4, 5))),
 }
 
 
@@ -70,7 +70,7 @@ class Play:
         self.mail: dict[int, list[Event]] = {w: [] for w in self.change.everybody}
 
     def begin(self) -> None:
-        source = World(3, self.change.source)
+        source = WorldRef(3, self.change.source)
         self.feed(Requested(4, source, self.change.target.layout, len(self.change.joiners), "test"))
 
     def feed(self, event: Event) -> None:
@@ -154,12 +154,12 @@ class Play:
             return
         if self.outcome.outcome == "completed":
             assert committed == set(self.change.everybody)
-            assert self.outcome.world == World(4, self.change.target)
+            assert self.outcome.world == WorldRef(4, self.change.target)
             leavers = set(self.change.source.workers) - set(self.change.target.workers)
             assert {w for w in self.change.everybody if self.got(w, m.Exit)} == leavers
             return
         assert not committed
-        assert self.outcome.world.roster == self.change.source
+        assert self.outcome.world.rank_map == self.change.source
         assert {w for w in self.change.everybody if self.got(w, m.Exit)} <= set(self.change.joiners)
         if aborted:
             assert all(self.got(w, m.Resume) for w in self.change.source.workers)

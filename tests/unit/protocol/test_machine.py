@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from liver_hpc.clock import FakeClock
 from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.errors import ProtocolError
-from liver_hpc.layout.coordinates import Roster
+from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Ended, FailRun
 from liver_hpc.protocol.attempt import Phase
@@ -22,7 +22,7 @@ from liver_hpc.protocol.events import (
     Requested,
     TargetFixed,
     WorkerLost,
-    World,
+    WorldRef,
 )
 from liver_hpc.protocol.machine import HandoffMachine
 from tests.fakes import Fault
@@ -48,7 +48,7 @@ def test_a_handoff_completes_in_every_order_of_events(change: Change, rng: rando
     play.begin()
     play.run(rng)
 
-    assert play.outcome == Ended(4, "completed", "", World(4, change.target))
+    assert play.outcome == Ended(4, "completed", "", WorldRef(4, change.target))
     play.assert_never_a_mix()
 
 
@@ -325,10 +325,10 @@ def test_a_message_that_was_not_asked_for_raises(play: Play) -> None:
 def test_a_target_that_leaves_a_joiner_out_raises() -> None:
     clock = FakeClock()
     machine = HandoffMachine(DeadlineSection(), clock)
-    machine.handle(Requested(1, World(0, Roster(DP2, (0, 1))), TP2, 1, "test"))
+    machine.handle(Requested(1, WorldRef(0, RankMap(DP2, (0, 1))), TP2, 1, "test"))
     machine.handle(m.Hello(worker=2, pid=2, host="h", booted_s=1.0))
     with pytest.raises(ProtocolError, match="for joiners"):
-        machine.handle(TargetFixed(Roster(TP2, (0, 1))))
+        machine.handle(TargetFixed(RankMap(TP2, (0, 1))))
 
 
 def test_a_worker_lost_between_handoffs_fails_the_run() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liver_hpc.layout.coordinates import Coordinate, Layout, Roster
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import EXP_AVG, MAIN, PARAMETER
 from liver_hpc.protocol.messages import ClassDigest, Vote
 from liver_hpc.protocol.votes import (
@@ -27,10 +27,10 @@ state_classes = st.builds(
 
 @dataclass(frozen=True)
 class Situation:
-    """Two rosters and what each of their workers reports."""
+    """Two rank maps and what each of their workers reports."""
 
-    source: Roster
-    target: Roster
+    source: RankMap
+    target: RankMap
     votes: dict[int, Vote]
 
 
@@ -45,12 +45,12 @@ def _vote(worker: int, source: list[ClassDigest], target: list[ClassDigest]) -> 
     )
 
 
-def _holders(roster: Roster, state_class: StateClass) -> list[Coordinate]:
+def _holders(rank_map: RankMap, state_class: StateClass) -> list[Coordinate]:
     """Coordinates that hold part of a class; a class on several stages is on first and last."""
-    last = roster.layout.pp - 1
+    last = rank_map.layout.pp - 1
     return [
         at
-        for at in roster.layout.coordinates()
+        for at in rank_map.layout.coordinates()
         if not state_class.multi_stage or at.pp in (0, last)
     ]
 
@@ -58,22 +58,22 @@ def _holders(roster: Roster, state_class: StateClass) -> list[Coordinate]:
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
     layout, other = draw(layouts), draw(layouts)
-    source = Roster(layout, tuple(range(layout.workers)))
+    source = RankMap(layout, tuple(range(layout.workers)))
     first = draw(st.integers(0, layout.workers))
-    target = Roster(other, tuple(range(first, first + other.workers)))
+    target = RankMap(other, tuple(range(first, first + other.workers)))
     digests: dict[tuple[str, int], list[ClassDigest]] = {}
     for state_class in draw(st.lists(state_classes, min_size=1, max_size=4, unique=True)):
         whole = draw(st.integers(0, MODULUS - 1))
-        for side, roster in (("source", source), ("target", target)):
+        for side, rank_map in (("source", source), ("target", target)):
             left: dict[CopyIndex, int] = {}
-            holders = _holders(roster, state_class)
+            holders = _holders(rank_map, state_class)
             last_of = {CopyIndex.of(state_class, at): at for at in holders}
             for at in holders:
                 index = CopyIndex.of(state_class, at)
                 rest = left.get(index, whole)
                 part = rest if last_of[index] == at else draw(st.integers(0, MODULUS - 1))
                 left[index] = (rest - part) % MODULUS
-                digests.setdefault((side, roster.worker_at(at)), []).append(
+                digests.setdefault((side, rank_map.worker_at(at)), []).append(
                     ClassDigest(
                         kind=state_class.kind,
                         tp_replicated=state_class.tp_replicated,
@@ -142,8 +142,8 @@ def _parameter(value: int, *, tp_replicated: bool = False) -> ClassDigest:
 
 
 def test_the_text_names_kind_copy_and_workers() -> None:
-    source = Roster(Layout(1, 1, 1), (0,))
-    target = Roster(Layout(2, 1, 2), (0, 1, 2, 3))
+    source = RankMap(Layout(1, 1, 1), (0,))
+    target = RankMap(Layout(2, 1, 2), (0, 1, 2, 3))
     votes = {
         0: _vote(0, [_parameter(7)], [_parameter(3)]),
         1: _vote(1, [], [_parameter(4)]),
@@ -158,8 +158,8 @@ def test_the_text_names_kind_copy_and_workers() -> None:
 
 
 def test_a_copy_that_nobody_reports_is_missing() -> None:
-    source = Roster(Layout(1, 1, 1), (0,))
-    target = Roster(Layout(2, 1, 1), (0, 1))
+    source = RankMap(Layout(1, 1, 1), (0,))
+    target = RankMap(Layout(2, 1, 1), (0, 1))
     norm = _parameter(7, tp_replicated=True)
     votes = {0: _vote(0, [norm], [norm]), 1: _vote(1, [], [])}
 
@@ -169,8 +169,10 @@ def test_a_copy_that_nobody_reports_is_missing() -> None:
 
 
 def test_votes_without_any_digest_do_not_agree() -> None:
-    roster = Roster(Layout(1, 1, 1), (0,))
-    assert disagreements(roster, roster, {0: _vote(0, [], [])}) == ["no worker reported any digest"]
+    rank_map = RankMap(Layout(1, 1, 1), (0,))
+    assert disagreements(rank_map, rank_map, {0: _vote(0, [], [])}) == [
+        "no worker reported any digest"
+    ]
 
 
 @given(situations())
@@ -184,14 +186,14 @@ def test_equal_copies_agree_within_one_world_and_across_a_disk(situation: Situat
 
 
 def test_copies_of_one_world_that_have_diverged_are_found() -> None:
-    roster = Roster(Layout(1, 1, 2), (4, 9))
-    (text,) = copies_disagree(roster, {4: (_parameter(7),), 9: (_parameter(8),)})
+    rank_map = RankMap(Layout(1, 1, 2), (4, 9))
+    (text,) = copies_disagree(rank_map, {4: (_parameter(7),), 9: (_parameter(8),)})
     assert "world copy dp 1 (workers [9]) is 0000000000000008" in text
 
 
 def test_what_was_restored_is_told_apart_from_what_was_saved() -> None:
-    roster = Roster(Layout(1, 1, 1), (0,))
-    found = restored_disagrees(roster, {0: (_parameter(7),)}, roster, {0: (_parameter(8),)})
+    rank_map = RankMap(Layout(1, 1, 1), (0,))
+    found = restored_disagrees(rank_map, {0: (_parameter(7),)}, rank_map, {0: (_parameter(8),)})
     assert found == [
         "parameter (split over tp): restored copy dp 0 (workers [0]) is 0000000000000008, "
         "saved copy dp 0 (workers [0]) is 0000000000000007"

@@ -14,10 +14,10 @@ import torch
 
 from liver_hpc.config.schema import DataSection
 from liver_hpc.errors import ConfigError, DeadlineError
+from liver_hpc.host.file_lock import file_lock
 from liver_hpc.recipes import text_data
-from liver_hpc.recipes.file_lock import file_lock
+from liver_hpc.recipes.cpu_modules import import_only_triton
 from liver_hpc.recipes.text_data import END_OF_DOCUMENT, pinned, prefix_of, prepare, text_files
-from liver_hpc.world.cpu_modules import import_only_triton
 
 with import_only_triton():
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liver_hpc.errors import LiverError, MeetingError
-from liver_hpc.rendezvous.meeting import (
+from liver_hpc.rendezvous.base import (
     Answer,
     Challenge,
     Identity,

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from liver_hpc.rendezvous import mpi_calls
+from liver_hpc.rendezvous.mpi import calls
 
 VARIABLES = (
     "MPIR_CVAR_CH4_NETMOD", "FI_PROVIDER", "FI_TCP_IFACE", "UCX_TLS", "UCX_NET_DEVICES"
@@ -18,12 +18,12 @@ def empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
         del os.environ[name]
-    monkeypatch.setattr(mpi_calls, "interface_towards", lambda host: "eth0")
+    monkeypatch.setattr(calls, "interface_towards", lambda host: "eth0")
 
 
 def told(host: str, interface: str | None = None, netmod: str | None = None) -> dict[str, str]:
     """The variables as they are set afterwards."""
-    assert mpi_calls._choose_network(host, interface, netmod) == os.environ[VARIABLES[0]]
+    assert calls._choose_network(host, interface, netmod) == os.environ[VARIABLES[0]]
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 

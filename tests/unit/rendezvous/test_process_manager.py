@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.rendezvous.process_manager import find_mpiexec, inherited_line, under_mpiexec
+from liver_hpc.rendezvous.mpi.process_manager import find_mpiexec, inherited_line, under_mpiexec
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.schema import HandoffSection
 from liver_hpc.errors import DeadlineError, LiverError, PlanError, TransferError
-from liver_hpc.layout.coordinates import Layout, Roster
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.memory import move_bytes
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.plan import transfer_plan
@@ -33,10 +33,10 @@ SMALL = HandoffSection(staging_bytes=700, bucket_bytes=200)
 ONE_SLOT = HandoffSection(staging_bytes=256, bucket_bytes=256)
 BUDGETS = {"large": LARGE, "small": SMALL, "one slot": ONE_SLOT}
 HANDOFFS = {
-    "grow": (Roster(Layout(1, 1, 2), (0, 1)), Roster(Layout(2, 1, 2), (2, 0, 1, 3))),
-    "turn": (Roster(Layout(2, 1, 2), (0, 1, 2, 3)), Roster(Layout(1, 2, 2), (3, 1, 0, 2))),
-    "shrink": (Roster(Layout(1, 4, 1), (0, 1, 2, 3)), Roster(Layout(2, 1, 1), (3, 0))),
-    "replace": (Roster(Layout(1, 1, 2), (0, 1)), Roster(Layout(1, 1, 2), (2, 1))),
+    "grow": (RankMap(Layout(1, 1, 2), (0, 1)), RankMap(Layout(2, 1, 2), (2, 0, 1, 3))),
+    "turn": (RankMap(Layout(2, 1, 2), (0, 1, 2, 3)), RankMap(Layout(1, 2, 2), (3, 1, 0, 2))),
+    "shrink": (RankMap(Layout(1, 4, 1), (0, 1, 2, 3)), RankMap(Layout(2, 1, 1), (3, 0))),
+    "replace": (RankMap(Layout(1, 1, 2), (0, 1)), RankMap(Layout(1, 1, 2), (2, 1))),
 }
 SHORT_S, LONG_S = 0.3, 60.0
 
@@ -112,7 +112,7 @@ def move_everything(member: Member, dtype: str, handoff: str, budget: str) -> di
     transport = member.connect(model, BUDGETS[budget])
     plan = transfer_plan(model, source, target, member.worker)
     was, becomes = ToyState(model, random_bits(7)), ToyState(model, untouched)
-    at, to = (roster.coordinate_of(member.worker) for roster in (source, target))
+    at, to = (rank_map.coordinate_of(member.worker) for rank_map in (source, target))
     totals = {"sent": 0, "received": 0, "local": 0}
     for part in _parts(plan):
         transport.prepare(part)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from liver_hpc.interfaces import address_towards
+from liver_hpc.host.interfaces import address_towards
 from liver_hpc.world.device import Device, Network, NetworkPlan
 from liver_hpc.world.groups import Group, install_sentinel
 

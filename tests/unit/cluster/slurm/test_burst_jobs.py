@@ -9,7 +9,7 @@ import pytest
 
 from liver_hpc.clock import FakeClock
 from liver_hpc.cluster.slurm.burst_jobs import BurstJobs
-from liver_hpc.cluster.slurm.commands import Answer, ControllerAway, JobInfo, SlurmCommands
+from liver_hpc.cluster.slurm.commands import Answer, ControllerUnreachable, JobInfo, SlurmCommands
 from liver_hpc.config.schema import RunConfig
 
 BURST = {"partition": "preempt", "max_nodes": 2, "time_min": 60}
@@ -62,7 +62,7 @@ def test_a_request_whose_answer_was_lost_is_found_by_its_name(
     cluster: Cluster, jobs: BurstJobs
 ) -> None:
     cluster.answers["sbatch"] = TimeoutError()
-    with pytest.raises(ControllerAway):
+    with pytest.raises(ControllerUnreachable):
         jobs.act([])
     assert jobs.pending == []
     # It runs already when the controller answers again.

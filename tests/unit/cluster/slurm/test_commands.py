@@ -11,7 +11,7 @@ import pytest
 from liver_hpc.clock import Deadline, FakeClock, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import (
     Answer,
-    ControllerAway,
+    ControllerUnreachable,
     JobInfo,
     SlurmCommands,
     SlurmError,
@@ -45,8 +45,8 @@ class Played:
         return answer
 
 
-def commands(*answers: Answer | BaseException, away_s: float = 0.0) -> SlurmCommands:
-    return SlurmCommands(5.0, away_s, FakeClock(), Played(*answers))
+def commands(*answers: Answer | BaseException, unreachable_s: float = 0.0) -> SlurmCommands:
+    return SlurmCommands(5.0, unreachable_s, FakeClock(), Played(*answers))
 
 
 def test_jobs_of_a_het_job_come_by_their_own_ids() -> None:
@@ -76,7 +76,9 @@ def test_an_absent_controller_is_asked_again(answer: Answer | BaseException) -> 
     played = Played(answer, Answer(0, HET_JOB))
     assert len(SlurmCommands(5.0, 60.0, run=played).jobs(["1"])) == 3
     assert len(played.asked) == 3  # two squeues, one hostnames
-    with pytest.raises(ControllerAway, match=r"squeue .*(Unable to contact|no answer in 5 s)"):
+    with pytest.raises(
+        ControllerUnreachable, match=r"squeue .*(Unable to contact|no answer in 5 s)"
+    ):
         SlurmCommands(5.0, 60.0, run=Played(answer)).jobs(["1"], retry=False)
 
 
@@ -92,7 +94,7 @@ def test_close_ends_a_pause() -> None:
     failed = threading.Event()
 
     def ask() -> None:
-        with pytest.raises(ControllerAway):
+        with pytest.raises(ControllerUnreachable):
             slurm.requeue("1")
         failed.set()
 

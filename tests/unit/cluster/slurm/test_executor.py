@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.cluster.slurm.commands import Answer, ControllerAway, SlurmCommands, SlurmError
+from liver_hpc.cluster.slurm.commands import (
+    Answer,
+    ControllerUnreachable,
+    SlurmCommands,
+    SlurmError,
+)
 from liver_hpc.cluster.slurm.executor import OVER, HetJob, SqueueWatcher, submit_once
 
 AWAY = Answer(1, "", "sbatch: error: Unable to contact slurm controller (connect failure)")
@@ -27,7 +32,7 @@ class Played:
 
 
 def commands(played: Played) -> SlurmCommands:
-    return SlurmCommands(command_s=1.0, away_s=0.0, run=played)
+    return SlurmCommands(command_s=1.0, unreachable_s=0.0, run=played)
 
 
 def queued(job: int, shown: str = "", state: str = "PENDING") -> Answer:
@@ -59,8 +64,8 @@ def test_a_refusal_is_not_repeated() -> None:
     assert played.asked == ["sbatch"]
 
 
-def test_a_controller_that_stays_away_is_an_error() -> None:
-    with pytest.raises(ControllerAway, match="Unable to contact"):
+def test_a_controller_that_stays_unreachable_is_an_error() -> None:
+    with pytest.raises(ControllerUnreachable, match="Unable to contact"):
         submit_once(commands(Played(AWAY, AWAY)), Path("batch.sh"), "run-1")
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from liver_hpc.cluster.pool import EndNear, NodeGone, NodeGranted, NodeWarned, PoolEvent
 from liver_hpc.cluster.slurm.allocation import Place
 from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Windows
 from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.errors import LiverError
+from liver_hpc.run.node_events import EndNear, NodeGone, NodeGranted, NodeWarned, PoolEvent
 
 LIMIT_S = 10_000.0
 KILL_S = 5.0
@@ -43,12 +43,12 @@ def warned(nodes: str, reason: str, at_s: float, deadline_s: float | None) -> li
     return [NodeWarned(node, reason, at_s, deadline_s) for node in nodes.split()]
 
 
-def test_grants_say_what_can_be_taken_away() -> None:
+def test_grants_say_what_can_be_taken_unreachable() -> None:
     holdings = Holdings(Windows(100.0, KILL_S))
     place = Place("9", burst=True)
     (event,) = holdings.enter(Holding("burst-9", place, ("n4",), 2, grace_s=None))
     assert isinstance(event, NodeGranted)
-    assert (event.node.volatile, event.node.burst, event.node.slots) == (True, True, 2)
+    assert (event.node.preemptible, event.node.burst, event.node.slots) == (True, True, 2)
     assert holdings.place_of("n4") == place
     with pytest.raises(LiverError, match=r"'n9' is not held .*nodes are n4"):
         holdings.place_of("n9")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.pool import NodeGranted, NodeWarned, PoolEvent, PoolNote
 from liver_hpc.cluster.slurm.allocation import Component, OwnAllocation
 from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands
 from liver_hpc.cluster.slurm.pool import SlurmPool
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.run.node_events import NodeGranted, NodeWarned, PoolEvent, PoolNote
 
 BURST = {"partition": "preempt", "max_nodes": 2, "backoff_s": 60.0}
 COMPONENTS = [{"name": name, "nodes": 1} for name in ("main", "left", "right")]

@@ -1,0 +1,184 @@
+"""A training job that changes its layout by stopping and starting again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import TracebackType
+
+from benchmarks.baseline import page_cache
+from benchmarks.baseline.lines import Leave, Ready, Save, Stepped, Written
+from benchmarks.baseline.methods import Method
+from benchmarks.baseline.phases import Restart, RestartTimes, as_if_saved_before
+from benchmarks.baseline.workers import Start, Workers
+from liver_hpc.clock import Clock, SystemClock
+from liver_hpc.config.load import load_run
+from liver_hpc.errors import LiverError
+from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.protocol.votes import restored_disagrees
+from liver_hpc.report.store import MetricsWriter
+from liver_hpc.run.records import StepRecord
+
+
+class RestartJob:
+    """Workers of one layout after the other; a context manager that leaves nothing behind.
+
+    `run_directory` holds run.yaml; metrics.h5 gets every step, a restart's target being the next
+    generation, and every restart twice: as it was, and as if the checkpoint had existed. With
+    `digests` each restart is checked to have moved the state bit by bit, which costs time that is
+    counted: not for measuring.
+    """
+
+    def __init__(self, run_directory: Path, digests: bool = False) -> None:
+        self._directory = run_directory
+        self._config = load_run(run_directory / "run.yaml")
+        self._limits = self._config.deadlines
+        self._digests = digests
+        self._clock: Clock = SystemClock()
+        self._metrics = MetricsWriter(
+            run_directory / "metrics.h5", self._config.metrics, {"name": self._config.name}
+        )
+        self._workers: Workers | None = None
+        self._generation = -1
+
+    def __enter__(self) -> RestartJob:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._workers is not None:
+            self._workers.kill()
+            self._workers = None
+        self._metrics.close()
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that trains now."""
+        return self._running().start.layout
+
+    # ---- life
+
+    def begin(self, layout: Layout) -> None:
+        """The first workers, from the seed; returns once they train."""
+        workers = self._launch(layout)
+        workers.meet(self._limits.boot_s)
+        workers.ready(self._limits.boot_s)
+
+    def train(self, steps: int) -> None:
+        """Returns when the present workers have done so many steps in all."""
+        self._running().steps(steps, steps * self._limits.collective_s)
+
+    def expect(self, method: Method) -> None:
+        """Makes the present workers ready to save in this way, as a save before it would have."""
+        self._running().expect(method, self._limits.prepare_s)
+
+    def restart(
+        self, target: Layout, method: Method, steps: int = 4, drop_page_cache: bool = False
+    ) -> Restart:
+        """Save, stop, start, load; returns when the target has done `steps` steps after its first.
+
+        Raises LiverError when a worker fails, or the state that was loaded is not the saved one.
+        """
+        source, limits = self._running(), self._limits
+        directory = self._directory / "restarts" / str(self._generation)
+        directory.mkdir(parents=True)
+        self.expect(method)
+        noticed_s = self._clock.now_s()
+        source.tell(Save(method=method, directory=str(directory)))
+        written = source.written(limits.collective_s + limits.transfer_s)
+        source.join(limits.exit_s)
+        stopped_s = self._clock.now_s()
+        cache = page_cache.drop(directory) if drop_page_cache else page_cache.WARM
+        aside_s = self._clock.now_s() - stopped_s
+        workers = self._launch(target, method, directory)
+        workers.meet(limits.boot_s)
+        ready = workers.ready(limits.boot_s + limits.transfer_s)
+        first, *later = workers.steps(1 + steps, (1 + steps) * limits.collective_s)
+        self._check(source.start.layout, written, target, ready)
+        times = RestartTimes(
+            noticed_s=noticed_s,
+            last_step_ended_s=max(line.boundary_s for line in written),
+            saved_s=max(line.saved_s for line in written),
+            stopped_s=stopped_s,
+            aside_s=aside_s,
+            entered_s=workers.entered_s(limits.boot_s),
+            imported_s=workers.imported_s(limits.boot_s),
+            built_s=max(line.built_s for line in ready),
+            loaded_s=max(line.loaded_s for line in ready),
+            first_step_ended_s=first.ended_s,
+        )
+        restart = Restart(
+            method=method.value,
+            source=str(source.start.layout),
+            target=str(target),
+            times=times,
+            target_steps_s=tuple(step.ended_s - step.started_s for step in later),
+            repeated_steps=self._repeated(source, written),
+            num_bytes=page_cache.num_bytes(directory),
+            page_cache=cache,
+        )
+        self._metrics.add_baseline(restart.record())
+        self._metrics.add_baseline(as_if_saved_before(restart.record()))
+        shutil.rmtree(directory)
+        return restart
+
+    def stop(self) -> None:
+        """The present workers end at their next boundary, and their steps are in the file."""
+        workers = self._running()
+        workers.tell(Leave())
+        workers.join(self._limits.collective_s + self._limits.exit_s)
+        self._workers = None
+        self._metrics.flush()
+
+    # ---- parts
+
+    def _running(self) -> Workers:
+        if self._workers is None:
+            raise LiverError("the job has no workers: it has not begun, or has stopped")
+        return self._workers
+
+    def _launch(
+        self, layout: Layout, method: Method | None = None, directory: Path | None = None
+    ) -> Workers:
+        self._generation += 1
+        generation = self._generation
+        is_first = True
+
+        def heard(line: Stepped) -> None:
+            nonlocal is_first
+            fields = line.model_dump(exclude={"type"})
+            phase, is_first = "first" if is_first else "", False
+            self._metrics.add_step(StepRecord(**fields, generation=generation, phase=phase))
+
+        start = Start(self._directory, layout, generation, method, directory, self._digests)
+        self._workers = Workers(start, heard)
+        return self._workers
+
+    @staticmethod
+    def _repeated(source: Workers, written: list[Written]) -> int:
+        """Steps that the source did after the boundary that was saved."""
+        return sum(step.step >= written[0].step for step in source.steps(source.steps_done, 0.0))
+
+    def _check(
+        self, source: Layout, written: list[Written], target: Layout, ready: list[Ready]
+    ) -> None:
+        """Raises LiverError where what was loaded is not what was saved."""
+        steps = {line.step for line in written} | {line.step for line in ready}
+        if len(steps) != 1:
+            raise LiverError(f"saved and loaded boundaries differ: {sorted(steps)}")
+        if not self._digests:
+            return
+        differences = restored_disagrees(
+            _rank_map(source), {rank: line.digests for rank, line in enumerate(written)},
+            _rank_map(target), {rank: line.digests for rank, line in enumerate(ready)},
+        )  # fmt: skip
+        if differences:
+            raise LiverError(f"what was loaded is not what was saved: {differences[0]}")
+
+
+def _rank_map(layout: Layout) -> RankMap:
+    return RankMap(layout, tuple(range(layout.workers)))

@@ -1,0 +1,144 @@
+"""Megatron's own checkpoints: dist_checkpointing of model and distributed optimizer, in the
+format that every layout can load (`fully_reshardable`). The baseline's only importer of megatron.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import secrets
+import signal
+from multiprocessing.managers import SyncManager
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from benchmarks.baseline.storage import SaveInProgress, Storage
+from liver_hpc.host.lifeline import die_with_parent
+from liver_hpc.protocol.messages import ScalarState
+from liver_hpc.world.megatron import name_data_parallel_group
+from liver_hpc.world.world import World
+
+_SMALL = "liver_scalar_state"
+
+
+class MegatronStorage(Storage):
+    """Saves as Megatron-LM does by default: fully parallel over data-parallel replicas; every
+    worker loads what it needs by itself."""
+
+    def __init__(self, asynchronous: bool) -> None:
+        self._asynchronous = asynchronous
+
+    def prepare_save(self) -> None:
+        """Where the writers' results go: a queue of this process or, for a forked writer, of one
+        that has imported what results are made of. Megatron's own way is to start that one in a
+        process's first save, which then waits for its imports; and it would outlive a worker that
+        is killed, or that leaves without taking down its interpreter.
+        """
+        if getattr(filesystem_async, "_results_queue", 0) is None:
+            make = _queue_of_another_process if self._asynchronous else queue.Queue
+            filesystem_async._results_queue = make()
+
+    def save(self, world: World, small: ScalarState, directory: Path) -> None:
+        dist_checkpointing.save(
+            _to_save(world, small), str(directory), sharded_strategy=_save_strategy(world)
+        )
+
+    def begin_save(self, world: World, small: ScalarState, directory: Path) -> SaveInProgress:
+        request = dist_checkpointing.save(
+            _to_save(world, small),
+            str(directory),
+            sharded_strategy=_save_strategy(world),
+            async_sharded_save=True,
+        )
+        return _AsyncSave(request)
+
+    def load(self, world: World, directory: Path) -> ScalarState:
+        wanted = _sharded(world, is_loading=True)
+        strategy = get_default_load_sharded_strategy(str(directory))
+        loaded = dist_checkpointing.load(wanted, str(directory), sharded_strategy=strategy)
+        world.model.module.load_state_dict(loaded["model"])
+        _load_optimizer(world, loaded["optimizer"])
+        small = ScalarState.model_validate_json(loaded[_SMALL])
+        world.refresh_state()
+        world.load_scalar_state(small)
+        return small
+
+
+def _queue_of_another_process() -> Any:
+    # An abstract socket: there is no file to be left.
+    address = f"\0liver-{secrets.token_hex(16)}"
+    manager = SyncManager(address, ctx=multiprocessing.get_context("spawn"))
+    manager.start(die_with_parent, (os.getpid(), signal.SIGKILL))
+    results = manager.Queue()
+    results.put(WriteResult(MetadataIndex(""), 0, _StorageInfo("", 0, 0)))
+    results.get()
+    return results
+
+
+class _AsyncSave(SaveInProgress):
+    """Written by a process that is forked off every worker."""
+
+    def __init__(self, request: Any) -> None:
+        self._queue = AsyncCallsQueue()
+        self._queue.schedule_async_request(request)
+
+    def is_done(self) -> bool:
+        self._queue.maybe_finalize_async_calls(blocking=False)
+        return bool(self._queue.get_num_unfinalized_calls() == 0)
+
+
+def _save_strategy(world: World) -> Any:
+    return FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), world.groups.dp_cp)
+
+
+def _to_save(world: World, small: ScalarState) -> dict[str, Any]:
+    return {**_sharded(world, is_loading=False), _SMALL: small.model_dump_json()}
+
+
+def _sharded(world: World, is_loading: bool) -> dict[str, Any]:
+    """Megatron's description of the state. Collective: the optimizer's is gathered to be saved."""
+    groups = world.groups
+    name_data_parallel_group(groups)
+    metadata = {
+        "dp_cp_group": groups.dp_cp,
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    model = world.model.module.sharded_state_dict(metadata=metadata)
+    optimizer = world.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _load_optimizer(world: World, loaded: dict[str, Any]) -> None:
+    """torch's Adam counts steps in a tensor of each parameter. megatron's load does not expect it
+    there (KeyError), and gives all parameters one and the same, which would then advance once a
+    parameter: from the second step on, training would silently be another. So it is taken out,
+    every parameter gets its own, and the groups' copy, which nobody counts on, goes."""
+    (optimizer,) = world.optimizer.chained_optimizers
+    tensors = loaded.pop("param_state")
+    optimizer.load_state_dict(loaded)
+    states = optimizer.optimizer.state.values()
+    counts = [state.pop("step", None) for state in states]
+    optimizer.load_parameter_state_from_fully_reshardable(tensors)
+    for state, count in zip(states, counts, strict=True):
+        if count is not None:
+            state["step"] = count.clone()
+    if any(count is not None for count in counts):
+        for group in optimizer.optimizer.param_groups:
+            group.pop("step", None)

@@ -1,0 +1,54 @@
+"""What a benchmark has started ends with it, also when it is killed: `python -m benchmarks.reaper`.
+
+Runs outlive terminals, and processes that are compared stand still while others are measured: of
+a benchmark that is killed both would stay for ever. A process beside it waits for its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from liver_hpc.host.marks import kill_marked
+
+MARK = "LIVER_BENCHMARK"
+"""By this variable in their environment the guard finds the benchmark's processes."""
+
+_FINISHED = b"finished"
+_KILL_S = 30.0
+_END_S = 10.0
+
+
+@contextlib.contextmanager
+def nothing_outlives() -> Iterator[None]:
+    """What is started inside is killed when this process dies before it has left the block."""
+    value, before = secrets.token_hex(8), os.environ.get(MARK)
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.reaper", value],
+        stdin=subprocess.PIPE,
+        env={name: setting for name, setting in os.environ.items() if name != MARK},
+        start_new_session=True,
+    )
+    os.environ[MARK] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[MARK]
+        else:
+            os.environ[MARK] = before
+        guard.communicate(_FINISHED, timeout=_END_S)
+
+
+def main() -> None:
+    """Kills all that bear the mark once stdin has been closed without a word."""
+    if sys.stdin.buffer.read() != _FINISHED:
+        kill_marked(MARK, sys.argv[1], _KILL_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The `liver` command: what an operator types, and what is shown."""

@@ -1,0 +1,215 @@
+"""What an operator does to a run that exists: ask it, reshape it, watch it, stop it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.slurm.commands import SlurmError
+from liver_hpc.cluster.slurm.run_job import gone, is_queued, job_of, job_text
+from liver_hpc.errors import DeadlineError, LiverError, RequestRefused
+from liver_hpc.protocol.messages import FromOperator, Reply, StatusRequest, StopRequest
+from liver_hpc.protocol.status import StatusSnapshot
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ChannelRefused, connect
+from liver_hpc.run.directory import RunDirectory, outcome_text, process_lives
+from liver_hpc.run.outcome import Outcome
+from liver_hpc.run.secret import read_secret
+
+CONNECT_S = 10.0
+REPLY_S = 30.0
+_OUTCOME_S = 30.0
+"""How long a coordinator that has hung up may take to write its outcome."""
+_JOB_POLL_S = 0.5
+_LOCAL_POLL_S = 0.02
+
+
+class RunWaits(LiverError):
+    """The run has no coordinator yet, or none for now: its Slurm job is queued, or starts."""
+
+
+def request(run: RunDirectory, message: FromOperator) -> Reply:
+    """Sends one request; returns the coordinator's reply.
+
+    Raises RequestRefused with the reply's text when it declined, RunWaits while the run's job is
+    in Slurm's queue, LiverError when nobody answers, with the reason: the run is over, has not
+    started, or its coordinator is gone.
+    """
+    channel = _connect(run)
+    try:
+        return _ask(channel, message)
+    except ChannelClosed as error:
+        raise LiverError(f"run {run}: the coordinator hung up: {error}") from error
+    finally:
+        channel.close()
+
+
+def stop(run: RunDirectory, timeout_s: float | None = None, checkpoint: bool = False) -> Outcome:
+    """Has the run stop at its next step boundary, and waits until it is over. With `checkpoint`
+    the state is written to disk there; the outcome's reason says whether it could be.
+
+    A run whose job is queued, or whose coordinator has not come up yet, is cancelled. Without
+    `timeout_s` it waits as long as the run file lets boundaries and exits take. The run's job or,
+    on the local cluster, its processes are gone too on return. Raises what `request` raises, and
+    DeadlineError.
+    """
+    config = run.config()
+    if timeout_s is None:
+        limits = config.deadlines
+        timeout_s = limits.boundary_s + limits.release_s + limits.exit_s
+        timeout_s += limits.transfer_s if checkpoint else 0.0
+    deadline = Deadline.after(SystemClock(), timeout_s, f"run {run} to stop")
+    address, process, job = run.coordinator(), run.job_id(), job_of(run)
+    try:
+        request(run, StopRequest(checkpoint=checkpoint))
+    except RunWaits:
+        assert job is not None
+        return job.cancel(timeout_s)
+    if job is not None:
+        job.await_end(deadline)
+        if run.outcome() is None:
+            raise gone(run, job.job_id)
+    else:
+        local = config.cluster.kind == "local" and address is not None and process is not None
+        pids = (address.pid, int(process)) if local and address and process else ()
+        poll_until(lambda: _is_over(run, pids), deadline)
+    outcome = run.outcome()
+    assert outcome is not None
+    return outcome
+
+
+def _is_over(run: RunDirectory, pids: Sequence[int]) -> bool:
+    """Whether there is an outcome and none of the processes lives; LiverError if there never will
+    be one."""
+    living = any(process_lives(pid) for pid in pids)
+    if pids and not living and run.outcome() is None:
+        raise LiverError(f"run {run} ended without an outcome; {run.where_logs_are()}")
+    return run.outcome() is not None and not living
+
+
+class Watch:
+    """Snapshots of a run over one connection, made anew when it breaks."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._channel: Channel | None = None
+
+    def snapshot(self) -> StatusSnapshot | None:
+        """The run's state now; None once nobody answers any more.
+
+        Raises DeadlineError when the coordinator takes too long.
+        """
+        for _ in range(2):
+            if self._run.outcome() is not None or self._run.coordinator() is None:
+                return None
+            try:
+                if self._channel is None:
+                    self._channel = _open(self._run)
+                return StatusSnapshot.model_validate(_ask(self._channel, StatusRequest()).data)
+            except RequestRefused:  # it is about to end
+                return None
+            except ChannelClosed:
+                self.close()
+        return None
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
+def final_outcome(run: RunDirectory) -> Outcome | None:
+    """The outcome of a run whose coordinator has hung up; None when it was killed, or when the
+    run is to go on in another job."""
+    deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"the outcome of {run}")
+
+    def settled() -> bool:
+        return run.last_outcome() is not None or not _coordinator_lives(run)
+
+    try:
+        poll_until(settled, deadline, _JOB_POLL_S if job_of(run) is not None else _LOCAL_POLL_S)
+    except DeadlineError:
+        return None
+    return run.outcome()
+
+
+def begins_again(run: RunDirectory) -> bool:
+    """Whether the run's job is queued, and the run with it goes on later.
+
+    Right after a coordinator has ended its job may be on its way to the queue still.
+    """
+    job = job_of(run)
+    if job is None:
+        return False
+    if run.outcome() is not None:
+        return False
+    deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"job {job.job_id} to be queued again")
+    try:
+        poll_until(job.is_out_of_work, deadline, _JOB_POLL_S)
+    except DeadlineError:  # it has come back within a moment
+        return True
+    return not job.is_over()
+
+
+def _coordinator_lives(run: RunDirectory) -> bool:
+    """As far as can be known: its process where that is one of this machine, else its job."""
+    address, job = run.coordinator(), job_of(run)
+    if address is not None and address.is_here:
+        return process_lives(address.pid)
+    return job is None or not job.is_out_of_work()
+
+
+def _ask(channel: Channel, message: FromOperator) -> Reply:
+    channel.send(message)
+    reply = channel.receive(REPLY_S)
+    if not isinstance(reply, Reply):
+        raise LiverError(f"wanted a reply to {message.type!r}, got {reply.type!r}")
+    if not reply.ok:
+        raise RequestRefused(reply.text)
+    return reply
+
+
+def _connect(run: RunDirectory) -> Channel:
+    """A channel to the coordinator; raises LiverError that says why there is none."""
+    outcome = run.outcome()
+    if outcome is not None:
+        raise LiverError(f"run {run} is over: {outcome_text(outcome)}")
+    try:
+        if run.coordinator() is not None:
+            return _open(run)
+    except ChannelRefused as error:
+        raise LiverError(f"run {run}: {error}") from error
+    except ChannelClosed as error:
+        raise _silence(run) from error
+    raise _silence(run)
+
+
+def _silence(run: RunDirectory) -> LiverError:
+    """Why nobody answers for a run that is not over."""
+    address, job = run.coordinator(), job_of(run)
+    try:
+        info = job.find() if job is not None else None
+    except SlurmError as error:
+        return LiverError(f"run {run}: its coordinator does not answer, and Slurm neither: {error}")
+    if info is not None and (is_queued(info) or address is None):
+        return RunWaits(f"run {run}: {job_text(info)}")
+    if address is None and job is not None:
+        return gone(run, job.job_id)
+    if address is None:
+        return LiverError(f"run {run} has no coordinator: it is starting or ending")
+    if _coordinator_lives(run):
+        return LiverError(f"run {run} is ending; its outcome is not written yet")
+    who = f"process {address.pid}"
+    if job is not None:
+        who += f" on {address.hostname}, job {job.job_id}"
+    return LiverError(
+        f"run {run}: its coordinator ({who}) is gone and left no outcome; {run.where_logs_are()}"
+    )
+
+
+def _open(run: RunDirectory) -> Channel:
+    address = run.coordinator()
+    if address is None:
+        raise LiverError(f"run {run} has no coordinator: it is starting or ending")
+    secret = read_secret(run.secret_path)
+    where = f"the coordinator of {run} at {address.host}:{address.port}"
+    return connect((address.host, address.port), secret, CONNECT_S, where)

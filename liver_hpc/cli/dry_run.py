@@ -1,0 +1,134 @@
+"""`liver submit --dry-run`: what a run would be and cost, without launching anything."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from liver_hpc.cluster.slurm.burst import Request
+from liver_hpc.cluster.slurm.burst_script import SCRIPT_FILE, burst_arguments, burst_script
+from liver_hpc.cluster.slurm.script import Submission, batch_script, coordinator_command
+from liver_hpc.config.load import dump_run
+from liver_hpc.config.schema import NoticeSection, RunConfig
+from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.layout.memory import handoff_bytes, worker_bytes
+from liver_hpc.layout.placement import place
+from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.recipes.base import Recipe
+from liver_hpc.report.wording import bytes_text
+from liver_hpc.run.directory import RunDirectory
+
+STAMP = "DATE-TIME"
+TOKEN = "TOKEN"
+"""In the place of what a launch makes up."""
+
+
+def describe_run(config: RunConfig, recipe: Recipe) -> str:
+    """The resolved run file, bytes a worker holds in each layout, bytes that each scripted
+    handoff moves, and on Slurm what would be submitted. The run must have passed its checks."""
+    facts = "".join(f"# {name}: {text}\n" for name, text in recipe.summary().items())
+    parts = [
+        dump_run(config).rstrip(),
+        f"{facts}# layouts: state of the fullest worker (no activations, no buffers)",
+        _table(_layout_rows(config, recipe.spec)),
+    ]
+    if config.notices:
+        parts += [
+            "# scripted handoffs: bytes between workers, and copied within them",
+            _table(_handoff_rows(config, recipe.spec)),
+        ]
+    if config.cluster.kind == "slurm":
+        parts += _submissions(config)
+    return "\n".join([*parts, "# nothing was launched"])
+
+
+def _submissions(config: RunConfig) -> list[str]:
+    """The batch scripts as they would be written, and the words of each sbatch, as comments."""
+    run = config.runs_directory / f"{config.name}-{STAMP}"
+    submission = Submission.of_run(config.cluster, run, RunDirectory(run).jobs_path)
+    parts = [
+        *_file(submission.script_path, batch_script(submission, coordinator_command(submission))),
+        "# submitted by",
+        _indented([shlex.join(["sbatch", "--parsable", str(submission.script_path)])]),
+    ]
+    slurm = config.cluster.slurm
+    if (burst := slurm.burst) is not None:
+        request = Request(burst.nodes_per_request, burst.time_min)
+        words = burst_arguments(slurm, burst, request, f"{run.name}-burst-{TOKEN}", run)
+        script = run / SCRIPT_FILE
+        parts += [
+            *_file(script, burst_script(config.cluster)),
+            "# submitted by the coordinator, whenever it could use more workers, by",
+            _indented([shlex.join(["sbatch", "--parsable", *words, str(script), str(run)])]),
+        ]
+    return parts
+
+
+def _file(path: Path, text: str) -> list[str]:
+    return [f"# {path}:", _indented(text.splitlines())]
+
+
+def _indented(lines: Sequence[str]) -> str:
+    return "\n".join(f"#   {line}".rstrip() for line in lines)
+
+
+def _layout_rows(config: RunConfig, model: ModelSpec) -> list[list[str]]:
+    kinds: list[str] = []
+    rows = []
+    for workers in config.worker_counts:
+        for layout in config.allowed_layouts(workers):
+            held = _fullest_worker(model, layout)
+            kinds = list(held)
+            figures = [bytes_text(count) for count in held.values()]
+            rows.append([str(workers), str(layout), *figures, bytes_text(sum(held.values()))])
+    return [["workers", "layout", *kinds, "together"], *rows]
+
+
+def _fullest_worker(model: ModelSpec, layout: Layout) -> dict[str, int]:
+    """Bytes by kind; what dp splits is the fullest at dp 0, so the other dp are left out."""
+    seats = [at for at in layout.coordinates() if at.dp == 0]
+    return max((worker_bytes(model, layout, at) for at in seats), key=lambda b: sum(b.values()))
+
+
+def _handoff_rows(config: RunConfig, model: ModelSpec) -> list[list[str]]:
+    rows = [["after step", "notice", "source", "target", "moved", "stays"]]
+    first = config.allowed_layouts(config.workers.initial)[0]
+    rank_map, born = RankMap(first, tuple(range(first.workers))), first.workers
+    for notice in sorted(config.notices, key=lambda notice: notice.at_step):
+        target, born = _next_rank_map(config, model, rank_map, notice, born)
+        moved, local = handoff_bytes(model, rank_map, target)
+        sizes = [bytes_text(moved), bytes_text(local)]
+        rows.append([str(notice.at_step), _notice_text(notice), str(rank_map), str(target), *sizes])
+        rank_map = target
+    return rows
+
+
+def _next_rank_map(
+    config: RunConfig, model: ModelSpec, rank_map: RankMap, notice: NoticeSection, born: int
+) -> tuple[RankMap, int]:
+    """Who sits where after a notice, and how many workers there have been by then."""
+    available = list(rank_map.workers)
+    if notice.replace is not None:
+        layout, joiners = rank_map.layout, 1
+        if notice.replace in available:
+            available.remove(notice.replace)
+    else:
+        wish = notice.layout
+        layout = wish.layout() if wish else config.allowed_layouts(notice.workers or 0)[0]
+        joiners = max(0, layout.workers - len(available))
+    available += range(born, born + joiners)
+    return place(model, rank_map, layout, available), born + joiners
+
+
+def _notice_text(notice: NoticeSection) -> str:
+    if notice.replace is not None:
+        return f"replace worker {notice.replace}"
+    return "layout" if notice.workers is None else f"{notice.workers} workers"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns, the first row their names; YAML comments, so that the output is YAML."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(f"#   {line}" for line in lines)

@@ -1,0 +1,97 @@
+"""A child that outlives a killed coordinator for as long as it takes to cancel its burst jobs.
+
+Keepers end with the coordinator, but a request that is still pending has none yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.replies import COMPLETING
+from liver_hpc.errors import LiverError
+from liver_hpc.host.environment import clean_environment
+
+_END_S = 5.0
+_SETTLE_S = 2.0
+_LOOK_S = 0.2
+_CANCEL_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+class Reaper:
+    """The guard of one job name, from the side of the process that it watches."""
+
+    def __init__(self, name: str, command_s: float, unreachable_s: float, log_path: Path) -> None:
+        words = [sys.executable, "-m", "liver_hpc.cluster.slurm.reaper", "--name", name]
+        words += ["--command-s", str(command_s), "--unreachable-s", str(unreachable_s)]
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as output:
+            self._process = subprocess.Popen(
+                words,
+                env=clean_environment(os.environ),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def dismiss(self) -> None:
+        """There is nothing left to guard."""
+        assert self._process.stdin is not None
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.stdin.close()
+        self._process.wait(_END_S)
+
+
+def cancel_all(
+    commands: SlurmCommands, name: str, settle_s: float = 0.0, limit_s: float = _CANCEL_S
+) -> None:
+    """Ends all jobs of that name; those that only wait for their processes to end are left.
+
+    settle_s: how long a submission may still be under way. Raises DeadlineError after `limit_s`,
+    SlurmError.
+    """
+    deadline = Deadline.after(SystemClock(), limit_s, f"jobs named {name} to end")
+    pause = threading.Event()
+    while True:
+        commands.cancel_named(name)
+        pause.wait(settle_s)
+        if all(job.state == COMPLETING for job in commands.named(name).values()):
+            return
+        deadline.check()
+        pause.wait(_LOOK_S)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="liver_hpc.cluster.slurm.reaper", description=__doc__)
+    parser.add_argument("--name", required=True, help="of the jobs to be cancelled")
+    parser.add_argument("--command-s", type=float, required=True)
+    parser.add_argument("--unreachable-s", type=float, required=True)
+    given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s [guard] %(message)s")
+    # Whoever ends the coordinator politely ends it first, and it dismisses the guard.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.buffer.read()  # until the coordinator, which alone holds the other end, is gone
+    log.info("the coordinator is gone; cancels all jobs named %s", given.name)
+    try:
+        cancel_all(SlurmCommands(given.command_s, given.unreachable_s), given.name, _SETTLE_S)
+    except LiverError as error:
+        log.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

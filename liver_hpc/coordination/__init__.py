@@ -1,1 +1,0 @@
-"""The coordinator's parts: inbox, crew, wishes, handoffs, records, store."""

@@ -1,0 +1,1 @@
+"""The coordinator's shell: inbox, connections, the registry of workers, what performs decisions."""

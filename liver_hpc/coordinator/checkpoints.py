@@ -1,0 +1,279 @@
+"""The coordinator's side of checkpoints: what makes one complete, and what a run goes on from.
+
+Workers write their parts; a checkpoint exists from the moment at which its directory, with the
+index in it, gets its final name, so a crash at any moment leaves the one before it whole.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from liver_hpc.checkpoint.index import (
+    FORMAT_VERSION,
+    Checkpoint,
+    CheckpointIndex,
+    Part,
+    SavedModel,
+    checkpoint_directory,
+    checksum,
+    complete_checkpoints,
+    complete_path,
+    flush_to_disk,
+    part_name,
+    partial_path,
+    read_index,
+    remains,
+    write_index,
+)
+from liver_hpc.clock import Clock
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import CheckpointError
+from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.protocol.events import WorldRef
+from liver_hpc.protocol.messages import Restored, Saved, ScalarState, WireRankMap
+from liver_hpc.protocol.votes import copies_disagree, restored_disagrees
+from liver_hpc.recipes.base import Recipe
+
+log = logging.getLogger(__name__)
+
+RECORDED_PACKAGES = ("liver-hpc", "torch", "megatron-core")
+
+
+def newest_checkpoint(directory: Path) -> Checkpoint | None:
+    """The complete checkpoint of the highest step under `directory`; None where there is none.
+
+    Raises CheckpointError when it is damaged: parts that are missing, or not as long as written.
+    """
+    found = complete_checkpoints(directory)
+    if not found:
+        return None
+    path = found[-1][1]
+    index = read_index(path)
+    for part in index.parts:
+        file = path / part.file
+        got_bytes = file.stat().st_size if file.is_file() else None
+        if got_bytes != part.num_bytes:
+            got = "missing" if got_bytes is None else f"{got_bytes} bytes long"
+            raise CheckpointError(
+                f"{file} is {got}, wanted {part.num_bytes} bytes; {_way_back(found)}"
+            )
+    return Checkpoint(path, index)
+
+
+class Checkpoints:
+    """The checkpoints of one run; used by the event loop alone.
+
+    directory: where they lie. failure: why the last attempt at one came to nothing; else empty.
+    written: bytes of the largest file of the last one, and the longest that a worker stood still.
+    """
+
+    def __init__(
+        self, config: RunConfig, recipe: Recipe, run_directory: Path, clock: Clock
+    ) -> None:
+        self.directory = checkpoint_directory(config, run_directory)
+        self.failure = ""
+        self.written = (0, 0.0)
+        self._config = config
+        self._recipe = recipe
+        self._clock = clock
+        self._pending: dict[tuple[int, int], dict[int, Saved]] = {}
+        self._source: Checkpoint | None = None
+        self._restored: dict[int, Restored] = {}
+        self._last_step: int | None = None
+
+    @property
+    def last_step(self) -> int | None:
+        """The step of the newest complete checkpoint; None while there is none."""
+        return self._last_step
+
+    # ---- before the run
+
+    def open(self) -> Checkpoint | None:
+        """What this run goes on from; None for a new one. Clears away what was never completed.
+
+        Raises CheckpointError when it is damaged, or of another model.
+        """
+        for path in remains(self.directory):
+            _remove(path)
+        self._source = newest_checkpoint(self.directory)
+        if self._source is not None:
+            path, index = self._source.path, self._source.index
+            difference = index.model.difference(SavedModel.of(self._recipe.spec))
+            if difference:
+                raise CheckpointError(f"{path} is of another model: {difference}")
+            self._last_step = index.scalars.step
+        return self._source
+
+    def restored(self, message: Restored, rank_map: RankMap) -> bool:
+        """Whether all workers of the first world have come, and hold what was saved.
+
+        Raises CheckpointError, naming the file that is at fault, when they hold something else.
+        """
+        assert self._source is not None, "restored without a checkpoint"
+        self._restored[message.worker] = message
+        if set(self._restored) != set(rank_map.workers):
+            return False
+        problem = self._difference(self._source.index, rank_map)
+        if problem:
+            raise CheckpointError(
+                f"{self._source.path}: what was restored is not what was saved: {problem}; "
+                f"{self._changed_files(self._source)}; "
+                f"{_way_back(complete_checkpoints(self.directory))}"
+            )
+        return True
+
+    def missing(self, rank_map: RankMap) -> str:
+        """Who has not restored yet."""
+        return f"Restored of workers {sorted({*rank_map.workers} - {*self._restored})}"
+
+    def _difference(self, index: CheckpointIndex, rank_map: RankMap) -> str:
+        for message in self._restored.values():
+            other = _scalar_difference(index.scalars, message.scalars)
+            if other:
+                return f"worker {message.worker}: {other}"
+        saved = index.rank_map.rank_map()
+        differ = restored_disagrees(
+            saved,
+            dict(zip(saved.workers, index.digests, strict=True)),
+            rank_map,
+            {worker: message.digests for worker, message in self._restored.items()},
+        )
+        return _first(differ)
+
+    @staticmethod
+    def _changed_files(checkpoint: Checkpoint) -> str:
+        """Which files are not what was written; reads all of them."""
+        path, index = checkpoint.path, checkpoint.index
+        parts = [path / part.file for part in index.parts]
+        changed = [
+            f"{file} has changed on the disk (checksum {got}, wanted {part.checksum})"
+            for file, part in zip(parts, index.parts, strict=True)
+            if (got := checksum(file)) != part.checksum
+        ]
+        return _first(changed) or "its files are as they were written"
+
+    # ---- while it trains
+
+    def saved(self, message: Saved, world: WorldRef) -> str:
+        """A worker's part; once all have come, what became of the checkpoint, else empty."""
+        step = message.scalars.step
+        parts = self._pending.setdefault((message.generation, step), {})
+        parts[message.worker] = message
+        if set(parts) != set(world.rank_map.workers):
+            return ""
+        del self._pending[message.generation, step]
+        self.failure = self._problem(parts, world.rank_map)
+        if not self.failure:
+            try:
+                self._commit(parts, world)
+            except OSError as error:
+                self.failure = f"{error.filename}: {error.strerror}"
+        if self.failure:
+            _remove(partial_path(self.directory, step))
+            self.failure = f"checkpoint of step {step} given up: {self.failure}"
+            return self.failure
+        self._last_step = step
+        fullest = max(parts.values(), key=lambda part: part.num_bytes)
+        self.written = (fullest.num_bytes, max(part.took_s for part in parts.values()))
+        self._remove_old()
+        return f"checkpoint of step {step}: {sum(part.num_bytes for part in parts.values())} bytes"
+
+    def outcome(self, step: int) -> str:
+        """What a run that was to end with a checkpoint of `step` has on disk."""
+        if self._last_step == step:
+            return f"checkpoint of step {step} in {complete_path(self.directory, step)}"
+        before = "there is none" if self._last_step is None else f"the last is {self._last_step}"
+        return f"{self.failure or f'checkpoint of step {step} is not complete'}; {before}"
+
+    @staticmethod
+    def _problem(parts: Mapping[int, Saved], rank_map: RankMap) -> str:
+        """Why these parts do not make a checkpoint; empty when they do."""
+        failed = [f"worker {worker}: {m.error}" for worker, m in sorted(parts.items()) if m.error]
+        if failed:
+            return _first(failed)
+        lead = parts[rank_map.workers[0]].scalars
+        for worker, message in sorted(parts.items()):
+            other = _scalar_difference(lead, message.scalars)
+            if other:
+                return f"worker {worker} against worker {rank_map.workers[0]}: {other}"
+        return _first(copies_disagree(rank_map, {w: m.digests for w, m in parts.items()}))
+
+    def _commit(self, parts: Mapping[int, Saved], world: WorldRef) -> None:
+        """Index, then name; raises OSError."""
+        saved = [parts[worker] for worker in world.rank_map.workers]
+        step = saved[0].scalars.step
+        index = CheckpointIndex(
+            format_version=FORMAT_VERSION,
+            run=self._config.name,
+            saved_s=self._clock.now_s(),
+            generation=world.generation,
+            scalars=saved[0].scalars,
+            rank_map=WireRankMap.of(world.rank_map),
+            parts=tuple(
+                Part(file=part_name(rank), num_bytes=m.num_bytes, checksum=m.checksum)
+                for rank, m in enumerate(saved)
+            ),
+            digests=tuple(message.digests for message in saved),
+            model=SavedModel.of(self._recipe.spec),
+            versions={name: _version(name) for name in RECORDED_PACKAGES},
+        )
+        partial, final = partial_path(self.directory, step), complete_path(self.directory, step)
+        write_index(partial, index)
+        if final.exists():  # of a life before this one, which went on from an earlier step
+            final.rename(partial.with_suffix(".replaced"))
+        os.rename(partial, final)
+        flush_to_disk(self.directory)
+
+    def _remove_old(self) -> None:
+        found = complete_checkpoints(self.directory)
+        for _, path in found[: -self._config.checkpoint.keep]:
+            _remove(path)
+        for path in remains(self.directory):
+            if path.suffix == ".replaced":
+                _remove(path)
+
+
+def _scalar_difference(wanted: ScalarState, got: ScalarState) -> str:
+    differ = [
+        f"{name} is {getattr(got, name)}, wanted {getattr(wanted, name)}"
+        for name in ScalarState.model_fields
+        if getattr(got, name) != getattr(wanted, name)
+    ]
+    return _first(differ)
+
+
+def _first(texts: list[str]) -> str:
+    """The first of several findings, and how many more there are."""
+    if len(texts) < 2:
+        return "".join(texts)
+    return f"{texts[0]} (and {len(texts) - 1} more)"
+
+
+def _way_back(found: list[tuple[int, Path]]) -> str:
+    if len(found) < 2:
+        return "there is no earlier checkpoint"
+    return f"to go on from step {found[-2][0]} remove {found[-1][1]}"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _remove(path: Path) -> None:
+    """Of a directory that cannot be removed only the log speaks: the run goes on."""
+    if not path.exists():
+        return
+    try:
+        # Without its index first: half a directory must not look like a checkpoint.
+        (path / "checkpoint.json").unlink(missing_ok=True)
+        shutil.rmtree(path)
+    except OSError as error:
+        log.warning("cannot remove %s: %s", path, error)

@@ -1,0 +1,1 @@
+"""This machine: its processes, files and network interfaces."""

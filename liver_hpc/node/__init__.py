@@ -1,0 +1,1 @@
+"""A node's processes: the agent, its workers, the keeper of an allocation."""

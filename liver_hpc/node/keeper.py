@@ -1,0 +1,88 @@
+"""The batch process of a burst allocation: keeps it for exactly as long as the run lives.
+
+It holds a channel to the coordinator and ends when that closes; Slurm then takes the nodes back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.errors import LiverError
+from liver_hpc.protocol.messages import KeeperHello
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ChannelRefused, connect
+from liver_hpc.run.outcome import COORDINATOR_FILE
+from liver_hpc.run.secret import read_secret
+
+CONNECT_S = 30.0
+EXIT_NO_RUN = 3
+"""Exit code of a keeper that found no run to keep nodes for."""
+
+_RETRY_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class _Address(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    host: str
+    port: int
+
+
+def find_coordinator(run_directory: Path, limit_s: float = CONNECT_S) -> Channel:
+    """A channel to the run's coordinator. Raises LiverError when there is none in time."""
+    secret = read_secret(run_directory / "secret")
+    deadline = Deadline.after(SystemClock(), limit_s, f"the coordinator of {run_directory}")
+    pause = threading.Event()
+    while True:
+        try:
+            text = (run_directory / COORDINATOR_FILE).read_text(encoding="utf-8")
+            address = _Address.model_validate_json(text)
+            there = (address.host, address.port)
+            return connect(there, secret, max(deadline.remaining_s(), 0.1), "the coordinator")
+        except ChannelRefused:
+            raise
+        except (OSError, ValidationError, ChannelClosed) as error:
+            log.info("no coordinator yet: %s", error)
+        deadline.check()
+        pause.wait(min(_RETRY_S, deadline.remaining_s()))
+
+
+def keep(run_directory: Path, job: str, limit_s: float = CONNECT_S) -> None:
+    """Returns when the run is over. Raises LiverError when there is none to begin with."""
+    channel = find_coordinator(run_directory, limit_s)
+    try:
+        channel.send(KeeperHello(job=job, host=socket.gethostname()))
+        log.info("keeps job %s for %s", job, channel.peer)
+        while True:
+            channel.receive()
+    except ChannelClosed as error:
+        log.info("the run is over: %s", error)
+    finally:
+        channel.close()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="liver_hpc.node.keeper", description=__doc__)
+    parser.add_argument("--run-directory", type=Path, required=True)
+    given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s [keeper] %(message)s")
+    try:
+        keep(given.run_directory, os.environ.get("SLURM_JOB_ID", ""))
+    except LiverError as error:
+        log.error("%s", error)
+        return EXIT_NO_RUN
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

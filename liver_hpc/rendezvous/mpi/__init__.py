@@ -1,0 +1,1 @@
+"""The meeting over MPI."""

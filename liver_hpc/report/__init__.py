@@ -1,0 +1,1 @@
+"""What is computed and drawn from the records of a run."""

@@ -1,0 +1,336 @@
+"""The page as a whole. Every text goes through an element tree, which escapes it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from xml.etree.ElementTree import Element, SubElement, tostring
+
+from liver_hpc.report.compare import Comparison, of_run
+from liver_hpc.report.derive import RunFigures, notice_figures, run_figures
+from liver_hpc.report.page import bars, lanes, nodes, timeline, traffic
+from liver_hpc.report.page.series import Handoff, Story, story, thinned
+from liver_hpc.report.page.svg import FORMS
+from liver_hpc.report.tables import Sheet, Tone, outcome_tone, remarks, sheets, summary_lines
+from liver_hpc.report.wording import bytes_text, duration_text, layout_text, number_text
+from liver_hpc.run.records import RunRecords
+
+MOST_OPEN = 6
+"""Of more handoffs than this only the costliest is unfolded at first."""
+
+WORDS = {
+    "handoff": "the move of state from one layout to the next, numbered by the generation that it "
+    "leads to",
+    "pause": "wall time in which neither world trains",
+    "lost time": "from the end of the source's last step to the end of the target's first, less "
+    "the target's median step; in steps: divided by that median",
+    "slowdown": "extra time of the steps beside PREPARE and RELEASE",
+    "reconfiguration time": "from the notice to the end of the target's first step",
+    "goodput": "steps done, each at the median of its world, over wall time",
+}
+PHASES = {
+    "boot": "joiners boot",
+    "prepare": "target prepared beside training",
+    "crossing": "crossing: last step of the old to the first of the new",
+    "release": "old world freed",
+}
+LANES = {
+    "phase boot": "boot",
+    "phase prepare": "prepare, alone",
+    "ground connect": "connect, with the others",
+    "phase transfer": "parameters",
+    "phase first-step": "first step, optimizer state arriving",
+    "phase update": "update",
+    "ground release": "old world freed",
+    "train": "trains",
+    "wait": "waits",
+    "last": "the others waited for this one",
+}
+
+
+def page(records: RunRecords, comparisons: Sequence[Comparison] = ()) -> str:
+    """The report as HTML in one file. comparisons: of a benchmark, else those of the run."""
+    figures = run_figures(records)
+    told = story(records, figures)
+    name = records.attributes.get("name") or "run"
+    root = Element("html", {"lang": "en"})
+    _head(root, name)
+    body = SubElement(root, "body")
+    main = SubElement(body, "main")
+    _opening(main, name, records, figures, told)
+    _overview(main, told)
+    _nodes(main, records, told)
+    _comparison(main, comparisons or of_run(records))
+    _handoffs(main, records, told)
+    _tables(main, records, figures)
+    _closing(main, records)
+    SubElement(body, "div", {"id": "hover", "hidden": "", "aria-hidden": "true"})
+    SubElement(body, "script", {"type": "application/json", "id": "steps"}).text = _steps(told)
+    SubElement(body, "script").text = _asset("page.js")
+    return "<!doctype html>\n" + tostring(root, encoding="unicode", method="html") + "\n"
+
+
+def _head(root: Element, name: str) -> None:
+    head = SubElement(root, "head")
+    SubElement(head, "meta", {"charset": "utf-8"})
+    SubElement(head, "meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"})
+    SubElement(head, "meta", {"name": "color-scheme", "content": "light dark"})
+    # The page may be sent to anybody: whatever is in it, it fetches nothing.
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    policy += "img-src data:"
+    SubElement(head, "meta", {"http-equiv": "Content-Security-Policy", "content": policy})
+    SubElement(head, "link", {"rel": "icon", "href": "data:,"})
+    SubElement(head, "title").text = f"{name}: report"
+    SubElement(head, "style").text = _asset("page.css")
+
+
+def _asset(name: str) -> str:
+    return files("liver_hpc.report.page").joinpath(name).read_text(encoding="utf-8")
+
+
+# ---- what one sees first
+
+
+def _opening(
+    main: Element, name: str, records: RunRecords, figures: RunFigures, told: Story
+) -> None:
+    header = SubElement(main, "header")
+    SubElement(header, "h1").text = name
+    facts = [records.attributes.get("host", "")]
+    if told.start_s > 0:
+        began = datetime.fromtimestamp(told.start_s, UTC)
+        facts.append(f"{began:%Y-%m-%d %H:%M} UTC")
+    facts.append(duration_text(figures.wall_s))
+    SubElement(header, "p", {"class": "facts"}).text = " \u00b7 ".join(filter(None, facts))
+    verdict = SubElement(header, "p", {"class": "verdict"})
+    for words, weight in _verdict(figures):
+        if weight:
+            SubElement(verdict, "strong").text = words
+        else:
+            SubElement(verdict, "span").text = words
+
+
+def _verdict(figures: RunFigures) -> Iterator[tuple[str, bool]]:
+    """The run in one line, in pieces of which some weigh more."""
+    yield f"{figures.steps} {'step' if figures.steps == 1 else 'steps'}", True
+    attempts = figures.completed + figures.aborted
+    if attempts:
+        yield ", ", False
+        yield f"{figures.completed} of {attempts} handoffs", True
+        yield " completed. They cost ", False
+        yield f"{number_text(figures.lost_s)} s", True
+        yield " of training in all", False
+        worst = [each.lost_steps for each in figures.reconfigurations]
+        most = max(filter(math.isfinite, worst), default=math.nan)
+        if math.isfinite(most):
+            yield ", at most ", False
+            yield f"{number_text(most)} steps", True
+            yield " at once", False
+        yield ". ", False
+    else:
+        yield " without a handoff. ", False
+    if math.isfinite(figures.goodput):
+        yield "Goodput ", False
+        yield f"{figures.goodput:.1%}", True
+        yield ".", False
+
+
+def _overview(main: Element, told: Story) -> None:
+    section = _section(main, "Loss and tokens per second")
+    if not told.points:
+        SubElement(section, "p").text = "No step was recorded."
+        return
+    _figure(section, *(timeline.training(told, form) for form in FORMS))
+    if told.handoffs:
+        seen = {name for handoff in told.handoffs for name, _, _ in handoff.spans_s}
+        used = {f"band {name}": words for name, words in PHASES.items() if name in seen}
+        marks = {"badge completed": "handoff, by the generation that it led to"}
+        if not all(handoff.completed for handoff in told.handoffs):
+            marks["badge not-completed"] = "one that was not completed"
+        _legend(section, {**marks, **used})
+
+
+def _steps(told: Story) -> str:
+    """What the cursor shows: end, step, loss and tokens/s of each step that is drawn."""
+    rows = [
+        [
+            round(point.ended_s, 3),
+            point.step,
+            point.generation,
+            round(point.loss, 4) if math.isfinite(point.loss) else None,
+            round(point.tokens_per_s) if math.isfinite(point.tokens_per_s) else None,
+        ]
+        for point in thinned(told.points, lambda point: point.loss)
+    ]
+    return json.dumps(rows, separators=(",", ":"))
+
+
+# ---- sections
+
+
+def _nodes(main: Element, records: RunRecords, told: Story) -> None:
+    if not records.notices:
+        return
+    ordered = sorted(records.notices, key=lambda notice: notice.at_s)
+    rows = list(zip(ordered, notice_figures(records), strict=True))
+    section = _section(main, "Nodes")
+    _figure(section, *(nodes.draw(told, rows, form) for form in FORMS))
+    _legend(
+        section,
+        {
+            "notice granted": "granted",
+            "answer granted": "until its first step",
+            "train": "trains",
+            "notice leave": "to be left",
+            "answer leave": "until it was left",
+            "wait": "what was over of its window",
+            "deadline": "end of the window",
+        },
+    )
+
+
+def _comparison(main: Element, comparisons: Sequence[Comparison]) -> None:
+    if not comparisons:
+        return
+    section = _section(main, "Live against checkpoint and restart")
+    _figure(section, *(bars.draw(comparisons, form) for form in FORMS))
+    SubElement(section, "p", {"class": "note"}).text = (
+        "Lost time: median of each method, with the least and the greatest; in brackets also the "
+        "number of measurements."
+    )
+
+
+def _handoffs(main: Element, records: RunRecords, told: Story) -> None:
+    if not told.handoffs:
+        return
+    section = _section(main, "Each handoff")
+    if records.worker_phases:
+        _legend(section, LANES)
+    costliest = max(
+        told.handoffs,
+        key=lambda each: each.figures.lost_s if math.isfinite(each.figures.lost_s) else -1.0,
+    )
+    for handoff in told.handoffs:
+        unfolded = len(told.handoffs) <= MOST_OPEN or handoff is costliest
+        details = SubElement(section, "details", {"open": ""} if unfolded else {})
+        _handoff(details, handoff, records)
+
+
+def _handoff(details: Element, handoff: Handoff, records: RunRecords) -> None:
+    record, figures = handoff.record, handoff.figures
+    summary = SubElement(details, "summary")
+    badge = "completed" if handoff.completed else "not-completed"
+    SubElement(summary, "span", {"class": f"number {badge}"}).text = str(handoff.number)
+    change = f"{layout_text(record.source)} \u2192 {layout_text(record.target)}"
+    SubElement(summary, "h3").text = change
+    tone = outcome_tone(record.outcome)
+    SubElement(summary, "span", {"class": f"tone {tone}"}).text = record.outcome
+    if math.isfinite(figures.lost_s):
+        words = f"lost {number_text(figures.lost_s)} s"
+        if math.isfinite(figures.lost_steps):
+            words += f", {number_text(figures.lost_steps)} steps"
+        SubElement(summary, "span", {"class": "cost"}).text = words
+    SubElement(details, "p", {"class": "note"}).text = " \u00b7 ".join(_facts(handoff))
+    found = lanes.lanes_of(handoff, records.worker_phases)
+    if found:
+        _figure(details, *(lanes.draw(handoff, found, form) for form in FORMS))
+    of = traffic.matrix(records.traffic, record.generation)
+    if of.groups and handoff.completed:
+        _scrolling(details, traffic.table(of), "Bytes between workers")
+
+
+def _facts(handoff: Handoff) -> Iterator[str]:
+    record, figures = handoff.record, handoff.figures
+    yield record.notice
+    yield f"after step {record.step}" if handoff.completed else f"at step {record.step}"
+    for name, seconds in (
+        ("pause", figures.pause_s),
+        ("slowdown", figures.slowdown_s),
+        ("reconfiguration", figures.reconfiguration_s),
+    ):
+        if math.isfinite(seconds):
+            yield f"{name} {number_text(seconds)} s"
+    if handoff.completed:
+        yield f"{bytes_text(record.bytes_moved)} moved"
+        yield f"{bytes_text(record.bytes_local)} stayed"
+    if record.detail:
+        yield record.detail
+
+
+def _tables(main: Element, records: RunRecords, figures: RunFigures) -> None:
+    section = _section(main, "Tables")
+    facts = SubElement(section, "dl")
+    for name, line in summary_lines(figures, records).items():
+        SubElement(facts, "dt").text = name
+        SubElement(facts, "dd").text = line
+    for sheet in sheets(records):
+        _scrolling(section, _table(sheet), sheet.title)
+    for note in remarks(figures):
+        SubElement(section, "p", {"class": "note"}).text = note.text
+
+
+def _table(sheet: Sheet) -> Element:
+    table = Element("table")
+    SubElement(table, "caption").text = sheet.title
+    head = SubElement(SubElement(table, "thead"), "tr")
+    kinds = ["words" if column.is_text else "figure" for column in sheet.columns]
+    for column, kind in zip(sheet.columns, kinds, strict=True):
+        SubElement(head, "th", {"scope": "col", "class": kind}).text = column.title
+    body = SubElement(table, "tbody")
+    for cells in sheet.rows:
+        row = SubElement(body, "tr")
+        for index, (cell, kind) in enumerate(zip(cells, kinds, strict=True)):
+            tag, scope = ("td", {}) if index else ("th", {"scope": "row"})
+            element = SubElement(row, tag, {"class": kind, **scope})
+            element.text = cell.text.replace("\n", ", ")
+            if cell.tone is not Tone.PLAIN:
+                element.set("class", f"{kind} tone {cell.tone}")
+    return table
+
+
+def _closing(main: Element, records: RunRecords) -> None:
+    words = SubElement(main, "details", {"class": "plain"})
+    SubElement(words, "summary").text = "What the words mean"
+    terms = SubElement(words, "dl")
+    for word, meaning in WORDS.items():
+        SubElement(terms, "dt").text = word
+        SubElement(terms, "dd").text = meaning
+    others = {k: v for k, v in records.attributes.items() if k != "config"}
+    versions = SubElement(main, "details", {"class": "plain"})
+    SubElement(versions, "summary").text = "Versions and run file"
+    listed = SubElement(versions, "dl")
+    for name, value in others.items():
+        SubElement(listed, "dt").text = name
+        SubElement(listed, "dd").text = value
+    if config := records.attributes.get("config"):
+        SubElement(versions, "pre", {"tabindex": "0"}).text = config
+
+
+# ---- parts
+
+
+def _section(main: Element, title: str) -> Element:
+    section = SubElement(main, "section")
+    SubElement(section, "h2").text = title
+    return section
+
+
+def _figure(parent: Element, *forms: Element) -> None:
+    SubElement(parent, "figure").extend(forms)
+
+
+def _scrolling(parent: Element, table: Element, name: str) -> None:
+    """Wide tables scroll in their own box, which the keyboard reaches."""
+    box = {"class": "scroll", "role": "region", "aria-label": name, "tabindex": "0"}
+    SubElement(parent, "div", box).append(table)
+
+
+def _legend(parent: Element, entries: dict[str, str]) -> None:
+    listed = SubElement(parent, "ul", {"class": "legend"})
+    for classes, words in entries.items():
+        entry = SubElement(listed, "li")
+        SubElement(entry, "i", {"class": f"key {classes}", "aria-hidden": "true"})
+        SubElement(entry, "span").text = words

@@ -1,0 +1,177 @@
+"""The report's drawings as PNG files, by matplotlib: for a paper or a slide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from liver_hpc.report.compare import Comparison
+from liver_hpc.report.derive import run_figures
+from liver_hpc.report.page.lanes import Lane, lanes_of
+from liver_hpc.report.page.series import Handoff, Story, story
+from liver_hpc.report.page.traffic import matrix
+from liver_hpc.report.wording import bytes_text, ids_text, layout_text
+from liver_hpc.run.records import RunRecords
+
+# Okabe and Ito's palette; every colour comes with a hatch, a line style or a word.
+BLUE, ORANGE, GREEN, RED, PURPLE, GRAY = (
+    "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#8a939c"
+)  # fmt: skip
+BANDS = {"boot": (GRAY, 0.2), "prepare": (ORANGE, 0.3), "crossing": ("black", 0.5)}
+PHASES = {
+    "boot": (GRAY, ""),
+    "prepare": (ORANGE, ""),
+    "connect": (ORANGE, "////"),
+    "transfer": (BLUE, ""),
+    "first step": (GREEN, ""),
+    "update": (RED, ""),
+    "release": (PURPLE, "...."),
+}
+STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dfe3e8",
+    "legend.frameon": False,
+    "hatch.linewidth": 0.6,
+}
+DPI = 160
+
+
+def write_plots(
+    records: RunRecords, comparisons: Sequence[Comparison], directory: Path
+) -> list[Path]:
+    """Writes training.png, a handoff-N.png for each generation N that workers' phases are known of,
+    and baselines.png where there is something to compare; returns their paths."""
+    told = story(records, run_figures(records))
+    with mpl.rc_context(STYLE):
+        figures = {"training.png": _training(told)}
+        for handoff in told.handoffs:
+            lanes = lanes_of(handoff, records.worker_phases)
+            if lanes:
+                figures[f"handoff-{handoff.number}.png"] = _handoff(handoff, lanes, records)
+        if comparisons:
+            figures["baselines.png"] = _baselines(comparisons)
+        for name, figure in figures.items():
+            figure.savefig(directory / name, dpi=DPI)
+    return [directory / name for name in figures]
+
+
+def _training(told: Story) -> Figure:
+    figure = Figure(figsize=(9, 4.8), layout="constrained")
+    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    ends_s = [point.ended_s for point in told.points]
+    loss.plot(ends_s, [point.loss for point in told.points], color=BLUE, linewidth=1.2)
+    rates = [point.tokens_per_s for point in told.points]
+    edges_s = [*(point.began_s for point in told.points), *ends_s[-1:]]
+    if rates:
+        rate.stairs(rates, edges_s, color=RED, baseline=None)
+    loss.set_ylabel("loss", color=BLUE)
+    rate.set_ylabel("tokens/s", color=RED)
+    rate.set_ylim(bottom=0)
+    rate.set_xlabel("seconds")
+    seen: set[str] = set()
+    for handoff in told.handoffs:
+        for name, begin_s, end_s in handoff.spans_s:
+            if name in BANDS:
+                color, alpha = BANDS[name]
+                known = None if name in seen else name
+                for axes in (loss, rate):
+                    axes.axvspan(begin_s, end_s, color=color, alpha=alpha, linewidth=0, label=known)
+                    known = None
+                seen.add(name)
+        style = "-" if handoff.completed else ":"
+        loss.axvline(handoff.at_s, color="black", linewidth=0.6, linestyle=style)
+        loss.annotate(
+            str(handoff.number), (handoff.at_s, 1.02), xycoords=("data", "axes fraction"),
+            ha="center", weight="bold",
+        )  # fmt: skip
+    if seen:
+        figure.legend(loc="outside lower center", ncols=len(seen))
+    return figure
+
+
+def _handoff(handoff: Handoff, lanes: Sequence[Lane], records: RunRecords) -> Figure:
+    """Its workers' phases around the boundary, and the bytes between them."""
+    own = matrix(records.traffic, handoff.number)
+    height = 1.4 + 0.28 * max(len(lanes), 5)
+    figure = Figure(figsize=(11, height), layout="constrained")
+    record = handoff.record
+    change = f"{layout_text(record.source)} to {layout_text(record.target)}"
+    figure.suptitle(f"generation {handoff.number}: {change}, {record.outcome}", fontsize=10)
+    beside, crossing, sent = figure.subplots(1, 3, width_ratios=(5, 6, 4))
+    zero_s = record.source_last_step_ended_s
+    if math.isnan(zero_s):
+        zero_s = max((p.ended_s for lane in lanes for p in lane.phases), default=record.notice_s)
+    for axes, names in ((beside, list(PHASES)[:3]), (crossing, list(PHASES)[3:])):
+        _bars(axes, lanes, names, zero_s)
+    beside.set_title("beside training")
+    crossing.set_title("the crossing")
+    crossing.set_yticklabels([])
+    _bytes(sent, own.num_bytes, [ids_text(group) for group in own.groups])
+    return figure
+
+
+def _bars(axes: Any, lanes: Sequence[Lane], names: Sequence[str], zero_s: float) -> None:
+    for index, lane in enumerate(lanes):
+        for phase in lane.phases:
+            if phase.phase in names and math.isfinite(phase.ended_s):
+                color, hatch = PHASES[phase.phase]
+                axes.barh(
+                    index, phase.ended_s - phase.started_s, left=phase.started_s - zero_s,
+                    height=0.62, color=color, hatch=hatch, edgecolor="white", linewidth=0,
+                )  # fmt: skip
+    for name in names:  # by itself, so that the legend has a phase that nobody was in
+        color, hatch = PHASES[name]
+        axes.barh(0, 0, color=color, hatch=hatch, edgecolor="white", linewidth=0, label=name)
+    axes.set_yticks(range(len(lanes)), [f"worker {lane.worker}" for lane in lanes])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds from the boundary")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=len(names), fontsize=8)
+
+
+def _bytes(axes: Any, num_bytes: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+    axes.set_title("bytes from row to column")
+    axes.grid(visible=False)
+    if not names:
+        axes.set_axis_off()
+        return
+    axes.imshow(num_bytes, cmap="Blues", vmin=0, vmax=1.6 * max(map(max, num_bytes)) or 1)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), names)
+    for row, cells in enumerate(num_bytes):
+        for column, cell in enumerate(cells):
+            if cell:
+                axes.text(column, row, bytes_text(cell), ha="center", va="center", fontsize=6)
+
+
+def _baselines(comparisons: Sequence[Comparison]) -> Figure:
+    rows = sum(len(each.costs) + 1 for each in comparisons)
+    figure = Figure(figsize=(9, 0.8 + 0.24 * rows), layout="constrained")
+    axes = figure.subplots()
+    places, names, row = [], [], 0
+    for each in comparisons:
+        axes.text(0, row, each.change, weight="bold", va="center")
+        row += 1
+        for costs in each.costs:
+            low, high = costs.median_s - min(costs.lost_s), max(costs.lost_s) - costs.median_s
+            axes.barh(
+                row, costs.median_s, xerr=[[low], [high]], height=0.7, capsize=2,
+                color=BLUE if costs.is_live else ORANGE, error_kw={"linewidth": 0.9},
+            )  # fmt: skip
+            places.append(row)
+            names.append(costs.method)
+            row += 1
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_xlabel("lost time in seconds: median, least and greatest")
+    axes.set_xlim(left=0)
+    axes.margins(y=0.01)
+    return figure

@@ -1,0 +1,145 @@
+"""The report of a run: tables for a terminal, one JSON document for programs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from liver_hpc.report.derive import notice_figures, run_figures
+from liver_hpc.report.tables import Cell, Sheet, Tone, remarks, sheets, summary_lines
+from liver_hpc.run.records import RunRecords
+
+_STYLES = {
+    Tone.PLAIN: "",
+    Tone.GOOD: "green",
+    Tone.WARNING: "yellow",
+    Tone.BAD: "bold red",
+    Tone.DIM: "dim",
+}
+
+
+# ---- for programs
+
+
+def report_json(records: RunRecords) -> dict[str, Any]:
+    """All records with all that is derived from them; a figure that is not known is None.
+
+    Keys: attributes, summary, generations, steps, reconfigurations, notices, baselines,
+    networks, worker_phases, traffic. Lengths of time are in seconds, points in time in seconds
+    since the epoch.
+    """
+    figures = run_figures(records)
+    summary = {
+        name: value
+        for name, value in asdict(figures).items()
+        if name not in ("generations", "reconfigurations")
+    }
+    attempts = zip(records.reconfigurations, figures.reconfigurations, strict=True)
+    document = {
+        "attributes": records.attributes,
+        "summary": summary,
+        "generations": [asdict(world) for world in figures.generations],
+        "steps": [asdict(s) | {"step_s": s.ended_s - s.started_s} for s in records.steps],
+        "reconfigurations": [asdict(record) | asdict(derived) for record, derived in attempts],
+        "notices": _notice_rows(records),
+        "baselines": [asdict(baseline) for baseline in records.baselines],
+        "networks": [asdict(network) for network in records.networks],
+        "worker_phases": [asdict(phase) for phase in records.worker_phases],
+        "traffic": [asdict(traffic) for traffic in records.traffic],
+    }
+    strict: dict[str, Any] = _strict(document)
+    return strict
+
+
+def _notice_rows(records: RunRecords) -> list[dict[str, Any]]:
+    """Each notice as it was recorded; what is derived of it under "figures"."""
+    rows = sorted(records.notices, key=lambda notice: notice.at_s)
+    figures = notice_figures(records)
+    return [asdict(r) | {"figures": asdict(f)} for r, f in zip(rows, figures, strict=True)]
+
+
+def _strict(value: Any) -> Any:
+    """JSON knows neither NaN nor infinity."""
+    if isinstance(value, dict):
+        return {name: _strict(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_strict(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- for a terminal
+
+
+def print_report(records: RunRecords, console: Console) -> None:
+    """Tables of the run, its worlds, its reconfigurations and its baselines, in the widest form
+    that the console has room for; the narrowest is a list of names and figures."""
+    figures = run_figures(records)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, line in summary_lines(figures, records).items():
+        grid.add_row(name, Text(line))
+    console.print(grid)
+    for sheet in sheets(records):
+        console.print(_fitting(sheet, console))
+    notes = remarks(figures)
+    if notes:
+        console.print()
+    for note in notes:
+        console.print(_text(note))
+
+
+def _fitting(sheet: Sheet, console: Console) -> RenderableType:
+    unlimited = console.options.update(max_width=10 * console.width)
+    for form in (sheet, sheet.stacked()) if sheet.groups else (sheet,):
+        table = _table(form)
+        if console.measure(table, options=unlimited).minimum <= console.width:
+            return table
+    return _listed(sheet)
+
+
+def _table(sheet: Sheet) -> Table:
+    """A table of aligned figures."""
+    table = Table(
+        title=f"\n{sheet.title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD
+    )
+    table.show_edge = False
+    table.padding = (0, sheet.gap - 1, 0, 0)
+    for index, column in enumerate(sheet.columns):
+        texts = (column.name, *(row[index].text for row in sheet.rows))
+        longest = max(cell_len(line) for text in texts for line in text.splitlines() or [""])
+        table.add_column(
+            column.name,
+            justify="left" if column.is_text else "right",
+            no_wrap=not column.may_wrap,
+            overflow="fold",
+            min_width=None if column.may_wrap else longest,
+        )
+    for row in sheet.rows:
+        table.add_row(*map(_text, row))
+    return table
+
+
+def _listed(sheet: Sheet) -> Table:
+    """Every cell on a line of its own, behind the name of its column."""
+    grid = Table.grid(padding=(0, 2))
+    grid.title, grid.title_justify, grid.title_style = f"\n{sheet.title}", "left", "bold"
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for number, row in enumerate(sheet.rows):
+        if number:
+            grid.add_row()
+        for column, cell in zip(sheet.columns, row, strict=True):
+            grid.add_row(column.title, _text(cell))
+    return grid
+
+
+def _text(cell: Cell) -> Text:
+    return Text(cell.text, _STYLES[cell.tone])

@@ -1,0 +1,244 @@
+"""How long a handoff, or a checkpoint, will take: measured where it can be, else assumed."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import median, median_high
+
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
+from liver_hpc.layout.memory import worker_bytes
+from liver_hpc.layout.plan import Handover
+from liver_hpc.layout.tensors import PARAMETER, ModelSpec
+from liver_hpc.run.records import ReconfigurationRecord
+
+ASSUMED_BOOT_S = 30.0
+"""Imports take 5 s alone, several times that from a shared file system beside other joiners; then
+the device's context and a rehearsal."""
+ASSUMED_PREPARE_S = 10.0
+"""Groups take milliseconds, buffers and the warm-up of a model that fills a device some seconds."""
+ASSUMED_STEP_S = 5.0
+"""A long step of a large model; used until the first step is done."""
+ASSUMED_RELEASE_S = 5.0
+"""A process with a device's context takes seconds to end."""
+ASSUMED_BYTES_PER_S = 200e6
+"""A fifth of what gloo moves over loopback, a sixth of what 10 Gbit/s Ethernet carries."""
+ASSUMED_DISK_BYTES_PER_S = 200e6
+"""One plain disk; a parallel file system gives each writer as much when all write at once."""
+
+BOUNDARY_STEPS = 2
+"""A handoff begins at the end of the next step but one: the ready flag rides on a reduction."""
+REMEMBERED_HANDOFFS = 4
+REMEMBERED_STEPS = 16
+EXACT_PARTS = 4096
+"""Up to this many (worker, tensor) pairs of the target the plan's moves are counted, which takes
+tens of milliseconds; beyond, an upper bound is used."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Parts of a handoff, in seconds, and the bytes that all workers together receive.
+
+    prepare_s: boot of joiners and PREPARE. boundary_s: until the source's last step has ended.
+    transfer_s: TRANSFER and the target's first step, during which optimizer state still moves.
+    release_s: from the commit to the exit of the last leaver.
+    """
+
+    total_s: float
+    prepare_s: float
+    boundary_s: float
+    transfer_s: float
+    release_s: float
+    bytes_moved: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a handoff: of its busiest worker, in and out together, and of all of them.
+
+    Bandwidth is a worker's: the busiest one decides how long it takes.
+    """
+
+    busiest_parameter_bytes: int
+    busiest_bytes: int
+    moved_bytes: int
+
+
+@lru_cache(maxsize=256)
+def traffic_of(model: ModelSpec, source: RankMap, target: RankMap) -> Traffic:
+    """What a handoff moves between workers: counted, or for large worlds bounded from above."""
+    layout = target.layout
+    if layout.tp * layout.dp * len(model.tensors) <= EXACT_PARTS:
+        return _counted(model, source, target)
+    return _bounded(model, source, target)
+
+
+def _counted(model: ModelSpec, source: RankMap, target: RankMap) -> Traffic:
+    plan = Handover(model, source, target)
+    parameters, everything = Counter[int](), Counter[int]()
+    moved_bytes = 0
+    for to in target.layout.coordinates():
+        for index in model.stage_tensors(target.layout.pp, to.pp):
+            for kind in plan.kinds:
+                for move in plan.incoming(kind, index, to):
+                    if move.sender == move.receiver:
+                        continue
+                    size_bytes = move.box.elements * model.element_bytes(kind)
+                    moved_bytes += size_bytes
+                    for worker in (move.sender, move.receiver):
+                        everything[worker] += size_bytes
+                        parameters[worker] += size_bytes if kind == PARAMETER else 0
+    return Traffic(
+        max(parameters.values(), default=0), max(everything.values(), default=0), moved_bytes
+    )
+
+
+def _bounded(model: ModelSpec, source: RankMap, target: RankMap) -> Traffic:
+    """As if whoever changes seats held nothing of the new one; senders share evenly, which is
+    what the plan's rule comes to."""
+    stages = [_stage_bytes(model, target.layout, stage) for stage in range(target.layout.pp)]
+    seats = dict(zip(source.workers, source.layout.coordinates(), strict=True))
+    same = source.layout == target.layout
+    arrivals = [
+        stages[to.pp]
+        for worker, to in zip(target.workers, target.layout.coordinates(), strict=True)
+        if not (same and seats.get(worker) == to)
+    ]
+    senders = len(source.workers)
+
+    def busiest(each: list[int]) -> int:
+        return max(each, default=0) + math.ceil(sum(each) / senders)
+
+    whole = [parameters + state for parameters, state in arrivals]
+    return Traffic(busiest([parameters for parameters, _ in arrivals]), busiest(whole), sum(whole))
+
+
+def _stage_bytes(model: ModelSpec, layout: Layout, stage: int) -> tuple[int, int]:
+    """Parameters and optimizer state of a stage's fullest worker, in bytes."""
+    held = worker_bytes(model, layout, Coordinate(0, stage, 0))
+    return held[PARAMETER], sum(held[kind] for kind in model.optimizer_kinds)
+
+
+def checkpoint_bytes(model: ModelSpec, layout: Layout) -> int:
+    """What the fullest worker of a layout holds of the state that a checkpoint keeps."""
+    return max(sum(_stage_bytes(model, layout, stage)) for stage in range(layout.pp))
+
+
+class HandoffEstimator:
+    """Learns from completed handoffs, steps and checkpoints. Used by one thread.
+
+    Of what differs from handoff to handoff the slowest of the last `REMEMBERED_HANDOFFS` counts:
+    an estimate is asked for to keep a deadline.
+    """
+
+    def __init__(self, config: RunConfig, spec: ModelSpec) -> None:
+        self._limits = config.deadlines
+        self._spec = spec
+        self._steps_s = deque[float](maxlen=REMEMBERED_STEPS)
+        self._boot_s = deque[float](maxlen=REMEMBERED_HANDOFFS)
+        self._prepare_s = deque[float](maxlen=REMEMBERED_HANDOFFS)
+        self._boundary_s = deque[float](maxlen=REMEMBERED_HANDOFFS)
+        self._first_steps = deque[float](maxlen=REMEMBERED_HANDOFFS)
+        self._release_s = deque[float](maxlen=REMEMBERED_HANDOFFS)
+        self._bytes_per_s = deque[float](maxlen=REMEMBERED_HANDOFFS)
+        self._disk_bytes_per_s = deque[float](maxlen=REMEMBERED_HANDOFFS)
+
+    # ---- learning
+
+    def observe_step(self, step_s: float) -> None:
+        """One undisturbed step of the world in force."""
+        _note(self._steps_s, step_s)
+
+    def observe_checkpoint(self, written_bytes: int, seconds: float) -> None:
+        """A checkpoint was written; `written_bytes` are the fullest worker's."""
+        if seconds > 0:
+            _note(self._disk_bytes_per_s, written_bytes / seconds)
+
+    def observe(self, record: ReconfigurationRecord) -> None:
+        """A handoff has ended; only completed ones say how long one takes."""
+        if record.outcome != "completed":
+            return
+        source, target = _rank_maps(record)
+        if set(target.workers) - set(source.workers):
+            _note(self._boot_s, record.boot_ended_s - record.notice_s)
+        _note(self._prepare_s, record.prepare_ended_s - record.prepare_started_s)
+        _note(self._boundary_s, record.source_last_step_ended_s - record.armed_s)
+        _note(self._release_s, record.released_s - record.committed_s)
+        transfer_s = record.transfer_ended_s - record.source_last_step_ended_s
+        first_s = record.committed_s - record.transfer_ended_s
+        _note(self._first_steps, first_s / self._step_s(source.layout, target.layout))
+        parameter_bytes = traffic_of(self._spec, source, target).busiest_parameter_bytes
+        if transfer_s > 0:
+            _note(self._bytes_per_s, parameter_bytes / transfer_s)
+
+    # ---- answers
+
+    @property
+    def measured(self) -> bool:
+        """Whether a handoff of this run has been seen; before, estimates are assumptions."""
+        return bool(self._prepare_s)
+
+    def estimate(self, source: RankMap, target: RankMap, joiners: int) -> Estimate:
+        """What a handoff from `source` to `target` takes, `joiners` of whose workers must boot.
+
+        Bytes cross at the rate at which parameters were seen to cross, which contains digests and
+        votes; what crosses beside the first step is counted as if it came on top of it.
+        """
+        traffic = traffic_of(self._spec, source, target)
+        assumed_boot_s = min(ASSUMED_BOOT_S, self._limits.boot_s)
+        # The notice may have waited its turn before anything booted: the slowest says too much.
+        boot_s = median_high(self._boot_s) if self._boot_s else assumed_boot_s
+        prepare_s = max(self._prepare_s, default=min(ASSUMED_PREPARE_S, self._limits.prepare_s))
+        prepare_s += boot_s if joiners > 0 else 0.0
+        first_s = self._step_s(source.layout, target.layout) * max(self._first_steps, default=1.0)
+        rate = min(self._bytes_per_s, default=ASSUMED_BYTES_PER_S)
+        transfer_s = first_s + traffic.busiest_bytes / rate
+        release_s = max(self._release_s, default=min(ASSUMED_RELEASE_S, self._limits.release_s))
+        boundary_s = self._next_boundary_s()
+        return Estimate(
+            total_s=prepare_s + boundary_s + transfer_s + release_s,
+            prepare_s=prepare_s,
+            boundary_s=boundary_s,
+            transfer_s=transfer_s,
+            release_s=release_s,
+            bytes_moved=traffic.moved_bytes,
+        )
+
+    def checkpoint_s(self, rank_map: RankMap) -> float:
+        """From the decision to the end of writing: the boundary, then the fullest worker."""
+        rate = min(self._disk_bytes_per_s, default=ASSUMED_DISK_BYTES_PER_S)
+        return self._next_boundary_s() + checkpoint_bytes(self._spec, rank_map.layout) / rate
+
+    # ---- parts
+
+    def _next_boundary_s(self) -> float:
+        steps_s = BOUNDARY_STEPS * self._usual_step_s()
+        return max(steps_s, max(self._boundary_s, default=0.0))
+
+    def _step_s(self, source: Layout, target: Layout) -> float:
+        """A step of the target's: the source's, with its work on fewer workers."""
+        return self._usual_step_s() * max(1.0, source.workers / target.workers)
+
+    def _usual_step_s(self) -> float:
+        return median(self._steps_s) if self._steps_s else ASSUMED_STEP_S
+
+
+def _note(known: deque[float], value: float) -> None:
+    """A time that was never reached is NaN, and a clock set back gives less than nothing."""
+    if value > 0 and math.isfinite(value):
+        known.append(value)
+
+
+def _rank_maps(record: ReconfigurationRecord) -> tuple[RankMap, RankMap]:
+    """The source and the target of a completed handoff."""
+
+    def rank_map(layout: str, workers: str) -> RankMap:
+        return RankMap(Layout.parse(layout), tuple(map(int, workers.split(","))))
+
+    return (
+        rank_map(record.source, record.source_workers),
+        rank_map(record.target, record.target_workers),
+    )

@@ -1,0 +1,186 @@
+"""Wishes for another shape: checked, queued, merged, and granted one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from liver_hpc.config.schema import NoticeSection, RunConfig
+from liver_hpc.errors import ConfigError, RequestRefused
+from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
+
+OPERATOR = "operator"
+GROWTH = "nodes granted"
+
+
+class Recipe(Protocol):
+    """What a recipe says of a layout."""
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raises ConfigError for a layout in which the model cannot be built."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Another layout, or the same one without worker `replace`.
+
+    origin: OPERATOR, "step N" for a scripted notice, GROWTH, or "leaving NODES: REASON". made_s:
+    when it was made. without: workers that must not be in the target. deadline_s: when they are
+    killed; None when nobody says.
+    """
+
+    origin: str
+    made_s: float
+    layout: Layout | None = None
+    replace: int | None = None
+    without: tuple[int, ...] = ()
+    deadline_s: float | None = None
+
+    def __str__(self) -> str:
+        what = f"resize to {self.layout}" if self.layout else f"replace worker {self.replace}"
+        return f"{what} ({self.origin})"
+
+    def target(self, rank_map: RankMap) -> Layout:
+        return self.layout if self.layout is not None else rank_map.layout
+
+    def joiners(self, rank_map: RankMap) -> int:
+        """How many workers have to be launched for it."""
+        if self.layout is None:
+            return 1
+        return max(0, self.layout.workers - len(self.kept(rank_map)))
+
+    def kept(self, rank_map: RankMap) -> tuple[int, ...]:
+        """The workers of a world that may stay."""
+        gone = {*self.without, self.replace}
+        return tuple(worker for worker in rank_map.workers if worker not in gone)
+
+    @property
+    def asked_for(self) -> bool:
+        """The run file or an operator wants it; else the nodes at hand called for it."""
+        return self.origin == OPERATOR or self.origin.startswith("step ")
+
+    def pointless(self, rank_map: RankMap) -> str:
+        """Why there is nothing to do for it; empty when there is."""
+        if self.layout == rank_map.layout and not {*self.without} & {*rank_map.workers}:
+            return f"the run already has layout {rank_map.layout}"
+        if self.replace is not None and self.replace not in rank_map.workers:
+            return f"worker {self.replace} does not train; workers are {list(rank_map.workers)}"
+        return ""
+
+    def overtakes(self, earlier: Wish) -> bool:
+        """Whether an earlier wish in the queue need not be granted any more.
+
+        A later layout overtakes an earlier one, the same worker is replaced once. What the run
+        file has written down is always granted in full.
+        """
+        if not self.origin == earlier.origin == OPERATOR:
+            return False
+        return (earlier.layout is None) == (self.layout is None) and earlier.replace == self.replace
+
+
+class WishList:
+    """The wishes that wait for their turn, in order."""
+
+    def __init__(self, config: RunConfig, recipe: Recipe) -> None:
+        self._config = config
+        self._recipe = recipe
+        self._waiting: list[Wish] = []
+        self._notices = sorted(config.notices, key=lambda notice: notice.at_step)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def texts(self) -> tuple[str, ...]:
+        return tuple(map(str, self._waiting))
+
+    # ---- wishes from outside
+
+    def of_request(self, request: ResizeRequest | ReplaceRequest, now_s: float) -> Wish:
+        """What an operator wants; raises RequestRefused where the run file does not allow it."""
+        if isinstance(request, ReplaceRequest):
+            return Wish(OPERATOR, now_s, replace=request.replace)
+        if (request.layout is None) == (request.workers is None):
+            raise RequestRefused("resize wants either a layout or a number of workers")
+        if request.layout is not None:
+            return Wish(OPERATOR, now_s, layout=self._layout(request.layout))
+        assert request.workers is not None
+        return Wish(OPERATOR, now_s, layout=self._preferred(request.workers))
+
+    def due(self, step: int) -> list[NoticeSection]:
+        """The scripted notices that are raised when step `step` has been done, each once."""
+        found = []
+        while self._notices and self._notices[0].at_step <= step:
+            found.append(self._notices.pop(0))
+        return found
+
+    def of_notice(self, notice: NoticeSection, now_s: float) -> Wish:
+        """What a scripted notice asks for; raises RequestRefused as `of_request` does."""
+        origin = f"step {notice.at_step}"
+        if notice.replace is not None:
+            return Wish(origin, now_s, replace=notice.replace)
+        if notice.layout is not None:
+            return Wish(origin, now_s, layout=self._allowed(notice.layout.layout()))
+        assert notice.workers is not None
+        return Wish(origin, now_s, layout=self._preferred(notice.workers))
+
+    def _layout(self, text: str) -> Layout:
+        try:
+            return self._allowed(Layout.parse(text))
+        except ConfigError as error:
+            raise RequestRefused(str(error)) from error
+
+    def _preferred(self, workers: int) -> Layout:
+        layouts = self._config.allowed_layouts(workers)
+        if not layouts:
+            raise RequestRefused(f"no layout of {workers} workers is allowed; {self._choice()}")
+        return self._allowed(layouts[0])
+
+    def _allowed(self, layout: Layout) -> Layout:
+        most = self._config.workers.max
+        if layout.workers > most:
+            raise RequestRefused(
+                f"layout {layout} wants {layout.workers} workers, workers.max is {most}; "
+                f"{self._choice()}"
+            )
+        if layout not in self._config.allowed_layouts(layout.workers):
+            raise RequestRefused(f"layout {layout} is not allowed; {self._choice()}")
+        try:
+            self._recipe.check_layout(layout)
+        except ConfigError as error:
+            raise RequestRefused(f"layout {layout}: {error}") from error
+        return layout
+
+    def _choice(self) -> str:
+        most = self._config.workers.max
+        names = [
+            str(layout)
+            for workers in self._config.worker_counts
+            if workers <= most
+            for layout in self._config.allowed_layouts(workers)
+        ]
+        return f"allowed are {', '.join(names)}"
+
+    # ---- the queue
+
+    def add(self, wish: Wish) -> Wish | None:
+        """Queues a wish, in the place of one that it overtakes, which is returned."""
+        for position, earlier in enumerate(self._waiting):
+            if wish.overtakes(earlier):
+                self._waiting[position] = wish
+                return earlier
+        self._waiting.append(wish)
+        return None
+
+    def put_back(self, wish: Wish) -> None:
+        """A wish whose handoff was overtaken waits for its next turn, before all others."""
+        self._waiting.insert(0, wish)
+
+    def pop(self) -> Wish:
+        """The wish whose turn it is; the list must not be empty."""
+        return self._waiting.pop(0)
+
+    def clear(self) -> None:
+        """The run is to end: nothing is wished for any more, by the run file neither."""
+        self._waiting.clear()
+        self._notices.clear()

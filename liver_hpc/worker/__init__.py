@@ -1,0 +1,1 @@
+"""A worker: one process per accelerator, alive across generations."""

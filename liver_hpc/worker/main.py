@@ -1,0 +1,97 @@
+"""A worker: one process per accelerator, alive across generations.
+
+`python -m liver_hpc.worker.main` is started by the node's agent. It boots alone (imports, device,
+data, a rehearsed step), learns its id and the coordinator's address from the agent, and then does
+what the control channel tells it: begin or join, train, hand over, leave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import NoReturn
+
+from liver_hpc.cluster.network import (
+    NCCL_LOG,
+    nccl_log_path,
+    node_facts,
+    worker_network_environment,
+)
+from liver_hpc.config.load import load_run
+from liver_hpc.errors import LiverError
+from liver_hpc.host.importing import collector_paused
+from liver_hpc.layout.coordinates import Layout
+
+log = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+
+
+def main() -> NoReturn:
+    """Boots, reports to the agent, and serves."""
+    parser = argparse.ArgumentParser(prog="liver_hpc.worker.main", description=__doc__)
+    parser.add_argument("--run-directory", type=Path, required=True)
+    parser.add_argument("--layout", required=True, help="layout to rehearse, as tp2 pp1 dp2")
+    options = parser.parse_args()
+    _quieten()
+    try:
+        read_fd, write_fd = _agent_lines()
+        _choose_network(options.run_directory)
+        with collector_paused():
+            from liver_hpc.world.device import open_device
+
+            # Before megatron is imported: where there is no CUDA, the device brings the stand-in.
+            device = open_device(int(os.environ.get("LIVER_LOCAL_RANK", "0")))
+            from liver_hpc.worker.control import Worker, boot
+
+        booted = boot(options.run_directory, Layout.parse(options.layout), device)
+        with open(write_fd, "w") as to_agent:
+            to_agent.write(json.dumps({"booted": True}) + "\n")
+        with open(read_fd) as from_agent:
+            line = from_agent.readline()
+        if not line:
+            raise LiverError("the agent closed before it gave this worker an id")
+        told = json.loads(line)
+        Worker(booted, int(told["worker"]), (told["host"], int(told["port"]))).run()
+    except Exception:
+        log.exception("worker failed")
+        logging.shutdown()
+        # Not sys.exit: blocked collectives and native threads must not hold the process up.
+        os._exit(EXIT_FAILED)
+
+
+def _choose_network(run_directory: Path) -> None:
+    """Which interfaces and adapters this node's collectives use, as gloo and NCCL are told.
+
+    Before torch is imported. Raises ConfigError when this node lacks what the run file names.
+    """
+    config, facts = load_run(run_directory / "run.yaml"), node_facts()
+    log_path = nccl_log_path(os.environ, run_directory / "logs", facts, os.getpid())
+    chosen = worker_network_environment(config.network, config.cluster.kind, facts, os.environ)
+    os.environ.update({NCCL_LOG: str(log_path), **chosen})
+
+
+def _quieten() -> None:
+    """Our log lines, and of megatron's and torch's only errors."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s [%(threadName)s] %(message)s"
+    )
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    for package in ("megatron", "torch"):
+        for category in (UserWarning, FutureWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", category=category, module=package)
+
+
+def _agent_lines() -> tuple[int, int]:
+    try:
+        return int(os.environ["LIVER_AGENT_READ_FD"]), int(os.environ["LIVER_AGENT_WRITE_FD"])
+    except KeyError as error:
+        raise LiverError(f"a worker is started by an agent: {error} is not set") from error
+
+
+if __name__ == "__main__":
+    main()

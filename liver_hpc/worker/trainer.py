@@ -1,0 +1,326 @@
+"""The training loop of one worker, across worlds: steps, handing over, and the ways back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+from liver_hpc.checkpoint.reader import restore
+from liver_hpc.checkpoint.writer import save
+from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.handoff.crossing import FAILURES, Boundary, Crossed, Crossing
+from liver_hpc.handoff.prepare import prepare, prepared_message, transports_message
+from liver_hpc.handoff.release import release
+from liver_hpc.handoff.session import HandoffAborted, Session, Target, WorkerContext
+from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.tensors import PARAMETER
+from liver_hpc.protocol.messages import (
+    Abort,
+    Aborted,
+    Arm,
+    Begin,
+    Failed,
+    Finished,
+    Prepare,
+    Resume,
+    StepDone,
+    Stop,
+)
+from liver_hpc.world.state import WorldState
+from liver_hpc.world.world import Flags, StepResult, World
+
+log = logging.getLogger(__name__)
+
+
+class LeftWorld(LiverError):
+    """This worker has no seat in the world that trains now; it waits for its Exit."""
+
+
+class Trainer:
+    """Trains whatever world is the present one. The main thread calls `begin` or `join`, then
+    `train`; the control thread calls `open_session` and `ask_to_stop`, and sets `proceed`."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._limits = context.config.deadlines
+        self._world: World | None = None
+        # Set while the source of the next handoff stands: not in `begin`, not in a rebuild.
+        self._stands = threading.Event()
+        self.session: Session | None = None
+        self.proceed = threading.Event()
+        self._stop = threading.Event()
+        self._stop_saves_in: Path | None = None
+        self.step = 0
+
+    # ---- the ways in
+
+    def begin(self, message: Begin) -> None:
+        """Builds the first world and fills it from the seed, or from a checkpoint. Collective over
+        its rank map. Raises LeftWorld when it cannot be filled."""
+        world = self._build(message.rank_map.rank_map(), message.generation)
+        if message.checkpoint is not None:
+            self._restore(world, Path(message.checkpoint))
+        else:
+            world.state.initialize(self._context.recipe.initial, self._context.config.train.seed)
+            world.load_scalar_state(world.scalar_state(0).model_copy(update={"optimizer_step": 0}))
+        self._world = world
+        self._stands.set()
+
+    def _restore(self, world: World, path: Path) -> None:
+        """Fills a world from a checkpoint; returns once all its workers hold what was saved."""
+        context, limits = self._context, self._limits
+        try:
+            restored = restore(world, path)
+        except FAILURES as error:
+            log.exception("cannot go on from %s", path)
+            context.send(
+                Failed(worker=context.worker, generation=world.generation, reason=str(error))
+            )
+            raise LeftWorld(f"cannot go on from {path}: {error}") from error
+        self.step = restored.scalars.step
+        context.send(restored)
+        limit_s = limits.prepare_s + limits.transfer_s
+        if not self.proceed.wait(limit_s):
+            raise DeadlineError(f"waited {limit_s:g} s for all workers to restore from {path}")
+
+    def join(self) -> None:
+        """A joiner's way in: PREPARE, then the crossing. Raises LeftWorld when called off."""
+        session = self.session
+        assert session is not None, "join without a session"
+        self._prepare(session)
+        try:
+            limit_s = self._limits.prepare_s + self._limits.boundary_s
+            session.wait(Arm, limit_s, "all workers to be prepared")
+            assert session.prepared is not None
+            crossed = Crossing(session, session.prepared, None).run(None)
+        except HandoffAborted as aborted:
+            raise LeftWorld(str(aborted)) from aborted
+        self._arrive(session, crossed, None)
+        self._save_if_due(crossed.scalars.step)
+
+    def ask_to_stop(self, message: Stop) -> None:
+        """All stop at the next common boundary; with a checkpoint there if one is asked for."""
+        self._stop_saves_in = Path(message.checkpoint) if message.checkpoint else None
+        self._stop.set()
+
+    def open_session(self, message: Prepare) -> Session:
+        """A new handoff attempt; on a source worker PREPARE starts beside the training thread."""
+        session = Session(message, self._context)
+        if session.is_source:
+            session.preparing = threading.Thread(
+                target=self._prepare, args=(session,), name="prepare", daemon=True
+            )
+        self.session = session
+        if session.preparing is not None:
+            session.preparing.start()
+        return session
+
+    def _build(self, rank_map: RankMap, generation: int) -> World:
+        context = self._context
+        world = World(context.recipe, rank_map, context.worker, generation, context.device)
+        if context.config.handoff.warm_up:
+            world.warm_up()
+        store = context.open_store()
+        try:
+            world.connect(
+                lambda group: group.connect(context.network, store, self._limits.collective_s), None
+            )
+        finally:
+            store.close()
+        context.send(transports_message(context, world))
+        return world
+
+    # ---- steps
+
+    def train(self) -> None:
+        """Steps until the last, or until all agreed to stop. Raises LeftWorld on a leaver."""
+        clock = self._context.clock
+        while self.step < self._context.config.train.steps:
+            world = self._world
+            assert world is not None, "train without a world"
+            started_s = clock.now_s()
+            gradients, update = world.train_step(self.step)
+            session = self.session
+            ready = session is not None and session.armed.is_set()
+            result = world.agree(gradients, update, Flags(ready, self._stop.is_set()))
+            ended_s = clock.now_s()
+            self.step += 1
+            self._report(world, result, started_s, ended_s)
+            members, boundary = world.rank_map.layout.workers, self.step
+            if result.stop == members:
+                if self._stop_saves_in is not None:
+                    self._save(self._stop_saves_in)
+                else:
+                    self._save_if_due(boundary)
+                break
+            if result.ready == members and self.step < self._context.config.train.steps:
+                assert session is not None
+                self._hand_over(session, world, ended_s)
+            elif session is not None and session.aborted is not None:
+                self._drop(session)
+            self._save_if_due(boundary)
+        self._context.send(Finished(worker=self._context.worker, step=self.step))
+
+    def _save_if_due(self, since: int) -> None:
+        """The run file's checkpoints, at a boundary that all workers know to be one: of the first
+        step of another world, which has no boundary before it, and of those from `since` on. A
+        handoff goes first, as it may have to hurry."""
+        every = self._context.config.checkpoint.every_steps
+        if every is not None and any(step % every == 0 for step in range(since, self.step + 1)):
+            self._save(self._context.checkpoints)
+
+    def _save(self, directory: Path) -> None:
+        assert self._world is not None
+        self._context.send(save(self._world, self.step, directory, self._context.clock))
+
+    def _report(self, world: World, result: StepResult, started_s: float, ended_s: float) -> None:
+        """Rank 0 of the world tells the coordinator of the step just done."""
+        context = self._context
+        if world.rank_map.workers[0] != context.worker:
+            return
+        context.send(
+            StepDone(
+                worker=context.worker,
+                generation=world.generation,
+                step=self.step - 1,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                learning_rate=result.learning_rate,
+                tokens=context.config.train.global_batch * context.recipe.tokens(),
+                started_s=started_s,
+                ended_s=ended_s,
+            )
+        )
+
+    # ---- PREPARE, and dropping it before the boundary
+
+    def _prepare(self, session: Session) -> None:
+        """PREPARE in the calling thread; answers Prepared or Failed."""
+        self._context.device.enter()
+        try:
+            session.prepared = prepare(session, self._source_of(session))
+        except HandoffAborted as aborted:
+            log.info("%s while preparing", aborted)
+        except FAILURES as error:
+            if session.aborted is not None:
+                log.info("generation %d ended while preparing: %s", session.generation, error)
+                return
+            log.exception("generation %d: PREPARE failed", session.generation)
+            self._fail(session, error)
+        else:
+            self._context.send(prepared_message(session, session.prepared))
+
+    def _source_of(self, session: Session) -> World | None:
+        """The source world; None on a joiner. A Prepare may come while the world it speaks of is
+        still being built here, at the start or after an ABORT."""
+        if not session.is_source:
+            return None
+        limit_s = self._limits.prepare_s
+        if not self._stands.wait(limit_s):
+            raise DeadlineError(f"waited {limit_s:g} s for the source world to stand")
+        return self._world
+
+    def _drop(self, session: Session) -> None:
+        """Called off before the boundary: training goes on, a thread clears up and answers."""
+        self._forget(session)
+
+        def clear_up() -> None:
+            self._context.device.enter()
+            if session.preparing is not None:
+                session.preparing.join(self._limits.prepare_s)
+            if session.prepared is not None:
+                session.prepared.drop()
+            self._context.send(Aborted(worker=self._context.worker, generation=session.generation))
+
+        threading.Thread(target=clear_up, name="drop", daemon=True).start()
+
+    def _forget(self, session: Session) -> None:
+        """This attempt is over; the control thread may have opened the next one already."""
+        if self.session is session:
+            self.session = None
+
+    # ---- the boundary
+
+    def _hand_over(self, session: Session, source: World, ended_s: float) -> None:
+        """At the agreed boundary: over to the target world, or back to this one."""
+        assert session.prepared is not None
+        boundary = Boundary(source.scalar_state(self.step), ended_s)
+        try:
+            crossed = Crossing(session, session.prepared, source).run(boundary)
+        except HandoffAborted as aborted:
+            abort = aborted.abort
+        else:
+            self._arrive(session, crossed, source)
+            return
+        self._go_back(session, source, abort)
+
+    def _arrive(self, session: Session, crossed: Crossed, source: World | None) -> None:
+        """Committed: the target world is the world. Raises LeftWorld on a leaver."""
+        target = session.prepared
+        assert target is not None
+        self._world = target.world
+        self._stands.set()
+        self._forget(session)
+        if self._world is not None:
+            self.step = crossed.scalars.step + 1
+            assert crossed.first_step is not None
+            self._report(self._world, crossed.first_step, crossed.started_s, crossed.ended_s)
+        threading.Thread(
+            target=self._release, args=(session, target, source), name="release", daemon=True
+        ).start()
+        if self._world is None:
+            raise LeftWorld(f"no seat in {session.target}")
+
+    def _release(self, session: Session, target: Target, source: World | None) -> None:
+        """RELEASE in a thread of its own; a failure is the coordinator's to judge."""
+        try:
+            release(session, target, source)
+        except FAILURES as error:
+            log.exception("generation %d: RELEASE failed", session.generation)
+            self._fail(session, error)
+
+    def _fail(self, session: Session, error: BaseException) -> None:
+        self._context.send(
+            Failed(
+                worker=self._context.worker,
+                generation=session.generation,
+                reason=f"{type(error).__name__}: {error}",
+            )
+        )
+
+    def _go_back(self, session: Session, source: World, abort: Abort) -> None:
+        """Called off at the boundary: the source world goes on, rebuilt if its groups may hold
+        half a collective of the target's first step."""
+        log.info("generation %d called off at the boundary: %s", session.generation, abort.reason)
+        assert session.prepared is not None
+        held: WorldState | None = None
+        if abort.rebuild:
+            # Peers blocked in a shared group are freed once nobody holds its connections.
+            held = source.abandon()
+            self._stands.clear()
+            self._world = None
+        session.prepared.drop()
+        session.prepared = None
+        self._context.send(Aborted(worker=self._context.worker, generation=session.generation))
+        resume: Resume = session.wait(
+            Resume, self._limits.boundary_s + self._limits.control_s, "all workers to go back"
+        )
+        if held is not None:
+            assert resume.rebuild_generation is not None
+            self._rebuild(session.source, resume.rebuild_generation, held, self.step)
+        self._forget(session)
+
+    def _rebuild(self, rank_map: RankMap, generation: int, held: WorldState, step: int) -> None:
+        """The source layout again on fresh groups, filled from what this worker still holds."""
+        world = self._build(rank_map, generation)
+        for kind in (PARAMETER, *world.recipe.spec.optimizer_kinds):
+            for index, box in held.boxes(kind):
+                world.state.view(kind, index, box).copy_(held.view(kind, index, box))
+        log.info("generation %d: rebuilt %s", generation, rank_map)
+        world.load_scalar_state(
+            world.scalar_state(step).model_copy(update={"optimizer_step": step})
+        )
+        held.release()
+        self._world = world
+        self._stands.set()

@@ -1,0 +1,376 @@
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from liver_hpc import __version__
+from liver_hpc.cli import main as cli
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.protocol.messages import DrainRequest, ReplaceRequest, ResizeRequest, StopRequest
+from liver_hpc.report.store import MetricsWriter
+from liver_hpc.run.directory import RunDirectory, create_run_directory, point_latest
+from tests.unit.config.runs import minimal, write_minimal
+from tests.unit.report.rows import reconfiguration, step
+from tests.unit.standin import StandIn
+
+COMMANDS = ["submit", "run", "status", "resize", "replace", "drain", "stop", "report", "doctor"]
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(repository))
+
+
+@pytest.fixture
+def run() -> RunDirectory:
+    """A run directory under ./runs, without a coordinator."""
+    run = create_run_directory(minimal(cluster={"kind": "slurm"}))
+    point_latest(run)
+    return run
+
+
+@pytest.fixture
+def standin(run: RunDirectory) -> Iterator[StandIn]:
+    with StandIn(run.path) as standin:
+        yield standin
+
+
+def liver(*arguments: str) -> int:
+    """The exit code of a command that runs in this process."""
+    try:
+        return cli.main(arguments)
+    except SystemExit as exit_:  # argparse's way to end
+        return int(exit_.code or 0)
+
+
+# ---- the command line
+
+
+def test_help_names_every_command_in_half_a_second() -> None:
+    before_s = _children_cpu_s()
+    shown = subprocess.run(
+        [sys.executable, "-m", "liver_hpc", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    took_s = _children_cpu_s() - before_s  # wall time would measure the neighbours
+    for command in (*COMMANDS, "prepare-data"):
+        assert f"\n    {command}" in shown
+    assert took_s < 0.5
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize("module", ["liver_hpc.submit", "liver_hpc.cli.main"])
+def test_import_loads_no_torch(module: str) -> None:
+    code = (
+        f"import {module}, sys\n"
+        "heavy = {'torch', 'megatron', 'mpi4py', 'h5py', 'submitit', 'matplotlib'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"
+
+
+def test_version(capsys: Captured) -> None:
+    assert liver("--version") == 0
+    assert capsys.readouterr().out == f"liver {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["frob"], "invalid choice: 'frob'"),
+        (["submit"], "submit wants either --config FILE or --resume RUN"),
+        (["submit", "--config", "x", "--resume", "y"], "either --config FILE or --resume RUN"),
+        (["submit", "--conf", "x"], "unrecognized arguments: --conf x"),
+        (["submit", "--resume", "gone"], "there is no run gone"),
+        (["submit", "--config", "x", "--cluster", "pbs"], "invalid choice: 'pbs'"),
+        (["resize", "latest"], "one of the arguments --layout --workers is required"),
+        (["resize", "latest", "--workers", "0"], "wanted a whole number of at least 1, got '0'"),
+        (["resize", "latest", "--workers", "2", "--layout", "tp2"], "not allowed with argument"),
+        (["resize", "latest", "--layout", "tp=x"], "layout 'tp=x': wanted tp=A,pp=B,dp=C"),
+        (["replace", "latest", "--worker", "-1"], "wanted a worker id such as 3, got '-1'"),
+        (["stop", "latest", "--timeout-s", "0"], "wanted a number of seconds above 0, got '0'"),
+        (["stop", "latest", "--timeout-s", "nan"], "wanted a number of seconds above 0, got 'nan'"),
+        (["drain", "latest", "n2", "--undo", "--within-s", "5"], "not allowed with argument"),
+        (["submit", "--config", "no.yaml"], "no.yaml: there is no such file"),
+        (["status", "latest"], "there is no run under runs yet"),
+        (["status", "runs"], "there is no run runs: neither a directory, nor a name under runs"),
+        (["report", "gone", "--runs-directory", "r"], "neither a directory, nor a name under r"),
+    ],
+)
+def test_bad_input_exits_2(arguments: list[str], said: str, capsys: Captured) -> None:
+    assert liver(*arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "liver: error: " in shown.err
+    assert said in shown.err
+
+
+def test_python_m_submit_is_liver_submit() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "liver_hpc.submit", "--config", "no.yaml"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (shown.returncode, shown.stderr) == (
+        2,
+        "liver: error: no.yaml: there is no such file\n",
+    )
+
+
+# ---- commands to a run that trains
+
+
+def test_status_prints_the_snapshot(run: RunDirectory, standin: StandIn, capsys: Captured) -> None:
+    assert liver("status", "latest") == 0
+    shown = capsys.readouterr().out
+    for part in (run.path.name, "training", "7", "10", "tp1 pp1 dp2", "handoff done"):
+        assert part in shown
+
+
+@pytest.mark.parametrize("name", ["latest", "directory", "name", "absolute"])
+def test_ways_to_name_a_run(
+    run: RunDirectory, standin: StandIn, name: str, capsys: Captured
+) -> None:
+    names = {
+        "latest": "latest",
+        "directory": f"runs/{run.path.name}",
+        "name": run.path.name,
+        "absolute": str(run.path.absolute()),
+    }
+    assert liver("replace", names[name], "--worker", "1") == 0
+    assert capsys.readouterr().out == "replacing worker 1\n"
+    assert standin.requests.get(timeout=5) == ReplaceRequest(replace=1)
+
+
+@pytest.mark.parametrize("layout", ["tp=2,pp=1,dp=2", "tp2 dp2"])
+def test_resize_to_a_layout(standin: StandIn, layout: str, capsys: Captured) -> None:
+    assert liver("resize", "latest", "--layout", layout) == 0
+    assert capsys.readouterr().out == "queued\n"
+    assert standin.requests.get(timeout=5) == ResizeRequest(layout="tp2 pp1 dp2")
+
+
+def test_resize_to_a_number_of_workers(standin: StandIn) -> None:
+    assert liver("resize", "latest", "--workers", "4") == 0
+    assert standin.requests.get(timeout=5) == ResizeRequest(workers=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], DrainRequest(node="n2")),
+        (["--within-s", "30"], DrainRequest(node="n2", within_s=30.0)),
+        (["--undo"], DrainRequest(node="n2", undo=True)),
+    ],
+)
+def test_drain(standin: StandIn, options: list[str], message: DrainRequest) -> None:
+    assert liver("drain", "latest", "n2", *options) == 0
+    assert standin.requests.get(timeout=5) == message
+
+
+def test_refusal_exits_3(standin: StandIn, capsys: Captured) -> None:
+    assert liver("resize", "latest", "--layout", "dp=2") == 3
+    shown = capsys.readouterr()
+    assert shown.err == "liver: error: the run already has layout tp1 pp1 dp2\n"
+
+
+def test_stop_waits_for_the_outcome(standin: StandIn, capsys: Captured) -> None:
+    ended = threading.Thread(target=standin.run, args=(30.0,))
+    ended.start()
+    assert liver("stop", "latest", "--timeout-s", "20") == 0
+    ended.join()
+    assert "stopped at step 7: asked to" in capsys.readouterr().out
+    assert standin.requests.get(timeout=5) == StopRequest()
+
+
+def test_stop_gives_up_at_its_deadline(
+    run: RunDirectory, standin: StandIn, capsys: Captured
+) -> None:
+    assert liver("stop", "latest", "--timeout-s", "0.2") == 1
+    assert f"waited 0.2 s for run {run} to stop" in capsys.readouterr().err
+
+
+# ---- commands to a run that does not train
+
+
+def test_run_that_is_over(run: RunDirectory, standin: StandIn, capsys: Captured) -> None:
+    standin.end("finished", "all steps done")
+    assert liver("status", "latest") == 0
+    assert capsys.readouterr().out == f"run {run}: finished at step 7: all steps done\n"
+    assert liver("resize", "latest", "--workers", "4") == 1
+    assert f"run {run} is over: finished at step 7" in capsys.readouterr().err
+
+
+def test_run_that_failed(standin: StandIn, capsys: Captured) -> None:
+    standin.end("failed", "worker 1 was lost")
+    assert liver("status", "latest") == 1
+    assert "failed at step 7: worker 1 was lost" in capsys.readouterr().out
+
+
+def test_run_without_a_coordinator(run: RunDirectory, capsys: Captured) -> None:
+    assert liver("status", "latest") == 1
+    assert f"run {run} has no coordinator: it is starting or ending" in capsys.readouterr().err
+
+
+def test_run_whose_coordinator_lives_but_has_hung_up(run: RunDirectory, capsys: Captured) -> None:
+    with StandIn(run.path):
+        pass
+    assert liver("status", "latest") == 1
+    assert "is ending; its outcome is not written yet" in capsys.readouterr().err
+
+
+def test_run_whose_coordinator_was_killed(run: RunDirectory, capsys: Captured) -> None:
+    with StandIn(run.path):
+        pass
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    path = run.path / "coordinator.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": ended.pid}))
+    assert liver("status", "latest") == 1
+    said = capsys.readouterr().err
+    assert f"run {run}: its coordinator (process " in said
+    assert "is gone and left no outcome; its logs are" in said
+
+
+def test_run_of_another_secret(run: RunDirectory, standin: StandIn, capsys: Captured) -> None:
+    run.secret_path.write_text("00" * 32)
+    assert liver("status", "latest") == 1
+    assert "secret" in capsys.readouterr().err
+
+
+def test_secret_that_others_can_read(run: RunDirectory, standin: StandIn, capsys: Captured) -> None:
+    run.secret_path.chmod(0o644)
+    assert liver("status", "latest") == 2
+    assert "mode 0644 lets others in" in capsys.readouterr().err
+
+
+def test_damaged_coordinator_file(run: RunDirectory, capsys: Captured) -> None:
+    (run.path / "coordinator.json").write_text(json.dumps({"host": "127.0.0.1"}))
+    assert liver("status", "latest") == 1
+    assert "coordinator.json is damaged" in capsys.readouterr().err
+
+
+def test_directory_that_is_no_run(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "other").mkdir()
+    assert liver("status", "other") == 2
+    assert "other is not a run directory: it has no run.yaml" in capsys.readouterr().err
+
+
+# ---- run directories
+
+
+def test_run_directory_is_private_and_latest_follows(run: RunDirectory) -> None:
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    assert run.secret_path.stat().st_mode & 0o777 == 0o600
+    assert isinstance(run.config(), RunConfig)
+    second = create_run_directory(minimal())
+    assert second.path != run.path
+    assert Path("runs/latest").resolve() == run.path.resolve()
+    point_latest(second)
+    assert Path("runs/latest").resolve() == second.path.resolve()
+    assert sorted(p.name for p in Path("runs").iterdir() if p.name.startswith(".")) == []
+
+
+def test_runs_directory_that_is_a_file(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "runs").write_text("")
+    path = write_minimal(tmp_path)
+    assert liver("submit", "--config", str(path), "--cluster", "local") == 2
+    assert "runs_directory: cannot make a run in" in capsys.readouterr().err
+
+
+# ---- data
+
+
+def test_prepare_data_without_text(tmp_path: Path, capsys: Captured) -> None:
+    assert liver("prepare-data", "--config", str(write_minimal(tmp_path))) == 2
+    assert "data.text is not given" in capsys.readouterr().err
+
+
+def test_text_is_prepared_once(tmp_path: Path, capsys: Captured) -> None:
+    Path("a.txt").write_text("some text\n" * 100)
+    path = write_minimal(tmp_path, data={"text": ["*.txt"]})
+    assert liver("prepare-data", "--config", str(path)) == 0
+    first = capsys.readouterr().out
+    assert first.startswith(str(tmp_path / "data" / "text-"))
+    assert "1 documents, 1001 tokens of uint16" in first
+    made = {entry.name: entry.stat().st_mtime_ns for entry in Path("data").glob("text-*.[bi]*")}
+    assert len(made) == 2
+    assert liver("prepare-data", "--config", str(path)) == 0
+    assert capsys.readouterr().out == first
+    again = {entry.name: entry.stat().st_mtime_ns for entry in Path("data").glob("text-*.[bi]*")}
+    assert again == made
+
+
+def test_data_that_cannot_be_written(tmp_path: Path, capsys: Captured) -> None:
+    Path("a.txt").write_text("some text\n")
+    Path("data").write_text("in the way")
+    path = write_minimal(tmp_path, data={"text": ["a.txt"]})
+    assert liver("prepare-data", "--config", str(path)) in (1, 2)
+    assert "liver: error: preparing the data: " in capsys.readouterr().err
+
+
+# ---- the report
+
+
+def test_report(run: RunDirectory, capsys: Captured) -> None:
+    writer = MetricsWriter(run.metrics_path, run.config().metrics, {"name": "demo"})
+    writer.add_step(step(1))
+    writer.add_reconfiguration(reconfiguration())
+    writer.close()
+    assert liver("report", "latest") == 0
+    shown = capsys.readouterr().out
+    assert "Reconfigurations" in shown
+    assert liver("report", "latest", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {"steps", "reconfigurations", "baselines"} <= document.keys()
+    wanted = {
+        "generation", "source", "target", "notice", "pause_s", "lost_s", "lost_steps", "slowdown_s",
+        "reconfiguration_s", "bytes_moved", "bytes_local", "digest_equal", "outcome",
+    }  # fmt: skip
+    assert wanted <= document["reconfigurations"][0].keys()
+
+
+def test_report_into_files(run: RunDirectory, tmp_path: Path, capsys: Captured) -> None:
+    writer = MetricsWriter(run.metrics_path, run.config().metrics, {"name": "demo"})
+    writer.add_step(step(1))
+    writer.close()
+    assert liver("report", "latest", "--html", "r.html", "--png", "plots") == 0
+    assert capsys.readouterr().out.split() == ["r.html", "plots/training.png"]
+    assert "<strong>1 step</strong>" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--json", "--html", "r.html"], "--json prints"),
+        (["--baselines", "r.json"], "needs --html or --png"),
+        (["--html", "r.html", "--baselines", "gone.json"], "gone.json: there is no such file"),
+        (["--html", "gone/r.html"], "gone/r.html cannot be written"),
+    ],
+)
+def test_report_into_files_that_cannot_be(
+    run: RunDirectory, options: list[str], said: str, capsys: Captured
+) -> None:
+    MetricsWriter(run.metrics_path, run.config().metrics, {}).close()
+    assert liver("report", "latest", *options) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_report_of_a_run_without_figures(run: RunDirectory, capsys: Captured) -> None:
+    assert liver("report", "latest") == 2
+    assert "metrics.h5: there is no such file; nothing was recorded yet" in capsys.readouterr().err

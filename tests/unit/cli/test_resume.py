@@ -1,0 +1,245 @@
+"""Which runs go on in a new job, and which may not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liver_hpc.cli import main as cli
+from liver_hpc.cli import resume
+from liver_hpc.cli.resume import resume_run
+from liver_hpc.errors import CheckpointError, ConfigError, LiverError
+from liver_hpc.run.directory import RunDirectory, create_run_directory, find_run
+from liver_hpc.run.outcome import Outcome
+from tests.unit.checkpoint.disk import Disk
+from tests.unit.checkpoint.test_checkpoints import TWO
+from tests.unit.config.runs import minimal
+from tests.unit.layout.models import TIED
+
+STOPPED = Outcome("stopped", "asked to", 7)
+SQUEUE = """#!/bin/sh
+test -z "{state}" || echo "77|77|{state}|None|N/A|n1|job"
+test -n "{state}" || {{ echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }}
+"""
+SQUEUE_AWAY = "#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n"
+
+
+class Launches:
+    """In the place of `launch_detached`: what was launched, and with which files in the run."""
+
+    def __init__(self) -> None:
+        self.runs: list[RunDirectory] = []
+        self.found: list[str] = []
+        self.error: LiverError | None = None
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def __call__(self, run: RunDirectory) -> str:
+        self.runs.append(run)
+        self.found += [path.name for path in run.path.glob("*.json")]
+        self.begun.set()
+        assert self.go_on.wait(10.0)
+        if self.error is not None:
+            raise self.error
+        run.note_job_id("78")
+        return "78"
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    launches = Launches()
+    monkeypatch.setattr(resume, "launch_detached", launches)
+    monkeypatch.setattr(resume, "await_coordinator", lambda run: None)
+    return launches
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "programs").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path}/programs:{os.environ['PATH']}")
+    squeue_says("")
+
+
+def squeue_says(state: str) -> None:
+    """The state of job 77; empty once it is over."""
+    write_squeue(SQUEUE.format(state=state))
+
+
+def write_squeue(script: str) -> None:
+    path = Path("programs/squeue")
+    path.write_text(script)
+    path.chmod(0o755)
+
+
+def ended(
+    outcome: Outcome | None = STOPPED, kind: str = "slurm", steps: tuple[int, ...] = (7,)
+) -> RunDirectory:
+    """A run that was job 77, with checkpoints of these steps."""
+    cluster: dict[str, Any] = {"kind": kind}
+    if kind == "slurm":
+        cluster["slurm"] = {"components": [{"name": "main"}]}
+    run = create_run_directory(minimal(cluster=cluster), f"run-{kind}")
+    if kind == "slurm":
+        run.note_job_id("77")
+    if outcome is not None:
+        outcome.write(run.path)
+    for step in steps:
+        Disk(TIED, run.path).save(TWO, step)
+    return run
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [STOPPED, Outcome("failed", "a worker was lost", 8), Outcome("requeue", "its end", 7), None],
+)
+def test_an_ended_run_goes_on_from_its_newest_checkpoint(
+    launches: Launches, outcome: Outcome | None
+) -> None:
+    run = ended(outcome, steps=(3, 7))
+    (run.path / "coordinator.json").write_text('{"host": "n1", "port": 1, "pid": 1}')
+    assert resume_run(run) == 7
+    assert launches.runs == [run]
+    assert launches.found == [], "what the last life said of itself is gone before the next one"
+    assert run.job_id() == "78"
+    assert find_run("latest", Path("runs")).path == run.path.resolve()
+
+
+def test_a_finished_run_does_not(launches: Launches) -> None:
+    run = ended(Outcome("finished", "all 10 steps are done", 10))
+    with pytest.raises(ConfigError, match=r"^run runs/run-slurm is complete: all 10 steps are d"):
+        resume_run(run)
+    assert (launches.runs, run.outcome() is not None) == ([], True)
+
+
+def test_a_run_without_a_checkpoint_does_not(launches: Launches) -> None:
+    run = ended(steps=())
+    said = r"has no checkpoint in .*/checkpoints to go on from; `liver stop --checkpoint`"
+    with pytest.raises(ConfigError, match=said):
+        resume_run(run)
+    assert (launches.runs, run.outcome()) == ([], STOPPED)
+
+
+def test_a_run_whose_checkpoint_is_damaged_does_not(launches: Launches) -> None:
+    run = ended()
+    next((run.path / "checkpoints").glob("step-*/rank-*.h5")).unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        resume_run(run)
+    assert (launches.runs, run.outcome()) == ([], STOPPED)
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "SUSPENDED"])
+def test_a_run_whose_job_is_not_over_is_bad_input(
+    launches: Launches, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ended()
+    squeue_says(state)
+    assert cli.main(["submit", "--resume", run.path.name]) == cli.EXIT_BAD_INPUT
+    said = capsys.readouterr().err
+    assert said == f"liver: error: run runs/run-slurm is not over: job 77 is {state}\n"
+    assert (launches.runs, run.outcome()) == ([], STOPPED)
+
+
+def test_where_slurm_does_not_answer_nothing_is_launched(
+    launches: Launches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ended()
+    write_squeue(SQUEUE_AWAY)
+    assert cli.main(["submit", "--resume", "latest"]) == cli.EXIT_BAD_INPUT  # none is latest yet
+    assert cli.main(["submit", "--resume", run.path.name]) == cli.EXIT_FAILED
+    assert "Unable to contact slurm controller" in capsys.readouterr().err
+    assert (launches.runs, run.outcome()) == ([], STOPPED)
+
+
+def test_a_run_that_was_refused_has_ended_as_before(launches: Launches) -> None:
+    run = ended()
+    launches.error = LiverError("submitit: sbatch: error: invalid account")
+    with pytest.raises(LiverError, match="invalid account"):
+        resume_run(run)
+    assert run.outcome() == STOPPED
+    launches.error = None
+    assert resume_run(run) == 7
+
+
+def test_of_two_at_once_the_second_finds_the_job_of_the_first(launches: Launches) -> None:
+    run = ended()
+    launches.go_on.clear()
+    first = threading.Thread(target=resume_run, args=(run,))
+    first.start()
+    assert launches.begun.wait(10.0)
+    errors: list[Exception] = []
+
+    def again() -> None:
+        try:
+            resume_run(run)
+        except ConfigError as error:
+            errors.append(error)
+
+    second = threading.Thread(target=again)
+    second.start()
+    second.join(1.0)
+    assert second.is_alive(), "it waits for the first"
+    assert len(launches.runs) == 1
+    write_squeue(SQUEUE.format(state="PENDING").replace("77", "78"))
+    launches.go_on.set()
+    first.join(10.0)
+    second.join(10.0)
+    assert [str(error) for error in errors] == [f"run {run} is not over: job 78 is PENDING"]
+    assert len(launches.runs) == 1
+
+
+# ---- on this machine
+
+
+def address_of(pid: int, hostname: str) -> str:
+    return f'{{"host": "127.0.0.1", "port": 1, "pid": {pid}, "hostname": "{hostname}"}}'
+
+
+def test_a_local_run_that_lives_does_not(launches: Launches) -> None:
+    run = ended(None, kind="local")
+    run.note_job_id(str(os.getpid()))
+    with pytest.raises(ConfigError, match=rf"is not over: process {os.getpid()} lives"):
+        resume_run(run)
+    run.job_id_path.unlink()
+    (run.path / "coordinator.json").write_text(address_of(os.getpid(), socket.gethostname()))
+    with pytest.raises(ConfigError, match=rf"is not over: process {os.getpid()} lives"):
+        resume_run(run)
+    assert launches.runs == []
+
+
+def test_a_local_run_of_another_machine_does_not(launches: Launches) -> None:
+    run = ended(None, kind="local")
+    (run.path / "coordinator.json").write_text(address_of(1 << 22, "elsewhere"))
+    with pytest.raises(ConfigError, match=r"may not be over: .* on elsewhere, which is where"):
+        resume_run(run)
+    assert launches.runs == []
+
+
+def test_a_local_run_that_was_killed_goes_on(launches: Launches) -> None:
+    run = ended(None, kind="local")
+    run.note_job_id(str(1 << 22))  # above what Linux gives out
+    (run.path / "coordinator.json").write_text(address_of(1 << 22, socket.gethostname()))
+    assert resume_run(run) == 7
+
+
+@pytest.mark.parametrize(
+    "option", [("--set", "train.steps=20"), ("--cluster", "local"), ("--dry-run",)]
+)
+def test_a_run_is_taken_as_it_is(
+    launches: Launches, option: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ended()
+    assert cli.main(["submit", "--resume", run.path.name, *option]) == cli.EXIT_BAD_INPUT
+    assert "--resume takes the run as it is" in capsys.readouterr().err
+    assert launches.runs == []
+
+
+def test_the_command_tells_the_step(launches: Launches, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ended()
+    assert cli.main(["submit", "--no-follow", "--resume", run.path.name]) == cli.EXIT_OK
+    assert capsys.readouterr().out == "run runs/run-slurm goes on from step 7\n"

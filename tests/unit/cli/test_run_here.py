@@ -1,0 +1,194 @@
+"""`liver run` with a stand-in for the coordinator, and commands of Slurm that are played."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from liver_hpc.cli import main as cli
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from tests.unit.config.runs import MINIMAL, write_minimal
+from tests.unit.standin import sitecustomize_in
+
+LIMIT_S = 60.0
+SLURM = {"components": [{"name": "main", "nodes": 4}], "end_window_s": 30.0}
+
+# Notes its words; squeue says that the job ends in 8 s.
+PLAYED = """#!/bin/sh
+echo "$(basename $0) $*" >> {log}
+test "$(basename $0)" != squeue || echo "77|77|RUNNING|None|$(($(date +%s) + 8))|n1|job"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _with_the_standin(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{repository}")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    sitecustomize_in(tmp_path, repository)
+
+
+@pytest.fixture
+def in_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As if in job 77; what was asked of Slurm."""
+    log = tmp_path / "asked"
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("sbatch", "squeue", "scontrol"):
+        (programs / name).write_text(PLAYED.format(log=log))
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    return log
+
+
+class Here:
+    """`liver run` in a process of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "liver_hpc", "run", "--config", str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def await_coordinator(self, run: Callable[[], Path]) -> None:
+        deadline = Deadline.after(SystemClock(), LIMIT_S, "the coordinator")
+        poll_until(lambda: (run() / "coordinator.json").exists(), deadline)
+
+    def end(self, number: signal.Signals) -> tuple[int, str]:
+        """The exit code after a signal, and what was printed."""
+        self.process.send_signal(number)
+        shown, _ = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode, shown
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., Here]]:
+    lives: list[Here] = []
+
+    def start(**cluster: Any) -> Here:
+        lives.append(Here(write_minimal(tmp_path, cluster=cluster)))
+        return lives[-1]
+
+    yield start
+    for here in lives:
+        here.process.kill()
+        here.process.wait()
+
+
+def only_run() -> Path:
+    found = list(Path("runs").glob("run-*"))
+    return found[0] if found else Path("nowhere")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_outside_of_a_job_every_signal_stops_the_run(
+    started: Callable[..., Here], number: signal.Signals
+) -> None:
+    here = started(kind="local")
+    here.await_coordinator(only_run)
+    code, shown = here.end(number)
+    run = only_run()
+    assert shown == f"run {run}\nrun {run}: stopped at step 7: {number.name}\n"
+    assert code == cli.EXIT_OK
+    assert Path("runs/latest").resolve() == run.resolve()
+
+
+def test_a_job_that_is_about_to_end_is_queued_again_and_goes_on(
+    started: Callable[..., Here], in_job: Path, tmp_path: Path
+) -> None:
+    run = Path("runs/run-77")
+    here = started(kind="auto", slurm=SLURM)
+    here.await_coordinator(lambda: run)
+    began_s = time.monotonic()
+    code, shown = here.end(signal.SIGUSR1)
+    assert time.monotonic() - began_s < 8.0
+    assert code == cli.EXIT_OK
+    assert shown == f"run {run}\nrun {run} goes on when its job starts again\n"
+    assert in_job.read_text().splitlines()[-1] == "scontrol requeue 77"
+    assert json.loads((run / "outcome.json").read_text())["state"] == "requeue"
+    assert (run / "submitit" / "job_id").read_text() == "77"
+
+    # The run file may have changed meanwhile.
+    before = (run / "run.yaml").read_bytes()
+    again = started(kind="slurm", slurm={**SLURM, "poll_s": 9.0})
+    again.await_coordinator(lambda: run)
+    code, shown = again.end(signal.SIGTERM)
+    assert shown == f"run {run} goes on\nrun {run}: stopped at step 7: SIGTERM\n"
+    assert code == cli.EXIT_OK
+    assert (run / "run.yaml").read_bytes() == before
+    assert yaml.safe_load(before)["cluster"]["kind"] == "slurm"
+
+
+def test_a_job_whose_state_is_not_on_disk_in_time_is_queued_again_all_the_same(
+    started: Callable[..., Here], in_job: Path, tmp_path: Path, repository: Path
+) -> None:
+    there = 'pathlib.Path(run_directory, "coordinator.json").write_text("{}")'
+    sitecustomize_in(tmp_path, repository, f"import pathlib, time; {there}; time.sleep(60.0)")
+    run = Path("runs/run-77")
+    here = started(kind="auto", slurm={**SLURM, "end_window_s": 2.0})
+    here.await_coordinator(lambda: run)
+    code, shown = here.end(signal.SIGUSR1)
+    assert code == cli.EXIT_OK
+    assert shown == f"run {run}\nrun {run} goes on when its job starts again\n"
+    assert in_job.read_text().splitlines()[-1] == "scontrol requeue 77"
+    assert not (run / "outcome.json").exists()
+
+
+def test_a_job_that_may_not_be_queued_again_is_not(
+    started: Callable[..., Here], in_job: Path
+) -> None:
+    here = started(kind="auto", slurm={**SLURM, "requeue": False})
+    here.await_coordinator(lambda: Path("runs/run-77"))
+    code, shown = here.end(signal.SIGUSR1)
+    assert code == cli.EXIT_OK
+    assert "requeue at step 7: its job is about to end" in shown
+    assert "scontrol" not in in_job.read_text()
+
+
+def test_a_job_that_may_not_be_queued_again_fails_when_its_window_was_too_short(
+    started: Callable[..., Here], in_job: Path, tmp_path: Path, repository: Path
+) -> None:
+    there = 'pathlib.Path(run_directory, "coordinator.json").write_text("{}")'
+    sitecustomize_in(tmp_path, repository, f"import pathlib, time; {there}; time.sleep(60.0)")
+    run = Path("runs/run-77")
+    here = started(kind="auto", slurm={**SLURM, "requeue": False, "end_window_s": 2.0})
+    here.await_coordinator(lambda: run)
+    code, shown = here.end(signal.SIGUSR1)
+    assert code == cli.EXIT_FAILED
+    reason = "its job's time was up before its state was on disk"
+    assert f"run {run}: failed at step 7: {reason}\n" in shown
+    assert "scontrol" not in in_job.read_text()
+    assert not (run / "coordinator.json").exists()
+
+
+def test_a_finished_run_is_not_begun_again(
+    in_job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path("runs/run-77")
+    run.mkdir(parents=True)
+    path = write_minimal(tmp_path)
+    (run / "run.yaml").write_text(yaml.safe_dump(MINIMAL))
+    (run / "outcome.json").write_text('{"state": "finished", "reason": "", "step": 10}')
+    assert cli.main(["run", "--config", str(path)]) == 0
+    assert capsys.readouterr().out == f"run {run} goes on\nrun {run}: finished at step 10\n"
+
+
+def test_a_slurm_run_wants_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_minimal(tmp_path, cluster={"kind": "slurm", "slurm": SLURM})
+    assert cli.main(["run", "--config", str(path)]) == cli.EXIT_BAD_INPUT
+    said = capsys.readouterr().err
+    assert "cluster slurm: `liver run` belongs into a Slurm job" in said
+    assert not Path("runs").exists()

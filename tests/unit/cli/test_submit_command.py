@@ -1,0 +1,128 @@
+"""`liver submit` up to the launch: what it refuses, and what --dry-run shows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liver_hpc.config.load import parse_run
+from tests.golden_files import Golden
+from tests.unit.cli.test_main import Captured, liver
+from tests.unit.config.runs import write_minimal
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(repository))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.stepz=4", "--set train.stepz=4: unknown key; did you mean 'steps'?"),
+        ("model.layerz=4", "model.layerz: unknown key"),
+        ("layouts.2.0={tp: 3}", "layouts.2.0 (tp3 pp1 dp1): tp x pp x dp is 3, wanted 2"),
+        ("handoff.bucket_bytes=8", "below the smallest bucket of 65536 bytes"),
+        ("data.prefix=corpus", "corpus.idx is missing"),
+        ("data.text=[a.txt]", "data.text: no file matches "),
+        ("workers.max=1000", "workers.max is 1000, but a local run on this machine may have"),
+        ("recipe=nowhere:GPT", "recipe: cannot import 'nowhere'"),
+    ],
+)
+def test_nothing_is_made_of_a_run_that_is_wrong(
+    tmp_path: Path, override: str, said: str, capsys: Captured
+) -> None:
+    path = write_minimal(tmp_path)
+    assert liver("submit", "--config", str(path), "--cluster", "local", "--set", override) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_slurm_without_sbatch(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    path = write_minimal(tmp_path)
+    assert liver("submit", "--config", str(path), "--cluster", "slurm") == 2
+    assert "cluster slurm: there is no sbatch on the path" in capsys.readouterr().err
+
+
+def test_an_absent_sbatch_is_told_with_all_else_that_is_wrong(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    path = write_minimal(tmp_path, data={"text": ["no.txt"]})
+    wrong = ("--cluster", "slurm", "--set", "handoff.bucket_bytes=8")
+    assert liver("submit", "--config", str(path), *wrong) == 2
+    problems = capsys.readouterr().err.splitlines()
+    assert problems[0] == "liver: error: 4 problems"
+    for said in ("there is no sbatch", "no file matches", "smallest bucket", "at least one comp"):
+        assert sum(said in problem for problem in problems) == 1
+
+
+SLURM = {
+    "components": [
+        {"name": "main", "partition": "stable", "nodes": 2, "gpus_per_node": 2},
+        {"name": "extra", "join": "asked"},
+    ],
+    "burst": {"partition": "preempt", "max_nodes": 2, "time_min": 30},
+    "setup": ["module load cuda"],
+    "python": "python3",
+}
+
+
+@pytest.fixture
+def login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is an sbatch."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "sbatch").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "slurm", "resolved"),
+    [("auto", SLURM, "slurm"), ("auto", {}, "local"), ("local", SLURM, "local")],
+)
+def test_auto_is_slurm_where_components_are_given(
+    kind: str,
+    slurm: dict[str, Any],
+    resolved: str,
+    login_node: None,
+    tmp_path: Path,
+    capsys: Captured,
+) -> None:
+    path = write_minimal(tmp_path, cluster={"kind": kind, "slurm": slurm})
+    assert liver("submit", "--config", str(path), "--dry-run") == 0
+    assert parse_run(capsys.readouterr().out).cluster.kind == resolved
+
+
+def test_dry_run_prints_what_slurm_would_get(
+    login_node: None, tmp_path: Path, capsys: Captured, golden: Golden
+) -> None:
+    path = write_minimal(tmp_path, cluster={"kind": "auto", "slurm": SLURM})
+    assert liver("submit", "--config", str(path), "--dry-run") == 0
+    shown = capsys.readouterr().out.replace(str(tmp_path), "/shared")
+    golden.check("batch/dry-run.txt", shown[shown.index("# /shared/runs/run-DATE-TIME/") :])
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["programs", "run.yaml"]
+
+
+def test_dry_run_prints_the_run_and_makes_nothing(tmp_path: Path, capsys: Captured) -> None:
+    notices = [{"at_step": 3, "workers": 4}, {"at_step": 5, "replace": 1}]
+    path = write_minimal(tmp_path, notices=notices)
+    arguments = ["submit", "--config", str(path), "--cluster", "local", "--dry-run"]
+    assert liver(*arguments, "--set", "train.steps=20") == 0
+    shown = capsys.readouterr().out
+    config = parse_run(shown)  # the tables are comments
+    assert (config.train.steps, config.cluster.kind) == (20, "local")
+    assert config.runs_directory == tmp_path / "runs"
+    rows = [line.split() for line in shown.splitlines() if line.startswith("#  ")]
+    assert ["#", "2", "tp2", "pp1", "dp1"] in [row[:5] for row in rows]
+    assert "tp1 pp1 dp2 on workers 0,1" in shown
+    assert "replace worker 1" in shown
+    assert shown.endswith("# nothing was launched\n")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run.yaml"]

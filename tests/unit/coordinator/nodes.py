@@ -1,0 +1,63 @@
+"""Runs of scripted workers on nodes that come and go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.run.estimates import Estimate
+from liver_hpc.run.node_events import Node
+from liver_hpc.run.records import ReconfigurationRecord
+from tests.unit.coordinator.live import LiveRun, Start
+
+MAIN = (Node("n1", "main", slots=1), Node("n2", "main", slots=1))
+SPARE = Node("n5", "spare", slots=2, automatic=False)
+POLICY = {"settle_s": 0.02, "retry_s": 0.3}
+LONG_S = 600.0
+
+
+def burst(number: int, slots: int = 1) -> Node:
+    return Node(f"burst{number}", f"burst-{number}", slots, preemptible=True, burst=True)
+
+
+class FixedEstimates:
+    """Scripted workers tell invented times: nothing can be learnt from them."""
+
+    measured = True
+
+    def observe(self, record: ReconfigurationRecord) -> None:
+        pass
+
+    def observe_step(self, step_s: float) -> None:
+        pass
+
+    def estimate(self, source: RankMap, target: RankMap, joiners: int) -> Estimate:
+        return Estimate(
+            total_s=9.0 if joiners else 2.0,
+            prepare_s=8.0 if joiners else 1.0,
+            boundary_s=0.5,
+            transfer_s=0.25,
+            release_s=0.25,
+            bytes_moved=1,
+        )
+
+    def checkpoint_s(self, rank_map: RankMap) -> float:
+        return 4.0
+
+
+def on_two_nodes(make: Start, *more: Node, **sections: Any) -> LiveRun:
+    """Two workers on n1 and n2, training."""
+    run = make(nodes=(*MAIN, *more), begin=False, **{"policy": POLICY, **sections})
+    fleet: Any = run.coordinator._course.fleet
+    fleet.estimator = FixedEstimates()
+    run.start()
+    return run
+
+
+def grown(make: Start, **sections: Any) -> LiveRun:
+    """Four workers, two of them on burst nodes."""
+    run = on_two_nodes(make, **sections)
+    run.cluster.pool.grant(burst(3))
+    run.cluster.pool.grant(burst(4))
+    assert run.record(0).outcome == "completed"
+    return run

@@ -1,0 +1,190 @@
+"""How a run starts and ends, and who is turned away; against scripted workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+
+import pytest
+
+from liver_hpc.errors import DeadlineError, MeetingError
+from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.attempt import Phase
+from liver_hpc.rendezvous.base import Identity
+from liver_hpc.rendezvous.channel import ChannelClosed, connect
+from liver_hpc.run.outcome import Outcome
+from tests.fakes import Fault
+from tests.unit.coordinator.live import LIMIT_S, SECRET, Start
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_run_from_its_first_to_its_last_step(make: Start) -> None:
+    run = make(train={"steps": 3, "global_batch": 8})
+    begin = m.Begin(generation=0, rank_map=m.WireRankMap(tp=1, pp=1, dp=2, workers=(0, 1)))
+    assert run.cluster.got(0, m.Begin) == run.cluster.got(1, m.Begin) == [begin]
+    run.cluster.train(3, last=True)
+
+    assert run.outcome() == Outcome("finished", "all 3 steps are done", 3)
+    assert [(s.step, s.phase) for s in run.metrics.steps] == [(0, "first"), (1, ""), (2, "")]
+    assert run.cluster.got(0, m.Exit)
+    assert run.cluster.got(1, m.Exit)
+
+
+def test_where_the_coordinator_is_stands_in_a_private_file(make: Start) -> None:
+    run = make()
+    path = run.directory / "coordinator.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_agents_are_launched_with_the_workers_of_a_node(make: Start) -> None:
+    run = make(workers={"initial": 4, "max": 4}, cluster={"workers_per_node": 3})
+    assert [(r.agent, r.workers, r.layout) for r in run.cluster.launched] == [
+        ("a0", 3, "tp2 pp1 dp2"),
+        ("a1", 1, "tp2 pp1 dp2"),
+    ]
+    assert run.status()["workers"] == [0, 1, 2, 3]
+
+
+def test_the_status_says_where_the_run_stands(make: Start) -> None:
+    run = make()
+    run.cluster.train(2)
+    run.until(lambda: run.status()["step"] == 2, "two steps")
+    status = run.status()
+    assert (status["run"], status["state"], status["steps"]) == ("tiny", "training", 60)
+    assert (status["generation"], status["layout"]) == (0, "tp1 pp1 dp2")
+    assert status["tokens_per_s"] == 128.0
+    assert status["handoff"] is None
+    assert "training begins" in status["last_event"]
+
+
+def test_a_stop_ends_the_run_at_a_step_boundary(make: Start) -> None:
+    run = make()
+    run.cluster.train(5)
+    assert run.ask(m.StopRequest()).text == "stopping at the next step boundary"
+    assert run.outcome() == Outcome("stopped", "an operator's request", 5)
+
+
+def test_a_stop_before_training_begins(make: Start) -> None:
+    run = make(begin=False)
+    run.cluster.faults.fail_at(1, Phase.BOOT, Fault.SILENT)
+    run.start_only()
+    assert run.ask(m.StopRequest()).text == "stopped before training began"
+    assert run.outcome().state == "stopped"
+
+
+@pytest.mark.parametrize("fault", [Fault.DIE, Fault.SILENT])
+def test_a_first_worker_that_does_not_come_fails_the_run(make: Start, fault: Fault) -> None:
+    run = make(begin=False, deadlines={"boot_s": 0.3, "meet_s": 0.2})
+    run.cluster.faults.fail_at(1, Phase.BOOT, fault)
+    run.start_only()
+    outcome = run.outcome()
+    assert outcome.state == "failed"
+    assert (
+        outcome.reason
+        == {
+            Fault.DIE: "agent a0 ended with exit code 5 before its workers were ready; "
+            "see logs/*-a0.log",
+            Fault.SILENT: "waited 0.5 s for Hello of workers [1]",
+        }[fault]
+    )
+
+
+def test_workers_that_end_too_early_fail_the_run(make: Start) -> None:
+    run = make()
+    run.cluster.train(3, last=True)
+    outcome = run.outcome()
+    assert (outcome.state, outcome.reason) == ("failed", "the workers ended after 3 of 60 steps")
+
+
+def test_workers_that_do_not_stop_fail_the_run_and_are_named(make: Start) -> None:
+    run = make(deadlines={"boundary_s": 0.3})
+    run.cluster.workers[1].script.mute = True
+    run.ask(m.StopRequest())
+    assert run.outcome().reason == "waited 0.3 s for Finished of workers [1]"
+
+
+@pytest.mark.parametrize("ending", ["stopped", "requeue"])
+def test_a_worker_that_is_lost_as_the_run_ends_does_not_make_it_begin_again(
+    make: Start, ending: str
+) -> None:
+    """Also where there is a checkpoint to begin again from."""
+    run = make(checkpoint={"keep": 1})
+    run.coordinator._course._checkpoints._last_step = 1
+    for played in run.cluster.workers.values():
+        played.script.mute = True  # the boundary is far
+    if ending == "stopped":
+        run.ask(m.StopRequest())
+    else:
+        run.coordinator.end_near("time limit", 0.0)
+        run.until(lambda: run.status()["state"] == "stopping", "the news")
+    run.cluster.workers[1].channel.close()
+    outcome = run.outcome()
+    assert outcome.state == ending
+    assert "worker 1 lost" in outcome.reason
+    assert "the checkpoint of step 1 is left" in outcome.reason
+
+
+def test_a_run_that_is_stopped_before_its_launch_launches_nothing(make: Start) -> None:
+    run = make(begin=False)
+    run.coordinator.stop("SIGTERM")
+    run.start_only()
+    assert run.outcome() == Outcome("stopped", "SIGTERM", 0)
+    assert run.cluster.launched == []
+
+
+def test_an_agent_that_is_not_expected_is_refused(make: Start) -> None:
+    run = make()
+    with pytest.raises(MeetingError, match="agent a9 is not expected"):
+        run.cluster.desk.meet(Identity(agent="a9", host="h", pid=1, workers=1), SECRET)
+    with pytest.raises(MeetingError, match="agent a0 has met already"):
+        run.cluster.desk.meet(Identity(agent="a0", host="h", pid=1, workers=2), SECRET)
+
+
+def test_a_second_connection_of_a_worker_is_turned_away(make: Start) -> None:
+    run = make()
+    where = json.loads((run.directory / "coordinator.json").read_text())
+    stranger = connect((where["host"], where["port"]), SECRET, LIMIT_S, "the coordinator")
+    stranger.send(m.Hello(worker=1, pid=1, host="test", booted_s=0.0))
+    stranger.send(m.Failed(worker=1, generation=0, reason="not me"))
+    with pytest.raises(ChannelClosed):
+        stranger.receive(LIMIT_S)
+    assert run.status()["state"] == "training"
+
+
+def test_a_worker_that_speaks_for_another_fails_the_run(make: Start) -> None:
+    run = make()
+    run.cluster.workers[1].channel.send(m.Heartbeat(worker=0, step=0))
+    assert run.outcome().reason.startswith("worker 1 sent")
+
+
+def test_what_cannot_be_closed_does_not_change_how_the_run_ended(
+    make: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that is away at the end: a run that is to be queued again still is."""
+    run = make(begin=False, checkpoint={"keep": 1})
+
+    def away() -> None:
+        raise DeadlineError("waited 30 s for jobs named x to end")
+
+    monkeypatch.setattr(run.cluster.pool, "close", away)
+    run.start()
+    run.coordinator.end_near("time limit", 0.0)
+    outcome = run.outcome()
+    assert outcome.state == "requeue"
+    assert outcome.reason.endswith("; not all could be ended: waited 30 s for jobs named x to end")
+
+
+def test_a_run_that_is_to_be_queued_again_is_also_without_a_checkpoint(make: Start) -> None:
+    """Its workers are ended with their node before the boundary came."""
+    run = make(checkpoint={"keep": 1})
+    for played in run.cluster.workers.values():
+        played.script.mute = True
+    run.coordinator.end_near("preempted", 0.0)
+    run.until(lambda: run.status()["state"] == "stopping", "the news")
+    run.cluster.workers[1].channel.close()
+    outcome = run.outcome()
+    assert outcome.state == "requeue"
+    assert outcome.reason.endswith("; no checkpoint is left")

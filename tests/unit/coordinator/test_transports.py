@@ -1,0 +1,61 @@
+"""What workers say of their collectives' transports becomes one row a world and transport."""
+
+from __future__ import annotations
+
+import pytest
+
+from liver_hpc.clock import FakeClock
+from liver_hpc.protocol.messages import Transports
+from liver_hpc.run.recorder import RunRecorder
+from liver_hpc.run.records import NetworkRecord
+from tests.fakes import MemoryMetrics
+
+
+def told(worker: int, host: str, *kinds: str, generation: int = 0, workers: int = 2) -> Transports:
+    return Transports(
+        worker=worker,
+        generation=generation,
+        workers=workers,
+        host=host,
+        kinds=kinds,
+        detail=f"way of {host}",
+    )
+
+
+@pytest.fixture
+def metrics() -> MemoryMetrics:
+    return MemoryMetrics()
+
+
+@pytest.fixture
+def recorder(metrics: MemoryMetrics) -> RunRecorder:
+    return RunRecorder(metrics, FakeClock())
+
+
+def test_a_world_is_recorded_once_all_its_workers_have_said_what_they_use(
+    recorder: RunRecorder, metrics: MemoryMetrics
+) -> None:
+    recorder.connected(told(1, "n2", "NET/IB"))
+    assert metrics.networks == []
+    assert 0 not in recorder.transports
+    recorder.connected(told(0, "n1", "NET/IB", "SHM"))
+    assert metrics.networks == [
+        NetworkRecord(0, "NET/IB", "n1,n2", "n1: way of n1 | n2: way of n2"),
+        NetworkRecord(0, "SHM", "n1", "n1: way of n1"),
+    ]
+    assert recorder.transports == {0: ("NET/IB", "SHM")}
+
+
+def test_worlds_that_connect_side_by_side_are_kept_apart(
+    recorder: RunRecorder, metrics: MemoryMetrics
+) -> None:
+    recorder.connected(told(0, "n1", "gloo tcp", generation=1))
+    recorder.connected(told(0, "n1", "NET/Socket", generation=2))
+    recorder.connected(told(1, "n1", "gloo tcp", generation=1))
+    assert [record.generation for record in metrics.networks] == [1]
+
+
+def test_a_world_of_one_uses_none(recorder: RunRecorder, metrics: MemoryMetrics) -> None:
+    recorder.connected(told(0, "n1", workers=1))
+    assert metrics.networks == []
+    assert recorder.transports == {0: ()}

@@ -1,0 +1,68 @@
+"""Records with plausible figures, of which a test names only those that matter to it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from liver_hpc.run.records import BaselineRecord, ReconfigurationRecord, StepRecord
+
+
+def step(number: int, **fields: Any) -> StepRecord:
+    """Step `number`: one second long, undisturbed, of generation 0."""
+    start_s = fields.pop("started_s", 100.0 + number)
+    values: dict[str, Any] = {
+        "step": number,
+        "generation": 0,
+        "loss": 4.0 - number / 100,
+        "grad_norm": 1.5,
+        "learning_rate": 1e-3,
+        "tokens": 512,
+        "started_s": start_s,
+        "ended_s": start_s + fields.pop("took_s", 1.0),
+        "phase": "",
+    }
+    return StepRecord(**values | fields)
+
+
+def reconfiguration(**fields: Any) -> ReconfigurationRecord:
+    """An attempt to reach generation 1 that is over before anything has happened."""
+    values: dict[str, Any] = {
+        "generation": 1,
+        "source_generation": 0,
+        "source": "tp1 pp1 dp2",
+        "target": "tp2 pp1 dp2",
+        "source_workers": "0,1",
+        "target_workers": "0,2,1,3",
+        "notice": "resize to tp2 pp1 dp2 (operator)",
+        "outcome": "completed",
+        "detail": "",
+        "step": 4,
+        "digest_equal": True,
+        "bytes_moved": 3_000_000,
+        "bytes_local": 1_000_000,
+        "notice_s": 100.0,
+        "stayers_file_descriptors": 31,
+        "stayers_resident_bytes": 2**29,
+    }
+    missing = ReconfigurationRecord.__dataclass_fields__.keys() - values.keys()
+    return ReconfigurationRecord(**dict.fromkeys(missing, math.nan) | values | fields)
+
+
+def baseline(**fields: Any) -> BaselineRecord:
+    values: dict[str, Any] = {
+        "method": "dist_checkpointing",
+        "source": "tp1 pp1 dp2",
+        "target": "tp2 pp1 dp2",
+        "save_s": 1.0,
+        "stop_s": 0.5,
+        "launch_s": 2.0,
+        "import_s": 4.0,
+        "groups_s": 0.25,
+        "load_s": 1.5,
+        "first_step_s": 0.75,
+        "total_s": 10.0,
+        "detail": "",
+        "lost_s": 9.0,
+    }
+    return BaselineRecord(**values | fields)

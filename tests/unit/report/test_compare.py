@@ -1,0 +1,55 @@
+"""Live against restart: which measurements are put together."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from liver_hpc.errors import ConfigError
+from liver_hpc.report.compare import Costs, of_benchmark, of_run
+from liver_hpc.run.records import RunRecords
+from tests.unit.report.rows import baseline, reconfiguration, step
+
+
+def test_a_run_s_handoffs_stand_beside_the_restarts_of_the_same_change() -> None:
+    steps = [step(n, generation=1) for n in range(4)]
+    times = {"source_last_step_ended_s": 100.0, "first_step_ended_s": 101.5}
+    baselines = [baseline(), baseline(lost_s=10.0), baseline(method="old", lost_s=math.nan)]
+    (found,) = of_run(RunRecords(steps, [reconfiguration(**times)], baselines, {}))
+    assert found.change == "dp2 \u2192 tp2 dp2"
+    assert found.costs == (
+        Costs("live", (0.5,)),
+        Costs("dist_checkpointing", (9.0, 10.0)),
+        Costs("old", (10.0,)),  # of a file that knows the total only
+    )
+    assert found.speedup == pytest.approx(19.0)
+
+
+def test_a_benchmark_s_samples_are_grouped_by_what_was_changed(tmp_path: Path) -> None:
+    rows = [
+        {"size": "25m", "transition": "grow", "method": method, "lost_s": lost_s}
+        for method, lost_s in (("megatron", 8.0), ("live", 0.2), ("live", 0.4), ("gone", None))
+    ]
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"rows": [{"method": "live", "lost_s": 99}], "samples": rows}))
+    (found,) = of_benchmark(path)
+    assert found.change == "25m, grow"
+    assert [costs.method for costs in found.costs] == ["live", "megatron"]
+    assert found.costs[0].lost_s == (0.2, 0.4)
+    assert found.speedup == pytest.approx(8.0 / 0.3)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"rows": 1}', '{"rows": [1]}', '{"rows": []}', "{}"])
+def test_any_other_file_is_told_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"r\.json"):
+        of_benchmark(path)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such file"):
+        of_benchmark(tmp_path / "r.json")

@@ -1,0 +1,253 @@
+"""What a reconfiguration cost, against figures worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from liver_hpc.report.derive import PhaseFigures, ReconfigurationFigures, run_figures
+from liver_hpc.run.records import ReconfigurationRecord, RunRecords, StepRecord
+from tests.unit.report.rows import reconfiguration, step
+
+
+def records(
+    steps: list[StepRecord], attempts: list[ReconfigurationRecord] | None = None
+) -> RunRecords:
+    return RunRecords(steps, attempts or [], [], {})
+
+
+def run_of_one_handoff(**changes: Any) -> RunRecords:
+    """Source steps of 1.0 s (median; a first of 3 s), target steps of 0.5 s (a first of 0.8 s).
+
+    Steps 4 and 5 run beside PREPARE and take 1.25 and 1.5 s, step 8 beside RELEASE takes 0.6 s.
+    The source stops at 108.75 s, the target's first step runs from 108.85 to 109.65 s.
+    """
+    steps = [
+        step(0, started_s=100.0, took_s=3.0, phase="first"),
+        step(1, started_s=103.0, took_s=1.0),
+        step(2, started_s=104.0, took_s=0.9),
+        step(3, started_s=104.9, took_s=1.1),
+        step(4, started_s=106.0, took_s=1.25, phase="prepare"),
+        step(5, started_s=107.25, took_s=1.5, phase="prepare"),
+        step(6, started_s=108.85, took_s=0.8, phase="first", generation=1),
+        step(7, started_s=109.65, took_s=0.6, phase="release", generation=1),
+        step(8, started_s=110.25, took_s=0.5, generation=1),
+        step(9, started_s=110.75, took_s=0.5, generation=1),
+    ]
+    times = {
+        "step": 6,
+        "notice_s": 106.0,
+        "boot_ended_s": 106.75,
+        "prepare_started_s": 106.75,
+        "prepare_ended_s": 107.5,
+        "armed_s": 107.5,
+        "source_last_step_ended_s": 108.75,
+        "transfer_ended_s": 108.875,
+        "first_step_started_s": 108.85,
+        "committed_s": 109.5,
+        "first_step_ended_s": 109.65,
+        "released_s": 110.0,
+        "pause_s": 0.1,
+    }
+    return records(steps, [reconfiguration(**times | changes)])
+
+
+def only(run: RunRecords) -> ReconfigurationFigures:
+    (figures,) = run_figures(run).reconfigurations
+    return figures
+
+
+def test_lost_time_is_from_last_to_first_step_end_without_one_median_step_of_the_target() -> None:
+    figures = only(run_of_one_handoff())
+    assert figures.lost_s == pytest.approx(109.65 - 108.75 - 0.5)
+    assert figures.lost_steps == pytest.approx(0.4 / 0.5)
+    assert figures.pause_s == 0.1
+    assert not figures.median_is_disturbed
+
+
+def test_slowdown_is_what_disturbed_steps_took_beyond_the_median_of_their_world() -> None:
+    beside_prepare = (1.25 - 1.0) + (1.5 - 1.0)
+    beside_release = 0.6 - 0.5
+    assert only(run_of_one_handoff()).slowdown_s == pytest.approx(beside_prepare + beside_release)
+
+
+def test_reconfiguration_time_is_from_the_notice_to_the_end_of_the_first_step() -> None:
+    assert only(run_of_one_handoff()).reconfiguration_s == pytest.approx(3.65)
+
+
+def test_phases_follow_one_another() -> None:
+    assert only(run_of_one_handoff()).phases == PhaseFigures(
+        boot_s=0.75,
+        prepare_s=0.75,
+        boundary_s=1.25,
+        transfer_s=0.125,
+        commit_s=0.625,
+        release_s=0.5,
+    )
+
+
+def test_what_is_recorded_is_passed_on() -> None:
+    figures = only(run_of_one_handoff(bytes_moved=12, bytes_local=34, digest_equal=False))
+    assert (figures.bytes_moved, figures.bytes_local, figures.digest_equal) == (12, 34, False)
+    assert (figures.generation, figures.step, figures.outcome) == (1, 6, "completed")
+    assert (figures.source, figures.target) == ("tp1 pp1 dp2", "tp2 pp1 dp2")
+    assert figures.notice == "resize to tp2 pp1 dp2 (operator)"
+
+
+# ---- medians that cannot be taken as they should
+
+
+def test_without_an_undisturbed_step_the_median_is_of_all_but_the_first_and_that_is_told() -> None:
+    run = run_of_one_handoff()
+    del run.steps[-2:]  # the target is left with its first step and one beside RELEASE
+    figures = only(run)
+    assert figures.lost_s == pytest.approx(109.65 - 108.75 - 0.6)
+    assert figures.median_is_disturbed
+
+
+def test_with_nothing_but_a_first_step_lost_time_is_not_known() -> None:
+    run = run_of_one_handoff()
+    del run.steps[-3:]
+    figures = only(run)
+    assert math.isnan(figures.lost_s)
+    assert math.isnan(figures.lost_steps)
+    assert figures.median_is_disturbed
+    assert figures.slowdown_s == pytest.approx(0.75)
+    assert figures.reconfiguration_s == pytest.approx(3.65)
+
+
+def test_a_source_without_an_undisturbed_step_is_told() -> None:
+    run = run_of_one_handoff()
+    del run.steps[1:4]
+    figures = only(run)
+    assert figures.lost_s == pytest.approx(0.4)  # the target's median is as it should be
+    median_s = (1.25 + 1.5) / 2
+    assert figures.slowdown_s == pytest.approx((1.25 - median_s) + (1.5 - median_s) + 0.1)
+    assert figures.median_is_disturbed
+
+
+# ---- attempts that do not succeed
+
+NEVER = {
+    "transfer_ended_s": math.nan,
+    "first_step_started_s": math.nan,
+    "committed_s": math.nan,
+    "first_step_ended_s": math.nan,
+    "released_s": math.nan,
+    "pause_s": math.nan,
+}
+
+
+def test_an_attempt_aborted_before_the_boundary_has_lost_nothing() -> None:
+    run = run_of_one_handoff(outcome="aborted", source_last_step_ended_s=math.nan, **NEVER)
+    del run.steps[6:]
+    figures = only(run)
+    assert (figures.lost_s, figures.lost_steps) == (0.0, 0.0)
+    assert figures.slowdown_s == pytest.approx(0.75)
+    assert math.isnan(figures.reconfiguration_s)
+    assert math.isnan(figures.phases.boundary_s)
+
+
+def test_an_attempt_aborted_at_the_boundary_has_lost_the_time_to_the_next_step() -> None:
+    run = run_of_one_handoff(outcome="aborted", **NEVER)
+    run.steps[6:] = [step(6, started_s=109.15, phase="prepare"), step(7, started_s=110.15)]
+    figures = only(run)
+    assert figures.lost_s == pytest.approx(0.4)
+    assert figures.lost_steps == pytest.approx(0.4 / 1.0)  # in steps of the source
+
+
+def test_a_source_world_that_was_built_anew_ends_the_lost_time_too() -> None:
+    run = run_of_one_handoff(outcome="aborted", **NEVER)
+    run.steps[6:] = [
+        step(6, started_s=109.75, phase="first", generation=2),
+        step(7, started_s=110.75, generation=2),
+    ]
+    assert only(run).lost_s == pytest.approx(1.0)
+    layouts = [world.layout for world in run_figures(run).generations]
+    assert layouts == ["tp1 pp1 dp2", "tp1 pp1 dp2"]
+
+
+def test_of_an_attempt_that_ended_the_run_lost_time_is_not_known() -> None:
+    run = run_of_one_handoff(outcome="failed", **NEVER)
+    del run.steps[6:]
+    assert math.isnan(only(run).lost_s)
+    assert math.isnan(only(run).lost_steps)
+
+
+def test_each_disturbed_step_is_of_one_attempt() -> None:
+    """The second notice came at 104.5 s already, but had to wait for the end of the first."""
+    first = reconfiguration(
+        generation=1, outcome="aborted", notice_s=104.0, boot_ended_s=105.0, prepare_started_s=105.0
+    )
+    second = reconfiguration(generation=2, outcome="aborted", notice_s=104.5)
+    steps = [
+        step(0, started_s=102.0),
+        step(1, started_s=103.0),
+        step(2, started_s=103.75, took_s=1.1, phase="prepare"),
+        step(3, started_s=104.85, took_s=2.0, phase="prepare"),
+    ]
+    slowdowns = [
+        f.slowdown_s for f in run_figures(records(steps, [first, second])).reconfigurations
+    ]
+    assert slowdowns == [pytest.approx(0.1), pytest.approx(1.0)]
+
+
+# ---- the run as a whole
+
+
+def test_worlds_have_their_layout_median_and_rate() -> None:
+    first, second = run_figures(run_of_one_handoff()).generations
+    assert (first.generation, first.layout, first.steps) == (0, "tp1 pp1 dp2", 6)
+    assert first.median_step_s == pytest.approx(1.0)
+    assert first.tokens_per_s == pytest.approx(512)
+    assert (second.generation, second.layout, second.steps) == (1, "tp2 pp1 dp2", 4)
+    assert second.median_step_s == pytest.approx(0.5)
+    assert second.tokens_per_s == pytest.approx(1024)
+
+
+def test_goodput_is_steps_at_their_median_over_wall_time() -> None:
+    figures = run_figures(run_of_one_handoff())
+    assert figures.wall_s == pytest.approx(11.25)
+    assert figures.goodput == pytest.approx((6 * 1.0 + 4 * 0.5) / 11.25)
+
+
+def test_goodput_of_a_world_without_a_median_takes_that_of_its_layout() -> None:
+    run = run_of_one_handoff()
+    back = reconfiguration(generation=2, source_generation=1, target="tp1 pp1 dp2")
+    run.reconfigurations.append(back)
+    run.steps.append(step(10, started_s=111.25, took_s=3.75, phase="first", generation=2))
+    assert run_figures(run).goodput == pytest.approx((7 * 1.0 + 4 * 0.5) / 15.0)
+
+
+def test_totals_add_up() -> None:
+    run = run_of_one_handoff()
+    failed = reconfiguration(generation=2, source_generation=1, outcome="failed", bytes_moved=5)
+    run.reconfigurations.append(failed)
+    figures = run_figures(run)
+    assert (figures.completed, figures.aborted) == (1, 1)
+    assert figures.lost_s == pytest.approx(0.4)
+    assert figures.pause_s == pytest.approx(0.1)
+    assert figures.slowdown_s == pytest.approx(0.85)
+    assert (figures.bytes_moved, figures.bytes_local) == (3_000_000, 1_000_000)
+    assert figures.tokens == 5120
+    assert figures.tokens_per_s == pytest.approx(5120 / 11.25)
+
+
+def test_a_step_counts_once_and_one_that_was_not_recorded_is_told() -> None:
+    figures = run_figures(records([step(0), step(1), step(1, started_s=105.0), step(4)]))
+    assert (figures.steps, figures.missing_steps) == (3, 2)
+
+
+def test_a_run_without_a_step_has_no_figures() -> None:
+    figures = run_figures(records([]))
+    assert (figures.steps, figures.missing_steps, figures.generations) == (0, 0, ())
+    assert math.isnan(figures.goodput)
+    assert math.isnan(figures.tokens_per_s)
+
+
+def test_records_of_an_attempt_alone_are_no_error() -> None:
+    figures = only(records([], [reconfiguration(first_step_ended_s=101.0)]))
+    assert math.isnan(figures.lost_s)
+    assert figures.reconfiguration_s == 1.0

@@ -1,0 +1,55 @@
+"""Plots as files, and what may go wrong with the files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+from liver_hpc.errors import ConfigError
+from liver_hpc.report.report_files import write_report
+from liver_hpc.run.records import RunRecords
+from tests.unit.report.run_of_everything import everything
+
+
+def test_all_plots_are_pictures(tmp_path: Path) -> None:
+    written = write_report(everything(), None, tmp_path / "new" / "plots", None)
+    names = ["training", "handoff-1", "handoff-2", "handoff-3", "baselines"]
+    assert [path.name for path in written] == [f"{name}.png" for name in names]
+    for path in written:
+        picture = matplotlib.image.imread(path)
+        assert picture.shape[0] > 200
+        assert picture.min() < 0.5 < picture.max()
+
+
+def test_a_run_without_anything_has_a_plot(tmp_path: Path) -> None:
+    (written,) = write_report(RunRecords([], [], [], {}), None, tmp_path, None)
+    assert written.name == "training.png"
+
+
+def test_page_and_plots_at_once(tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    page.write_text("an older one")
+    written = write_report(everything(), page, tmp_path, None)
+    assert written[0] == page
+    assert page.read_text().startswith("<!doctype html>")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gone/r\.html cannot be written: No such file"):
+        write_report(everything(), tmp_path / "gone" / "r.html", None, None)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file cannot be written: File exists"):
+        write_report(everything(), None, tmp_path / "file", None)
+
+
+def test_a_page_needs_no_matplotlib() -> None:
+    code = "import sys, liver_hpc.report.page.document; print('matplotlib' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
+    )
+    assert done.stdout.strip() == "False"
