@@ -1,29 +1,20 @@
-"""Who is calling: worker, agent, operator or store client, told apart by the first message."""
+"""Who calls, told apart by the first message, and how workers and agents are reached."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from liver_hpc.coordinator.inbox import (
-    AgentConnected,
-    AgentGone,
-    AgentSaid,
-    AgentWarned,
-    Asked,
-    Connected,
-    Disconnected,
-    Inbox,
-    InboxClosed,
-    Received,
-)
+from liver_hpc.clock import Clock
+from liver_hpc.coordinator.inbox import Asked, Closed, Inbox, InboxClosed, Opened, Said
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.protocol.messages import (
     AgentHello,
     DrainRequest,
+    EndAgent,
     FromOperator,
     Hello,
     KeeperHello,
@@ -33,8 +24,7 @@ from liver_hpc.protocol.messages import (
     StatusRequest,
     StopRequest,
     StoreRequest,
-    Warned,
-    WorkerEnded,
+    ToWorker,
 )
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed
 
@@ -61,9 +51,9 @@ class ConnectionServer:
             log.warning("%s: said nothing: %s", channel.peer, error)
             return
         if isinstance(first, Hello):
-            self._serve_worker(channel, first)
+            self._listen(channel, first, f"worker {first.worker}")
         elif isinstance(first, AgentHello):
-            self._serve_agent(channel, first)
+            self._listen(channel, first, f"agent {first.agent}")
         elif isinstance(first, KeeperHello):
             channel.peer = f"keeper of job {first.job}"
             channel.receive()  # it says no more: its end and ours are all there is to know
@@ -74,39 +64,14 @@ class ConnectionServer:
         else:
             log.warning("%s: opened with %s", channel.peer, first.type)
 
-    def _serve_worker(self, channel: Channel, hello: Hello) -> None:
-        worker = hello.worker
-        channel.peer = f"worker {worker}"
-        self._inbox.put(Connected(channel, hello))
+    def _listen(self, channel: Channel, hello: Hello | AgentHello, name: str) -> None:
+        channel.peer = name
+        self._inbox.put(Opened(channel, hello))
         try:
             while True:
-                self._inbox.put(Received(channel, worker, channel.receive()))
+                self._inbox.put(Said(channel, channel.receive()))
         except ChannelClosed as error:
-            self._inbox.put(Disconnected(channel, worker, str(error)))
-
-    def _serve_agent(self, channel: Channel, hello: AgentHello) -> None:
-        channel.peer = f"agent {hello.agent}"
-        self._inbox.put(AgentConnected(channel, hello))
-        reason = ""
-        try:
-            while not reason:
-                message = channel.receive()
-                if isinstance(message, Warned) and message.agent == hello.agent:
-                    self._inbox.put(AgentWarned(channel, message))
-                elif isinstance(message, WorkerEnded) and message.agent == hello.agent:
-                    self._inbox.put(AgentSaid(channel, message))
-                else:
-                    reason = f"it sent {message}"
-                    log.warning("agent %s: unexpected %s", hello.agent, message)
-        except ChannelClosed as error:
-            reason = str(error)
-        self._inbox.put(AgentGone(channel, hello.agent, reason))
-
-    def settle(self) -> None:
-        """Waits until the replies that the loop has given are sent. The inbox must be closed."""
-        with self._settled:
-            if not self._settled.wait_for(lambda: self._unsettled == 0, self._control_s):
-                log.warning("%d replies to operators could not be sent", self._unsettled)
+            self._inbox.put(Closed(channel, str(error)))
 
     def _serve_operator(self, channel: Channel, request: FromOperator) -> None:
         while True:
@@ -124,6 +89,12 @@ class ConnectionServer:
                 return
             request = following
 
+    def settle(self) -> None:
+        """Waits until the replies that the loop has given are sent. The inbox must be closed."""
+        with self._settled:
+            if not self._settled.wait_for(lambda: self._unsettled == 0, self._control_s):
+                log.warning("%d replies to operators could not be sent", self._unsettled)
+
     @contextmanager
     def _reply_due(self) -> Iterator[None]:
         with self._settled:
@@ -134,3 +105,87 @@ class ConnectionServer:
             with self._settled:
                 self._unsettled -= 1
                 self._settled.notify_all()
+
+
+class WorkerRegistry:
+    """The channels of workers and agents; used by the event loop alone.
+
+    Who may join is the core's to say; here is only how they are reached, and when a worker was
+    heard of last.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._workers: dict[int, Channel] = {}
+        self._agents: dict[str, Channel] = {}
+        self._heard_s: dict[int, float] = {}
+        self._at: dict[Channel, int] = {}
+
+    def add_worker(self, worker: int, channel: Channel) -> None:
+        self._workers[worker], self._at[channel] = channel, worker
+        self._heard_s[worker] = self._clock.now_s()
+
+    def add_agent(self, agent: str, channel: Channel) -> bool:
+        """False for an agent that has a channel already."""
+        return self._agents.setdefault(agent, channel) is channel
+
+    def worker_at(self, channel: Channel) -> int | None:
+        """The worker at the other end, which is heard of now; None where it is nobody's channel,
+        or not any more."""
+        worker = self._at.get(channel)
+        if worker is not None:
+            self._heard_s[worker] = self._clock.now_s()
+        return worker
+
+    def agent_at(self, channel: Channel) -> str | None:
+        return next((a for a, known in self._agents.items() if known is channel), None)
+
+    def has_agent(self, agent: str) -> bool:
+        return agent in self._agents
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """All that are connected."""
+        return tuple(self._workers)
+
+    def send(self, workers: Iterable[int], message: ToWorker) -> None:
+        """To those that are still connected; a broken connection shows as its Closed."""
+        for worker in workers:
+            channel = self._workers.get(worker)
+            if channel is None:
+                continue
+            try:
+                channel.send(message)
+            except ChannelClosed as error:
+                log.warning("worker %d did not get %s: %s", worker, message.type, error)
+
+    def end_agent(self, agent: str, reason: str) -> None:
+        """Asks an agent to end, if it listens."""
+        channel = self._agents.get(agent)
+        if channel is not None:
+            try:
+                channel.send(EndAgent(reason=reason))
+            except ChannelClosed:
+                del self._agents[agent]
+
+    def drop_worker(self, worker: int) -> None:
+        channel = self._workers.pop(worker, None)
+        self._heard_s.pop(worker, None)
+        if channel is not None:
+            del self._at[channel]
+            channel.close()
+
+    def drop_agent(self, channel: Channel) -> None:
+        agent = self.agent_at(channel)
+        if agent is not None:
+            del self._agents[agent]
+        channel.close()
+
+    def excuse_all(self) -> None:
+        """Counts everybody as heard of now."""
+        self._heard_s = dict.fromkeys(self._heard_s, self._clock.now_s())
+
+    def silent(self, heartbeat_s: float) -> list[int]:
+        """Workers without a sign of life for so long."""
+        last_s = self._clock.now_s() - heartbeat_s
+        return [worker for worker, heard_s in self._heard_s.items() if heard_s < last_s]

@@ -1,4 +1,8 @@
-"""The event loop's inbox: everything that happens to the coordinator comes through here."""
+"""The event loop's inbox: everything that happens to the coordinator comes through here.
+
+What comes is an event of the run's core (`run/events.py`, `run/node_events.py`), news of a
+connection, or a question whose sender waits for the answer.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,12 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.protocol.messages import (
-    AgentHello,
-    AnyMessage,
-    FromOperator,
-    Hello,
-    Reply,
-    Warned,
-    WorkerEnded,
-)
+from liver_hpc.protocol.messages import AgentHello, AnyMessage, FromOperator, Hello, Reply
 from liver_hpc.rendezvous.base import Answer, Identity, Refusal
 from liver_hpc.rendezvous.channel import Channel
-from liver_hpc.run.node_events import PoolEvent
+from liver_hpc.run.events import StopSignalled
+from liver_hpc.run.journal import JournalFailed, Written
+from liver_hpc.run.node_events import EndNear, PoolEvent
 
 T = TypeVar("T")
 
@@ -33,81 +31,32 @@ class InboxClosed(LiverError):
 
 
 @dataclass(frozen=True)
-class Connected:
-    """A worker's control channel is open."""
+class Opened:
+    """A worker's, or an agent's own, control channel stands."""
 
     channel: Channel
-    hello: Hello
+    hello: Hello | AgentHello
 
 
 @dataclass(frozen=True)
-class Received:
-    """A message on a worker's control channel."""
+class Said:
+    """A message on a channel that has been Opened."""
 
     channel: Channel
-    worker: int
     message: AnyMessage
 
 
 @dataclass(frozen=True)
-class Disconnected:
-    """A worker's control channel has ended."""
+class Closed:
+    """A channel that has been Opened has ended."""
 
     channel: Channel
-    worker: int
     reason: str
-
-
-@dataclass(frozen=True)
-class AgentConnected:
-    """An agent's own control channel is open."""
-
-    channel: Channel
-    hello: AgentHello
-
-
-@dataclass(frozen=True)
-class AgentWarned:
-    """An agent got a signal that announces the end of its node."""
-
-    channel: Channel
-    message: Warned
-
-
-@dataclass(frozen=True)
-class AgentSaid:
-    """An agent knows how one of its workers ended: not well."""
-
-    channel: Channel
-    message: WorkerEnded
-
-
-@dataclass(frozen=True)
-class AgentGone:
-    """An agent's own control channel has ended."""
-
-    channel: Channel
-    agent: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class StopSignalled:
-    """The coordinator's process was told to stop."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class PoolSaid:
-    """The node pool has news."""
-
-    event: PoolEvent
 
 
 @dataclass(frozen=True)
 class Question(Generic[T]):
-    """An event whose sender waits for the loop's answer."""
+    """Somebody waits for the loop's answer."""
 
     answer: Future[T] = field(default_factory=Future, init=False)
 
@@ -126,9 +75,8 @@ class Asked(Question[Reply]):
     request: FromOperator
 
 
-AgentEvent = AgentConnected | AgentWarned | AgentSaid | AgentGone
 InboxEvent = (
-    Connected | Received | Disconnected | AgentEvent | StopSignalled | PoolSaid | Met | Asked
+    Opened | Said | Closed | Met | Asked | PoolEvent | StopSignalled | Written | JournalFailed
 )
 
 
@@ -170,13 +118,20 @@ class Inbox:
         return self._events.empty()
 
     def close(self) -> None:
-        """Every question, asked before or after, is answered with an error. Idempotent."""
+        """Questions get an error for an answer, before and after, until `reopen`. What the
+        process's signals have announced stays. Idempotent."""
         with self._lock:
             self._closed = True
+        announced = []
         while (event := self.get(0.0)) is not None:
-            self.refuse(event)
+            if isinstance(event, Question):
+                event.answer.set_exception(InboxClosed())
+            elif isinstance(event, StopSignalled | EndNear):
+                announced.append(event)
+        for event in announced:
+            self.put(event)
 
-    def refuse(self, event: InboxEvent) -> None:
-        """Answers a question that the loop will not take up any more."""
-        if isinstance(event, Question):
-            event.answer.set_exception(InboxClosed())
+    def reopen(self) -> None:
+        """For the next start in this process."""
+        with self._lock:
+            self._closed = False

@@ -1,7 +1,7 @@
-"""The coordinator's event loop: opens what a run needs, brings it the events, closes everything.
+"""The coordinator's event loop: brings the run's core its events, and performs what it decides.
 
-Connections are served in threads that only put events into the inbox; all else happens here, in
-one thread.
+Connections are served in threads that only put into the inbox; all else happens here, in one
+thread. What the core decides is performed once it is in the journal.
 """
 
 from __future__ import annotations
@@ -9,58 +9,42 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import assert_never
 
+from liver_hpc.checkpoint.index import Checkpoint, complete_path
 from liver_hpc.clock import Deadline
+from liver_hpc.cluster.launcher import NodeRequest
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.address import control_address
-from liver_hpc.coordinator.connections import ConnectionServer
-from liver_hpc.coordinator.course import Course
-from liver_hpc.coordinator.handoffs import OfAttempt
-from liver_hpc.coordinator.inbox import (
-    AgentConnected,
-    AgentGone,
-    AgentSaid,
-    AgentWarned,
-    Asked,
-    Connected,
-    Disconnected,
-    Inbox,
-    InboxEvent,
-    Met,
-    PoolSaid,
-    Received,
-    StopSignalled,
-)
-from liver_hpc.coordinator.registry import WorkerRegistry
+from liver_hpc.coordinator.checkpoints import Checkpoints
+from liver_hpc.coordinator.connections import ConnectionServer, WorkerRegistry
+from liver_hpc.coordinator.inbox import Asked, Closed, Inbox, InboxEvent, Met, Opened, Said
 from liver_hpc.coordinator.services import Services
 from liver_hpc.coordinator.store import StoreService
-from liver_hpc.errors import LiverError, MeetingError, ProtocolError, RequestRefused
+from liver_hpc.errors import CheckpointError, LiverError, MeetingError, RequestRefused
 from liver_hpc.protocol.messages import (
+    AgentHello,
     AnyMessage,
-    DrainRequest,
-    Exit,
-    Failed,
-    Finished,
-    FromOperator,
     Heartbeat,
-    ReplaceRequest,
+    Hello,
+    Progress,
     Reply,
-    ResizeRequest,
     Restored,
     Saved,
     StatusRequest,
-    StepDone,
-    StopRequest,
-    Transports,
     Warned,
     WorkerEnded,
 )
-from liver_hpc.rendezvous.base import Answer
-from liver_hpc.rendezvous.channel import ControlServer
+from liver_hpc.rendezvous.base import Answer as MeetingAnswer
+from liver_hpc.rendezvous.channel import Channel, ControlServer
+from liver_hpc.run import actions as a
+from liver_hpc.run import events as e
+from liver_hpc.run.codec import encode
+from liver_hpc.run.journal import JournalFailed, Written
+from liver_hpc.run.lifecycle import Run
 from liver_hpc.run.node_events import EndNear
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
 
@@ -74,32 +58,44 @@ FROZEN_S = 2.0
 """A gap between two looks that only a process that stood still can have."""
 
 
-@dataclass(frozen=True)
-class Memory:
-    """ceiling: workers that the run grows to by itself. drained: nodes that it keeps off."""
-
-    ceiling: int
-    drained: frozenset[str]
-
-
 class Coordinator:
-    """One run, from the launch of its first workers to the end of its last."""
+    """One start of a run, from the launch of its first workers to the end of its last.
+
+    memory: what the starts before it have left.
+    """
 
     def __init__(
-        self, config: RunConfig, run_directory: Path, secret: bytes, services: Services
+        self,
+        config: RunConfig,
+        run_directory: Path,
+        secret: bytes,
+        services: Services,
+        memory: e.Memory = e.Memory(),
     ) -> None:
         self._config = config
         self._run_directory = run_directory
         self._secret = secret
         self._services = services
         self._clock = services.clock
-        self._inbox = Inbox()
+        self._memory = memory
+        self._run = Run(
+            config, services.recipe.spec, services.recipe.check_layout, services.place
+        )
+        self._inbox = services.inbox
         self._store = StoreService()
-        self._registry = WorkerRegistry(config, services.launcher, services.clock)
-        self._course = Course(config, services, self._registry, self._store, run_directory)
+        self._registry = WorkerRegistry(services.clock)
+        self._checkpoints = Checkpoints(config, services.recipe, run_directory, services.clock)
+        self._journal = services.open_journal(self._inbox.put)
+        self._held: deque[tuple[int, list[a.Action]]] = deque()
+        self._meetings: dict[str, Met] = {}
+        self._requests: dict[int, Asked] = {}
+        self._next_request = 0
+        self._launched: set[str] = set()
         self._endings: dict[int, str] = {}
         self._unexplained: dict[int, tuple[Deadline, str]] = {}
-        self._ceiling: int | None = None
+        self._journal_failed = False
+        self._outcome: Outcome | None = None
+        self._last_event = ""
         self._address = ("", 0)
         self._next_tick_s = 0.0
         self._last_tick_s = services.clock.now_s()
@@ -107,62 +103,44 @@ class Coordinator:
     def run(self) -> Outcome:
         """Runs to the end. Whatever happens, nothing that was launched or opened is left; where
         that cannot be seen to, the outcome's reason says so."""
-        course = self._course
         left_over = ""
         try:
             with ExitStack() as stack:
                 try:
                     self._open(stack)
-                    while course.outcome is None:
+                    while self._outcome is None:
                         self._turn()
                 except LiverError as error:
                     log.exception("the run failed")
-                    course.run_failed(str(error))
+                    self._feed(e.ShellFailed(str(error)))
+                    self._perform_held()
         except (LiverError, OSError) as error:  # in closing: the run itself ended otherwise
-            if course.outcome is None:
+            if self._outcome is None:
                 raise
             log.exception("not all that was launched or opened could be ended")
             left_over = f"; not all could be ended: {error}"
-        assert course.outcome is not None
-        return replace(course.outcome, reason=course.outcome.reason + left_over)
+        assert self._outcome is not None
+        return replace(self._outcome, reason=self._outcome.reason + left_over)
 
     @property
-    def memory(self) -> Memory:
-        """What operators asked for, for the life that follows within the same job."""
-        course = self._course
-        return Memory(course.fleet.ceiling, frozenset(course.steering.drained))
-
-    def recall(self, memory: Memory) -> None:
-        """Before `run`: what operators asked for in a life before this one."""
-        self._ceiling = memory.ceiling
-        self._course.steering.recall(memory.drained)
+    def memory(self) -> e.Memory:
+        """What the next start is to know."""
+        return self._run.memory
 
     @property
     def steps_done(self) -> int:
         """How many steps are done; from any thread."""
-        return self._course.recorder.steps_done
-
-    def stop(self, why: str) -> None:
-        """Asks for a stop at the next step boundary; from any thread or signal handler."""
-        self._inbox.put(StopSignalled(why))
-
-    def end_near(self, reason: str, deadline_s: float) -> None:
-        """This process's allocation ends at `deadline_s`; from any thread or signal handler."""
-        self._inbox.put(PoolSaid(EndNear(reason, self._clock.now_s(), deadline_s)))
+        return self._run.steps_done
 
     def identity(self) -> str:
         """Where the run stands, for its log: "gen 4 TRANSFER"."""
-        course = self._course
-        if course.world is None:
-            return str(course.state)
-        return course.handoffs.identity() or f"gen {course.world.generation}"
+        return self._run.identity()
 
     def _open(self, stack: ExitStack) -> None:
         services, control_s = self._services, self._config.deadlines.control_s
         # Called from the last to the first: nodes go back once nothing runs on them any more.
         for close in (
-            services.metrics.close,
-            self._course.fleet.notices.close,
+            self._journal.close,
             services.rendezvous.close,
             services.pool.close,
             services.launcher.close,
@@ -175,23 +153,30 @@ class Coordinator:
             stack.callback(close)
         stack.callback(self._see_all_off)
         stack.callback(lambda: services.pool.want(0))
+        self._inbox.reopen()
         self._address = server.address
         host, port = server.address
-        here = {
-            "host": host,
-            "port": port,
-            "pid": os.getpid(),
-            "hostname": socket.gethostname(),
-        }
+        here = {"host": host, "port": port, "pid": os.getpid(), "hostname": socket.gethostname()}
         write_private_json(self._run_directory / COORDINATOR_FILE, here)
         services.rendezvous.start(lambda identity: self._inbox.ask(Met(identity), control_s))
-        self._course.resume()
-        if self._ceiling is not None:  # beats what the run file asked for in the steps before
-            self._course.fleet.recall(self._ceiling)
-        services.pool.start(lambda event: self._inbox.put(PoolSaid(event)))
+        self._feed(self._started(self._checkpoints.open()))
+        services.pool.start(self._inbox.put)
         while (event := self._inbox.get(0.0)) is not None:  # the nodes that are held already
             self._dispatch(event)
-        self._course.launch()
+        self._feed(e.LaunchAllowed())
+
+    def _started(self, checkpoint: Checkpoint | None) -> e.CoordinatorStarted:
+        resumed = None
+        if checkpoint is not None:
+            index = checkpoint.index
+            layout = str(index.rank_map.rank_map().layout)
+            resumed = e.Resumed(str(checkpoint.path), index.scalars.step, index.generation, layout)
+        return e.CoordinatorStarted(
+            attributes=dict(self._services.attributes),
+            checkpoints=str(self._checkpoints.directory),
+            resumed=resumed,
+            memory=self._memory,
+        )
 
     # ---- one turn
 
@@ -205,34 +190,29 @@ class Coordinator:
 
     def _dispatch(self, event: InboxEvent) -> None:
         match event:
-            case Received():
-                if self._registry.hear(event.channel, event.worker):
-                    self._message(event.worker, event.message)
-            case Connected():
-                self._connected(event)
-            case Disconnected():
-                if self._registry.hear(event.channel, event.worker):
-                    self._disconnected(event)
-            case AgentConnected():
-                self._registry.attach(event.channel, event.hello)
-            case AgentWarned():
-                self._agent_warned(event.message)
-            case AgentSaid():
-                self._worker_ended(event.message)
-            case AgentGone():
-                self._registry.detach(event.channel, event.agent)
+            case Said():
+                self._said(event.channel, event.message)
+            case Opened():
+                self._opened(event.channel, event.hello)
+            case Closed():
+                self._closed(event.channel, event.reason)
             case Met():
-                self._meet(event)
+                self._meetings[event.identity.agent] = event
+                who = event.identity
+                self._feed(e.AgentMet(who.agent, who.host, who.workers))
             case Asked():
-                self._answer(event)
-            case StopSignalled():
-                # Whoever cancels a job may want to go on from where it was.
-                saves = self._config.cluster.kind == "slurm"
-                self._course.stop(event.reason, checkpoint=saves)
-            case PoolSaid():
-                self._course.steering.node_event(event.event)
+                self._asked(event)
+            case Written():
+                self._perform_held(event.number)
+                if self._journal_failed:
+                    self._journal_failed = False
+                    self._feed(e.JournalFailed(""))
+            case JournalFailed():
+                self._journal_failed = True
+                self._perform_held()
+                self._feed(e.JournalFailed(event.reason))
             case _:
-                assert_never(event)
+                self._feed(event)
 
     def _tick(self) -> None:
         now_s = self._clock.now_s()
@@ -245,131 +225,283 @@ class Coordinator:
             return
         for worker, (deadline, reason) in list(self._unexplained.items()):
             if deadline.expired():
-                self._lost(worker, reason)
-        self._course.tick()
-        for worker in self._registry.reap():
-            self._course.lost(worker, "did not end by itself")
+                self._worker_gone(worker, reason)
+        self._look_at_agents()
+        self._feed(e.Tick())
         if self._inbox.empty():  # else the heartbeat may be in there
-            for worker in self._registry.silent():
-                self._lost(worker, f"silent for {self._config.deadlines.heartbeat_s:g} s")
+            limit_s = self._config.deadlines.heartbeat_s
+            for worker in self._registry.silent(limit_s):
+                if self._run.agents.agent_of(worker):  # else it was told to go
+                    self._worker_gone(worker, f"silent for {limit_s:g} s")
 
-    def _lost(self, worker: int, reason: str) -> None:
-        self._unexplained.pop(worker, None)
-        if self._registry.leave(worker):
-            self._course.lost(worker, reason)
+    def _look_at_agents(self) -> None:
+        """Tells the core of agents that have ended, and of a rendezvous that nobody can come to."""
+        launcher = self._services.launcher
+        for agent in sorted(self._launched):
+            code = launcher.exit_code(agent)
+            if code is not None:
+                self._launched.discard(agent)
+                self._feed(e.AgentEnded(agent, code))
+        if self._run.awaits_joiners:
+            try:
+                self._services.rendezvous.check()
+            except LiverError as error:
+                self._feed(e.RendezvousFailed(str(error)))
 
-    # ---- agents
+    # ---- the core
+
+    def _feed(self, event: e.Event) -> None:
+        """One event into the core; what it decides is performed once the journal has it."""
+        at_s = self._clock.now_s()
+        actions = self._run.handle(event, at_s)
+        if isinstance(event, e.Tick) and not actions:
+            return
+        number = self._journal.append(at_s, encode(event), [encode(each) for each in actions])
+        if actions:
+            self._held.append((number, actions))
+        if self._journal_failed:
+            self._perform_held()
+
+    def _perform_held(self, up_to: int | None = None) -> None:
+        """Performs the actions of entries up to a number; of all where none is given: the journal
+        cannot be written, and what is decided already goes on."""
+        while self._held and (up_to is None or self._held[0][0] <= up_to):
+            _, actions = self._held.popleft()
+            for action in actions:
+                self._perform(action)
+
+    def _perform(self, action: a.Action) -> None:
+        services = self._services
+        match action:
+            case a.Send():
+                self._registry.send(action.workers, action.message)
+            case a.Launch():
+                self._launch(action)
+            case a.Admit():
+                self._admit(action)
+            case a.TurnAway():
+                log.warning("turned away: %s", action.reason)
+                self._meetings.pop(action.agent).answer.set_exception(MeetingError(action.reason))
+            case a.EndAgent():
+                self._registry.end_agent(action.agent, action.reason)
+            case a.KillAgent():
+                log.warning("agent %s has not ended by itself: killed", action.agent)
+                services.launcher.kill(action.agent)
+            case a.Disconnect():
+                self._unexplained.pop(action.worker, None)
+                self._registry.drop_worker(action.worker)
+            case a.Answer():
+                self._answer(action)
+            case a.WantWorkers():
+                services.pool.want(action.workers)
+            case a.GiveBack():
+                services.pool.give_back(action.node)
+            case a.Avoid():
+                services.pool.avoid(action.node)
+            case a.Readmit():
+                services.pool.readmit(action.node)
+            case a.ForgetGeneration():
+                self._store.forget(f"g{action.generation}/")
+            case a.Note():
+                log.info("%s", action.text)
+                self._last_event = action.text
+            case a.Log():
+                log.info("%s", action.text)
+            case a.End():
+                self._outcome = Outcome(str(action.state), action.reason, action.step)
+            case a.Record() | a.StepPhase() | a.Remember():
+                pass  # they are in the journal
+
+    def _launch(self, launch: a.Launch) -> None:
+        requests = [
+            NodeRequest(
+                each.agent, len(each.seat.slots), str(each.layout), each.seat.slots, each.seat.node
+            )
+            for each in launch.agents
+        ]
+        names = tuple(request.agent for request in requests)
+        try:
+            self._services.launcher.launch(requests)
+        except (LiverError, OSError) as error:
+            lost = tuple(name for name in names if not self._is_known(name))
+            self._launched.update({*names} - {*lost})
+            self._feed(e.LaunchFailed(names, lost, str(error)))
+        else:
+            self._launched.update(names)
+
+    def _is_known(self, agent: str) -> bool:
+        """Whether the launcher has anything of an agent, after a launch that failed half-way."""
+        try:
+            self._services.launcher.alive(agent)
+        except LiverError:
+            return False
+        return True
+
+    def _admit(self, admit: a.Admit) -> None:
+        met = self._meetings.pop(admit.agent)
+        log.info(
+            "agent %s on %s: workers %s", admit.agent, met.identity.host, list(admit.workers)
+        )
+        host, port = self._address
+        answer = MeetingAnswer(worker_ids=admit.workers, control_host=host, control_port=port)
+        met.answer.set_result(answer)
+
+    # ---- connections
+
+    def _opened(self, channel: Channel, hello: Hello | AgentHello) -> None:
+        if isinstance(hello, AgentHello):
+            known = self._run.agents.node_of_agent(hello.agent) is not None
+            if not known or not self._registry.add_agent(hello.agent, channel):
+                log.warning("agent %s on %s is not expected", hello.agent, hello.host)
+                channel.close()
+                return
+            self._feed(e.AgentListens(hello.agent))
+            return
+        if not self._run.agents.expects(hello.worker):
+            log.warning("worker %d on %s is not expected", hello.worker, hello.host)
+            channel.close()
+            return
+        self._registry.add_worker(hello.worker, channel)
+        took = ", ".join(f"{part} {s:.2f} s" for part, s in hello.boot_timings_s.items())
+        log.info("worker %d on %s has booted: %s", hello.worker, hello.host, took)
+        self._feed(hello)
+
+    def _said(self, channel: Channel, message: AnyMessage) -> None:
+        worker = self._registry.worker_at(channel)
+        if worker is not None:
+            self._worker_said(worker, message)
+            return
+        agent = self._registry.agent_at(channel)
+        if agent is None:
+            return  # of somebody who was struck off
+        if getattr(message, "agent", None) != agent:
+            log.warning("agent %s: unexpected %s", agent, message)
+            self._registry.drop_agent(channel)
+        elif isinstance(message, Warned):
+            self._agent_warned(message)
+        elif isinstance(message, WorkerEnded):
+            self._endings[message.worker] = message.how
+            if message.worker in self._unexplained:
+                self._worker_gone(message.worker, message.how)
+        else:
+            log.warning("agent %s: unexpected %s", agent, message)
+            self._registry.drop_agent(channel)
 
     def _agent_warned(self, message: Warned) -> None:
         """The pool finds out what the signal announces."""
-        node = self._registry.agent_node(message.agent)
+        node = self._run.agents.node_of_agent(message.agent)
         log.warning("agent %s got %s on %s", message.agent, message.signal, node or "its node")
         if node:
             self._services.pool.warned(node, f"SIG{message.signal}", message.at_s)
 
-    def _disconnected(self, event: Disconnected) -> None:
-        """A worker's agent knows better how it ended, and may say so in a moment."""
-        worker = event.worker
-        how = self._endings.get(worker)
-        if how is not None or not self._registry.explains(worker):
-            self._lost(worker, how or event.reason)
-        elif worker not in self._unexplained:
-            waits_for = f"the agent of worker {worker}"
-            deadline = Deadline.after(self._clock, EXPLAIN_S, waits_for)
-            self._unexplained[worker] = (deadline, event.reason)
-
-    def _worker_ended(self, message: WorkerEnded) -> None:
-        self._endings[message.worker] = message.how
-        if message.worker in self._unexplained:
-            self._lost(message.worker, message.how)
-
-    # ---- workers
-
-    def _meet(self, event: Met) -> None:
-        try:
-            workers = self._registry.meet(event.identity)
-        except MeetingError as error:
-            log.warning("turned away: %s", error)
-            event.answer.set_exception(error)
-            return
-        host, port = self._address
-        answer = Answer(worker_ids=workers, control_host=host, control_port=port)
-        event.answer.set_result(answer)
-
-    def _connected(self, event: Connected) -> None:
-        hello = event.hello
-        generation = self._registry.join(event.channel, hello)
-        if generation is not None:
-            took = ", ".join(f"{part} {s:.2f} s" for part, s in hello.boot_timings_s.items())
-            log.info("worker %d on %s has booted: %s", hello.worker, hello.host, took)
-            self._course.arrived(hello, generation)
-
-    def _message(self, worker: int, message: AnyMessage) -> None:
-        course = self._course
+    def _worker_said(self, worker: int, message: AnyMessage) -> None:
         if getattr(message, "worker", None) != worker:
-            raise ProtocolError(f"worker {worker} sent {message}")
+            self._feed(e.ShellFailed(f"worker {worker} sent {message}"))
+            return
+        timings_s = getattr(message, "timings_s", {})
+        if timings_s:
+            took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in timings_s.items())
+            log.info("worker %d %s: %s", worker, message.type, took)
         match message:
             case Heartbeat():
                 pass
-            case StepDone():
-                course.step_done(message)
-            case Finished():
-                course.finished(message)
+            case Progress():
+                self._run.progress(message)
             case Saved():
-                course.saved(message)
+                self._saved(message)
             case Restored():
-                course.restored(message)
-            case Transports():
-                course.recorder.connected(message)
-            case Failed() if course.world and message.generation == course.world.generation:
-                course.run_failed(f"worker {worker}: {message.reason}")
-            case _ if isinstance(message, OfAttempt):
-                course.handoffs.message(message)
+                self._feed(message)
+                self._restored(message)
+            case _ if isinstance(message, e.FROM_WORKERS):
+                self._feed(message)
             case _:
-                raise ProtocolError(f"worker {worker}: unexpected {message.type}")
+                self._feed(e.ShellFailed(f"worker {worker}: unexpected {message.type}"))
+
+    def _closed(self, channel: Channel, reason: str) -> None:
+        """A worker's agent knows better how it ended, and may say so in a moment."""
+        worker = self._registry.worker_at(channel)
+        if worker is None:
+            self._registry.drop_agent(channel)
+            return
+        how, agent = self._endings.get(worker), self._run.agents.agent_of(worker)
+        if how is not None or not agent or not self._registry.has_agent(agent):
+            self._worker_gone(worker, how or reason)
+        elif worker not in self._unexplained:
+            deadline = Deadline.after(self._clock, EXPLAIN_S, f"the agent of worker {worker}")
+            self._unexplained[worker] = (deadline, reason)
+
+    def _worker_gone(self, worker: int, reason: str) -> None:
+        self._unexplained.pop(worker, None)
+        self._feed(e.WorkerGone(worker, reason))
+
+    # ---- checkpoints
+
+    def _saved(self, message: Saved) -> None:
+        """A worker's part of a checkpoint is on disk, or could not be written."""
+        world = self._run.world_of(message.generation)
+        if world is None:
+            log.warning("worker %d saved generation %d", message.worker, message.generation)
+            return
+        if not self._checkpoints.saved(message, world):
+            return
+        if self._checkpoints.failure:
+            self._feed(e.CheckpointFailed(self._checkpoints.failure))
+            return
+        step = message.scalars.step
+        path = str(complete_path(self._checkpoints.directory, step))
+        self._feed(e.CheckpointWritten(step, path, *self._checkpoints.written))
+
+    def _restored(self, message: Restored) -> None:
+        """A worker of the first world holds what it read; all train once all hold what was
+        saved."""
+        world = self._run.world
+        if world is None:
+            return
+        try:
+            if self._checkpoints.restored(message, world.rank_map):
+                self._feed(e.StateRestored(message.generation))
+        except CheckpointError as error:
+            self._feed(e.ShellFailed(str(error)))
 
     # ---- operators
 
-    def _answer(self, event: Asked) -> None:
-        try:
-            event.answer.set_result(self._reply(event.request))
-        except RequestRefused as error:
-            event.answer.set_exception(error)
+    def _asked(self, asked: Asked) -> None:
+        if isinstance(asked.request, StatusRequest):
+            snapshot = self._run.snapshot(
+                self._clock.now_s(), self._last_event, self._journal.error
+            )
+            asked.answer.set_result(Reply(ok=True, text="", data=snapshot.model_dump()))
+            return
+        number = self._next_request
+        self._next_request += 1
+        self._requests[number] = asked
+        self._feed(e.OperatorAsked(number, asked.request))
 
-    def _reply(self, request: FromOperator) -> Reply:
-        """The answer to an operator; RequestRefused when the answer is no."""
-        course = self._course
-        match request:
-            case StatusRequest():
-                return Reply(ok=True, text="", data=course.snapshot().model_dump())
-            case ResizeRequest() | ReplaceRequest():
-                return Reply(
-                    ok=True, text=course.steering.ask_for(course.steering.wish_of(request))
-                )
-            case DrainRequest(undo=True):
-                return Reply(ok=True, text=course.steering.undo_drain(request.node))
-            case DrainRequest():
-                return Reply(ok=True, text=course.steering.drain(request.node, request.within_s))
-            case StopRequest():
-                return Reply(ok=True, text=course.stop_as_asked(request.checkpoint))
-            case _:
-                assert_never(request)
+    def _answer(self, answer: a.Answer) -> None:
+        asked = self._requests.pop(answer.number)
+        if answer.ok:
+            asked.answer.set_result(Reply(ok=True, text=answer.text))
+        else:
+            asked.answer.set_exception(RequestRefused(answer.text))
 
     # ---- the end
 
     def _see_all_off(self) -> None:
-        """Exit to everybody; returns when all have gone, or after `exit_s` anyway."""
-        outcome = self._course.outcome
-        reason = f"{outcome.state}: {outcome.reason}" if outcome else "the coordinator failed"
-        self._registry.send(self._registry.present(), Exit(reason=reason))
+        """Returns when all who were told to exit have gone, or after `exit_s` anyway."""
         deadline = Deadline.after(self._clock, self._config.deadlines.exit_s, "workers to exit")
-        while (self._registry.present() or self._registry.working()) and not deadline.expired():
+        announced: list[InboxEvent] = []
+        while (self._registry.workers or self._working()) and not deadline.expired():
             event = self._inbox.get(TICK_S)
-            if isinstance(event, Disconnected) and self._registry.hear(event.channel, event.worker):
-                self._registry.leave(event.worker)
-            elif isinstance(event, Asked):
-                self._answer(event)
+            if isinstance(event, e.StopSignalled | EndNear):
+                announced.append(event)  # of concern to the next start, if there is one
             elif event is not None:
-                self._inbox.refuse(event)
-        if self._registry.present():
-            log.warning("workers %s have not ended by themselves", list(self._registry.present()))
+                self._dispatch(event)
+        for event in announced:
+            self._inbox.put(event)
+        if self._registry.workers:
+            log.warning("workers %s have not ended by themselves", list(self._registry.workers))
+
+    def _working(self) -> bool:
+        """Whether an agent whose workers had all come still runs."""
+        launcher = self._services.launcher
+        return any(launcher.alive(agent) for agent in self._run.agents.complete())

@@ -24,6 +24,14 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Seat:
+    """Where one agent is to run, and the slots of the node that its workers take."""
+
+    node: str
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class NodeGranted:
     """A node is held and answers."""
 

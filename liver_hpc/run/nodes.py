@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
 from liver_hpc.errors import LiverError
-from liver_hpc.run.node_events import Node, NodeWarned
+from liver_hpc.run.node_events import Node, NodeWarned, Seat
 
 Taken = Mapping[str, Collection[int]]
 """Slots in use, by node."""
 
 
-@dataclass(frozen=True)
-class Seat:
-    """Where one agent is to run, and the slots of the node that its workers take."""
-
-    node: str
-    slots: tuple[int, ...]
-
-
 @dataclass
-class Held:
-    """A node that the run holds; `warning` is set once it has to be left."""
+class HeldNode:
+    """A node that the run holds.
+
+    warning: set once it has to be left. idle_since_s: when its last process ended; None while one
+    runs there. given_back: nothing is started there any more.
+    """
 
     node: Node
     warning: NodeWarned | None = None
+    idle_since_s: float | None = None
+    given_back: bool = False
 
 
-class Capacity:
-    """The book of nodes, in the order in which they came. Used by the event loop alone."""
+class HeldNodes:
+    """The nodes of a run, in the order in which they came."""
 
     def __init__(self, workers_per_agent: int | None) -> None:
         self._workers_per_agent = workers_per_agent
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldNode] = {}
 
     # ---- coming and going
 
@@ -43,7 +42,7 @@ class Capacity:
         known = self._held.get(node.name)
         if known is not None and known.node == node and known.warning is None:
             return False
-        self._held[node.name] = Held(node)
+        self._held[node.name] = HeldNode(node)
         return True
 
     def warn(self, warning: NodeWarned) -> bool:
@@ -54,20 +53,31 @@ class Capacity:
         held.warning = warning
         return True
 
-    def remove(self, node: str) -> Held | None:
+    def remove(self, node: str) -> HeldNode | None:
         """Strikes a node off; None when it was not held."""
         return self._held.pop(node, None)
 
+    def note_idle(self, taken: Taken, now_s: float) -> list[HeldNode]:
+        """Notes since when nodes are idle; returns those that have become so."""
+        fresh = []
+        for name, held in self._held.items():
+            if taken.get(name):
+                held.idle_since_s, held.given_back = None, False
+            elif held.idle_since_s is None:
+                held.idle_since_s = now_s
+                fresh.append(held)
+        return fresh
+
     # ---- what there is
 
-    def get(self, node: str) -> Held | None:
+    def get(self, node: str) -> HeldNode | None:
         return self._held.get(node)
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._held)
 
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[HeldNode, ...]:
         return tuple(self._held.values())
 
     def usable(self) -> list[Node]:
@@ -79,28 +89,45 @@ class Capacity:
         free = [held.node for held in self._held.values() if held.warning is None]
         return sorted(free, key=lambda node: (not node.automatic, node.preemptible))
 
+    def doomed(self) -> frozenset[str]:
+        """Nodes that have to be left."""
+        return frozenset(name for name, held in self._held.items() if held.warning is not None)
+
+    def deadline_s(self, node: str) -> float | None:
+        """By when a node has to be left, epoch seconds; None where nobody has set a time."""
+        held = self._held.get(node)
+        return held.warning.deadline_s if held is not None and held.warning is not None else None
+
+    def window_s(self, nodes: Iterable[str], now_s: float) -> float:
+        """Seconds until the first of the nodes is taken, at least 0; infinite without deadline."""
+        known = [at_s for node in nodes if (at_s := self.deadline_s(node)) is not None]
+        return max(0.0, min(known, default=math.inf) - now_s)
+
     def room(self, occupied: Collection[str]) -> int | None:
         """How many workers the run may have without being asked; None without bound.
 
         Nodes to be asked for count where workers are already (`occupied`).
         """
-        total = 0
-        for node in self.usable():
-            if not node.automatic and node.name not in occupied:
-                continue
-            if node.slots is None:
-                return None
-            total += node.slots
-        return total
+        nodes = [node for node in self.usable() if node.automatic or node.name in occupied]
+        return _total(node.slots for node in nodes)
 
     def free_slots(self, taken: Taken) -> int | None:
         """Slots without a worker on usable nodes; None without bound."""
-        total = 0
-        for node in self.usable():
-            if node.slots is None:
-                return None
-            total += node.slots - len(taken.get(node.name, ()))
-        return total
+        return _total(
+            None if node.slots is None else node.slots - len(taken.get(node.name, ()))
+            for node in self.usable()
+        )
+
+    def steady_slots(self, taken: Taken, burst: bool) -> int:
+        """Slots on usable nodes of one kind that are used, or would be without being asked for,
+        but for those that were given back; 0 where there is no bound."""
+        return sum(
+            node.slots or 0
+            for node in self.usable()
+            if node.burst == burst
+            and (node.automatic or node.name in taken)
+            and not self._held[node.name].given_back
+        )
 
     def seats(self, workers: int, taken: Taken) -> list[Seat]:
         """Places for this many more workers; an agent for every node, or for `workers_per_node`.
@@ -154,7 +181,10 @@ class Capacity:
         ranks = {worker: self._rank(node) for worker, node in workers.items()}
         if len(set(ranks.values())) <= 1:
             return sorted(workers)
-        whole_nodes = sorted(workers, key=lambda w: (ranks[w], self._position(workers[w]), w))
+        order = {name: position for position, name in enumerate(self._held)}
+        whole_nodes = sorted(
+            workers, key=lambda w: (ranks[w], order.get(workers[w], len(order)), w)
+        )
         return sorted(whole_nodes[:number])
 
     def _rank(self, node: str) -> tuple[bool, bool]:
@@ -163,5 +193,9 @@ class Capacity:
             return (True, True)
         return (not held.node.automatic, held.node.preemptible)
 
-    def _position(self, node: str) -> int:
-        return list(self._held).index(node) if node in self._held else len(self._held)
+
+def _total(slots: Iterable[int | None]) -> int | None:
+    """Their sum; None where one of them has no bound."""
+    numbers = list(slots)
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None

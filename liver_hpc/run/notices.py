@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from liver_hpc.run.node_events import Node, NodeWarned
 from liver_hpc.run.records import NoticeRecord
-
-log = logging.getLogger(__name__)
 
 GRANTED = "granted"
 LOST = "lost"
@@ -118,8 +115,8 @@ class NoticeBook:
         if notice is not None and notice.kind != GRANTED:
             self._close(node, _outcome(notice))
 
-    def life_ended(self, kind: str, reason: str, at_s: float) -> None:
-        """This life of the run ended to go on from the disk: whoever was to leave has left so."""
+    def restarts(self, kind: str, reason: str, at_s: float) -> None:
+        """The run is to go on from the disk: whoever was to leave has left so."""
         for name in [name for name, notice in self._open.items() if notice.kind != GRANTED]:
             self._close(name, "to disk")
         self._add(Notice(kind, "", "", at_s, actions=[reason]).record("to disk"))
@@ -135,7 +132,6 @@ class NoticeBook:
     def _close(self, node: str, outcome: str, returned_s: float = math.nan) -> None:
         notice = self._open.pop(node)
         self._add(notice.record(outcome, returned_s))
-        log.info("notice of %s (%s): %s", node, notice.kind, outcome)
 
 
 def _outcome(notice: Notice) -> str:

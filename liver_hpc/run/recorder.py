@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 from liver_hpc.clock import Clock
 from liver_hpc.protocol.actions import Ended
@@ -13,43 +12,22 @@ from liver_hpc.protocol.messages import (
     StepDone,
     Transports,
 )
+from liver_hpc.run.actions import Row
 from liver_hpc.run.attempt_notes import AttemptNotes
 from liver_hpc.run.lanes import worker_phases
-from liver_hpc.run.records import (
-    NetworkRecord,
-    NoticeRecord,
-    ReconfigurationRecord,
-    StepRecord,
-    TrafficRecord,
-    WorkerPhaseRecord,
-)
-
-
-class Metrics(Protocol):
-    """Where records go; `error` is empty while they can be written.
-
-    last_generation: the highest that a life of the run before this one recorded; -1 for none.
-    """
-
-    error: str
-    last_generation: int
-
-    def add_step(self, record: StepRecord) -> None: ...
-    def add_reconfiguration(self, record: ReconfigurationRecord) -> None: ...
-    def add_notice(self, record: NoticeRecord) -> None: ...
-    def add_network(self, record: NetworkRecord) -> None: ...
-    def add_worker_phase(self, record: WorkerPhaseRecord) -> None: ...
-    def add_traffic(self, record: TrafficRecord) -> None: ...
-    def close(self) -> None: ...
+from liver_hpc.run.records import NetworkRecord, ReconfigurationRecord, StepRecord
 
 
 class RunRecorder:
     """Turns messages into records, and keeps the newest figures for the status snapshot."""
 
     def __init__(
-        self, metrics: Metrics, clock: Clock, node_of: Callable[[int], str] = lambda worker: ""
+        self,
+        add: Callable[[Row], None],
+        clock: Clock,
+        node_of: Callable[[int], str] = lambda worker: "",
     ) -> None:
-        self._metrics = metrics
+        self._add = add
         self._clock = clock
         self._node_of = node_of
         self._generations: set[int] = set()
@@ -63,10 +41,6 @@ class RunRecorder:
         self.aborted = 0
         self.transports: dict[int, tuple[str, ...]] = {}
         self._told: dict[int, dict[int, Transports]] = {}
-
-    @property
-    def metrics_error(self) -> str:
-        return self._metrics.error
 
     @property
     def steps_done(self) -> int:
@@ -84,7 +58,6 @@ class RunRecorder:
             ended_s=done.ended_s,
             phase=self._phase_of(done),
         )
-        self._metrics.add_step(record)
         self.last_step = done
         return record
 
@@ -112,7 +85,7 @@ class RunRecorder:
         self.transports[message.generation] = tuple(kinds)
         for kind in kinds:
             users = [each for each in told.values() if kind in each.kinds]
-            self._metrics.add_network(
+            self._add(
                 NetworkRecord(
                     generation=message.generation,
                     transport=kind,
@@ -121,10 +94,9 @@ class RunRecorder:
                 )
             )
 
-    def attempt_begins(self, request: Requested, notice_s: float) -> AttemptNotes:
-        """From here on steps count as disturbed; `notice_s` is when the wish was made."""
+    def attempt_begins(self, request: Requested, notice_s: float) -> None:
+        """From here on steps count as disturbed; `notice_s` is when the request was made."""
         self.attempt = AttemptNotes(request, notice_s, began_s=self._clock.now_s())
-        return self.attempt
 
     def attempt_ended(self, ended: Ended) -> None:
         notes, now_s = self.attempt, self._clock.now_s()
@@ -132,15 +104,12 @@ class RunRecorder:
         if notes.step < 0:
             notes.step = self.steps_done
         self.last_attempt = notes.record(ended, now_s)
-        self._metrics.add_reconfiguration(self.last_attempt)
+        self._add(self.last_attempt)
         for traffic in notes.traffic():
-            self._metrics.add_traffic(traffic)
+            self._add(traffic)
         for phase in worker_phases(notes, self._node_of):
-            self._metrics.add_worker_phase(phase)
+            self._add(phase)
         self._wake = ("release" if ended.outcome == "completed" else "prepare", now_s)
         self.completed += ended.outcome == "completed"
         self.aborted += ended.outcome != "completed"
         self.attempt = None
-
-    def close(self) -> None:
-        self._metrics.close()

@@ -1,9 +1,9 @@
-"""Wishes for another shape: checked, queued, merged, and granted one after the other."""
+"""Reconfiguration requests: checked, queued, merged, and granted one after the other."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from liver_hpc.config.schema import NoticeSection, RunConfig
 from liver_hpc.errors import ConfigError, RequestRefused
@@ -14,15 +14,8 @@ OPERATOR = "operator"
 GROWTH = "nodes granted"
 
 
-class Recipe(Protocol):
-    """What a recipe says of a layout."""
-
-    def check_layout(self, layout: Layout) -> None:
-        """Raises ConfigError for a layout in which the model cannot be built."""
-
-
 @dataclass(frozen=True)
-class Wish:
+class ReconfigurationRequest:
     """Another layout, or the same one without worker `replace`.
 
     origin: OPERATOR, "step N" for a scripted notice, GROWTH, or "leaving NODES: REASON". made_s:
@@ -68,8 +61,8 @@ class Wish:
             return f"worker {self.replace} does not train; workers are {list(rank_map.workers)}"
         return ""
 
-    def overtakes(self, earlier: Wish) -> bool:
-        """Whether an earlier wish in the queue need not be granted any more.
+    def overtakes(self, earlier: ReconfigurationRequest) -> bool:
+        """Whether an earlier request in the queue need not be granted any more.
 
         A later layout overtakes an earlier one, the same worker is replaced once. What the run
         file has written down is always granted in full.
@@ -79,33 +72,57 @@ class Wish:
         return (earlier.layout is None) == (self.layout is None) and earlier.replace == self.replace
 
 
-class WishList:
-    """The wishes that wait for their turn, in order."""
+class RequestQueue:
+    """The requests that wait for their turn, in order, and the run file's that are yet to come.
 
-    def __init__(self, config: RunConfig, recipe: Recipe) -> None:
+    ceiling: the most workers that the run grows to by itself: those of the layout that somebody
+    asked for last, at first `workers.max`.
+    """
+
+    def __init__(self, config: RunConfig, check_layout: Callable[[Layout], None]) -> None:
+        self.ceiling = config.workers.max
         self._config = config
-        self._recipe = recipe
-        self._waiting: list[Wish] = []
+        self._check_layout = check_layout
+        self._waiting: list[ReconfigurationRequest] = []
         self._notices = sorted(config.notices, key=lambda notice: notice.at_step)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def first(self) -> ReconfigurationRequest | None:
+        """The request whose turn it is."""
+        return self._waiting[0] if self._waiting else None
+
     def texts(self) -> tuple[str, ...]:
         return tuple(map(str, self._waiting))
 
-    # ---- wishes from outside
+    # ---- requests from outside
 
-    def of_request(self, request: ResizeRequest | ReplaceRequest, now_s: float) -> Wish:
+    def of_operator(
+        self, asked: ResizeRequest | ReplaceRequest, now_s: float
+    ) -> ReconfigurationRequest:
         """What an operator wants; raises RequestRefused where the run file does not allow it."""
-        if isinstance(request, ReplaceRequest):
-            return Wish(OPERATOR, now_s, replace=request.replace)
-        if (request.layout is None) == (request.workers is None):
+        if isinstance(asked, ReplaceRequest):
+            return ReconfigurationRequest(OPERATOR, now_s, replace=asked.replace)
+        if (asked.layout is None) == (asked.workers is None):
             raise RequestRefused("resize wants either a layout or a number of workers")
-        if request.layout is not None:
-            return Wish(OPERATOR, now_s, layout=self._layout(request.layout))
-        assert request.workers is not None
-        return Wish(OPERATOR, now_s, layout=self._preferred(request.workers))
+        if asked.layout is not None:
+            return ReconfigurationRequest(OPERATOR, now_s, layout=self._layout(asked.layout))
+        assert asked.workers is not None
+        return ReconfigurationRequest(OPERATOR, now_s, layout=self._preferred(asked.workers))
+
+    def of_notice(self, notice: NoticeSection, now_s: float) -> ReconfigurationRequest:
+        """What a scripted notice asks for; raises RequestRefused as `of_operator` does."""
+        origin = f"step {notice.at_step}"
+        if notice.replace is not None:
+            return ReconfigurationRequest(origin, now_s, replace=notice.replace)
+        if notice.layout is not None:
+            layout = self._allowed(notice.layout.layout())
+        else:
+            assert notice.workers is not None
+            layout = self._preferred(notice.workers)
+        return ReconfigurationRequest(origin, now_s, layout=layout)
 
     def due(self, step: int) -> list[NoticeSection]:
         """The scripted notices that are raised when step `step` has been done, each once."""
@@ -114,15 +131,16 @@ class WishList:
             found.append(self._notices.pop(0))
         return found
 
-    def of_notice(self, notice: NoticeSection, now_s: float) -> Wish:
-        """What a scripted notice asks for; raises RequestRefused as `of_request` does."""
-        origin = f"step {notice.at_step}"
-        if notice.replace is not None:
-            return Wish(origin, now_s, replace=notice.replace)
-        if notice.layout is not None:
-            return Wish(origin, now_s, layout=self._allowed(notice.layout.layout()))
-        assert notice.workers is not None
-        return Wish(origin, now_s, layout=self._preferred(notice.workers))
+    def skip(self, step: int) -> None:
+        """`step` steps were done before this start, and what the run file wanted until then; what
+        it asked for last is still the bound for what grows by itself."""
+        for notice in self.due(step - 1):
+            try:
+                layout = self.of_notice(notice, 0.0).layout
+            except RequestRefused:
+                continue
+            if layout is not None:
+                self.ceiling = layout.workers
 
     def _layout(self, text: str) -> Layout:
         try:
@@ -146,7 +164,7 @@ class WishList:
         if layout not in self._config.allowed_layouts(layout.workers):
             raise RequestRefused(f"layout {layout} is not allowed; {self._choice()}")
         try:
-            self._recipe.check_layout(layout)
+            self._check_layout(layout)
         except ConfigError as error:
             raise RequestRefused(f"layout {layout}: {error}") from error
         return layout
@@ -163,24 +181,24 @@ class WishList:
 
     # ---- the queue
 
-    def add(self, wish: Wish) -> Wish | None:
-        """Queues a wish, in the place of one that it overtakes, which is returned."""
+    def add(self, request: ReconfigurationRequest) -> ReconfigurationRequest | None:
+        """Queues a request, in the place of one that it overtakes, which is returned."""
         for position, earlier in enumerate(self._waiting):
-            if wish.overtakes(earlier):
-                self._waiting[position] = wish
+            if request.overtakes(earlier):
+                self._waiting[position] = request
                 return earlier
-        self._waiting.append(wish)
+        self._waiting.append(request)
         return None
 
-    def put_back(self, wish: Wish) -> None:
-        """A wish whose handoff was overtaken waits for its next turn, before all others."""
-        self._waiting.insert(0, wish)
+    def put_back(self, request: ReconfigurationRequest) -> None:
+        """A request whose handoff was overtaken waits for its next turn, before all others."""
+        self._waiting.insert(0, request)
 
-    def pop(self) -> Wish:
-        """The wish whose turn it is; the list must not be empty."""
+    def pop(self) -> ReconfigurationRequest:
+        """Takes out the request whose turn it is; the queue must not be empty."""
         return self._waiting.pop(0)
 
     def clear(self) -> None:
-        """The run is to end: nothing is wished for any more, by the run file neither."""
+        """The run is to end: nothing is asked for any more, by the run file neither."""
         self._waiting.clear()
         self._notices.clear()

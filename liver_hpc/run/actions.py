@@ -1,0 +1,200 @@
+"""What a run's core asks for; the coordinator performs it in order, once it is in the journal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.protocol.messages import ToWorker
+from liver_hpc.run.node_events import Seat
+from liver_hpc.run.records import (
+    NetworkRecord,
+    NoticeRecord,
+    ReconfigurationRecord,
+    TrafficRecord,
+    WorkerPhaseRecord,
+)
+from liver_hpc.run.state import Ending
+
+Row = ReconfigurationRecord | NoticeRecord | NetworkRecord | WorkerPhaseRecord | TrafficRecord
+TABLES: dict[type, str] = {
+    ReconfigurationRecord: "reconfigurations",
+    NoticeRecord: "notices",
+    NetworkRecord: "networks",
+    WorkerPhaseRecord: "worker_phases",
+    TrafficRecord: "traffic",
+}
+
+
+@dataclass(frozen=True)
+class LaunchAgent:
+    """Start an agent with a worker for each slot; they rehearse `layout`."""
+
+    agent: str
+    seat: Seat
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Start these agents; where that fails, say so with `LaunchFailed`."""
+
+    agents: tuple[LaunchAgent, ...]
+
+
+@dataclass(frozen=True)
+class Admit:
+    """An agent at the rendezvous is expected; its workers get these ids."""
+
+    agent: str
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TurnAway:
+    """An agent at the rendezvous is not expected."""
+
+    agent: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class EndAgent:
+    """Ask an agent to end its workers and itself."""
+
+    agent: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class KillAgent:
+    """End an agent by force: it did not end by itself."""
+
+    agent: str
+
+
+@dataclass(frozen=True)
+class Send:
+    """One message to each of these workers."""
+
+    workers: tuple[int, ...]
+    message: ToWorker
+
+
+@dataclass(frozen=True)
+class Disconnect:
+    """Close a worker's channel: the run knows it no longer."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The reply to the operator's request `number`."""
+
+    number: int
+    ok: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class WantWorkers:
+    """How many workers the run could use on burst nodes, held or not."""
+
+    workers: int
+
+
+@dataclass(frozen=True)
+class GiveBack:
+    """No process of the run is on the node any more."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class Avoid:
+    """An operator wants the run off this node."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class Readmit:
+    """The operator wants the run off this node no longer."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class ForgetGeneration:
+    """No group of this generation's world is built from the store any more."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Remember:
+    """What a restart is to know; see `events.Memory`."""
+
+    ceiling: int
+    drained: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of a table of the metrics."""
+
+    row: Row
+
+
+@dataclass(frozen=True)
+class StepPhase:
+    """The step that was just done was no undisturbed one; see `records.StepRecord.phase`."""
+
+    phase: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that an operator would want to see."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Log:
+    """A line for the log alone."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class End:
+    """The run, or this start of it, is over."""
+
+    state: Ending
+    reason: str
+    step: int
+
+
+Action = (
+    Launch
+    | Admit
+    | TurnAway
+    | EndAgent
+    | KillAgent
+    | Send
+    | Disconnect
+    | Answer
+    | WantWorkers
+    | GiveBack
+    | Avoid
+    | Readmit
+    | ForgetGeneration
+    | Remember
+    | Record
+    | StepPhase
+    | Note
+    | Log
+    | End
+)

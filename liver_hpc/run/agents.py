@@ -1,0 +1,293 @@
+"""The run's agents and workers, from launch to exit: who is expected, here, leaving, gone."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from liver_hpc.clock import Clock, Deadline
+from liver_hpc.config.schema import DeadlineSection
+from liver_hpc.errors import MeetingError
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.protocol.messages import Exit, Hello, ToWorker
+from liver_hpc.run.actions import Action, Disconnect, EndAgent, KillAgent, Launch, LaunchAgent, Send
+from liver_hpc.run.node_events import Seat
+
+TERMINATED = 143
+"""Exit code of an agent that was told to end by SIGTERM before it had met."""
+
+
+@dataclass
+class Agent:
+    """One launched agent and the ids of its workers, which it gets at the meeting.
+
+    generation: the world that it was launched for. exit_code: set once nothing of it runs any
+    more. end_by: set once it is of no more use; killed: once it was ended by force.
+    """
+
+    name: str
+    generation: int
+    seat: Seat
+    workers: tuple[int, ...] = ()
+    arrived: set[int] = field(default_factory=set)
+    exit_code: int | None = None
+    end_by: Deadline | None = None
+    killed: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """All of its workers have said Hello."""
+        return len(self.arrived) == len(self.seat.slots)
+
+    def missing(self) -> str:
+        if not self.workers:
+            return f"agent {self.name} to meet"
+        late = [worker for worker in self.workers if worker not in self.arrived]
+        return f"Hello of workers {late}"
+
+
+@dataclass
+class Worker:
+    """A connected worker. leave_by: set once it was told to exit."""
+
+    worker: int
+    agent: Agent
+    leave_by: Deadline | None = None
+
+
+class Agents:
+    """The book of agents and workers.
+
+    Agents are a0, a1, ... and workers 0, 1, ... in the order in which they came; no name or
+    number is ever used twice. What has to be done about them goes to `out`, in order.
+    """
+
+    def __init__(self, deadlines: DeadlineSection, clock: Clock, out: list[Action]) -> None:
+        self._exit_s = deadlines.exit_s
+        self._clock = clock
+        self._out = out
+        self._next_agent = 0
+        self._next_worker = 0
+        self._agents: dict[str, Agent] = {}
+        self._workers: dict[int, Worker] = {}
+        self._nodes_of_workers: dict[int, str] = {}
+        self._finished: set[int] = set()
+
+    # ---- coming
+
+    def launch(self, generation: int, layout: Layout, seats: Sequence[Seat]) -> None:
+        """An agent for every seat."""
+        agents = []
+        for seat in seats:
+            agents.append(Agent(f"a{self._next_agent}", generation, seat))
+            self._next_agent += 1
+        self._agents.update((agent.name, agent) for agent in agents)
+        self._out.append(Launch(tuple(LaunchAgent(a.name, a.seat, layout) for a in agents)))
+
+    def launch_failed(self, agents: Iterable[str], lost: Container[str]) -> tuple[int, int]:
+        """The generation that agents were launched for, -1 where they are known no longer, and how
+        many workers they were to start. Those of which nothing runs are forgotten, the others are
+        ended."""
+        generation, workers = -1, 0
+        for name in agents:
+            agent = self._agents.get(name)
+            if agent is None:
+                continue
+            generation = agent.generation
+            workers += len(agent.seat.slots)
+            if name in lost:
+                del self._agents[name]
+            else:
+                self._retire(agent, 0.0)
+        return generation, workers
+
+    def next_workers(self, number: int) -> tuple[int, ...]:
+        """The ids that the next workers get, if these meet before all others."""
+        return tuple(range(self._next_worker, self._next_worker + number))
+
+    def meet(self, name: str, workers: int) -> tuple[int, ...]:
+        """The ids of an agent's workers; MeetingError for one that is not expected."""
+        agent = self._agents.get(name)
+        if agent is None or agent.end_by is not None:
+            raise MeetingError(f"agent {name} is not expected")
+        if agent.workers:
+            raise MeetingError(f"agent {name} has met already")
+        if workers != len(agent.seat.slots):
+            raise MeetingError(
+                f"agent {name}: wanted {len(agent.seat.slots)} workers, got {workers}"
+            )
+        agent.workers = self.next_workers(workers)
+        self._next_worker += workers
+        self._nodes_of_workers.update(dict.fromkeys(agent.workers, agent.seat.node))
+        return agent.workers
+
+    def expects(self, worker: int) -> bool:
+        """Whether a worker that says Hello now would be let in."""
+        agent = self._agent_of(worker)
+        return agent is not None and agent.end_by is None and worker not in agent.arrived
+
+    def join(self, hello: Hello) -> int:
+        """The generation that a worker, which must be expected, was launched for."""
+        agent = self._agent_of(hello.worker)
+        assert agent is not None
+        agent.arrived.add(hello.worker)
+        self._workers[hello.worker] = Worker(hello.worker, agent)
+        return agent.generation
+
+    def _agent_of(self, worker: int) -> Agent | None:
+        return next((a for a in self._agents.values() if worker in a.workers), None)
+
+    def arrived(self, generation: int) -> tuple[int, ...]:
+        """The workers launched for a generation that are connected, sorted."""
+        here = self._workers.values()
+        return tuple(sorted(w.worker for w in here if w.agent.generation == generation))
+
+    def missing(self, generation: int) -> str:
+        """Who of a generation's launch has not come yet; empty when all have."""
+        return ", ".join(agent.missing() for agent in self._incomplete(generation))
+
+    def fallen(self, generation: int) -> str:
+        """Agents that ended before all their workers had come, as text; empty when none."""
+        return ", ".join(
+            f"agent {agent.name} ended with exit code {agent.exit_code} before its workers were "
+            f"ready; see logs/*-{agent.name}.log"
+            for agent in self._incomplete(generation)
+            if agent.exit_code is not None
+        )
+
+    def fallen_told(self, generation: int) -> bool:
+        """Whether one of the fallen was told to end: its node is being taken away."""
+        return any(a.exit_code == TERMINATED for a in self._incomplete(generation))
+
+    def _incomplete(self, generation: int) -> list[Agent]:
+        return [a for a in self._agents.values() if a.generation == generation and not a.complete]
+
+    # ---- where they are
+
+    def taken(self, ending: bool = True) -> dict[str, set[int]]:
+        """Slots in use, by node: those of all agents that have not ended yet; without `ending`,
+        not of those that are about to."""
+        taken: dict[str, set[int]] = {}
+        for agent in self._agents.values():
+            if ending or agent.end_by is None:
+                taken.setdefault(agent.seat.node, set()).update(agent.seat.slots)
+        return taken
+
+    def ending(self) -> bool:
+        """Whether an agent that is of no more use still holds its slots."""
+        return any(agent.end_by is not None for agent in self._agents.values())
+
+    def node_of(self, worker: int) -> str:
+        """The node of a worker that is, or was, connected; empty for one that never was."""
+        return self._nodes_of_workers.get(worker, "")
+
+    def workers_on(self, nodes: Container[str], workers: Iterable[int]) -> tuple[int, ...]:
+        """Those of `workers` that are on one of the nodes."""
+        return tuple(worker for worker in workers if self._nodes_of_workers.get(worker) in nodes)
+
+    def launched_on(self, nodes: Container[str], generation: int) -> bool:
+        """Whether an agent that was launched for a generation runs on one of the nodes."""
+        return any(
+            agent.seat.node in nodes and agent.generation == generation
+            for agent in self._agents.values()
+        )
+
+    def node_of_agent(self, name: str) -> str | None:
+        """The node of an agent; None for one that has ended, or was ended from here."""
+        agent = self._agents.get(name)
+        return None if agent is None or agent.killed else agent.seat.node
+
+    def agent_of(self, worker: int) -> str:
+        """The agent of a connected worker that was not told to go; empty for any other."""
+        member = self._workers.get(worker)
+        return member.agent.name if member is not None and member.leave_by is None else ""
+
+    def listens(self, name: str) -> None:
+        """An agent that is of no more use is told so as soon as it can be told anything."""
+        agent = self._agents.get(name)
+        if agent is not None and agent.end_by is not None:
+            self._out.append(EndAgent(name, "it is of no more use"))
+
+    # ---- being here
+
+    def send(self, workers: Iterable[int], message: ToWorker) -> None:
+        """A message to those that are still connected; Exit starts their last deadline."""
+        here = tuple(worker for worker in workers if worker in self._workers)
+        if here:
+            self._out.append(Send(here, message))
+        if isinstance(message, Exit):
+            for worker in here:
+                self._see_off(self._workers[worker])
+
+    def complete(self) -> list[str]:
+        """Agents whose workers have all come."""
+        return [agent.name for agent in self._agents.values() if agent.complete]
+
+    def present(self) -> tuple[int, ...]:
+        """All connected workers, sorted."""
+        return tuple(sorted(self._workers))
+
+    def finish(self, worker: int) -> None:
+        """The worker has done its last step: from now on it may end when it likes."""
+        self._finished.add(worker)
+
+    def finished(self, workers: Iterable[int]) -> tuple[int, ...]:
+        """Those of `workers` that have done their last step."""
+        return tuple(worker for worker in workers if worker in self._finished)
+
+    # ---- going
+
+    def leave(self, worker: int) -> bool:
+        """Strikes a worker off whose connection has ended; False when it was off already."""
+        member = self._workers.pop(worker, None)
+        if member is None:
+            return False
+        self._out.append(Disconnect(worker))
+        self._see_off_agent(member.agent)
+        return True
+
+    def ended(self, name: str, exit_code: int) -> Agent | None:
+        """Nothing of an agent runs any more; None for one that was struck off before."""
+        agent = self._agents.get(name)
+        if agent is not None:
+            agent.exit_code = exit_code
+            if agent.end_by is not None:
+                del self._agents[name]
+        return agent
+
+    def dismiss(self, generation: int) -> None:
+        """The handoff to this generation is off: its agents go, at once if not all booted yet."""
+        for agent in list(self._agents.values()):
+            if agent.generation == generation and agent.end_by is None:
+                reason = f"the handoff to generation {generation} is off"
+                self._out.append(EndAgent(agent.name, reason))
+                self._retire(agent, self._exit_s if agent.complete else 0.0)
+
+    def reap(self) -> list[int]:
+        """Ends by force what did not go by itself; returns the workers struck off here."""
+        late = [w.worker for w in self._workers.values() if w.leave_by and w.leave_by.expired()]
+        for worker in late:
+            self.leave(worker)
+        for agent in self._agents.values():
+            if agent.end_by is not None and agent.end_by.expired() and not agent.killed:
+                agent.killed = True
+                self._out.append(KillAgent(agent.name))
+        return late
+
+    def _see_off(self, member: Worker) -> None:
+        if member.leave_by is None:
+            waits_for = f"worker {member.worker} to end"
+            member.leave_by = Deadline.after(self._clock, self._exit_s, waits_for)
+            self._see_off_agent(member.agent)
+
+    def _see_off_agent(self, agent: Agent) -> None:
+        """An agent goes once all of its workers have come, and all are gone or about to go."""
+        stays = any(w.agent is agent and w.leave_by is None for w in self._workers.values())
+        if agent.complete and not stays and agent.end_by is None:
+            self._retire(agent, self._exit_s)
+
+    def _retire(self, agent: Agent, limit_s: float) -> None:
+        """An agent is of no more use, and is forgotten once nothing of it runs."""
+        agent.end_by = Deadline.after(self._clock, limit_s, f"agent {agent.name} to end")
+        if agent.exit_code is not None:
+            self._agents.pop(agent.name, None)

@@ -1,0 +1,359 @@
+"""The elastic policy: which nodes and requests there are, and which handoff begins next.
+
+`decide.py` says what is best; here it is done, and what it leads to is kept.
+"""
+
+from __future__ import annotations
+
+import math
+
+from liver_hpc.clock import Clock
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import RequestRefused
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.protocol.actions import Ended
+from liver_hpc.protocol.events import WorldRef
+from liver_hpc.run.actions import (
+    Action,
+    Avoid,
+    GiveBack,
+    Log,
+    Note,
+    Readmit,
+    Remember,
+    WantWorkers,
+)
+from liver_hpc.run.decide import (
+    Drop,
+    Estimates,
+    Grant,
+    Grow,
+    Leave,
+    NodesAtHand,
+    Stay,
+    ToDisk,
+    Wait,
+    can_do_without,
+    decide,
+)
+from liver_hpc.run.events import Memory
+from liver_hpc.run.handoffs import Handoffs
+from liver_hpc.run.node_events import Node, NodeGone, NodeGranted, NodeWarned
+from liver_hpc.run.notices import NoticeBook
+from liver_hpc.run.records import ReconfigurationRecord, StepRecord
+from liver_hpc.run.requests import GROWTH, OPERATOR, ReconfigurationRequest, RequestQueue
+
+MOST_PAUSE_DOUBLINGS = 6
+"""Growing that fails again and again is tried after ever longer pauses, up to 2**6 of them."""
+
+
+class ElasticPolicy:
+    """The nodes at hand, the queue of requests, and what was learnt.
+
+    drained: nodes that operators have drained, held or not, each with the warning that held before
+    and holds again once the drain is undone.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        clock: Clock,
+        parts: tuple[RequestQueue, NodesAtHand, Estimates, NoticeBook],
+        handoffs: Handoffs,
+        out: list[Action],
+    ) -> None:
+        self.queue, self.nodes, self.estimates, self.notices = parts
+        self.drained: dict[str, NodeWarned | None] = {}
+        self._config = config
+        self._clock = clock
+        self._handoffs = handoffs
+        self._agents = self.nodes.agents
+        self._held = self.nodes.held
+        self._out = out
+        self._failed_growths = 0
+        self._overtaken = -1  # the generation of the handoff that was called off last
+        self._wanted = -1
+
+    # ---- from one start to the next
+
+    def recall(self, memory: Memory) -> None:
+        """What operators asked for before this start."""
+        if memory.ceiling is not None:
+            self.queue.ceiling = memory.ceiling
+        for node in memory.drained:
+            self.drained[node] = None
+            self._out.append(Avoid(node))
+
+    def _remember(self) -> None:
+        self._out.append(Remember(self.queue.ceiling, tuple(sorted(self.drained))))
+
+    # ---- requests
+
+    def ask(self, request: ReconfigurationRequest, world: WorldRef | None, busy: str) -> str:
+        """Queues a request, and says what it waits for; RequestRefused where there is no point in
+        it, or no room and nothing to wait for.
+
+        world: what trains, or is about to; None before. busy: what holds up every request now.
+        """
+        # A request that waits is judged again when its turn comes; only a replacement of a worker
+        # that nobody knows is refused at once.
+        waits = bool(busy) and (request.replace is None or self._handoffs.involves(request.replace))
+        if world is not None and not waits:
+            pointless = request.pointless(world.rank_map)
+            if pointless:
+                raise RequestRefused(pointless)
+        if request.layout is not None:
+            self.queue.ceiling = request.layout.workers
+            self._remember()
+        if world is not None and not busy and (waits_for := self._waits_for_nodes(request, world)):
+            return waits_for
+        replaced = self.queue.add(request)
+        if not busy:
+            return f"started: {request}"
+        if replaced is not None:
+            return f"merged: replaces queued {replaced}; {request} waits behind {busy}"
+        return f"queued: {request} waits behind {busy}"
+
+    def _waits_for_nodes(self, request: ReconfigurationRequest, world: WorldRef) -> str:
+        """That a request has to wait for nodes which the run asks for; empty when there is room.
+
+        Raises RequestRefused when there is none and nothing to wait for.
+        """
+        joiners, free = request.joiners(world.rank_map), self.nodes.free_slots(ending=False)
+        missing = 0 if free is None else max(0, joiners - free)
+        if not missing:
+            return ""
+        short = f"{request} wants {missing} more free slots; held: {self.nodes.text()}"
+        if request.layout is None or self._config.cluster.slurm.burst is None:
+            raise RequestRefused(short)
+        return f"waits for burst nodes: {short}"
+
+    # ---- nodes that come
+
+    def granted(self, event: NodeGranted, at_start: bool) -> None:
+        """A node is held. `at_start`: it was, before the first launch."""
+        node, now_s = event.node, self._clock.now_s()
+        if not self._held.grant(node):
+            return
+        self.notices.stays(node.name)
+        if not at_start:
+            self.notices.granted(node, now_s)
+        if math.isinf(self.nodes.granted_s) or self.nodes.grow_at_s <= now_s:
+            self.nodes.granted_s = now_s
+        self.nodes.grow_at_s = now_s + self._config.policy.settle_s
+        if node.name in self.drained:  # it is not used again, whoever grants it
+            self.drained[node.name] = None
+            self.warned(NodeWarned(node.name, OPERATOR, now_s))
+        self._out.append(Note(f"node granted: {node.name} ({node.allocation})"))
+
+    def training_begins(self) -> None:
+        """Nodes that came before count as granted now: nothing could join them earlier."""
+        self.nodes.granted_s = self._clock.now_s()
+
+    def first_layout(self, preferred: Layout, resumed: bool) -> Layout | None:
+        """What to begin with on the nodes at hand; None while they are too few.
+
+        A run that is resumed takes what there is, a new one waits for `workers.initial`.
+        """
+        room = self._held.free_slots({})
+        if room is None or (room >= preferred.workers and not resumed):
+            return preferred
+        automatic = self._held.room(()) or 0
+        return self.estimates.policy.best(min(automatic, self.queue.ceiling)) if resumed else None
+
+    # ---- nodes to be left
+
+    def warned(self, event: NodeWarned) -> bool:
+        """A node has to be left. False for one that is not held, and for a warning that only moves
+        a deadline that was known."""
+        held = self._held.get(event.node)
+        if held is None:
+            return False
+        hurries = self._held.deadline_s(event.node) is None and event.deadline_s is not None
+        self._held.warn(event)
+        if not self.notices.warned(event, held.node.allocation) and not hurries:
+            return False
+        left_s = None if event.deadline_s is None else event.deadline_s - self._clock.now_s()
+        window = "no deadline" if left_s is None else f"{left_s:.1f} s left"
+        self._out.append(Note(f"node {event.node} has to be left: {event.reason}, {window}"))
+        return True
+
+    def overtake(self, world: WorldRef) -> None:
+        """A node that has to be left does not wait behind another handoff: that one is called off,
+        unless it leaves the nodes in question anyway."""
+        handoffs, doomed = self._handoffs, self._held.doomed()
+        request = handoffs.request
+        if handoffs.attempt is None or request is None or not handoffs.can_be_cancelled:
+            return  # once it is over, the next decision sees to it
+        members, target = world.rank_map.workers, handoffs.target_workers()
+        stays = {*members} - {*request.without} if target is None else {*target}
+        joins = self._agents.launched_on(doomed, handoffs.generation)
+        if joins or self._agents.workers_on(doomed, stays):
+            if request.asked_for:
+                self.queue.put_back(request)
+            self._overtaken = handoffs.generation
+            handoffs.cancel(f"nodes {sorted(doomed)} have to be left at once")
+        elif self._agents.workers_on(doomed, members):
+            merged = f"merged into generation {handoffs.generation}"
+            self.notices.decided(doomed, merged, handoffs.generation)
+
+    def gone(self, event: NodeGone) -> tuple[int, ...]:
+        """Strikes a node off; the workers of the run that were still on it."""
+        held = self._held.remove(event.node)
+        self._out.append(Note(f"node {event.node} is gone: {event.reason}"))
+        if held is None:
+            return ()
+        workers = self._agents.workers_on({event.node}, self._agents.present())
+        allocation, now_s = held.node.allocation, self._clock.now_s()
+        if not workers and event.node not in self._agents.taken():
+            self.notices.left(event.node, now_s)
+        self.notices.gone(event.node, allocation, now_s, had_workers=bool(workers))
+        return workers
+
+    # ---- drains
+
+    def drain(self, node: str, within_s: float | None, world: WorldRef | None) -> str:
+        """An operator wants a node to be left; RequestRefused for one that is not held."""
+        held = self._held.get(node)
+        if held is None or not node:
+            names = ", ".join(filter(None, self._held.names)) or "none by name"
+            raise RequestRefused(f"node {node!r} is not held by the run; nodes are {names}")
+        if world is not None and not can_do_without(self.nodes, world, self.estimates, node):
+            raise RequestRefused(f"no layout is allowed without {node}; held: {self.nodes.text()}")
+        now_s = self._clock.now_s()
+        window_s = within_s or self._config.policy.drain_window_s
+        self._out.append(Avoid(node))
+        self.drained.setdefault(node, None)
+        self._remember()
+        known_s = self._held.deadline_s(node)
+        if known_s is not None and known_s <= now_s + window_s:
+            return f"{node} is being left already, within {max(0.0, known_s - now_s):.1f} s"
+        if held.warning is not None and held.warning.reason != OPERATOR:
+            self.drained[node] = held.warning
+        if self.warned(NodeWarned(node, OPERATOR, now_s, now_s + window_s)) and world is not None:
+            self.overtake(world)
+        return f"leaving {node} within {window_s:g} s"
+
+    def undo_drain(self, node: str, world: WorldRef | None) -> str:
+        """An operator wants a node to be used again; RequestRefused for one that none drained.
+
+        A handoff that is leaving it goes on; the run grows onto it later.
+        """
+        if node not in self.drained:
+            drained = ", ".join(sorted(self.drained)) or "none"
+            raise RequestRefused(f"node {node!r} is not drained; drained nodes are {drained}")
+        before = self.drained.pop(node)
+        self._out.append(Readmit(node))
+        self._remember()
+        held = self._held.get(node)
+        if held is None:
+            return f"{node} is not held; it may be asked for again"
+        if held.warning is not None and held.warning.reason == OPERATOR:
+            if before is None:
+                self.granted(NodeGranted(held.node), at_start=world is None)
+            elif self.warned(before) and world is not None:
+                self.overtake(world)
+            held = self._held.get(node)
+        if held is not None and held.warning is not None:
+            return f"{node} is not drained any more, but to be left: {held.warning.reason}"
+        return f"{node} is used again"
+
+    # ---- what happens next
+
+    def next_handoff(self, world: WorldRef) -> ToDisk | None:
+        """Begins the next handoff that there is a reason for; the run must train `world`, and have
+        none in progress. Where none gets the workers off their nodes in time, returns that."""
+        while self._handoffs.idle:
+            decision = decide(self.nodes, world, self.queue, self.estimates, self._clock.now_s())
+            match decision:
+                case Wait():
+                    return None
+                case ToDisk():
+                    self.notices.decided(decision.nodes, decision.action, -1, decision.estimate_s)
+                    return decision
+                case Stay():
+                    self.nodes.stuck = decision.situation
+                    stays = decision.reason.partition(": stays: ")[2]
+                    self.notices.decided(decision.nodes, f"stays: {stays}", -1)
+                    self._out.append(Log(decision.reason))
+                case Drop():
+                    self.queue.pop()
+                    self._out.append(Note(f"dropped: {decision.request}: {decision.reason}"))
+                case _:
+                    self._begin(decision, world)
+        return None
+
+    def _begin(self, decision: Leave | Grow | Grant, world: WorldRef) -> None:
+        request, generation = decision.request, self._handoffs.generation + 1
+        if isinstance(decision, Leave):
+            self.notices.decided(decision.nodes, decision.action, generation, decision.estimate_s)
+            if decision.late:
+                late = f"{request.origin}: the deadline may not be met: {decision.action}"
+                self._out.append(Log(late))
+        elif isinstance(decision, Grant):
+            self.queue.pop()
+        self._out.append(Note(f"generation {generation}: {request}, from {world.rank_map}"))
+        self._handoffs.start(request, world, decision.target)
+
+    def look_after_nodes(self, busy: bool) -> None:
+        """Gives back nodes on which nothing runs any more, and says how many are wanted."""
+        now_s = self._clock.now_s()
+        for held in self._held.note_idle(self._agents.taken(), now_s):
+            if held.warning is not None:
+                self.notices.left(held.node.name, now_s)
+        for held in self._held.held():
+            if held.idle_since_s is None or held.given_back:
+                continue
+            idle_s = now_s - held.idle_since_s
+            if held.warning is None and (busy or not self._unneeded(held.node, idle_s)):
+                continue
+            self.notices.left(held.node.name, now_s)
+            held.given_back = True
+            self._out.append(GiveBack(held.node.name))
+        wanted = max(0, self._most_workers() - self._steady_slots(burst=False))
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._out.append(WantWorkers(wanted))
+
+    def _unneeded(self, node: Node, idle_s: float) -> bool:
+        """Whether the run could have all its workers without a node that nobody takes away."""
+        if not node.burst or idle_s < self._config.policy.retry_s:
+            return False
+        others = self._steady_slots(burst=False) + self._steady_slots(burst=True)
+        return others - (node.slots or 0) >= self._most_workers()
+
+    def _steady_slots(self, burst: bool) -> int:
+        return self._held.steady_slots(self._agents.taken(), burst)
+
+    def _most_workers(self) -> int:
+        """The most workers that the run may have, wherever the nodes come from."""
+        best = self.estimates.policy.best(self.queue.ceiling)
+        return best.workers if best is not None else 0
+
+    # ---- what is learnt
+
+    def step_done(self, world: WorldRef, step: StepRecord) -> None:
+        """An undisturbed step shows how fast its layout is."""
+        if not step.phase and step.generation == world.generation:
+            took_s = step.ended_s - step.started_s
+            self.estimates.policy.observe(world.rank_map.layout, took_s)
+            self.estimates.handoffs.observe_step(took_s)
+
+    def handoff_ended(self, ended: Ended, record: ReconfigurationRecord | None) -> None:
+        """How long handoffs take, and when, and whether, to try again."""
+        if record is not None:
+            self.estimates.handoffs.observe(record)
+        request, now_s = self._handoffs.request, self._clock.now_s()
+        if ended.outcome == "completed":
+            self._failed_growths = self.estimates.failed_leaves = 0
+            on = {self._agents.node_of(worker) for worker in ended.world.rank_map.workers}
+            joined = f"joined by {ended.world.rank_map.layout}"
+            self.notices.used(on, joined, ended.generation)
+        elif ended.generation == self._overtaken:
+            pass  # it did not fail: there was something more urgent
+        elif request is not None and request.origin == GROWTH:
+            doublings = min(self._failed_growths, MOST_PAUSE_DOUBLINGS)
+            self._failed_growths += 1
+            self.nodes.grow_at_s = now_s + self._config.policy.retry_s * 2**doublings
+        elif request is not None and request.without:
+            self.estimates.failed_leaves += 1

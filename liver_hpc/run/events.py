@@ -1,0 +1,223 @@
+"""Everything that can happen to a run: what goes into its core, and into its journal.
+
+Workers' messages of `protocol/messages.py` and the nodes' events of `node_events.py` are events as
+they are; the others are here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import get_args
+
+from liver_hpc.protocol.messages import (
+    Aborted,
+    AtBoundary,
+    DrainRequest,
+    Failed,
+    Finished,
+    FirstStep,
+    Hello,
+    Prepared,
+    Released,
+    ReplaceRequest,
+    ResizeRequest,
+    StepDone,
+    StopRequest,
+    Restored,
+    Transports,
+    Vote,
+)
+from liver_hpc.run.node_events import EndNear, NodeGone, NodeGranted, NodeWarned, PoolNote
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one start of a run hands to the next.
+
+    last_generation: the highest number of a world or an attempt; -1 before the first. ceiling: the
+    most workers that the run grows to by itself; None where nobody has said. drained: nodes that
+    operators keep it off.
+    """
+
+    last_generation: int = -1
+    ceiling: int | None = None
+    drained: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a start goes on from: a directory, the step, who had trained."""
+
+    path: str
+    step: int
+    generation: int
+    layout: str
+
+
+@dataclass(frozen=True)
+class CoordinatorStarted:
+    """A start of the run, the first one or a restart. Always a core's first event.
+
+    attributes: facts for the record: versions, host, and the run file as `config`. checkpoints:
+    the directory that new ones are written to.
+    """
+
+    attributes: dict[str, str] = field(default_factory=dict)
+    checkpoints: str = ""
+    resumed: Resumed | None = None
+    memory: Memory = Memory()
+
+
+@dataclass(frozen=True)
+class LaunchAllowed:
+    """The nodes that were held from the start are known: the first workers may be launched."""
+
+
+@dataclass(frozen=True)
+class AgentMet:
+    """An agent has come to the rendezvous with workers that have booted."""
+
+    agent: str
+    host: str
+    workers: int
+
+
+@dataclass(frozen=True)
+class AgentListens:
+    """An agent's own channel stands: what is said to the agent reaches it now."""
+
+    agent: str
+
+
+@dataclass(frozen=True)
+class AgentEnded:
+    """Nothing of an agent runs any more; `exit_code` as `cluster/launcher.py` has it."""
+
+    agent: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class LaunchFailed:
+    """Agents that could not be launched. lost: those of them of which nothing was ever started."""
+
+    agents: tuple[str, ...]
+    lost: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class RendezvousFailed:
+    """No agent can meet the coordinator any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class WorkerGone:
+    """A worker's process or its connection has ended, or it has been silent for too long."""
+
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class OperatorAsked:
+    """An operator's request; `number` is what the answer is found by."""
+
+    number: int
+    request: ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
+
+
+@dataclass(frozen=True)
+class StopSignalled:
+    """The coordinator's process was told to stop; `checkpoint`: with the state on disk."""
+
+    reason: str
+    checkpoint: bool
+
+
+@dataclass(frozen=True)
+class StateRestored:
+    """All workers of the first world hold what the checkpoint holds."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class CheckpointWritten:
+    """A checkpoint is complete in the directory `path`: bytes of its largest file, the longest that
+    a worker stood still, and bytes of all files."""
+
+    step: int
+    path: str
+    largest_bytes: int
+    took_s: float
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class CheckpointFailed:
+    """A checkpoint has come to nothing, or one that was restored is not what was saved."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class JournalFailed:
+    """The journal cannot be written; empty once it can be again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class ShellFailed:
+    """Something outside of the core went wrong that the run cannot go on after."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed: deadlines, and what waits for its time. Does nothing where none is due."""
+
+
+FromWorker = (
+    Hello
+    | StepDone
+    | Prepared
+    | AtBoundary
+    | Vote
+    | FirstStep
+    | Released
+    | Aborted
+    | Failed
+    | Finished
+    | Restored
+    | Transports
+)
+FROM_WORKERS: tuple[type, ...] = get_args(FromWorker)
+Event = (
+    FromWorker
+    | NodeGranted
+    | NodeWarned
+    | NodeGone
+    | EndNear
+    | PoolNote
+    | CoordinatorStarted
+    | LaunchAllowed
+    | AgentMet
+    | AgentListens
+    | AgentEnded
+    | LaunchFailed
+    | RendezvousFailed
+    | WorkerGone
+    | OperatorAsked
+    | StopSignalled
+    | StateRestored
+    | CheckpointWritten
+    | CheckpointFailed
+    | JournalFailed
+    | ShellFailed
+    | Tick
+)
