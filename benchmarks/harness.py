@@ -13,7 +13,6 @@ import math
 import os
 import platform
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -29,6 +28,7 @@ from rich.table import Table
 import liver_hpc
 from benchmarks.reaper import nothing_outlives
 from liver_hpc.errors import LiverError
+from liver_hpc.host.files import write_whole
 
 Value = TypeVar("Value")
 Row = Mapping[str, Any]
@@ -219,14 +219,7 @@ def write_json(result: BenchmarkResult, path: Path) -> None:
     """Writes `document(result)`; the file is there as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(document(result), indent=2, allow_nan=False) + "\n"
-    descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        Path(part).chmod(0o644)
-        Path(part).replace(path)
-    finally:
-        Path(part).unlink(missing_ok=True)
+    write_whole(path, text)
 
 
 def print_table(result: BenchmarkResult, console: Console) -> None:

@@ -2,7 +2,9 @@
 
 import sys
 
-from liver_hpc.cli.main import main
-
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current directory: see submit.py
+    from liver_hpc.cli.main import main
+
     sys.exit(main())

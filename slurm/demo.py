@@ -73,7 +73,7 @@ class Demo:
         return self._testbed("exec", "--", *words, check=check)
 
     def _liver(self, *words: str, check: bool = True) -> str:
-        return self._on_login_node(sys.executable, "-m", "liver_hpc", *words, check=check)
+        return self._on_login_node(sys.executable, "-P", "-m", "liver_hpc", *words, check=check)
 
     # ---- the other users
 
@@ -103,7 +103,7 @@ class Demo:
             )
             self._run = f"{runs}/slurm-demo-{job.partition('+')[0]}"
         else:
-            submit = [sys.executable, "-m", "liver_hpc.submit", "--no-follow"]
+            submit = [sys.executable, "-P", "-m", "liver_hpc.submit", "--no-follow"]
             self._run = self._on_login_node(*submit, "--config", str(CONFIG)).splitlines()[-1]
         say(f"submitted: {self._run}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from benchmarks.reconfigure import live, restarts
 from benchmarks.reconfigure.sweep import LIVE, Cell, Sweep
+from liver_hpc.host.files import write_whole
 
 Row = dict[str, Any]
 
@@ -50,12 +50,7 @@ class Rows:
     def keep(self, cell: Cell, rows: Sequence[Row], took_s: float) -> None:
         """From here on the cell is measured."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"took_s": took_s, "rows": rows}, indent=1)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=self.directory, suffix=".part", delete=False, encoding="utf-8"
-        ) as part:
-            part.write(text)
-        Path(part.name).replace(self.path(cell))
+        write_whole(self.path(cell), json.dumps({"took_s": took_s, "rows": rows}, indent=1))
 
 
 def measure(sweep: Sweep, cell: Cell) -> None:

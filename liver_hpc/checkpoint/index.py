@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import CheckpointError
+from liver_hpc.host.files import write_whole
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol.messages import ClassDigest, ScalarState, WireRankMap
 
@@ -163,23 +163,8 @@ def read_index(path: Path) -> CheckpointIndex:
 
 def write_index(path: Path, index: CheckpointIndex) -> None:
     """Puts the index into `path`, whole or not at all, and on the disk with its directory."""
-    temporary = path / f".{INDEX_FILE}.{os.getpid()}"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(index.model_dump_json(indent=1, by_alias=True))
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path / INDEX_FILE)
-    flush_to_disk(path)
-
-
-def flush_to_disk(path: Path) -> None:
-    """Returns once a file's bytes, or a directory's entries, would survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    text = index.model_dump_json(indent=1, by_alias=True) + "\n"
+    write_whole(path / INDEX_FILE, text, sync=True)
 
 
 def checksum(path: Path) -> str:

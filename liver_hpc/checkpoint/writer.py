@@ -10,12 +10,12 @@ from liver_hpc.checkpoint.hdf5 import BoxesWriter, dataset_name
 from liver_hpc.checkpoint.index import (
     Part,
     checksum,
-    flush_to_disk,
     part_name,
     partial_path,
 )
 from liver_hpc.clock import Clock
 from liver_hpc.errors import LiverError
+from liver_hpc.host.files import flush_to_disk
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.messages import Saved
 from liver_hpc.report.hdf5 import HDF5_ERRORS, failure_text

@@ -36,7 +36,7 @@ def launch_detached(run: RunDirectory) -> str:
     limit_s = _TIMEOUT_S + (cluster.slurm.unreachable_s if cluster.kind == "slurm" else 0.0)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "liver_hpc.cli.launch", str(run.path)],
+            [sys.executable, "-P", "-m", "liver_hpc.cli.launch", str(run.path)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -66,6 +66,7 @@ def submit_to_cluster(run: RunDirectory, config: RunConfig) -> str:
     minutes = config.cluster.timeout_min
     executor.update_parameters(timeout_min=minutes, stderr_to_stdout=True)
     devices = os.environ.get(_VISIBLE_DEVICES)
+    os.environ["PYTHONSAFEPATH"] = "1"  # -P, which submitit's two processes cannot be given
     return str(executor.submit(coordinate_locally, str(run.path), devices).job_id)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -40,9 +39,6 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
 
     `cluster` beats the run file. Raises ConfigError with everything that is wrong.
     """
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        # A recipe beside the run file: the coordinator and workers, run by -m, find it there too.
-        sys.path.insert(0, os.getcwd())
     wanted = {"kind": cluster} if cluster is not None else {}
     kind, found = resolve_cluster(config.cluster.model_copy(update=wanted))
     section = config.cluster.model_copy(update={"kind": kind})
@@ -191,7 +187,7 @@ def prepare_data(config: RunConfig) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(dump_run(config))
         file.flush()
-        command = [sys.executable, "-m", "liver_hpc.recipes.text_data", "--config", file.name]
+        command = [sys.executable, "-P", "-m", "liver_hpc.recipes.text_data", "--config", file.name]
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )

@@ -80,7 +80,7 @@ class LocalLauncher(Launcher):
             raise unknown_agent(agent) from None
 
     def _command(self, request: NodeRequest) -> list[str]:
-        agent = [sys.executable, "-m", "liver_hpc.node.agent"]
+        agent = [sys.executable, "-P", "-m", "liver_hpc.node.agent"]
         run = ["--run-directory", str(self._run_directory), "--agent", request.agent]
         work = ["--workers", str(request.workers), "--layout", request.layout]
         slots = ["--slots", ",".join(map(str, request.slots))] if request.slots else []

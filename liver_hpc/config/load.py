@@ -42,7 +42,10 @@ def dump_run(config: RunConfig) -> str:
 
 def absolute_paths(config: RunConfig) -> RunConfig:
     """The same run with every path absolute, so that it means the same in any directory."""
-    update: dict[str, Any] = {"runs_directory": _absolute(config.runs_directory)}
+    update: dict[str, Any] = {
+        "runs_directory": _absolute(config.runs_directory),
+        "recipe_directory": config.own_recipe_directory,
+    }
     if (data := config.data) is not None:
         text = data.text
         update["data"] = data.model_copy(

@@ -273,6 +273,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     runs_directory: Path = Path("runs")
     recipe: str = "liver_hpc.recipes.gpt:GPT"
+    recipe_directory: Path | None = None
     model: dict[str, Any] = Field(default_factory=dict)
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
@@ -296,6 +297,14 @@ class RunConfig(Section):
         if not isinstance(value, dict):
             return value
         return {k: v if isinstance(v, list) else [v] for k, v in value.items()}
+
+    @property
+    def own_recipe_directory(self) -> Path | None:
+        """Where a recipe that is not liver_hpc's is looked for when it is not installed: the
+        current directory unless the run file names one."""
+        if self.recipe.startswith("liver_hpc."):
+            return None
+        return (self.recipe_directory or Path()).expanduser().absolute()
 
     @property
     def layout_table(self) -> LayoutTable:

@@ -23,7 +23,6 @@ from liver_hpc.checkpoint.index import (
     checksum,
     complete_checkpoints,
     complete_path,
-    flush_to_disk,
     part_name,
     partial_path,
     read_index,
@@ -33,6 +32,7 @@ from liver_hpc.checkpoint.index import (
 from liver_hpc.clock import Clock
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import CheckpointError
+from liver_hpc.host.files import flush_to_disk
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import Restored, Saved, ScalarState, WireRankMap

@@ -55,7 +55,7 @@ class WorkerPlan:
     def command_line(self) -> list[str]:
         if self.command:
             return list(self.command)
-        module = [sys.executable, "-m", "liver_hpc.worker.main"]
+        module = [sys.executable, "-P", "-m", "liver_hpc.worker.main"]
         return [*module, "--run-directory", str(self.run_directory), "--layout", self.layout]
 
     def log_of(self, index: int) -> Path:

@@ -1,7 +1,9 @@
 """Every message on the control channel: frozen pydantic models, JSON on the wire, never pickle.
 
 Times are seconds since the epoch (`Clock.now_s`). `generation` numbers the target world of a
-handoff attempt; an aborted attempt burns its number.
+handoff attempt; an aborted attempt burns its number. A number that decides something is finite: a
+message whose time, window or timing is NaN or infinite is refused. A `Measured` one is carried as
+it is, as the strings "NaN", "Infinity" and "-Infinity".
 """
 
 from __future__ import annotations
@@ -12,9 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from liver_hpc.layout.coordinates import Layout, RankMap
 
+Measured = Annotated[float, Field(allow_inf_nan=True)]
+"""What training came to; only training decides what it means when it is not finite."""
+
 
 class Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="strings"
+    )
 
 
 class WireRankMap(Message):
@@ -81,9 +88,9 @@ class StepDone(Message):
     worker: int
     generation: int
     step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
+    loss: Measured
+    grad_norm: Measured
+    learning_rate: Measured
     tokens: int
     started_s: float
     ended_s: float

@@ -22,9 +22,9 @@ class HandoffStatus(BaseModel):
 
 
 class StatusSnapshot(BaseModel):
-    """The state of a run at one moment."""
+    """The state of a run at one moment; NaN and infinity are strings in its JSON."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
     run: str
     state: str  # "starting", "training", "stopping", "finished", "failed"

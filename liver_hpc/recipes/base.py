@@ -7,6 +7,7 @@ run in workers and may.
 from __future__ import annotations
 
 import importlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,15 +133,20 @@ class Recipe(ABC):
 def load_recipe(config: RunConfig) -> Recipe:
     """Imports `config.recipe` ("module:Class") and checks the `model` section against it.
 
-    Raises ConfigError naming what was wanted and what came.
+    A recipe of the user's own is found on Python's path, else in its directory: what lies there
+    besides takes no library's place. Raises ConfigError naming what was wanted and what came.
     """
     module_name, _, class_name = config.recipe.partition(":")
     if not class_name:
         raise ConfigError(f"recipe: wanted module:Class, got {config.recipe!r}")
+    directory = config.own_recipe_directory
+    if directory is not None and str(directory) not in sys.path:
+        sys.path.append(str(directory))
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"recipe: cannot import {module_name!r}: {error}") from error
+        too = "" if directory is None else f"; it was looked for in {directory} too"
+        raise ConfigError(f"recipe: cannot import {module_name!r}: {error}{too}") from error
     recipe_class = getattr(module, class_name, None)
     if not (isinstance(recipe_class, type) and issubclass(recipe_class, Recipe)):
         raise ConfigError(f"recipe: {module_name!r} has no subclass of Recipe named {class_name!r}")

@@ -79,6 +79,8 @@ def of_benchmark(path: Path) -> list[Comparison]:
         method, lost_s = row.get("method"), row.get("lost_s")
         if not isinstance(method, str) or not isinstance(lost_s, int | float):
             continue  # a measurement that failed has no figure
+        if not math.isfinite(lost_s):
+            continue
         change = ", ".join(str(row[name]) for name in _GROUPED_BY if row.get(name) is not None)
         found.setdefault(change, {LIVE: []}).setdefault(method, []).append(float(lost_s))
     comparisons = _comparisons(found)

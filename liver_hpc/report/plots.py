@@ -69,6 +69,12 @@ def _training(told: Story) -> Figure:
     loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     ends_s = [point.ended_s for point in told.points]
     loss.plot(ends_s, [point.loss for point in told.points], color=BLUE, linewidth=1.2)
+    marked_s = [point.ended_s for point in told.points if not point.is_finite]
+    if marked_s:
+        loss.plot(
+            marked_s, [0.97] * len(marked_s), "x", color=RED, markersize=4,
+            transform=loss.get_xaxis_transform(), label="loss or gradient norm not finite",
+        )  # fmt: skip
     rates = [point.tokens_per_s for point in told.points]
     edges_s = [*(point.began_s for point in told.points), *ends_s[-1:]]
     if rates:
@@ -93,8 +99,9 @@ def _training(told: Story) -> Figure:
             str(handoff.number), (handoff.at_s, 1.02), xycoords=("data", "axes fraction"),
             ha="center", weight="bold",
         )  # fmt: skip
-    if seen:
-        figure.legend(loc="outside lower center", ncols=len(seen))
+    entries = len(seen) + bool(marked_s)
+    if entries:
+        figure.legend(loc="outside lower center", ncols=entries)
     return figure
 
 

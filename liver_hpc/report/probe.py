@@ -29,7 +29,7 @@ def probe(path: Path, limit_s: float = PROBE_S) -> None:
     """
     if path.exists():
         limit_s += path.stat().st_size / BYTES_PER_S
-    command = [sys.executable, "-m", "liver_hpc.report.probe", str(path)]
+    command = [sys.executable, "-P", "-m", "liver_hpc.report.probe", str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:

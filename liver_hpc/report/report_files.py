@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from liver_hpc.errors import ConfigError
+from liver_hpc.host.files import write_whole
 from liver_hpc.report.compare import of_benchmark, of_run
 from liver_hpc.run.records import RunRecords
 
@@ -24,7 +24,7 @@ def write_report(
         if html is not None:
             from liver_hpc.report.page.document import page
 
-            _replace(html, page(records, comparisons))
+            write_whole(html, page(records, comparisons).encode(errors="replace"))
             written.append(html)
         if png is not None:
             # Imports matplotlib, which takes longer than all the rest of a report.
@@ -36,13 +36,3 @@ def write_report(
         where = png if html is None or html in written else html
         raise ConfigError(f"{where} cannot be written: {error.strerror}") from None
     return written
-
-
-def _replace(path: Path, text: str) -> None:
-    """The whole page, or what was there before."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8", errors="replace")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

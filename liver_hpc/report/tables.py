@@ -113,6 +113,10 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
         "goodput": NOTHING if math.isnan(figures.goodput) else f"{figures.goodput:.1%}",
         "handoffs": f"{figures.completed} completed, {figures.aborted} aborted",
     }
+    diverged = [step.step for step in records.steps if not step.is_finite]
+    if diverged:
+        steps = "1 step" if len(diverged) == 1 else f"{len(diverged)} steps"
+        lines["not finite"] = f"loss or gradient norm of {steps}, first of step {diverged[0]}"
     if records.networks:
         lines["transport"] = _transports(records.networks)
     if figures.reconfigurations:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.host.files import write_whole
 from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome
 from liver_hpc.run.secret import create_secret
 
@@ -143,13 +144,6 @@ def point_latest(run: RunDirectory) -> None:
     link.unlink(missing_ok=True)
     link.symlink_to(run.path.name, target_is_directory=True)
     os.replace(link, runs / LATEST)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The whole file or none of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def find_run(text: str, runs_directory: Path) -> RunDirectory:

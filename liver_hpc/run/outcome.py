@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from liver_hpc.host.files import write_whole
 
 COORDINATOR_FILE = "coordinator.json"
 OUTCOME_FILE = "outcome.json"
@@ -29,17 +30,7 @@ class Outcome:
 
 def write_private_json(path: Path, data: dict[str, Any]) -> None:
     """Writes the file whole or not at all, for its owner's eyes only (mode 0600)."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(data, file)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, json.dumps(data) + "\n", mode=0o600, sync=True)
 
 
 def open_log(path: Path, identity: Callable[[], str]) -> logging.Handler:

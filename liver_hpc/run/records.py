@@ -25,6 +25,11 @@ class StepRecord:
     ended_s: float
     phase: str
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether both the loss and the gradient norm are numbers that a curve can show."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
 
 @dataclass(frozen=True)
 class ReconfigurationRecord:

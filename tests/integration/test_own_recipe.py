@@ -28,8 +28,10 @@ def test_it_has_fewer_than_40_lines() -> None:
 @pytest.mark.timeout(200)
 def test_it_trains_and_is_reshaped_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mirror.py").write_text(example())
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path))
+    for stray in ("h5py", "queue"):  # beside the recipe, and yet not executed by anybody
+        (tmp_path / f"{stray}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     notices = [{"at_step": 5, "layout": {"dp": 2}}, {"at_step": 6, "layout": {"dp": 1}}]
     config = run_config(
         tmp_path,
@@ -48,6 +50,8 @@ def test_it_trains_and_is_reshaped_live(tmp_path: Path, monkeypatch: pytest.Monk
         records = stop_and_read(run)
     finally:
         sys.modules.pop("mirror", None)
+        sys.path.remove(str(tmp_path))
+    assert not (tmp_path / "executed").exists()
     assert [(r.outcome, r.digest_equal) for r in records.reconfigurations] == [
         ("completed", True),
         ("completed", True),

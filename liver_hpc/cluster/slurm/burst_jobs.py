@@ -17,6 +17,7 @@ from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommand
 from liver_hpc.cluster.slurm.reaper import Reaper, cancel_all
 from liver_hpc.cluster.slurm.replies import COMPLETING, PENDING, RUNNING, JobInfo
 from liver_hpc.config.schema import BurstSection, RunConfig
+from liver_hpc.host.files import write_whole
 
 RECORD_FILE = "burst.json"
 
@@ -42,10 +43,8 @@ class _Record:
             return None
 
     def write(self, path: Path) -> None:
-        temporary = path.with_name(f".{path.name}")
         text = json.dumps({"job_name": self.job_name, "node_hours": self.node_hours})
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, text + "\n")
 
 
 class BurstJobs:

@@ -32,7 +32,7 @@ class Reaper:
     """The guard of one job name, from the side of the process that it watches."""
 
     def __init__(self, name: str, command_s: float, unreachable_s: float, log_path: Path) -> None:
-        words = [sys.executable, "-m", "liver_hpc.cluster.slurm.reaper", "--name", name]
+        words = [sys.executable, "-P", "-m", "liver_hpc.cluster.slurm.reaper", "--name", name]
         words += ["--command-s", str(command_s), "--unreachable-s", str(unreachable_s)]
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as output:

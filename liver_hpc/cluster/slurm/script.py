@@ -51,8 +51,11 @@ class Submission:
 
 
 def python_words(cluster: ClusterSection) -> list[str]:
-    """The words that start Python on the nodes; `cluster.slurm.python` split as a shell would."""
-    return shlex.split(cluster.slurm.python or "") or [sys.executable]
+    """The words that start Python on the nodes; `cluster.slurm.python` split as a shell would.
+
+    -P: what lies in the directory that a job is submitted from is not imported.
+    """
+    return [*(shlex.split(cluster.slurm.python or "") or [sys.executable]), "-P"]
 
 
 def coordinator_command(submission: Submission) -> list[str]:

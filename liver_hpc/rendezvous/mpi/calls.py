@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import MeetingError
+from liver_hpc.host.files import write_whole
 from liver_hpc.host.interfaces import interface_towards, is_loopback
 from liver_hpc.host.lifeline import quiet_thread
 from liver_hpc.rendezvous.base import MAX_DIALOGUE_BYTES
@@ -62,12 +63,7 @@ class MeetingPlace(BaseModel):
 
     def write(self, run_directory: Path) -> None:
         """Replaces the run's meeting place; readers see the old one or this one, whole."""
-        path = port_file(run_directory)
-        draft = path.with_name(f"{path.name}.{os.getpid()}")
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(self.model_dump_json())
-        draft.replace(path)
+        write_whole(port_file(run_directory), self.model_dump_json(), mode=0o600)
 
     @classmethod
     def read(cls, run_directory: Path) -> MeetingPlace | None:

@@ -124,7 +124,7 @@ def _watch_desk(wire: Wire, finished: threading.Event, agent: str) -> None:
 
 def joiner_command(run_directory: Path, identity: Identity, timeout_s: float) -> list[str]:
     """The command line of a joiner, to be run where a process manager can be reached."""
-    module = [sys.executable, "-m", "liver_hpc.rendezvous.mpi.joiner"]
+    module = [sys.executable, "-P", "-m", "liver_hpc.rendezvous.mpi.joiner"]
     return [*module, str(run_directory), str(timeout_s), identity.model_dump_json()]
 
 

@@ -159,7 +159,7 @@ class MpiRendezvous(Rendezvous):
     def _spawn(self) -> subprocess.Popen[str] | None:
         """Starts the desk's process, unless closing."""
         self._log_path().parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "liver_hpc.rendezvous.mpi.acceptor"]
+        command = [sys.executable, "-P", "-m", "liver_hpc.rendezvous.mpi.acceptor"]
         with self._lock, self._log_path().open("ab") as log:
             if self._closing.is_set():
                 return None

@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from liver_hpc.report.compare import Comparison, of_run
 from liver_hpc.report.derive import RunFigures, notice_figures, run_figures
 from liver_hpc.report.page import bars, lanes, nodes, timeline, traffic
-from liver_hpc.report.page.series import Handoff, Story, story, thinned
+from liver_hpc.report.page.series import Handoff, Story, not_finite, story, thinned
 from liver_hpc.report.page.svg import FORMS
 from liver_hpc.report.tables import Sheet, Tone, outcome_tone, remarks, sheets, summary_lines
 from liver_hpc.report.wording import bytes_text, duration_text, layout_text, number_text
@@ -144,13 +144,18 @@ def _overview(main: Element, told: Story) -> None:
         SubElement(section, "p").text = "No step was recorded."
         return
     _figure(section, *(timeline.training(told, form) for form in FORMS))
+    entries = {}
+    if not_finite(told.points):
+        entries["not-finite"] = "the loss or the gradient norm is not finite"
     if told.handoffs:
         seen = {name for handoff in told.handoffs for name, _, _ in handoff.spans_s}
         used = {f"band {name}": words for name, words in PHASES.items() if name in seen}
         marks = {"badge completed": "handoff, by the generation that it led to"}
         if not all(handoff.completed for handoff in told.handoffs):
             marks["badge not-completed"] = "one that was not completed"
-        _legend(section, {**marks, **used})
+        entries |= marks | used
+    if entries:
+        _legend(section, entries)
 
 
 def _steps(told: Story) -> str:

@@ -27,7 +27,7 @@ function show(svg, event) {
   cursor.setAttribute("x1", at);
   cursor.setAttribute("x2", at);
   cursor.classList.add("shown");
-  const loss = step[3] === null ? "none" : step[3];
+  const loss = step[3] === null ? "not finite" : step[3];
   const rate = step[4] === null ? "unknown" : step[4];
   hover.textContent = `step ${step[1]}, generation ${step[2]}: loss ${loss}, ${rate} tokens/s`;
   hover.hidden = false;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from liver_hpc.report.derive import (
     COMPLETED,
@@ -20,13 +21,15 @@ POINTS = 700
 
 @dataclass(frozen=True)
 class StepPoint:
-    """One step. began_s: the end of the step before it, so that a pause counts as this one's."""
+    """One step. began_s: the end of the step before it, so that a pause counts as this one's.
+    loss: NaN where it is not finite. is_finite: of the loss and the gradient norm."""
 
     step: int
     generation: int
     began_s: float
     ended_s: float
     loss: float
+    is_finite: bool
     tokens_per_s: float
 
 
@@ -82,17 +85,25 @@ def story(records: RunRecords, figures: RunFigures) -> Story:
 
 
 def thinned(points: Sequence[StepPoint], value: Callable[[StepPoint], float]) -> list[StepPoint]:
-    """All points, or the least and the greatest of each group of neighbours, in their order."""
+    """All points, or the least and the greatest of each group of neighbours, in their order; of a
+    group without a finite value its first, so that a line has a gap there."""
     if len(points) <= POINTS:
         return list(points)
     size = math.ceil(2 * len(points) / POINTS)
     kept = []
     for first in range(0, len(points), size):
         group = [p for p in points[first : first + size] if math.isfinite(value(p))]
-        if group:
-            extremes = {min(group, key=value), max(group, key=value)}
-            kept += sorted(extremes, key=lambda point: point.ended_s)
+        group = group or [points[first]]
+        extremes = {min(group, key=value), max(group, key=value)}
+        kept += sorted(extremes, key=lambda point: point.ended_s)
     return kept
+
+
+def not_finite(points: Sequence[StepPoint]) -> list[tuple[StepPoint, StepPoint]]:
+    """The first and the last of neighbours whose loss or gradient norm is not finite."""
+    groups = groupby(points, key=lambda point: point.is_finite)
+    ends = ([*group] for is_finite, group in groups if not is_finite)
+    return [(group[0], group[-1]) for group in ends]
 
 
 def _earliest(records: RunRecords) -> float:
@@ -117,6 +128,7 @@ def _points(steps: Sequence[StepRecord], start_s: float) -> list[StepPoint]:
                 began_s=began_s - start_s,
                 ended_s=step.ended_s - start_s,
                 loss=step.loss if math.isfinite(step.loss) else math.nan,
+                is_finite=step.is_finite,
                 tokens_per_s=step.tokens / took_s if took_s > 0 else math.nan,
             )
         )

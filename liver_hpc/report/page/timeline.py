@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
-from liver_hpc.report.page.series import Handoff, StepPoint, Story, thinned
+from liver_hpc.report.page.series import Handoff, StepPoint, Story, not_finite, thinned
 from liver_hpc.report.page.svg import (
     Form,
     Scale,
@@ -60,6 +60,7 @@ def training(story: Story, form: Form) -> Element:
     time = Scale(0.0, story.end_s, LEFT, form.width - RIGHT)
     _phases(svg, story.handoffs, time, loss.top, strip + STRIP)
     _curve(svg, form, time, loss, [(p.ended_s, p.loss) for p in _loss_points(story.points)])
+    _not_finite(svg, story.points, time, loss)
     _curve(svg, form, time, rate, _rate_corners(story.points))
     _layouts(svg, form, story, time, strip)
     time_axis(svg, form, time, strip + STRIP, story.end_s)
@@ -115,6 +116,24 @@ def _curve(
         label(svg, LEFT - 6, y + 4, tick_text(value), "axis", "end")
     label(svg, LEFT, panel.top - 7, panel.unit, f"name {panel.name}-text")
     path(svg, [(time(at_s), scale(value)) for at_s, value in points], f"curve {panel.name}")
+
+
+def _not_finite(svg: Element, points: Sequence[StepPoint], time: Scale, panel: Panel) -> None:
+    """A bar along the panel's top where the loss or the gradient norm is not finite."""
+    for first, last in not_finite(points):
+        steps = f"step {first.step}" if first is last else f"steps {first.step} to {last.step}"
+        x, end = time(first.began_s), time(last.ended_s)
+        title = f"{steps}: the loss or the gradient norm is not finite"
+        add(
+            svg,
+            "rect",
+            "not-finite",
+            title,
+            x=x,
+            y=panel.top,
+            width=max(end - x, 1.5),
+            height=5,
+        )
 
 
 # ---- handoffs

@@ -34,4 +34,4 @@ export SUBMITIT_EXECUTOR=slurm
 module load cuda/12.4
 export NCCL_DEBUG=INFO
 
-exec apptainer exec --nv '/images/my image.sif' python3 -u -m submitit.core._submit /shared/runs/big-20260102-030405/submitit
+exec apptainer exec --nv '/images/my image.sif' python3 -P -u -m submitit.core._submit /shared/runs/big-20260102-030405/submitit

@@ -12,4 +12,4 @@
 
 export SUBMITIT_EXECUTOR=slurm
 
-exec python3 -u -m submitit.core._submit '/shared/it'"'"'s 100% "mine" $HOME # no/run-1/submitit'
+exec python3 -P -u -m submitit.core._submit '/shared/it'"'"'s 100% "mine" $HOME # no/run-1/submitit'

@@ -12,4 +12,4 @@
 
 export SUBMITIT_EXECUTOR=slurm
 
-exec python3 -u -m submitit.core._submit /shared/runs/big-20260102-030405/submitit
+exec python3 -P -u -m submitit.core._submit /shared/runs/big-20260102-030405/submitit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from liver_hpc.cli.follow import PlainLines, follow, view
+from liver_hpc.cli.status_text import status_text
 from liver_hpc.errors import LiverError
 from liver_hpc.protocol.status import HandoffStatus, StatusSnapshot
 
@@ -285,3 +287,12 @@ def test_a_change_is_told(before: StatusSnapshot, now: StatusSnapshot, line: str
 def test_without_a_step_no_figures_are_told() -> None:
     lines = new_lines(status(state="starting", step=0, loss=None))
     assert lines == ["run demo-1: starting", "event: generation 3: completed"]
+
+
+@pytest.mark.parametrize(("value", "word"), [(math.nan, "nan"), (math.inf, "inf")])
+def test_a_loss_that_is_not_finite_is_told(value: float, word: str) -> None:
+    bad = status(loss=value, grad_norm=value)
+    seen = "\n".join(lines_of(bad, 80))
+    assert f"loss {word}  gradient norm {word}" in seen
+    assert f"loss {word}, gradient norm {word}" in new_lines(bad)[-1]
+    assert f"step 42 of 120, loss {word}, " in status_text(bad)

@@ -53,3 +53,10 @@ def test_any_other_file_is_told_by_name(tmp_path: Path, text: str) -> None:
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such file"):
         of_benchmark(tmp_path / "r.json")
+
+
+def test_a_lost_time_that_is_not_finite_is_no_measurement(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    rows = [{"method": "live", "lost_s": lost_s} for lost_s in (math.nan, 0.2, math.inf)]
+    path.write_text(json.dumps({"rows": rows}))
+    assert of_benchmark(path)[0].costs == (Costs("live", (0.2,)),)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import matplotlib.colors
 import matplotlib.image
 import pytest
 
 from liver_hpc.errors import ConfigError
+from liver_hpc.report.plots import RED
 from liver_hpc.report.report_files import write_report
 from liver_hpc.run.records import RunRecords
+from tests.unit.report.rows import step
 from tests.unit.report.run_of_everything import everything
 
 
@@ -53,3 +58,18 @@ def test_a_page_needs_no_matplotlib() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
     )
     assert done.stdout.strip() == "False"
+
+
+def test_a_loss_that_is_never_finite_is_marked(tmp_path: Path) -> None:
+    losses = [math.nan, math.inf, -math.inf]
+    steps = [step(n, loss=loss, grad_norm=loss) for n, loss in enumerate(losses)]
+    (written,) = write_report(RunRecords(steps, [], [], {}), None, tmp_path, None)
+    (plain,) = write_report(RunRecords([step(0)], [], [], {}), None, tmp_path / "plain", None)
+    marked, unmarked = (matplotlib.image.imread(path) for path in (written, plain))
+    assert red_pixels(marked[: len(marked) // 2]) > red_pixels(unmarked[: len(unmarked) // 2])
+
+
+def red_pixels(picture: Any) -> int:
+    """How many pixels have the marks' colour."""
+    red = matplotlib.colors.to_rgb(RED)
+    return int((abs(picture[..., :3] - red) < 0.02).all(axis=-1).sum())

@@ -101,6 +101,14 @@ def test_a_figure_that_is_no_number_becomes_null() -> None:
     assert (row["loss"], row["grad_norm"], row["step_s"]) == (None, None, 1.0)
 
 
+def test_how_many_steps_came_to_no_number_is_told_in_a_line() -> None:
+    bad = [step(2, loss=math.nan), step(3, grad_norm=math.inf)]
+    lines = printed(RunRecords([step(1), *bad], [], [], {}), 80).splitlines()
+    (line,) = [line for line in lines if line.startswith("not finite")]
+    assert line.endswith("loss or gradient norm of 2 steps, first of step 2")
+    assert "not finite" not in printed(RunRecords([step(1)], [], [], {}), 80)
+
+
 def test_an_empty_run_has_a_document() -> None:
     document = report_json(RunRecords([], [], [], {}))
     assert (document["steps"], document["reconfigurations"], document["baselines"]) == ([], [], [])

@@ -67,7 +67,7 @@ def test_setup_cannot_become_an_option() -> None:
 
 
 def test_the_python_of_this_process_runs_the_nodes_too() -> None:
-    assert python_words(ClusterSection()) == [sys.executable]
+    assert python_words(ClusterSection()) == [sys.executable, "-P"]
 
 
 @pytest.mark.parametrize(

@@ -167,3 +167,46 @@ def test_of_many_handoffs_only_the_costliest_is_unfolded() -> None:
     details = checked(page(records)).with_tag("details")
     assert len([each for each in details if "open" in each]) == 1
     assert len(details) == 15
+
+
+def diverged(number: int) -> RunRecords:
+    """A run whose loss is not finite for a stretch of steps, and its gradient norm at another."""
+    steps = [step(n) for n in range(number)]
+    for n in range(number // 2, number // 2 + 4 * max(1, number // 100)):
+        steps[n] = step(n, loss=math.nan if n % 2 else math.inf)
+    steps[3] = step(3, grad_norm=math.inf)
+    return RunRecords(steps, [], [], {"name": "diverged"})
+
+
+@pytest.mark.parametrize("number", [20, 5_000])
+def test_a_loss_that_is_not_finite_is_a_gap_with_a_mark(number: int) -> None:
+    """No drawing has a place that is no number, and no line crosses the gap."""
+    text = page(diverged(number))
+    found = checked(text)
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        places = re.sub(r"<title>.*?</title>", "", svg)
+        assert not re.search(r"\b(nan|inf|infinity)\b", places, re.IGNORECASE)
+    curves = [each for each in found.with_tag("path") if each.get("class") == "curve loss"]
+    assert [str(each["d"]).count("M") for each in curves] == [2, 2]
+    marks = [each for each in found.with_tag("rect") if each.get("class") == "not-finite"]
+    assert len(marks) == 4  # two stretches in two widths of page
+    said = found.said()
+    assert "step 3: the loss or the gradient norm is not finite" in said
+    last = number // 2 + 4 * max(1, number // 100) - 1
+    assert f"steps {number // 2} to {last}: the loss or the gradient norm is not finite" in said
+    (rows,) = re.findall(r'<script type="application/json" id="steps">(.*?)</script>', text)
+    shown = json.loads(rows, parse_constant=pytest.fail)
+    assert None in [row[3] for row in shown]
+
+
+def test_the_axis_of_a_loss_is_of_its_finite_values() -> None:
+    def axis(records: RunRecords) -> list[str]:
+        drawing = re.findall(r"<svg.*?</svg>", page(records), re.DOTALL)[0]
+        return re.findall(r'text-anchor="end">([^<]*)<', drawing)
+
+    finite = [step(n) for n in range(12)]
+    others = [step(n, loss=value) for n, value in ((12, math.inf), (13, math.nan))]
+    until = step(13, loss=4.0)
+    assert axis(RunRecords([*finite, *others], [], [], {})) == axis(
+        RunRecords([*finite, step(12, loss=4.0), until], [], [], {})
+    )

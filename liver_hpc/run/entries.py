@@ -1,0 +1,113 @@
+"""The entries of a journal: one line of JSON each, in the file `journal.jsonl`.
+
+    {"n":17,"t":1763.125,"event":{"type":...},"actions":[{"type":...}],"crc":"1a2b3c4d"}
+
+n counts the entries from 0 over all restarts of the run; t is in epoch seconds; "actions" is left
+out where there are none; crc is the CRC-32, in hex, of the line's bytes before `,"crc":`. A float
+that is not finite is the string "NaN", "Infinity" or "-Infinity". Where the disk was full for so
+long that memory could not keep all training steps, `{"type":"steps_dropped","count":8}` stands for
+the entries n to n + 7.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from liver_hpc.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+JOURNAL_FILE = "journal.jsonl"
+STEP_DONE = "step_done"
+STEPS_DROPPED = "steps_dropped"
+
+_READ_BYTES = 2**20
+_CRC_BYTES = len(b',"crc":"1a2b3c4d"}\n')
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+Event = Mapping[str, Any]
+
+
+class Entry(NamedTuple):
+    """One event at `at_s` (epoch seconds) and the actions that followed from it."""
+
+    number: int
+    at_s: float
+    event: dict[str, Any]
+    actions: list[dict[str, Any]]
+
+    @property
+    def last(self) -> int:
+        """The last number that it stands for: not its own where steps were dropped."""
+        count = self.event["count"] if self.event.get("type") == STEPS_DROPPED else 1
+        return self.number + int(count) - 1
+
+
+def encode(number: int, at_s: float, event: Event, actions: Sequence[Event] = ()) -> bytes:
+    """The entry's line. Raises TypeError for what JSON does not know."""
+    document: dict[str, Any] = {"n": number, "t": at_s, "event": event}
+    if actions:
+        document["actions"] = actions
+    try:
+        text = _ENCODER.encode(document)
+    except ValueError:
+        text = _ENCODER.encode(_spelled(document))
+    body = text[:-1].encode("ascii")
+    return b'%s,"crc":"%08x"}\n' % (body, crc32(body))
+
+
+def _spelled(value: Any) -> Any:
+    """Every float that is not finite as its word."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {name: _spelled(inner) for name, inner in value.items()}
+    return [*map(_spelled, value)] if isinstance(value, list | tuple) else value
+
+
+def read_entries(path: Path) -> Iterator[Entry]:
+    """All entries of a journal, also of one that is being written.
+
+    What follows the last whole line was not written to its end: it is left out, and the log says
+    so. Raises ConfigError, which names the line, where anything else is damaged or missing.
+    """
+    following, lines_before = 0, 0
+    try:
+        with path.open("rb") as file:
+            while lines := file.readlines(_READ_BYTES):
+                if not lines[-1].endswith(b"\n"):
+                    log.warning("%s: %s", path, torn_text(len(lines.pop())))
+                for entry in decode(lines, f"{path}, line", lines_before):
+                    if entry.number != following:
+                        raise ConfigError(
+                            f"{path}: wanted entry {following} after entry {following - 1}, "
+                            f"got {entry.number}; lines are missing or there twice"
+                        )
+                    following = entry.last + 1
+                    yield entry
+                lines_before += len(lines)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def decode(lines: Sequence[bytes], where: str, lines_before: int = 0) -> Iterator[Entry]:
+    """The entries of whole lines; many are read together, which takes half the time."""
+    for number, line in enumerate(lines, start=lines_before + 1):
+        wanted, got = b',"crc":"%08x"}\n' % crc32(line[:-_CRC_BYTES]), line[-_CRC_BYTES:]
+        if got != wanted:
+            raise ConfigError(
+                f"{where} {number} is damaged: wanted it to end in {wanted.decode().strip()}, "
+                f"got {got.decode('ascii', 'replace').strip()}"
+            )
+    for found in json.loads(b"[%s]" % b",".join(lines)):
+        yield Entry(found["n"], found["t"], found["event"], found.get("actions", []))
+
+
+def torn_text(num_bytes: int) -> str:
+    return f"the last line was not written to its end; its {num_bytes} bytes are left out"

@@ -1,0 +1,298 @@
+"""The journal of a run: every event that the coordinator took in, and what came of it, in order.
+
+What an entry looks like stands in `entries.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from io import FileIO
+from pathlib import Path
+
+from liver_hpc.errors import LiverError
+from liver_hpc.run.entries import STEP_DONE, STEPS_DROPPED, Entry, Event, decode, encode, torn_text
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""So long after a failed write comes the next."""
+WAITING_BYTES = 16 * 2**20
+"""Entries that wait in memory for a disk that takes none; beyond it the oldest steps go."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """All entries up to `number` are on the disk."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class JournalFailed:
+    """Entries wait in memory, for this reason; the next `Written` says that they are safe."""
+
+    reason: str
+
+
+class EventJournal(ABC):
+    """Takes entries in any thread, and says when they are safe.
+
+    error: why entries cannot be written now; empty while they can.
+    """
+
+    error: str = ""
+
+    @abstractmethod
+    def append(self, at_s: float, event: Event, actions: Sequence[Event] = ()) -> int:
+        """Takes an entry, and returns its number; never waits for the disk."""
+
+    @abstractmethod
+    def close(self, limit_s: float) -> None:
+        """Writes what waits, in `limit_s` at most; what cannot be written is lost, and `error` says
+        so. Afterwards `append` raises LiverError."""
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that an ordinary user may still write in a directory's file system."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+class Journal(EventJournal):
+    """The journal on the disk. A thread writes all that waits with one write and one fsync, and
+    tells the highest number that is on the disk.
+
+    Where the disk has less than `reserve_bytes` free, or a write fails, `JournalFailed` is told
+    once; entries wait in memory, and every second is another attempt. `tell` is called in the
+    writer's thread.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tell: Callable[[Written | JournalFailed], None],
+        reserve_bytes: int,
+        free: Callable[[Path], int] = free_bytes,
+        waiting_bytes: int = WAITING_BYTES,
+    ) -> None:
+        """Goes on with the file at `path`, or makes it (mode 0600).
+
+        Raises ConfigError where its last line is damaged, LiverError where it cannot be opened.
+        """
+        self._path = path
+        self._tell = tell
+        self._reserve_bytes = reserve_bytes
+        self._free = free
+        self._waiting_bytes = waiting_bytes
+        self._end_bytes, self._next = _open(path)
+        self._may_be_torn = False
+        self._waiting: list[_Waiting] = []
+        self._held_bytes = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self.dropped = 0
+        """Steps that memory could not keep while the disk took nothing."""
+        self._thread = threading.Thread(target=self._write_what_comes, name="journal", daemon=True)
+        self._thread.start()
+
+    def append(self, at_s: float, event: Event, actions: Sequence[Event] = ()) -> int:
+        with self._changed:
+            if self._closing:
+                raise LiverError(f"{self._path} is closed: {event.get('type')} came too late")
+            number = self._next
+            line = encode(number, at_s, event, actions)
+            is_step = event.get("type") == STEP_DONE
+            self._waiting.append(_Waiting(number, number, at_s, line, is_step))
+            self._next += 1
+            self._held_bytes += len(line)
+            if self._held_bytes > self._waiting_bytes:
+                self._waiting = self._bounded(self._waiting)
+            self._changed.notify_all()
+        return number
+
+    def close(self, limit_s: float) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            self.error = f"{self._path}: waited {limit_s:g} s for the disk to take the last entries"
+            log.warning("%s", self.error)
+
+    # ---- in the writer's thread
+
+    def _write_what_comes(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._waiting)
+                closing = self._closing
+                batch, self._waiting, self._held_bytes = self._waiting, [], 0
+            try:
+                if batch:
+                    self._write(b"".join(map(_line, batch)))
+                    self._succeeded(batch[-1].last)
+            except (OSError, LiverError) as error:
+                with self._changed:
+                    self._waiting = self._bounded(batch + self._waiting)
+                self._failed(error)
+                if not closing:
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._closing, RETRY_S)
+                    continue
+            if closing:
+                return
+
+    def _write(self, data: bytes) -> None:
+        """Puts whole lines behind the others, onto the disk."""
+        wanted, got = self._reserve_bytes, self._free(self._path.parent)
+        if got < wanted:
+            raise LiverError(f"the disk is full: wanted {wanted} bytes free, got {got}")
+        with FileIO(self._path, "r+") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            if self._may_be_torn and size_bytes > self._end_bytes:
+                file.truncate(self._end_bytes)
+            elif size_bytes != self._end_bytes:
+                raise LiverError(
+                    f"wanted {self._end_bytes} bytes in it, got {size_bytes}: "
+                    "another process has written to it or cut it"
+                )
+            file.seek(self._end_bytes)
+            self._may_be_torn = True
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        self._may_be_torn = False
+        self._end_bytes += len(data)
+
+    def _failed(self, error: Exception) -> None:
+        reason = str(error.strerror if isinstance(error, OSError) else error)
+        is_first, waiting = not self.error, sum(bool(each.line) for each in self._waiting)
+        self.error = f"{self._path}: {reason}; {waiting} entries wait in memory"
+        if self.dropped:
+            self.error += f", {self.dropped} older training steps were dropped"
+        if is_first:
+            log.warning("%s", self.error)
+            self._tell(JournalFailed(reason))
+
+    def _succeeded(self, number: int) -> None:
+        if self.error:
+            log.warning("%s can be written again; %d steps were dropped", self._path, self.dropped)
+        self.error = ""
+        self._tell(Written(number))
+
+    # ---- with the lock held
+
+    def _bounded(self, waiting: list[_Waiting]) -> list[_Waiting]:
+        """At most as many bytes as memory is meant to hold, but for what is no training step."""
+        self._held_bytes = sum(len(each.line) for each in waiting)
+        if self._held_bytes <= self._waiting_bytes:
+            return waiting
+        # More than must go, so that this does not happen again with every step.
+        kept = _without_steps(waiting, self._held_bytes - self._waiting_bytes * 3 // 4)
+        self._held_bytes = sum(len(each.line) for each in kept)
+        self.dropped += sum(bool(each.line) for each in waiting)
+        self.dropped -= sum(bool(each.line) for each in kept)
+        return kept
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """What waits for the disk: an entry's line, or nothing for the steps `number` to `last`, which
+    were dropped."""
+
+    number: int
+    last: int
+    at_s: float
+    line: bytes
+    is_step: bool = False
+
+
+def _line(waiting: _Waiting) -> bytes:
+    dropped = {"type": STEPS_DROPPED, "count": waiting.last - waiting.number + 1}
+    return waiting.line or encode(waiting.number, waiting.at_s, dropped)
+
+
+def _without_steps(waiting: Sequence[_Waiting], excess_bytes: int) -> list[_Waiting]:
+    """Without as many bytes of the oldest steps; neighbours that are dropped become one."""
+    kept: list[_Waiting] = []
+    for each in waiting:
+        if excess_bytes > 0 and each.is_step:
+            excess_bytes -= len(each.line)
+            each = _Waiting(each.number, each.last, each.at_s, b"")
+        if kept and not kept[-1].line and not each.line:
+            each = replace(kept.pop(), last=each.last)
+        kept.append(each)
+    return kept
+
+
+def _open(path: Path) -> tuple[int, int]:
+    """Makes the file or cuts off its torn last line; its size in bytes, and the next number."""
+    try:
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            end_bytes, last = _last_line(file.fileno()) if size_bytes else (0, b"")
+            if end_bytes < size_bytes:
+                log.warning("%s: %s", path, torn_text(size_bytes - end_bytes))
+                file.truncate(end_bytes)
+            os.fsync(file.fileno())
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise LiverError(f"{path} cannot be written: {error.strerror}") from error
+    if not last:
+        return end_bytes, 0
+    (entry,) = decode([last], f"{path}, last line:")
+    return end_bytes, entry.last + 1
+
+
+def _last_line(descriptor: int) -> tuple[int, bytes]:
+    """Where the last whole line ends, and that line; 0 and nothing without one."""
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
+        end_bytes = data.rfind(b"\n") + 1
+        return end_bytes, data[data.rfind(b"\n", 0, max(end_bytes - 1, 0)) + 1 : end_bytes]
+
+
+class MemoryJournal(EventJournal):
+    """A journal without a disk, for tests: `fail` and `recover` are what a disk does."""
+
+    def __init__(self, tell: Callable[[Written | JournalFailed], None]) -> None:
+        self._tell = tell
+        self._closed = False
+        self._lines: list[bytes] = []
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All that was appended, as a reader would get it."""
+        return [*decode(self._lines, "memory, line")]
+
+    def append(self, at_s: float, event: Event, actions: Sequence[Event] = ()) -> int:
+        if self._closed:
+            raise LiverError(f"the journal is closed: {event.get('type')} came too late")
+        number = len(self._lines)
+        self._lines.append(encode(number, at_s, event, actions))
+        if not self.error:
+            self._tell(Written(number))
+        return number
+
+    def fail(self, reason: str) -> None:
+        """From now on nothing is written."""
+        self.error = reason
+        self._tell(JournalFailed(reason))
+
+    def recover(self) -> None:
+        """All that waits is written."""
+        self.error = ""
+        self._tell(Written(len(self._lines) - 1))
+
+    def close(self, limit_s: float) -> None:
+        self._closed = True
