@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NoReturn
+
+from pydantic import TypeAdapter
 
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import RankMap
@@ -13,6 +15,8 @@ from liver_hpc.layout.tensors import EXP_AVG, PARAMETER, ModelSpec, TensorSpec
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.recipes.base import NoOptions, Recipe
+from liver_hpc.run.entries import Entry
+from liver_hpc.run.journal import JournalFailed, MemoryJournal, Written
 from liver_hpc.run.records import (
     NetworkRecord,
     NoticeRecord,
@@ -263,37 +267,57 @@ def tiny_recipe(config: RunConfig) -> TinyRecipe:
     return TinyRecipe(NoOptions(), config)
 
 
-class MemoryMetrics:
-    """Records in lists."""
+class JournalRecords:
+    """The records that a journal in memory holds, as lists."""
 
     def __init__(self) -> None:
-        self.error = ""
-        self.last_generation = -1
-        self.closed = False
-        self.steps: list[StepRecord] = []
-        self.reconfigurations: list[ReconfigurationRecord] = []
-        self.notices: list[NoticeRecord] = []
-        self.networks: list[NetworkRecord] = []
-        self.worker_phases: list[WorkerPhaseRecord] = []
-        self.traffic: list[TrafficRecord] = []
+        self.journal: MemoryJournal | None = None
 
-    def add_step(self, record: StepRecord) -> None:
-        self.steps.append(record)
+    def open(self, tell: Callable[[Written | JournalFailed], None]) -> MemoryJournal:
+        """For `Services.open_journal`."""
+        self.journal = MemoryJournal(tell)
+        return self.journal
 
-    def add_reconfiguration(self, record: ReconfigurationRecord) -> None:
-        self.reconfigurations.append(record)
+    @property
+    def entries(self) -> list[Entry]:
+        return self.journal.entries if self.journal is not None else []
 
-    def add_notice(self, record: NoticeRecord) -> None:
-        self.notices.append(record)
+    @property
+    def steps(self) -> list[StepRecord]:
+        found = []
+        for entry in self.entries:
+            if entry.event["type"] == "step_done":
+                phases = [a["phase"] for a in entry.actions if a["type"] == "step_phase"]
+                values = {**entry.event, "phase": "".join(phases)}
+                names = StepRecord.__dataclass_fields__
+                found.append(StepRecord(**{name: values[name] for name in names}))
+        return found
 
-    def add_network(self, record: NetworkRecord) -> None:
-        self.networks.append(record)
+    def _rows(self, kind: type[Any], table: str) -> list[Any]:
+        rows = TypeAdapter(kind)
+        return [
+            rows.validate_python(action["row"])
+            for entry in self.entries
+            for action in entry.actions
+            if action["type"] == "record" and action["table"] == table
+        ]
 
-    def add_worker_phase(self, record: WorkerPhaseRecord) -> None:
-        self.worker_phases.append(record)
+    @property
+    def reconfigurations(self) -> list[ReconfigurationRecord]:
+        return self._rows(ReconfigurationRecord, "reconfigurations")
 
-    def add_traffic(self, record: TrafficRecord) -> None:
-        self.traffic.append(record)
+    @property
+    def notices(self) -> list[NoticeRecord]:
+        return self._rows(NoticeRecord, "notices")
 
-    def close(self) -> None:
-        self.closed = True
+    @property
+    def networks(self) -> list[NetworkRecord]:
+        return self._rows(NetworkRecord, "networks")
+
+    @property
+    def worker_phases(self) -> list[WorkerPhaseRecord]:
+        return self._rows(WorkerPhaseRecord, "worker_phases")
+
+    @property
+    def traffic(self) -> list[TrafficRecord]:
+        return self._rows(TrafficRecord, "traffic")

@@ -69,7 +69,8 @@ class Checkpoints:
     """The checkpoints of one run; used by the event loop alone.
 
     directory: where they lie. failure: why the last attempt at one came to nothing; else empty.
-    written: bytes of the largest file of the last one, and the longest that a worker stood still.
+    written: bytes of the largest file of the last one, the longest that a worker stood still, and
+    bytes of all files.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Checkpoints:
     ) -> None:
         self.directory = checkpoint_directory(config, run_directory)
         self.failure = ""
-        self.written = (0, 0.0)
+        self.written = (0, 0.0, 0)
         self._config = config
         self._recipe = recipe
         self._clock = clock
@@ -179,16 +180,11 @@ class Checkpoints:
             return self.failure
         self._last_step = step
         fullest = max(parts.values(), key=lambda part: part.num_bytes)
-        self.written = (fullest.num_bytes, max(part.took_s for part in parts.values()))
+        total_bytes = sum(part.num_bytes for part in parts.values())
+        longest_s = max(part.took_s for part in parts.values())
+        self.written = (fullest.num_bytes, longest_s, total_bytes)
         self._remove_old()
-        return f"checkpoint of step {step}: {sum(part.num_bytes for part in parts.values())} bytes"
-
-    def outcome(self, step: int) -> str:
-        """What a run that was to end with a checkpoint of `step` has on disk."""
-        if self._last_step == step:
-            return f"checkpoint of step {step} in {complete_path(self.directory, step)}"
-        before = "there is none" if self._last_step is None else f"the last is {self._last_step}"
-        return f"{self.failure or f'checkpoint of step {step} is not complete'}; {before}"
+        return f"checkpoint of step {step}: {total_bytes} bytes"
 
     @staticmethod
     def _problem(parts: Mapping[int, Saved], rank_map: RankMap) -> str:

@@ -70,18 +70,16 @@ class Coordinator:
         run_directory: Path,
         secret: bytes,
         services: Services,
-        memory: e.Memory = e.Memory(),
+        memory: e.Memory | None = None,
     ) -> None:
         self._config = config
         self._run_directory = run_directory
         self._secret = secret
         self._services = services
         self._clock = services.clock
-        self._memory = memory
-        self._run = Run(
-            config, services.recipe.spec, services.recipe.check_layout, services.place
-        )
-        self._inbox = services.inbox
+        self._memory = memory or e.Memory()
+        self._run = Run(config, services.recipe.spec, services.recipe.check_layout, services.place)
+        self._inbox = Inbox()
         self._store = StoreService()
         self._registry = WorkerRegistry(services.clock)
         self._checkpoints = Checkpoints(config, services.recipe, run_directory, services.clock)
@@ -132,6 +130,15 @@ class Coordinator:
         """How many steps are done; from any thread."""
         return self._run.steps_done
 
+    def stop(self, why: str) -> None:
+        """Asks for a stop at the next step boundary; from any thread or signal handler."""
+        # Whoever cancels a job may want to go on from where it was.
+        self._inbox.put(e.StopSignalled(why, checkpoint=self._config.cluster.kind == "slurm"))
+
+    def end_near(self, reason: str, deadline_s: float) -> None:
+        """This process's allocation ends at `deadline_s`; from any thread or signal handler."""
+        self._inbox.put(EndNear(reason, self._clock.now_s(), deadline_s))
+
     def identity(self) -> str:
         """Where the run stands, for its log: "gen 4 TRANSFER"."""
         return self._run.identity()
@@ -140,7 +147,7 @@ class Coordinator:
         services, control_s = self._services, self._config.deadlines.control_s
         # Called from the last to the first: nodes go back once nothing runs on them any more.
         for close in (
-            self._journal.close,
+            lambda: self._journal.close(control_s),
             services.rendezvous.close,
             services.pool.close,
             services.launcher.close,
@@ -339,9 +346,7 @@ class Coordinator:
 
     def _admit(self, admit: a.Admit) -> None:
         met = self._meetings.pop(admit.agent)
-        log.info(
-            "agent %s on %s: workers %s", admit.agent, met.identity.host, list(admit.workers)
-        )
+        log.info("agent %s on %s: workers %s", admit.agent, met.identity.host, list(admit.workers))
         host, port = self._address
         answer = MeetingAnswer(worker_ids=admit.workers, control_host=host, control_port=port)
         met.answer.set_result(answer)
@@ -357,7 +362,7 @@ class Coordinator:
                 return
             self._feed(e.AgentListens(hello.agent))
             return
-        if not self._run.agents.expects(hello.worker):
+        if not self._run.expects(hello.worker):
             log.warning("worker %d on %s is not expected", hello.worker, hello.host)
             channel.close()
             return
@@ -412,7 +417,7 @@ class Coordinator:
             case Restored():
                 self._feed(message)
                 self._restored(message)
-            case _ if isinstance(message, e.FROM_WORKERS):
+            case _ if isinstance(message, e.FromWorker):
                 self._feed(message)
             case _:
                 self._feed(e.ShellFailed(f"worker {worker}: unexpected {message.type}"))
@@ -496,6 +501,7 @@ class Coordinator:
                 announced.append(event)  # of concern to the next start, if there is one
             elif event is not None:
                 self._dispatch(event)
+        self._perform_held()
         for event in announced:
             self._inbox.put(event)
         if self._registry.workers:

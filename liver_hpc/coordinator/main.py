@@ -28,8 +28,11 @@ from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.services import Services
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.rendezvous.mpi.service import DeskPlace, MpiRendezvous
-from liver_hpc.report.store import MetricsWriter
+from liver_hpc.run.entries import JOURNAL_FILE, read_entries
+from liver_hpc.run.events import Memory
+from liver_hpc.run.journal import Journal
 from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome, open_log
+from liver_hpc.run.replay import memory_of
 from liver_hpc.run.secret import create_secret, read_secret
 
 log = logging.getLogger(__name__)
@@ -78,7 +81,7 @@ class Control:
 
 
 def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Services:
-    """What the run file's cluster calls for, MPI to meet, HDF5 to record."""
+    """What the run file's cluster calls for, MPI to meet, a journal to record."""
     launcher, pool = (_on_slurm if config.cluster.kind == "slurm" else _here)(config, run_directory)
     return Services(
         clock=SystemClock(),
@@ -86,7 +89,10 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
         launcher=launcher,
         pool=pool,
         rendezvous=MpiRendezvous(run_directory, secret, _desk_place(config)),
-        metrics=MetricsWriter(run_directory / "metrics.h5", config.metrics, _attributes(config)),
+        open_journal=lambda tell: Journal(
+            run_directory / JOURNAL_FILE, tell, config.metrics.reserve_bytes
+        ),
+        attributes=_attributes(config),
     )
 
 
@@ -152,10 +158,9 @@ def _live(directory: Path, build: Build, control: Control, stack: ExitStack) -> 
         stack.enter_context(_stopped_by_signals(control))
     fruitless, last_step = 0, -1
     while True:
-        memory = coordinator.memory if coordinator is not None else None
-        coordinator = Coordinator(config, directory, secret, build(config, directory, secret))
-        if memory is not None:
-            coordinator.recall(memory)
+        memory = coordinator.memory if coordinator is not None else _memory(directory)
+        services = build(config, directory, secret)
+        coordinator = Coordinator(config, directory, secret, services, memory)
         control.attach(coordinator)
         outcome = coordinator.run()
         control.attach(None)
@@ -167,6 +172,12 @@ def _live(directory: Path, build: Build, control: Control, stack: ExitStack) -> 
             reason = f"began again {fruitless} times in vain: {outcome.reason}"
             return Outcome("failed", reason, outcome.step)
         log.info("begins again after step %d: %s", outcome.step, outcome.reason)
+
+
+def _memory(directory: Path) -> Memory:
+    """What the starts in other processes have left."""
+    path = directory / JOURNAL_FILE
+    return memory_of(read_entries(path)) if path.exists() else Memory()
 
 
 @contextmanager

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Hashable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -22,16 +20,17 @@ def name_of(kind: type) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
 
+_adapters: dict[type, TypeAdapter[Any]] = {}
 _EVENTS: dict[str, type] = {name_of(kind): kind for kind in get_args(Event)}
 
 
 def encode(item: Event | Action) -> dict[str, Any]:
-    """Plain values with a `type`; a number that is not finite becomes text ("NaN", "Infinity")."""
+    """Plain values, with a `type` to be known by."""
     if isinstance(item, Record):
         row = _adapter(type(item.row)).dump_python(item.row, mode="json")
-        return {"type": "record", "table": TABLES[type(item.row)], "row": _finite(row)}
+        return {"type": "record", "table": TABLES[type(item.row)], "row": row}
     values = _adapter(type(item)).dump_python(item, mode="json")
-    return {"type": name_of(type(item)), **_finite(values)}
+    return {"type": name_of(type(item)), **values}
 
 
 def decode_event(values: Mapping[str, Any]) -> Event:
@@ -49,16 +48,7 @@ def decode_event(values: Mapping[str, Any]) -> Event:
     return event
 
 
-@cache
-def _adapter(kind: Hashable) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]

@@ -7,7 +7,6 @@ they are; the others are here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import get_args
 
 from liver_hpc.protocol.messages import (
     Aborted,
@@ -21,9 +20,9 @@ from liver_hpc.protocol.messages import (
     Released,
     ReplaceRequest,
     ResizeRequest,
+    Restored,
     StepDone,
     StopRequest,
-    Restored,
     Transports,
     Vote,
 )
@@ -196,7 +195,6 @@ FromWorker = (
     | Restored
     | Transports
 )
-FROM_WORKERS: tuple[type, ...] = get_args(FromWorker)
 Event = (
     FromWorker
     | NodeGranted

@@ -186,8 +186,9 @@ class Run:
             to_disk = self.elastic.next_handoff(self.world)
             if to_disk is not None:
                 self._stop(to_disk.reason, checkpoint=True, then=Ending.RESTART)
-        busy = not self.handoffs.idle or bool(self.elastic.queue)
-        self.elastic.look_after_nodes(busy)
+        if self._may_launch:
+            busy = not self.handoffs.idle or bool(self.elastic.queue)
+            self.elastic.look_after_nodes(busy)
 
     def _story(self) -> str:
         lines = (f"{state}: {str(event)[:EVENT_TEXT_LENGTH]!r}" for state, event in self._history)
@@ -610,6 +611,9 @@ class Run:
     def _nothing(self, event: e.Event) -> None:
         """Too late to matter."""
 
+    def _turned_away(self, event: e.AgentMet) -> None:
+        self._out.append(TurnAway(event.agent, "the run has ended"))
+
     def _refused(self, event: e.OperatorAsked) -> None:
         self._out.append(Answer(event.number, False, "the run is about to end"))
 
@@ -620,6 +624,10 @@ class Run:
         """What the next start is to know."""
         elastic = self.elastic
         return e.Memory(self.handoffs.generation, elastic.queue.ceiling, tuple(elastic.drained))
+
+    def expects(self, worker: int) -> bool:
+        """Whether a worker that says Hello now is let in."""
+        return self._state is not ENDED and self.agents.expects(worker)
 
     @property
     def awaits_joiners(self) -> bool:
@@ -734,7 +742,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
         (ENDED,),
         {
             **dict.fromkeys(
-                (NodeGranted, NodeWarned, EndNear, PoolNote, e.LaunchAllowed, e.AgentMet),
+                (NodeGranted, NodeWarned, EndNear, PoolNote, e.LaunchAllowed),
                 Run._nothing,
             ),
             **dict.fromkeys(
@@ -756,6 +764,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
             e.AgentListens: Run._agent_listens,
             e.AgentEnded: Run._agent_ended,
             e.WorkerGone: Run._worker_gone,
+            e.AgentMet: Run._turned_away,
             e.OperatorAsked: Run._refused,
             e.Tick: Run._tick,
         },

@@ -109,11 +109,9 @@ def test_parts_that_do_not_fit_together_leave_the_one_before(
     assert text.startswith("checkpoint of step 8 given up: ")
     assert said in text
     assert disk.checkpoints.failure == text
-    assert disk.checkpoints.outcome(8) == f"{text}; the last is 4"
     assert disk.steps() == ["step-00000004"]
     assert "checkpoint of step 9: " in disk.save(TWO, 9)
     assert disk.checkpoints.failure == ""
-    assert disk.checkpoints.outcome(9).endswith("step-00000009")
 
 
 @pytest.mark.parametrize("dies_in", ["write_index", "rename", "flush_to_disk"])
@@ -177,7 +175,6 @@ def test_what_a_killed_run_was_writing_is_cleared_away(disk: Disk) -> None:
 
 def test_a_new_run_has_none(disk: Disk) -> None:
     assert disk.checkpoints.open() is None
-    assert disk.checkpoints.outcome(3) == ("checkpoint of step 3 is not complete; there is none")
 
 
 def test_an_index_that_is_damaged_or_of_another_format_is_refused(disk: Disk) -> None:

@@ -22,7 +22,7 @@ from liver_hpc.rendezvous.channel import Channel, connect
 from liver_hpc.run.node_events import Node
 from liver_hpc.run.outcome import Outcome
 from liver_hpc.run.records import ReconfigurationRecord
-from tests.fakes import Fault, MemoryMetrics, tiny_recipe
+from tests.fakes import Fault, JournalRecords, tiny_recipe
 from tests.scripted_cluster import ScriptedCluster
 
 SECRET = b"s" * 32
@@ -35,14 +35,14 @@ class LiveRun:
     def __init__(self, directory: Path, config: RunConfig, nodes: Sequence[Node] = ()) -> None:
         self.directory = directory
         self.cluster = ScriptedCluster(SECRET, nodes or (Node("", "machine"),))
-        self.metrics = MemoryMetrics()
+        self.metrics = JournalRecords()
         services = Services(
             clock=SystemClock(),
             recipe=tiny_recipe(config),
             launcher=self.cluster.launcher,
             rendezvous=self.cluster.desk,
             pool=self.cluster.pool,
-            metrics=self.metrics,
+            open_journal=self.metrics.open,
         )
         self.coordinator = Coordinator(config, directory, SECRET, services)
         self.result: Outcome | None = None
@@ -106,7 +106,8 @@ class LiveRun:
         self._thread.join(LIMIT_S)
         assert self.result is not None, "the coordinator still runs"
         self.cluster.join(LIMIT_S)
-        assert self.metrics.closed
+        assert self.metrics.journal is not None
+        assert self.metrics.journal._closed
         with pytest.raises(MeetingError):
             self.cluster.desk.meet(Identity(agent="late", host="h", pid=1, workers=1), SECRET)
         return self.result

@@ -25,7 +25,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.node_events import Node
-from tests.fakes import MemoryMetrics, tiny_recipe, tiny_run
+from tests.fakes import JournalRecords, tiny_recipe, tiny_run
 from tests.scripted_cluster import ScriptedCluster
 
 SECRET = b"s" * 32
@@ -45,7 +45,7 @@ def _scripted(cluster: ScriptedCluster) -> Callable[[RunConfig, Path, bytes], Se
             recipe=tiny_recipe(config),
             launcher=cluster.launcher,
             rendezvous=cluster.desk,
-            metrics=MemoryMetrics(),
+            open_journal=JournalRecords().open,
         )
 
     return build

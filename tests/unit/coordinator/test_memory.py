@@ -1,11 +1,11 @@
-"""What a life of a run is told of the one before it, against what the disk says."""
+"""What a start of a run is told of the one before it, against what the disk says."""
 
 from __future__ import annotations
 
 import pytest
 
-from liver_hpc.coordinator.loop import Memory
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.run.events import Memory
 from liver_hpc.run.node_events import Node
 from tests.fakes import tiny_recipe, tiny_run
 from tests.unit.checkpoint.disk import Disk
@@ -22,7 +22,7 @@ def after_step_20(make: Start, memory: Memory | None) -> LiveRun:
     run = make(begin=False, nodes=NODES, notices=ASKS_FOR_FOUR)
     Disk(tiny_recipe(tiny_run()).spec, run.directory).save(Layout(1, 1, 2), 20)
     if memory is not None:
-        run.coordinator.recall(memory)
+        run.coordinator._memory = memory
     run.start_only()
     run.until(lambda: run.status()["last_event"].startswith("reading "), "the workers")
     return run
@@ -34,13 +34,14 @@ def nodes_of(run: LiveRun) -> list[str]:
 
 def test_without_memory_the_run_file_is_the_bound(make: Start) -> None:
     run = after_step_20(make, None)
-    assert run.coordinator.memory == Memory(4, frozenset())
+    assert run.coordinator.memory.ceiling == 4
+    assert run.coordinator.memory.drained == ()
     assert nodes_of(run) == ["n1", "n2", "n3", "n4"]
 
 
 def test_what_an_operator_asked_for_later_beats_the_run_file(make: Start) -> None:
-    memory = Memory(2, frozenset({"n2", "n9"}))
+    memory = Memory(7, 2, ("n2", "n9"))
     run = after_step_20(make, memory)
-    assert run.coordinator.memory == memory
+    assert run.coordinator.memory == Memory(9, 2, ("n2", "n9"))  # 8 may have been rebuilt
     assert nodes_of(run) == ["n1", "n3"]
     assert sorted(run.cluster.pool.avoided) == ["n2", "n9"]

@@ -1,4 +1,4 @@
-"""The coordinator's small parts: inbox, wishes' order, step labels, files, address."""
+"""The coordinator's small parts: inbox, requests' order, step labels, files, address."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from liver_hpc.protocol.events import Requested, WorldRef
 from liver_hpc.protocol.messages import Reply, StatusRequest, StepDone
 from liver_hpc.run.outcome import Outcome, open_log, write_private_json
 from liver_hpc.run.recorder import RunRecorder
-from liver_hpc.run.requests import OPERATOR, Wish, WishList
-from tests.fakes import MemoryMetrics, tiny_recipe, tiny_run
+from liver_hpc.run.requests import OPERATOR, ReconfigurationRequest, RequestQueue
+from tests.fakes import tiny_run
 
 DP2, TP2, PP2 = Layout(1, 1, 2), Layout(2, 1, 1), Layout(1, 2, 1)
 
@@ -53,7 +53,7 @@ def test_a_question_has_a_deadline() -> None:
 def test_questions_to_a_closed_inbox_are_refused_before_and_after() -> None:
     inbox = Inbox()
     early = Asked(StatusRequest())
-    inbox.put(StopSignalled("test"))
+    inbox.put(StopSignalled("test", checkpoint=False))
     inbox.put(early)
     inbox.close()
     assert isinstance(early.answer, Future)
@@ -63,14 +63,20 @@ def test_questions_to_a_closed_inbox_are_refused_before_and_after() -> None:
         inbox.ask(Asked(StatusRequest()), 10.0)
 
 
-# ---- wishes
+# ---- requests
 
 
-def test_only_operators_wishes_of_the_same_kind_overtake_each_other() -> None:
-    tp2, pp2 = Wish(OPERATOR, 1.0, layout=TP2), Wish(OPERATOR, 2.0, layout=PP2)
-    scripted = Wish("step 3", 1.0, layout=TP2)
-    first, again = Wish(OPERATOR, 1.0, replace=1), Wish(OPERATOR, 2.0, replace=1)
-    other = Wish(OPERATOR, 2.0, replace=2)
+def test_only_operators_requests_of_the_same_kind_overtake_each_other() -> None:
+    tp2, pp2 = (
+        ReconfigurationRequest(OPERATOR, 1.0, layout=TP2),
+        ReconfigurationRequest(OPERATOR, 2.0, layout=PP2),
+    )
+    scripted = ReconfigurationRequest("step 3", 1.0, layout=TP2)
+    first, again = (
+        ReconfigurationRequest(OPERATOR, 1.0, replace=1),
+        ReconfigurationRequest(OPERATOR, 2.0, replace=1),
+    )
+    other = ReconfigurationRequest(OPERATOR, 2.0, replace=2)
     assert pp2.overtakes(tp2)
     assert again.overtakes(first)
     assert not other.overtakes(first)
@@ -80,26 +86,28 @@ def test_only_operators_wishes_of_the_same_kind_overtake_each_other() -> None:
     assert not scripted.overtakes(scripted)
 
 
-def test_a_wish_that_overtakes_takes_the_place_in_the_queue() -> None:
+def test_a_request_that_overtakes_takes_the_place_in_the_queue() -> None:
     config = tiny_run()
-    wishes = WishList(config, tiny_recipe(config))
-    assert wishes.add(Wish(OPERATOR, 1.0, layout=TP2)) is None
-    assert wishes.add(Wish(OPERATOR, 2.0, replace=1)) is None
-    assert wishes.add(Wish(OPERATOR, 3.0, layout=PP2)) == Wish(OPERATOR, 1.0, layout=TP2)
-    assert wishes.pop() == Wish(OPERATOR, 3.0, layout=PP2)
-    assert wishes.pop() == Wish(OPERATOR, 2.0, replace=1)
-    assert not wishes
+    requests = RequestQueue(config, lambda layout: None)
+    assert requests.add(ReconfigurationRequest(OPERATOR, 1.0, layout=TP2)) is None
+    assert requests.add(ReconfigurationRequest(OPERATOR, 2.0, replace=1)) is None
+    assert requests.add(
+        ReconfigurationRequest(OPERATOR, 3.0, layout=PP2)
+    ) == ReconfigurationRequest(OPERATOR, 1.0, layout=TP2)
+    assert requests.pop() == ReconfigurationRequest(OPERATOR, 3.0, layout=PP2)
+    assert requests.pop() == ReconfigurationRequest(OPERATOR, 2.0, replace=1)
+    assert not requests
 
 
 def test_notices_are_due_once_and_in_the_order_of_their_steps() -> None:
     config = tiny_run(
         notices=[{"at_step": 5, "workers": 4}, {"at_step": 0, "replace": 1}],
     )
-    wishes = WishList(config, tiny_recipe(config))
-    assert [notice.at_step for notice in wishes.due(0)] == [0]
-    assert wishes.due(4) == []
-    assert [notice.at_step for notice in wishes.due(9)] == [5]
-    assert wishes.due(10) == []
+    requests = RequestQueue(config, lambda layout: None)
+    assert [notice.at_step for notice in requests.due(0)] == [0]
+    assert requests.due(4) == []
+    assert [notice.at_step for notice in requests.due(9)] == [5]
+    assert requests.due(10) == []
 
 
 # ---- step labels
@@ -121,26 +129,31 @@ def _step(number: int, generation: int, started_s: float) -> StepDone:
 
 def _labels(outcome: str) -> list[str]:
     """Steps around an attempt from 1002 to 1010 that enters its target world at 1006."""
-    clock, metrics = FakeClock(1000.0), MemoryMetrics()
-    recorder = RunRecorder(metrics, clock)
+    clock = FakeClock(1000.0)
+    recorder = RunRecorder(lambda row: None, clock)
     source = WorldRef(0, RankMap(DP2, (0, 1)))
-    recorder.step_done(_step(0, 0, 1000.0))
-    recorder.step_done(_step(1, 0, 1000.9))
+    labels: list[str] = []
+
+    def step(done: StepDone) -> None:
+        labels.append(recorder.step_done(done).phase)
+
+    step(_step(0, 0, 1000.0))
+    step(_step(1, 0, 1000.9))
     clock.advance(2.0)
     recorder.attempt_begins(Requested(1, source, TP2, 0, "test"), 1002.0)
-    recorder.step_done(_step(2, 0, 1000.95))  # ended before the notice, heard of after it
-    recorder.step_done(_step(3, 0, 1001.5))
-    recorder.step_done(_step(4, 0, 1003.0))
+    step(_step(2, 0, 1000.95))  # ended before the notice, heard of after it
+    step(_step(3, 0, 1001.5))
+    step(_step(4, 0, 1003.0))
     target = 1 if outcome == "completed" else 0
     if target:
-        recorder.step_done(_step(5, 1, 1006.0))
-        recorder.step_done(_step(6, 1, 1007.0))
+        step(_step(5, 1, 1006.0))
+        step(_step(6, 1, 1007.0))
     clock.advance(8.0)
     world = WorldRef(1, RankMap(TP2, (0, 1))) if target else source
     recorder.attempt_ended(Ended(1, "completed" if target else "aborted", "", world))
-    recorder.step_done(_step(7, target, 1009.5))
-    recorder.step_done(_step(8, target, 1010.5))
-    return [step.phase for step in metrics.steps]
+    step(_step(7, target, 1009.5))
+    step(_step(8, target, 1010.5))
+    return labels
 
 
 def test_steps_of_a_completed_handoff_carry_their_phase() -> None:

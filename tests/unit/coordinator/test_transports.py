@@ -8,7 +8,8 @@ from liver_hpc.clock import FakeClock
 from liver_hpc.protocol.messages import Transports
 from liver_hpc.run.recorder import RunRecorder
 from liver_hpc.run.records import NetworkRecord
-from tests.fakes import MemoryMetrics
+
+Rows = list[NetworkRecord]
 
 
 def told(worker: int, host: str, *kinds: str, generation: int = 0, workers: int = 2) -> Transports:
@@ -23,39 +24,37 @@ def told(worker: int, host: str, *kinds: str, generation: int = 0, workers: int 
 
 
 @pytest.fixture
-def metrics() -> MemoryMetrics:
-    return MemoryMetrics()
+def rows() -> Rows:
+    return []
 
 
 @pytest.fixture
-def recorder(metrics: MemoryMetrics) -> RunRecorder:
-    return RunRecorder(metrics, FakeClock())
+def recorder(rows: Rows) -> RunRecorder:
+    return RunRecorder(rows.append, FakeClock())  # type: ignore[arg-type]  # networks alone
 
 
 def test_a_world_is_recorded_once_all_its_workers_have_said_what_they_use(
-    recorder: RunRecorder, metrics: MemoryMetrics
+    recorder: RunRecorder, rows: Rows
 ) -> None:
     recorder.connected(told(1, "n2", "NET/IB"))
-    assert metrics.networks == []
+    assert rows == []
     assert 0 not in recorder.transports
     recorder.connected(told(0, "n1", "NET/IB", "SHM"))
-    assert metrics.networks == [
+    assert rows == [
         NetworkRecord(0, "NET/IB", "n1,n2", "n1: way of n1 | n2: way of n2"),
         NetworkRecord(0, "SHM", "n1", "n1: way of n1"),
     ]
     assert recorder.transports == {0: ("NET/IB", "SHM")}
 
 
-def test_worlds_that_connect_side_by_side_are_kept_apart(
-    recorder: RunRecorder, metrics: MemoryMetrics
-) -> None:
+def test_worlds_that_connect_side_by_side_are_kept_apart(recorder: RunRecorder, rows: Rows) -> None:
     recorder.connected(told(0, "n1", "gloo tcp", generation=1))
     recorder.connected(told(0, "n1", "NET/Socket", generation=2))
     recorder.connected(told(1, "n1", "gloo tcp", generation=1))
-    assert [record.generation for record in metrics.networks] == [1]
+    assert [record.generation for record in rows] == [1]
 
 
-def test_a_world_of_one_uses_none(recorder: RunRecorder, metrics: MemoryMetrics) -> None:
+def test_a_world_of_one_uses_none(recorder: RunRecorder, rows: Rows) -> None:
     recorder.connected(told(0, "n1", workers=1))
-    assert metrics.networks == []
+    assert rows == []
     assert recorder.transports == {0: ()}

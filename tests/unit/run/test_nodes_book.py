@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from liver_hpc.errors import LiverError
-from liver_hpc.run.node_events import Node, NodeWarned
-from liver_hpc.run.nodes import Capacity, Seat
+from liver_hpc.run.node_events import Node, NodeWarned, Seat
+from liver_hpc.run.nodes import HeldNodes
 
 
-def book(*nodes: Node, per_agent: int | None = None) -> Capacity:
-    capacity = Capacity(per_agent)
+def book(*nodes: Node, per_agent: int | None = None) -> HeldNodes:
+    capacity = HeldNodes(per_agent)
     for node in nodes:
         assert capacity.grant(node)
     return capacity

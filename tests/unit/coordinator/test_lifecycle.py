@@ -112,7 +112,7 @@ def test_a_worker_that_is_lost_as_the_run_ends_does_not_make_it_begin_again(
 ) -> None:
     """Also where there is a checkpoint to begin again from."""
     run = make(checkpoint={"keep": 1})
-    run.coordinator._course._checkpoints._last_step = 1
+    run.coordinator._run._checkpointed = (1, "a directory")
     for played in run.cluster.workers.values():
         played.script.mute = True  # the boundary is far
     if ending == "stopped":

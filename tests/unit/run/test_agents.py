@@ -1,0 +1,183 @@
+"""The book of agents and workers: who is expected, who is refused, and how everybody goes."""
+
+from __future__ import annotations
+
+import pytest
+
+from liver_hpc.clock import FakeClock
+from liver_hpc.errors import MeetingError
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.protocol.messages import Exit, Hello, Stop
+from liver_hpc.run.actions import Action, Disconnect, EndAgent, KillAgent, Launch, Send
+from liver_hpc.run.agents import TERMINATED, Agents
+from liver_hpc.run.node_events import Node
+from liver_hpc.run.nodes import HeldNodes
+from tests.fakes import tiny_run
+
+DP2 = Layout(1, 1, 2)
+BYE = Exit(reason="test")
+
+
+class Scene:
+    """A book of two workers to an agent, with a limit of 10 s for an exit."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.out: list[Action] = []
+        self.agents = Agents(tiny_run().deadlines, self.clock, self.out)
+        self.nodes = HeldNodes(workers_per_agent=2)
+        self.nodes.grant(Node("", "machine"))
+
+    def launch(self, generation: int, count: int) -> None:
+        self.agents.launch(generation, DP2, self.nodes.seats(count, self.agents.taken()))
+
+    def met(self, agent: str, workers: int = 2) -> None:
+        """The agent's workers have come, too."""
+        for worker in self.agents.meet(agent, workers):
+            self.join(worker)
+
+    def join(self, worker: int) -> int:
+        return self.agents.join(Hello(worker=worker, pid=1, host="h", booted_s=0.0))
+
+    def done(self, kind: type[Action]) -> list[Action]:
+        """What has been asked for of a kind, and is not asked about again."""
+        found = [action for action in self.out if isinstance(action, kind)]
+        self.out[:] = [action for action in self.out if not isinstance(action, kind)]
+        return found
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_ids_are_given_in_the_order_of_the_meetings_and_never_again(scene: Scene) -> None:
+    scene.launch(0, 4)
+    assert scene.agents.next_workers(2) == (0, 1)
+    assert scene.agents.meet("a1", 2) == (0, 1)
+    assert scene.agents.meet("a0", 2) == (2, 3)
+    scene.join(0)
+    scene.agents.leave(0)
+    scene.launch(1, 1)
+    assert scene.agents.meet("a2", 1) == (4,)
+    assert [len(launch.agents) for launch in scene.done(Launch)] == [2, 1]  # type: ignore[union-attr]
+
+
+def test_missing_names_agents_first_and_then_workers(scene: Scene) -> None:
+    scene.launch(0, 3)
+    assert scene.agents.missing(0) == "agent a0 to meet, agent a1 to meet"
+    scene.agents.meet("a0", 2)
+    scene.join(1)
+    assert scene.agents.missing(0) == "Hello of workers [0], agent a1 to meet"
+    scene.join(0)
+    scene.met("a1", workers=1)
+    assert scene.agents.missing(0) == ""
+    assert scene.agents.arrived(0) == (0, 1, 2)
+
+
+def test_agents_that_are_not_expected_are_turned_away(scene: Scene) -> None:
+    scene.launch(0, 2)
+    with pytest.raises(MeetingError, match="agent a7 is not expected"):
+        scene.agents.meet("a7", 2)
+    with pytest.raises(MeetingError, match="wanted 2 workers, got 3"):
+        scene.agents.meet("a0", 3)
+    scene.agents.meet("a0", 2)
+    with pytest.raises(MeetingError, match="has met already"):
+        scene.agents.meet("a0", 2)
+    scene.launch(1, 2)
+    scene.agents.dismiss(1)
+    with pytest.raises(MeetingError, match="agent a1 is not expected"):
+        scene.agents.meet("a1", 2)
+
+
+def test_a_worker_is_expected_once(scene: Scene) -> None:
+    scene.launch(0, 2)
+    scene.agents.meet("a0", 2)
+    assert not scene.agents.expects(5)
+    assert scene.agents.expects(0)
+    assert scene.join(0) == 0
+    assert not scene.agents.expects(0)
+
+
+def test_a_launch_that_fails_leaves_nothing_to_wait_for(scene: Scene) -> None:
+    scene.launch(1, 4)
+    assert scene.agents.launch_failed(("a0", "a1"), lost=("a0", "a1")) == (1, 4)
+    assert scene.agents.missing(1) == ""
+    assert scene.agents.taken() == {}
+
+
+def test_of_a_launch_that_fails_half_way_the_other_half_is_ended(scene: Scene) -> None:
+    scene.launch(1, 4)
+    scene.agents.launch_failed(("a0", "a1"), lost=("a1",))
+    scene.agents.reap()
+    assert scene.done(KillAgent) == [KillAgent("a0")]
+    assert scene.agents.ending()
+    scene.agents.ended("a0", 137)
+    assert scene.agents.taken() == {}
+
+
+def test_a_worker_that_was_told_to_exit_has_exit_s_for_it(scene: Scene) -> None:
+    scene.launch(0, 2)
+    scene.met("a0")
+    scene.agents.send((0,), BYE)
+    scene.clock.advance(9.0)
+    assert scene.agents.reap() == []
+    scene.clock.advance(1.0)
+    assert scene.agents.reap() == [0]
+    assert scene.done(Disconnect) == [Disconnect(0)]
+    assert not scene.agents.ending(), "worker 1 is still there"
+
+    scene.agents.send((1,), BYE)
+    assert scene.agents.leave(1)
+    assert scene.agents.reap() == []
+    scene.clock.advance(10.0)
+    scene.agents.reap()
+    scene.agents.reap()
+    assert scene.done(KillAgent) == [KillAgent("a0")]
+
+
+def test_agents_of_an_aborted_handoff_go_at_once_unless_all_their_workers_came(
+    scene: Scene,
+) -> None:
+    scene.launch(1, 4)
+    scene.met("a0")
+    scene.agents.dismiss(1)
+    assert [end.agent for end in scene.done(EndAgent)] == ["a0", "a1"]  # type: ignore[union-attr]
+    scene.agents.reap()
+    assert scene.done(KillAgent) == [KillAgent("a1")]
+    scene.clock.advance(10.0)
+    scene.agents.reap()
+    assert scene.done(KillAgent) == [KillAgent("a0")]
+
+
+def test_an_agent_that_listens_too_late_is_told_that_it_is_of_no_more_use(scene: Scene) -> None:
+    scene.launch(1, 2)
+    scene.agents.listens("a0")
+    assert scene.done(EndAgent) == []
+    scene.agents.dismiss(1)
+    scene.done(EndAgent)
+    scene.agents.listens("a0")
+    assert scene.done(EndAgent) == [EndAgent("a0", "it is of no more use")]
+
+
+def test_sending_to_those_who_are_gone_is_no_error(scene: Scene) -> None:
+    scene.launch(0, 2)
+    scene.met("a0")
+    scene.agents.leave(1)
+    scene.agents.send((0, 1, 9), Stop())
+    assert scene.done(Send) == [Send((0,), Stop())]
+    assert scene.agents.agent_of(0) == "a0"
+    scene.agents.send((0,), BYE)
+    assert scene.agents.agent_of(0) == "", "it was told to go"
+
+
+def test_fallen_agents_are_named(scene: Scene) -> None:
+    scene.launch(0, 4)
+    scene.met("a0")
+    assert scene.agents.fallen(0) == ""
+    scene.agents.ended("a0", 1)
+    assert scene.agents.fallen(0) == "", "its workers had come; their connections tell"
+    scene.agents.ended("a1", TERMINATED)
+    wanted = "agent a1 ended with exit code 143 before its workers were ready; see logs/*-a1.log"
+    assert scene.agents.fallen(0) == wanted
+    assert scene.agents.fallen_told(0)
