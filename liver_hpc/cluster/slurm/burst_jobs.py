@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from liver_hpc.clock import Clock
+from liver_hpc.cluster.slurm import words
 from liver_hpc.cluster.slurm.burst import BurstPolicy
-from liver_hpc.cluster.slurm.burst_script import SCRIPT_FILE, burst_arguments, burst_script
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.reaper import Reaper, cancel_all
 from liver_hpc.cluster.slurm.replies import COMPLETING, PENDING, RUNNING, JobInfo
+from liver_hpc.cluster.slurm.script import BURST_SCRIPT, burst_script
 from liver_hpc.config.schema import BurstSection, RunConfig
 
 RECORD_FILE = "burst.json"
@@ -82,7 +83,7 @@ class BurstJobs:
 
     def open(self) -> None:
         """Readies what the requests need. Raises SlurmError, OSError."""
-        script = self._run_directory / SCRIPT_FILE
+        script = self._run_directory / BURST_SCRIPT
         script.write_text(self._script, encoding="utf-8")
         script.chmod(0o700)
         if self._earlier_name:  # left by a coordinator that was killed
@@ -162,14 +163,11 @@ class BurstJobs:
             self._cancel(job)
             self.policy.ended(job, by_us=True)
         for request in self.policy.to_submit():
-            arguments = burst_arguments(
-                self._slurm, self._burst, request, self.name, self._run_directory
-            )
-            arguments += self._exclusion()
-            script = self._run_directory / SCRIPT_FILE
+            asked = words.burst(self._slurm, self._burst, request, self.name, self._run_directory)
+            script = self._run_directory / BURST_SCRIPT
             try:
                 job = self._commands.sbatch(
-                    arguments, script, [str(self._run_directory)], retry=False
+                    [*asked, *self._exclusion()], script, [str(self._run_directory)], retry=False
                 )
             except ControllerUnreachable:
                 self._unsure = True

@@ -9,7 +9,8 @@ import pytest
 
 from liver_hpc.clock import FakeClock
 from liver_hpc.cluster.slurm.burst_jobs import BurstJobs
-from liver_hpc.cluster.slurm.commands import Answer, ControllerUnreachable, JobInfo, SlurmCommands
+from liver_hpc.cluster.slurm.commands import Answer, ControllerUnreachable, SlurmCommands
+from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.config.schema import RunConfig
 
 BURST = {"partition": "preempt", "max_nodes": 2, "time_min": 60}
