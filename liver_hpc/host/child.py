@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import queue
 import secrets
@@ -30,6 +31,8 @@ from liver_hpc.host.marks import kill_marked
 _START_S = 30.0
 _KILL_S = 5.0
 _SET = "1"  # what a mark is set to
+
+_log = logging.getLogger(__name__)
 
 
 def new_mark() -> str:
@@ -162,9 +165,10 @@ def end_all(
         try:
             child.wait(deadline.remaining_s())
         except DeadlineError:
-            child.send_signal(
-                signal.SIGKILL
-            )  # it has no mark for a moment while it becomes another
+            if limit_s > 0:
+                _log.warning("%s has not ended %g s after %s", child.name, limit_s, first.name)
+            # By its number too: it has no mark for a moment while it becomes another program.
+            child.send_signal(signal.SIGKILL)
     killed: set[int] = set()
     for mark in {child.mark for child in children}:
         killed.update(kill_marked(mark, _SET, _KILL_S))

@@ -223,7 +223,9 @@ def test_end_takes_another_signal_first(shell: Shell) -> None:
     assert child.wait(0.0) == 4
 
 
-def test_end_kills_the_whole_tree_of_one_that_does_not_listen(shell: Shell) -> None:
+def test_end_kills_the_whole_tree_of_one_that_does_not_listen(
+    shell: Shell, caplog: pytest.LogCaptureFixture
+) -> None:
     child = shell(
         "trap '' TERM; (setsid sleep 61 &); sleep 62 & echo up; while :; do sleep 63; done"
     )
@@ -231,6 +233,7 @@ def test_end_kills_the_whole_tree_of_one_that_does_not_listen(shell: Shell) -> N
     poll_until(lambda: living(child) == 4, Deadline.after(SystemClock(), SOON_S, "the tree"))
     # The shell itself has been killed before the tree is looked for.
     assert len(child.end(0.2)) >= 3
+    assert "a shell has not ended 0.2 s after SIGTERM" in caplog.text
     assert child.wait(0.0) == 128 + signal.SIGKILL
     assert living(child) == 0
 
