@@ -1,11 +1,11 @@
-"""How agents come to run: the launcher, and its in-memory twin."""
+"""How agents come to run: the launcher, and what its kinds have in common."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,31 +176,3 @@ class Launcher(ABC):
         if agent not in self._agents:
             raise LiverError(f"agent {agent!r} was never launched")
         return self._agents[agent]
-
-
-class MemoryLauncher(Launcher):
-    """The in-memory twin: `start` is called for every request, and `end` plays a death."""
-
-    def __init__(self, start: Callable[[NodeRequest], None] = lambda request: None) -> None:
-        super().__init__()
-        self._start = start
-
-    def _prepare(self, request: NodeRequest) -> Launched:
-        return _Played(lambda: self._start(request))
-
-    def end(self, agent: str, exit_code: int) -> None:
-        """The agent ends by itself, unless it has ended before."""
-        if self.alive(agent):
-            self._known(agent).exit_code = exit_code
-
-
-class _Played(Launched):
-    def __init__(self, begin: Callable[[], None]) -> None:
-        self._begin = begin
-
-    def start(self) -> None:
-        self._begin()
-
-    def kill(self) -> None:
-        if self.exit_code is None:
-            self.exit_code = KILLED

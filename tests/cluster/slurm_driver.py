@@ -48,7 +48,7 @@ class Driver:
         environment = json.loads((run_directory / "job.json").read_text(encoding="utf-8"))
         slurm = config.cluster.slurm
         commands = SlurmCommands(slurm.command_s, slurm.unreachable_s)
-        allocation = OwnAllocation.from_environment(environment, config, commands)
+        allocation = OwnAllocation.from_environment(environment, config, commands.hostnames)
         self.pool = SlurmPool(config, commands, allocation, run_directory, SystemClock())
         agent = (sys.executable, str(run_directory / "agent.py"))
         self.launcher = SlurmLauncher(run_directory, config, commands, self.pool.place_of, agent)

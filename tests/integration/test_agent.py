@@ -9,12 +9,13 @@ import time
 
 import pytest
 
-from liver_hpc.cluster.launcher import KILLED, Launcher, MemoryLauncher, NodeRequest
+from liver_hpc.cluster.launcher import KILLED, Launcher, NodeRequest
 from liver_hpc.errors import LiverError
 from liver_hpc.node.agent import EXIT_BOOT, parse_options
 from liver_hpc.rendezvous.base import Identity, Refusal
 from liver_hpc.rendezvous.mpi.joiner import EXIT_NOT_MET
 from tests.integration.agents import Run, request, wait_for
+from tests.memory_launcher import MemoryLauncher
 
 pytestmark = pytest.mark.timeout(60)
 

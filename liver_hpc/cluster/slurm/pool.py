@@ -113,11 +113,11 @@ class SlurmPool(NodePool):
 
     def avoid(self, node: str) -> None:
         if self._burst is not None:
-            self._burst.avoid(node)
+            self._burst.avoided |= {node}
 
     def readmit(self, node: str) -> None:
         if self._burst is not None:
-            self._burst.readmit(node)
+            self._burst.avoided -= {node}
 
     def close(self) -> None:
         if self._ending.is_set():

@@ -7,7 +7,6 @@ from typing import cast
 import pytest
 
 from liver_hpc.clock import FakeClock
-from liver_hpc.cluster.launcher import MemoryLauncher
 from liver_hpc.coordinator.registry import WorkerRegistry
 from liver_hpc.errors import LiverError, MeetingError
 from liver_hpc.layout.coordinates import Layout
@@ -17,6 +16,7 @@ from liver_hpc.rendezvous.channel import Channel, ChannelClosed
 from liver_hpc.run.node_events import Node
 from liver_hpc.run.nodes import Capacity
 from tests.fakes import tiny_run
+from tests.memory_launcher import MemoryLauncher
 
 DP2 = Layout(1, 1, 2)
 
