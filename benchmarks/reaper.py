@@ -13,25 +13,28 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+from liver_hpc.host.child import Child, Command
 from liver_hpc.host.marks import kill_marked
 
 MARK = "LIVER_BENCHMARK"
-"""By this variable in their environment the guard finds the benchmark's processes."""
+"""By this variable in their environment the reaper finds the benchmark's processes."""
 
-_FINISHED = b"finished"
 _KILL_S = 30.0
-_END_S = 10.0
 
 
 @contextlib.contextmanager
 def nothing_outlives() -> Iterator[None]:
     """What is started inside is killed when this process dies before it has left the block."""
     value, before = secrets.token_hex(8), os.environ.get(MARK)
-    guard = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.reaper", value],
-        stdin=subprocess.PIPE,
-        env={name: setting for name, setting in os.environ.items() if name != MARK},
-        start_new_session=True,
+    reaper = Child(
+        Command(
+            "the benchmark's reaper",
+            [sys.executable, "-m", "benchmarks.reaper", value],
+            orphan_signal=None,
+            environment={name: setting for name, setting in os.environ.items() if name != MARK},
+            stdin=subprocess.PIPE,
+            apart="session",
+        )
     )
     os.environ[MARK] = value
     try:
@@ -41,13 +44,13 @@ def nothing_outlives() -> Iterator[None]:
             del os.environ[MARK]
         else:
             os.environ[MARK] = before
-        guard.communicate(_FINISHED, timeout=_END_S)
+        reaper.end(0.0)
 
 
 def main() -> None:
-    """Kills all that bear the mark once stdin has been closed without a word."""
-    if sys.stdin.buffer.read() != _FINISHED:
-        kill_marked(MARK, sys.argv[1], _KILL_S)
+    """Kills all that bear the mark once the benchmark, which alone holds the other end, is gone."""
+    sys.stdin.buffer.read()
+    kill_marked(MARK, sys.argv[1], _KILL_S)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from liver_hpc.clock import SystemClock
-from liver_hpc.cluster.launcher import MemoryLauncher, NodeRequest
+from liver_hpc.cluster.launcher import NodeRequest
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.errors import DeadlineError, MeetingError
 from liver_hpc.layout.coordinates import RankMap
@@ -16,6 +16,7 @@ from liver_hpc.rendezvous.base import Identity, MemoryRendezvous
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.run.node_events import Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
 from tests.fakes import Fault, FaultInjector, WorkerScript
+from tests.memory_launcher import MemoryLauncher
 
 
 class ScriptedWorker:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -27,8 +26,7 @@ from benchmarks.baseline.lines import (
 )
 from benchmarks.baseline.methods import Method
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.host.environment import clean_environment
-from liver_hpc.host.lifeline import guarded
+from liver_hpc.host.child import Child, Command, end_all, new_mark
 from liver_hpc.layout.coordinates import Layout
 
 Found = TypeVar("Found", bound=Line)
@@ -48,7 +46,7 @@ class Start:
 
 
 class Workers:
-    """The processes of one layout on this machine, in the calling process's care: they die with
+    """The processes of one layout on this machine, in the calling process's care: they end with
     it. `heard` is called for every step, in a thread of its own."""
 
     def __init__(self, start: Start, heard: Callable[[Stepped], None]) -> None:
@@ -57,40 +55,38 @@ class Workers:
         self._news = threading.Condition()
         self._lines: dict[int, list[News]] = {}
         self._ended: set[int] = set()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._mark = new_mark()
+        self._children: list[Child] = []
         self._writers: list[Writer] = []
         self._readers: list[threading.Thread] = []
         self._log = start.run_directory / "logs" / f"restart-{start.generation}.log"
-        self._log.parent.mkdir(parents=True, exist_ok=True)
         try:
             for rank in range(start.layout.workers):
                 self._spawn(rank)
-        except OSError as error:
+        except LiverError:
             self.kill()
-            raise LiverError(f"a worker of {start.layout} cannot be started: {error}") from error
+            raise
 
     def _spawn(self, rank: int) -> None:
         theirs_read, ours_write = os.pipe()
         ours_read, theirs_write = os.pipe()
         self._writers.append(Writer(ours_write))
         self._lines[rank] = []
+        command = Command(
+            f"worker {rank} of {self.start.layout}",
+            self._command(rank, theirs_read, theirs_write),
+            log=self._log,
+            pass_fds=(theirs_read, theirs_write),
+            mark=self._mark,
+        )
         try:
-            with self._log.open("ab") as log:
-                process = subprocess.Popen(
-                    guarded(self._command(rank, theirs_read, theirs_write)),
-                    env=clean_environment(os.environ),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(theirs_read, theirs_write),
-                )
-        except OSError:
+            self._children.append(Child(command))
+        except LiverError:
             os.close(ours_read)
             raise
         finally:
             os.close(theirs_read)
             os.close(theirs_write)
-        self._processes.append(process)
         reader = threading.Thread(
             target=self._listen, args=(rank, ours_read), name=f"rank-{rank}", daemon=True
         )
@@ -213,22 +209,14 @@ class Workers:
 
     def join(self, limit_s: float) -> None:
         """Waits for the end of all; raises LiverError when one of them failed."""
-        for rank, process in enumerate(self._processes):
-            try:
-                code = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                raise DeadlineError(f"waited {limit_s:g} s for worker {rank} to end") from None
-            if code != 0:
-                raise LiverError(f"worker {rank} ended with exit code {code}; see {self._log}")
+        for child in self._children:
+            if child.wait(limit_s) != 0:
+                raise LiverError(f"{child.name} ended with {child.how()}; see {self._log}")
         self._close()
 
     def kill(self) -> None:
         """Ends whatever still runs. Idempotent."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-        for process in self._processes:
-            process.wait(_KILL_S)
+        end_all(self._children, 0.0)
         self._close()
 
     def _close(self) -> None:

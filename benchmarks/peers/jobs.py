@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
-import subprocess
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -16,18 +14,15 @@ from threading import Event
 from types import TracebackType
 from typing import ClassVar
 
-import psutil
-
 from benchmarks.peers.events import JOIN, LEAVE, Change, Step, merged, settled
-from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import LiverError
+from liver_hpc.host.child import Child, Command, end_all
 from liver_hpc.host.environment import clean_environment
-from liver_hpc.host.lifeline import guarded
 
-TOKEN = "LIVER_PEER_JOB"
-"""Every process of a job has it in its environment, however far from here it was started."""
+MARK = "LIVER_PEER_JOB"
+"""A variable with such a name is in the environment of every process of a job."""
 POLL_S = 0.05
-KILL_S = 10.0
 
 
 class PeerJob(ABC):
@@ -43,9 +38,9 @@ class PeerJob(ABC):
     def __init__(self, directory: Path, limit_s: float) -> None:
         self.directory = directory
         self._limit_s = limit_s
-        self._token = uuid.uuid4().hex
-        self._members: list[subprocess.Popen[bytes]] = []
-        self._gone: list[subprocess.Popen[bytes]] = []
+        self._mark = f"{MARK}_{uuid.uuid4().hex}"
+        self._members: list[Child] = []
+        self._gone: list[Child] = []
 
     def __enter__(self) -> PeerJob:
         return self
@@ -107,29 +102,24 @@ class PeerJob(ABC):
 
     def _spawn(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         """Starts a member, in a session of its own; what it says goes to member-N.log."""
-        with (self.directory / f"member-{len(self._members) + len(self._gone)}.log").open(
-            "ab"
-        ) as log:
-            self._members.append(
-                subprocess.Popen(
-                    guarded(command),
-                    env={
-                        **clean_environment(os.environ),
-                        "OMP_NUM_THREADS": "1",
-                        **(environment or {}),
-                        TOKEN: self._token,
-                    },
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
+        number = len(self._members) + len(self._gone)
+        own = {"OMP_NUM_THREADS": "1", **(environment or {})}
+        self._members.append(
+            Child(
+                Command(
+                    f"member {number} of {type(self).__name__}",
+                    command,
+                    environment={**clean_environment(os.environ), **own},
+                    log=self.directory / f"member-{number}.log",
+                    apart="session",
+                    mark=self._mark,
                 )
             )
+        )
 
     def _end_last(self, number: signal.Signals) -> None:
-        member = self._members.pop()
-        self._gone.append(member)
-        member.send_signal(number)
+        self._gone.append(self._members.pop())
+        self._gone[-1].send_signal(number)
 
     def _until(self, holds: Callable[[], bool], what: str) -> None:
         """Raises LiverError when a member ends by itself, DeadlineError at the limit."""
@@ -137,11 +127,8 @@ class PeerJob(ABC):
         while not holds():
             deadline.check()
             for member in self._members:
-                if member.poll() is not None:
-                    raise LiverError(
-                        f"a process of {type(self).__name__} ended with {member.returncode}: "
-                        f"{self._last_words()}"
-                    )
+                if member.exit_code() is not None:
+                    raise LiverError(f"{member.name} ended: {member.how()}: {self._last_words()}")
             Event().wait(POLL_S)
 
     def _last_words(self) -> str:
@@ -151,28 +138,7 @@ class PeerJob(ABC):
 
     def close(self) -> None:
         """SIGKILL for every process of the job, wherever it has moved to. Idempotent."""
-        deadline = Deadline.after(SystemClock(), KILL_S, f"the end of {type(self).__name__}")
-
-        def all_gone() -> bool:
-            left = self._living()
-            for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            return not left
-
-        poll_until(all_gone, deadline, POLL_S)
-        for member in (*self._members, *self._gone):
-            member.wait(KILL_S)
-
-    def _living(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                if process.environ().get(TOKEN) == self._token:
-                    found.append(process)
-        return found
+        end_all([*self._members, *self._gone], 0.0)
 
 
 def free_port() -> int:

@@ -1,17 +1,25 @@
-"""How agents come to run: the launcher, and its in-memory twin."""
+"""How agents come to run: the launcher, and what its kinds have in common."""
 
 from __future__ import annotations
 
+import logging
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from liver_hpc.errors import LiverError
+from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.errors import DeadlineError, LiverError
 
 KILLED = 137
 """Exit code of an agent that was killed (128 + SIGKILL, as shells count)."""
 TERMINATED = 143
 """Exit code of an agent that was told to end by SIGTERM before it had met."""
+
+AGENT_MODULE = "liver_hpc.node.agent"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,83 +36,143 @@ class NodeRequest:
     slots: tuple[int, ...] = ()
     node: str = ""
 
+    def options(self, run_directory: Path) -> list[str]:
+        """The agent's command line after the program."""
+        words = ["--run-directory", str(run_directory), "--agent", self.agent]
+        words += ["--workers", str(self.workers), "--layout", self.layout]
+        return [*words, "--slots", ",".join(map(str, self.slots))] if self.slots else words
 
-class Launcher(ABC):
-    """Starts agents, tells whether they still run, and ends them. An agent's name is used once."""
+
+class Launched(ABC):
+    """One agent of a launcher. exit_code: None as long as anything of it lives."""
+
+    exit_code: int | None = None
 
     @abstractmethod
+    def start(self) -> None:
+        """Does not wait until it has booted. Raises LiverError."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Ends it; does not wait. Idempotent."""
+
+    def join(self, limit_s: float) -> bool:
+        """Whether it has ended, after at most so many seconds."""
+        return self.exit_code is not None
+
+
+class KeptAgent(Launched):
+    """An agent kept by a thread that waits for its end and buries it; another one kills it."""
+
+    def __init__(self, agent: str) -> None:
+        self.agent = agent
+        self._killed = threading.Event()
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        self._begin()
+        threading.Thread(target=self._keep, name=f"keep-{self.agent}", daemon=True).start()
+
+    def kill(self) -> None:
+        if not self._killed.is_set() and not self._ended.is_set():
+            self._killed.set()
+            threading.Thread(target=self._kill, name=f"kill-{self.agent}", daemon=True).start()
+
+    def join(self, limit_s: float) -> bool:
+        return self._ended.wait(limit_s)
+
+    def _keep(self) -> None:
+        code = KILLED
+        try:
+            code = self._bury()
+        except LiverError as error:
+            _log.error("agent %s: %s", self.agent, error)
+        finally:
+            self.exit_code = code
+            self._ended.set()
+            _log.info("agent %s ended with exit code %d", self.agent, code)
+
+    def _kill(self) -> None:
+        try:
+            self._end()
+        except LiverError as error:
+            _log.error("agent %s: %s", self.agent, error)
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Starts it. Raises LiverError."""
+
+    @abstractmethod
+    def _bury(self) -> int:
+        """Returns the exit code once nothing of the agent lives. Raises LiverError."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Has the agent end, whatever state it is in. Raises LiverError."""
+
+
+class Launcher(ABC):
+    """Starts agents, tells whether they still run, and ends them. An agent's name is used once.
+
+    close_s: how long killed agents may take to end.
+    """
+
+    def __init__(self, close_s: float = 0.0) -> None:
+        self._close_s = close_s
+        self._agents: dict[str, Launched] = {}
+        self._closed = False
+
+    @abstractmethod
+    def _prepare(self, request: NodeRequest) -> Launched:
+        """An agent that has not started. Raises LiverError when it never could."""
+
     def launch(self, requests: Sequence[NodeRequest]) -> None:
         """Starts an agent for every request; does not wait until it has booted.
 
-        Raises LiverError when that is impossible or a name was used before.
+        Raises LiverError when that is impossible or a name was used before; what has not started
+        then is not known.
         """
+        if self._closed:
+            raise LiverError("the launcher is closed")
+        names = [request.agent for request in requests]
+        again = sorted({name for name in names if name in self._agents or names.count(name) > 1})
+        if again:
+            raise LiverError(f"agents {again} were launched before; a name is used once")
+        for name, agent in [(request.agent, self._prepare(request)) for request in requests]:
+            self._agents[name] = agent
+            try:
+                agent.start()
+            except LiverError:
+                del self._agents[name]
+                raise
 
-    @abstractmethod
     def alive(self, agent: str) -> bool:
         """Whether anything of the agent still runs. Raises LiverError for an unknown agent."""
+        return self.exit_code(agent) is None
 
-    @abstractmethod
     def exit_code(self, agent: str) -> int | None:
         """How the agent ended, None while it is alive: 0 when all its workers ended well.
 
         The agent's own codes are in `liver_hpc.node.agent`; for an agent that died by a signal a
         launcher may report that signal's number, or 128 and that number.
         """
+        return self._known(agent).exit_code
 
-    @abstractmethod
     def kill(self, agent: str) -> None:
         """Ends the agent and its workers; `alive` tells when that is done. Idempotent."""
+        self._known(agent).kill()
 
-    @abstractmethod
     def close(self) -> None:
         """Ends all agents; afterwards nothing of them lives. Idempotent."""
-
-
-class MemoryLauncher(Launcher):
-    """The in-memory twin: `start` is called for every request, and `end` plays a death."""
-
-    def __init__(self, start: Callable[[NodeRequest], None] = lambda request: None) -> None:
-        self._start = start
-        self._exit_codes: dict[str, int | None] = {}
-        self._closed = False
-
-    def launch(self, requests: Sequence[NodeRequest]) -> None:
-        check_names(requests, self._exit_codes, self._closed)
-        for request in requests:
-            self._exit_codes[request.agent] = None
-            self._start(request)
-
-    def alive(self, agent: str) -> bool:
-        return self.exit_code(agent) is None
-
-    def exit_code(self, agent: str) -> int | None:
-        if agent not in self._exit_codes:
-            raise unknown_agent(agent)
-        return self._exit_codes[agent]
-
-    def kill(self, agent: str) -> None:
-        self.end(agent, KILLED)
-
-    def close(self) -> None:
         self._closed = True
-        for agent in self._exit_codes:
-            self.end(agent, KILLED)
+        for agent in self._agents.values():
+            agent.kill()
+        deadline = Deadline.after(SystemClock(), self._close_s, "killed agents to end")
+        left = [n for n, agent in self._agents.items() if not agent.join(deadline.remaining_s())]
+        if left:
+            raise DeadlineError(f"waited {self._close_s:g} s for killed agents {left} to end")
 
-    def end(self, agent: str, exit_code: int) -> None:
-        """The agent ends by itself, unless it has ended before."""
-        if self.alive(agent):
-            self._exit_codes[agent] = exit_code
-
-
-def check_names(requests: Sequence[NodeRequest], used: Container[str], closed: bool) -> None:
-    """Raises LiverError when `requests` cannot be launched beside the `used` names."""
-    if closed:
-        raise LiverError("the launcher is closed")
-    names = [request.agent for request in requests]
-    again = sorted({name for name in names if name in used or names.count(name) > 1})
-    if again:
-        raise LiverError(f"agents {again} were launched before; a name is used once")
-
-
-def unknown_agent(agent: str) -> LiverError:
-    return LiverError(f"agent {agent!r} was never launched")
+    def _known(self, agent: str) -> Launched:
+        if agent not in self._agents:
+            raise LiverError(f"agent {agent!r} was never launched")
+        return self._agents[agent]

@@ -2,50 +2,44 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from liver_hpc.run.node_events import Node, NodeGranted, PoolEvent
 
 
-class NodePool(ABC):
-    """Finds out which nodes the run holds, asks for more of them, and gives them back."""
+class NodePool:
+    """Finds out which nodes the run holds, asks for more of them, and gives them back.
 
-    @abstractmethod
+    No method blocks but `start` and `close`. Here nothing is asked for and nothing given back: what
+    holds nodes that come and go does more.
+    """
+
     def start(self, tell: Callable[[PoolEvent], None]) -> None:
         """From now on `tell` is called with every event, from any thread. Once.
 
         The nodes that are held already are told before it returns.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def warned(self, node: str, signal: str, at_s: float) -> None:
         """An agent on the node got a signal, such as "SIGTERM": finds out what that announces, then
-        tells of it.
+        tells of it."""
 
-        Does not block.
-        """
-
-    @abstractmethod
     def want(self, workers: int) -> None:
-        """How many workers the run could use on burst nodes, held or not. Does not block."""
+        """How many workers the run could use on burst nodes, held or not."""
 
-    @abstractmethod
     def give_back(self, node: str) -> None:
-        """No process of the run is on the node any more. Does not block.
+        """No process of the run is on the node any more.
 
         What can be returned of its allocation is; NodeGone follows where that is so.
         """
 
-    @abstractmethod
     def avoid(self, node: str) -> None:
-        """An operator wants the run off this node: it is not asked for again. Does not block."""
+        """An operator wants the run off this node: it is not asked for again."""
 
-    @abstractmethod
     def readmit(self, node: str) -> None:
-        """The operator wants the run off this node no longer. Does not block."""
+        """The operator wants the run off this node no longer."""
 
-    @abstractmethod
     def close(self) -> None:
         """Everything that was asked for while the run went on is returned. Idempotent."""
 
@@ -59,21 +53,3 @@ class FixedPool(NodePool):
     def start(self, tell: Callable[[PoolEvent], None]) -> None:
         for node in self._nodes:
             tell(NodeGranted(node))
-
-    def warned(self, node: str, signal: str, at_s: float) -> None:
-        pass
-
-    def want(self, workers: int) -> None:
-        pass
-
-    def give_back(self, node: str) -> None:
-        pass
-
-    def avoid(self, node: str) -> None:
-        pass
-
-    def readmit(self, node: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

@@ -116,7 +116,7 @@ def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePoo
 
     slurm = config.cluster.slurm
     commands = SlurmCommands(slurm.command_s, slurm.unreachable_s)
-    allocation = OwnAllocation.from_environment(os.environ, config, commands)
+    allocation = OwnAllocation.from_environment(os.environ, config, commands.hostnames)
     pool = SlurmPool(config, commands, allocation, run_directory, SystemClock())
     return SlurmLauncher(run_directory, config, commands, pool.place_of), pool
 

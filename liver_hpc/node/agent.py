@@ -17,13 +17,17 @@ and those of `rendezvous.joiner`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
+import queue
 import selectors
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,14 +35,13 @@ from typing import NoReturn
 
 from liver_hpc.clock import Clock, Deadline, SystemClock
 from liver_hpc.config.load import load_run
-from liver_hpc.config.schema import DeadlineSection
-from liver_hpc.errors import LiverError
-from liver_hpc.host.lifeline import on_parent_exit
+from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.host.lifeline import on_parent_exit, quiet_thread
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.node.channel import AgentChannel
 from liver_hpc.node.workers import WARNINGS, BootError, NodeWorkers, WorkerPlan
 from liver_hpc.protocol.messages import AgentHello, EndAgent, Warned, WorkerEnded
 from liver_hpc.rendezvous.base import Answer, Identity
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.rendezvous.mpi.joiner_process import JoinerProcess, NotMet, mpi_launch
 from liver_hpc.run.secret import read_secret
 
@@ -63,14 +66,15 @@ class Stopped(LiverError):
         self.signum = signum
 
 
-class Signals:
-    """Signals of this process as something to select on. To be made in its main thread."""
+class Wake:
+    """What the agent's loop selects on: signals of this process, and `wake` from any thread. To be
+    made in the main thread."""
 
     def __init__(self, signals: set[signal.Signals], clock: Clock) -> None:
         self._clock = clock
         self._arrived: list[tuple[int, float]] = []
-        self._reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for signum in signals:
             signal.signal(signum, self._note)
         # Whoever started us may have had them blocked.
@@ -79,16 +83,18 @@ class Signals:
     def fileno(self) -> int:
         return self._reader
 
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes, too
+            os.write(self._writer, b"\0")
+
     def drain(self) -> None:
         """Until the next one there is nothing to select."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             while os.read(self._reader, 4096):
                 pass
-        except BlockingIOError:
-            pass
 
     def take(self) -> list[tuple[int, float]]:
-        """What has come since the last call: numbers, and epoch seconds."""
+        """The signals that have come since the last call: numbers, and epoch seconds."""
         arrived, self._arrived = self._arrived, []
         return arrived
 
@@ -97,29 +103,110 @@ class Signals:
 
 
 @dataclass(frozen=True)
-class Options:
-    """The command line. warnings: signals that announce the end of the node are passed on."""
+class CoordinatorGone:
+    """The channel has ended, or never came to be; nothing follows."""
 
-    plan: WorkerPlan
-    warnings: bool
+    reason: str
+
+
+News = EndAgent | CoordinatorGone
+
+
+class AgentChannel:
+    """The agent's own control channel, which opens with `hello`; `wake` is called when there is
+    `news`.
+
+    Its thread connects and listens. It takes no signals, so that they all come to the main thread.
+    """
+
+    def __init__(
+        self, dial: Callable[[], Channel], hello: AgentHello, wake: Callable[[], None]
+    ) -> None:
+        self._dial = dial
+        self._hello = hello
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None  # once it stands
+        self._early: list[Warned | WorkerEnded] = []
+        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = quiet_thread(self._serve, "control")
+
+    @property
+    def stands(self) -> bool:
+        """Whether the coordinator hears what is sent."""
+        return self._channel is not None
+
+    def news(self) -> Iterator[News]:
+        """All that has come since the last call; does not block."""
+        while not self._news.empty():
+            yield self._news.get()
+
+    def send(self, message: Warned | WorkerEnded) -> None:
+        """Sends as soon as the channel stands; an end of it shows in the news."""
+        with self._lock:
+            channel = self._channel
+            if channel is None:
+                self._early.append(message)
+                return
+        try:
+            channel.send(message)
+        except ChannelClosed as error:
+            log.warning("the coordinator did not get %s: %s", message.type, error)
+
+    def close(self, limit_s: float) -> None:
+        """Ends the channel; what was sent before still arrives."""
+        with self._lock:
+            self._closed = True
+            channel = self._channel
+        if channel is not None:
+            channel.close()
+            self._thread.join(limit_s)
+
+    def _serve(self) -> None:
+        reason = "its thread has failed"
+        try:
+            self._listen(self._dial())
+        except (ChannelClosed, DeadlineError) as error:
+            reason = str(error)
+        finally:
+            self._channel = None
+            self._tell(CoordinatorGone(reason))
+
+    def _listen(self, channel: Channel) -> None:
+        channel.send(self._hello)
+        with self._lock:
+            if self._closed:
+                channel.close()
+            for early in self._early:
+                channel.send(early)
+            self._channel = channel
+        log.info("the channel stands")
+        while True:
+            message = channel.receive()
+            if isinstance(message, EndAgent):
+                self._tell(message)
+            else:
+                log.warning("%s: unexpected %s", channel.peer, message.type)
+
+    def _tell(self, news: News) -> None:
+        self._news.put(news)
+        self._wake()
 
 
 class Agent:
-    """The agent's life, in the order of its methods; all in the main thread.
+    """The agent from start to end, in the order of its methods; all in the main thread."""
 
-    Workers die with the thread that started them: hence the main thread and no other.
-    """
-
-    def __init__(self, options: Options) -> None:
-        self._plan = options.plan
-        self._warnings = frozenset(WARNINGS) if options.warnings else frozenset()
+    def __init__(self, plan: WorkerPlan) -> None:
+        self._plan = plan
+        self._warnings = frozenset(WARNINGS) if plan.sheltered else frozenset()
         self._clock = SystemClock()
         # A warning says nothing of the parent.
-        self._orphaned = signal.SIGINT if options.warnings else signal.SIGTERM
-        self._signals = Signals({signal.SIGTERM, signal.SIGINT, *self._warnings}, self._clock)
+        self._orphaned = signal.SIGINT if plan.sheltered else signal.SIGTERM
+        self._wake = Wake({signal.SIGTERM, signal.SIGINT, *self._warnings}, self._clock)
         self._channel: AgentChannel | None = None
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._signals, selectors.EVENT_READ, self._signals.drain)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._wake.drain)
         self._workers = NodeWorkers(self._plan, self._selector, self._worker_ended)
 
     def run(self) -> int:
@@ -132,7 +219,7 @@ class Agent:
             self._await_boot(deadlines.boot_s)
             answer = self._meet(deadlines.meet_s)
             self._workers.hand_out(answer)
-            channel = self._open_channel(answer, deadlines)
+            channel = self._open_channel(answer, deadlines.control_s)
             return self._supervise(channel, deadlines.exit_s)
         except Stopped as stop:
             log.info("%s: ending workers %s", stop, self._workers.living())
@@ -140,12 +227,12 @@ class Agent:
         finally:
             self._workers.end(deadlines.exit_s)
             if self._channel is not None:
-                self._channel.close()
+                self._channel.close(deadlines.control_s)
 
     def _turn(self, timeout_s: float | None) -> None:
         """Waits for the next events and deals with them. Raises Stopped and BootError."""
         ready = self._selector.select(timeout_s)
-        for signum, at_s in self._signals.take():
+        for signum, at_s in self._wake.take():
             self._signalled(signum, at_s)
         for key, _ in ready:
             key.data()
@@ -183,7 +270,7 @@ class Agent:
         log.info("met the rendezvous: workers %s", list(answer.worker_ids))
         return answer
 
-    def _open_channel(self, answer: Answer, deadlines: DeadlineSection) -> AgentChannel:
+    def _open_channel(self, answer: Answer, control_s: float) -> AgentChannel:
         hello = AgentHello(
             agent=self._plan.agent,
             host=socket.gethostname(),
@@ -191,13 +278,13 @@ class Agent:
             job=os.environ.get("SLURM_JOB_ID", ""),
             step=os.environ.get("SLURM_STEP_ID", ""),
         )
+        address = (answer.control_host, answer.control_port)
+        secret = read_secret(self._plan.run_directory / "secret")
         self._channel = AgentChannel(
-            (answer.control_host, answer.control_port),
-            read_secret(self._plan.run_directory / "secret"),
+            lambda: connect(address, secret, control_s, "the coordinator's control channel"),
             hello,
-            deadlines.control_s,
+            self._wake.wake,
         )
-        self._selector.register(self._channel, selectors.EVENT_READ, lambda: None)
         return self._channel
 
     def _supervise(self, channel: AgentChannel, exit_s: float) -> int:
@@ -237,7 +324,7 @@ class Agent:
             self._channel.send(WorkerEnded(agent=self._plan.agent, worker=worker, how=how))
 
 
-def parse_options(arguments: list[str] | None = None) -> Options:
+def parse_options(arguments: list[str] | None = None) -> WorkerPlan:
     """Reads the command line; exits with a usage message when it is wrong."""
     parser = argparse.ArgumentParser(prog="liver_hpc.node.agent", description=__doc__)
     parser.add_argument("--run-directory", type=Path, required=True)
@@ -254,7 +341,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
         slots = _slots(given.slots, given.workers)
     except ValueError as error:
         parser.error(f"--slots {given.slots}: {error}")
-    plan = WorkerPlan(
+    return WorkerPlan(
         run_directory=given.run_directory.absolute(),
         agent=given.agent,
         slots=slots,
@@ -262,7 +349,6 @@ def parse_options(arguments: list[str] | None = None) -> Options:
         command=tuple(given.worker_command or ()),
         sheltered=given.warnings,
     )
-    return Options(plan, given.warnings)
 
 
 def _slots(text: str | None, workers: int) -> tuple[int, ...]:
@@ -292,10 +378,10 @@ def _log_to(plan: WorkerPlan) -> None:
 
 def main() -> NoReturn:
     """Runs the agent and exits with its code."""
-    options = parse_options()
-    _log_to(options.plan)
+    plan = parse_options()
+    _log_to(plan)
     try:
-        code = Agent(options).run()
+        code = Agent(plan).run()
     except BootError as error:
         log.error("%s", error)
         code = EXIT_BOOT

@@ -13,13 +13,11 @@ import sys
 import threading
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import LiverError
 from liver_hpc.protocol.messages import KeeperHello
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ChannelRefused, connect
-from liver_hpc.run.outcome import COORDINATOR_FILE
+from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.secret import read_secret
 
 CONNECT_S = 30.0
@@ -31,27 +29,19 @@ _RETRY_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class _Address(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-    host: str
-    port: int
-
-
-def find_coordinator(run_directory: Path, limit_s: float = CONNECT_S) -> Channel:
+def find_coordinator(run: RunDirectory, limit_s: float = CONNECT_S) -> Channel:
     """A channel to the run's coordinator. Raises LiverError when there is none in time."""
-    secret = read_secret(run_directory / "secret")
-    deadline = Deadline.after(SystemClock(), limit_s, f"the coordinator of {run_directory}")
+    secret = read_secret(run.secret_path)
+    deadline = Deadline.after(SystemClock(), limit_s, f"the coordinator of {run.path}")
     pause = threading.Event()
     while True:
         try:
-            text = (run_directory / COORDINATOR_FILE).read_text(encoding="utf-8")
-            address = _Address.model_validate_json(text)
-            there = (address.host, address.port)
-            return connect(there, secret, max(deadline.remaining_s(), 0.1), "the coordinator")
+            if (at := run.coordinator()) is not None:
+                left_s = max(deadline.remaining_s(), 0.1)
+                return connect((at.host, at.port), secret, left_s, "the coordinator")
         except ChannelRefused:
             raise
-        except (OSError, ValidationError, ChannelClosed) as error:
+        except ChannelClosed as error:
             log.info("no coordinator yet: %s", error)
         deadline.check()
         pause.wait(min(_RETRY_S, deadline.remaining_s()))
@@ -59,7 +49,7 @@ def find_coordinator(run_directory: Path, limit_s: float = CONNECT_S) -> Channel
 
 def keep(run_directory: Path, job: str, limit_s: float = CONNECT_S) -> None:
     """Returns when the run is over. Raises LiverError when there is none to begin with."""
-    channel = find_coordinator(run_directory, limit_s)
+    channel = find_coordinator(RunDirectory(run_directory), limit_s)
     try:
         channel.send(KeeperHello(job=job, host=socket.gethostname()))
         log.info("keeps job %s for %s", job, channel.peer)

@@ -6,29 +6,30 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import selectors
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.host.child import Child, Command, end_all, new_mark
 from liver_hpc.host.environment import clean_environment
-from liver_hpc.host.lifeline import guarded
-from liver_hpc.host.marks import kill_marked
 from liver_hpc.rendezvous.base import Answer
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """By these Slurm announces the end of a node, to the agent and maybe to all below it."""
 
-_MARK = "LIVER_AGENT_WORKERS"
 _MAX_LINE_BYTES = 4096
 _REAP_S = 1.0
+_DEFAULTS = {
+    # Several workers share a machine: two threads each would be slower than one.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # Threads that come and go with every handoff would each leave a heap of their own behind.
+    "MALLOC_ARENA_MAX": "1",
+}
 
 log = logging.getLogger(__name__)
 
@@ -63,28 +64,24 @@ class WorkerPlan:
 
 
 @dataclass
-class _Child:
-    """One worker: its process, and the agent's ends of its two pipes.
-
-    end: a pidfd, readable once the process has ended. worker: its id, once it was told.
-    """
+class _Worker:
+    """One worker: its process, and the agent's ends of its two pipes. number: its id, once it was
+    told."""
 
     index: int
-    process: subprocess.Popen[bytes]
-    end: int
+    process: Child
     from_worker: int
     to_worker: int
     said: bytes = b""
     booted: bool = False
-    worker: int | None = None
+    number: int | None = None
 
 
 class NodeWorkers:
     """Registers what is to be waited for with `selector`, with a function to be called then.
 
     These raise BootError as long as no ids were handed out. From then on `report` is called for
-    every worker that does not end well, with its id and how it ended. All in one thread, with
-    which the workers die.
+    every worker that does not end well, with its id and how it ended. All in one thread.
     """
 
     def __init__(
@@ -96,150 +93,111 @@ class NodeWorkers:
         self._plan = plan
         self._selector = selector
         self._report = report
-        self._mark = secrets.token_hex(8)
-        self._children: list[_Child] = []
+        self._mark = new_mark()
+        self._workers: list[_Worker] = []
 
     def start(self) -> None:
+        """Raises LiverError."""
         for index in range(len(self._plan.slots)):
-            self._children.append(self._spawn(index))
+            self._workers.append(self._spawn(index))
 
     def booting(self) -> list[int]:
         """Those that have not booted yet, by their number on this node."""
-        return [child.index for child in self._children if not child.booted]
+        return [worker.index for worker in self._workers if not worker.booted]
 
     def living(self) -> list[int]:
-        return [child.index for child in self._children if child.process.poll() is None]
+        return [worker.index for worker in self._workers if worker.process.exit_code() is None]
 
     def worst(self) -> int:
-        """The highest exit code of those that have ended, as `worst` counts."""
-        codes = [child.process.poll() for child in self._children]
-        return worst(code for code in codes if code is not None)
+        """The highest exit code of those that have ended; for a death by signal n, 128 + n."""
+        return max((worker.process.exit_code() or 0 for worker in self._workers), default=0)
 
     def hand_out(self, answer: Answer) -> None:
         """Tells every worker its id and where the coordinator listens."""
-        for child, worker in zip(self._children, answer.worker_ids, strict=True):
-            child.worker = worker
-            told = {"worker": worker, "host": answer.control_host, "port": answer.control_port}
+        for worker, number in zip(self._workers, answer.worker_ids, strict=True):
+            worker.number = number
+            told = {"worker": number, "host": answer.control_host, "port": answer.control_port}
             try:
-                os.write(child.to_worker, json.dumps(told).encode() + b"\n")
+                os.write(worker.to_worker, json.dumps(told).encode() + b"\n")
             except BrokenPipeError:
-                log.error("worker %d does not listen", child.index)
+                log.error("worker %d does not listen", worker.index)
             finally:
-                os.close(child.to_worker)
+                os.close(worker.to_worker)
 
     def end(self, exit_s: float) -> None:
         """Tells the living to end, kills those that live on after `exit_s`; nothing is left."""
-        polite = signal.SIGHUP if self._plan.sheltered else signal.SIGTERM
-        living = [child for child in self._children if child.process.poll() is None]
-        for child in living:
-            self._signal(child, polite)
-        deadline = Deadline.after(SystemClock(), exit_s, "workers to end")
-        for child in living:
-            try:
-                child.process.wait(deadline.remaining_s())
-            except subprocess.TimeoutExpired:
-                log.warning(
-                    "worker %d has not ended %g s after %s", child.index, exit_s, polite.name
-                )
-                self._signal(child, signal.SIGKILL)
-        for child in living:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
-                child.process.wait(_REAP_S)
+        first = signal.SIGHUP if self._plan.sheltered else signal.SIGTERM
         try:
-            kill_marked(_MARK, self._mark, _REAP_S)  # what they have started
+            end_all([worker.process for worker in self._workers], exit_s, first)
         except DeadlineError as error:
             log.error("%s", error)
 
     # ---- one worker
 
-    def _spawn(self, index: int) -> _Child:
+    def _spawn(self, index: int) -> _Worker:
         plan = self._plan
         read_by_worker, to_worker = os.pipe()
         from_worker, written_by_worker = os.pipe()
-        environment = {
-            **clean_environment(os.environ),
-            _MARK: self._mark,
+        told = {
             "LIVER_LOCAL_RANK": str(plan.slots[index]),
             "LIVER_AGENT_READ_FD": str(read_by_worker),
             "LIVER_AGENT_WRITE_FD": str(written_by_worker),
         }
-        # Several workers share a machine: two threads each would be slower than one.
-        environment.setdefault("OMP_NUM_THREADS", "1")
-        environment.setdefault("MKL_NUM_THREADS", "1")
-        # Threads that come and go with every handoff would each leave a heap of their own behind.
-        environment.setdefault("MALLOC_ARENA_MAX", "1")
-        ignored = WARNINGS if plan.sheltered else ()
-        with plan.log_of(index).open("ab") as output, _blocked(ignored):
-            process = subprocess.Popen(
-                guarded(plan.command_line(), ignored=ignored),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(read_by_worker, written_by_worker),
-                process_group=0 if plan.sheltered else None,
-            )
-        os.close(read_by_worker)
-        os.close(written_by_worker)
-        end = os.pidfd_open(process.pid)
-        child = _Child(index, process, end, from_worker, to_worker)
-        self._selector.register(from_worker, selectors.EVENT_READ, lambda: self._listen(child))
-        self._selector.register(end, selectors.EVENT_READ, lambda: self._ended(child))
-        return child
+        command = Command(
+            f"worker {index}",
+            plan.command_line(),
+            environment={**_DEFAULTS, **clean_environment(os.environ), **told},
+            log=plan.log_of(index),
+            pass_fds=(read_by_worker, written_by_worker),
+            apart="group" if plan.sheltered else None,
+            ignored=WARNINGS if plan.sheltered else (),
+            mark=self._mark,
+        )
+        try:
+            process = Child(command)
+        finally:
+            os.close(read_by_worker)
+            os.close(written_by_worker)
+        worker = _Worker(index, process, from_worker, to_worker)
+        self._selector.register(from_worker, selectors.EVENT_READ, lambda: self._listen(worker))
+        self._selector.register(process, selectors.EVENT_READ, lambda: self._ended(worker))
+        return worker
 
-    def _listen(self, child: _Child) -> None:
+    def _listen(self, worker: _Worker) -> None:
         """Reads what a worker wrote; its end of the pipe is of no more use once it has booted."""
-        data = os.read(child.from_worker, _MAX_LINE_BYTES)
-        child.said += data
-        line, newline, _ = child.said.partition(b"\n")
-        if data and not newline and len(child.said) < _MAX_LINE_BYTES:
+        data = os.read(worker.from_worker, _MAX_LINE_BYTES)
+        worker.said += data
+        line, newline, _ = worker.said.partition(b"\n")
+        if data and not newline and len(worker.said) < _MAX_LINE_BYTES:
             return
-        self._selector.unregister(child.from_worker)
-        os.close(child.from_worker)
-        child.booted = bool(newline) and _says_booted(line)
-        if not child.booted:
-            what = f"said {child.said[:80]!r} instead of having booted" if data else "ended in boot"
-            raise BootError(self._obituary(child, what))
+        self._selector.unregister(worker.from_worker)
+        os.close(worker.from_worker)
+        worker.booted = bool(newline) and _says_booted(line)
+        if not worker.booted:
+            what = (
+                f"said {worker.said[:80]!r} instead of having booted" if data else "ended in boot"
+            )
+            raise BootError(self._obituary(worker, what))
 
-    def _ended(self, child: _Child) -> None:
-        code = child.process.poll()
+    def _ended(self, worker: _Worker) -> None:
+        code = worker.process.exit_code()
         if code is None:
             return
-        self._selector.unregister(child.end)
-        os.close(child.end)
-        if child.worker is None:
-            raise BootError(self._obituary(child, "ended in boot"))
-        log.info("worker %d ended: %s", child.index, _how(code))
+        self._selector.unregister(worker.process)
+        if worker.number is None:
+            raise BootError(self._obituary(worker, "ended in boot"))
+        log.info("worker %d ended: %s", worker.index, worker.process.how())
         if code != 0:
-            name = self._plan.log_of(child.index).name
-            self._report(child.worker, f"{_how(code)}; see logs/{name}")
+            name = self._plan.log_of(worker.index).name
+            self._report(worker.number, f"{worker.process.how()}; see logs/{name}")
 
-    def _obituary(self, child: _Child, what: str) -> str:
-        try:
-            end = _how(child.process.wait(_REAP_S))
-        except subprocess.TimeoutExpired:
-            end = "still running"
+    def _obituary(self, worker: _Worker, what: str) -> str:
+        with contextlib.suppress(DeadlineError):
+            worker.process.wait(_REAP_S)
         return (
-            f"worker {child.index} of agent {self._plan.agent} {what} ({end}); "
-            f"see {self._plan.log_of(child.index)}"
+            f"worker {worker.index} of agent {self._plan.agent} {what} ({worker.process.how()}); "
+            f"see {self._plan.log_of(worker.index)}"
         )
-
-    def _signal(self, child: _Child, signum: signal.Signals) -> None:
-        """To a worker that was not waited for yet; a sheltered one's whole group."""
-        if self._plan.sheltered:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.process.pid, signum)
-        else:
-            child.process.send_signal(signum)
-
-
-def worst(codes: Iterable[int]) -> int:
-    """The highest of the workers' exit codes, a death by signal n counted as 128 + n."""
-    return max((code if code >= 0 else 128 - code for code in codes), default=0)
-
-
-def _how(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _says_booted(line: bytes) -> bool:
@@ -248,13 +206,3 @@ def _says_booted(line: bytes) -> bool:
     except ValueError:
         return False
     return isinstance(said, Mapping) and said.get("booted") is True
-
-
-@contextmanager
-def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """A child that is started meanwhile begins with them blocked; here they come afterwards."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.peers.__main__ import result, run
 from benchmarks.peers.events import JOIN, LEAVE, Change, Step, cost_of, loss_difference, merged
-from benchmarks.peers.jobs import TOKEN
+from benchmarks.peers.jobs import MARK
 from benchmarks.peers.trial import LIVE, PEERS, QUICK, Peer, Row, Trial, try_peer
 from liver_hpc.errors import LiverError
 
@@ -106,6 +106,8 @@ def test_torchrun_joins_and_leaves_no_process(tmp_path: Path) -> None:
 
 def _is_of_a_job(process: psutil.Process, directory: Path) -> bool:
     try:
-        return TOKEN in process.environ() and str(directory) in " ".join(process.cmdline())
+        return any(name.startswith(MARK) for name in process.environ()) and str(
+            directory
+        ) in " ".join(process.cmdline())
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
+from liver_hpc.cluster.slurm.replies import Hostnames
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
-
-
-class Expands(Protocol):
-    """What is needed of SlurmCommands here."""
-
-    def hostnames(self, nodelist: str) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class OwnAllocation:
 
     @classmethod
     def from_environment(
-        cls, environ: Mapping[str, str], config: RunConfig, commands: Expands
+        cls, environ: Mapping[str, str], config: RunConfig, hostnames: Hostnames
     ) -> OwnAllocation:
         """Reads what Slurm tells the batch script of a job.
 
@@ -76,7 +70,7 @@ class OwnAllocation:
             Component(
                 index,
                 _wanted(environ, f"SLURM_JOB_ID{suffix}", job_id),
-                commands.hostnames(_wanted(environ, f"SLURM_JOB_NODELIST{suffix}", job_id)),
+                hostnames(_wanted(environ, f"SLURM_JOB_NODELIST{suffix}", job_id)),
                 environ.get(f"SLURM_JOB_PARTITION{suffix}", ""),
             )
             for index, suffix in enumerate(suffixes)

@@ -2,49 +2,46 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, ValidationError
+
 from liver_hpc.clock import Clock
+from liver_hpc.cluster.slurm import words
 from liver_hpc.cluster.slurm.burst import BurstPolicy
-from liver_hpc.cluster.slurm.burst_script import SCRIPT_FILE, burst_arguments, burst_script
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.reaper import Reaper, cancel_all
 from liver_hpc.cluster.slurm.replies import COMPLETING, PENDING, RUNNING, JobInfo
+from liver_hpc.cluster.slurm.script import BURST_SCRIPT, burst_script
 from liver_hpc.config.schema import BurstSection, RunConfig
-from liver_hpc.host.files import write_whole
+from liver_hpc.run.outcome import write_private_json
 
 RECORD_FILE = "burst.json"
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Record:
-    """burst.json: the name of this life's jobs, and what all lives have used so far."""
+class _Record(BaseModel):
+    """burst.json: the name of the jobs that this coordinator asks for, and what all coordinators of
+    the run have used so far."""
 
-    job_name: str
-    node_hours: float
+    job_name: str = ""
+    node_hours: float = 0.0
 
     @classmethod
-    def read(cls, path: Path) -> _Record | None:
+    def read(cls, path: Path) -> _Record:
+        """An empty one before there is a file, and for one that is damaged."""
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            return cls(str(data["job_name"]), float(data["node_hours"]))
+            return cls.model_validate_json(path.read_bytes())
         except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError) as error:
+            return cls()
+        except ValidationError as error:
             log.warning("%s is ignored: %r", path, error)
-            return None
-
-    def write(self, path: Path) -> None:
-        text = json.dumps({"job_name": self.job_name, "node_hours": self.node_hours})
-        write_whole(path, text + "\n")
+            return cls()
 
 
 class BurstJobs:
@@ -64,15 +61,15 @@ class BurstJobs:
         self._commands = commands
         self._run_directory = run_directory.absolute()
         self._record_path = run_directory / RECORD_FILE
-        self._avoided: frozenset[str] = frozenset()
+        self.avoided: frozenset[str] = frozenset()  # no request names them; set by any thread
         earlier = _Record.read(self._record_path)
-        self._earlier_name = earlier.job_name if earlier else ""
+        self._earlier_name = earlier.job_name
         self.name = f"{self._run_directory.name}-burst-{secrets.token_hex(4)}"
         self.policy = BurstPolicy(
             burst,
             config.cluster.slots(burst),
             clock,
-            spent_node_hours=earlier.node_hours if earlier else 0.0,
+            spent_node_hours=earlier.node_hours,
             shortest_min=math.floor(self._slurm.end_window_s / 60) + 1,
         )
         self._pending: dict[str, str] = {}  # with the reason that was last told
@@ -81,29 +78,22 @@ class BurstJobs:
 
     def open(self) -> None:
         """Readies what the requests need. Raises SlurmError, OSError."""
-        script = self._run_directory / SCRIPT_FILE
+        script = self._run_directory / BURST_SCRIPT
         script.write_text(self._script, encoding="utf-8")
         script.chmod(0o700)
         if self._earlier_name:  # left by a coordinator that was killed
             self._commands.cancel_named(self._earlier_name)
         self.save()
-        log_path = self._run_directory / "logs" / "guard.log"
+        log_path = self._run_directory / "logs" / "reaper.log"
         self._reaper = Reaper(self.name, self._slurm.command_s, self._slurm.unreachable_s, log_path)
 
     def save(self) -> None:
         """Notes what has been used of the cap; a full disk must not cost a grant, or its end."""
         try:
-            _Record(self.name, self.policy.node_hours).write(self._record_path)
+            record = _Record(job_name=self.name, node_hours=self.policy.node_hours)
+            write_private_json(self._record_path, record.model_dump())
         except OSError as error:
             log.warning("%s: %s", self._record_path, error)
-
-    def avoid(self, node: str) -> None:
-        """From any thread: no request names this node again; one that stands already may get it."""
-        self._avoided = self._avoided | {node}
-
-    def readmit(self, node: str) -> None:
-        """From any thread: requests may name it again."""
-        self._avoided = self._avoided - {node}
 
     @property
     def pending(self) -> list[str]:
@@ -161,14 +151,11 @@ class BurstJobs:
             self._cancel(job)
             self.policy.ended(job, by_us=True)
         for request in self.policy.to_submit():
-            arguments = burst_arguments(
-                self._slurm, self._burst, request, self.name, self._run_directory
-            )
-            arguments += self._exclusion()
-            script = self._run_directory / SCRIPT_FILE
+            asked = words.burst(self._slurm, self._burst, request, self.name, self._run_directory)
+            script = self._run_directory / BURST_SCRIPT
             try:
                 job = self._commands.sbatch(
-                    arguments, script, [str(self._run_directory)], retry=False
+                    [*asked, *self._exclusion()], script, [str(self._run_directory)], retry=False
                 )
             except ControllerUnreachable:
                 self._unsure = True
@@ -183,17 +170,17 @@ class BurstJobs:
 
     def _exclusion(self) -> list[str]:
         """sbatch's option for the nodes to avoid, and for those that the run file excludes."""
-        if not self._avoided:
+        if not self.avoided:
             return []
         given = self._burst.options.get("exclude")
-        return [f"--exclude={','.join([*sorted(self._avoided), *([str(given)] if given else [])])}"]
+        return [f"--exclude={','.join([*sorted(self.avoided), *([str(given)] if given else [])])}"]
 
     def _cancel(self, job: str) -> None:
         self._commands.cancel(job, retry=False)
         self._pending.pop(job, None)
 
     def close(self) -> None:
-        """Ends all burst jobs. Raises LiverError when that fails; the guard then stays to do it."""
+        """Ends all burst jobs. Raises LiverError when that fails; the reaper does it then."""
         if self._reaper is None:
             return
         self.save()

@@ -1,6 +1,6 @@
-"""Slurm's commands: argument lists, a deadline on every call, retries while the controller is away.
+"""Slurm's commands: a deadline on every call, retries while the controller does not answer.
 
-Nothing here decides anything. What the commands print is taken apart by `replies`.
+Nothing here decides anything. `words` has the command lines, `replies` takes apart what they print.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from liver_hpc.clock import Clock, SystemClock
+from liver_hpc.cluster.slurm import words
 from liver_hpc.cluster.slurm.replies import (
-    JOB_FORMAT,
-    STEP_FORMAT,
     JobInfo,
     PartitionInfo,
     StepInfo,
@@ -31,22 +30,10 @@ from liver_hpc.cluster.slurm.replies import (
 from liver_hpc.errors import LiverError
 from liver_hpc.host.environment import clean_environment
 
-__all__ = [
-    "Answer",
-    "CommandRunner",
-    "ControllerUnreachable",
-    "JobInfo",
-    "PartitionInfo",
-    "SlurmCommands",
-    "SlurmError",
-    "StepInfo",
-    "run_command",
-]
-
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
 
-_AWAY = (
+_UNREACHABLE = (
     "Unable to contact slurm controller",
     "Socket timed out",
     "Connection refused",
@@ -73,9 +60,8 @@ _log = logging.getLogger(__name__)
 class SlurmError(LiverError):
     """A command of Slurm failed: its words, its exit code and what it complained about."""
 
-    def __init__(self, words: Sequence[str], code: int, complaint: str) -> None:
-        super().__init__(f"{' '.join(words)}: exit code {code}: {complaint or 'said nothing'}")
-        self.words = tuple(words)
+    def __init__(self, line: Sequence[str], code: int, complaint: str) -> None:
+        super().__init__(f"{' '.join(line)}: exit code {code}: {complaint or 'said nothing'}")
         self.code = code
         self.complaint = complaint
 
@@ -142,7 +128,6 @@ class SlurmCommands:
         self._run = run
         self._closed = threading.Event()
         self._hosts: dict[str, tuple[str, ...]] = {}
-        self._hosts_lock = threading.Lock()
 
     def with_timeout(self, command_s: float) -> SlurmCommands:
         """The same cluster asked with another deadline, and nothing repeated."""
@@ -158,28 +143,26 @@ class SlurmCommands:
         self,
         arguments: Sequence[str],
         script: Path,
-        words: Sequence[str] = (),
+        told: Sequence[str] = (),
         retry: bool = True,
     ) -> str:
-        """Submits `script` with `words` as its arguments; the job's id (a het job's leader)."""
-        output = self._call(["sbatch", "--parsable", *arguments, str(script), *words], retry)
-        return parse_job_id(output)
+        """Submits `script`, which is told `told`; the job's id (a het job's leader)."""
+        return parse_job_id(self._call(words.sbatch(arguments, script, told), retry))
 
     def cancel(self, job: str, signal: str = "", retry: bool = True) -> None:
         """Ends a job, a component ("123+1", or its own id) or a step ("123.4").
 
         With `signal`, that signal is sent instead. What is over already is fine.
         """
-        how = [f"--signal={signal}"] if signal else []
-        self._call(["scancel", *how, job], retry, fine=_OVER)
+        self._call(words.cancel(job, signal), retry, fine=_OVER)
 
     def cancel_named(self, name: str, retry: bool = True) -> None:
         """Ends all jobs of this user that have this name, also pending ones."""
-        self._call(["scancel", f"--user={os.geteuid()}", f"--name={name}"], retry, fine=_OVER)
+        self._call(words.cancel_named(name, os.geteuid()), retry, fine=_OVER)
 
     def requeue(self, job: str, retry: bool = True) -> None:
         """Ends a job and has it start again later."""
-        self._call(["scontrol", "requeue", job], retry)
+        self._call(words.requeue(job), retry)
 
     def jobs(self, ids: Sequence[str], retry: bool = True) -> dict[str, JobInfo]:
         """Those of `ids` that are not over, by their own id; a leader's id means all components.
@@ -188,22 +171,20 @@ class SlurmCommands:
         """
         if not ids:
             return {}
-        return self._squeue([f"--jobs={','.join(ids)}"], retry)
+        return self._squeue(words.jobs(ids), retry)
 
     def named(self, name: str, retry: bool = True) -> dict[str, JobInfo]:
         """The jobs of this user with this name that are not over."""
-        return self._squeue([f"--user={os.geteuid()}", f"--name={name}"], retry)
+        return self._squeue(words.jobs_named(name, os.geteuid()), retry)
 
-    def _squeue(self, which: Sequence[str], retry: bool) -> dict[str, JobInfo]:
-        words = ["squeue", "--noheader", *which, f"--format={JOB_FORMAT}"]
-        lines = self._call(words, retry, fine=_UNKNOWN_JOB).splitlines()
+    def _squeue(self, line: Sequence[str], retry: bool) -> dict[str, JobInfo]:
+        lines = self._call(line, retry, fine=_UNKNOWN_JOB).splitlines()
         found = [parse_job_line(line, self.hostnames) for line in lines if line.strip()]
         return {job.job_id: job for job in found}
 
     def steps(self, job: str, retry: bool = True) -> list[StepInfo]:
         """The steps of a job that have not ended; a component is asked for by its own id."""
-        words = ["squeue", "--noheader", "--steps", f"--jobs={job}", f"--format={STEP_FORMAT}"]
-        lines = self._call(words, retry, fine=_UNKNOWN_JOB).splitlines()
+        lines = self._call(words.steps(job), retry, fine=_UNKNOWN_JOB).splitlines()
         return [parse_step_line(line, self.hostnames) for line in lines if line.strip()]
 
     # ---- the cluster
@@ -212,46 +193,40 @@ class SlurmCommands:
         """Each node's state with its flags, such as "allocated+drain", "idle" or "down"."""
         if not names:
             return {}
-        words = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(names)}"]
-        return parse_node_states(self._call([*words, "--Format=NodeList:|,StateComplete:|"], retry))
+        return parse_node_states(self._call(words.node_states(names), retry))
 
     def hostnames(self, nodelist: str) -> tuple[str, ...]:
         """The nodes of "n[1-3,7]", in order; asks no controller."""
         if is_one_host(nodelist):
             return (nodelist,) if nodelist else ()
-        with self._hosts_lock:
-            known = self._hosts.get(nodelist)
-        if known is None:
-            known = tuple(self._call(["scontrol", "show", "hostnames", nodelist], True).split())
-            with self._hosts_lock:
-                self._hosts[nodelist] = known
-        return known
+        if nodelist not in self._hosts:
+            self._hosts[nodelist] = tuple(self._call(words.hostnames(nodelist), True).split())
+        return self._hosts[nodelist]
 
     def partitions(self, retry: bool = True) -> dict[str, PartitionInfo]:
         """All partitions by name, hidden ones too: a job may be submitted to them."""
-        words = ["scontrol", "--all", "--oneliner", "show", "partition"]
-        lines = self._call(words, retry).splitlines()
+        lines = self._call(words.partitions(), retry).splitlines()
         found = [parse_partition(line) for line in lines if "PartitionName=" in line]
         return {partition.name: partition for partition in found}
 
     def setting(self, name: str, retry: bool = True) -> str:
         """A value of Slurm's configuration as Slurm shows it: setting("KillWait") == "30 sec"."""
-        words = ["scontrol", "show", "config"]
-        settings = parse_config(self._call(words, retry))
+        line = words.configuration()
+        settings = parse_config(self._call(line, retry))
         try:
             return settings[name.lower()]
         except KeyError:
-            raise SlurmError(words, 0, f"there is no setting {name!r}") from None
+            raise SlurmError(line, 0, f"there is no setting {name!r}") from None
 
     # ---- how
 
-    def _call(self, words: Sequence[str], retry: bool, fine: Sequence[str] = ()) -> str:
+    def _call(self, line: Sequence[str], retry: bool, fine: Sequence[str] = ()) -> str:
         """What the command prints; a complaint that contains one of `fine` is none."""
         began_s = self._clock.now_s()
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                return self._once(words, fine)
+                return self._once(line, fine)
             except ControllerUnreachable as error:
                 left_s = self._unreachable_s - (self._clock.now_s() - began_s)
                 if not retry or left_s <= 0:
@@ -261,16 +236,16 @@ class SlurmCommands:
                     raise
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _once(self, words: Sequence[str], fine: Sequence[str]) -> str:
+    def _once(self, line: Sequence[str], fine: Sequence[str]) -> str:
         try:
-            answer = self._run(words, self._command_s)
+            answer = self._run(line, self._command_s)
         except TimeoutError:
-            raise ControllerUnreachable(words, 124, f"no answer in {self._command_s:g} s") from None
+            raise ControllerUnreachable(line, 124, f"no answer in {self._command_s:g} s") from None
         except OSError as error:
-            raise SlurmError(words, 127, str(error)) from error
+            raise SlurmError(line, 127, str(error)) from error
         complaint = answer.complaint.strip()
-        if answer.code == 0 or any(words in complaint for words in fine):
+        if answer.code == 0 or any(known in complaint for known in fine):
             return answer.output
-        if any(words in complaint for words in _AWAY):
-            raise ControllerUnreachable(words, answer.code, complaint)
-        raise SlurmError(words, answer.code, complaint)
+        if any(known in complaint for known in _UNREACHABLE):
+            raise ControllerUnreachable(line, answer.code, complaint)
+        raise SlurmError(line, answer.code, complaint)

@@ -17,11 +17,11 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from liver_hpc.cluster.slurm.commands import (
     ControllerUnreachable,
-    JobInfo,
     SlurmCommands,
     SlurmError,
     run_command,
 )
+from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.cluster.slurm.script import (
     Submission,
     batch_script,

@@ -12,14 +12,9 @@ from liver_hpc.clock import Clock, Deadline
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.cluster.slurm.allocation import Component, OwnAllocation, Place
 from liver_hpc.cluster.slurm.burst_jobs import BurstJobs
-from liver_hpc.cluster.slurm.commands import (
-    ControllerUnreachable,
-    JobInfo,
-    PartitionInfo,
-    SlurmCommands,
-)
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
 from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Windows
-from liver_hpc.cluster.slurm.replies import parse_setting_s
+from liver_hpc.cluster.slurm.replies import JobInfo, PartitionInfo, parse_setting_s
 from liver_hpc.config.schema import ComponentSection, RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.run.node_events import PoolEvent, PoolNote
@@ -118,11 +113,11 @@ class SlurmPool(NodePool):
 
     def avoid(self, node: str) -> None:
         if self._burst is not None:
-            self._burst.avoid(node)
+            self._burst.avoided |= {node}
 
     def readmit(self, node: str) -> None:
         if self._burst is not None:
-            self._burst.readmit(node)
+            self._burst.avoided -= {node}
 
     def close(self) -> None:
         if self._ending.is_set():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -18,9 +17,8 @@ from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.replies import COMPLETING
 from liver_hpc.errors import LiverError
-from liver_hpc.host.environment import clean_environment
+from liver_hpc.host.child import Child, Command
 
-_END_S = 5.0
 _SETTLE_S = 2.0
 _LOOK_S = 0.2
 _CANCEL_S = 30.0
@@ -29,29 +27,25 @@ log = logging.getLogger(__name__)
 
 
 class Reaper:
-    """The guard of one job name, from the side of the process that it watches."""
+    """The reaper of one job name, from the side of the process that it watches."""
 
     def __init__(self, name: str, command_s: float, unreachable_s: float, log_path: Path) -> None:
         words = [sys.executable, "-P", "-m", "liver_hpc.cluster.slurm.reaper", "--name", name]
         words += ["--command-s", str(command_s), "--unreachable-s", str(unreachable_s)]
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as output:
-            self._process = subprocess.Popen(
+        self._child = Child(
+            Command(
+                "the reaper of burst jobs",
                 words,
-                env=clean_environment(os.environ),
+                orphan_signal=None,
                 stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
+                log=log_path,
+                apart="session",
             )
+        )
 
     def dismiss(self) -> None:
-        """There is nothing left to guard."""
-        assert self._process.stdin is not None
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.stdin.close()
-        self._process.wait(_END_S)
+        """There is nothing left to cancel."""
+        self._child.end(0.0)
 
 
 def cancel_all(
@@ -79,8 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--command-s", type=float, required=True)
     parser.add_argument("--unreachable-s", type=float, required=True)
     given = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s [guard] %(message)s")
-    # Whoever ends the coordinator politely ends it first, and it dismisses the guard.
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s [reaper] %(message)s")
+    # Whoever ends the coordinator politely ends it first, and it dismisses the reaper.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()  # until the coordinator, which alone holds the other end, is gone

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.commands import ControllerUnreachable, JobInfo, SlurmCommands
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
+from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.config.schema import SlurmSection
 from liver_hpc.errors import LiverError
 from liver_hpc.run.directory import RunDirectory

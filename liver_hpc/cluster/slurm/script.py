@@ -1,4 +1,5 @@
-"""Pure: the batch script of a run, a heterogeneous job of one block of options per component."""
+"""Pure: the two batch scripts. That of a run is a heterogeneous job of one block of options per
+component, that of a burst allocation keeps its nodes."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from liver_hpc.config.schema import BurstSection, ClusterSection, ComponentSection
+from liver_hpc.cluster.slurm.words import Option, paid_by, resources
+from liver_hpc.config.schema import ClusterSection, ComponentSection
 from liver_hpc.errors import ConfigError
 from liver_hpc.host.environment import clean_environment
 
 END_SIGNAL = "USR2"
 """Tells the coordinator that the end of its job is near; submitit's name for it, too."""
 
-Option = tuple[str, str | int | bool]
+BURST_SCRIPT = "burst.sbatch"
 
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 
@@ -80,6 +82,18 @@ def batch_script(submission: Submission, command: Sequence[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def burst_script(cluster: ClusterSection) -> str:
+    """Holds the allocation for as long as the run lives; its argument is the run directory."""
+    keeper = shlex.join([*python_words(cluster), "-m", "liver_hpc.node.keeper"])
+    lines = [
+        "#!/bin/bash",
+        "# Keeps preemptible nodes for a run, and gives them back when the run is over.",
+        *cluster.slurm.setup,
+        f'exec {keeper} --run-directory "$1"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def job_options(submission: Submission) -> list[list[Option]]:
     """sbatch's options of each component. What holds for the whole job is said to each of them,
     what is about the batch process to the first alone."""
@@ -110,16 +124,6 @@ def sbatch_environment(
     return {name: value for name, value in own.items() if name not in beaten}
 
 
-def resources(part: ComponentSection | BurstSection) -> list[Option]:
-    """One task a node, with the accelerators and processors asked for, and further options."""
-    options: list[Option] = [("ntasks-per-node", 1)]
-    if part.cpus_per_node is not None:
-        options.append(("cpus-per-task", part.cpus_per_node))
-    if part.gpus_per_node:
-        options.append(("gpus-per-node", part.gpus_per_node))
-    return [*options, *part.options.items()]
-
-
 def _of_batch_process(submission: Submission) -> list[Option]:
     window_s = math.ceil(submission.cluster.slurm.end_window_s)
     return [
@@ -132,17 +136,13 @@ def _of_batch_process(submission: Submission) -> list[Option]:
 
 def _of_job(submission: Submission) -> list[Option]:
     cluster, slurm = submission.cluster, submission.cluster.slurm
-    options: list[Option] = [
+    return [
         ("job-name", submission.name),
         ("comment", submission.comment),
         ("time", cluster.timeout_min),
         ("requeue" if slurm.requeue else "no-requeue", True),
+        *paid_by(slurm),
     ]
-    if slurm.account is not None:
-        options.append(("account", slurm.account))
-    if slurm.qos is not None:
-        options.append(("qos", slurm.qos))
-    return options
 
 
 def _of_component(component: ComponentSection) -> list[Option]:

@@ -9,9 +9,8 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 
 
-class Hosts:
-    def hostnames(self, nodelist: str) -> tuple[str, ...]:
-        return {"n[2-3]": ("n2", "n3")}.get(nodelist, (nodelist,))
+def hostnames(nodelist: str) -> tuple[str, ...]:
+    return {"n[2-3]": ("n2", "n3")}.get(nodelist, (nodelist,))
 
 
 def config(*components: str) -> RunConfig:
@@ -41,7 +40,7 @@ PLAIN = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n[2-3]", "SLURM_JOB_PARTITI
 
 
 def test_a_het_job() -> None:
-    own = OwnAllocation.from_environment(HET, config("main", "extra"), Hosts())
+    own = OwnAllocation.from_environment(HET, config("main", "extra"), hostnames)
     assert own.components == (
         Component(0, "1", ("n1",), "stable"),
         Component(1, "2", ("n2", "n3"), "preempt"),
@@ -53,7 +52,7 @@ def test_a_het_job() -> None:
 
 @pytest.mark.parametrize("names", [(), ("main",)])
 def test_a_plain_job(names: tuple[str, ...]) -> None:
-    own = OwnAllocation.from_environment(PLAIN, config(*names), Hosts())
+    own = OwnAllocation.from_environment(PLAIN, config(*names), hostnames)
     assert own == OwnAllocation("5", (Component(0, "5", ("n2", "n3"), "stable"),))
     assert own.place(own.components[0]) == Place("5")
     assert own.place(own.components[0]).steps_of == "5"
@@ -61,11 +60,11 @@ def test_a_plain_job(names: tuple[str, ...]) -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(ConfigError, match="this is no Slurm job"):
-        OwnAllocation.from_environment({}, config("main"), Hosts())
+        OwnAllocation.from_environment({}, config("main"), hostnames)
     with pytest.raises(ConfigError, match=r"job 1 has 2 components, the run file 1 \(main\)"):
-        OwnAllocation.from_environment(HET, config("main"), Hosts())
+        OwnAllocation.from_environment(HET, config("main"), hostnames)
     with pytest.raises(ConfigError, match=r"job 5 has 1 components, the run file 2"):
-        OwnAllocation.from_environment(PLAIN, config("main", "extra"), Hosts())
+        OwnAllocation.from_environment(PLAIN, config("main", "extra"), hostnames)
     broken = {**HET, "SLURM_JOB_NODELIST_HET_GROUP_1": ""}
     with pytest.raises(ConfigError, match="has not set SLURM_JOB_NODELIST_HET_GROUP_1"):
-        OwnAllocation.from_environment(broken, config("main", "extra"), Hosts())
+        OwnAllocation.from_environment(broken, config("main", "extra"), hostnames)

@@ -9,7 +9,8 @@ import pytest
 
 from liver_hpc.clock import FakeClock
 from liver_hpc.cluster.slurm.burst_jobs import BurstJobs
-from liver_hpc.cluster.slurm.commands import Answer, ControllerUnreachable, JobInfo, SlurmCommands
+from liver_hpc.cluster.slurm.commands import Answer, ControllerUnreachable, SlurmCommands
+from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.config.schema import RunConfig
 
 BURST = {"partition": "preempt", "max_nodes": 2, "time_min": 60}
@@ -108,15 +109,15 @@ def test_a_disk_that_is_full_does_not_cost_a_grant(
 ) -> None:
     cluster.answers["sbatch"] = Answer(0, "7\n")
     jobs.act([])
-    (tmp_path / ".burst.json").mkdir()  # where the record is written first
+    (tmp_path / "burst.json").mkdir()  # where the record would be
     cluster.answers["squeue"] = Answer(0, f"7|7|RUNNING|None|9999|n4|{jobs.name}\n")
     assert [info.job_id for info in jobs.observe(_now(cluster), [])] == ["7"]
 
 
 def test_a_node_that_was_drained_is_not_asked_for_again(cluster: Cluster, jobs: BurstJobs) -> None:
     cluster.answers["sbatch"] = Answer(0, "8\n")
-    jobs.avoid("n4")
-    jobs.avoid("n3")
+    jobs.avoided |= {"n4"}
+    jobs.avoided |= {"n3"}
     jobs.act([])
     (asked,) = [words for words in cluster.asked if words[0] == "sbatch"]
     assert "--exclude=n3,n4" in asked
@@ -126,9 +127,9 @@ def test_a_node_that_is_drained_no_longer_is_asked_for_again(
     cluster: Cluster, jobs: BurstJobs
 ) -> None:
     cluster.answers["sbatch"] = Answer(0, "8\n")
-    jobs.avoid("n4")
-    jobs.readmit("n4")
-    jobs.readmit("n9")
+    jobs.avoided |= {"n4"}
+    jobs.avoided -= {"n4"}
+    jobs.avoided -= {"n9"}
     jobs.act([])
     (asked,) = [words for words in cluster.asked if words[0] == "sbatch"]
     assert not [word for word in asked if word.startswith("--exclude")]

@@ -12,12 +12,11 @@ from liver_hpc.clock import Deadline, FakeClock, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import (
     Answer,
     ControllerUnreachable,
-    JobInfo,
     SlurmCommands,
     SlurmError,
-    StepInfo,
     run_command,
 )
+from liver_hpc.cluster.slurm.replies import JobInfo, StepInfo
 
 AWAY = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
 HET_JOB = """\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ import pytest
 from liver_hpc.cluster.slurm.script import (
     Submission,
     batch_script,
+    burst_script,
     coordinator_command,
     job_options,
     python_words,
     sbatch_environment,
 )
-from liver_hpc.config.schema import ClusterSection
+from liver_hpc.config.schema import ClusterSection, SlurmSection
 from liver_hpc.errors import ConfigError
 from tests.golden_files import Golden
 
@@ -93,3 +95,19 @@ def test_what_sbatch_starts_from(variable: str, stays: bool) -> None:
     environment = {variable: "x", "HOME": "/home/me"}
     left = sbatch_environment(environment, job_options(made))
     assert left == (environment if stays else {"HOME": "/home/me"})
+
+
+def test_the_burst_script_sets_up_and_becomes_the_keeper(tmp_path: Path) -> None:
+    fake = tmp_path / "a python"
+    fake.write_text('#!/bin/sh\necho "$SET $$ $*"\n', encoding="utf-8")
+    fake.chmod(0o700)
+    slurm = SlurmSection(setup=["export SET=up"], python=f"'{fake}' -X dev")
+    script = tmp_path / "burst.sbatch"
+    script.write_text(burst_script(ClusterSection(slurm=slurm)), encoding="utf-8")
+    process = subprocess.Popen(
+        ["/bin/bash", str(script), str(RUN)], stdout=subprocess.PIPE, text=True
+    )
+    printed, _ = process.communicate(timeout=10.0)
+    # the shell itself becomes the keeper: Slurm ends the job with it
+    assert printed == f"up {process.pid} -X dev -m liver_hpc.node.keeper --run-directory {RUN}\n"
+    assert sys.executable in burst_script(ClusterSection())

@@ -1,0 +1,50 @@
+# a run
+sbatch --parsable '/runs/a b%/batch.sh'
+
+# a burst request
+sbatch --parsable --job-name=run-burst-1 --partition=preempt --nodes=2 --time=60 --no-requeue --no-kill '--output=/runs/a b%%/logs/burst-%j.log' --open-mode=append --export=ALL --account=physics --qos=cheap --ntasks-per-node=1 --cpus-per-task=32 --gpus-per-node=8 '--constraint=ib&gold' --exclusive '/runs/a b%/burst.sbatch' '/runs/a b%'
+
+# a plain burst request
+sbatch --parsable --job-name=run-burst-2 --partition=preempt --nodes=1 --time=5 --no-requeue --no-kill '--output=/runs/a b%%/logs/burst-%j.log' --open-mode=append --export=ALL --ntasks-per-node=1 '/runs/a b%/burst.sbatch' '/runs/a b%'
+
+# an agent's step
+srun --jobid=12 --job-name=liver-a0 --nodelist=n1 --nodes=1 --ntasks=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --unbuffered --immediate=5 --mpi=none
+
+# a component's step, with accelerators
+srun --jobid=12 --het-group=1 --job-name=liver-a1 --nodelist=n2 --nodes=1 --ntasks=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --unbuffered --immediate=5 --mpi=none --gpus-per-node=4
+
+# a step on several nodes
+srun --jobid=12 --job-name=doctor-look --nodelist=n1,n2 --nodes=2 --ntasks=2 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --unbuffered --immediate=5 --mpi=none
+
+# the end of a job
+scancel 12
+
+# a step's signal
+scancel --signal=KILL 12.3
+
+# the end of all jobs of a name
+scancel --user=1000 --name=run-burst-1
+
+# a requeue
+scontrol requeue 12
+
+# some jobs
+squeue --noheader --jobs=12,15 '--format=%A|%i|%T|%r|%e|%N|%j'
+
+# jobs of a name
+squeue --noheader --user=1000 --name=run-burst-1 '--format=%A|%i|%T|%r|%e|%N|%j'
+
+# a job's steps
+squeue --noheader --steps --jobs=12 '--format=%i|%N|%j'
+
+# states of nodes
+sinfo --noheader --Node --nodes=n1,n2 '--Format=NodeList:|,StateComplete:|'
+
+# names of nodes
+scontrol show hostnames 'n[1-3]'
+
+# partitions
+scontrol --all --oneliner show partition
+
+# the configuration
+scontrol show config

@@ -1,0 +1,35 @@
+"""The launcher's in-memory twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from liver_hpc.cluster.launcher import KILLED, Launched, Launcher, NodeRequest
+
+
+class MemoryLauncher(Launcher):
+    """`start` is called for every request, and `end` plays a death."""
+
+    def __init__(self, start: Callable[[NodeRequest], None] = lambda request: None) -> None:
+        super().__init__()
+        self._start = start
+
+    def _prepare(self, request: NodeRequest) -> Launched:
+        return _Played(lambda: self._start(request))
+
+    def end(self, agent: str, exit_code: int) -> None:
+        """The agent ends by itself, unless it has ended before."""
+        if self.alive(agent):
+            self._known(agent).exit_code = exit_code
+
+
+class _Played(Launched):
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._begin = begin
+
+    def start(self) -> None:
+        self._begin()
+
+    def kill(self) -> None:
+        if self.exit_code is None:
+            self.exit_code = KILLED
