@@ -59,6 +59,10 @@ class TensorSpec:
     tp_blocks: int = 1
     tied_last: bool = False
 
+    def __post_init__(self) -> None:
+        if len(self.shape) not in (1, 2):
+            raise ConfigError(f"tensor {self.name}: wanted a 1-D or 2-D shape, got {self.shape}")
+
     @property
     def rows(self) -> int:
         return self.shape[0]

@@ -98,10 +98,11 @@ def _redirect_tensors() -> None:
         return plain_to(self, *where, **kwargs)
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Megatron's optimizer sorts parameters by names such as 'torch.cuda.FloatTensor'.
+        # Megatron's optimizer sorts parameters by names such as 'torch.cuda.FloatTensor'. Under a
+        # TorchFunctionMode torch calls this once more from within.
         result = plain_type(self, *args, **kwargs)
         if not args and not kwargs and isinstance(result, str):
-            return result.replace("torch.", "torch.cuda.", 1)
+            return f"torch.cuda.{result.removeprefix('torch.').removeprefix('cuda.')}"
         return result
 
     def same(self: Any, *_args: Any, **_kwargs: Any) -> Any:

@@ -56,11 +56,11 @@ class WorldState:
             held = self._held.get(index)
             if held is None:
                 raise PlanError(f"{self._where()}: the model has no tensor {tensor.name!r}")
-            wanted = local_shape(tensor, self.layout.tp)
-            shape = held.parameter.shape
-            if (shape[0], shape[1] if len(shape) == 2 else 1) != wanted:
+            wanted = local_shape(tensor, self.layout.tp)[: len(tensor.shape)]
+            shape = tuple(held.parameter.shape)
+            if shape != wanted:
                 raise PlanError(
-                    f"{self._where()}: {tensor.name!r} is {tuple(shape)}, the layout wants {wanted}"
+                    f"{self._where()}: {tensor.name!r} is {shape}, the layout wants {wanted}"
                 )
             start, end = shards.interval(index, self.at.dp)
             if max(end - start, 0) != max(held.interval[1] - held.interval[0], 0) or (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,10 +26,11 @@ from megatron.core.transformer.module import Float16Module
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.layout.tensors import OPTIMIZER_KINDS, ModelSpec
+from liver_hpc.layout.tensors import OPTIMIZER_KINDS
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import BuildContext, Recipe
 from liver_hpc.world import megatron
+from liver_hpc.world.described import described_parameters
 from liver_hpc.world.device import Device
 from liver_hpc.world.groups import Group, GroupBook
 from liver_hpc.world.state import HeldTensor, WorldState
@@ -94,7 +94,7 @@ class World:
     def _build(self) -> None:
         layout = self.rank_map.layout
         self.groups = megatron.group_collection(self.rank_map, self.worker, self.book)
-        with megatron.groups_in_use(self.groups):
+        with megatron.rehearsal(), megatron.groups_in_use(self.groups):
             self.model = self._build_model()
             self.optimizer = self._build_optimizer()
         self._adam = self.optimizer.chained_optimizers[0]
@@ -110,13 +110,16 @@ class World:
     def _build_model(self) -> DistributedDataParallel:
         seed_dropout = partial(megatron.seed_dropout, tp_rank=self.at.tp)
         context = BuildContext(self.rank_map.layout, self.at, self.groups, seed_dropout)
+        spec = self.recipe.spec
         with megatron.without_random_draws():
-            module = self.recipe.build(context).to(self.device.torch_device)
+            module = described = self.recipe.build(context).to(self.device.torch_device)
         config = module.config
         megatron.complete_for_schedules(module)
-        if self.recipe.spec.parameter_bytes == 2:
-            module = Float16Module(config, module)
-        megatron.mark_tensor_parallel(module)
+        if not spec.main_is_parameter:
+            module = Float16Module(config, described)
+        self._parameters = described_parameters(spec, context.layout, self.at.pp, described)
+        for index, parameter in self._parameters.items():
+            megatron.mark_tensor_parallel(parameter, spec.tensors[index])
         config.finalize_model_grads_func = finalize_model_grads
         return DistributedDataParallel(
             config,
@@ -183,18 +186,9 @@ class World:
         )
 
     def _held_tensors(self) -> dict[int, HeldTensor]:
-        spec, layout = self.recipe.spec, self.rank_map.layout
-        indices = spec.stage_tensors(layout.pp, self.at.pp)
-        parameters = list(self.model.module.named_parameters())
-        if len(parameters) != len(indices):
-            raise PlanError(
-                f"{layout}, stage {self.at.pp}: the model has {len(parameters)} parameters, "
-                f"the recipe describes {len(indices)}"
-            )
         intervals = self._optimizer_intervals()
         held = {}
-        for index, (name, parameter) in zip(indices, parameters, strict=True):
-            self._check_name(spec, index, name.removeprefix("module."))
+        for index, parameter in self._parameters.items():
             start, end = intervals.get(parameter, (0, 0))
             optimizer = {}
             if start < end:
@@ -217,15 +211,6 @@ class World:
             for bucket in buckets
             for parameter, ranges in bucket["param_map"].items()
         }
-
-    def _check_name(self, spec: ModelSpec, index: int, local_name: str) -> None:
-        tensor = spec.tensors[index]
-        tied_copy = tensor.tied_last and self.at.pp > 0
-        if not tied_copy and _without_numbers(tensor.name) != _without_numbers(local_name):
-            raise PlanError(
-                f"{self.rank_map.layout}, stage {self.at.pp}: the model yields {local_name!r} "
-                f"where the recipe describes {tensor.name!r}"
-            )
 
     def refresh_state(self) -> None:
         """Sees the state anew, after somebody else has put other tensors into the optimizer."""
@@ -268,6 +253,7 @@ class World:
             buffer.grad_data.untyped_storage().resize_(0)
         self.book.close()
         self.groups = self.model = self.optimizer = self._adam = None
+        self._parameters = {}
         self._scheduler = self._pipeline = None
         gc.collect()
         return self.state
@@ -368,7 +354,3 @@ class World:
         for group in self._adam.optimizer.param_groups:
             if "step" in group:
                 group["step"] = scalars.optimizer_step
-
-
-def _without_numbers(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
