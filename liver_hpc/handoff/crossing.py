@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError, ProtocolError
 from liver_hpc.handoff.session import HandoffAborted, Session, Target
-from liver_hpc.layout.tensors import PARAMETER, TransferPlan
+from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.messages import (
     AtBoundary,
     ClassDigest,
@@ -23,6 +23,7 @@ from liver_hpc.protocol.messages import (
     Verdict,
     Vote,
 )
+from liver_hpc.transport.stream import Prepared
 from liver_hpc.world.device import Device
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import Flags, Gradients, StepResult, World
@@ -176,12 +177,12 @@ class Crossing:
         return digests
 
     def _move(
-        self, kinds: tuple[str, ...], plan: TransferPlan, what: str, waits_s: float = 0.0
+        self, kinds: tuple[str, ...], half: Prepared, what: str, waits_s: float = 0.0
     ) -> Digests:
         source = self._source.state if self._source is not None else None
         target = self._target.world.state if self._target.world is not None else None
         self._target.transport.stream(
-            plan, source, target, self._progress, self._deadline(f"the bytes of {what}", waits_s)
+            half, source, target, self._progress, self._deadline(f"the bytes of {what}", waits_s)
         )
         return Digests(_digests(source, kinds), _digests(target, kinds))
 

@@ -11,7 +11,8 @@ from liver_hpc.layout.memory import bytes_by_receiver, move_bytes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Move, TransferPlan
 from liver_hpc.protocol.messages import Prepared, Transports
-from liver_hpc.transport.process_group import ProcessGroupTransport
+from liver_hpc.transport.stream import Transport
+from liver_hpc.transport.wire import group_wire
 from liver_hpc.world.groups import Group
 from liver_hpc.world.world import World
 
@@ -59,7 +60,6 @@ def prepare(session: Session, source_world: World | None) -> Target:
             watch.lap("warm_up")
         session.check()
         plan = transfer_plan(context.recipe.spec, session.source, session.target, worker)
-        parameters, optimizer = _part(plan, parameters=True), _part(plan, parameters=False)
         watch.lap("plan")
         store = session.open_store()
         kept = 0
@@ -75,15 +75,11 @@ def prepare(session: Session, source_world: World | None) -> Target:
         # A joiner waits in it from Arm on, for the source's boundary and then for the bytes.
         transfer_group.connect(context.network, store, deadlines.boundary_s + deadlines.transfer_s)
         watch.lap("connect")
-        transport = ProcessGroupTransport(
-            transfer_group.process_group,
-            ranks={member: rank for rank, member in enumerate(session.members)},
-            model=context.recipe.spec,
-            handoff=context.config.handoff,
-            device=device.torch_device,
-        )
-        transport.prepare(parameters)
-        transport.prepare(optimizer)
+        ranks = {member: rank for rank, member in enumerate(session.members)}
+        wire = group_wire(transfer_group.process_group, ranks, device.torch_device)
+        transport = Transport(wire, context.recipe.spec, context.config.handoff)
+        parameters = transport.prepare(_part(plan, parameters=True))
+        optimizer = transport.prepare(_part(plan, parameters=False))
         watch.lap("staging")
         session.check()
     except BaseException:
@@ -112,7 +108,7 @@ def transports_message(context: WorkerContext, world: World) -> Transports:
 
 def prepared_message(session: Session, target: Target) -> Prepared:
     """What the coordinator is told once PREPARE is done here."""
-    model, plans = session.context.recipe.spec, (target.parameters, target.optimizer)
+    model, plans = session.context.recipe.spec, (target.parameters.plan, target.optimizer.plan)
     sends = tuple(move for plan in plans for move in plan.sends)
     return Prepared(
         worker=session.context.worker,

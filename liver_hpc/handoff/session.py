@@ -13,7 +13,6 @@ from liver_hpc.clock import Clock, Deadline
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.layout.tensors import TransferPlan
 from liver_hpc.protocol.messages import (
     Abort,
     Arm,
@@ -23,7 +22,7 @@ from liver_hpc.protocol.messages import (
     Verdict,
 )
 from liver_hpc.recipes.base import Recipe
-from liver_hpc.transport.base import Transport
+from liver_hpc.transport.stream import Prepared, Transport
 from liver_hpc.world.device import Device, Network
 from liver_hpc.world.groups import Group
 from liver_hpc.world.store import ControlStore
@@ -62,13 +61,13 @@ class WorkerContext:
 class Target:
     """What PREPARE made on this worker. `world` is None on a leaver.
 
-    parameters, optimizer: this worker's plan for the two halves of TRANSFER.
+    parameters, optimizer: the two halves of TRANSFER on this worker.
     moving: the thread that moves optimizer state, once it has been started.
     """
 
     world: World | None
-    parameters: TransferPlan
-    optimizer: TransferPlan
+    parameters: Prepared
+    optimizer: Prepared
     transfer_group: Group
     transport: Transport
     kept_groups: int

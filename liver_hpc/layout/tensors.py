@@ -27,6 +27,10 @@ class Box(NamedTuple):
     col1: int
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return self.row1 - self.row0, self.col1 - self.col0
+
+    @property
     def elements(self) -> int:
         return (self.row1 - self.row0) * (self.col1 - self.col0)
 
