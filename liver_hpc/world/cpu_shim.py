@@ -1,9 +1,8 @@
 """The CPU stand-in for torch.cuda: lets megatron-core train where no CUDA device exists.
 
 Megatron-core asks for `torch.cuda.current_device()`, builds tensors on "cuda", tests tensor type
-names and opens streams. `install()` answers all of these with the CPU. It is called only where
-`torch.cuda.is_available()` is false, before megatron is imported; nothing else in the package
-knows that it exists.
+names and opens streams. `install()` answers all of these with the CPU. `open_device` calls it where
+`torch.cuda.is_available()` is false, before megatron is imported; nothing else knows of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Everything that differs between megatron-core releases or lives in its module globals.
+"""What differs between megatron-core releases, and what megatron keeps in module globals.
 
-With recipes, the only importer of megatron besides `world.py`. Supports 0.16 (the newest for
-Python 3.11) and 0.19. `parallel_state` is never initialised: groups go in as a
-`ProcessGroupCollection`; what megatron still reads from globals is redirected here.
+It supports 0.16 (the newest for Python 3.11) and 0.19. `parallel_state` is never initialised:
+groups go in as a `ProcessGroupCollection`, and what megatron still reads from globals is redirected
+here. Only `world.py` and recipes import megatron beside this.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _thread = threading.local()
 
 
 class _ThreadMemoryBuffer(threading.local):
-    """megatron's scratch buffers, one set a thread: a world may warm up beside a training one."""
+    """megatron's scratch buffers, one set a thread, since a world is rehearsed beside training."""
 
     def __init__(self) -> None:
         self._buffer = GlobalMemoryBuffer()
@@ -124,8 +124,8 @@ def groups_in_use(groups: ProcessGroupCollection) -> Iterator[None]:
 class _LocalDistributed:
     """torch.distributed as the optimizer's constructor sees it: a world of one.
 
-    It gathers the keys of parameter groups over the default group, which no longer exists; all
-    ranks build theirs from the same rules.
+    It gathers the keys of parameter groups over the default group, which does not exist here; all
+    ranks build theirs by the same rules anyway.
     """
 
     @staticmethod
@@ -177,7 +177,7 @@ def _redirect_cross_entropy() -> None:
 
 
 def _import_optimizer_dependencies() -> None:
-    """The first AdamW of a process imports torch._dynamo; nobody should wait for that later."""
+    """The first AdamW of a process imports torch._dynamo, for which nobody is to wait later."""
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 
@@ -207,19 +207,11 @@ def mark_tensor_parallel(parameter: torch.nn.Parameter, tensor: TensorSpec) -> N
 
 
 def complete_for_schedules(module: Any) -> None:
-    """Gives a plain module what Megatron's schedules look for; without pipelines it is unused."""
+    """Gives a plain module what Megatron's schedules look for, and use with pipelines only."""
     if not hasattr(module, "set_input_tensor"):
         module.set_input_tensor = lambda _tensor: None
     if not hasattr(module, "model_type"):
         module.model_type = ModelType.encoder_or_decoder
-
-
-def name_data_parallel_group(groups: ProcessGroupCollection) -> None:
-    """For dist_checkpointing: the last stage's copy of tied embeddings asks parallel_state for its
-    data-parallel rank, in 0.16 by the first name, in 0.19 by the second."""
-    for name in ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"):
-        if hasattr(parallel_state, name):
-            setattr(parallel_state, name, groups.dp_cp)
 
 
 def group_collection(rank_map: RankMap, worker: int, book: GroupBook) -> ProcessGroupCollection:

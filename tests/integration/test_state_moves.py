@@ -26,7 +26,7 @@ def _make_world(process: WorkerProcess, recipe: Any, rank_map: RankMap, generati
     if process.worker not in rank_map.workers:
         return None
     world = World(recipe, rank_map, process.worker, generation, process.device)
-    world.connect(process.open_group, None)
+    world.book.connect(process.network, process.store, 30.0)
     return world
 
 
