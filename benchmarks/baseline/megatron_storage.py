@@ -13,7 +13,7 @@ from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from benchmarks.baseline.storage import SaveInProgress, Storage
 from liver_hpc.host.lifeline import die_with_parent
 from liver_hpc.protocol.messages import ScalarState
-from liver_hpc.world.megatron import name_data_parallel_group
 from liver_hpc.world.world import World
 
 _SMALL = "liver_scalar_state"
@@ -113,7 +112,11 @@ def _to_save(world: World, small: ScalarState) -> dict[str, Any]:
 def _sharded(world: World, is_loading: bool) -> dict[str, Any]:
     """Megatron's description of the state. Collective: the optimizer's is gathered to be saved."""
     groups = world.groups
-    name_data_parallel_group(groups)
+    # The last stage's copy of tied embeddings asks parallel_state for its data-parallel rank, in
+    # 0.16 by the first name, in 0.19 by the second.
+    for name in ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"):
+        if hasattr(parallel_state, name):
+            setattr(parallel_state, name, groups.dp_cp)
     metadata = {
         "dp_cp_group": groups.dp_cp,
         "distrib_optim_sharding_type": "fully_reshardable",

@@ -132,7 +132,7 @@ class BaselineWorker:
         rank_map = RankMap(orders.layout, tuple(range(orders.layout.workers)))
         world = World(recipe, rank_map, orders.rank, orders.generation, device)
         network = Network(device, NetworkPlan(HOST))
-        world.connect(lambda group: group.connect(network, store, collective_s), None)
+        world.book.connect(network, store, collective_s)
         return world
 
     def _fill(self, world: World) -> None:

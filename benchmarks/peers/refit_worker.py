@@ -29,7 +29,8 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Move, TransferPlan
 from liver_hpc.recipes.base import Recipe, load_recipe
-from liver_hpc.transport.process_group import ProcessGroupTransport
+from liver_hpc.transport.stream import Transport
+from liver_hpc.transport.wire import group_wire
 
 # Any: torch's stubs do not export what is public.
 dist: Any = importlib.import_module("torch.distributed")
@@ -119,16 +120,16 @@ class _Ours:
         rank = dist.get_rank()
         self._source = BoxState(spec, old, rank, fill=2.5)
         self._target = BoxState(spec, new, rank, fill=-1.0)
-        self._plan = _parameters_of(transfer_plan(spec, old, new, rank))
-        self._transport = ProcessGroupTransport(
-            dist.group.WORLD, {m: m for m in members}, spec, handoff, torch.device("cpu")
+        wire = group_wire(dist.group.WORLD, {m: m for m in members}, torch.device("cpu"))
+        self._transport = Transport(wire, spec, handoff)
+        self._prepared = self._transport.prepare(
+            _parameters_of(transfer_plan(spec, old, new, rank))
         )
-        self._transport.prepare(self._plan)
 
     def stream(self) -> None:
         deadline = Deadline.after(SystemClock(), LIMIT.total_seconds(), "the transfer")
         self._transport.stream(
-            self._plan, self._source, self._target, lambda _bytes: None, deadline
+            self._prepared, self._source, self._target, lambda _bytes: None, deadline
         )
 
     def whole(self) -> bool:

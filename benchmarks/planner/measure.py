@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks.planner.cases import Case, fresh_model
 from liver_hpc.layout import ownership
-from liver_hpc.layout.plan import Handover, transfer_plan
+from liver_hpc.layout.plan import Handoff, transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec
 
 
@@ -41,15 +41,15 @@ def plan_parameters(case: Case, worker: int) -> float:
     model = _forgotten()
     began_s = time.process_time()
     source, target = case.rank_maps()
-    handover = Handover(model, source, target)
+    handoff = Handoff(model, source, target)
     moves = []
     to, at = target.coordinate_of(worker), source.coordinate_of(worker)
     if to is not None:
         for index in model.stage_tensors(target.layout.pp, to.pp):
-            moves += handover.incoming(PARAMETER, index, to)
+            moves += handoff.incoming(PARAMETER, index, to)
     if at is not None:
         for index in model.stage_tensors(source.layout.pp, at.pp):
-            moves += handover.outgoing(PARAMETER, index, at)
+            moves += handoff.outgoing(PARAMETER, index, at)
     moves.sort()
     return time.process_time() - began_s
 

@@ -108,6 +108,7 @@ def filled_module(recipe: Recipe, layout: Layout) -> Any:
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    from liver_hpc.world.described import described_parameters
     from liver_hpc.world.megatron import complete_for_schedules, mark_tensor_parallel
     from liver_hpc.world.state import HeldTensor, WorldState
 
@@ -115,14 +116,11 @@ def filled_module(recipe: Recipe, layout: Layout) -> Any:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     module = recipe.build(BuildContext(layout, at, groups, lambda seed: None))
     complete_for_schedules(module)
-    mark_tensor_parallel(module)
     shards = stage_shards(recipe.spec, layout, at.pp)
-    held = {
-        index: HeldTensor(parameter.data, shards.interval(index, at.dp), {})
-        for index, parameter in zip(
-            recipe.spec.stage_tensors(layout.pp, at.pp), module.parameters(), strict=True
-        )
-    }
+    held = {}
+    for index, parameter in described_parameters(recipe.spec, layout, at.pp, module).items():
+        mark_tensor_parallel(parameter, recipe.spec.tensors[index])
+        held[index] = HeldTensor(parameter.data, shards.interval(index, at.dp), {})
     state = WorldState(recipe.spec, layout, at, held)
     state.initialize(recipe.initial, recipe.config.train.seed)
     return module

@@ -24,7 +24,8 @@ from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec
-from liver_hpc.transport.process_group import ProcessGroupTransport
+from liver_hpc.transport.stream import Transport
+from liver_hpc.transport.wire import group_wire
 
 WAYS = ("transfer", "raw whole", "raw buckets")
 LIMIT_S = 120.0
@@ -178,17 +179,16 @@ class _Worker:
 
     def open(self) -> None:
         ranks = {member: member for member in range(self._transfer.workers)}
-        self._transport = ProcessGroupTransport(
-            dist.group.WORLD, ranks, self._spec, self._transfer.handoff, torch.device("cpu")
-        )
-        self._transport.prepare(self._plan)
+        wire = group_wire(dist.group.WORLD, ranks, torch.device("cpu"))
+        self._transport = Transport(wire, self._spec, self._transfer.handoff)
+        self._prepared = self._transport.prepare(self._plan)
 
     def stream(self) -> None:
         deadline = Deadline.after(SystemClock(), LIMIT_S, "the transfer")
-        stats = self._transport.stream(
-            self._plan, self._source, self._target, lambda _bytes: None, deadline
+        moved = self._transport.stream(
+            self._prepared, self._source, self._target, lambda _bytes: None, deadline
         )
-        self.bytes_sent = stats.bytes_sent
+        self.bytes_sent = moved.bytes_sent
 
     def check(self) -> None:
         """All has arrived; a transfer that does nothing would be fast."""

@@ -1,1 +1,1 @@
-"""PREPARE, TRANSFER, COMMIT and RELEASE, as a worker lives them."""
+"""A worker's part of a handoff: PREPARE, TRANSFER, COMMIT and RELEASE."""

@@ -1,7 +1,7 @@
 """TRANSFER and COMMIT: from the agreed step boundary to the first step of the target world.
 
-Every worker of both worlds runs `cross` at the same boundary. The source's state is frozen in it
-and stays whole until the coordinator's commit, so that every failure before leads back.
+Every worker of both worlds runs a `Crossing` at the same boundary. The source's state is frozen
+meanwhile and stays whole until the coordinator's commit, so that every earlier failure leads back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError, ProtocolError
 from liver_hpc.handoff.session import HandoffAborted, Session, Target
-from liver_hpc.layout.tensors import PARAMETER, TransferPlan
+from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.messages import (
     AtBoundary,
     ClassDigest,
@@ -23,6 +23,7 @@ from liver_hpc.protocol.messages import (
     Verdict,
     Vote,
 )
+from liver_hpc.transport.stream import Prepared
 from liver_hpc.world.device import Device
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import Flags, Gradients, StepResult, World
@@ -41,12 +42,12 @@ FAILURES = (
     ArithmeticError,
     OSError,
 )
-"""What a stage may fail with on a worker that itself lives on: its vote is then no."""
+"""Errors of a stage that the worker survives: it votes no."""
 
 
 @dataclass(frozen=True)
 class Digests:
-    """What this worker held as source, and holds as target, of one stage's kinds."""
+    """Digests of the state that one stage moved: as this worker held it, and as it holds it now."""
 
     source: tuple[ClassDigest, ...]
     target: tuple[ClassDigest, ...]
@@ -54,7 +55,7 @@ class Digests:
 
 @dataclass(frozen=True)
 class Boundary:
-    """Where the source world stopped: its scalar state, and when its last step ended."""
+    """The boundary at which the source world stopped."""
 
     scalars: ScalarState
     last_step_ended_s: float
@@ -62,7 +63,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Crossed:
-    """The other side: the first step of the target world (None on a leaver)."""
+    """The target world's first step; `first_step` is None on a leaver."""
 
     scalars: ScalarState
     first_step: StepResult | None
@@ -101,7 +102,7 @@ class _Background:
 
 
 class Crossing:
-    """One worker's way over the boundary. `source` is None on a joiner."""
+    """One worker's way from the source world to the target world. `source` is None on a joiner."""
 
     def __init__(self, session: Session, target: Target, source: World | None) -> None:
         self._session = session
@@ -153,12 +154,12 @@ class Crossing:
     # ---- the two stages
 
     def _move_parameters(self) -> Digests:
-        # A joiner listens from Arm on; the source comes with its next boundary.
+        # A joiner waits from Arm on, and the source comes at its next boundary.
         waits_s = self._limits.boundary_s if self._source is None else 0.0
         return self._move((PARAMETER,), self._target.parameters, "parameters", waits_s)
 
     def _first_gradients(self, scalars: ScalarState, gradients: list[Gradients]) -> Digests:
-        """Optimizer state moves while the target's first forward and backward compute."""
+        """Computes the target's first forward and backward while optimizer state moves."""
         kinds = self._session.context.recipe.spec.optimizer_kinds
         moving = _Background(
             lambda: self._move(kinds, self._target.optimizer, "optimizer state"),
@@ -176,12 +177,12 @@ class Crossing:
         return digests
 
     def _move(
-        self, kinds: tuple[str, ...], plan: TransferPlan, what: str, waits_s: float = 0.0
+        self, kinds: tuple[str, ...], half: Prepared, what: str, waits_s: float = 0.0
     ) -> Digests:
         source = self._source.state if self._source is not None else None
         target = self._target.world.state if self._target.world is not None else None
         self._target.transport.stream(
-            plan, source, target, self._progress, self._deadline(f"the bytes of {what}", waits_s)
+            half, source, target, self._progress, self._deadline(f"the bytes of {what}", waits_s)
         )
         return Digests(_digests(source, kinds), _digests(target, kinds))
 

@@ -1,4 +1,4 @@
-"""PREPARE: the target world is built beside the one that trains, and nothing of it is used yet."""
+"""PREPARE: builds the target world beside the one that trains."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from liver_hpc.layout.memory import bytes_by_receiver, move_bytes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Move, TransferPlan
 from liver_hpc.protocol.messages import Prepared, Transports
-from liver_hpc.transport.process_group import ProcessGroupTransport
-from liver_hpc.world.groups import Group
+from liver_hpc.transport.stream import Transport
+from liver_hpc.transport.wire import group_wire
+from liver_hpc.world.groups import Group, GroupBook
+from liver_hpc.world.store import ControlStore
 from liver_hpc.world.world import World
 
 
@@ -24,14 +26,14 @@ class Stopwatch:
     _last: float = field(default_factory=time.perf_counter)
 
     def lap(self, name: str) -> None:
-        """Books the time since the last lap under `name`."""
+        """Enters the time since the last lap under `name`."""
         now = time.perf_counter()
         self.parts_s[name] = now - self._last
         self._last = now
 
 
 def _part(plan: TransferPlan, *, parameters: bool) -> TransferPlan:
-    """The moves of one of TRANSFER's two halves."""
+    """One half of TRANSFER: the moves of parameters, or those of optimizer state."""
 
     def chosen(moves: tuple[Move, ...]) -> tuple[Move, ...]:
         return tuple(move for move in moves if (move.kind == PARAMETER) == parameters)
@@ -42,9 +44,9 @@ def _part(plan: TransferPlan, *, parameters: bool) -> TransferPlan:
 def prepare(session: Session, source_world: World | None) -> Target:
     """Builds the target world, its groups, the plan and the staging buffers.
 
-    Runs beside the training thread on source workers. Collective over the session's members, but
-    only in the connection of groups; everything before that is done alone. Raises LiverError or
-    RuntimeError; HandoffAborted when called off.
+    On source workers it runs beside the training thread. A worker does all of it alone but the
+    connection of groups, which is collective over the session's members. Raises LiverError or
+    RuntimeError; HandoffAborted when the attempt is called off.
     """
     context, watch = session.context, Stopwatch()
     worker, device, deadlines = context.worker, context.device, context.config.deadlines
@@ -59,31 +61,23 @@ def prepare(session: Session, source_world: World | None) -> Target:
             watch.lap("warm_up")
         session.check()
         plan = transfer_plan(context.recipe.spec, session.source, session.target, worker)
-        parameters, optimizer = _part(plan, parameters=True), _part(plan, parameters=False)
         watch.lap("plan")
         store = session.open_store()
         kept = 0
         if world is not None:
-            previous = source_world if context.config.handoff.keep_groups else None
-            kept = world.connect(
-                lambda group: group.connect(context.network, store, deadlines.collective_s),
-                previous,
-            )
-            context.send(transports_message(context, world))
+            keeps = context.config.handoff.keep_groups
+            previous = source_world.book if keeps and source_world is not None else None
+            kept = connect_groups(context, world, store, previous)
         name = f"g{session.generation}/transfer"
         transfer_group = Group(name, session.members, worker, device)
         # A joiner waits in it from Arm on, for the source's boundary and then for the bytes.
         transfer_group.connect(context.network, store, deadlines.boundary_s + deadlines.transfer_s)
         watch.lap("connect")
-        transport = ProcessGroupTransport(
-            transfer_group.process_group,
-            ranks={member: rank for rank, member in enumerate(session.members)},
-            model=context.recipe.spec,
-            handoff=context.config.handoff,
-            device=device.torch_device,
-        )
-        transport.prepare(parameters)
-        transport.prepare(optimizer)
+        ranks = {member: rank for rank, member in enumerate(session.members)}
+        wire = group_wire(transfer_group.process_group, ranks, device.torch_device)
+        transport = Transport(wire, context.recipe.spec, context.config.handoff)
+        parameters = transport.prepare(_part(plan, parameters=True))
+        optimizer = transport.prepare(_part(plan, parameters=False))
         watch.lap("staging")
         session.check()
     except BaseException:
@@ -97,22 +91,30 @@ def prepare(session: Session, source_world: World | None) -> Target:
     return Target(world, parameters, optimizer, transfer_group, transport, kept, watch.parts_s)
 
 
-def transports_message(context: WorkerContext, world: World) -> Transports:
-    """What the coordinator is told once a world's groups are connected here."""
+def connect_groups(
+    context: WorkerContext, world: World, store: ControlStore, previous: GroupBook | None = None
+) -> int:
+    """Makes a world's groups real, and tells the coordinator what they use; returns how many were
+    taken over from `previous`. Collective over the world's rank map."""
+    limit_s = context.config.deadlines.collective_s
+    kept = world.book.connect(context.network, store, limit_s, previous)
     chosen = context.network.transports(world.book.backends())
-    return Transports(
-        worker=context.worker,
-        generation=world.generation,
-        workers=world.rank_map.layout.workers,
-        host=socket.gethostname(),
-        kinds=chosen.kinds,
-        detail=chosen.detail,
+    context.send(
+        Transports(
+            worker=context.worker,
+            generation=world.generation,
+            workers=world.rank_map.layout.workers,
+            host=socket.gethostname(),
+            kinds=chosen.kinds,
+            detail=chosen.detail,
+        )
     )
+    return kept
 
 
 def prepared_message(session: Session, target: Target) -> Prepared:
-    """What the coordinator is told once PREPARE is done here."""
-    model, plans = session.context.recipe.spec, (target.parameters, target.optimizer)
+    """Tells the coordinator that PREPARE is done here, and what is going to move."""
+    model, plans = session.context.recipe.spec, (target.parameters.plan, target.optimizer.plan)
     sends = tuple(move for plan in plans for move in plan.sends)
     return Prepared(
         worker=session.context.worker,

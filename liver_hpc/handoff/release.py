@@ -1,27 +1,15 @@
-"""RELEASE: the source world leaves this process, beside the training thread."""
+"""RELEASE: frees the source world, beside the training thread."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import os
-from pathlib import Path
+
+import psutil
 
 from liver_hpc.handoff.session import Session, Target
 from liver_hpc.protocol.messages import Released
 from liver_hpc.world.world import World
-
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-
-def file_descriptors() -> int:
-    """Open file descriptors of this process."""
-    return len(os.listdir("/proc/self/fd"))
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
 
 
 def return_free_memory() -> None:
@@ -40,13 +28,13 @@ def release(session: Session, target: Target, source: World | None) -> None:
     if source is not None:
         source.close()
     return_free_memory()
-    context = session.context
+    context, process = session.context, psutil.Process()
     context.send(
         Released(
             worker=context.worker,
             generation=session.generation,
-            file_descriptors=file_descriptors(),
-            resident_bytes=resident_bytes(),
+            file_descriptors=process.num_fds(),
+            resident_bytes=process.memory_info().rss,
             released_s=context.clock.now_s(),
         )
     )

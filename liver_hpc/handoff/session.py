@@ -1,4 +1,4 @@
-"""One handoff attempt as one worker lives it: what it knows, and how it hears the coordinator."""
+"""A worker's end of one handoff attempt: who takes part, and what the coordinator says."""
 
 from __future__ import annotations
 
@@ -13,24 +13,16 @@ from liver_hpc.clock import Clock, Deadline
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.layout.tensors import TransferPlan
-from liver_hpc.protocol.messages import (
-    Abort,
-    Arm,
-    FromWorker,
-    Prepare,
-    Resume,
-    Verdict,
-)
+from liver_hpc.protocol.messages import Abort, Arm, FromWorker, Prepare, Resume, Verdict
 from liver_hpc.recipes.base import Recipe
-from liver_hpc.transport.base import Transport
+from liver_hpc.transport.stream import Prepared, Transport
 from liver_hpc.world.device import Device, Network
 from liver_hpc.world.groups import Group
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.world import World
 
 MOVING_ENDS_S = 10.0
-"""How long the optimizer's transfer may take to notice that its transport is closed."""
+"""How long the thread that moves optimizer state may take to see that its transport is closed."""
 
 SessionMessage = Arm | Verdict | Abort | Resume
 
@@ -45,7 +37,7 @@ class HandoffAborted(LiverError):
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What of a worker outlives its worlds. checkpoints: the directory that they are under."""
+    """What a worker keeps across its worlds. checkpoints: the directory that they are under."""
 
     worker: int
     config: RunConfig
@@ -60,15 +52,15 @@ class WorkerContext:
 
 @dataclass
 class Target:
-    """What PREPARE made on this worker. `world` is None on a leaver.
+    """What PREPARE made on this worker.
 
-    parameters, optimizer: this worker's plan for the two halves of TRANSFER.
-    moving: the thread that moves optimizer state, once it has been started.
+    world: None on a leaver. parameters, optimizer: this worker's part of the two halves of
+    TRANSFER. moving: the thread that moves optimizer state, once it has been started.
     """
 
     world: World | None
-    parameters: TransferPlan
-    optimizer: TransferPlan
+    parameters: Prepared
+    optimizer: Prepared
     transfer_group: Group
     transport: Transport
     kept_groups: int
@@ -81,7 +73,7 @@ class Target:
         self.transfer_group.close()
 
     def drop(self) -> None:
-        """Frees everything: the attempt is off. May take MOVING_ENDS_S."""
+        """Frees everything, because the attempt is off. Takes up to MOVING_ENDS_S."""
         self.drop_transfer()
         if self.moving is not None:
             self.moving.join(MOVING_ENDS_S)  # its stream ends at its next message
@@ -97,8 +89,7 @@ class Session:
     """The worker's end of one handoff attempt.
 
     The control thread puts messages in; the thread that runs the handoff takes them out.
-    prepared: what PREPARE made here, once it is done. preparing: the thread that does it, on a
-    source worker.
+    prepared: what PREPARE made, once it is done. preparing: on a source worker, its thread.
     """
 
     def __init__(self, prepare: Prepare, context: WorkerContext) -> None:
@@ -127,14 +118,14 @@ class Session:
         return tuple(sorted({*self.source.workers, *self.target.workers}))
 
     def open_store(self) -> ControlStore:
-        """The store client of this session; `deliver` of an Abort closes it."""
+        """Opens this session's store client, which an Abort closes."""
         self.store = self.context.open_store()
         if self.aborted is not None:
             self.store.close()
         return self.store
 
     def deliver(self, message: SessionMessage) -> None:
-        """From the control thread: a message for this attempt."""
+        """Takes a message for this attempt; called by the control thread."""
         if isinstance(message, Abort):
             self.aborted = message
             self.armed.clear()
@@ -150,9 +141,10 @@ class Session:
             raise HandoffAborted(self.aborted)
 
     def wait(self, wanted: type[Any], limit_s: float, waits_for: str) -> Any:
-        """The next message of a type; raises HandoffAborted or DeadlineError.
+        """Waits for the next message of a type; raises HandoffAborted or DeadlineError.
 
-        Messages that came before it are dropped: the coordinator's word is ordered.
+        Drops messages of other types that come before it. An Abort does not end a wait for Resume,
+        which follows it.
         """
         deadline = Deadline.after(self.context.clock, limit_s, waits_for)
         while True:

@@ -1,4 +1,4 @@
-"""`layouts: auto`: which layouts a run could take at all, the ones expected to be fastest first."""
+"""`layouts: auto`: the layouts that a run can take, those expected to be fastest first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEAREST = 4
 
 
 class DescribesModel(Protocol):
-    """The part of a recipe that is needed here."""
+    """What is asked of a recipe here."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -81,17 +81,17 @@ def step_terms(layout: Layout, train: TrainSection) -> StepTerms:
 def expected_order(layout: Layout, train: TrainSection) -> tuple[float, int, int, int]:
     """Sorts layouts of equally many workers, the one expected to be fastest first.
 
-    That is least communication first: data parallelism, then pipelines as long as the bubble is
-    small, then tensor parallelism.
+    Least communication comes first: data parallelism, then pipelines while the bubble is small,
+    then tensor parallelism.
     """
     return (step_terms(layout, train).cost(PRIOR), -layout.dp, layout.pp, layout.tp)
 
 
 def workers_of_a_node(config: RunConfig) -> int | None:
-    """The fewest workers that a node of the run has; None when nobody says.
+    """The fewest workers that a node of the run has; None where nodes have no bound.
 
-    Locally all workers are on one machine. `cluster.workers_per_node` then only says how many
-    of them one agent starts.
+    A local run has all its workers on one machine, whatever `cluster.workers_per_node` says, which
+    is how many one agent starts.
     """
     cluster = config.cluster
     if cluster.kind == "local":
@@ -144,7 +144,7 @@ class Candidates:
         }
 
     def why_none(self, workers: int) -> str:
-        """What is wrong with the layouts of `workers` workers that come nearest."""
+        """Why the best few layouts of `workers` workers cannot be taken."""
         train = self.config.train
         nearest = sorted(
             (layout for layout in layouts_up_to(workers) if layout.workers == workers),
@@ -166,7 +166,7 @@ def fullest_bytes(model: ModelSpec, layout: Layout) -> int:
 
     Exact to within the padding between the optimizer's parameters.
     """
-    # Of a stage, every tp rank holds as much, and every dp rank as much of each bucket.
+    # On one stage every tp rank holds as much, and every dp rank as much of each bucket.
     seats = [Coordinate(0, stage, 0) for stage in range(layout.pp)]
     return max(sum(worker_bytes(model, layout, seat).values()) for seat in seats)
 
@@ -174,8 +174,8 @@ def fullest_bytes(model: ModelSpec, layout: Layout) -> int:
 def memory_fault(config: RunConfig, model: ModelSpec, layout: Layout) -> str:
     """Why a layout is too large for `policy.memory_bytes`; empty when it is not.
 
-    Counted are one world's state and staging: no activations, and not the second world that a
-    worker holds while a handoff runs.
+    It counts one world's state and staging; neither activations nor the second world that a worker
+    holds during a handoff.
     """
     most = config.policy.memory_bytes
     if most is None:
@@ -190,10 +190,10 @@ def memory_fault(config: RunConfig, model: ModelSpec, layout: Layout) -> str:
 
 
 def resolve_layouts(config: RunConfig, recipe: DescribesModel) -> RunConfig:
-    """The run with `layouts: auto` written out as a table, and `policy.layout` auto with it.
+    """The run with `layouts: auto` written out as a table, and `policy.layout` set to auto.
 
-    A table that the run file gives stays as it is. Raises ConfigError when no layout can be taken
-    with `workers.initial` workers, or when one that the file gives exceeds `policy.memory_bytes`.
+    It leaves a table that the run file gives as it is. Raises ConfigError when no layout can be
+    taken with `workers.initial` workers, or when one of the file's exceeds `policy.memory_bytes`.
     """
     if config.layouts != AUTO:
         if config.policy.memory_bytes is not None:

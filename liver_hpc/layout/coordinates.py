@@ -69,7 +69,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class RankMap:
-    """A layout with its people: `workers[rank]` is the worker id at `layout.coordinate(rank)`."""
+    """Which worker sits where: `workers[rank]` is the worker id at `layout.coordinate(rank)`."""
 
     layout: Layout
     workers: tuple[int, ...]

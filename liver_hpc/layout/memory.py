@@ -1,4 +1,4 @@
-"""How many bytes a coordinate holds, and how many a handoff moves."""
+"""How many bytes a coordinate holds, and how many bytes a handoff moves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRADIENT_BYTES = 4
 def worker_bytes(model: ModelSpec, layout: Layout, at: Coordinate) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state at a coordinate, by kind.
 
-    Activations, padding and communication buffers are not counted.
+    Neither activations nor padding nor communication buffers are counted.
     """
     stage = model.stage_tensors(layout.pp, at.pp)
     elements = 0
@@ -55,12 +55,3 @@ def handoff_bytes(model: ModelSpec, source: RankMap, target: RankMap) -> tuple[i
         moved += move_bytes(model, plan.receives)
         local += move_bytes(model, plan.local)
     return moved, local
-
-
-def state_bytes(model: ModelSpec) -> int:
-    """Bytes of one copy of the logical state: parameters and optimizer state."""
-    return sum(
-        tensor.elements * model.element_bytes(kind)
-        for tensor in model.tensors
-        for kind in (PARAMETER, *model.optimizer_kinds)
-    )

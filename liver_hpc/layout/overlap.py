@@ -1,7 +1,7 @@
-"""How much of every seat's state every worker already holds, for all pairs of them at once.
+"""How much of every target seat's state every source worker holds, for all pairs at once.
 
-What `owned_boxes` says of one coordinate stands here for all coordinates of a layout as arrays,
-and boxes of two layouts meet in arrays too: a model of a hundred layers has ten thousands of boxes.
+Arrays hold what `owned_boxes` says of one coordinate, for all coordinates of a layout, because a
+model of a hundred layers has ten thousands of boxes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from liver_hpc.layout.tensors import PARAMETER, ModelSpec, TensorSpec
 Ints = NDArray[np.int64]
 
 PAIRS_AT_ONCE = 1 << 20
-"""Pairs of boxes that are compared in one go: some tens of MiB."""
+"""Pairs of boxes that are compared at a time: some tens of MiB."""
 
 
 @dataclass(frozen=True)
 class BoxTable:
-    """Boxes by tensor. owner, tensor: [n]; corners: [n, 4], global row0, row1, col0, col1."""
+    """Boxes, sorted by tensor. owner, tensor: [n]; corners: [n, (row0, row1, col0, col1)]."""
 
     owner: Ints
     tensor: Ints
@@ -43,7 +43,7 @@ class BoxTable:
 
 
 def overlap_matrix(model: ModelSpec, source: Layout, target: Layout) -> NDArray[np.float64]:
-    """Bytes that a worker at a source rank holds of what a target rank needs.
+    """Bytes of what a target rank needs that the worker at a source rank holds.
 
     [source.workers, target.workers], whole numbers.
     """
@@ -83,7 +83,7 @@ def _common_elements(a: BoxTable, b: BoxTable, owners: tuple[int, int]) -> NDArr
 
 
 def _batches(counts: Ints) -> Iterator[slice]:
-    """Neighbours together, each batch with counts of about `PAIRS_AT_ONCE` in all."""
+    """Slices of neighbours whose counts add up to about `PAIRS_AT_ONCE`."""
     ends = np.cumsum(counts)
     begin = 0
     while begin < len(counts):
@@ -94,7 +94,7 @@ def _batches(counts: Ints) -> Iterator[slice]:
 
 
 def _ranges(first: Ints, after: Ints) -> tuple[Ints, Ints]:
-    """The numbers of all ranges [first, after) one behind the other, and whose each one is."""
+    """All ranges [first, after) joined: for each number its range, and the number."""
     counts = after - first
     whose = np.repeat(np.arange(len(counts)), counts)
     return whose, np.arange(len(whose)) + np.repeat(first - np.cumsum(counts) + counts, counts)
@@ -137,14 +137,14 @@ def _optimizer_boxes(model: ModelSpec, layout: Layout) -> BoxTable:
 
 
 def _intersection(a: Ints, b: Ints) -> Ints:
-    """Corners of the common boxes, [n, 4]; empty ones end before they begin."""
+    """Corners of the common boxes, [n, 4]; an empty one ends before it begins."""
     low, high = np.maximum(a, b), np.minimum(a, b)
     return np.stack([low[:, 0], high[:, 1], low[:, 2], high[:, 3]], axis=1)
 
 
 @dataclass(frozen=True)
 class _Slabs:
-    """All slabs of all tensors, by tensor. tensor, tp_rank: [n]; corners, local: [n, 4]."""
+    """All slabs, sorted by tensor. tensor, tp_rank: [n]; corners (global), local: [n, 4]."""
 
     tensor: Ints
     tp_rank: Ints
@@ -186,9 +186,9 @@ class _Shards:
     cols: Ints
 
     def boxes(self) -> tuple[Ints, Ints, Ints]:
-        """Each interval as a first, a middle and a last box of its local matrix, [n, 4] each.
+        """The first, middle and last box of each interval in its local matrix, [n, 4] each.
 
-        The same cuts as `ownership.interval_boxes` makes; what is not there is empty.
+        The cuts are those of `ownership.interval_boxes`; a box that it does not make is empty.
         """
         row0, col0 = np.divmod(self.low, self.cols)
         row1, col1 = np.divmod(self.high, self.cols)

@@ -69,21 +69,12 @@ def slabs(tensor: TensorSpec, tp: int, tp_rank: int) -> tuple[Slab, ...]:
     rows, cols = local_shape(tensor, tp)
     if tensor.tp_dim is None or tp == 1:
         return (Slab(tensor.whole, 0, 0),)
-    if tensor.tp_dim == 1:
-        width = cols // tensor.tp_blocks
-        block = tensor.cols // tensor.tp_blocks
-        return tuple(
-            Slab(Box(0, rows, left, left + width), 0, index * width)
-            for index in range(tensor.tp_blocks)
-            for left in [index * block + tp_rank * width]
-        )
-    height = rows // tensor.tp_blocks
-    block = tensor.rows // tensor.tp_blocks
-    return tuple(
-        Slab(Box(top, top + height, 0, cols), index * height, 0)
-        for index in range(tensor.tp_blocks)
-        for top in [index * block + tp_rank * height]
-    )
+    block = tensor.shape[tensor.tp_dim] // tensor.tp_blocks
+    share = block // tp
+    starts = [(index * share, index * block + tp_rank * share) for index in range(tensor.tp_blocks)]
+    if tensor.tp_dim == 0:
+        return tuple(Slab(Box(start, start + share, 0, cols), own, 0) for own, start in starts)
+    return tuple(Slab(Box(0, rows, start, start + share), 0, own) for own, start in starts)
 
 
 def interval_boxes(start: int, end: int, cols: int) -> tuple[Box, ...]:
@@ -134,7 +125,7 @@ def _round_up(number: int, multiple: int) -> int:
 def stage_shards(model: ModelSpec, layout: Layout, stage: int) -> StageShards:
     """Bucket places of every tensor of a stage, as Megatron's buffer lays them out.
 
-    One bucket, and one of its own for a tied embedding that lives on two stages.
+    All tensors share one bucket; a tied embedding that is on two stages has its own.
     """
     places: dict[int, tuple[int, int, int]] = {}
     sizes: list[int] = []
@@ -196,10 +187,10 @@ def owned_boxes(
 def optimizer_owners(
     model: ModelSpec, layout: Layout, at: Coordinate, tensor_index: int, boxes: Iterable[Box]
 ) -> list[int]:
-    """The dp ranks that may own optimizer state within global boxes, at a tp rank and stage.
+    """The dp ranks that may own optimizer state within global boxes, at `at`'s tp rank and stage.
 
-    `at.dp` says nothing here. Found from the boxes, not by asking every rank: few are named that
-    own none, none is left out that owns some.
+    They are found from the boxes, without asking every rank: all that own some, and a few that
+    own none.
     """
     tensor = model.tensors[tensor_index]
     shards = stage_shards(model, layout, at.pp)

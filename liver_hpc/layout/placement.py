@@ -1,4 +1,4 @@
-"""Who sits where in the target: the assignment of workers to coordinates that moves the least."""
+"""Who sits where in the target: the seats with which the fewest bytes move."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from liver_hpc.layout.overlap import overlap_matrix
 from liver_hpc.layout.tensors import ModelSpec
 
 EXACT_WORKERS = 64
-"""Up to this many workers or coordinates the assignment problem is solved exactly."""
+"""The assignment is solved exactly up to this many workers or coordinates."""
 
 
 def place(model: ModelSpec, source: RankMap, target: Layout, available: Sequence[int]) -> RankMap:

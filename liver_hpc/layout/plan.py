@@ -1,11 +1,11 @@
 """The transfer plan of one worker, made alone: what it sends, receives and copies.
 
-For every box that a target coordinate needs: what its worker already holds is copied within it,
-the rest comes from one copy of the source state, chosen by a rule that both ends evaluate.
+A worker copies within itself what it already holds of a box that its target coordinate needs. The
+rest comes from one copy of the source state, chosen by a rule that both ends evaluate.
 
-A sender finds its receivers by running the rule backwards, and an optimizer shard its neighbours
-by its place in the flat buffer; nobody goes through all workers. Beside an index of the rank maps,
-the work is that of the moves and of the worker's own tensors, whatever the number of workers.
+A sender finds its receivers by running the rule backwards, and an optimizer shard finds its
+neighbours by its place in the flat buffer, so nobody goes through all workers: the work grows with
+the worker's own tensors and moves alone, once the rank maps are indexed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def copies(model: ModelSpec, layout: Layout, kind: str, tensor_index: int) -> Co
 def copy_coordinates(
     model: ModelSpec, layout: Layout, tensor_index: int, copy: Copy, boxes: Sequence[Box]
 ) -> Iterator[Coordinate]:
-    """The coordinates that together hold a copy, as far as they may hold a part of `boxes`."""
+    """Those of the coordinates that together hold a copy that may hold a part of `boxes`."""
     for tp in range(layout.tp) if copy.tp is None else (copy.tp,):
         if copy.dp is None:
             seat = Coordinate(tp, copy.stage, 0)
@@ -102,8 +102,8 @@ def common_boxes(some: Sequence[Box], others: Sequence[Box]) -> list[Box]:
 
 
 @dataclass(frozen=True)
-class Handover:
-    """A source and a target rank map of one model: who gives what to whom."""
+class Handoff:
+    """Who gives what to whom when the state of one model moves between two rank maps."""
 
     model: ModelSpec
     source: RankMap
@@ -172,9 +172,9 @@ class Handover:
     def _askers(
         self, kind: str, tensor_index: int, at: Coordinate, own: Sequence[Box]
     ) -> Iterator[Coordinate]:
-        """Target coordinates that would take what they miss of a tensor from `at`'s copy.
+        """The target coordinates that would take what they miss of a tensor from `at`'s copy.
 
-        `own` is what `at` holds: of optimizer state, only those are named that may need of it.
+        For optimizer state these are only the ones that may need a part of `own`, which `at` holds.
         """
         layout, model = self.target.layout, self.model
         choices = copies(model, self.source.layout, kind, tensor_index)
@@ -210,19 +210,19 @@ def transfer_plan(model: ModelSpec, source: RankMap, target: RankMap, worker: in
     Pure, without communication: both ends of every pair derive the same moves. Raises PlanError
     when the source does not hold all that the target needs.
     """
-    handover = Handover(model, source, target)
+    handoff = Handoff(model, source, target)
     receives: list[Move] = []
     local: list[Move] = []
     sends: list[Move] = []
     to = target.coordinate_of(worker)
     if to is not None:
         for index in model.stage_tensors(target.layout.pp, to.pp):
-            for move in _every_kind(model, handover.incoming, index, to):
+            for move in _every_kind(model, handoff.incoming, index, to):
                 (local if move.sender == worker else receives).append(move)
     at = source.coordinate_of(worker)
     if at is not None:
         for index in model.stage_tensors(source.layout.pp, at.pp):
-            sends.extend(_every_kind(model, handover.outgoing, index, at))
+            sends.extend(_every_kind(model, handoff.outgoing, index, at))
     return TransferPlan(worker, _in_order(sends), _in_order(receives), _in_order(local))
 
 
@@ -232,7 +232,7 @@ def _every_kind(
     tensor_index: int,
     at: Coordinate,
 ) -> Iterator[Move]:
-    """The moves of all kinds of a tensor: all kinds of optimizer state move alike."""
+    """The moves of all kinds of a tensor; those of optimizer state are planned once."""
     yield from moves_of(PARAMETER, tensor_index, at)
     first, *others = model.optimizer_kinds
     for move in moves_of(first, tensor_index, at):
@@ -242,5 +242,5 @@ def _every_kind(
 
 
 def _in_order(moves: list[Move]) -> tuple[Move, ...]:
-    """Sorted as moves compare; a key is several times faster than their comparison."""
+    """Sorted as moves compare; by a key that is several times faster than comparing them."""
     return tuple(sorted(moves, key=attrgetter("tensor_index", "kind", "box", "sender", "receiver")))

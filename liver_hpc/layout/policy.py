@@ -1,4 +1,4 @@
-"""Which layout to run with the workers at hand: the run file's order, or the fastest one known."""
+"""Which layout to run with the workers there are: by the run file's order, or the fastest."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.tensors import ModelSpec
 
 REMEMBERED_STEPS = 16
-"""Steps of a layout that count; older ones were trained under other conditions."""
+"""How many last steps of a layout count; older ones were trained under other conditions."""
 MARGIN = 0.05
-"""Share of the step time by which what nobody has measured must be better."""
+"""Share of the step time by which a layout that was never measured must be better."""
 TRUST_IN_PRIOR = 0.1
 """Weight of the prior's proportions against one measured layout, in the fit of predictions."""
 
@@ -25,20 +25,20 @@ TRUST_IN_PRIOR = 0.1
 class LayoutPolicy:
     """Chooses among the layouts that a run allows and that fit `policy.memory_bytes`.
 
-    With `policy.layout` "table": the largest number of workers, and of its layouts the first one.
-    With "auto": the least time a step. Of a layout that was trained that is the median of its
-    last steps. For the others it is predicted from the terms of `step_terms`, each with a
-    non-negative weight:
+    With `policy.layout` "table" it takes the first layout of the largest number of workers. With
+    "auto" it takes the one whose steps are shortest. The step time of a layout that was trained is
+    the median of its last steps. That of another is predicted from the terms of `step_terms`,
+    each with a non-negative weight:
 
         step_s = w_compute compute + w_tensor tensor + w_data data + w_fixed fixed
 
-    The weights are those for which predictions of the measured layouts have the least squared
-    relative errors, while ratios between weights are held near `PRIOR` (`TRUST_IN_PRIOR`). With
-    nothing measured they are `PRIOR`, with one layout measured `PRIOR` scaled to it.
+    The weights give the predictions of the measured layouts the least squared relative errors,
+    while their ratios are held near `PRIOR` (`TRUST_IN_PRIOR`). With nothing measured they are
+    `PRIOR`, with one layout measured `PRIOR` scaled to it.
 
-    A layout that was never trained comes before a trained one only where the prediction is better
-    by more than `MARGIN`; so does one that leaves workers idle and was never trained, before any
-    other. Layouts that are equally good go by more workers, then by the run file's order.
+    A layout that was never trained must be predicted better by more than `MARGIN` to come before
+    a trained one, and by as much again if it leaves workers idle. Among equally good layouts the
+    one with more workers comes first, then the one that comes first in the run file.
     Deterministic. Used by one thread.
     """
 
@@ -56,9 +56,9 @@ class LayoutPolicy:
         )
 
     def observe(self, layout: Layout, step_s: float) -> None:
-        """Learns from one undisturbed step of a world that is warm.
+        """Learns from one undisturbed step of a warm world.
 
-        A time that is no time (the clock was set back) says nothing and is dropped.
+        Drops a time that cannot be, as when the clock was set back.
         """
         if step_s > 0 and math.isfinite(step_s):
             known = self._measured.setdefault(layout, deque(maxlen=REMEMBERED_STEPS))
@@ -78,9 +78,10 @@ class LayoutPolicy:
         return sorted(fitting, key=lambda layout: self._handicapped_s(layout, most))
 
     def expected_step_s(self, layout: Layout) -> float:
-        """Median of the measured steps, or else the prediction.
+        """The median of the measured steps, or else the prediction.
 
-        In seconds once any layout was measured; before, relative to one worker's computing.
+        It is in seconds once any layout was measured; before that it is relative to the computing
+        of a step on one worker.
         """
         if layout in self._measured:
             return median(self._measured[layout])
@@ -104,7 +105,7 @@ class LayoutPolicy:
         terms = np.array([step_terms(layout, self._train) for layout in self._measured])
         scale = float(np.median(measured_s / (terms @ prior)))
         scaled = prior * scale
-        # Unknowns are factors on the scaled prior: 1 where nothing speaks against it.
+        # The unknowns are factors on the scaled prior: 1 where nothing speaks against it.
         pull = math.sqrt(TRUST_IN_PRIOR)
         rows = np.vstack([terms * scaled / measured_s[:, None], pull * np.eye(len(prior))])
         wanted = np.concatenate([np.ones(len(measured_s)), pull * np.ones(len(prior))])

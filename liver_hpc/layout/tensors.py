@@ -1,4 +1,4 @@
-"""What a model's state is made of, in global terms, and the boxes and moves that plans speak of.
+"""The tensors of a model in global terms, and the boxes and moves that plans are made of.
 
 Every tensor is seen as a matrix: a 1-D tensor of n elements is [n, 1].
 """
@@ -27,6 +27,10 @@ class Box(NamedTuple):
     col1: int
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return self.row1 - self.row0, self.col1 - self.col0
+
+    @property
     def elements(self) -> int:
         return (self.row1 - self.row0) * (self.col1 - self.col0)
 
@@ -41,9 +45,9 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One logical tensor of the model, as all layouts know it.
+    """One logical tensor of the model, the same for all layouts.
 
-    name: global name; a layer's tensors carry the global layer number.
+    name: global name; a layer's tensors carry the global layer number between dots.
     shape: global shape, 1-D or 2-D, in elements.
     stage: a layer number, or "first" / "last" for the first / last pipeline stage.
     tp_dim: the dimension that tensor parallelism splits; None = a copy on every tp rank.
@@ -58,6 +62,10 @@ class TensorSpec:
     tp_dim: int | None = None
     tp_blocks: int = 1
     tied_last: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.shape) not in (1, 2):
+            raise ConfigError(f"tensor {self.name}: wanted a 1-D or 2-D shape, got {self.shape}")
 
     @property
     def rows(self) -> int:
@@ -78,7 +86,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, eq=False)
 class ModelSpec:
-    """The tensors in the order in which `module.parameters()` yields them, and the layer count.
+    """The tensors, in the order in which `module.parameters()` yields them, and the layers.
 
     parameter_bytes: bytes of one model parameter (4 in fp32, 2 in bf16). The optimizer's main
     copy and moments are fp32; in fp32 runs the main copy is the parameter itself.
@@ -160,7 +168,7 @@ def _tensors_of_stages(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, order=True)
 class Move:
-    """One box of one kind of one tensor from one worker to another; the order is the wire's."""
+    """One box of one kind of one tensor, from one worker to another. Moves cross in their order."""
 
     tensor_index: int
     kind: str

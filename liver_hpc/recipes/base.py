@@ -1,7 +1,7 @@
 """The recipe interface: the one place where the runtime learns what is trained.
 
 Importing a recipe and asking for its tensors must not import torch; `build`, `batch` and `loss`
-run in workers and may.
+run in workers and may import it.
 """
 
 from __future__ import annotations
@@ -71,25 +71,35 @@ class Recipe(ABC):
 
     @abstractmethod
     def describe(self) -> ModelSpec:
-        """The tensors, named as `module.named_parameters()` names them (layers globally), in
-        the order in which it yields them."""
+        """The tensors, in the order and with the names of `module.named_parameters()`.
+
+        A layer's tensor has the layer's global number between dots: `layers.7.fc1.weight`. A stage
+        may count its own layers from 0, as Megatron's modules do. Parameters are all that moves: a
+        model with frozen ones, persistent buffers or extra state is refused as it is built.
+        """
 
     @abstractmethod
     def build(self, context: BuildContext) -> MegatronModule:
-        """The part of the model at one coordinate. Weights need no values: the runtime fills
-        them from `initial` or from the source world. Not collective: must not communicate."""
+        """The part of the model at one coordinate. Not collective: it must not communicate.
+
+        Weights need no values, and random numbers are not drawn: the runtime fills them from
+        `initial` or from the source world.
+        """
 
     @abstractmethod
     def batch(self, step: int) -> Sequence[Any]:
-        """The samples of global batch `step`, `train.global_batch` of them, as cheap handles
-        (indices, say); a function of the step alone."""
+        """The `train.global_batch` samples of global batch `step`, as cheap handles such as
+        indices; a function of the step alone."""
 
     @abstractmethod
     def loss(
         self, model: MegatronModule, samples: Sequence[Any]
     ) -> tuple[torch.Tensor, LossFunction]:
-        """Forward of one micro-batch: the stage's output tensor, and the function that turns the
-        last stage's output into (mean loss over the micro-batch, {"loss": detached mean})."""
+        """Runs the forward of one micro-batch.
+
+        Returns the stage's output tensor, and the function that turns the last stage's output
+        into (mean loss over the micro-batch, {"loss": detached mean}).
+        """
 
     def initial(self, tensor: TensorSpec, generator: torch.Generator) -> torch.Tensor:
         """First value of a whole tensor, fp32, of the tensor's global shape.
@@ -106,7 +116,7 @@ class Recipe(ABC):
         """Opens the data; called once in every worker before the first `loss`."""
 
     def hidden_shape(self) -> tuple[int, ...]:
-        """[sequence, micro batch, hidden] of the tensor between pipeline stages; pp > 1 only."""
+        """[sequence, micro batch, hidden] of the tensor between pipeline stages; for pp > 1."""
         name = type(self).__name__
         raise ConfigError(f"recipe {name} gives no hidden_shape, so it allows pp=1 only")
 

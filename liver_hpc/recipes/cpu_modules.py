@@ -1,4 +1,4 @@
-"""Modules that the CPU stand-in puts in the place of libraries that only a GPU needs."""
+"""Modules that stand on a CPU for libraries that only a GPU needs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ DYNAMO = "torch._dynamo"
 def put_identity_dynamo() -> None:
     """torch.compile as the identity: no dynamo, no C++ compilation for `jit_fuser` functions.
 
-    Dynamo itself takes a seventh of a worker's boot, and lists torch.cuda's functions as it is
-    imported. The first optimizer asks for it, only to be told that nothing is being compiled; so
-    do some of torch's utilities, for its settings, which are the real ones.
+    Importing dynamo takes a seventh of a worker's boot and lists torch.cuda's functions. The first
+    optimizer imports it only to ask whether anything is being compiled; some of torch's utilities
+    do so for its settings, which are the real ones here.
     """
     torch_module: Any = torch
     torch_module.compile = _unchanged
@@ -91,10 +91,9 @@ def _import_only_module(name: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def import_only_triton() -> Iterator[None]:
-    """megatron-core >= 0.17 imports triton unconditionally; its kernels never run on a CPU.
+    """Stands for triton, which megatron-core >= 0.17 imports always and never calls on a CPU.
 
-    Taken away again afterwards: torch itself must not believe that triton is there. Dynamo would,
-    were it imported meanwhile.
+    It is taken away afterwards: torch, and dynamo above all, must not believe that triton is here.
     """
     if importlib.util.find_spec("triton") is not None:
         yield

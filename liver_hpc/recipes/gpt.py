@@ -14,16 +14,13 @@ from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.tensors import ModelSpec, TensorSpec
 from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe
 from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
+from liver_hpc.recipes.text_data import VOCABULARY, prefix_of
 
 if TYPE_CHECKING:
     import torch
     from megatron.core.transformer.module import MegatronModule
 
     from liver_hpc.recipes.samples import TokenSamples
-
-
-BYTE_TOKENS = 257
-"""256 byte values and the end of a document."""
 
 
 class GPT(Recipe):
@@ -63,15 +60,14 @@ class GPT(Recipe):
     def _check_data(self) -> None:
         if self.config.data is None:
             raise ConfigError("data: the GPT recipe wants data.prefix or data.text, got nothing")
-        if self.config.data.text is not None and self.options.vocab_size < BYTE_TOKENS:
+        if self.config.data.text is not None and self.options.vocab_size < VOCABULARY:
             raise ConfigError(
                 f"model.vocab_size: text is tokenized by bytes, which wants at least "
-                f"{BYTE_TOKENS}, got {self.options.vocab_size}"
+                f"{VOCABULARY}, got {self.options.vocab_size}"
             )
 
     def open(self, run_directory: Path) -> None:
         from liver_hpc.recipes.samples import TokenSamples
-        from liver_hpc.recipes.text_data import prefix_of
 
         data, train = self.config.data, self.config.train
         assert data is not None
@@ -114,10 +110,10 @@ class GPT(Recipe):
         return model
 
     def _dropout_seeder(self, context: BuildContext, layer: int) -> Callable[[Any, Any], None]:
-        """A hook that makes dropout follow (run seed, sample, layer), whoever computes it.
+        """A hook that seeds dropout by (run seed, sample, layer), whichever worker computes it.
 
         Layers count from 1, globally; 0 is the embedding. Under tensor parallelism the streams
-        inside attention heads also follow the tp rank.
+        inside attention heads also depend on the tp rank.
         """
 
         def seed(module: Any, _inputs: Any) -> None:

@@ -26,9 +26,9 @@ _ORDERS = ("document_index", "sample_index", "shuffle_index")
 
 
 class _Tokenizer:
-    """What GPTDataset asks of a tokenizer when the tokens already exist: next to nothing.
+    """The little that GPTDataset asks of a tokenizer where the tokens exist already.
 
-    It has no pad token, which GPTDataset takes to mean that no sample holds padding.
+    It has no pad token, from which GPTDataset concludes that no sample holds padding.
     """
 
     vocab_size = None
@@ -39,8 +39,8 @@ class _Tokenizer:
 class _SharedGPTDataset(GPTDataset):  # type: ignore[misc]
     """GPTDataset whose order of samples is made once and then shared through the disk.
 
-    Megatron lets rank 0 of the default group build it and the other ranks load what they hope is
-    there. Here any process may be the first, with or without a default group.
+    In Megatron rank 0 of the default group builds it, and the other ranks load what they hope is
+    there. Here the first process that comes builds it, with or without a default group.
     """
 
     def __init__(self, *args: Any, order_path: Path) -> None:
@@ -76,8 +76,8 @@ class TokenSamples:
     """Samples 0 .. samples - 1 of seq_length tokens each, from `<prefix>.bin/.idx`.
 
     The order of samples is kept under `cache`, which all processes of a run share; the first one
-    makes it while the others wait. Data is read again and again, newly shuffled, until there are
-    enough samples. Raises ConfigError when the data is not whole or too short.
+    makes it while the others wait. Where the data has too few samples, they come again in a new
+    order. Raises ConfigError when the data is not whole or is shorter than one sample.
     """
 
     def __init__(self, prefix: Path, seq_length: int, samples: int, seed: int, cache: Path) -> None:
@@ -107,10 +107,6 @@ class TokenSamples:
             order_path=cache / _order_name(prefix, seq_length, samples, seed),
         )
 
-    def batch(self, step: int, global_batch: int) -> list[int]:
-        """The samples of the global batch of a step: a function of these two alone."""
-        return list(range(step * global_batch, (step + 1) * global_batch))
-
     def sample(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(tokens, labels, loss mask), each [seq_length]; int64, int64, float32.
 
@@ -124,7 +120,7 @@ class TokenSamples:
 
 
 def _order_name(prefix: Path, seq_length: int, samples: int, seed: int) -> str:
-    """Names the order after all that it depends on, the index file's content included."""
+    """A name made of all that the order depends on, the index file's content included."""
     hashed = hashlib.blake2b(digest_size=8)
     with prefix.with_name(f"{prefix.name}.idx").open("rb") as stream:
         while block := stream.read(1 << 20):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from liver_hpc.config.indexed_data import IndexedData, read_indexed_data
+from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import DataSection
 from liver_hpc.errors import ConfigError, LiverError
@@ -35,7 +35,7 @@ VOCABULARY = 257
 STDLIB = "python-stdlib"
 _SUFFIXES = ("bin", "idx")
 _FORMAT = "1"
-"""Goes into the name; another number where the same text would become other tokens."""
+"""A part of the name, to be raised when the same text becomes other tokens."""
 _STDLIB_WITHOUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
@@ -118,17 +118,17 @@ def _text_prefix(data: DataSection, files: Sequence[TextFile]) -> Path:
 
 
 def pinned(data: DataSection) -> DataSection:
-    """The same data by its prefix: the sources may change while a run goes on, and other nodes
-    may have other ones."""
+    """The same data, named by its prefix: text may change while a run goes on, and may differ
+    between nodes."""
     return data.model_copy(update={"prefix": prefix_of(data), "text": None})
 
 
 def prepare(data: DataSection) -> Path:
     """Tokenizes `data.text` unless that has been done, and returns the prefix.
 
-    Any number of processes may call this at once; one writes, the others wait for it. With
-    `data.prefix` it only checks. Raises ConfigError for text that cannot be read, an output that
-    cannot be written, or indexed data that is not whole.
+    Any number of processes may call it at once: one writes while the others wait. `data.prefix`
+    is only checked. Raises ConfigError for text that cannot be read, an output that cannot be
+    written, or indexed data that is not whole.
     """
     if data.prefix is not None:
         return read_indexed_data(data.prefix).prefix
@@ -145,8 +145,8 @@ def _suffixed(prefix: Path, suffix: str) -> Path:
 
 
 def _write(prefix: Path, files: Sequence[TextFile]) -> None:
-    """Writes both files under other names, then renames them, the index last: where there is an
-    index, the data is whole."""
+    """Writes both files under other names, then renames them, the index last: where an index is,
+    the data is whole."""
     import numpy as np
 
     made = {suffix: _suffixed(prefix, f"{suffix}.part") for suffix in _SUFFIXES}
@@ -186,12 +186,6 @@ def _read(file: TextFile) -> bytes:
     return text
 
 
-def summary(prefix: Path) -> str:
-    """One line about indexed data. Raises ConfigError when it is not whole."""
-    held: IndexedData = read_indexed_data(prefix)
-    return f"{prefix}: {held.documents} documents, {held.tokens} tokens of {held.token_type}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepares the data of one run file; prints where it is."""
     parser = argparse.ArgumentParser(prog="python -m liver_hpc.recipes.text_data")
@@ -202,7 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         data = load_run(options.config, options.set).data
         if data is None:
             raise ConfigError(f"{options.config}: data is not given")
-        print(summary(prepare(data)))
+        prefix = prepare(data)
+        held = read_indexed_data(prefix)
+        print(f"{prefix}: {held.documents} documents, {held.tokens} tokens of {held.token_type}")
     except LiverError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

@@ -11,7 +11,7 @@ from statistics import median, median_high
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.memory import worker_bytes
-from liver_hpc.layout.plan import Handover
+from liver_hpc.layout.plan import Handoff
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec
 from liver_hpc.run.records import ReconfigurationRecord
 
@@ -77,7 +77,7 @@ def traffic_of(model: ModelSpec, source: RankMap, target: RankMap) -> Traffic:
 
 
 def _counted(model: ModelSpec, source: RankMap, target: RankMap) -> Traffic:
-    plan = Handover(model, source, target)
+    plan = Handoff(model, source, target)
     parameters, everything = Counter[int](), Counter[int]()
     moved_bytes = 0
     for to in target.layout.coordinates():

@@ -1,6 +1,6 @@
-"""What NCCL chose, out of what it writes with NCCL_DEBUG=INFO; pure text in, words out.
+"""Which transports NCCL chose, read from what it logs with NCCL_DEBUG=INFO. Pure.
 
-NCCL has no call that tells its transports. Of its lines these are read (here of 2.21):
+NCCL has no call that tells. These lines are read (here of 2.21):
 
     n1:7:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/3/GDRDMA
     n1:7:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
@@ -25,17 +25,17 @@ _PCIE = frozenset({"PIX", "PXB", "PHB", "SYS", "NODE"})
 
 @dataclass(frozen=True)
 class Chosen:
-    """kinds: such as "NET/IB", "NET/Socket", "P2P (NVLink)", "SHM"; sorted. detail: with which
-    adapters or interfaces, and how, in NCCL's words."""
+    """kinds: such as "NET/IB", "NET/Socket", "P2P (NVLink)", "SHM"; sorted. detail: the adapters
+    or interfaces, and the ways, in NCCL's words."""
 
     kinds: tuple[str, ...] = ()
     detail: str = ""
 
 
 class NcclLog:
-    """Takes the log piece by piece, as it grows, and says what each piece shows.
+    """Reads the log piece by piece, as it grows, and says what each piece shows.
 
-    Adapters are named once, when NCCL starts: they are remembered.
+    It remembers the adapters, which NCCL names only once, when it starts.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class NcclLog:
         self._rest = ""
 
     def read(self, text: str) -> Chosen:
-        """What the connections in this piece use; no kinds where none was opened."""
+        """What the connections that this piece tells of use; no kinds where it tells of none."""
         lines = (self._rest + text).split("\n")
         self._rest = lines.pop()
         vias: list[str] = []
@@ -61,13 +61,8 @@ class NcclLog:
         return Chosen(tuple(sorted(kinds)), "; ".join([", ".join(ways), *nets]) if ways else "")
 
 
-def parse_nccl_log(text: str) -> Chosen:
-    """What a whole log shows."""
-    return NcclLog().read(text if text.endswith("\n") else f"{text}\n")
-
-
 def _kind(via: str, paths: set[str]) -> str:
-    """ "NET/IB/3/GDRDMA" -> "NET/IB"; of P2P, over which links it goes where that is certain."""
+    """ "NET/IB/3/GDRDMA" -> "NET/IB"; P2P with its links, where they are certain."""
     family, _, rest = via.partition("/")
     if family == "NET":
         name = rest.partition("/")[0].partition("(")[0]

@@ -1,1 +1,1 @@
-"""A worker: one process per accelerator, alive across generations."""
+"""A worker: one process per accelerator, which outlives its worlds."""

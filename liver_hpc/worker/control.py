@@ -1,4 +1,4 @@
-"""A booted worker's service: its boot's second half, its control channel, and its trainer."""
+"""A worker's boot, its control channel, and the threads that serve it."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ EXIT_COORDINATOR_GONE = 4
 
 @dataclass(frozen=True)
 class Booted:
-    """What the isolated boot made: all that needs nobody else.
+    """What a worker makes alone, before it meets anybody.
 
-    timings_s: its parts, from the start of the process to booted_s.
+    timings_s: where the time from the start of the process to booted_s went.
     """
 
     run_directory: Path
@@ -71,7 +71,10 @@ class Booted:
 
 
 def boot(run_directory: Path, layout: Layout, device: Device) -> Booted:
-    """Data, and one rehearsed step of the coming layout, without communication."""
+    """Opens the data and rehearses one step of the coming layout. Not collective.
+
+    Raises LiverError for a recipe whose model cannot be built or moved.
+    """
     clock = SystemClock()
     imported_s, started_s = process_age_s(), clock.now_s()
     config = load_run(run_directory / "run.yaml")
@@ -87,7 +90,7 @@ def boot(run_directory: Path, layout: Layout, device: Device) -> Booted:
         rehearsal.warm_up()
         rehearsal.close()
     return_free_memory()
-    # What boot made lives as long as the process: later collections need not walk it.
+    # What boot made stays as long as the process: later collections need not walk it.
     gc.freeze()
     booted_s = clock.now_s()
     timings_s = {
@@ -99,7 +102,7 @@ def boot(run_directory: Path, layout: Layout, device: Device) -> Booted:
 
 
 class Worker:
-    """The worker after its boot: the main thread trains, a control thread listens."""
+    """The worker after its boot: the main thread trains while a control thread listens."""
 
     def __init__(self, booted: Booted, worker: int, address: tuple[str, int]) -> None:
         self._worker = worker
@@ -138,7 +141,7 @@ class Worker:
         )
         threading.Thread(target=self._serve_control, name="control", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-        # No deadline of its own: the coordinator has one for every phase, and its end is ours.
+        # Without a deadline: the coordinator has one for every phase, and ends us when it passes.
         first = self._first.get()
         try:
             if isinstance(first, Begin):
@@ -151,7 +154,7 @@ class Worker:
         self._await_exit()
 
     def _await_exit(self) -> NoReturn:
-        """The coordinator's Exit ends the process from the control thread."""
+        """Waits for the coordinator's Exit, upon which the control thread ends the process."""
         limit_s = self._deadlines.release_s + self._deadlines.exit_s
         threading.Event().wait(limit_s)
         log.error("waited %g s for the coordinator's Exit", limit_s)
@@ -175,13 +178,13 @@ class Worker:
         leave(EXIT_COORDINATOR_GONE)
 
     def _beat(self) -> None:
-        """Heartbeats, so that a machine that vanished without closing its sockets is noticed."""
+        """Sends heartbeats: a machine may vanish without closing its sockets."""
         pause = threading.Event()
         while not pause.wait(self._deadlines.heartbeat_s / 4):
             self._send(Heartbeat(worker=self._worker, step=self._trainer.step))
 
     def _serve_control(self) -> None:
-        """A worker that no longer hears the coordinator must not train on."""
+        """The control thread; a worker that no longer hears the coordinator must not train on."""
         try:
             self._listen()
         except Exception:
@@ -189,7 +192,7 @@ class Worker:
             leave(EXIT_FAILED)
 
     def _listen(self) -> None:
-        """The control thread: routes every message, and ends the process when told to."""
+        """Routes every message, and ends the process when told to."""
         while True:
             try:
                 message = self._channel.receive()
@@ -217,7 +220,7 @@ class Worker:
 
 
 def _network_plan(coordinator: str) -> NetworkPlan:
-    """What `worker` has chosen, where it has; else the way to the coordinator."""
+    """The interfaces that `worker.main` chose; else those towards the coordinator."""
     names, log_path = os.environ.get(GLOO_INTERFACE, ""), os.environ.get(NCCL_LOG)
     return NetworkPlan(
         hostname=address_towards(coordinator),
@@ -227,7 +230,7 @@ def _network_plan(coordinator: str) -> NetworkPlan:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process at once: blocked collectives and native threads must not hold it up."""
+    """Ends the process at once; neither blocked collectives nor native threads hold it up."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,8 +1,8 @@
-"""A worker: one process per accelerator, alive across generations.
+"""A worker's process, which the node's agent starts: `python -m liver_hpc.worker.main`.
 
-`python -m liver_hpc.worker.main` is started by the node's agent. It boots alone (imports, device,
-data, a rehearsed step), learns its id and the coordinator's address from the agent, and then does
-what the control channel tells it: begin or join, train, hand over, leave.
+It boots alone (imports, device, data, a rehearsed step), learns its id and the coordinator's
+address from the agent, and then does what the control channel tells it: begin or join, train, hand
+off, leave.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def main() -> NoReturn:
 
 
 def _choose_network(run_directory: Path) -> None:
-    """Which interfaces and adapters this node's collectives use, as gloo and NCCL are told.
+    """Tells gloo and NCCL, in the environment, which interfaces and adapters to use.
 
-    Before torch is imported. Raises ConfigError when this node lacks what the run file names.
+    Called before torch is imported. Raises ConfigError when this node lacks what the run file
+    names.
     """
     config, facts = load_run(run_directory / "run.yaml"), node_facts()
     log_path = nccl_log_path(os.environ, run_directory / "logs", facts, os.getpid())
@@ -76,7 +77,7 @@ def _choose_network(run_directory: Path) -> None:
 
 
 def _quieten() -> None:
-    """Our log lines, and of megatron's and torch's only errors."""
+    """Logs our own lines, but only errors of megatron and torch."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s [%(threadName)s] %(message)s"
     )

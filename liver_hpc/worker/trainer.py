@@ -1,4 +1,4 @@
-"""The training loop of one worker, across worlds: steps, handing over, and the ways back."""
+"""The training loop of one worker, across worlds: steps, handoffs, and the ways back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from liver_hpc.checkpoint.reader import restore
 from liver_hpc.checkpoint.writer import save
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.handoff.crossing import FAILURES, Boundary, Crossed, Crossing
-from liver_hpc.handoff.prepare import prepare, prepared_message, transports_message
+from liver_hpc.handoff.prepare import connect_groups, prepare, prepared_message
 from liver_hpc.handoff.release import release
 from liver_hpc.handoff.session import HandoffAborted, Session, Target, WorkerContext
 from liver_hpc.layout.coordinates import RankMap
@@ -34,18 +34,21 @@ log = logging.getLogger(__name__)
 
 
 class LeftWorld(LiverError):
-    """This worker has no seat in the world that trains now; it waits for its Exit."""
+    """This worker has no seat in the world that trains now, and has to wait for its Exit."""
 
 
 class Trainer:
-    """Trains whatever world is the present one. The main thread calls `begin` or `join`, then
-    `train`; the control thread calls `open_session` and `ask_to_stop`, and sets `proceed`."""
+    """Trains the world of the moment, whichever that is.
+
+    The main thread calls `begin` or `join`, then `train`; the control thread calls `open_session`
+    and `ask_to_stop`, and sets `proceed`.
+    """
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._limits = context.config.deadlines
         self._world: World | None = None
-        # Set while the source of the next handoff stands: not in `begin`, not in a rebuild.
+        # Set while there is a world to hand off from: neither in `begin` nor in a rebuild.
         self._stands = threading.Event()
         self.session: Session | None = None
         self.proceed = threading.Event()
@@ -56,8 +59,10 @@ class Trainer:
     # ---- the ways in
 
     def begin(self, message: Begin) -> None:
-        """Builds the first world and fills it from the seed, or from a checkpoint. Collective over
-        its rank map. Raises LeftWorld when it cannot be filled."""
+        """Builds the first world and fills it from the seed, or from a checkpoint.
+
+        Collective over its rank map. Raises LeftWorld when it cannot be filled.
+        """
         world = self._build(message.rank_map.rank_map(), message.generation)
         if message.checkpoint is not None:
             self._restore(world, Path(message.checkpoint))
@@ -74,9 +79,7 @@ class Trainer:
             restored = restore(world, path)
         except FAILURES as error:
             log.exception("cannot go on from %s", path)
-            context.send(
-                Failed(worker=context.worker, generation=world.generation, reason=str(error))
-            )
+            self._fail(world.generation, str(error))
             raise LeftWorld(f"cannot go on from {path}: {error}") from error
         self.step = restored.scalars.step
         context.send(restored)
@@ -85,7 +88,7 @@ class Trainer:
             raise DeadlineError(f"waited {limit_s:g} s for all workers to restore from {path}")
 
     def join(self) -> None:
-        """A joiner's way in: PREPARE, then the crossing. Raises LeftWorld when called off."""
+        """Takes a joiner in: PREPARE, then the crossing. Raises LeftWorld when called off."""
         session = self.session
         assert session is not None, "join without a session"
         self._prepare(session)
@@ -100,12 +103,12 @@ class Trainer:
         self._save_if_due(crossed.scalars.step)
 
     def ask_to_stop(self, message: Stop) -> None:
-        """All stop at the next common boundary; with a checkpoint there if one is asked for."""
+        """Stops at the next boundary that all workers agree on; saves there if told to."""
         self._stop_saves_in = Path(message.checkpoint) if message.checkpoint else None
         self._stop.set()
 
     def open_session(self, message: Prepare) -> Session:
-        """A new handoff attempt; on a source worker PREPARE starts beside the training thread."""
+        """Opens a handoff attempt; a source worker starts PREPARE beside its training thread."""
         session = Session(message, self._context)
         if session.is_source:
             session.preparing = threading.Thread(
@@ -123,18 +126,15 @@ class Trainer:
             world.warm_up()
         store = context.open_store()
         try:
-            world.connect(
-                lambda group: group.connect(context.network, store, self._limits.collective_s), None
-            )
+            connect_groups(context, world, store)
         finally:
             store.close()
-        context.send(transports_message(context, world))
         return world
 
     # ---- steps
 
     def train(self) -> None:
-        """Steps until the last, or until all agreed to stop. Raises LeftWorld on a leaver."""
+        """Trains until the last step, or until all agree to stop. Raises LeftWorld on a leaver."""
         clock = self._context.clock
         while self.step < self._context.config.train.steps:
             world = self._world
@@ -156,16 +156,18 @@ class Trainer:
                 break
             if result.ready == members and self.step < self._context.config.train.steps:
                 assert session is not None
-                self._hand_over(session, world, ended_s)
+                self._hand_off(session, world, ended_s)
             elif session is not None and session.aborted is not None:
                 self._drop(session)
             self._save_if_due(boundary)
         self._context.send(Finished(worker=self._context.worker, step=self.step))
 
     def _save_if_due(self, since: int) -> None:
-        """The run file's checkpoints, at a boundary that all workers know to be one: of the first
-        step of another world, which has no boundary before it, and of those from `since` on. A
-        handoff goes first, as it may have to hurry."""
+        """Saves where the run file wants a checkpoint at a boundary from `since` to now.
+
+        A handoff goes first, as it may have to hurry; so after one there are two boundaries to
+        look at, that before it and that after the target's first step.
+        """
         every = self._context.config.checkpoint.every_steps
         if every is not None and any(step % every == 0 for step in range(since, self.step + 1)):
             self._save(self._context.checkpoints)
@@ -196,7 +198,7 @@ class Trainer:
     # ---- PREPARE, and dropping it before the boundary
 
     def _prepare(self, session: Session) -> None:
-        """PREPARE in the calling thread; answers Prepared or Failed."""
+        """Runs PREPARE in the calling thread, and answers Prepared or Failed."""
         self._context.device.enter()
         try:
             session.prepared = prepare(session, self._source_of(session))
@@ -207,13 +209,13 @@ class Trainer:
                 log.info("generation %d ended while preparing: %s", session.generation, error)
                 return
             log.exception("generation %d: PREPARE failed", session.generation)
-            self._fail(session, error)
+            self._fail(session.generation, f"{type(error).__name__}: {error}")
         else:
             self._context.send(prepared_message(session, session.prepared))
 
     def _source_of(self, session: Session) -> World | None:
-        """The source world; None on a joiner. A Prepare may come while the world it speaks of is
-        still being built here, at the start or after an ABORT."""
+        """Waits for the source world, which may still be built here, at the start or after an
+        ABORT. None on a joiner."""
         if not session.is_source:
             return None
         limit_s = self._limits.prepare_s
@@ -222,7 +224,7 @@ class Trainer:
         return self._world
 
     def _drop(self, session: Session) -> None:
-        """Called off before the boundary: training goes on, a thread clears up and answers."""
+        """Clears up, in a thread, after an attempt that was called off before its boundary."""
         self._forget(session)
 
         def clear_up() -> None:
@@ -236,14 +238,14 @@ class Trainer:
         threading.Thread(target=clear_up, name="drop", daemon=True).start()
 
     def _forget(self, session: Session) -> None:
-        """This attempt is over; the control thread may have opened the next one already."""
+        """Ends this attempt; the control thread may have opened the next one already."""
         if self.session is session:
             self.session = None
 
     # ---- the boundary
 
-    def _hand_over(self, session: Session, source: World, ended_s: float) -> None:
-        """At the agreed boundary: over to the target world, or back to this one."""
+    def _hand_off(self, session: Session, source: World, ended_s: float) -> None:
+        """Crosses to the target world at the agreed boundary, or goes back to this one."""
         assert session.prepared is not None
         boundary = Boundary(source.scalar_state(self.step), ended_s)
         try:
@@ -256,7 +258,7 @@ class Trainer:
         self._go_back(session, source, abort)
 
     def _arrive(self, session: Session, crossed: Crossed, source: World | None) -> None:
-        """Committed: the target world is the world. Raises LeftWorld on a leaver."""
+        """Makes the committed target world the one that trains. Raises LeftWorld on a leaver."""
         target = session.prepared
         assert target is not None
         self._world = target.world
@@ -273,30 +275,27 @@ class Trainer:
             raise LeftWorld(f"no seat in {session.target}")
 
     def _release(self, session: Session, target: Target, source: World | None) -> None:
-        """RELEASE in a thread of its own; a failure is the coordinator's to judge."""
+        """Runs RELEASE in a thread of its own; the coordinator judges a failure."""
         try:
             release(session, target, source)
         except FAILURES as error:
             log.exception("generation %d: RELEASE failed", session.generation)
-            self._fail(session, error)
+            self._fail(session.generation, f"{type(error).__name__}: {error}")
 
-    def _fail(self, session: Session, error: BaseException) -> None:
-        self._context.send(
-            Failed(
-                worker=self._context.worker,
-                generation=session.generation,
-                reason=f"{type(error).__name__}: {error}",
-            )
-        )
+    def _fail(self, generation: int, reason: str) -> None:
+        worker = self._context.worker
+        self._context.send(Failed(worker=worker, generation=generation, reason=reason))
 
     def _go_back(self, session: Session, source: World, abort: Abort) -> None:
-        """Called off at the boundary: the source world goes on, rebuilt if its groups may hold
-        half a collective of the target's first step."""
+        """Goes on with the source world after an attempt was called off at the boundary.
+
+        The world is rebuilt where its groups may hold half a collective of the target's first step.
+        """
         log.info("generation %d called off at the boundary: %s", session.generation, abort.reason)
         assert session.prepared is not None
         held: WorldState | None = None
         if abort.rebuild:
-            # Peers blocked in a shared group are freed once nobody holds its connections.
+            # Peers blocked in a shared group go on once nobody holds its connections.
             held = source.abandon()
             self._stands.clear()
             self._world = None
@@ -312,7 +311,7 @@ class Trainer:
         self._forget(session)
 
     def _rebuild(self, rank_map: RankMap, generation: int, held: WorldState, step: int) -> None:
-        """The source layout again on fresh groups, filled from what this worker still holds."""
+        """Builds the source layout again on fresh groups, filled from what this worker holds."""
         world = self._build(rank_map, generation)
         for kind in (PARAMETER, *world.recipe.spec.optimizer_kinds):
             for index, box in held.boxes(kind):

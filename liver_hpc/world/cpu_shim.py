@@ -1,9 +1,8 @@
 """The CPU stand-in for torch.cuda: lets megatron-core train where no CUDA device exists.
 
 Megatron-core asks for `torch.cuda.current_device()`, builds tensors on "cuda", tests tensor type
-names and opens streams. `install()` answers all of these with the CPU. It is called only where
-`torch.cuda.is_available()` is false, before megatron is imported; nothing else in the package
-knows that it exists.
+names and opens streams. `install()` answers all of these with the CPU. `open_device` calls it where
+`torch.cuda.is_available()` is false, before megatron is imported; nothing else knows of it.
 """
 
 from __future__ import annotations
@@ -98,10 +97,11 @@ def _redirect_tensors() -> None:
         return plain_to(self, *where, **kwargs)
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Megatron's optimizer sorts parameters by names such as 'torch.cuda.FloatTensor'.
+        # Megatron's optimizer sorts parameters by names such as 'torch.cuda.FloatTensor'. Under a
+        # TorchFunctionMode torch calls this once more from within.
         result = plain_type(self, *args, **kwargs)
         if not args and not kwargs and isinstance(result, str):
-            return result.replace("torch.", "torch.cuda.", 1)
+            return f"torch.cuda.{result.removeprefix('torch.').removeprefix('cuda.')}"
         return result
 
     def same(self: Any, *_args: Any, **_kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The device of a worker: CUDA with NCCL, or the CPU with gloo. The only place that decides."""
+"""The device of a worker: CUDA with NCCL, or the CPU with gloo. Decided here alone."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Device:
         return kinds.NCCL if self.backend_name == "nccl" else kinds.GLOO
 
     def enter(self) -> None:
-        """Makes this the calling thread's device; every thread that touches tensors does so once
-        (torch keeps the current CUDA device per thread)."""
+        """Makes this the calling thread's device. Every thread that touches tensors calls it once,
+        because torch keeps the current CUDA device per thread."""
         if self.torch_device.type == "cuda":
             torch.cuda.set_device(self.torch_device)
 
@@ -58,8 +58,8 @@ def open_device(local_rank: int) -> Device:
 class NetworkPlan:
     """Where a worker's connections go.
 
-    gloo_interfaces: by name; without any, those of the address `hostname` are used. nccl_log:
-    the file in which NCCL says what it does; None where it does not.
+    gloo_interfaces: by name; where there are none, gloo uses that of the address `hostname`.
+    nccl_log: the file into which NCCL logs; None where it does not.
     """
 
     hostname: str
@@ -70,7 +70,7 @@ class NetworkPlan:
 class Network:
     """Opens group backends, and knows which transport each of them uses.
 
-    One gloo device an interface and process: all groups share its thread and listening socket.
+    All groups share one gloo device an interface, with its thread and its listening socket.
     """
 
     def __init__(self, device: Device, plan: NetworkPlan) -> None:
@@ -104,7 +104,7 @@ class Network:
             options = nccl.Options()
             options._timeout = timeout
             backend = nccl(store, rank, size, options)
-            # NCCL connects at the first collective; the store is not there for ever.
+            # NCCL connects at the first collective, for which the store must still be there.
             backend.allreduce([torch.zeros(1, device=self._device.torch_device)]).wait()
             self._device.synchronize()
             chosen = self._log.read(self._newly_logged())
@@ -121,9 +121,9 @@ class Network:
         return backend
 
     def transports(self, backends: Iterable[Any]) -> Chosen:
-        """What these backends together use; nothing of groups of one.
+        """The transports that these backends use; groups of one use none.
 
-        Of NCCL that is known from its own log, and "nccl" where that tells nothing.
+        NCCL's are read from its log; where that tells nothing, the answer is "nccl".
         """
         found = [self._chosen[backend] for backend in backends if backend in self._chosen]
         kinds = {kind for chosen in found for kind in chosen.kinds}
@@ -133,7 +133,7 @@ class Network:
         return Chosen(tuple(sorted(kinds)), "; ".join(details))
 
     def _gloo_way(self) -> str:
-        """ "eth0/10.0.0.7": the interfaces that gloo uses, with their addresses."""
+        """The interfaces that gloo uses, with their addresses: "eth0/10.0.0.7"."""
         held = interface_addresses()
         names = self._plan.gloo_interfaces
         if names:
@@ -142,7 +142,7 @@ class Network:
         return f"{interface_holding(address, held) or '?'}/{address}"
 
     def _newly_logged(self) -> str:
-        """What NCCL has written since the last time."""
+        """What NCCL has logged since the last call."""
         if self._plan.nccl_log is None:
             return ""
         try:

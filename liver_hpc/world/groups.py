@@ -11,7 +11,7 @@ All private names of torch that this takes are used here and nowhere else.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from liver_hpc.world.device import Device, Network
@@ -22,7 +22,7 @@ c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
 native: Any = importlib.import_module("torch._C._distributed_c10d")
 
 SENTINEL_SIZE = 1 << 16
-"""Worker ids stay below it; the size that the sentinel default group pretends to have."""
+"""The size that the sentinel default group pretends to have; worker ids stay below it."""
 
 
 def install_sentinel(worker: int) -> None:
@@ -86,7 +86,7 @@ class Group:
         native._register_process_group(name, self.process_group)
 
     def attach(self, backend: Any) -> None:
-        """Replaces the stand-in by a real backend; from here on collectives are real."""
+        """Replaces the stand-in by a real backend, so that collectives are real from here on."""
         kind = self._device.backend_type
         self.process_group._register_backend(self._device.torch_device, kind, backend)
         self.process_group._set_default_backend(kind)
@@ -98,7 +98,7 @@ class Group:
         self.attach(network.open_backend(prefix, self.rank, len(self.members), timeout_s))
 
     def close(self) -> None:
-        """Forgets the group. Its connections close when nobody holds the backend any more."""
+        """Forgets the group. Its connections close once nobody holds the backend any more."""
         if self.process_group is None:
             return
         _leave(self.process_group, self.name)
@@ -124,15 +124,17 @@ class GroupBook:
 
     def connect(
         self,
-        open_group: Callable[[Group], None],
+        network: Network,
+        store: Any,
+        timeout_s: float,
         previous: GroupBook | None = None,
     ) -> int:
         """Makes every group real; returns how many of several members took over a backend of
-        `previous`.
+        `previous`. Collective over the world's workers.
 
-        Groups are opened in the same order by all workers (sorted by members), so that no two
-        wait for each other. Members that were a group in the previous world are one there for
-        all of them: either all take it over or none does.
+        All workers open their groups in the same order (sorted by members), so that no two wait
+        for each other. Where members were a group in the previous world, they were so for all of
+        them: either all take its backend over or none does.
         """
         kept = 0
         for members in sorted(self._groups):
@@ -142,7 +144,7 @@ class GroupBook:
                 group.attach(old.backend)
                 kept += len(members) > 1
             else:
-                open_group(group)
+                group.connect(network, store, timeout_s)
         return kept
 
     def backends(self) -> list[Any]:

@@ -1,8 +1,8 @@
-"""Everything that differs between megatron-core releases or lives in its module globals.
+"""What differs between megatron-core releases, and what megatron keeps in module globals.
 
-With recipes, the only importer of megatron besides `world.py`. Supports 0.16 (the newest for
-Python 3.11) and 0.19. `parallel_state` is never initialised: groups go in as a
-`ProcessGroupCollection`; what megatron still reads from globals is redirected here.
+It supports 0.16 (the newest for Python 3.11) and 0.19. `parallel_state` is never initialised:
+groups go in as a `ProcessGroupCollection`, and what megatron still reads from globals is redirected
+here. Only `world.py` and recipes import megatron beside this.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import importlib
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,23 +21,18 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
 from megatron.core.utils import GlobalMemoryBuffer
 from torch.overrides import TorchFunctionMode
 
 from liver_hpc.layout.coordinates import Coordinate, RankMap
+from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.world.groups import GroupBook
 
 _thread = threading.local()
 
 
 class _ThreadMemoryBuffer(threading.local):
-    """megatron's scratch buffers, one set a thread: a world may warm up beside a training one."""
+    """megatron's scratch buffers, one set a thread, since a world is rehearsed beside training."""
 
     def __init__(self) -> None:
         self._buffer = GlobalMemoryBuffer()
@@ -59,19 +54,9 @@ class _RehearsalSafeTracker:
         return getattr(self._tracker, name)
 
     def fork(self, *args: Any, **kwargs: Any) -> Any:
-        if getattr(_thread, "rehearsing", False):
+        if _is_rehearsing():
             return contextlib.nullcontext()
         return self._tracker.fork(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def rehearsal() -> Iterator[None]:
-    """Marks this thread as running a throw-away iteration beside a training thread."""
-    _thread.rehearsing = True
-    try:
-        yield
-    finally:
-        _thread.rehearsing = False
 
 
 # fmt: off
@@ -81,24 +66,49 @@ _DRAWS = frozenset({
     "exponential_",
 })
 # fmt: on
+_ZEROS: dict[str, Callable[..., Any]] = {
+    "rand": torch.zeros,
+    "randn": torch.zeros,
+    "rand_like": torch.zeros_like,
+    "randn_like": torch.zeros_like,
+}
 
 
 class _NoDraws(TorchFunctionMode):
-    """On its thread, filling a tensor with random numbers leaves it as it is."""
+    """On its thread, filling a tensor with random numbers leaves it as it is, and one that is made
+    of random numbers is made of zeros."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(function, "__name__", "") in _DRAWS:
+        name = getattr(function, "__name__", "")
+        if name in _DRAWS:
             return args[0] if args else kwargs["tensor"]
+        if name in _ZEROS:
+            kwargs.pop("generator", None)
+            return _ZEROS[name](*args, **kwargs)
         return function(*args, **kwargs)
 
 
+@contextlib.contextmanager
+def rehearsal() -> Iterator[None]:
+    """Marks this thread as one that works beside a training thread: of the random streams of this
+    process, which training draws from, it touches none."""
+    _thread.rehearsing = True
+    try:
+        yield
+    finally:
+        _thread.rehearsing = False
+
+
 def without_random_draws() -> contextlib.AbstractContextManager[Any]:
-    """While a model is built: its values are filled in later, and the training thread of this
-    process must find the device's generator as it left it."""
+    """While a recipe builds its model, whose values are filled in later: nothing draws."""
     return _NoDraws()
+
+
+def _is_rehearsing() -> bool:
+    return getattr(_thread, "rehearsing", False)
 
 
 @contextlib.contextmanager
@@ -114,8 +124,8 @@ def groups_in_use(groups: ProcessGroupCollection) -> Iterator[None]:
 class _LocalDistributed:
     """torch.distributed as the optimizer's constructor sees it: a world of one.
 
-    It gathers the keys of parameter groups over the default group, which no longer exists; all
-    ranks build theirs from the same rules.
+    It gathers the keys of parameter groups over the default group, which does not exist here; all
+    ranks build theirs by the same rules anyway.
     """
 
     @staticmethod
@@ -167,12 +177,14 @@ def _redirect_cross_entropy() -> None:
 
 
 def _import_optimizer_dependencies() -> None:
-    """The first AdamW of a process imports torch._dynamo; nobody should wait for that later."""
+    """The first AdamW of a process imports torch._dynamo, for which nobody is to wait later."""
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 
 def seed_dropout(seed: int, tp_rank: int) -> None:
-    """Seeds the device's generator and megatron's tensor-parallel stream."""
+    """Seeds the device's generator and megatron's tensor-parallel stream, except in a rehearsal."""
+    if _is_rehearsing():
+        return
     ranks = dict.fromkeys(
         ("tp_rank", "ep_rank", "etp_rank", "gtp_remat_rank", "egtp_remat_rank"), 0
     )
@@ -182,39 +194,24 @@ def seed_dropout(seed: int, tp_rank: int) -> None:
     megatron_random.model_parallel_cuda_manual_seed(seed, **arguments)
 
 
-def mark_tensor_parallel(model: torch.nn.Module) -> None:
-    """Sets the tensor-parallel attributes of weights by module type.
+def mark_tensor_parallel(parameter: torch.nn.Parameter, tensor: TensorSpec) -> None:
+    """Sets the tensor-parallel attributes of a parameter that is split, whatever its layer.
 
     0.16 leaves them unset with `perform_initialization=False`, and the gradient norm is then
     silently wrong: tensor-parallel shards count as replicas.
     """
-    dims = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
-    for module in model.modules():
-        dim = dims.get(type(module))
-        if dim is None:
-            continue
-        sharded = [(module.weight, dim)]
-        if dim == 0 and getattr(module, "bias", None) is not None:
-            sharded.append((module.bias, 0))
-        for parameter, partition_dim in sharded:
-            if parameter is not None and not hasattr(parameter, "tensor_model_parallel"):
-                set_tensor_model_parallel_attributes(parameter, True, partition_dim, 1)
+    if tensor.tp_dim is not None and not getattr(parameter, "tensor_model_parallel", False):
+        marked: Any = parameter
+        marked.tensor_model_parallel = True
+        marked.partition_dim, marked.partition_stride = tensor.tp_dim, 1
 
 
 def complete_for_schedules(module: Any) -> None:
-    """Gives a plain module what Megatron's schedules look for; without pipelines it is unused."""
+    """Gives a plain module what Megatron's schedules look for, and use with pipelines only."""
     if not hasattr(module, "set_input_tensor"):
         module.set_input_tensor = lambda _tensor: None
     if not hasattr(module, "model_type"):
         module.model_type = ModelType.encoder_or_decoder
-
-
-def name_data_parallel_group(groups: ProcessGroupCollection) -> None:
-    """For dist_checkpointing: the last stage's copy of tied embeddings asks parallel_state for its
-    data-parallel rank, in 0.16 by the first name, in 0.19 by the second."""
-    for name in ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"):
-        if hasattr(parallel_state, name):
-            setattr(parallel_state, name, groups.dp_cp)
 
 
 def group_collection(rank_map: RankMap, worker: int, book: GroupBook) -> ProcessGroupCollection:

@@ -56,11 +56,11 @@ class WorldState:
             held = self._held.get(index)
             if held is None:
                 raise PlanError(f"{self._where()}: the model has no tensor {tensor.name!r}")
-            wanted = local_shape(tensor, self.layout.tp)
-            shape = held.parameter.shape
-            if (shape[0], shape[1] if len(shape) == 2 else 1) != wanted:
+            wanted = local_shape(tensor, self.layout.tp)[: len(tensor.shape)]
+            shape = tuple(held.parameter.shape)
+            if shape != wanted:
                 raise PlanError(
-                    f"{self._where()}: {tensor.name!r} is {tuple(shape)}, the layout wants {wanted}"
+                    f"{self._where()}: {tensor.name!r} is {shape}, the layout wants {wanted}"
                 )
             start, end = shards.interval(index, self.at.dp)
             if max(end - start, 0) != max(held.interval[1] - held.interval[0], 0) or (
@@ -105,13 +105,14 @@ class WorldState:
         )
 
     def boxes(self, kind: str) -> Iterator[tuple[int, Box]]:
-        """Every (tensor index, box) of one kind that this worker owns."""
+        """Yields every (tensor index, box) of one kind that this worker owns."""
         for index in self.model.stage_tensors(self.layout.pp, self.at.pp):
             for box in owned_boxes(self.model, self.layout, self.at, kind, index):
                 yield index, box
 
     def digests(self, kinds: Iterable[str]) -> tuple[ClassDigest, ...]:
-        """Digests of what this worker owns, one a kind and replication class (protocol/votes)."""
+        """Digests of what this worker owns, one for each kind and replication class
+        (protocol/votes.py). Waits for the device."""
         totals: dict[tuple[str, bool, bool], int] = {}
         for kind in kinds:
             for index, box in self.boxes(kind):
@@ -125,9 +126,9 @@ class WorldState:
         )
 
     def initialize(self, initial: Initializer, seed: int) -> None:
-        """Fills parameters (and the main copy) with their first values, the moments with zeros.
+        """Fills parameters and the main copy with their first values, the moments with zeros.
 
-        Every tensor's values are a function of (seed, name): the same for every layout.
+        A tensor's values are a function of (seed, name), so they are the same for every layout.
         """
         main_apart = not self.model.main_is_parameter
         for index in self.model.stage_tensors(self.layout.pp, self.at.pp):
@@ -144,7 +145,7 @@ class WorldState:
                     memory.zero_()
 
     def release(self) -> None:
-        """Gives the memory back at once, whoever still holds a reference to the tensors."""
+        """Frees the memory at once, even while somebody still refers to the tensors."""
         for held in self._held.values():
             for memory in (held.parameter, *held.optimizer.values()):
                 memory.untyped_storage().resize_(0)

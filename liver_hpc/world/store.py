@@ -1,7 +1,7 @@
-"""torch's key-value store over the authenticated control channel.
+"""torch's key-value store over the authenticated control channel; process groups meet through it.
 
-Process groups meet through it. One client is one connection: a blocked `get` in a background
-thread never holds up another thread that has a client of its own.
+A client is a connection of its own, so a `get` that blocks in a background thread holds up no
+other thread's client.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REPLY_MARGIN_S = 15.0
 class ControlStore(dist.Store):  # type: ignore[misc,name-defined]
     """A `torch.distributed.Store` served by the coordinator. Thread-safe, one request at a time.
 
-    Closing it from another thread ends a blocked request with an error.
+    A request that blocks ends with an error when another thread closes the store.
     """
 
     def __init__(self, channel: Channel, timeout_s: float) -> None:

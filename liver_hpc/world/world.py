@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,17 +26,18 @@ from megatron.core.transformer.module import Float16Module
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.layout.tensors import OPTIMIZER_KINDS, ModelSpec
+from liver_hpc.layout.tensors import OPTIMIZER_KINDS
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import BuildContext, Recipe
 from liver_hpc.world import megatron
+from liver_hpc.world.described import described_parameters
 from liver_hpc.world.device import Device
-from liver_hpc.world.groups import Group, GroupBook
+from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.state import HeldTensor, WorldState
 
 
 class Flags(NamedTuple):
-    """What one worker raises at the end of a step: that it is armed, that it is to stop."""
+    """What one worker tells the others at the end of a step: it is armed, it was asked to stop."""
 
     ready: bool = False
     stop: bool = False
@@ -45,7 +45,7 @@ class Flags(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all workers of a world know after a step; `ready` and `stop` count raised flags."""
+    """What all workers of a world know after a step. ready, stop: how many raised that flag."""
 
     loss: float
     grad_norm: float
@@ -56,8 +56,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The outcome of a forward and backward pass on this worker: summed loss, and over how many
-    micro-batches; (0, 0) except on the last stage's first tensor-parallel rank."""
+    """What a forward and backward pass gave on this worker: the sum of its micro-batches' losses,
+    and their number. Both are 0 except on the last stage's first tensor-parallel rank."""
 
     loss_sum: float
     micro_batches: int
@@ -66,8 +66,9 @@ class Gradients:
 class World:
     """A layout's groups, model and optimizer on one worker.
 
-    Construction does not communicate: groups carry stand-in backends until `connect`. Weights
-    are undefined until `state` has been filled.
+    Construction does not communicate: groups carry stand-in backends until `book.connect`.
+    Weights are undefined until `state` has been filled. Raises PlanError where the recipe's model
+    is not what the recipe describes, or has state that is not moved.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class World:
     def _build(self) -> None:
         layout = self.rank_map.layout
         self.groups = megatron.group_collection(self.rank_map, self.worker, self.book)
-        with megatron.groups_in_use(self.groups):
+        with megatron.rehearsal(), megatron.groups_in_use(self.groups):
             self.model = self._build_model()
             self.optimizer = self._build_optimizer()
         self._adam = self.optimizer.chained_optimizers[0]
@@ -110,13 +111,16 @@ class World:
     def _build_model(self) -> DistributedDataParallel:
         seed_dropout = partial(megatron.seed_dropout, tp_rank=self.at.tp)
         context = BuildContext(self.rank_map.layout, self.at, self.groups, seed_dropout)
+        spec = self.recipe.spec
         with megatron.without_random_draws():
-            module = self.recipe.build(context).to(self.device.torch_device)
+            module = described = self.recipe.build(context).to(self.device.torch_device)
         config = module.config
         megatron.complete_for_schedules(module)
-        if self.recipe.spec.parameter_bytes == 2:
-            module = Float16Module(config, module)
-        megatron.mark_tensor_parallel(module)
+        if not spec.main_is_parameter:
+            module = Float16Module(config, described)
+        self._parameters = described_parameters(spec, context.layout, self.at.pp, described)
+        for index, parameter in self._parameters.items():
+            megatron.mark_tensor_parallel(parameter, spec.tensors[index])
         config.finalize_model_grads_func = finalize_model_grads
         return DistributedDataParallel(
             config,
@@ -148,10 +152,10 @@ class World:
         )
 
     def _create_optimizer_state(self) -> None:
-        """Makes Adam's state now, touched.
+        """Makes Adam's state now, and touches its memory.
 
-        torch's Adam counts steps in a tensor of each parameter's own (megatron's fallback shares
-        one, which then advances once a parameter); the fused ones count in the parameter group.
+        torch's Adam counts steps in one tensor a parameter; the fused ones count in the parameter
+        group. (megatron's fallback shares one tensor, which then advances once a parameter.)
         """
         adam = self._adam.optimizer
         counts_by_parameter = isinstance(adam, torch.optim.Adam)
@@ -183,18 +187,9 @@ class World:
         )
 
     def _held_tensors(self) -> dict[int, HeldTensor]:
-        spec, layout = self.recipe.spec, self.rank_map.layout
-        indices = spec.stage_tensors(layout.pp, self.at.pp)
-        parameters = list(self.model.module.named_parameters())
-        if len(parameters) != len(indices):
-            raise PlanError(
-                f"{layout}, stage {self.at.pp}: the model has {len(parameters)} parameters, "
-                f"the recipe describes {len(indices)}"
-            )
         intervals = self._optimizer_intervals()
         held = {}
-        for index, (name, parameter) in zip(indices, parameters, strict=True):
-            self._check_name(spec, index, name.removeprefix("module."))
+        for index, parameter in self._parameters.items():
             start, end = intervals.get(parameter, (0, 0))
             optimizer = {}
             if start < end:
@@ -218,33 +213,16 @@ class World:
             for parameter, ranges in bucket["param_map"].items()
         }
 
-    def _check_name(self, spec: ModelSpec, index: int, local_name: str) -> None:
-        tensor = spec.tensors[index]
-        tied_copy = tensor.tied_last and self.at.pp > 0
-        if not tied_copy and _without_numbers(tensor.name) != _without_numbers(local_name):
-            raise PlanError(
-                f"{self.rank_map.layout}, stage {self.at.pp}: the model yields {local_name!r} "
-                f"where the recipe describes {tensor.name!r}"
-            )
-
     def refresh_state(self) -> None:
-        """Sees the state anew, after somebody else has put other tensors into the optimizer."""
+        """Makes the view of the state anew; needed once other tensors are in the optimizer."""
         held = self._held_tensors()
         self.state = WorldState(self.recipe.spec, self.rank_map.layout, self.at, held)
 
-    # ---- life
-
-    def connect(self, open_group: Callable[[Group], None], previous: World | None) -> int:
-        """Makes the groups real; returns how many were taken over from `previous`.
-
-        Collective over the rank map.
-        """
-        return self.book.connect(open_group, previous.book if previous is not None else None)
+    # ---- rehearsal and end
 
     def warm_up(self) -> None:
-        """A throw-away step before `connect`: nothing is sent, weights and state become garbage.
-
-        Safe beside a training thread of this process.
+        """Rehearses a step before the groups are connected: nothing is sent, and weights and state
+        become garbage. Safe beside a training thread of this process.
         """
         with megatron.rehearsal():
             self.model.eval()
@@ -261,13 +239,14 @@ class World:
     def abandon(self) -> WorldState:
         """Forgets the groups and everything else but the state's tensors, and returns those.
 
-        The world must not be used any more. Peers that are blocked in a collective of a group
-        of it fail promptly, as nothing here holds the group's connections any longer.
+        The world must not be used any more. Peers that are blocked in a collective of one of its
+        groups fail promptly, because nothing here holds the group's connections any longer.
         """
         for buffer in self.model.buffers:
             buffer.grad_data.untyped_storage().resize_(0)
         self.book.close()
         self.groups = self.model = self.optimizer = self._adam = None
+        self._parameters = {}
         self._scheduler = self._pipeline = None
         gc.collect()
         return self.state
@@ -306,7 +285,7 @@ class World:
         return self.recipe.loss(model, next(samples))
 
     def _micro_batches(self, step: int, count: int) -> Iterator[Sequence[Any]]:
-        """This dp rank's micro-batches: number i of it is number i * dp + rank of the step."""
+        """This dp rank's micro-batches: its i-th is number i * dp + rank of the whole step."""
         size, dp = self.recipe.config.train.micro_batch, self.rank_map.layout.dp
         batch = self.recipe.batch(step)
         for number in range(self.at.dp, count * dp, dp):
@@ -321,15 +300,16 @@ class World:
         return float(grad_norm or 0.0), float(learning_rate)
 
     def train_step(self, step: int) -> tuple[Gradients, tuple[float, float]]:
-        """Step `step` up to its end, which is `agree`. Collective over the world."""
+        """Trains step `step` up to its end, which is `agree`. Collective over the world."""
         gradients = self.forward_backward(step)
         return gradients, self.update(step)
 
     def agree(self, gradients: Gradients, update: tuple[float, float], flags: Flags) -> StepResult:
-        """A step's end: mean loss and raised flags of all workers, in one reduction. Collective.
+        """Ends a step: one reduction gives all workers the mean loss and the raised flags.
+        Collective.
 
-        Flags are best read just before, so that what is raised while a step runs counts at its end
-        and not a step later.
+        The caller reads its flags just before, so that a flag raised while the step runs counts
+        at this step's end and not at the next one's.
         """
         numbers = torch.tensor(
             [gradients.loss_sum, gradients.micro_batches, *map(float, flags)],
@@ -343,7 +323,7 @@ class World:
     # ---- state that is not a tensor
 
     def scalar_state(self, step: int) -> ScalarState:
-        """The rest of the logical state at the boundary after `step` steps."""
+        """The state that is in no tensor, at the boundary after `step` steps."""
         counters = {
             float(state["step"]) for state in self._adam.optimizer.state.values() if "step" in state
         }
@@ -361,14 +341,10 @@ class World:
         )
 
     def load_scalar_state(self, scalars: ScalarState) -> None:
-        """Takes over the rest of the logical state."""
+        """Takes over the state that is in no tensor."""
         for state in self._adam.optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(float(scalars.optimizer_step))
         for group in self._adam.optimizer.param_groups:
             if "step" in group:
                 group["step"] = scalars.optimizer_step
-
-
-def _without_numbers(name: str) -> str:
-    return re.sub(r"\d+", "#", name)

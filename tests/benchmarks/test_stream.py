@@ -10,7 +10,8 @@ import pytest
 from benchmarks.stream.__main__ import SMALL_HANDOFF, durations_s, main
 from benchmarks.stream.process import PeakMemory, Report, Span
 from benchmarks.stream.transfers import SMALL, Transfer, least_bytes, pair_bytes, transfers
-from liver_hpc.layout.memory import handoff_bytes, state_bytes
+from liver_hpc.layout.memory import handoff_bytes
+from tests.unit.layout.models import state_bytes
 
 ALL = transfers(SMALL, SMALL_HANDOFF)
 

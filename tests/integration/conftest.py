@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,21 @@ def nothing_left_running() -> Iterator[None]:
 def unhurried_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take long enough to leave the machine time for joiners that boot beside them."""
     monkeypatch.setenv("LIVER_TEST_STEP_S", "0.4")
+
+
+@pytest.fixture(scope="module")
+def device() -> Any:
+    """The device of this process as one worker, or one after the other, of worlds that never
+    communicate."""
+    from liver_hpc.world.device import open_device
+
+    # Before megatron is imported, as in a worker.
+    opened = open_device(0)
+    from liver_hpc.world import megatron
+
+    megatron.prepare_process(seed=1)
+    gc.freeze()  # every closed world collects; the imports need not be walked each time
+    return opened
 
 
 @pytest.fixture

@@ -17,21 +17,18 @@ JOIN_S = 150.0
 
 @dataclass
 class WorkerProcess:
-    """What the function gets: who it is, its device, and how groups become real."""
+    """What the function gets: who it is, its device, and where groups meet."""
 
     worker: int
     device: Any
     network: Any
     store: Any
 
-    def open_group(self, group: Any) -> None:
-        group.connect(self.network, self.store, 30.0)
-
     def transfer_group(self, name: str, members: tuple[int, ...]) -> Any:
         from liver_hpc.world.groups import Group
 
         group = Group(name, members, self.worker, self.device)
-        self.open_group(group)
+        group.connect(self.network, self.store, 30.0)
         return group
 
 

@@ -5,7 +5,6 @@ Worlds are built on stand-in groups, so that one process can take every seat of 
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -53,20 +52,6 @@ def recipe_of(model: dict[str, Any]) -> GPT:
         }
     )
     return GPT(GPTConfig.model_validate(config.model), config)
-
-
-@pytest.fixture(scope="module")
-def device() -> Any:
-    """This process as worker 0 .. 63 of worlds that never communicate."""
-    from liver_hpc.world.device import open_device
-
-    # Before megatron is imported, as in a worker.
-    opened = open_device(0)
-    from liver_hpc.world import megatron
-
-    megatron.prepare_process(seed=1)
-    gc.freeze()  # every closed world collects; the imports need not be walked each time
-    return opened
 
 
 def worlds(recipe: GPT, layout: Layout, device: Any) -> Iterator[Any]:

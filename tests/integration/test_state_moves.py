@@ -26,7 +26,7 @@ def _make_world(process: WorkerProcess, recipe: Any, rank_map: RankMap, generati
     if process.worker not in rank_map.workers:
         return None
     world = World(recipe, rank_map, process.worker, generation, process.device)
-    world.connect(process.open_group, None)
+    world.book.connect(process.network, process.store, 30.0)
     return world
 
 
@@ -44,7 +44,8 @@ def _move(process: WorkerProcess, recipe: Any, worlds: tuple[Any, Any], tag: str
     """Everything of worlds[0] to worlds[1]; either may be None here."""
     from liver_hpc.clock import Deadline, SystemClock
     from liver_hpc.layout.plan import transfer_plan
-    from liver_hpc.transport.process_group import ProcessGroupTransport
+    from liver_hpc.transport.stream import Transport
+    from liver_hpc.transport.wire import group_wire
 
     source, target = tag.split(">")
     rank_maps = {"A": A, "B": B, "C": C, "D": D, "M": MOVED}
@@ -53,17 +54,13 @@ def _move(process: WorkerProcess, recipe: Any, worlds: tuple[Any, Any], tag: str
     if process.worker not in members:
         return
     group = process.transfer_group(f"transfer-{tag}", members)
-    transport = ProcessGroupTransport(
-        group.process_group,
-        ranks={member: rank for rank, member in enumerate(members)},
-        model=recipe.spec,
-        handoff=recipe.config.handoff,
-        device=process.device.torch_device,
-    )
+    ranks = {member: rank for rank, member in enumerate(members)}
+    wire = group_wire(group.process_group, ranks, process.device.torch_device)
+    transport = Transport(wire, recipe.spec, recipe.config.handoff)
     plan = transfer_plan(recipe.spec, before, after, process.worker)
     old, new = worlds
     transport.stream(
-        plan,
+        transport.prepare(plan),
         old.state if old is not None else None,
         new.state if new is not None else None,
         lambda _bytes: None,

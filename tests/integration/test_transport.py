@@ -18,8 +18,8 @@ import torch
 from liver_hpc.config.schema import HandoffSection
 from liver_hpc.errors import TransferError
 from liver_hpc.layout.tensors import ModelSpec
-from liver_hpc.transport.base import Transport
-from liver_hpc.transport.process_group import ProcessGroupTransport
+from liver_hpc.transport.stream import Transport
+from liver_hpc.transport.wire import group_wire
 from tests.unit.layout.models import TIED
 from tests.unit.transport.conformance import (
     LONG_S,
@@ -58,7 +58,8 @@ def _scenario(worker: int, workers: int, store_path: str) -> Callable[..., Any]:
     ranks = {member: (member + 1) % workers for member in range(workers)}
 
     def connect(model: ModelSpec, handoff: HandoffSection) -> Transport:
-        return ProcessGroupTransport(dist.group.WORLD, ranks, model, handoff, torch.device("cpu"))
+        wire = group_wire(dist.group.WORLD, ranks, torch.device("cpu"))
+        return Transport(wire, model, handoff)
 
     def depart() -> None:
         if dist.is_initialized():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.layout.tensors import PARAMETER, ModelSpec
 from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
 
 TIED = gpt_tensors(
@@ -31,6 +31,15 @@ MODELS: tuple[ModelSpec, ...] = (TIED, UNTIED_BF16)
 
 SIZES = st.sampled_from([1, 2, 4])
 LAYOUTS = st.builds(Layout, SIZES, SIZES, st.sampled_from([1, 2, 3]))
+
+
+def state_bytes(model: ModelSpec) -> int:
+    """Bytes of one copy of the logical state: parameters and optimizer state."""
+    return sum(
+        tensor.elements * model.element_bytes(kind)
+        for tensor in model.tensors
+        for kind in (PARAMETER, *model.optimizer_kinds)
+    )
 
 
 def rank_map(layout: Layout, first: int = 0) -> RankMap:

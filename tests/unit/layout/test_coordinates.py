@@ -41,7 +41,7 @@ def test_rank_map_refuses_wrong_or_repeated_workers() -> None:
 
 
 def test_rank_map_finds_workers_and_seats() -> None:
-    people = rank_map(Layout(2, 1, 2), first=5)
-    assert people.worker_at(Coordinate(1, 0, 1)) == 8
-    assert people.coordinate_of(8) == Coordinate(1, 0, 1)
-    assert people.coordinate_of(0) is None
+    seated = rank_map(Layout(2, 1, 2), first=5)
+    assert seated.worker_at(Coordinate(1, 0, 1)) == 8
+    assert seated.coordinate_of(8) == Coordinate(1, 0, 1)
+    assert seated.coordinate_of(0) is None

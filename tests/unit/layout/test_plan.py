@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.layout.memory import handoff_bytes, state_bytes, worker_bytes
+from liver_hpc.layout.memory import handoff_bytes, worker_bytes
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.placement import place
 from liver_hpc.layout.plan import subtract, transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, TransferPlan
 from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
-from tests.unit.layout.models import LAYOUTS, MODELS, TIED, rank_map
+from tests.unit.layout.models import LAYOUTS, MODELS, TIED, rank_map, state_bytes
 
 BOXES = st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 5), st.integers(1, 5)).map(
     lambda t: Box(t[0], t[0] + t[1], t[2], t[2] + t[3])
@@ -23,12 +23,12 @@ BOXES = st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 5), st.in
 
 @st.composite
 def rank_maps(draw: st.DrawFn) -> tuple[RankMap, RankMap]:
-    """A source rank map, and a target one whose people are partly the same, shuffled."""
+    """A source rank map, and a target one whose workers are partly the same, shuffled."""
     source = rank_map(draw(LAYOUTS))
     layout = draw(LAYOUTS)
     pool = list(range(source.layout.workers + layout.workers))
-    people = draw(st.permutations(pool))[: layout.workers]
-    return source, RankMap(layout, tuple(people))
+    seated = draw(st.permutations(pool))[: layout.workers]
+    return source, RankMap(layout, tuple(seated))
 
 
 def plans(model: ModelSpec, source: RankMap, target: RankMap) -> dict[int, TransferPlan]:
@@ -49,8 +49,8 @@ def test_subtract_leaves_what_the_hole_does_not_cover(box: Box, hole: Box) -> No
 
 @settings(max_examples=25, deadline=None)
 @given(rank_maps(), st.sampled_from(MODELS))
-def test_both_ends_of_every_move_plan_it(people: tuple[RankMap, RankMap], model: ModelSpec) -> None:
-    by_worker = plans(model, *people)
+def test_both_ends_of_every_move_plan_it(seated: tuple[RankMap, RankMap], model: ModelSpec) -> None:
+    by_worker = plans(model, *seated)
     sent = Counter(move for plan in by_worker.values() for move in plan.sends)
     received = Counter(move for plan in by_worker.values() for move in plan.receives)
     assert sent == received
@@ -65,9 +65,9 @@ def test_both_ends_of_every_move_plan_it(people: tuple[RankMap, RankMap], model:
 @settings(max_examples=25, deadline=None)
 @given(rank_maps(), st.sampled_from(MODELS))
 def test_every_element_of_the_target_is_written_exactly_once(
-    people: tuple[RankMap, RankMap], model: ModelSpec
+    seated: tuple[RankMap, RankMap], model: ModelSpec
 ) -> None:
-    source, target = people
+    source, target = seated
     for worker in target.workers:
         plan = transfer_plan(model, source, target, worker)
         seat = target.coordinate_of(worker)
@@ -87,9 +87,9 @@ def test_every_element_of_the_target_is_written_exactly_once(
 @settings(max_examples=25, deadline=None)
 @given(rank_maps(), st.sampled_from(MODELS))
 def test_nothing_is_sent_that_its_receiver_holds_and_senders_hold_what_they_send(
-    people: tuple[RankMap, RankMap], model: ModelSpec
+    seated: tuple[RankMap, RankMap], model: ModelSpec
 ) -> None:
-    source, target = people
+    source, target = seated
 
     def held(worker: int, kind: str, index: int) -> tuple[Box, ...]:
         seat = source.coordinate_of(worker)
@@ -106,13 +106,13 @@ def test_nothing_is_sent_that_its_receiver_holds_and_senders_hold_what_they_send
 
 
 def test_moving_to_the_same_seats_sends_nothing() -> None:
-    people = rank_map(Layout(2, 2, 2))
-    moved, local = handoff_bytes(TIED, people, people)
+    seated = rank_map(Layout(2, 2, 2))
+    moved, local = handoff_bytes(TIED, seated, seated)
     assert moved == 0
     assert local == sum(
-        sum(worker_bytes(TIED, people.layout, seat).values())
-        - worker_bytes(TIED, people.layout, seat)["gradient"]
-        for seat in people.layout.coordinates()
+        sum(worker_bytes(TIED, seated.layout, seat).values())
+        - worker_bytes(TIED, seated.layout, seat)["gradient"]
+        for seat in seated.layout.coordinates()
     )
 
 

@@ -285,11 +285,6 @@ def test_there_are_as_many_samples_as_asked_for(prefix: Path) -> None:
             made.sample(index)
 
 
-def test_the_batch_of_a_step_is_a_function_of_the_step(prefix: Path) -> None:
-    made = samples(prefix)
-    assert made.batch(3, 8) == list(range(24, 32))
-
-
 def test_data_that_is_not_whole_is_refused(prefix: Path) -> None:
     tokens = Path(f"{prefix}.bin")
     whole = tokens.read_bytes()

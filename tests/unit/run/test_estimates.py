@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
-from liver_hpc.layout.memory import handoff_bytes, move_bytes, state_bytes, worker_bytes
+from liver_hpc.layout.memory import handoff_bytes, move_bytes, worker_bytes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec
 from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
@@ -29,7 +29,7 @@ from liver_hpc.run.estimates import (
 )
 from liver_hpc.run.records import ReconfigurationRecord
 from tests.unit.config.runs import minimal
-from tests.unit.layout.models import LAYOUTS, MODELS, TIED, rank_map
+from tests.unit.layout.models import LAYOUTS, MODELS, TIED, rank_map, state_bytes
 from tests.unit.report.rows import reconfiguration
 
 DP2, TP2_DP2 = rank_map(Layout(1, 1, 2)), RankMap(Layout(2, 1, 2), (0, 2, 1, 3))

@@ -23,7 +23,7 @@ from liver_hpc.layout.memory import move_bytes
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, Move, TransferPlan
-from liver_hpc.transport.base import Transport
+from liver_hpc.transport.stream import Transport
 from tests.unit.layout.models import TIED, UNTIED_BF16
 from tests.unit.transport.plans import plan_of
 
@@ -115,23 +115,21 @@ def move_everything(member: Member, dtype: str, handoff: str, budget: str) -> di
     at, to = (rank_map.coordinate_of(member.worker) for rank_map in (source, target))
     totals = {"sent": 0, "received": 0, "local": 0}
     for part in _parts(plan):
-        transport.prepare(part)
         progress: list[int] = []
-        stats = transport.stream(
-            part,
+        moved = transport.stream(
+            transport.prepare(part),
             None if at is None else was,
             None if to is None else becomes,
             progress.append,
             member.deadline(),
         )
-        assert stats.bytes_sent == move_bytes(model, part.sends)
-        assert stats.bytes_received == move_bytes(model, part.receives)
-        assert stats.bytes_local == move_bytes(model, part.local)
-        assert sum(progress) == stats.bytes_received + stats.bytes_local
-        assert stats.total_s >= stats.pack_s + stats.wire_s + stats.unpack_s + stats.local_s
-        totals["sent"] += stats.bytes_sent
-        totals["received"] += stats.bytes_received
-        totals["local"] += stats.bytes_local
+        assert moved.bytes_sent == move_bytes(model, part.sends)
+        assert moved.bytes_received == move_bytes(model, part.receives)
+        assert moved.bytes_local == move_bytes(model, part.local)
+        assert sum(progress) == moved.bytes_received + moved.bytes_local
+        totals["sent"] += moved.bytes_sent
+        totals["received"] += moved.bytes_received
+        totals["local"] += moved.bytes_local
     wanted = ToyState(model, untouched)
     if to is not None:
         for kind, index in wanted.memory:
@@ -189,7 +187,11 @@ def stream_failure(
     began = time.monotonic()
     with pytest.raises(LiverError) as caught:
         transport.stream(
-            plan_for(member), was, becomes, lambda _bytes: None, member.deadline(limit_s)
+            transport.prepare(plan_for(member)),
+            was,
+            becomes,
+            lambda _bytes: None,
+            member.deadline(limit_s),
         )
     return Failed(caught.value, after_s=time.monotonic() - began)
 
@@ -238,10 +240,9 @@ def state_does_not_fit(member: Member) -> None:
         assert isinstance(failed.error, TransferError)
     else:
         wrong, becomes = _TooWide(TIED, random_bits(1)), ToyState(TIED, untouched)
+        prepared = transport.prepare(_exchange(member))
         with pytest.raises(PlanError, match=r"worker 1: parameter of tensor .* torch.float64"):
-            transport.stream(
-                _exchange(member), wrong, becomes, lambda _bytes: None, member.deadline()
-            )
+            transport.stream(prepared, wrong, becomes, lambda _bytes: None, member.deadline())
     transport.close()
     member.depart()
 
@@ -251,10 +252,9 @@ def worlds_are_missing(member: Member) -> None:
     transport = member.connect(TIED, SMALL)
     if member.worker == 0:
         _, becomes = _states()
+        prepared = transport.prepare(_exchange(member))
         with pytest.raises(PlanError, match=r"worker 0: the plan wants .* no source world here"):
-            transport.stream(
-                _exchange(member), None, becomes, lambda _bytes: None, member.deadline()
-            )
+            transport.stream(prepared, None, becomes, lambda _bytes: None, member.deadline())
     member.meet()
     transport.close()
 
@@ -270,8 +270,9 @@ def progress_fails(member: Member) -> None:
     if member.worker == 1:
         assert "worker 0" in stream_failure(member, transport).text
     else:
+        prepared = transport.prepare(_exchange(member))
         with pytest.raises(ZeroDivisionError):
-            transport.stream(_exchange(member), was, becomes, fail, member.deadline())
+            transport.stream(prepared, was, becomes, fail, member.deadline())
         assert "broken" in stream_failure(member, transport).text
     transport.close()
     member.depart()

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from liver_hpc.errors import TransferError
-from liver_hpc.transport.process_group import _SingleWire
-from liver_hpc.transport.staged import Parcel
+from liver_hpc.transport.wire import Parcel, group_wire
 
 
 class _Broken:
@@ -27,7 +26,7 @@ def test_an_error_in_starting_keeps_no_connection(is_send: bool) -> None:
     """Whoever waits for this worker is freed once it has closed, while its error still lives."""
     group = _Broken()
     gone = weakref.ref(group)
-    wire = _SingleWire(group, {0: 0, 1: 1})
+    wire = group_wire(group, {0: 0, 1: 1}, torch.device("cpu"))
     del group
     with pytest.raises(TransferError, match="worker 1: Connection closed") as failed:
         wire.launch([Parcel(1, 0, torch.zeros(16, dtype=torch.uint8), is_send)])

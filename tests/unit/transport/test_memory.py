@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from liver_hpc.config.schema import HandoffSection
 from liver_hpc.errors import TransferError
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, Move, TensorSpec, TransferPlan
-from liver_hpc.transport.base import Transport
-from liver_hpc.transport.memory import MemoryExchange
-from liver_hpc.transport.staged import Parcel, Pending, StagedTransport, Wire
+from liver_hpc.transport.stream import Transport
+from liver_hpc.transport.wire import Parcel, Pending, Wire
 from tests.unit.layout.models import TIED
 from tests.unit.transport.conformance import (
     LONG_S,
@@ -26,6 +25,7 @@ from tests.unit.transport.conformance import (
     TransportConformance,
     random_bits,
 )
+from tests.unit.transport.memory import MemoryExchange
 from tests.unit.transport.plans import RandomPlans, random_plans
 
 
@@ -83,7 +83,7 @@ def _move(member: Member, case: RandomPlans, handoff: HandoffSection) -> None:
     was, becomes = ToyState(case.model, random_bits(3)), ToyState(case.model, random_bits(4))
     wanted = ToyState(case.model, random_bits(4))
     plan = case.plans[member.worker]
-    transport.stream(plan, was, becomes, lambda _bytes: None, member.deadline())
+    transport.stream(transport.prepare(plan), was, becomes, lambda _bytes: None, member.deadline())
     for move in (*plan.receives, *plan.local):
         place = move.kind, move.tensor_index, move.box
         wanted.view(*place).copy_(was.view(*place))
@@ -112,7 +112,7 @@ def test_messages_of_different_length_fail_at_both_ends() -> None:
         state = ToyState(model, random_bits(3))
         with pytest.raises(TransferError, match="sent are 64 bytes, wanted 48"):
             transport.stream(
-                TransferPlan(member.worker, sends, receives, ()),
+                transport.prepare(TransferPlan(member.worker, sends, receives, ())),
                 state, state, lambda _bytes: None, member.deadline(),
             )  # fmt: skip
 
@@ -121,6 +121,8 @@ def test_messages_of_different_length_fail_at_both_ends() -> None:
 
 class _Recorder(Wire):
     """Keeps what it is told to send and receive; everything has crossed at once."""
+
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.parcels: list[Parcel] = []
@@ -141,10 +143,10 @@ def test_a_message_that_is_one_run_of_bytes_is_not_staged(worker: int) -> None:
     moves = tuple(Move(index, PARAMETER, box, 0, 1) for index, box in enumerate(boxes))
     wire, state = _Recorder(), ToyState(model, random_bits(3))
     handoff = HandoffSection(staging_bytes=2048, bucket_bytes=256)
-    transport = StagedTransport(wire, model, handoff, torch.device("cpu"))
+    transport = Transport(wire, model, handoff)
     plan = TransferPlan(worker, *((moves, ()) if worker == 0 else ((), moves)), ())
     deadline = Member.deadline()
-    transport.stream(plan, state, state, lambda _bytes: None, deadline)
+    transport.stream(transport.prepare(plan), state, state, lambda _bytes: None, deadline)
     where = [parcel.memory.data_ptr() for parcel in wire.parcels]
     assert [parcel.memory.numel() for parcel in wire.parcels] == [192, 128, 32]
     assert where[0] == state.memory[PARAMETER, 0][2:].data_ptr()

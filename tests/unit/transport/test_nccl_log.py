@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from liver_hpc.transport.nccl_log import Chosen, NcclLog, parse_nccl_log
+from liver_hpc.transport.nccl_log import Chosen, NcclLog
 
 INFINIBAND = """\
 n1:47:47 [0] NCCL INFO Bootstrap : Using eth0:10.4.2.17<0>
@@ -70,19 +70,19 @@ EFA = "p5:1:257 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Libfabr
     ],
 )
 def test_what_nccl_chose(log: str, kinds: tuple[str, ...], told: str) -> None:
-    chosen = parse_nccl_log(log)
+    chosen = NcclLog().read(log)
     assert chosen.kinds == kinds
     assert told in chosen.detail
 
 
 def test_adapters_that_are_found_but_not_used_are_no_transport() -> None:
     started = INFINIBAND.partition("n1:47:48 [0] NCCL INFO Channel 00/0 : 9")[0]
-    assert parse_nccl_log(started) == Chosen()
+    assert NcclLog().read(started) == Chosen()
 
 
 def test_without_the_graph_p2p_is_only_p2p() -> None:
     line = NVLINK.splitlines()[-1]
-    assert parse_nccl_log(line).kinds == ("P2P",)
+    assert NcclLog().read(f"{line}\n").kinds == ("P2P",)
 
 
 def test_a_log_that_grows_tells_of_each_group_alone_and_remembers_the_adapters() -> None:

@@ -17,7 +17,8 @@ from liver_hpc.clock import Deadline
 from liver_hpc.config.schema import HandoffSection
 from liver_hpc.errors import TransferError
 from liver_hpc.layout.tensors import ModelSpec
-from liver_hpc.transport.staged import Parcel, Pending, StagedTransport, Wire, late
+from liver_hpc.transport.stream import Transport
+from liver_hpc.transport.wire import Parcel, Pending, Wire, late
 
 
 class _Address(NamedTuple):
@@ -54,16 +55,9 @@ class MemoryExchange:
         self._started: dict[_Address, _End] = {}
         self._gone: set[int] = set()
 
-    def transport(
-        self,
-        worker: int,
-        model: ModelSpec,
-        handoff: HandoffSection,
-        device: torch.device | None = None,
-    ) -> StagedTransport:
-        """The transport of one worker; `device` is where its staging memory lies."""
-        wire = _MemoryWire(self, worker)
-        return StagedTransport(wire, model, handoff, device or torch.device("cpu"))
+    def transport(self, worker: int, model: ModelSpec, handoff: HandoffSection) -> Transport:
+        """The transport of one worker."""
+        return Transport(_MemoryWire(self, worker), model, handoff)
 
     def start(self, worker: int, parcel: Parcel) -> _End:
         """Starts one end of a message; both ends cross when the second one starts."""
@@ -87,7 +81,7 @@ class MemoryExchange:
             if end.failure:
                 raise TransferError(f"{end.parcel}: {end.failure}")
             if not end.crossed:
-                raise late(deadline, end.parcel)
+                raise late(deadline, str(end.parcel))
 
     def withdraw(self, worker: int) -> None:
         """Forgets what a worker has started: its memory is not touched any more."""
@@ -126,6 +120,8 @@ class _Message:
 
 
 class _MemoryWire(Wire):
+    device = torch.device("cpu")
+
     def __init__(self, exchange: MemoryExchange, worker: int) -> None:
         self.grouped = exchange.grouped
         self._exchange = exchange

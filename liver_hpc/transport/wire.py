@@ -1,21 +1,19 @@
-"""The transport over one c10d process group: gloo between CPUs, NCCL between CUDA devices."""
+"""The wire that messages cross, and the wires over one c10d process group: gloo between CPUs, NCCL
+between CUDA devices."""
 
 from __future__ import annotations
 
 import contextlib
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from liver_hpc.clock import Deadline, poll_until
-from liver_hpc.config.schema import HandoffSection
 from liver_hpc.errors import DeadlineError, LiverError, PlanError, TransferError
-from liver_hpc.layout.tensors import ModelSpec
-from liver_hpc.transport.staged import Parcel, Pending, StagedTransport, Wire, late
 
 _SHORTEST_WAIT_S = 0.001
 """c10d counts in milliseconds and takes 0 to mean for ever."""
@@ -23,36 +21,75 @@ _SHORTEST_WAIT_S = 0.001
 _DEVICE_POLL_S = 0.0002
 
 
-class ProcessGroupTransport(StagedTransport):
-    """Moves boxes over `group`, whose ranks are given by worker id.
+class Parcel(NamedTuple):
+    """One message: to or from `peer` (a worker id), in `memory`, [bytes] of uint8."""
 
-    Constructing it is collective on CUDA, where NCCL connects all members; on the CPU it is not.
-    cuda_stream: where copies are queued (CUDA only); a stream of its own when None. What was
-    queued on the current stream before `stream` is called comes first. Raises ConfigError when
-    the budget holds no bucket, TransferError when the members cannot be connected.
+    peer: int
+    tag: int
+    memory: torch.Tensor
+    is_send: bool
+
+    def __str__(self) -> str:
+        way = "to" if self.is_send else "from"
+        return f"message {self.tag} of {self.memory.numel()} bytes {way} worker {self.peer}"
+
+
+class Pending(Protocol):
+    """Messages that have been started."""
+
+    def wait(self, deadline: Deadline) -> None:
+        """Returns when they have crossed; on CUDA, when the current stream waits for them.
+
+        Raises TransferError or DeadlineError, which name the peer.
+        """
+        ...
+
+
+class Wire(ABC):
+    """Takes messages from one worker to another. Messages of a pair and direction keep order.
+
+    device: where the messages' memory lies. grouped: True where the messages of a step run and
+    complete as one, so that few large steps beat many small ones.
     """
 
-    def __init__(
-        self,
-        group: Any,
-        ranks: Mapping[int, int],
-        model: ModelSpec,
-        handoff: HandoffSection,
-        device: torch.device,
-        cuda_stream: torch.cuda.Stream | None = None,
-    ) -> None:
-        wire = (
-            _GroupedWire(group, ranks, device, cuda_stream)
-            if device.type == "cuda"
-            else _SingleWire(group, ranks)
-        )
-        super().__init__(wire, model, handoff, device)
+    device: torch.device
+    grouped: bool = False
+
+    @abstractmethod
+    def launch(self, parcels: Sequence[Parcel]) -> Sequence[Pending]:
+        """Starts all messages of a step; waits for none. Raises TransferError."""
+
+    def streaming(self, deadline: Deadline) -> AbstractContextManager[None]:
+        """Encloses one stream; on leaving it, all copies have really been made."""
+        return nullcontext()
+
+    def abandon(self) -> None:  # noqa: B027 - nothing to do where handles clean up behind them
+        """After a failure: what is under way must touch neither staging nor a world any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of the backend; idempotent."""
+
+
+def late(deadline: Deadline, messages: str) -> DeadlineError:
+    """The deadline's error, with what did not cross in time."""
+    return DeadlineError(f"{deadline.error()}: not crossed: {messages}")
+
+
+def group_wire(group: Any, ranks: Mapping[int, int], device: torch.device) -> Wire:
+    """The wire over `group`, whose ranks are given by worker id.
+
+    Collective on CUDA, where NCCL connects all members; on the CPU it is not. Raises TransferError
+    when the members cannot be connected.
+    """
+    return (NcclWire if device.type == "cuda" else GlooWire)(group, ranks, device)
 
 
 class _GroupWire(Wire):
     """What gloo and NCCL share. Holds the only reference to the group that the transport has."""
 
-    def __init__(self, group: Any, ranks: Mapping[int, int]) -> None:
+    def __init__(self, group: Any, ranks: Mapping[int, int], device: torch.device) -> None:
+        self.device = device
         self._group: Any = group
         self._ranks = dict(ranks)
 
@@ -97,16 +134,12 @@ def _together(parcels: Sequence[Parcel]) -> str:
     return f"{len(parcels)} messages with workers {peers}"
 
 
-def _late(deadline: Deadline, parcels: Sequence[Parcel]) -> DeadlineError:
-    return late(deadline, _together(parcels))
-
-
 def _translated(
     error: RuntimeError, parcels: Sequence[Parcel], deadline: Deadline | None = None
 ) -> LiverError:
     """The one place where a backend's error becomes ours."""
     if deadline is not None and deadline.expired():
-        return _late(deadline, parcels)
+        return late(deadline, _together(parcels))
     return TransferError(f"{_together(parcels)}: {str(error).partition(chr(10))[0][:300]}")
 
 
@@ -126,7 +159,7 @@ class _Started:
         work, self._work = self._work, None
         try:
             if deadline.expired():
-                raise _late(deadline, self._parcels)
+                raise late(deadline, _together(self._parcels))
             if self._blocking:
                 work.wait(timedelta(seconds=max(deadline.remaining_s(), _SHORTEST_WAIT_S)))
             else:
@@ -138,8 +171,8 @@ class _Started:
             del work
 
 
-class _SingleWire(_GroupWire):
-    """gloo: every message is an operation of its own and completes alone."""
+class GlooWire(_GroupWire):
+    """Every message is an operation of its own and completes alone."""
 
     def _start_all(self, group: Any, parcels: Sequence[Parcel]) -> Sequence[Pending]:
         started: list[Pending] = []
@@ -151,8 +184,8 @@ class _SingleWire(_GroupWire):
             del group, started
 
 
-class _GroupedWire(_GroupWire):
-    """NCCL: the messages of a step are one group on the whole communicator.
+class NcclWire(_GroupWire):
+    """The messages of a step are one group on the whole communicator, on a stream of their own.
 
     One by one, messages between two workers would run in the order in which each end starts
     them, and two workers that both begin with a send would wait for each other for ever.
@@ -160,16 +193,9 @@ class _GroupedWire(_GroupWire):
 
     grouped = True
 
-    def __init__(
-        self,
-        group: Any,
-        ranks: Mapping[int, int],
-        device: torch.device,
-        cuda_stream: torch.cuda.Stream | None,
-    ) -> None:
-        super().__init__(group, ranks)
-        self._device = device
-        self._stream = cuda_stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self, group: Any, ranks: Mapping[int, int], device: torch.device) -> None:
+        super().__init__(group, ranks, device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         try:
             # NCCL connects at the first operation of all members; not inside the pause.
             group.allreduce([torch.zeros(1, device=device)]).wait()
@@ -179,10 +205,10 @@ class _GroupedWire(_GroupWire):
 
     def _start_all(self, group: Any, parcels: Sequence[Parcel]) -> Sequence[Pending]:
         try:
-            group._start_coalescing(self._device)
+            group._start_coalescing(self.device)
             for parcel in parcels:
                 self._start(group, parcel)
-            work = group._end_coalescing(self._device)
+            work = group._end_coalescing(self.device)
         except RuntimeError as error:
             raise _translated(error, parcels) from error
         finally:
@@ -190,13 +216,11 @@ class _GroupedWire(_GroupWire):
         # Not blocking: the wait is queued on the side stream, the end of the stream is waited for.
         return [_Started(work, parcels, blocking=False)]
 
-    def streaming(self, deadline: Deadline) -> AbstractContextManager[None]:
-        return self._on_stream(deadline)
-
     @contextlib.contextmanager
-    def _on_stream(self, deadline: Deadline) -> Iterator[None]:
-        """Queues on the side stream; on leaving, waits until the device has done it all."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def streaming(self, deadline: Deadline) -> Iterator[None]:
+        """Queues on the side stream, behind what the current one holds; on leaving, waits until
+        the device has done it all."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             yield
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -214,5 +238,5 @@ class _GroupedWire(_GroupWire):
         about to be freed."""
         if self._group is not None:
             with contextlib.suppress(RuntimeError):
-                self._group._get_backend(self._device).abort()
+                self._group._get_backend(self.device).abort()
                 self._stream.synchronize()

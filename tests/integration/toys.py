@@ -1,0 +1,59 @@
+"""Small models of a user's own, on one seat of a layout, whose groups are stand-ins."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.layout.tensors import ModelSpec, TensorSpec
+from liver_hpc.recipes.base import BuildContext, NoOptions, Recipe
+from tests.integration.random_tokens import tiny_config
+
+_generations = itertools.count()
+
+
+class Toy(Recipe):
+    """A recipe of the tensors and the parts that a test gives: `parts(context)` -> name -> part."""
+
+    def __init__(
+        self,
+        tensors: Sequence[TensorSpec],
+        parts: Callable[[BuildContext], dict[str, Any]],
+        layers: int = 1,
+    ) -> None:
+        super().__init__(NoOptions(), tiny_config())
+        self._described = ModelSpec(tuple(tensors), layers, parameter_bytes=4)
+        self._parts = parts
+
+    def describe(self) -> ModelSpec:
+        return self._described
+
+    def build(self, context: BuildContext) -> Any:
+        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer.module import MegatronModule
+
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+        model = MegatronModule(config)
+        for name, part in self._parts(context).items():
+            setattr(model, name, part)
+        return model
+
+    def batch(self, step: int) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def loss(self, model: Any, samples: Sequence[Any]) -> Any:
+        raise NotImplementedError
+
+
+def build_world(recipe: Recipe, device: Any, layout: str = "dp1", worker: int = 0) -> Any:
+    """The world of one worker, whose id is its rank."""
+    from liver_hpc.world.groups import install_sentinel
+    from liver_hpc.world.world import World
+
+    install_sentinel(worker)
+    sizes = Layout.parse(layout)
+    rank_map = RankMap(sizes, tuple(range(sizes.workers)))
+    # A generation of its own: a test that fails may leave a world open.
+    return World(recipe, rank_map, worker, next(_generations), device)
