@@ -109,5 +109,5 @@ def test_the_burst_script_sets_up_and_becomes_the_keeper(tmp_path: Path) -> None
     )
     printed, _ = process.communicate(timeout=10.0)
     # the shell itself becomes the keeper: Slurm ends the job with it
-    assert printed == f"up {process.pid} -X dev -m liver_hpc.node.keeper --run-directory {RUN}\n"
+    assert printed == f"up {process.pid} -X dev -P -m liver_hpc.node.keeper --run-directory {RUN}\n"
     assert sys.executable in burst_script(ClusterSection())
