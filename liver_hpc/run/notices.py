@@ -87,7 +87,8 @@ class NoticeBook:
         for name in nodes:
             notice = self._open.get(name)
             if notice is not None and notice.kind != GRANTED:
-                notice.actions.append(action)
+                if notice.actions[-1:] != [action] or notice.generation != generation:
+                    notice.actions.append(action)
                 notice.generation, notice.estimate_s = generation, estimate_s
 
     def left(self, node: str, at_s: float) -> None:
