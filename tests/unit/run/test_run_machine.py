@@ -50,16 +50,15 @@ def journals_digest(schedules: int) -> str:
     return found.hexdigest()
 
 
-@pytest.mark.parametrize("hash_seed", ["1", "2"])
-def test_another_process_decides_the_same(hash_seed: str, repository: Path) -> None:
+def test_another_process_decides_the_same(repository: Path) -> None:
     """The order of a set differs from process to process; no decision may depend on it."""
-    code = "from tests.unit.run.test_run_machine import journals_digest; print(journals_digest(60))"
+    code = "from tests.unit.run.test_run_machine import journals_digest; print(journals_digest(200))"
     elsewhere = subprocess.run(
         [sys.executable, "-c", code],
         cwd=repository,
-        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        env={**os.environ, "PYTHONHASHSEED": "1"},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert elsewhere.stdout.strip() == journals_digest(60)
+    assert elsewhere.stdout.strip() == journals_digest(200)
