@@ -291,7 +291,7 @@ class Coordinator:
                 self._meetings.pop(action.agent).answer.set_exception(MeetingError(action.reason))
             case a.EndAgent():
                 self._registry.end_agent(action.agent, action.reason)
-            case a.KillAgent():
+            case a.KillAgent() if self._is_known(action.agent):
                 log.warning("agent %s has not ended by itself: killed", action.agent)
                 services.launcher.kill(action.agent)
             case a.Disconnect():
@@ -318,6 +318,8 @@ class Coordinator:
                 self._outcome = Outcome(str(action.state), action.reason, action.step)
             case a.Record() | a.StepPhase() | a.Remember():
                 pass  # they are in the journal
+            case a.KillAgent():
+                pass  # its launch has failed meanwhile
 
     def _launch(self, launch: a.Launch) -> None:
         requests = [

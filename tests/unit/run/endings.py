@@ -81,7 +81,9 @@ def _last_word(play: Play) -> None:
     run = play.run
     assert run.world is not None
     free = run.elastic.nodes.free_slots()
-    if run.elastic.nodes.agents.workers_on(run.elastic.nodes.held.doomed(), run.world.rank_map.workers):
+    if run.elastic.nodes.agents.workers_on(
+        run.elastic.nodes.held.doomed(), run.world.rank_map.workers
+    ):
         return
     present = run.world.rank_map.layout
     allowed = [

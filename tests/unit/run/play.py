@@ -15,7 +15,7 @@ from liver_hpc.run import events as e
 from liver_hpc.run.codec import encode
 from liver_hpc.run.entries import Entry, plain
 from liver_hpc.run.lifecycle import Run
-from liver_hpc.run.node_events import Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
+from liver_hpc.run.node_events import Node, NodeGone, NodeGranted, PoolEvent
 from liver_hpc.run.state import Ending, RunState
 from tests.fakes import Fault
 from tests.unit.run.choices import Choices
@@ -97,7 +97,9 @@ class Play:
         self.watch.heard(event, self.now_s)
         actions = self.run.handle(event, self.now_s)
         if not actions and isinstance(event, e.Tick):
-            assert not quiet or remembered(self.run) == before, "a tick without actions did something"
+            assert not quiet or remembered(self.run) == before, (
+                "a tick without actions did something"
+            )
         else:
             self.entries.append((self.now_s, event, actions))
         self.watch.did(event, actions)
@@ -184,10 +186,10 @@ class Play:
 
     def _given_back(self, name: str) -> None:
         node = self.nodes.get(name)
-        if node is not None and (node.node.burst or node.deadline_s is not None):
-            if not node.returning:
-                node.returning = True
-                self._pool.append(NodeGone(name, "given back"))
+        goes = node is not None and (node.node.burst or node.deadline_s is not None)
+        if node is not None and goes and not node.returning:
+            node.returning = True
+            self.tell(NodeGone(name, "given back"))
 
     # ---- what can happen next without anybody's doing
 
@@ -343,9 +345,7 @@ class Play:
             memory = e.Memory(4, draw.one_of((None, 1, 2, 4)), tuple(filter(None, drained)))
         self._start(resumed, memory, self.scene.first)
 
-    def _start(
-        self, resumed: e.Resumed | None, memory: e.Memory, nodes: Iterable[Node]
-    ) -> None:
+    def _start(self, resumed: e.Resumed | None, memory: e.Memory, nodes: Iterable[Node]) -> None:
         self.starts += 1
         self._resumed = resumed
         self._slow_journal = self.choices.now_and_then(4)
@@ -379,7 +379,9 @@ class Play:
         """The pool will tell the run of it, after all that it has told before."""
         self._pool.append(event)
 
-    def ask(self, request: m.ResizeRequest | m.ReplaceRequest | m.DrainRequest | m.StopRequest) -> a.Answer:
+    def ask(
+        self, request: m.ResizeRequest | m.ReplaceRequest | m.DrainRequest | m.StopRequest
+    ) -> a.Answer:
         self._asked += 1
         actions = self.feed(e.OperatorAsked(self._asked, request))
         (answer,) = (action for action in actions if isinstance(action, a.Answer))

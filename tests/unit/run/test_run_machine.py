@@ -52,7 +52,9 @@ def journals_digest(schedules: int) -> str:
 
 def test_another_process_decides_the_same(repository: Path) -> None:
     """The order of a set differs from process to process; no decision may depend on it."""
-    code = "from tests.unit.run.test_run_machine import journals_digest; print(journals_digest(200))"
+    code = (
+        "from tests.unit.run.test_run_machine import journals_digest; print(journals_digest(200))"
+    )
     elsewhere = subprocess.run(
         [sys.executable, "-c", code],
         cwd=repository,

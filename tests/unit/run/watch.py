@@ -192,7 +192,9 @@ class Watch:
 
     def _used(self, node: str) -> list[str]:
         """Agents that have not ended on a node."""
-        return [n for n, agent in self.agents.items() if agent.seat.node == node and not agent.ended]
+        return [
+            n for n, agent in self.agents.items() if agent.seat.node == node and not agent.ended
+        ]
 
     def _launch(self, launch: a.Launch) -> None:
         assert launch.agents
