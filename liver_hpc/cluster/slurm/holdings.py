@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from liver_hpc.cluster.slurm.allocation import Place
 from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo, is_down, is_drained
 from liver_hpc.errors import LiverError
 from liver_hpc.run.node_events import EndNear, Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
@@ -30,13 +29,33 @@ class Windows:
     kill_s: float
 
 
+@dataclass(frozen=True)
+class Place:
+    """How Slurm calls the allocation of a node.
+
+    job_id: what srun wants, for a component its leader's. het_group: the component's index, None
+    in a plain job. own_id: the component's own job id, under which squeue lists its steps. burst:
+    whether it is an allocation that was asked for while the run goes on.
+    """
+
+    job_id: str
+    het_group: int | None = None
+    own_id: str = ""
+    burst: bool = False
+
+    @property
+    def steps_of(self) -> str:
+        """The job whose steps run on the node."""
+        return self.own_id or self.job_id
+
+
 @dataclass
 class Holding:
     """One allocation: a component of the own job, or a burst job.
 
-    own: the coordinator lives in it. grace_s: what its partition grants the preempted; None where
-    nobody is preempted. ends_s: when its time is up as long as nothing shortens it; None without
-    a limit, or before that is known.
+    own: the coordinator runs in it. automatic: its nodes are used without being asked for.
+    grace_s: what its partition grants the preempted; None where nobody is preempted. ends_s: when
+    its time is up as long as nothing shortens it; None without a limit, or before that is known.
     """
 
     name: str
@@ -45,6 +64,7 @@ class Holding:
     slots: int
     own: bool = False
     automatic: bool = True
+    partition: str = ""
     grace_s: float | None = None
     ends_s: float | None = None
     gone: set[str] = field(default_factory=set)
