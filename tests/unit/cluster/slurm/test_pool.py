@@ -15,9 +15,7 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.run.node_events import NodeGranted, NodeWarned, PoolEvent, PoolNote
 
 BURST = {"partition": "preempt", "max_nodes": 2, "backoff_s": 60.0}
-COMPONENTS: list[dict[str, Any]] = [
-    {"name": name, "nodes": 1} for name in ("main", "left", "right")
-]
+NAMES = ("main", "left", "right")
 LIMIT_S = 10.0
 
 
@@ -49,7 +47,8 @@ class Watched:
     """A pool and what it has told."""
 
     def __init__(self, run_directory: Path, controller: Controller, poll_s: float) -> None:
-        slurm = {"components": [{"name": name} for name in NAMES], "burst": BURST, "poll_s": poll_s}
+        components = [{"name": name} for name in NAMES]
+        slurm = {"components": components, "burst": BURST, "poll_s": poll_s}
         config = RunConfig.model_validate(
             {
                 "data": {"text": "python-stdlib"},
