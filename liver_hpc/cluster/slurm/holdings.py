@@ -127,7 +127,7 @@ class Holdings:
         return [NodeGranted(holding.node(name)) for name in holding.left()]
 
     def strike(self, job: str, reason: str) -> list[PoolEvent]:
-        """The allocation is no more."""
+        """The allocation has ended."""
         holding = self._held.pop(job, None)
         if holding is None:
             return []
@@ -136,7 +136,7 @@ class Holdings:
     # ---- what Slurm says when it is asked now and then
 
     def observe(self, jobs: Mapping[str, JobInfo], now_s: float) -> list[PoolEvent]:
-        """Takes in an answer about all jobs that are held; who is absent from it is over."""
+        """Takes in an answer about all held jobs; a job that is absent from it is over."""
         events: list[PoolEvent] = []
         for job, holding in list(self._held.items()):
             info = jobs.get(job)
@@ -264,7 +264,7 @@ def _is_preemption(holding: Holding, ends_s: float, now_s: float) -> bool:
 
 
 def _warn_all(holding: Holding, reason: str, at_s: float, deadline_s: float) -> Iterator[PoolEvent]:
-    """Every node of the allocation is to be left; the own one is not left but ends the run."""
+    """Warns of every node of the allocation; the end of the own one is the end of the run."""
     if not holding.own:
         for node in holding.left():
             yield from _warn_node(holding, node, reason, at_s, deadline_s)

@@ -294,7 +294,7 @@ class SlurmPool(NodePool):
             self._explain_all(with_timeout, [warning for warning in came if warning is not None])
 
     def _explain_all(self, with_timeout: SlurmCommands, warnings: list[_Warning]) -> None:
-        """With one question for all: their windows do not last until each had its own."""
+        """Asks one question for all: their windows are too short for one each."""
         with self._lock:
             held = {node: self._holdings.of(node) for node, _, _ in warnings}
         asked = {node: holding.job for node, holding in held.items() if holding is not None}
