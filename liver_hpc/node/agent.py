@@ -201,7 +201,7 @@ class Agent:
         self._plan = plan
         self._warnings = frozenset(WARNINGS) if plan.sheltered else frozenset()
         self._clock = SystemClock()
-        # A warning says nothing of the parent.
+        # With warnings SIGTERM announces the node's end, and says nothing of the parent.
         self._orphaned = signal.SIGINT if plan.sheltered else signal.SIGTERM
         self._wake = Wake({signal.SIGTERM, signal.SIGINT, *self._warnings}, self._clock)
         self._channel: AgentChannel | None = None
@@ -290,7 +290,7 @@ class Agent:
     def _supervise(self, channel: AgentChannel, exit_s: float) -> int:
         """Until every worker has ended, by itself or because the coordinator wants it or is gone.
 
-        The latter is for the workers to notice, each with a message as good as ours.
+        Each worker notices by itself that the coordinator is gone, and is given time to end.
         """
         alone: Deadline | None = None
         while self._workers.living():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from liver_hpc.cluster.slurm.allocation import Place
 from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo, is_down, is_drained
 from liver_hpc.errors import LiverError
 from liver_hpc.run.node_events import EndNear, Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
@@ -30,13 +29,33 @@ class Windows:
     kill_s: float
 
 
+@dataclass(frozen=True)
+class Place:
+    """How Slurm calls the allocation of a node.
+
+    job_id: what srun wants, for a component its leader's. het_group: the component's index, None
+    in a plain job. own_id: the component's own job id, under which squeue lists its steps. burst:
+    whether it is an allocation that was asked for while the run goes on.
+    """
+
+    job_id: str
+    het_group: int | None = None
+    own_id: str = ""
+    burst: bool = False
+
+    @property
+    def steps_of(self) -> str:
+        """The job whose steps run on the node."""
+        return self.own_id or self.job_id
+
+
 @dataclass
 class Holding:
     """One allocation: a component of the own job, or a burst job.
 
-    own: the coordinator lives in it. grace_s: what its partition grants the preempted; None where
-    nobody is preempted. ends_s: when its time is up as long as nothing shortens it; None without
-    a limit, or before that is known.
+    own: the coordinator runs in it. automatic: its nodes are used without being asked for.
+    grace_s: what its partition grants the preempted; None where nobody is preempted. ends_s: when
+    its time is up as long as nothing shortens it; None without a limit, or before that is known.
     """
 
     name: str
@@ -45,6 +64,7 @@ class Holding:
     slots: int
     own: bool = False
     automatic: bool = True
+    partition: str = ""
     grace_s: float | None = None
     ends_s: float | None = None
     gone: set[str] = field(default_factory=set)
@@ -107,7 +127,7 @@ class Holdings:
         return [NodeGranted(holding.node(name)) for name in holding.left()]
 
     def strike(self, job: str, reason: str) -> list[PoolEvent]:
-        """The allocation is no more."""
+        """The allocation has ended."""
         holding = self._held.pop(job, None)
         if holding is None:
             return []
@@ -116,7 +136,7 @@ class Holdings:
     # ---- what Slurm says when it is asked now and then
 
     def observe(self, jobs: Mapping[str, JobInfo], now_s: float) -> list[PoolEvent]:
-        """Takes in an answer about all jobs that are held; who is absent from it is over."""
+        """Takes in an answer about all held jobs; a job that is absent from it is over."""
         events: list[PoolEvent] = []
         for job, holding in list(self._held.items()):
             info = jobs.get(job)
@@ -244,7 +264,7 @@ def _is_preemption(holding: Holding, ends_s: float, now_s: float) -> bool:
 
 
 def _warn_all(holding: Holding, reason: str, at_s: float, deadline_s: float) -> Iterator[PoolEvent]:
-    """Every node of the allocation is to be left; the own one is not left but ends the run."""
+    """Warns of every node of the allocation; the end of the own one is the end of the run."""
     if not holding.own:
         for node in holding.left():
             yield from _warn_node(holding, node, reason, at_s, deadline_s)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from liver_hpc.cluster.launcher import AGENT_MODULE, Launcher, NodeRequest
 from liver_hpc.cluster.slurm import words
-from liver_hpc.cluster.slurm.allocation import Place
 from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.holdings import Place
 from liver_hpc.cluster.slurm.script import python_words
 from liver_hpc.cluster.slurm.step import Step, StepPlan
 from liver_hpc.config.schema import RunConfig

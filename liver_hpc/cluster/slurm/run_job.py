@@ -29,15 +29,15 @@ class RunJob:
         return listed.get(self.job_id)
 
     def is_over(self) -> bool:
-        """Whether Slurm lists the job no more; not while the controller is away."""
+        """Whether Slurm lists the job no more; False while the controller does not answer."""
         try:
             return self.find() is None
         except ControllerUnreachable:
             return False
 
     def is_out_of_work(self) -> bool:
-        """Whether nothing of the job runs: it is over, or queued again. Not while the controller
-        is away."""
+        """Whether nothing of the job runs: it is over, or queued again. False while the controller
+        does not answer."""
         try:
             info = self.find()
         except ControllerUnreachable:

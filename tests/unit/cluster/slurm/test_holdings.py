@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from liver_hpc.cluster.slurm.allocation import Place
-from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Windows
+from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Place, Windows
 from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.errors import LiverError
 from liver_hpc.run.node_events import EndNear, NodeGone, NodeGranted, NodeWarned, PoolEvent
