@@ -13,7 +13,7 @@ import h5py
 import pytest
 
 from liver_hpc.cli.client import stop
-from liver_hpc.cli.resume import resume_run
+from liver_hpc.cli.submission import resume_run
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
