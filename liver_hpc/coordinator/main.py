@@ -24,11 +24,11 @@ from liver_hpc.cluster.pool import FixedPool, NodePool
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.address import control_address
+from liver_hpc.coordinator.journal_metrics import JournalMetrics
 from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.services import Services
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.rendezvous.mpi.service import DeskPlace, MpiRendezvous
-from liver_hpc.report.store import MetricsWriter
 from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome, open_log
 from liver_hpc.run.secret import create_secret, read_secret
 
@@ -78,15 +78,16 @@ class Control:
 
 
 def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Services:
-    """What the run file's cluster calls for, MPI to meet, HDF5 to record."""
+    """What the run file's cluster calls for, MPI to meet, a journal to record."""
+    clock, reserve_bytes = SystemClock(), config.metrics.reserve_bytes
     launcher, pool = (_on_slurm if config.cluster.kind == "slurm" else _here)(config, run_directory)
     return Services(
-        clock=SystemClock(),
+        clock=clock,
         recipe=load_recipe(config),
         launcher=launcher,
         pool=pool,
         rendezvous=MpiRendezvous(run_directory, secret, _desk_place(config)),
-        metrics=MetricsWriter(run_directory / "metrics.h5", config.metrics, _attributes(config)),
+        metrics=JournalMetrics(run_directory, reserve_bytes, _attributes(config), clock),
     )
 
 

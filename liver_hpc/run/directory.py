@@ -63,10 +63,6 @@ class RunDirectory:
         return self.path / "secret"
 
     @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.h5"
-
-    @property
     def jobs_path(self) -> Path:
         """What submitit writes: the pickled call, the coordinator's output, its result."""
         return self.path / "submitit"
