@@ -104,7 +104,7 @@ def _follow(run: RunDirectory) -> int:
     finally:
         watch.close()
     try:
-        show(run.metrics_path)
+        show(run.path)
     except ConfigError as error:  # a run may end before it has figures, or on a broken disk
         print(f"no report: {error}", file=sys.stderr)
     if outcome is None:
@@ -194,7 +194,7 @@ def _stop(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from liver_hpc.report.command import report
 
-    report(_find(options.run, options).metrics_path, options)
+    report(_find(options.run, options).path, options)
     return EXIT_OK
 
 

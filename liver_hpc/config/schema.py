@@ -248,10 +248,9 @@ class NetworkSection(Section):
 
 
 class MetricsSection(Section):
-    """The HDF5 file; writing pauses when the disk has less than `reserve_bytes` left."""
+    """The journal; writing pauses while the disk has less than `reserve_bytes` left."""
 
     reserve_bytes: NonNegativeInt = 16 * 2**20
-    flush_interval_s: Seconds = 1.0
 
 
 AUTO: Literal["auto"] = "auto"

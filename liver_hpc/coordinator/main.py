@@ -31,6 +31,7 @@ from liver_hpc.coordinator.services import Services
 from liver_hpc.host.descriptors import raise_descriptor_limit
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.rendezvous.mpi.service import DeskPlace, MpiRendezvous
+from liver_hpc.report.store import write_metrics
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, read_entries
 from liver_hpc.run.events import Memory
@@ -138,6 +139,7 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         resumed = newest_step(checkpoints)
         control.attach(coordinator)
         outcome = coordinator.run()
+        write_metrics(directory)
         control.attach(None)
         if outcome.state != "restart":
             return outcome

@@ -198,7 +198,7 @@ def needed_s(runs_directory: Path) -> float | None:
     from liver_hpc.report.store import read_run
 
     try:
-        records = read_run(runs_directory / "latest" / "metrics.h5")
+        records = read_run(runs_directory / "latest")
     except (ConfigError, OSError):
         return None
     took_s = [

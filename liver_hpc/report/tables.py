@@ -14,8 +14,6 @@ from liver_hpc.report.derive import (
     NoticeFigures,
     ReconfigurationFigures,
     RunFigures,
-    notice_figures,
-    run_figures,
 )
 from liver_hpc.report.wording import (
     NOTHING,
@@ -84,17 +82,16 @@ class Sheet:
             yield Cell("\n".join(cell.text for cell in cells), tone)
 
 
-def sheets(records: RunRecords) -> list[Sheet]:
+def sheets(figures: RunFigures, records: RunRecords) -> list[Sheet]:
     """All tables that a run has rows for."""
-    figures = run_figures(records)
     found = []
     if figures.generations:
         found.append(_worlds(figures.generations))
     if figures.reconfigurations:
         found.append(_reconfigurations(figures.reconfigurations))
         found.append(_phases(figures.reconfigurations))
-    if records.notices:
-        found.append(_notices(notice_figures(records)))
+    if figures.notices:
+        found.append(_notices(figures.notices))
     if records.baselines:
         found.append(_baselines(records.baselines))
     return found
@@ -249,18 +246,19 @@ def _notices(notices: Sequence[NoticeFigures]) -> Sheet:
     rows = [
         (
             *_cells(
-                notice.kind,
-                notice.node or NOTHING,
+                record.kind,
+                record.node or NOTHING,
                 number_text(notice.window_s),
                 number_text(notice.left_s),
-                str(notice.generation) if notice.generation >= 0 else NOTHING,
+                str(record.generation) if record.generation >= 0 else NOTHING,
                 number_text(notice.pause_s),
                 number_text(notice.lost_steps),
                 str(notice.repeated_steps),
             ),
-            Cell(notice.outcome, tones.get(notice.outcome, Tone.BAD)),
+            Cell(record.outcome, tones.get(record.outcome, Tone.BAD)),
         )
         for notice in notices
+        for record in [notice.record]
     ]
     return Sheet("Nodes", columns, tuple(rows), gap=1)
 

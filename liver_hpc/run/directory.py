@@ -57,10 +57,6 @@ class RunDirectory:
         return self.path / "secret"
 
     @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.h5"
-
-    @property
     def checkpoints_path(self) -> Path:
         """A directory, or a link to one where the run file wants checkpoints elsewhere."""
         return self.path / "checkpoints"

@@ -176,8 +176,8 @@ class Run:
 
     def _settle(self, event: e.Event) -> None:
         """What follows from the event for nodes, launches and handoffs. A step changes none of
-        that, and there are many of them."""
-        if isinstance(event, m.StepDone) or self._state is ENDED:
+        that, unless the run file asks for something after it, and there are many of them."""
+        if self._state is ENDED or (isinstance(event, m.StepDone) and not self.elastic.queue):
             return
         if self._state is STARTING and self._may_launch and not self._launched:
             self._launch_first()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One training step, as rank 0 of its world saw it.
 
@@ -171,3 +172,15 @@ class RunRecords:
     networks: list[NetworkRecord] = field(default_factory=list)
     worker_phases: list[WorkerPhaseRecord] = field(default_factory=list)
     traffic: list[TrafficRecord] = field(default_factory=list)
+
+
+TABLES: dict[str, type[Any]] = {
+    "steps": StepRecord,
+    "reconfigurations": ReconfigurationRecord,
+    "baselines": BaselineRecord,
+    "notices": NoticeRecord,
+    "networks": NetworkRecord,
+    "worker_phases": WorkerPhaseRecord,
+    "traffic": TrafficRecord,
+}
+"""The kinds of records by the names of their lists."""

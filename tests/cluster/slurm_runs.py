@@ -243,7 +243,7 @@ class SlurmRun:
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def records(self) -> RunRecords:
-        return read_run(self.directory.metrics_path)
+        return read_run(self.directory.path)
 
     def notices(self, kind: str) -> list[NoticeRecord]:
         return [notice for notice in self.records().notices if notice.kind == kind]

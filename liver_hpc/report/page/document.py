@@ -10,7 +10,7 @@ from importlib.resources import files
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from liver_hpc.report.compare import Comparison, of_run
-from liver_hpc.report.derive import RunFigures, notice_figures, run_figures
+from liver_hpc.report.derive import RunFigures, run_figures
 from liver_hpc.report.page import bars, lanes, nodes, timeline, traffic
 from liver_hpc.report.page.series import Handoff, Story, not_finite, story, thinned
 from liver_hpc.report.page.svg import FORMS
@@ -62,8 +62,8 @@ def page(records: RunRecords, comparisons: Sequence[Comparison] = ()) -> str:
     main = SubElement(body, "main")
     _opening(main, name, records, figures, told)
     _overview(main, told)
-    _nodes(main, records, told)
-    _comparison(main, comparisons or of_run(records))
+    _nodes(main, figures, told)
+    _comparison(main, comparisons or of_run(figures, records))
     _handoffs(main, records, told)
     _tables(main, records, figures)
     _closing(main, records)
@@ -176,13 +176,11 @@ def _steps(told: Story) -> str:
 # ---- sections
 
 
-def _nodes(main: Element, records: RunRecords, told: Story) -> None:
-    if not records.notices:
+def _nodes(main: Element, figures: RunFigures, told: Story) -> None:
+    if not figures.notices:
         return
-    ordered = sorted(records.notices, key=lambda notice: notice.at_s)
-    rows = list(zip(ordered, notice_figures(records), strict=True))
     section = _section(main, "Nodes")
-    _figure(section, *(nodes.draw(told, rows, form) for form in FORMS))
+    _figure(section, *(nodes.draw(told, figures.notices, form) for form in FORMS))
     _legend(
         section,
         {
@@ -225,7 +223,7 @@ def _handoffs(main: Element, records: RunRecords, told: Story) -> None:
 
 
 def _handoff(details: Element, handoff: Handoff, records: RunRecords) -> None:
-    record, figures = handoff.record, handoff.figures
+    record = handoff.figures
     summary = SubElement(details, "summary")
     badge = "completed" if handoff.completed else "not-completed"
     SubElement(summary, "span", {"class": f"number {badge}"}).text = str(handoff.number)
@@ -233,10 +231,10 @@ def _handoff(details: Element, handoff: Handoff, records: RunRecords) -> None:
     SubElement(summary, "h3").text = change
     tone = outcome_tone(record.outcome)
     SubElement(summary, "span", {"class": f"tone {tone}"}).text = record.outcome
-    if math.isfinite(figures.lost_s):
-        words = f"lost {number_text(figures.lost_s)} s"
-        if math.isfinite(figures.lost_steps):
-            words += f", {number_text(figures.lost_steps)} steps"
+    if math.isfinite(record.lost_s):
+        words = f"lost {number_text(record.lost_s)} s"
+        if math.isfinite(record.lost_steps):
+            words += f", {number_text(record.lost_steps)} steps"
         SubElement(summary, "span", {"class": "cost"}).text = words
     SubElement(details, "p", {"class": "note"}).text = " \u00b7 ".join(_facts(handoff))
     found = lanes.lanes_of(handoff, records.worker_phases)
@@ -248,13 +246,13 @@ def _handoff(details: Element, handoff: Handoff, records: RunRecords) -> None:
 
 
 def _facts(handoff: Handoff) -> Iterator[str]:
-    record, figures = handoff.record, handoff.figures
+    record = handoff.figures
     yield record.notice
     yield f"after step {record.step}" if handoff.completed else f"at step {record.step}"
     for name, seconds in (
-        ("pause", figures.pause_s),
-        ("slowdown", figures.slowdown_s),
-        ("reconfiguration", figures.reconfiguration_s),
+        ("pause", record.pause_s),
+        ("slowdown", record.slowdown_s),
+        ("reconfiguration", record.reconfiguration_s),
     ):
         if math.isfinite(seconds):
             yield f"{name} {number_text(seconds)} s"
@@ -271,7 +269,7 @@ def _tables(main: Element, records: RunRecords, figures: RunFigures) -> None:
     for name, line in summary_lines(figures, records).items():
         SubElement(facts, "dt").text = name
         SubElement(facts, "dd").text = line
-    for sheet in sheets(records):
+    for sheet in sheets(figures, records):
         _scrolling(section, _table(sheet), sheet.title)
     for note in remarks(figures):
         SubElement(section, "p", {"class": "note"}).text = note.text

@@ -63,7 +63,7 @@ class Panel:
 
 def lanes_of(handoff: Handoff, phases: Sequence[WorkerPhaseRecord]) -> list[Lane]:
     """The lanes of a handoff, by worker; of very many those that took part the longest."""
-    record = handoff.record
+    record = handoff.figures
     source, target = _ids(record.source_workers), _ids(record.target_workers)
     own: dict[int, list[WorkerPhaseRecord]] = {}
     for phase in phases:
@@ -105,7 +105,7 @@ def _told(panels: Sequence[Panel]) -> str:
 
 
 def _panels(handoff: Handoff, lanes: Sequence[Lane], form: Form, left: float) -> list[Panel]:
-    record = handoff.record
+    record = handoff.figures
     crosses = any(p.phase in CROSSING for lane in lanes for p in lane.phases)
     begin_s, boundary_s, end_s = _bounds(handoff, lanes)
     whole = form.width - left - 8
@@ -127,10 +127,10 @@ def _panels(handoff: Handoff, lanes: Sequence[Lane], form: Form, left: float) ->
 
 def _bounds(handoff: Handoff, lanes: Sequence[Lane]) -> tuple[float, float, float]:
     """Of what is drawn: its begin, the boundary (or the end of the attempt), its end."""
-    record = handoff.record
+    record = handoff.figures
     phases = [phase for lane in lanes for phase in lane.phases]
     starts_s = [phase.started_s for phase in phases if phase.phase in BESIDE]
-    begun_s = record.boot_ended_s - handoff.figures.phases.boot_s
+    begun_s = record.boot_ended_s - record.phases.boot_s
     begin_s = min(filter(math.isfinite, [*starts_s, begun_s]), default=record.notice_s)
     ends_s = [p.ended_s for p in phases if p.phase in BESIDE and math.isfinite(p.ended_s)]
     boundary_s = record.source_last_step_ended_s

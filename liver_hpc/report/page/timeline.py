@@ -194,9 +194,9 @@ def _marks(svg: Element, handoffs: Sequence[Handoff], time: Scale, bottom: float
 
 def handoff_text(handoff: Handoff) -> str:
     """`2: tp2 dp2 to pp2 dp2, completed, lost 0.120 s`."""
-    record = handoff.record
+    record = handoff.figures
     ends = f"{layout_text(record.source)} to {layout_text(record.target)}"
-    lost = number_text(handoff.figures.lost_s)
+    lost = number_text(record.lost_s)
     return f"{handoff.number}: {ends}, {record.outcome}, lost {lost} s"
 
 

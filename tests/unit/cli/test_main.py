@@ -14,9 +14,11 @@ from liver_hpc import __version__
 from liver_hpc.cli import main as cli
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.protocol.messages import DrainRequest, ReplaceRequest, ResizeRequest, StopRequest
-from liver_hpc.report.store import MetricsWriter
+from liver_hpc.report.hdf5 import read_hdf5
 from liver_hpc.run.directory import RunDirectory, create_run_directory, point_latest
+from liver_hpc.run.records import RunRecords
 from tests.unit.config.runs import minimal, write_minimal
+from tests.unit.report.journals import write_journal
 from tests.unit.report.rows import reconfiguration, step
 from tests.unit.standin import StandIn
 
@@ -328,10 +330,7 @@ def test_data_that_cannot_be_written(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_report(run: RunDirectory, capsys: Captured) -> None:
-    writer = MetricsWriter(run.metrics_path, run.config().metrics, {"name": "demo"})
-    writer.add_step(step(1))
-    writer.add_reconfiguration(reconfiguration())
-    writer.close()
+    write_journal(run.path, RunRecords([step(1)], [reconfiguration()], [], {"name": "demo"}))
     assert liver("report", "latest") == 0
     shown = capsys.readouterr().out
     assert "Reconfigurations" in shown
@@ -346,11 +345,11 @@ def test_report(run: RunDirectory, capsys: Captured) -> None:
 
 
 def test_report_into_files(run: RunDirectory, tmp_path: Path, capsys: Captured) -> None:
-    writer = MetricsWriter(run.metrics_path, run.config().metrics, {"name": "demo"})
-    writer.add_step(step(1))
-    writer.close()
-    assert liver("report", "latest", "--html", "r.html", "--png", "plots") == 0
-    assert capsys.readouterr().out.split() == ["r.html", "plots/training.png"]
+    write_journal(run.path, RunRecords([step(1)], [], [], {"name": "demo"}))
+    options = ("--html", "r.html", "--png", "plots", "--hdf5", "m.h5")
+    assert liver("report", "latest", *options) == 0
+    assert capsys.readouterr().out.split() == ["r.html", "plots/training.png", "m.h5"]
+    assert read_hdf5(tmp_path / "m.h5").steps == [step(1)]
     assert "<strong>1 step</strong>" in (tmp_path / "r.html").read_text()
 
 
@@ -361,12 +360,14 @@ def test_report_into_files(run: RunDirectory, tmp_path: Path, capsys: Captured) 
         (["--baselines", "r.json"], "needs --html or --png"),
         (["--html", "r.html", "--baselines", "gone.json"], "gone.json: there is no such file"),
         (["--html", "gone/r.html"], "gone/r.html cannot be written"),
+        (["--hdf5", "gone/m.h5"], "gone/m.h5 cannot be written: No such file"),
+        (["--json", "--hdf5", "m.h5"], "--json prints"),
     ],
 )
 def test_report_into_files_that_cannot_be(
     run: RunDirectory, options: list[str], said: str, capsys: Captured
 ) -> None:
-    MetricsWriter(run.metrics_path, run.config().metrics, {}).close()
+    write_journal(run.path, RunRecords([], [], [], {}))
     assert liver("report", "latest", *options) == 2
     assert said in capsys.readouterr().err
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands
-from liver_hpc.config.schema import ClusterSection, MetricsSection, NetworkSection
+from liver_hpc.config.schema import ClusterSection, NetworkSection
 from liver_hpc.doctor import login as module
 from liver_hpc.doctor.findings import Examination, Level, Result
 from liver_hpc.doctor.login import LOGIN_CHECKS, Login, needed_s
 from liver_hpc.doctor.order import Order
-from liver_hpc.report.store import MetricsWriter
+from liver_hpc.run.records import RunRecords
+from tests.unit.report.journals import write_journal
 from tests.unit.report.rows import reconfiguration
 
 CONFIG = """\
@@ -146,15 +146,11 @@ def test_a_grace_time_is_held_against_the_slowest_handoff_of_the_newest_run(
     assert needed_s(tmp_path / "runs") is None
     run = tmp_path / "runs" / "latest"
     run.mkdir(parents=True)
-    with closing(MetricsWriter(run / "metrics.h5", MetricsSection(), {})) as writer:
-        for generation, (took_s, outcome) in enumerate(
-            [(12.0, "completed"), (41.5, "completed"), (99.0, "aborted")]
-        ):
-            writer.add_reconfiguration(
-                reconfiguration(
-                    generation=generation, outcome=outcome, notice_s=7.0, released_s=7.0 + took_s
-                )
-            )
+    attempts = [
+        reconfiguration(outcome=outcome, notice_s=7.0, released_s=7.0 + took_s)
+        for took_s, outcome in [(12.0, "completed"), (41.5, "completed"), (99.0, "aborted")]
+    ]
+    write_journal(run, RunRecords([], attempts, [], {}))
     assert needed_s(tmp_path / "runs") == 41.5
     found = results(cluster(), partition="spot")["preemption"]
     assert found.level is Level.WARN
