@@ -133,7 +133,10 @@ class _Stranger:
         self.socket = connected
         self.peer = peer
         self._challenge = Challenge(secret)
-        connected.send(self._challenge.said)  # whole: nothing was sent before
+
+    def challenge(self) -> None:
+        """Raises OSError when it has gone already."""
+        self.socket.send(self._challenge.said)  # whole: nothing was sent before
 
     def hear(self) -> bytes | None:
         """Takes what has come: the server's proof in return for a good one, None before its end.
@@ -238,9 +241,7 @@ class WireServer:
         wanted = selectors.EVENT_WRITE if full else selectors.EVENT_READ
         self._selector.modify(self._listener, wanted)
         left_s = [came_s + limit_s - now_s for came_s in self._strangers.values()]
-        if full:
-            left_s.append(_AGAIN_S)
-        return max(min(left_s), 0.0) if left_s else None
+        return min(left_s + [_AGAIN_S] * full, default=None)
 
     def _is_full(self, now_s: float) -> bool:
         return len(self._strangers) >= MOST_STRANGERS or now_s < self._full_until_s
@@ -255,15 +256,13 @@ class WireServer:
                 _log.warning("accept on %s:%d: %s", *self.address, error.strerror)
                 self._full_until_s = time.monotonic() + _AGAIN_S
             return
-        peer = f"{address[0]}:{address[1]}"
+        stranger = _Stranger(connected, f"{address[0]}:{address[1]}", self._secret)
         try:
-            stranger = _Stranger(connected, peer, self._secret)
+            stranger.challenge()
+            self._selector.register(connected, selectors.EVENT_READ, stranger)
+            self._strangers[stranger] = time.monotonic()
         except OSError as error:
-            _log.warning("stranger %s turned away: %s", peer, error.strerror)
-            connected.close()
-            return
-        self._strangers[stranger] = time.monotonic()
-        self._selector.register(connected, selectors.EVENT_READ, stranger)
+            self._turn_away(stranger, str(error))
 
     def _hear(self, stranger: _Stranger) -> None:
         """A client that no thread can be started for tries again."""

@@ -124,16 +124,8 @@ def _not_finite(svg: Element, points: Sequence[StepPoint], time: Scale, panel: P
         steps = f"step {first.step}" if first is last else f"steps {first.step} to {last.step}"
         x, end = time(first.began_s), time(last.ended_s)
         title = f"{steps}: the loss or the gradient norm is not finite"
-        add(
-            svg,
-            "rect",
-            "not-finite",
-            title,
-            x=x,
-            y=panel.top,
-            width=max(end - x, 1.5),
-            height=5,
-        )
+        width = max(end - x, 1.5)
+        add(svg, "rect", "not-finite", title, x=x, y=panel.top, width=width, height=5)
 
 
 # ---- handoffs
