@@ -21,7 +21,8 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.address import control_address
 from liver_hpc.coordinator.checkpoints import Checkpoints
 from liver_hpc.coordinator.connections import ConnectionServer, WorkerRegistry
-from liver_hpc.coordinator.inbox import Asked, Closed, Inbox, InboxEvent, Met, Opened, Said
+from liver_hpc.coordinator.control import Control
+from liver_hpc.coordinator.inbox import Asked, Closed, InboxEvent, Met, Opened, Said
 from liver_hpc.coordinator.services import Services
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import CheckpointError, LiverError, MeetingError, RequestRefused
@@ -70,16 +71,18 @@ class Coordinator:
         run_directory: Path,
         secret: bytes,
         services: Services,
-        memory: e.Memory | None = None,
+        control: Control,
+        memory: e.Memory,
     ) -> None:
         self._config = config
         self._run_directory = run_directory
         self._secret = secret
         self._services = services
         self._clock = services.clock
-        self._memory = memory or e.Memory()
+        self._memory = memory
         self._run = Run(config, services.recipe.spec, services.recipe.check_layout, services.place)
-        self._inbox = Inbox()
+        self._control = control
+        self._inbox = control.inbox
         self._store = StoreService()
         self._registry = WorkerRegistry(services.clock)
         self._checkpoints = Checkpoints(config, services.recipe, run_directory, services.clock)
@@ -124,20 +127,6 @@ class Coordinator:
     def memory(self) -> e.Memory:
         """What the next start is to know."""
         return self._run.memory
-
-    @property
-    def steps_done(self) -> int:
-        """How many steps are done; from any thread."""
-        return self._run.steps_done
-
-    def stop(self, why: str) -> None:
-        """Asks for a stop at the next step boundary; from any thread or signal handler."""
-        # Whoever cancels a job may want to go on from where it was.
-        self._inbox.put(e.StopSignalled(why, checkpoint=self._config.cluster.kind == "slurm"))
-
-    def end_near(self, reason: str, deadline_s: float) -> None:
-        """This process's allocation ends at `deadline_s`; from any thread or signal handler."""
-        self._inbox.put(EndNear(reason, self._clock.now_s(), deadline_s))
 
     def identity(self) -> str:
         """Where the run stands, for its log: "gen 4 TRANSFER"."""
@@ -261,6 +250,7 @@ class Coordinator:
         """One event into the core; what it decides is performed once the journal has it."""
         at_s = self._clock.now_s()
         actions = self._run.handle(event, at_s)
+        self._control.steps_done = self._run.steps_done
         if isinstance(event, e.Tick) and not actions:
             return
         number = self._journal.append(at_s, encode(event), [encode(each) for each in actions])

@@ -135,12 +135,10 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
     while True:
         memory = coordinator.memory if coordinator is not None else _memory(directory)
         services = build(config, directory, secret)
-        coordinator = Coordinator(config, directory, secret, services, memory)
+        coordinator = Coordinator(config, directory, secret, services, control, memory)
         resumed = newest_step(checkpoints)
-        control.attach(coordinator)
         outcome = coordinator.run()
         write_metrics(directory)
-        control.attach(None)
         if outcome.state != "restart":
             return outcome
         progress = outcome.step > furthest or newest_step(checkpoints) > resumed

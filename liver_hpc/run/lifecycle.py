@@ -510,7 +510,8 @@ class Run:
     # ---- the end
 
     def _stop_signalled(self, event: e.StopSignalled) -> None:
-        self._stop(event.reason, event.checkpoint)
+        # Whoever cancels a job may want to go on from where it was.
+        self._stop(event.reason, checkpoint=self._config.cluster.kind == "slurm")
 
     def _stop(self, why: str, checkpoint: bool, then: Ending = Ending.STOPPED) -> str:
         """Stops at the next common boundary and says when: a handoff is called off for it, or

@@ -199,9 +199,8 @@ def test_no_command_prints_json_that_is_none(
     """JSON has no NaN, which a loss may be."""
     nan = snapshot("r").model_copy(update={"loss": math.nan, "grad_norm": math.inf})
     monkeypatch.setattr("tests.unit.standin.snapshot", lambda name: nan)
-    writer = MetricsWriter(run.metrics_path, run.config().metrics, {"name": "demo"})
-    writer.add_step(step(1, loss=math.nan, grad_norm=math.inf))
-    writer.close()
+    steps = [step(1, loss=math.nan, grad_norm=math.inf)]
+    write_journal(run.path, RunRecords(steps, [], [], {"name": "demo"}))
 
     def printed(*arguments: str) -> Any:
         assert liver(*arguments) == 0

@@ -53,7 +53,7 @@ def test_a_question_has_a_deadline() -> None:
 def test_questions_to_a_closed_inbox_are_refused_before_and_after() -> None:
     inbox = Inbox()
     early = Asked(StatusRequest())
-    inbox.put(StopSignalled("test", checkpoint=False))
+    inbox.put(StopSignalled("test"))
     inbox.put(early)
     inbox.close()
     assert isinstance(early.answer, Future)
