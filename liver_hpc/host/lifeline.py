@@ -28,9 +28,10 @@ parent, number, ignored, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[
 for one in filter(None, ignored.split(",")):
     signal.signal(int(one), signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
-ctypes.CDLL(None).prctl(*map(ctypes.c_ulong, ({_PR_SET_PDEATHSIG}, number, 0, 0, 0)))
-if os.getppid() != parent:
-    sys.exit({EXIT_ORPHANED})
+if number:
+    ctypes.CDLL(None).prctl(*map(ctypes.c_ulong, ({_PR_SET_PDEATHSIG}, number, 0, 0, 0)))
+    if os.getppid() != parent:
+        sys.exit({EXIT_ORPHANED})
 try:
     os.execv(command[0], command)
 except OSError as error:
@@ -55,24 +56,26 @@ def die_with_parent(parent: int, signum: signal.Signals) -> None:
 
 def guarded(
     command: Sequence[str],
-    signum: signal.Signals = signal.SIGKILL,
+    signum: signal.Signals | None = signal.SIGKILL,
     ignored: Sequence[signal.Signals] = (),
 ) -> list[str]:
     """`command` (its first word an absolute path), made to get `signum` when its parent ends.
 
-    To be started by this process, from a thread that lives as long as the child may: the kernel
-    takes the end of the thread that started a process for the end of its parent. The command, and
-    what it starts, ignores the `ignored` signals unless it handles them itself; if they are
-    blocked where it is started, from its first instruction on.
+    To be started by this process, from a thread that lives as long as the child may (`child.Child`
+    sees to that): the kernel takes the end of the thread that started a process for the end of its
+    parent. Without a `signum` the command outlives its parent. The command, and what it starts,
+    ignores the `ignored` signals unless it handles them itself; if they are blocked where it is
+    started, from its first instruction on.
     """
-    words = [str(os.getpid()), str(int(signum)), ",".join(str(int(one)) for one in ignored)]
+    words = [str(os.getpid()), str(int(signum or 0)), ",".join(str(int(one)) for one in ignored)]
     return [sys.executable, "-I", "-S", "-c", _GUARD, *words, *command]
 
 
 def quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:
     """Starts a daemon thread to which the kernel delivers no signal of the process.
 
-    Not for a thread that starts processes: they would inherit its blocked signals.
+    Not for a thread that starts processes, unless they are `guarded`: others would inherit its
+    blocked signals.
     """
     thread = threading.Thread(target=target, name=name, daemon=True)
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

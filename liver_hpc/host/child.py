@@ -1,0 +1,237 @@
+"""Child processes: one ends with this process, and once it was ended nothing of it is left.
+
+Linux only. Each child runs below a short interpreter of its own, which sets what has to be set
+between fork and exec (`lifeline.guarded`), and has a mark in its environment by which its whole
+tree is found (`marks`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import queue
+import secrets
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Literal
+
+from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.host.environment import clean_environment
+from liver_hpc.host.lifeline import guarded, quiet_thread
+from liver_hpc.host.marks import kill_marked
+
+_START_S = 30.0
+_KILL_S = 5.0
+_SET = "1"  # what a mark is set to
+
+
+def new_mark() -> str:
+    """The name of a variable that no other child has in its environment."""
+    return f"LIVER_CHILD_{secrets.token_hex(8)}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a child runs, and how.
+
+    name: what errors call it. words: the first one is looked up on the path. orphan_signal: what
+    the child gets when this process has ended, however that happened; None where it outlives it.
+    environment: the whole of it; None for this process's own without what belongs to the launch
+    that it came from. stdout, stderr: as `subprocess` takes them, pipes are text; what is None
+    goes to `log` (appended), and without a log to where this process's goes. apart: whether the
+    child leads a session or a process group of its own; what is sent to a group reaches all of
+    it. ignored: signals that the child, and what it starts, ignores from its first instruction on
+    unless it handles them. mark: children that end together may share one.
+    """
+
+    name: str
+    words: Sequence[str]
+    orphan_signal: signal.Signals | None = signal.SIGKILL
+    environment: Mapping[str, str] | None = None
+    stdin: int = subprocess.DEVNULL
+    stdout: int | None = None
+    stderr: int | None = None
+    log: Path | None = None
+    pass_fds: Sequence[int] = ()
+    apart: Literal["session", "group"] | None = None
+    ignored: Sequence[signal.Signals] = ()
+    mark: str = field(default_factory=new_mark)
+
+
+class Child:
+    """A process that was started, from any thread: the thread may end before it.
+
+    Raises LiverError when the command cannot be started. Something to select on: readable once
+    the process has ended.
+    """
+
+    def __init__(self, command: Command) -> None:
+        self.name = command.name
+        self.mark = command.mark
+        self._leads_group = command.apart == "group"
+        self._process = _spawner(os.getpid()).start(command)
+        self._end: int | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def stdin(self) -> IO[str]:
+        """The pipe to it; `end` closes it."""
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> IO[str]:
+        """The pipe from it, for its reader to close."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def fileno(self) -> int:
+        """A descriptor of the process; `end` closes it."""
+        if self._end is None:
+            self._end = os.pidfd_open(self.pid)
+        return self._end
+
+    def exit_code(self) -> int | None:
+        """None while the process runs; for a death by signal n, 128 + n as shells count."""
+        code = self._process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def how(self) -> str:
+        """How the process has ended: "exit code 1", "signal 9", or "still running"."""
+        code = self._process.poll()
+        if code is None:
+            return "still running"
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    def wait(self, limit_s: float | None = None) -> int:
+        """The exit code once the process has ended. Raises DeadlineError after `limit_s`."""
+        try:
+            code = self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise DeadlineError(f"waited {limit_s:g} s for {self.name} to end") from None
+        return code if code >= 0 else 128 - code
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        """To the process, or to the group that it leads; to nobody once it has ended."""
+        if not self._leads_group:
+            self._process.send_signal(signum)
+        elif self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signum)
+
+    def end(self, limit_s: float, first: signal.Signals = signal.SIGTERM) -> list[int]:
+        """Sends `first`, after `limit_s` kills what still lives of the whole tree.
+
+        With a limit of 0 all is killed at once. A child that has ended may still have left others
+        behind: they are killed too. Returns whom it killed; raises DeadlineError when some of
+        them do not end (stuck in the kernel). Idempotent.
+        """
+        return end_all([self], limit_s, first)
+
+    def _release(self) -> None:
+        """Waits for the killed process, and closes what this side holds of it."""
+        self.wait(_KILL_S)
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        if self._end is not None:
+            os.close(self._end)
+            self._end = None
+
+
+def end_all(
+    children: Sequence[Child], limit_s: float, first: signal.Signals = signal.SIGTERM
+) -> list[int]:
+    """Ends them as `Child.end` does, all within the same `limit_s`."""
+    living = [child for child in children if child.exit_code() is None]
+    if limit_s > 0:
+        for child in living:
+            child.send_signal(first)
+    deadline = Deadline.after(SystemClock(), limit_s, "children to end")
+    for child in living:
+        try:
+            child.wait(deadline.remaining_s())
+        except DeadlineError:
+            child.send_signal(
+                signal.SIGKILL
+            )  # it has no mark for a moment while it becomes another
+    killed: set[int] = set()
+    for mark in {child.mark for child in children}:
+        killed.update(kill_marked(mark, _SET, _KILL_S))
+    for child in children:
+        child._release()
+    return sorted(killed)
+
+
+class _Spawner:
+    """A thread that starts all children of a process, and lives as long as the process.
+
+    The kernel takes the end of the thread that started a process for the end of its parent. The
+    thread takes no signals, so that what comes to a child before it has set its own waits.
+    """
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[tuple[Command, Future[subprocess.Popen[str]]]]
+        self._asked = queue.SimpleQueue()
+        quiet_thread(self._serve, "spawner")
+
+    def start(self, command: Command) -> subprocess.Popen[str]:
+        """Returns once the process runs. Raises LiverError, DeadlineError."""
+        started: Future[subprocess.Popen[str]] = Future()
+        self._asked.put((command, started))
+        try:
+            return started.result(_START_S)
+        except TimeoutError:
+            started.add_done_callback(lambda late: late.result().kill())
+            raise DeadlineError(f"waited {_START_S:g} s for {command.name} to start") from None
+        except OSError as error:
+            raise LiverError(f"{command.name} cannot be started: {error}") from error
+
+    def _serve(self) -> None:
+        while True:
+            command, started = self._asked.get()
+            try:
+                started.set_result(_popen(command))
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                started.set_exception(error)
+
+
+@functools.cache
+def _spawner(pid: int) -> _Spawner:
+    """That of this process; a forked child needs one of its own."""
+    return _Spawner()
+
+
+def _popen(command: Command) -> subprocess.Popen[str]:
+    program = shutil.which(command.words[0])
+    if program is None:
+        raise FileNotFoundError(f"there is no command {command.words[0]!r} on the path")
+    given = command.environment
+    environment = clean_environment(os.environ) if given is None else given
+    with contextlib.ExitStack() as stack:
+        output = None
+        if command.log is not None:
+            command.log.parent.mkdir(parents=True, exist_ok=True)
+            output = stack.enter_context(command.log.open("ab"))
+        return subprocess.Popen(
+            guarded([program, *command.words[1:]], command.orphan_signal, command.ignored),
+            env={**environment, command.mark: _SET},
+            stdin=command.stdin,
+            stdout=output if command.stdout is None else command.stdout,
+            stderr=output if command.stderr is None else command.stderr,
+            pass_fds=command.pass_fds,
+            start_new_session=command.apart == "session",
+            process_group=0 if command.apart == "group" else None,
+            encoding="utf-8",
+            errors="replace",
+        )
