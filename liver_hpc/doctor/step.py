@@ -11,7 +11,6 @@ import json
 import os
 import queue
 import secrets
-import shutil
 import signal
 import subprocess
 from collections import deque
@@ -25,8 +24,8 @@ from liver_hpc.cluster.slurm.script import python_words
 from liver_hpc.doctor.checks import Order
 from liver_hpc.doctor.probe import ANSWER, Said
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.host.environment import clean_environment
-from liver_hpc.host.lifeline import guarded, quiet_thread
+from liver_hpc.host.child import Child, Command
+from liver_hpc.host.lifeline import quiet_thread
 
 ALLOCATION_MIN = 10
 """Time limit of the doctor's own allocation, in minutes: its end is Slurm's, whatever happens."""
@@ -51,14 +50,16 @@ class Probes:
         self._requests = 0
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._told: deque[str] = deque(maxlen=3)  # what else was printed, the end of it
-        self._process = subprocess.Popen(
-            guarded(words, signal.SIGTERM),
-            env=clean_environment(os.environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for this process, which ends the step
+        self._child = Child(
+            Command(
+                "the doctor's step",
+                words,
+                orphan_signal=signal.SIGTERM,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                apart="session",  # Ctrl-C is for this process, which ends the step
+            )
         )
         quiet_thread(self._read, "probes")
 
@@ -72,10 +73,9 @@ class Probes:
         """
         self._requests += 1
         request = {"number": self._requests, "nodes": nodes, "probe": probe, "with": arguments}
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the end of the answers says why
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
+            self._child.stdin.write(json.dumps(request) + "\n")
+            self._child.stdin.flush()
         waits_for = f"the {probe} probe on {', '.join(nodes) or f'{self._count} nodes'}"
         deadline = Deadline.after(SystemClock(), limit_s, waits_for)
         answers: dict[str, Said] = {}
@@ -98,31 +98,26 @@ class Probes:
                 raise DeadlineError(said) from None
             if line is None:
                 self._lines.put(None)
-                ended = f"it ended with exit code {self._process.wait(_END_S)} and said nothing"
-                raise ProbeFailed(f"{deadline.waits_for}: {' | '.join(self._told) or ended}")
+                self._child.wait(_END_S)
+                told = " | ".join(self._told) or f"it said nothing ({self._child.how()})"
+                raise ProbeFailed(f"{deadline.waits_for}: {told}")
             if line.startswith(ANSWER):
                 return dict(json.loads(line.removeprefix(ANSWER)))
             self._told.append(line.strip())
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
+        with self._child.stdout as lines:
             for line in filter(str.strip, lines):
                 self._lines.put(line)
         self._lines.put(None)
 
     def close(self) -> None:
         """The probes end with their input; what has not ended then is made to."""
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        # None: it ends by itself. SIGTERM: srun passes it on, or takes its request back.
-        for number in (None, signal.SIGTERM, signal.SIGKILL):
-            if number is not None:
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
-                break
+            self._child.stdin.close()
+        with contextlib.suppress(DeadlineError):
+            self._child.wait(_END_S)
+        self._child.end(_END_S)  # SIGTERM: srun passes it on, or takes its request back
 
 
 @contextlib.contextmanager
@@ -149,21 +144,18 @@ def probes_on_nodes(
 
 
 def _srun(order: Order, count: int, name: str, around: str) -> list[str]:
-    program, limiter = map(shutil.which, ("srun", "timeout"))
-    if program is None or limiter is None:
-        raise LiverError(f"{'timeout' if program else 'srun'} is not on the path")
     longest_s = order.grant_s + 60 * ALLOCATION_MIN
-    words = [limiter, f"--kill-after={_KILL_S:g}", f"{longest_s:g}"]  # it passes a SIGTERM on
-    words += [program, f"--job-name={name}", f"--nodes={count}", f"--ntasks={count}"]
+    words = ["timeout", f"--kill-after={_KILL_S:g}", f"{longest_s:g}"]  # it passes a SIGTERM on
+    words += ["srun", f"--job-name={name}", f"--nodes={count}", f"--ntasks={count}"]
     words += ["--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--mpi=none"]
+    wanted: dict[str, Any] = {"gres": order.gpus_per_node and f"gpu:{order.gpus_per_node}"}
     if around:
-        words += [f"--jobid={around}", "--overlap"]
+        wanted["jobid"] = around
+        words.append("--overlap")
     else:
-        account = order.account or order.config.cluster.slurm.account
-        words += [f"--time={ALLOCATION_MIN}"]
-        words += [f"--partition={order.partition}"] if order.partition else []
-        words += [f"--account={account}"] if account else []
-    return words + ([f"--gres=gpu:{order.gpus_per_node}"] if order.gpus_per_node else [])
+        wanted |= {"time": ALLOCATION_MIN, "partition": order.partition}
+        wanted["account"] = order.account or order.config.cluster.slurm.account
+    return words + [f"--{option}={value}" for option, value in wanted.items() if value]
 
 
 def _greetings(probes: Probes, order: Order, commands: SlurmCommands, name: str) -> dict[str, Said]:
