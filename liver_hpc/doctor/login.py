@@ -107,59 +107,47 @@ def _partitions(login: Login) -> Result:
 
 def _preemption(login: Login) -> Result:
     """Whether what is meant to be preempted is, and with time enough to leave."""
-    burst = login.slurm.burst
+    burst, kind = login.slurm.burst, login.setting("PreemptType")
     name = burst.partition if burst else login.order.partition
-    partition = None if name is None else login.partitions[name]
-    too_soon = _too_soon(login, partition) if partition else None
-    problems = [problem for problem in (_shielded(login), too_soon) if problem]
-    if problems:
-        return warned("; ".join(problem.found for problem in problems), problems[0].advice)
-    kind = login.setting("PreemptType")
-    if partition is None:
-        return passed(f"{kind}; no burst partition is named")
-    grace = f"{partition.preempt_mode} with {partition.grace_s:g} s of grace"
-    return passed(f"{kind}; {name}: {grace}")
-
-
-def _shielded(login: Login) -> Result | None:
-    """Slurm preempts a het job only when every component may be."""
-    modes = {
-        component.name: login.partitions[component.partition].preempt_mode
-        for component in login.slurm.components
-        if component.partition is not None
-    }
-    shields = sorted(name for name, mode in modes.items() if mode == "OFF")
-    shielded = sorted(modes.keys() - set(shields))
-    if not (shields and shielded):
-        return None
-    return warned(
-        f"components {', '.join(shielded)} are never preempted: {', '.join(shields)} of the same "
-        "job cannot be",
-        "move what is to be preempted to cluster.slurm.burst, a job of its own",
-    )
-
-
-def _too_soon(login: Login, partition: PartitionInfo) -> Result | None:
-    """What of burst nodes in this partition is not as it should be."""
-    name, grace_s = partition.name, partition.grace_s
-    if partition.preempt_mode == "OFF":
-        return warned(
+    named = login.partitions[name] if name else None
+    mode, grace_s = (named.preempt_mode, named.grace_s) if named else ("", 0.0)
+    is_preempted = mode not in ("", "OFF")
+    need_s = (named and needed_s(login.runs_directory)) or 0.0
+    # Slurm preempts a het job only when every component may be.
+    parts = [part for part in login.slurm.components if part.partition is not None]
+    modes = {part.name: login.partitions[str(part.partition)].preempt_mode for part in parts}
+    shields = sorted(part for part, its in modes.items() if its == "OFF")
+    shielded = sorted(modes.keys() - set(shields)) if shields else []
+    cases = (
+        (
+            bool(shielded),
+            f"components {', '.join(shielded)} are never preempted: {', '.join(shields)} of the "
+            "same job cannot be",
+            "move what is to be preempted to cluster.slurm.burst, a job of its own",
+        ),
+        (
+            mode == "OFF",
             f"jobs in {name} are never preempted (PreemptMode OFF)",
             f"nothing, or take a partition for burst nodes that can be preempted; {name} works",
-        )
-    if grace_s <= 0:
-        return warned(
+        ),
+        (
+            is_preempted and grace_s <= 0,
             f"{name} gives no grace time: its nodes are lost without a warning",
             "ask for GraceTime on it; until then a preemption ends in the last resort",
-        )
-    need_s = needed_s(login.runs_directory)
-    if need_s is not None and grace_s < need_s:
-        return warned(
+        ),
+        (
+            is_preempted and 0 < grace_s < need_s,
             f"{name} gives {grace_s:g} s of grace, the slowest handoff measured took "
             f"{need_s:.1f} s",
             "ask for a longer GraceTime, or for layouts that move less",
-        )
-    return None
+        ),
+    )
+    problems = [(found, advice) for is_so, found, advice in cases if is_so]
+    if problems:
+        return warned("; ".join(found for found, _ in problems), problems[0][1])
+    if named is None:
+        return passed(f"{kind}; no burst partition is named")
+    return passed(f"{kind}; {name}: {mode} with {grace_s:g} s of grace")
 
 
 def needed_s(runs_directory: Path) -> float | None:

@@ -97,18 +97,15 @@ def same_versions(node: Node, wanted: dict[str, str]) -> Result:
     """wanted: those of the asking host."""
     own = versions()
     listed = ", ".join(f"{package} {version}" for package, version in own.items())
-    differing = [
-        f"{name} {own[name]} (there {wanted[name]})" for name in own if own[name] != wanted[name]
+    wrong = [
+        f"{package} is {version}, there {wanted[package]}"
+        for package, version in own.items()
+        if version == "none" or version != wanted[package]
     ]
-    missing = [package for package, version in own.items() if version == "none"]
-    if differing:
-        return failed(
-            f"not as on the asking host: {', '.join(differing)}",
-            "use one environment on a file system that all nodes share",
-        )
-    if missing:
-        return failed(listed, f"install {' '.join(missing)}")
-    return passed(f"{listed}, as on the asking host")
+    if not wrong:
+        return passed(f"{listed}, as on the asking host")
+    advice = "use one environment with all of it on a file system that all nodes share"
+    return failed(f"not as on the asking host: {'; '.join(wrong)}", advice)
 
 
 def limits(node: Node) -> Result:

@@ -35,10 +35,6 @@ _END_S = 5.0
 _KILL_S = 10.0
 
 
-class ProbeFailed(LiverError):
-    """A probe said that it could not look, or ended without having said anything."""
-
-
 class Probes:
     """Probes on `count` nodes, behind one process here that reads requests and prints answers.
 
@@ -68,7 +64,7 @@ class Probes:
     ) -> dict[str, Said]:
         """The answer of each of `nodes` by node; without any, of all that there are.
 
-        Raises ProbeFailed when a node could not look or there is none any more, DeadlineError
+        Raises LiverError when a node could not look or there is none any more, DeadlineError
         when one is late.
         """
         self._requests += 1
@@ -84,7 +80,7 @@ class Probes:
             if said["number"] != self._requests:
                 continue  # of an earlier request, too late
             if "error" in said:
-                raise ProbeFailed(f"the {probe} probe on {said['node']}: {said['error']}")
+                raise LiverError(f"the {probe} probe on {said['node']}: {said['error']}")
             answers[said["node"]] = said
         return answers
 
@@ -100,7 +96,7 @@ class Probes:
                 self._lines.put(None)
                 self._child.wait(_END_S)
                 told = " | ".join(self._told) or f"it said nothing ({self._child.how()})"
-                raise ProbeFailed(f"{deadline.waits_for}: {told}")
+                raise LiverError(f"{deadline.waits_for}: {told}")
             if line.startswith(ANSWER):
                 return dict(json.loads(line.removeprefix(ANSWER)))
             self._told.append(line.strip())

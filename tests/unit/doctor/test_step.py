@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.doctor.step import ProbeFailed, Probes
-from liver_hpc.errors import DeadlineError
+from liver_hpc.doctor.step import Probes
+from liver_hpc.errors import DeadlineError, LiverError
 
 LIMIT_S = 20.0
 
@@ -63,7 +63,7 @@ def test_the_last_words_of_a_step_that_failed_are_told() -> None:
     program = "import sys; sys.exit('srun: error: Unable to create step')"
     with (
         closing(python(program)) as broken,
-        pytest.raises(ProbeFailed, match="the a probe on n1: srun: error: Unable to create step"),
+        pytest.raises(LiverError, match="the a probe on n1: srun: error: Unable to create step"),
     ):
         broken.ask(["n1"], "a", LIMIT_S)
 
@@ -71,7 +71,7 @@ def test_the_last_words_of_a_step_that_failed_are_told() -> None:
 def test_a_step_that_ends_without_a_word_says_how() -> None:
     with (
         closing(python("import sys; sys.exit(3)")) as broken,
-        pytest.raises(ProbeFailed, match=r"it said nothing \(exit code 3\)"),
+        pytest.raises(LiverError, match=r"it said nothing \(exit code 3\)"),
     ):
         broken.ask(["n1"], "a", LIMIT_S)
 
