@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from liver_hpc.doctor.findings import (
+from liver_hpc.doctor.checks import (
     Check,
     Examination,
-    Finding,
     Level,
     Result,
     failed,
@@ -17,7 +16,7 @@ from liver_hpc.errors import LiverError
 
 
 def found(*checks: Check[int]) -> dict[str, Result]:
-    return {f.check: f.result for f in Examination[int]().run(checks, 0)}
+    return dict(Examination().run(checks, 0))
 
 
 def test_what_a_failed_check_stands_in_the_way_of_is_skipped_to_the_end_of_the_chain() -> None:
@@ -40,6 +39,14 @@ def test_a_warning_stands_in_nobodys_way() -> None:
     assert results["second"].level is Level.PASS
 
 
+def test_a_check_that_does_not_apply_stands_in_nobodys_way() -> None:
+    results = found(
+        Check("first", lambda _: skipped("there is none")),
+        Check("second", lambda _: passed("fine"), ("first",)),
+    )
+    assert results["second"].level is Level.PASS
+
+
 def test_an_error_is_a_failure_with_the_checks_own_advice() -> None:
     def look(_: int) -> Result:
         raise LiverError("waited 3 s for n2")
@@ -50,8 +57,8 @@ def test_an_error_is_a_failure_with_the_checks_own_advice() -> None:
 
 
 def test_a_finding_is_one_line_whatever_was_complained_of() -> None:
-    line = Finding("munge", failed("cannot\nencode", "start munged")).line()
+    line = failed("cannot\nencode", "start munged").line("munge")
     assert line == "FAIL  munge             cannot encode; do: start munged"
-    assert Finding("a", passed("b")).json() == {
+    assert passed("b").json("a") == {
         "check": "a", "level": "PASS", "found": "b", "advice": ""
     }  # fmt: skip
