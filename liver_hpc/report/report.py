@@ -78,9 +78,7 @@ def print_report(records: RunRecords, console: Console) -> None:
     """Tables of the run, its worlds, its reconfigurations and its baselines, in the widest form
     that the console has room for; the narrowest is a list of names and figures."""
     figures = run_figures(records)
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
+    grid = _grid()
     for name, line in summary_lines(figures, records).items():
         grid.add_row(name, Text(line))
     console.print(grid)
@@ -126,15 +124,21 @@ def _table(sheet: Sheet) -> Table:
 
 def _listed(sheet: Sheet) -> Table:
     """Every cell on a line of its own, behind the name of its column."""
-    grid = Table.grid(padding=(0, 2))
+    grid = _grid()
     grid.title, grid.title_justify, grid.title_style = f"\n{sheet.title}", "left", "bold"
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
     for number, row in enumerate(sheet.rows):
         if number:
             grid.add_row()
         for column, cell in zip(sheet.columns, row, strict=True):
             grid.add_row(column.title, _text(cell))
+    return grid
+
+
+def _grid() -> Table:
+    """Names beside what they name."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
     return grid
 
 

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from liver_hpc.errors import ConfigError
 from liver_hpc.report.hdf5 import failure_text, read_hdf5, write_hdf5
-from liver_hpc.run.entries import COORDINATOR_STARTED, JOURNAL_FILE, STEP_DONE, Entry, read_entries
+from liver_hpc.run.entries import COORDINATOR_STARTED, JOURNAL_FILE, STEP_DONE, read_entries
 from liver_hpc.run.records import TABLES, RunRecords, StepRecord
 
 log = logging.getLogger(__name__)
@@ -45,36 +45,36 @@ def read_journal(path: Path) -> RunRecords:
     hints = {name: get_type_hints(kind) for name, kind in TABLES.items()}
     attributes: dict[str, str] = {}
     steps = tables["steps"]
-    for entry in read_entries(path):
+    for number, _, event, actions in read_entries(path):
         try:
-            kind = entry.event["type"]
+            kind = event["type"]
             if kind == STEP_DONE:
-                steps.append(_step(entry))
+                steps.append(_step(event, actions))
             elif kind == COORDINATOR_STARTED:
-                attributes = entry.event["attributes"]
-            for action in entry.actions:
+                attributes = event["attributes"]
+            for action in actions:
                 if action["type"] == "record" and (name := action["table"]) in TABLES:
                     tables[name].append(TABLES[name](**_fields(action["row"], hints[name])))
         except (KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path}, entry {entry.number}: {error}; another version of liver_hpc wrote it"
+                f"{path}, entry {number}: {error}; another version of liver_hpc wrote it"
             ) from None
     return RunRecords(attributes=attributes, **tables)
 
 
-def _step(entry: Entry) -> StepRecord:
-    event = entry.event
-    phases = [action["phase"] for action in entry.actions if action["type"] == "step_phase"]
-    return StepRecord(
-        step=event["step"],
-        generation=event["generation"],
-        loss=float(event["loss"]),  # of a number that is not finite the journal has the word
-        grad_norm=float(event["grad_norm"]),
-        learning_rate=float(event["learning_rate"]),
-        tokens=event["tokens"],
-        started_s=event["started_s"],
-        ended_s=event["ended_s"],
-        phase=phases[0] if phases else "",
+def _step(event: dict[str, Any], actions: list[dict[str, Any]]) -> StepRecord:
+    """Of a number that is not finite the journal has the word, which `float` knows."""
+    phases = [action["phase"] for action in actions if action["type"] == "step_phase"]
+    return StepRecord(  # by position: of these there may be a million
+        event["step"],
+        event["generation"],
+        float(event["loss"]),
+        float(event["grad_norm"]),
+        float(event["learning_rate"]),
+        event["tokens"],
+        event["started_s"],
+        event["ended_s"],
+        phases[0] if phases else "",
     )
 
 

@@ -182,24 +182,20 @@ def _worlds(worlds: Sequence[GenerationFigures]) -> Sheet:
 
 def _reconfigurations(attempts: Sequence[ReconfigurationFigures]) -> Sheet:
     """One line an attempt where there is room, else what belongs together is stacked."""
-    from_to = (Column("from", is_text=True), Column("to", is_text=True))
-    lost = (Column("lost\ns"), Column("lost\nsteps"))
-    moved = (Column("bytes\nmoved"), Column("bytes\nstayed"))
-    generation, pause, slowdown = Column("gen"), Column("pause\ns"), Column("slow-\ndown s")
-    whole = Column("reconf.\ns")
-    digest, outcome = Column("digest\nequal", is_text=True), Column("outcome", is_text=True)
-    columns = (generation, *from_to, pause, *lost, slowdown, whole, *moved, digest, outcome)
-    groups = (
-        (generation, 1),
-        (Column("from\nto", is_text=True), 2),
-        (pause, 1),
-        (Column("lost s\nsteps"), 2),
-        (slowdown, 1),
-        (whole, 1),
-        (Column("moved\nstayed"), 2),
-        (digest, 1),
-        (outcome, 1),
-    )
+    ends = [Column("from", is_text=True), Column("to", is_text=True)]
+    stacks: list[tuple[Column, list[Column]]] = [
+        (Column("gen"), []),
+        (Column("from\nto", is_text=True), ends),
+        (Column("pause\ns"), []),
+        (Column("lost s\nsteps"), [Column("lost\ns"), Column("lost\nsteps")]),
+        (Column("slow-\ndown s"), []),
+        (Column("reconf.\ns"), []),
+        (Column("moved\nstayed"), [Column("bytes\nmoved"), Column("bytes\nstayed")]),
+        (Column("digest\nequal", is_text=True), []),
+        (Column("outcome", is_text=True), []),
+    ]
+    columns = tuple(column for head, own in stacks for column in own or [head])
+    groups = tuple((head, len(own) or 1) for head, own in stacks)
     rows = tuple(tuple(_attempt_cells(attempt)) for attempt in attempts)
     return Sheet("Reconfigurations", columns, rows, groups=groups)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from xml.etree.ElementTree import Element, SubElement, tostring
@@ -106,36 +106,24 @@ def _opening(
     facts.append(duration_text(figures.wall_s))
     SubElement(header, "p", {"class": "facts"}).text = " \u00b7 ".join(filter(None, facts))
     verdict = SubElement(header, "p", {"class": "verdict"})
-    for words, weight in _verdict(figures):
-        if weight:
-            SubElement(verdict, "strong").text = words
-        else:
-            SubElement(verdict, "span").text = words
+    for index, words in enumerate(_verdict(figures).split("*")):
+        SubElement(verdict, "strong" if index % 2 else "span").text = words
 
 
-def _verdict(figures: RunFigures) -> Iterator[tuple[str, bool]]:
-    """The run in one line, in pieces of which some weigh more."""
-    yield f"{figures.steps} {'step' if figures.steps == 1 else 'steps'}", True
-    attempts = figures.completed + figures.aborted
-    if attempts:
-        yield ", ", False
-        yield f"{figures.completed} of {attempts} handoffs", True
-        yield " completed. They cost ", False
-        yield f"{number_text(figures.lost_s)} s", True
-        yield " of training in all", False
+def _verdict(figures: RunFigures) -> str:
+    """The run in one line; what weighs more stands between asterisks."""
+    words = f"*{figures.steps} {'step' if figures.steps == 1 else 'steps'}*"
+    if attempts := figures.completed + figures.aborted:
+        words += f", *{figures.completed} of {attempts} handoffs* completed. They cost "
+        words += f"*{number_text(figures.lost_s)} s* of training in all"
         worst = [each.lost_steps for each in figures.reconfigurations]
         most = max(filter(math.isfinite, worst), default=math.nan)
         if math.isfinite(most):
-            yield ", at most ", False
-            yield f"{number_text(most)} steps", True
-            yield " at once", False
-        yield ". ", False
+            words += f", at most *{number_text(most)} steps* at once"
+        words += ". "
     else:
-        yield " without a handoff. ", False
-    if math.isfinite(figures.goodput):
-        yield "Goodput ", False
-        yield f"{figures.goodput:.1%}", True
-        yield ".", False
+        words += " without a handoff. "
+    return words + (f"Goodput *{figures.goodput:.1%}*." if math.isfinite(figures.goodput) else "")
 
 
 def _overview(main: Element, told: Story) -> None:
@@ -160,16 +148,11 @@ def _overview(main: Element, told: Story) -> None:
 
 def _steps(told: Story) -> str:
     """What the cursor shows: end, step, loss and tokens/s of each step that is drawn."""
-    rows = [
-        [
-            round(point.ended_s, 3),
-            point.step,
-            point.generation,
-            round(point.loss, 4) if math.isfinite(point.loss) else None,
-            round(point.tokens_per_s) if math.isfinite(point.tokens_per_s) else None,
-        ]
-        for point in thinned(told.points, lambda point: point.loss)
-    ]
+    rows = []
+    for point in thinned(told.points, lambda point: point.loss):
+        loss = round(point.loss, 4) if math.isfinite(point.loss) else None
+        rate = round(point.tokens_per_s) if math.isfinite(point.tokens_per_s) else None
+        rows.append([round(point.ended_s, 3), point.step, point.generation, loss, rate])
     return json.dumps(rows, separators=(",", ":"))
 
 
@@ -265,10 +248,7 @@ def _facts(handoff: Handoff) -> Iterator[str]:
 
 def _tables(main: Element, records: RunRecords, figures: RunFigures) -> None:
     section = _section(main, "Tables")
-    facts = SubElement(section, "dl")
-    for name, line in summary_lines(figures, records).items():
-        SubElement(facts, "dt").text = name
-        SubElement(facts, "dd").text = line
+    _terms(section, summary_lines(figures, records))
     for sheet in sheets(figures, records):
         _scrolling(section, _table(sheet), sheet.title)
     for note in remarks(figures):
@@ -297,17 +277,11 @@ def _table(sheet: Sheet) -> Element:
 def _closing(main: Element, records: RunRecords) -> None:
     words = SubElement(main, "details", {"class": "plain"})
     SubElement(words, "summary").text = "What the words mean"
-    terms = SubElement(words, "dl")
-    for word, meaning in WORDS.items():
-        SubElement(terms, "dt").text = word
-        SubElement(terms, "dd").text = meaning
+    _terms(words, WORDS)
     others = {k: v for k, v in records.attributes.items() if k != "config"}
     versions = SubElement(main, "details", {"class": "plain"})
     SubElement(versions, "summary").text = "Versions and run file"
-    listed = SubElement(versions, "dl")
-    for name, value in others.items():
-        SubElement(listed, "dt").text = name
-        SubElement(listed, "dd").text = value
+    _terms(versions, others)
     if config := records.attributes.get("config"):
         SubElement(versions, "pre", {"tabindex": "0"}).text = config
 
@@ -319,6 +293,13 @@ def _section(main: Element, title: str) -> Element:
     section = SubElement(main, "section")
     SubElement(section, "h2").text = title
     return section
+
+
+def _terms(parent: Element, terms: Mapping[str, str]) -> None:
+    listed = SubElement(parent, "dl")
+    for name, meaning in terms.items():
+        SubElement(listed, "dt").text = name
+        SubElement(listed, "dd").text = meaning
 
 
 def _figure(parent: Element, *forms: Element) -> None:

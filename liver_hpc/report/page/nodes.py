@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element, SubElement
 
 from liver_hpc.report.derive import NoticeFigures
 from liver_hpc.report.page.series import Story
-from liver_hpc.report.page.svg import Form, Scale, add, drawing, label
+from liver_hpc.report.page.svg import Form, Scale, add, drawing, label, rect
 from liver_hpc.report.page.timeline import LEFT, RIGHT, time_axis
 from liver_hpc.report.wording import duration_text
 
@@ -62,8 +62,7 @@ def _notice(svg: Element, time: Scale, y: float, notice: NoticeFigures, next_s: 
         if record.deadline_s <= next_s:
             add(svg, "line", "deadline", x1=until, x2=until, y1=y - 7, y2=y + 7)
     title = f"{record.node} {record.kind}: {record.outcome}; {record.action}"
-    width = max(time(busy_s) - x, 1.0)
-    add(svg, "rect", f"answer {kind}", title, x=x, y=y - 5, width=width, height=10)
+    rect(svg, f"answer {kind}", (x, y - 5, max(time(busy_s) - x, 1.0), 10), title)
     tip, base = (y - 10, y + 4) if granted else (y + 10, y - 4)
     points = f"{x:.2f},{tip:.2f} {x - 7:.2f},{base:.2f} {x + 7:.2f},{base:.2f}"
     shape = SubElement(svg, "polygon", {"class": f"notice {kind}", "points": points})
