@@ -21,15 +21,6 @@ _SAME_S = 1.5
 
 
 @dataclass(frozen=True)
-class Windows:
-    """end_s: how long before a time limit it is told. kill_s: between the SIGTERM and the SIGKILL
-    of a job that ends (KillWait)."""
-
-    end_s: float
-    kill_s: float
-
-
-@dataclass(frozen=True)
 class Place:
     """How Slurm calls the allocation of a node.
 
@@ -88,10 +79,15 @@ class Holding:
 
 
 class Holdings:
-    """The book of allocations. Every change returns the events that follow from it."""
+    """The book of allocations. Every change returns the events that follow from it.
 
-    def __init__(self, windows: Windows) -> None:
-        self._windows = windows
+    end_window_s: how long before a time limit it is told. kill_s: between the SIGTERM and the
+    SIGKILL of a job that ends (KillWait).
+    """
+
+    def __init__(self, end_window_s: float, kill_s: float) -> None:
+        self._end_window_s = end_window_s
+        self._kill_s = kill_s
         self._held: dict[str, Holding] = {}
 
     # ---- what is held
@@ -154,7 +150,7 @@ class Holdings:
         for node in holding.left():
             warning = holding.warned.get(node)
             if not holding.own and (warning is None or warning.reason not in _TAKEN):
-                yield from _warn_node(holding, node, CANCELLED, now_s, now_s + self._windows.kill_s)
+                yield from _warn_node(holding, node, CANCELLED, now_s, now_s + self._kill_s)
 
     def _shrunk(self, holding: Holding, info: JobInfo) -> Iterator[PoolEvent]:
         for node in holding.left():
@@ -169,7 +165,7 @@ class Holdings:
         if _is_preemption(holding, ends_s, now_s):
             return _warn_all(holding, PREEMPTED, now_s, ends_s)
         holding.ends_s = ends_s
-        if ends_s - now_s <= self._windows.end_s:
+        if ends_s - now_s <= self._end_window_s:
             return _warn_all(holding, TIME_LIMIT, now_s, ends_s)
         # Somebody has extended the limit.
         holding.end_told = None
@@ -198,7 +194,7 @@ class Holdings:
         holding = self.of(node)
         if holding is None:
             return []
-        kill_s = at_s + self._windows.kill_s
+        kill_s = at_s + self._kill_s
         if info is None or info.state != RUNNING:
             return [] if holding.own else list(_warn_all(holding, CANCELLED, at_s, kill_s))
         ends_s = info.ends_s
@@ -219,7 +215,7 @@ class Holdings:
         if holding is None:
             return []
         if holding.grace_s is None:
-            kill_s = at_s + self._windows.kill_s
+            kill_s = at_s + self._kill_s
             return list(_warn_node(holding, node, CANCELLED, at_s, kill_s))
         return list(_warn_all(holding, PREEMPTED, at_s, at_s + holding.grace_s))
 

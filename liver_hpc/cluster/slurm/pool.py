@@ -12,7 +12,7 @@ from liver_hpc.clock import Clock, Deadline
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.cluster.slurm.burst_jobs import BurstJobs
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
-from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Place, Windows
+from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Place
 from liver_hpc.cluster.slurm.replies import JobInfo, PartitionInfo, parse_setting_s
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
@@ -59,7 +59,7 @@ class SlurmPool(NodePool):
         )
         self._partitions: dict[str, PartitionInfo] = {}
         self._lock = threading.RLock()
-        self._holdings = Holdings(Windows(self._slurm.end_window_s, _KILL_WAIT_S))
+        self._holdings = Holdings(self._slurm.end_window_s, _KILL_WAIT_S)
         self._returning: dict[str, str] = {}  # jobs to be cancelled, and why
         self._warnings: queue.SimpleQueue[_Warning | None] = queue.SimpleQueue()
         self._wake = threading.Event()
@@ -75,7 +75,7 @@ class SlurmPool(NodePool):
         try:
             self._partitions = self._commands.partitions()
             kill_s = parse_setting_s(self._commands.setting("KillWait"), _KILL_WAIT_S)
-            self._holdings = Holdings(Windows(self._slurm.end_window_s, kill_s))
+            self._holdings = Holdings(self._slurm.end_window_s, kill_s)
         except LiverError as error:
             tell(PoolNote(f"Slurm's partitions are unknown: {error}"))
         self._enter_own()
@@ -181,7 +181,9 @@ class SlurmPool(NodePool):
                 self._return()
                 self._ask_for_more()
             except ControllerUnreachable as error:
-                self._say_unreachable(error)
+                if not self._unreachable:
+                    self._tell(PoolNote(f"the Slurm controller does not answer: {error}"))
+                self._unreachable = True
             except LiverError as error:
                 self._tell(PoolNote(str(error)))
             except OSError as error:
@@ -275,11 +277,6 @@ class SlurmPool(NodePool):
             self._burst.act(notes)
         finally:
             self._tell_all(map(PoolNote, notes))
-
-    def _say_unreachable(self, error: ControllerUnreachable) -> None:
-        if not self._unreachable:
-            self._unreachable = True
-            self._tell(PoolNote(f"the Slurm controller does not answer: {error}"))
 
     # ---- the explaining thread
 
