@@ -10,7 +10,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from liver_hpc.cli.follow import PlainLines, follow, view
+from liver_hpc.cli.follow import follow, view
+from liver_hpc.cli.status_text import PlainLines, status_text
 from liver_hpc.errors import LiverError
 from liver_hpc.protocol.status import HandoffStatus, StatusSnapshot
 
@@ -285,3 +286,21 @@ def test_a_change_is_told(before: StatusSnapshot, now: StatusSnapshot, line: str
 def test_without_a_step_no_figures_are_told() -> None:
     lines = new_lines(status(state="starting", step=0, loss=None))
     assert lines == ["run demo-1: starting", "event: generation 3: completed"]
+
+
+# ---- `liver status`
+
+
+def test_status_is_all_of_it() -> None:
+    busy = status(handoff=handoff(), queued=("replace worker 3",), nodes=("n1: 2 of 2 used",))
+    assert status_text(busy).splitlines() == [
+        "run demo-1: training, step 42 of 120: loss 3.4123, gradient norm 0.831, 4812 tokens/s, "
+        "tp2 pp1 dp2 (generation 3)",
+        "workers 0-1, 4-5",
+        "handoffs: 3 done, 1 aborted",
+        "handoff to generation 4: TRANSFER, for 3.2 s, 128.0 MiB of 512.0 MiB, "
+        "waits for workers 4-5",
+        "queued: replace worker 3",
+        "nodes: n1: 2 of 2 used",
+        "last event: generation 3: completed",
+    ]
