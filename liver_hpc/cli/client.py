@@ -36,7 +36,16 @@ def request(run: RunDirectory, message: FromOperator) -> Reply:
     in Slurm's queue, LiverError when nobody answers, with the reason: the run is over, has not
     started, or its coordinator is gone.
     """
-    channel = _connect(run)
+    if (outcome := run.outcome()) is not None:
+        raise LiverError(f"run {run} is over: {outcome}")
+    if run.coordinator() is None:
+        raise _silence(run)
+    try:
+        channel = _open(run)
+    except ChannelRefused as error:
+        raise LiverError(f"run {run}: {error}") from error
+    except ChannelClosed as error:
+        raise _silence(run) from error
     try:
         return _ask(channel, message)
     except ChannelClosed as error:
@@ -201,21 +210,6 @@ def _ask(channel: Channel, message: FromOperator) -> Reply:
     if not reply.ok:
         raise RequestRefused(reply.text)
     return reply
-
-
-def _connect(run: RunDirectory) -> Channel:
-    """A channel to the coordinator; raises LiverError that says why there is none."""
-    outcome = run.outcome()
-    if outcome is not None:
-        raise LiverError(f"run {run} is over: {outcome}")
-    try:
-        if run.coordinator() is not None:
-            return _open(run)
-    except ChannelRefused as error:
-        raise LiverError(f"run {run}: {error}") from error
-    except ChannelClosed as error:
-        raise _silence(run) from error
-    raise _silence(run)
 
 
 def _silence(run: RunDirectory) -> LiverError:
