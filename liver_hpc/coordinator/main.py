@@ -27,7 +27,8 @@ from liver_hpc.coordinator.address import control_address
 from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.services import Services
 from liver_hpc.recipes.base import load_recipe
-from liver_hpc.rendezvous.mpi.service import DeskPlace, MpiRendezvous
+from liver_hpc.rendezvous.mpi.network import MpiNetwork
+from liver_hpc.rendezvous.mpi.service import MpiRendezvous
 from liver_hpc.report.store import MetricsWriter
 from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome, open_log
 from liver_hpc.run.secret import create_secret, read_secret
@@ -85,15 +86,15 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
         recipe=load_recipe(config),
         launcher=launcher,
         pool=pool,
-        rendezvous=MpiRendezvous(run_directory, secret, _desk_place(config)),
+        rendezvous=MpiRendezvous(run_directory, secret, _mpi_network(config)),
         metrics=MetricsWriter(run_directory / "metrics.h5", config.metrics, _attributes(config)),
     )
 
 
-def _desk_place(config: RunConfig) -> DeskPlace:
+def _mpi_network(config: RunConfig) -> MpiNetwork:
     network = config.network
     host = control_address(network, config.cluster.kind)
-    return DeskPlace(host, network.interface, network.mpi_netmod)
+    return MpiNetwork(host, network.interface, network.mpi_netmod)
 
 
 def _here(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:

@@ -29,8 +29,8 @@ from liver_hpc.doctor.on_node import Say
 from liver_hpc.errors import DeadlineError, MeetingError
 from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.mpi.joiner_process import JoinerProcess
-from liver_hpc.rendezvous.mpi.process_manager import inherited_line
-from liver_hpc.rendezvous.mpi.service import DeskPlace, MpiRendezvous
+from liver_hpc.rendezvous.mpi.network import MpiNetwork
+from liver_hpc.rendezvous.mpi.service import MpiRendezvous
 from liver_hpc.run.secret import read_secret
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _exchanges(connection: socket.socket) -> Iterator[tuple[float, float]]:
 
 def open_desk(say: Say, directory: Path, network: NetworkSection) -> None:
     """A rendezvous as a coordinator has it, until SIGTERM."""
-    place = DeskPlace(own_address(network), network.interface, network.mpi_netmod)
+    place = MpiNetwork(own_address(network), network.interface, network.mpi_netmod)
     desk = MpiRendezvous(directory, read_secret(directory / "secret"), place)
     try:
         desk.start(
@@ -112,7 +112,6 @@ def open_desk(say: Say, directory: Path, network: NetworkSection) -> None:
 
 def join_desk(say: Say, directory: Path, limit_s: float) -> None:
     """Meets the desk as an agent does; MeetingError when that fails."""
-    managed = inherited_line(os.environ) is not None
     identity = Identity(agent="doctor", host=socket.gethostname(), pid=os.getpid(), workers=1)
     began_s = time.monotonic()
     joiner = JoinerProcess(directory, identity, limit_s)
@@ -123,7 +122,7 @@ def join_desk(say: Say, directory: Path, limit_s: float) -> None:
             raise MeetingError("the joiner has ended and has not")
     finally:
         joiner.close()
-    say(host=identity.host, took_s=time.monotonic() - began_s, managed=managed)
+    say(host=identity.host, took_s=time.monotonic() - began_s)
 
 
 # ---- bytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError, run_command
+from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.replies import PartitionInfo, parse_setting_s
 from liver_hpc.doctor.findings import Check, Result, failed, passed, skipped, warned
 from liver_hpc.doctor.order import Order
@@ -103,20 +103,6 @@ def _controller(login: Login) -> Result:
     cluster = login.commands.setting("ClusterName", retry=False)
     version = login.commands.setting("SLURM_VERSION", retry=False)
     return passed(f"cluster {cluster} answers, Slurm {version}")
-
-
-def _mpi(login: Login) -> Result:
-    wanted = login.order.cluster.slurm.mpi
-    answer = run_command(["srun", "--mpi=list"], _COMMAND_S)
-    printed = f"{answer.output}\n{answer.complaint}"
-    found = [line.strip() for line in printed.splitlines() if re.fullmatch(r"\s*[\w/]+\s*", line)]
-    names = ", ".join(filter(None, found)) or printed.strip() or "nothing"
-    if wanted in found:
-        return passed(f"srun has {wanted} (of {names})")
-    return failed(
-        f"srun --mpi=list has no {wanted!r}; it has {names}",
-        f"have Slurm's {wanted} plugin installed, or name one that is there in cluster.slurm.mpi",
-    )
 
 
 def _partitions(login: Login) -> Result:
@@ -265,7 +251,6 @@ LOGIN_CHECKS = (
     Check("commands", _commands),
     Check("munge", _munge, ("commands",)),
     Check("controller", _controller, ("munge",)),
-    Check("mpi plugin", _mpi, ("commands",), "see whether `srun --mpi=list` works at all"),
     Check("partitions", _partitions, ("controller",), _ASK),
     Check("preemption", _preemption, ("partitions",), _ASK),
     Check("kill wait", _kill_wait, ("controller",), _ASK),

@@ -225,19 +225,13 @@ def _clocks(nodes: Nodes) -> Result:
 
 def _meeting(nodes: Nodes) -> Result:
     first, second = nodes.names[:2]
-    mpi = nodes.order.cluster.slurm.mpi
     arguments = [*nodes.place, "--limit-s", str(MEET_S / 2)]
     with (
         nodes.steps.answering("desk", first, [*nodes.place, *nodes.network], MEET_S) as (_, desk),
-        nodes.steps.start("join", [second], arguments, mpi=mpi) as probe,
+        nodes.steps.start("join", [second], arguments) as probe,
     ):
         said = probe.say(MEET_S)
-    if not said["managed"]:
-        return failed(
-            f"srun --mpi={mpi} gave {second} no line to a process manager",
-            "name a plugin that speaks PMI-2 in cluster.slurm.mpi",
-        )
-    return passed(f"{second} met {first} ({desk['host']}) in {said['took_s']:.2f} s, {mpi}")
+    return passed(f"{second} met {first} ({desk['host']}) in {said['took_s']:.2f} s")
 
 
 def _bandwidth(backend: str) -> Callable[[Nodes], Result]:
@@ -274,7 +268,7 @@ NODE_CHECKS = (
 )
 PAIR_CHECKS = (
     Check("clocks", _clocks, ("interfaces",), _LINK),
-    Check("mpi meeting", _meeting, ("mpi plugin", "interfaces", "shared directory"), _LINK),
+    Check("mpi meeting", _meeting, ("interfaces", "shared directory"), _LINK),
     Check("gloo", _bandwidth("gloo"), ("interfaces",), _LINK),
     Check("nccl", _bandwidth("nccl"), ("interfaces",), _LINK),
 )

@@ -113,9 +113,7 @@ class Steps:
     python: tuple[str, ...]
     gpus_per_node: int = 0
 
-    def start(
-        self, probe: str, nodes: Sequence[str], arguments: Sequence[str] = (), mpi: str = "none"
-    ) -> Probe:
+    def start(self, probe: str, nodes: Sequence[str], arguments: Sequence[str] = ()) -> Probe:
         """One task of `probe` on each of `nodes`."""
         program = shutil.which("srun")
         if program is None:
@@ -124,7 +122,7 @@ class Steps:
         words = [program, f"--jobid={self.allocation.job}", f"--nodelist={','.join(nodes)}"]
         words += [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--overlap"]
         words += ["--cpu-bind=none", "--input=none", "--unbuffered", "--kill-on-bad-exit=0"]
-        words += [f"--job-name=doctor-{probe}", f"--mpi={mpi}"]
+        words += [f"--job-name=doctor-{probe}", "--mpi=none"]
         if self.gpus_per_node:
             words.append(f"--gpus-per-node={self.gpus_per_node}")
         words += [*self.python, "-m", "liver_hpc.doctor.probe", probe, *arguments]

@@ -11,7 +11,7 @@ channel stands, and without the option, they end the agent.
 
 Exit codes: the workers' worst one (128 + n for signal n), 0 when told to end by the coordinator,
 128 + n when ended by signal n (which also stands for the end of the parent), those named below,
-and those of `rendezvous.joiner`.
+and those of `rendezvous.mpi.joiner`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from liver_hpc.node.channel import AgentChannel
 from liver_hpc.node.workers import WARNINGS, BootError, NodeWorkers, WorkerPlan
 from liver_hpc.protocol.messages import AgentHello, EndAgent, Warned, WorkerEnded
 from liver_hpc.rendezvous.base import Answer, Identity
-from liver_hpc.rendezvous.mpi.joiner_process import JoinerProcess, NotMet, mpi_launch
+from liver_hpc.rendezvous.mpi.joiner_process import JoinerProcess, NotMet
 from liver_hpc.run.secret import read_secret
 
 EXIT_FAILED = 1
@@ -124,7 +124,6 @@ class Agent:
 
     def run(self) -> int:
         """The agent's exit code. Raises LiverError when its workers never got to work."""
-        mpi_launch([])  # raises now rather than after the boot when there is no way into MPI
         self._workers.start()
         on_parent_exit(lambda: os.kill(os.getpid(), self._orphaned))
         deadlines = load_run(self._plan.run_directory / "run.yaml").deadlines

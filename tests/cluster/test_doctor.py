@@ -130,28 +130,6 @@ def test_a_runs_directory_of_one_host_alone(slurm_cluster: SlurmCluster) -> None
     assert_nothing_left(slurm_cluster, own)
 
 
-def test_a_slurm_without_pmi2(slurm_cluster: SlurmCluster, runs: Path) -> None:
-    programs = slurm_cluster.shared / "without-pmi2"
-    programs.mkdir()
-    srun = programs / "srun"
-    srun.write_text(
-        '#!/bin/sh\ncase "$*" in\n'
-        "*--mpi=list*) printf 'MPI plugin types are...\\n\\tnone\\n\\tpmix\\n' ;;\n"
-        '*--mpi=pmi2*) echo "srun: error: Couldn\'t find the specified plugin" >&2; exit 1 ;;\n'
-        '*) exec /usr/bin/srun "$@" ;;\nesac\n',
-        encoding="utf-8",
-    )
-    srun.chmod(0o755)
-    lacking = ("env", f"PATH={programs}:{os.environ['PATH']}")
-    report = examined(slurm_cluster, "--nodes", "2", "--runs-directory", str(runs), before=lacking)
-    assert report.code == 1
-    assert report.at("FAIL") == ["mpi plugin"]
-    assert "no 'pmi2'; it has none, pmix" in report.found["mpi plugin"]
-    assert "cluster.slurm.mpi" in report.advice["mpi plugin"]
-    assert report.levels["mpi meeting"] == "SKIP"
-    assert_nothing_left(slurm_cluster, runs)
-
-
 def test_nodes_that_are_not_granted(slurm_cluster: SlurmCluster, runs: Path) -> None:
     slurm_cluster.run("salloc", "--no-shell", "--nodes=3", "--partition=stable")
     report = examined(

@@ -127,7 +127,7 @@ class SlurmLauncher(Launcher):
         words += ["--no-kill", "--kill-on-bad-exit=0", "--unbuffered"]
         # Left alone, an srun that has to wait asks again only after a minute.
         words.append(f"--immediate={_IMMEDIATE_S}")
-        words.append(f"--mpi={self._config.cluster.slurm.mpi}")
+        words.append("--mpi=none")
         gpus = self._gpus_per_node(place)
         if gpus:
             words.append(f"--gpus-per-node={gpus}")

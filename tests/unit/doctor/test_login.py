@@ -30,7 +30,6 @@ PartitionName=stable GraceTime=0 MaxTime=UNLIMITED Nodes=n[1-3] PreemptMode=OFF 
 PartitionName=spot GraceTime=30 MaxTime=UNLIMITED Nodes=n[1-3] PreemptMode=REQUEUE PriorityTier=1
 PartitionName=abrupt GraceTime=0 MaxTime=UNLIMITED Nodes=n[1-3] PreemptMode=CANCEL PriorityTier=1
 """
-PLUGINS = "MPI plugin types are...\n\tnone\n\tpmi2\n"
 
 
 def cluster(**slurm: Any) -> ClusterSection:
@@ -64,7 +63,6 @@ def results(
             answers = {"show config": CONFIG, "show partition": PARTITIONS}
             return replies.get(key, Answer(0, answers[key]))
 
-        monkeypatch.setattr(module, "run_command", lambda words, limit_s: Answer(0, PLUGINS))
         wanted = Order(section, NetworkSection(), tmp_path / "runs", exit_s=10.0, **order)
         login = Login(wanted, SlurmCommands(1.0, 0.0, run=run))
         return {f.check: f.result for f in Examination[Login]().run(LOGIN_CHECKS, login)}
@@ -89,7 +87,7 @@ def test_without_slurm_nothing_of_it_is_looked_at(
     assert "sbatch" in found["commands"].found
     skipped = {check for check, result in found.items() if result.level is Level.SKIP}
     assert skipped == {
-        "munge", "controller", "mpi plugin", "partitions", "preemption", "kill wait"
+        "munge", "controller", "partitions", "preemption", "kill wait"
     }  # fmt: skip
 
 
@@ -106,12 +104,6 @@ def test_a_broken_munge_is_named_and_nothing_else(results: Any, complaint: str) 
     assert complaint in found["munge"].found
     assert "munged" in found["munge"].advice
     assert [c for c, result in found.items() if result.level is Level.FAIL] == ["munge"]
-
-
-def test_a_plugin_that_srun_lacks(results: Any) -> None:
-    found = results(cluster(mpi="pmix_v4"))["mpi plugin"]
-    assert found.level is Level.FAIL
-    assert found.found == "srun --mpi=list has no 'pmix_v4'; it has none, pmi2"
 
 
 def test_a_partition_that_is_not_there(results: Any) -> None:
