@@ -23,7 +23,7 @@ CLUSTER_ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# mpiexec comes with the mpich wheel and lies in the environment's bin.
+# What is started below finds the environment's programs first.
 export PATH := $(abspath $(BIN)):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

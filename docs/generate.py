@@ -22,7 +22,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from liver_hpc.cli import main as cli
+from liver_hpc.cli.arguments import new_parser
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.recipes.gpt_config import GPTConfig
 from liver_hpc.run import records
@@ -204,7 +204,7 @@ class Comments:
 
 def parser() -> argparse.ArgumentParser:
     """That of `liver`."""
-    return cli._parser()
+    return new_parser()
 
 
 def subcommands(of: argparse.ArgumentParser) -> dict[str, tuple[str, argparse.ArgumentParser]]:

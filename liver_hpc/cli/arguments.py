@@ -29,6 +29,11 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """One command's options, and `command`, its name; exits with EXIT_BAD_INPUT for bad ones."""
+    return new_parser().parse_args(arguments)
+
+
+def new_parser() -> argparse.ArgumentParser:
+    """The whole command line of `liver`."""
     parser = _Parser(
         prog="liver",
         description="Train on a Slurm cluster (or this machine), and reshape the job as it runs.",
@@ -56,7 +61,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_report_options(command("report", "what a run's reconfigurations cost", takes_run=True))
     _doctor(command("doctor", "whether this cluster has what a run needs"))
     _run_file(command("prepare-data", "tokenize the text that a run file names"))
-    return parser.parse_args(arguments)
+    return parser
 
 
 # ---- options

@@ -189,7 +189,6 @@ class SlurmSection(Section):
     burst: BurstSection | None = None
     setup: list[str] = []
     python: str | None = None
-    mpi: str = "pmi2"
     requeue: bool = True
     end_window_s: Seconds = 120.0
     poll_s: Seconds = 5.0

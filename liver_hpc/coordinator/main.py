@@ -30,7 +30,8 @@ from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.services import Services
 from liver_hpc.host.descriptors import raise_descriptor_limit
 from liver_hpc.recipes.base import load_recipe
-from liver_hpc.rendezvous.mpi.service import DeskPlace, MpiRendezvous
+from liver_hpc.rendezvous.mpi.network import MpiNetwork
+from liver_hpc.rendezvous.mpi.service import MpiRendezvous
 from liver_hpc.report.store import write_metrics
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, read_entries
@@ -58,7 +59,7 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
         recipe=load_recipe(config),
         launcher=launcher,
         pool=pool,
-        rendezvous=MpiRendezvous(run_directory, secret, _desk_place(config)),
+        rendezvous=MpiRendezvous(run_directory, secret, _mpi_network(config)),
         open_journal=lambda tell: Journal(
             run_directory / JOURNAL_FILE, tell, config.metrics.reserve_bytes
         ),
@@ -66,10 +67,10 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
     )
 
 
-def _desk_place(config: RunConfig) -> DeskPlace:
+def _mpi_network(config: RunConfig) -> MpiNetwork:
     network = config.network
     host = control_address(network, config.cluster.kind)
-    return DeskPlace(host, network.interface, network.mpi_netmod)
+    return MpiNetwork(host, network.interface, network.mpi_netmod)
 
 
 def _here(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:

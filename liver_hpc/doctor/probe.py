@@ -165,10 +165,11 @@ def lock(node: Node) -> Result:
 def rendezvous(node: Node) -> Said:
     """Opens one as a coordinator has it."""
     from liver_hpc.rendezvous.base import Answer
-    from liver_hpc.rendezvous.mpi.service import DeskPlace, MpiRendezvous
+    from liver_hpc.rendezvous.mpi.network import MpiNetwork
+    from liver_hpc.rendezvous.mpi.service import MpiRendezvous
     from liver_hpc.run.secret import read_secret
 
-    place = DeskPlace(node.address, node.network.interface, node.network.mpi_netmod)
+    place = MpiNetwork(node.address, node.network.interface, node.network.mpi_netmod)
     opened = MpiRendezvous(node.directory, read_secret(node.directory / "secret"), place)
     node.held.callback(opened.close)
     opened.start(lambda _: Answer(worker_ids=(0,), control_host=place.host, control_port=1))

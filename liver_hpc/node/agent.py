@@ -42,7 +42,7 @@ from liver_hpc.node.workers import WARNINGS, BootError, NodeWorkers, WorkerPlan
 from liver_hpc.protocol.messages import AgentHello, EndAgent, Warned, WorkerEnded
 from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
-from liver_hpc.rendezvous.mpi.joiner_process import JoinerProcess, NotMet, mpi_launch
+from liver_hpc.rendezvous.mpi.joiner_process import JoinerProcess, NotMet
 from liver_hpc.run.secret import read_secret
 
 EXIT_FAILED = 1
@@ -211,7 +211,6 @@ class Agent:
 
     def run(self) -> int:
         """The agent's exit code. Raises LiverError when its workers never got to work."""
-        mpi_launch([])  # raises now rather than after the boot when there is no way into MPI
         self._workers.start()
         on_parent_exit(lambda: os.kill(os.getpid(), self._orphaned))
         deadlines = load_run(self._plan.run_directory / "run.yaml").deadlines

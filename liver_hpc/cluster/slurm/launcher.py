@@ -56,7 +56,6 @@ class SlurmLauncher(Launcher):
             [request.node],
             het_group=place.het_group,
             gpus_per_node=self._gpus_per_node(place),
-            mpi=self._slurm.mpi,
         )
         agent = [*self._program, *request.options(self._run_directory), "--warnings"]
         command = Command(

@@ -16,13 +16,14 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.protocol.messages import AnyMessage, EndAgent
 from liver_hpc.rendezvous.base import Answer
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
-from liver_hpc.rendezvous.mpi.service import DeskPlace, MpiRendezvous
+from liver_hpc.rendezvous.mpi.network import MpiNetwork
+from liver_hpc.rendezvous.mpi.service import MpiRendezvous
 from liver_hpc.run.secret import create_secret
 
 LIMIT_S = 120.0
 
 
-class Desk:
+class Listener:
     """Notes in the threads of its agents."""
 
     def __init__(self, run_directory: Path) -> None:
@@ -44,10 +45,10 @@ class Desk:
 def main() -> None:
     run_directory, host = Path(sys.argv[1]), sys.argv[2]
     secret = create_secret(run_directory / "secret")
-    desk = Desk(run_directory)
-    server = ControlServer(host, secret, desk.serve)
+    listener = Listener(run_directory)
+    server = ControlServer(host, secret, listener.serve)
     control_host, control_port = server.address
-    rendezvous = MpiRendezvous(run_directory, secret, DeskPlace(host))
+    rendezvous = MpiRendezvous(run_directory, secret, MpiNetwork(host))
     rendezvous.start(
         lambda who: Answer(
             worker_ids=tuple(range(who.workers)),
@@ -59,7 +60,7 @@ def main() -> None:
     try:
         deadline = Deadline.after(SystemClock(), LIMIT_S, "the end")
         poll_until((run_directory / "end").exists, deadline)
-        for channel in desk.channels:
+        for channel in listener.channels:
             with contextlib.suppress(ChannelClosed):  # killed by Slurm
                 channel.send(EndAgent(reason="the test is over"))
         deadline = Deadline.after(SystemClock(), LIMIT_S, "agents to go")
