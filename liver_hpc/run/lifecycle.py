@@ -141,7 +141,8 @@ class Run:
         """
         self._clock.at_s = at_s
         state = self.state
-        self._history.append((state, event))
+        if not isinstance(event, e.Tick):  # of which the journal leaves out most
+            self._history.append((state, event))
         try:
             handler = _TABLE.get((state, type(event)))
             if handler is None:
@@ -238,6 +239,8 @@ class Run:
     def _launch_failed(self, event: e.LaunchFailed) -> None:
         generation, workers = self.agents.launch_failed(event.agents, event.lost)
         what = f"cannot launch {workers} workers: {event.reason}"
+        if self._state is ENDED:
+            return
         if self._state is STARTING and generation == self._first_generation:
             self._start_failed(what)  # a node may be gone, which nobody has been told yet
         elif generation == self.handoffs.generation and self.handoffs.attempt is not None:
@@ -391,6 +394,8 @@ class Run:
         reason = f"node {event.node} is gone: {event.reason}"
         if self._begins_on(event.node):
             self._end(Ending.RESTART, f"{reason}, before training began")
+        elif self.agents.launched_on({event.node}, self.handoffs.generation):
+            self.handoffs.cancel_boot(reason)  # whoever has not come by now will not
         for worker in self.elastic.gone(event):
             if self.agents.leave(worker):  # what else is heard of it is heard too late
                 self._lost(worker, f"its {reason}")
@@ -468,7 +473,8 @@ class Run:
     # ---- time
 
     def _tick(self, event: e.Tick) -> None:
-        self.handoffs.tick()
+        if self._state is not ENDED:
+            self.handoffs.tick()
         for worker in self.agents.reap():
             self._lost(worker, "did not end by itself")
         if self._state is ENDED or self._deadline is None or not self._deadline.expired():
@@ -747,7 +753,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
                 Run._nothing,
             ),
             **dict.fromkeys(
-                (e.LaunchFailed, e.RendezvousFailed, e.StopSignalled, e.StateRestored),
+                (e.RendezvousFailed, e.StopSignalled, e.StateRestored),
                 Run._nothing,
             ),
             **dict.fromkeys(
@@ -762,6 +768,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
                 (m.FirstStep, m.Released, m.Aborted, m.Failed, m.Restored), Run._nothing
             ),
             NodeGone: Run._nothing,
+            e.LaunchFailed: Run._launch_failed,
             e.AgentListens: Run._agent_listens,
             e.AgentEnded: Run._agent_ended,
             e.WorkerGone: Run._worker_gone,
