@@ -14,8 +14,8 @@ from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import encode
 from liver_hpc.run.entries import Entry, plain
-from liver_hpc.run.lifecycle import Run
-from liver_hpc.run.node_events import Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
+from liver_hpc.run.machine import Run
+from liver_hpc.run.node_events import Node, NodeGone, NodeGranted, PoolEvent
 from liver_hpc.run.state import RunState
 from tests.fakes import Fault
 from tests.unit.run.choices import Choices
@@ -91,7 +91,9 @@ class Play:
         self.watch.heard(event, self.now_s)
         actions = self.run.handle(event, self.now_s)
         if not actions and isinstance(event, e.Tick):
-            assert not quiet or remembered(self.run) == before, "a tick without actions did something"
+            assert not quiet or remembered(self.run) == before, (
+                "a tick without actions did something"
+            )
         else:
             self.entries.append((self.now_s, event, actions))
         self.watch.did(event, actions)
@@ -347,7 +349,9 @@ class Play:
         """The pool will tell the run of it, after all that it has told before."""
         self._pool.append(event)
 
-    def ask(self, request: m.ResizeRequest | m.ReplaceRequest | m.DrainRequest | m.StopRequest) -> a.Answer:
+    def ask(
+        self, request: m.ResizeRequest | m.ReplaceRequest | m.DrainRequest | m.StopRequest
+    ) -> a.Answer:
         self._asked += 1
         actions = self.feed(e.OperatorAsked(self._asked, request))
         (answer,) = (action for action in actions if isinstance(action, a.Answer))

@@ -13,7 +13,7 @@ from liver_hpc.layout.placement import place
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol.messages import DrainRequest, ReplaceRequest, ResizeRequest
 from liver_hpc.run.events import CoordinatorStarted
-from liver_hpc.run.lifecycle import Run
+from liver_hpc.run.machine import Run
 from liver_hpc.run.node_events import Node
 from tests.fakes import tiny_recipe, tiny_run
 
@@ -29,7 +29,12 @@ DEADLINES = {
 LONGEST_WAIT_S = 45.0
 """More than any one deadline, or two that are counted together."""
 POLICY = {"settle_s": 2.0, "retry_s": 5.0, "drain_window_s": 60.0}
-ANY_NUMBER = {1: [{}], 2: [{"dp": 2}, {"tp": 2}], 3: [{"dp": 3}], 4: [{"dp": 4}, {"tp": 2, "dp": 2}]}
+ANY_NUMBER = {
+    1: [{}],
+    2: [{"dp": 2}, {"tp": 2}],
+    3: [{"dp": 3}],
+    4: [{"dp": 4}, {"tp": 2, "dp": 2}],
+}
 
 N1, N2 = Node("n1", "main", 1), Node("n2", "main", 1)
 WIDE1, WIDE2 = Node("w1", "main", 2), Node("w2", "other", 2, preemptible=True)
