@@ -27,6 +27,7 @@ from liver_hpc.coordinator.address import control_address
 from liver_hpc.coordinator.journal_metrics import JournalMetrics
 from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.services import Services
+from liver_hpc.host.descriptors import raise_descriptor_limit
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.rendezvous.mpi.service import DeskPlace, MpiRendezvous
 from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome, open_log
@@ -125,6 +126,7 @@ def run_coordinator(
     In a process's main thread SIGTERM and SIGINT stop the run; elsewhere only `control` does.
     """
     directory = Path(run_directory)
+    raise_descriptor_limit()
     with ExitStack() as stack:
         try:
             outcome = _live(directory, build, control or Control(), stack)

@@ -7,14 +7,12 @@ MPI and the in-memory twin carry the same bytes:
     joiner -> desk     Introduction: its nonce, its identity, its proof
     desk   -> joiner   Reception: the answer or the refusal, the desk's proof
 
-A proof is HMAC-SHA256 under the run's secret over who speaks, both nonces and the payload.
+A proof is that of `rendezvous/proof.py`, over the payload.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
@@ -23,11 +21,11 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
 from liver_hpc.errors import LiverError, MeetingError
+from liver_hpc.rendezvous.proof import NONCE_BYTES, new_nonce, prove
 
 MAX_DIALOGUE_BYTES = 64 * 1024
 
-_NONCE_BYTES = 32
-_CONTEXT = b"liver_hpc meeting 1\0"
+_PURPOSE = b"liver_hpc meeting 1\0"
 _JOINER = b"J"
 _DESK = b"D"
 
@@ -89,7 +87,7 @@ class Verdict(RootModel[Answer | Refusal]):
 def joiner_dialogue(identity: Identity, secret: bytes) -> Dialogue[Answer | Refusal]:
     """The joiner's side; raises MeetingError when the desk cannot prove that it is the run's."""
     challenge = _read(Challenge, (yield None), "the rendezvous's challenge")
-    nonce = secrets.token_hex(_NONCE_BYTES)
+    nonce = new_nonce().hex()
     nonces = _nonces(challenge.nonce, nonce, "the rendezvous's challenge")
     payload = identity.model_dump_json()
     proof = _proof(secret, _JOINER, nonces, payload)
@@ -109,7 +107,7 @@ def desk_dialogue(
     that it raises becomes a refusal. A joiner that has not proved it gets a refusal that proves
     nothing either, and MeetingError is raised.
     """
-    nonce = secrets.token_hex(_NONCE_BYTES)
+    nonce = new_nonce().hex()
     yield Challenge(nonce=nonce).model_dump_json().encode()
     data = yield None
     try:
@@ -139,9 +137,7 @@ def _reception(verdict: Answer | Refusal, proof: str) -> bytes:
 
 
 def _proof(secret: bytes, speaker: bytes, nonces: bytes, payload: str) -> str:
-    """Context, speaker and nonces have fixed lengths, so that no two inputs read the same."""
-    text = _CONTEXT + speaker + nonces + payload.encode()
-    return hmac.new(secret, text, hashlib.sha256).hexdigest()
+    return prove(secret, _PURPOSE, speaker, nonces, payload.encode()).hex()
 
 
 def _same(got: str, wanted: str) -> bool:
@@ -153,8 +149,8 @@ def _nonces(desk: str, joiner: str, source: str) -> bytes:
         nonces = bytes.fromhex(desk), bytes.fromhex(joiner)
     except ValueError:
         nonces = b"", b""
-    if any(len(nonce) != _NONCE_BYTES for nonce in nonces):
-        raise MeetingError(f"{source}: wanted a nonce of {2 * _NONCE_BYTES} hex digits")
+    if any(len(nonce) != NONCE_BYTES for nonce in nonces):
+        raise MeetingError(f"{source}: wanted a nonce of {2 * NONCE_BYTES} hex digits")
     return nonces[0] + nonces[1]
 
 

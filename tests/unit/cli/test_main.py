@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ from liver_hpc.run.records import RunRecords
 from tests.unit.config.runs import minimal, write_minimal
 from tests.unit.report.journals import write_journal
 from tests.unit.report.rows import reconfiguration, step
-from tests.unit.standin import StandIn
+from tests.unit.standin import StandIn, snapshot
 
 COMMANDS = ["submit", "run", "status", "resize", "replace", "drain", "stop", "report", "doctor"]
 
@@ -189,6 +191,29 @@ def test_refusal_exits_3(standin: StandIn, capsys: Captured) -> None:
     assert liver("resize", "latest", "--layout", "dp=2") == 3
     shown = capsys.readouterr()
     assert shown.err == "liver: error: the run already has layout tp1 pp1 dp2\n"
+
+
+def test_no_command_prints_json_that_is_none(
+    run: RunDirectory, standin: StandIn, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON has no NaN, which a loss may be."""
+    nan = snapshot("r").model_copy(update={"loss": math.nan, "grad_norm": math.inf})
+    monkeypatch.setattr("tests.unit.standin.snapshot", lambda name: nan)
+    steps = [step(1, loss=math.nan, grad_norm=math.inf)]
+    write_journal(run.path, RunRecords(steps, [], [], {"name": "demo"}))
+
+    def printed(*arguments: str) -> Any:
+        assert liver(*arguments) == 0
+        return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+    shown = printed("status", "latest", "--json")
+    assert (shown["loss"], shown["grad_norm"]) == ("NaN", "Infinity")
+    assert liver("status", "latest") == 0
+    assert "loss nan" in capsys.readouterr().out
+    (row,) = printed("report", "latest", "--json")["steps"]
+    assert (row["loss"], row["grad_norm"]) == (None, None)
+    standin.end("finished", "all steps done")
+    assert printed("status", "latest", "--json")["state"] == "finished"
 
 
 def test_stop_waits_for_the_outcome(standin: StandIn, capsys: Captured) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import signal
 import stat
 import threading
@@ -72,6 +73,16 @@ def test_the_process_stops_at_sigterm_and_leaves_its_outcome(tmp_path: Path) -> 
     assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
     assert "[gen 0] INFO stopping: SIGTERM" in (tmp_path / "logs/coordinator.log").read_text()
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_the_process_may_have_as_many_connections_as_the_host_allows(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        assert run_coordinator(str(tmp_path), _scripted(ScriptedCluster(SECRET))) == 1
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_process_reports_a_run_file_that_does_not_exist(tmp_path: Path) -> None:
