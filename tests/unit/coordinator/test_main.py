@@ -47,12 +47,12 @@ def _write_run(directory: Path, **sections: Any) -> None:
 
 def _scripted(cluster: ScriptedCluster) -> Callable[[RunConfig, Path, bytes], Services]:
     def build(config: RunConfig, directory: Path, secret: bytes) -> Services:
-        cluster.secret = cluster.desk._secret = secret
+        cluster.secret = cluster.rendezvous._secret = secret
         return Services(
             clock=SystemClock(),
             recipe=tiny_recipe(config),
             launcher=cluster.launcher,
-            rendezvous=cluster.desk,
+            rendezvous=cluster.rendezvous,
             open_journal=JournalRecords().open,
         )
 
