@@ -19,9 +19,17 @@ from liver_hpc.clock import Deadline
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.address import control_address
 from liver_hpc.coordinator.checkpoints import Checkpoints
-from liver_hpc.coordinator.connections import ConnectionServer, WorkerRegistry
+from liver_hpc.coordinator.connections import (
+    Asked,
+    Closed,
+    ConnectionServer,
+    InboxEvent,
+    Met,
+    Opened,
+    Said,
+    WorkerRegistry,
+)
 from liver_hpc.coordinator.control import Control
-from liver_hpc.coordinator.inbox import Asked, Closed, InboxEvent, Met, Opened, Said
 from liver_hpc.coordinator.performer import Performer
 from liver_hpc.coordinator.services import Services
 from liver_hpc.coordinator.store import StoreService

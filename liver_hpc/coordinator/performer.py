@@ -6,8 +6,7 @@ import logging
 from typing import assert_never
 
 from liver_hpc.cluster.launcher import NodeRequest
-from liver_hpc.coordinator.connections import WorkerRegistry
-from liver_hpc.coordinator.inbox import Asked, Met
+from liver_hpc.coordinator.connections import Asked, Met, WorkerRegistry
 from liver_hpc.coordinator.services import Services
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import LiverError, MeetingError, RequestRefused

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.coordinator.inbox import Inbox
+from liver_hpc.coordinator.connections import Inbox
 from liver_hpc.protocol.messages import (
     AnyMessage,
     DrainRequest,
