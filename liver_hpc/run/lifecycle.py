@@ -72,7 +72,6 @@ class Lifecycle:
             raise ConfigError(f"layouts: none for workers.initial = {config.workers.initial}")
         self.world: WorldRef | None = None
         self.ending: End | None = None
-        self.last_event = ""
         self.config = config
         self._limits = config.deadlines
         self._clock = EventClock()
