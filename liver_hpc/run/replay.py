@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +16,13 @@ def memory_of(entries: Iterable[Entry]) -> Memory:
     """What the starts that a journal tells of leave for the next one; of any release's journal."""
     last_generation, ceiling, drained = -1, None, ()
     for entry in entries:
-        last_generation = max(last_generation, _generation(entry.event))
+        last_generation = max(last_generation, entry.event.get("generation", -1))
         for action in entry.actions:
             if action["type"] == "remember":
                 ceiling, drained = action["ceiling"], tuple(action["drained"])
             elif action["type"] == "record" and action["table"] == "reconfigurations":
                 last_generation = max(last_generation, action["row"]["generation"])
     return Memory(last_generation, ceiling, drained)
-
-
-def _generation(event: Mapping[str, Any]) -> int:
-    return int(event["generation"]) if event["type"] == "step_done" else -1
 
 
 @dataclass(frozen=True)
