@@ -23,12 +23,12 @@ CLUSTER_ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# mpiexec comes with the mpich wheel and lies in the environment's bin.
+# What is started below finds the environment's programs first.
 export PATH := $(abspath $(BIN)):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo slurm-demo test check format clean
+.PHONY: help install demo slurm-demo test check docs format clean
 .PHONY: cluster-up cluster-down cluster-shell
 
 help: ## what there is
@@ -75,6 +75,9 @@ check: $(INSTALLED) ## format, lint and types, as CI runs them
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(INSTALLED) ## docs/reference anew, from the code
+	$(BIN)/python -m docs.generate
 
 format: $(INSTALLED) ## rewrites the sources in the one format
 	$(BIN)/ruff format .

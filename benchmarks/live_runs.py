@@ -50,7 +50,7 @@ class LiveRun:
 
     def records(self) -> RunRecords:
         """Everything recorded so far."""
-        return read_run(self.run.metrics_path)
+        return read_run(self.run.path)
 
     def settle(self, steps: int) -> int:
         """Waits for so many whole steps from now; returns how many have been done in all."""

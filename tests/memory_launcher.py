@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from liver_hpc.cluster.launcher import KILLED, Launched, Launcher, NodeRequest
+from liver_hpc.cluster.launcher import KILLED, LaunchedAgent, Launcher, NodeRequest
+from liver_hpc.host.child import Command
 
 
 class MemoryLauncher(Launcher):
@@ -14,7 +15,7 @@ class MemoryLauncher(Launcher):
         super().__init__()
         self._start = start
 
-    def _prepare(self, request: NodeRequest) -> Launched:
+    def _prepare(self, request: NodeRequest) -> LaunchedAgent:
         return _Played(lambda: self._start(request))
 
     def end(self, agent: str, exit_code: int) -> None:
@@ -23,8 +24,9 @@ class MemoryLauncher(Launcher):
             self._known(agent).exit_code = exit_code
 
 
-class _Played(Launched):
+class _Played(LaunchedAgent):
     def __init__(self, begin: Callable[[], None]) -> None:
+        super().__init__("played", Command("nothing", []), exit_s=0.0)
         self._begin = begin
 
     def start(self) -> None:
@@ -33,3 +35,6 @@ class _Played(Launched):
     def kill(self) -> None:
         if self.exit_code is None:
             self.exit_code = KILLED
+
+    def join(self, limit_s: float) -> bool:
+        return self.exit_code is not None

@@ -16,17 +16,18 @@ from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.votes import restored_disagrees
-from liver_hpc.report.store import MetricsWriter
-from liver_hpc.run.records import StepRecord
+from liver_hpc.report.hdf5 import write_hdf5
+from liver_hpc.report.store import METRICS_FILE
+from liver_hpc.run.records import RunRecords, StepRecord
 
 
 class RestartJob:
     """Workers of one layout after the other; a context manager that leaves nothing behind.
 
-    `run_directory` holds run.yaml; metrics.h5 gets every step, a restart's target being the next
-    generation, and every restart twice: as it was, and as if the checkpoint had existed. With
-    `digests` each restart is checked to have moved the state bit by bit, which costs time that is
-    counted: not for measuring.
+    `run_directory` holds run.yaml; at the end metrics.h5 gets every step, a restart's target being
+    the next generation, and every restart twice: as it was, and as if the checkpoint had existed.
+    With `digests` each restart is checked to have moved the state bit by bit, which costs time that
+    is counted: not for measuring.
     """
 
     def __init__(self, run_directory: Path, digests: bool = False) -> None:
@@ -35,9 +36,7 @@ class RestartJob:
         self._limits = self._config.deadlines
         self._digests = digests
         self._clock: Clock = SystemClock()
-        self._metrics = MetricsWriter(
-            run_directory / "metrics.h5", self._config.metrics, {"name": self._config.name}
-        )
+        self._records = RunRecords([], [], [], {"name": self._config.name})
         self._workers: Workers | None = None
         self._generation = -1
 
@@ -53,7 +52,7 @@ class RestartJob:
         if self._workers is not None:
             self._workers.kill()
             self._workers = None
-        self._metrics.close()
+        self._write_records()
 
     @property
     def layout(self) -> Layout:
@@ -121,8 +120,8 @@ class RestartJob:
             num_bytes=page_cache.num_bytes(directory),
             page_cache=cache,
         )
-        self._metrics.add_baseline(restart.record())
-        self._metrics.add_baseline(as_if_saved_before(restart.record()))
+        self._records.baselines.append(restart.record())
+        self._records.baselines.append(as_if_saved_before(restart.record()))
         shutil.rmtree(directory)
         return restart
 
@@ -132,9 +131,12 @@ class RestartJob:
         workers.tell(Leave())
         workers.join(self._limits.collective_s + self._limits.exit_s)
         self._workers = None
-        self._metrics.flush()
+        self._write_records()
 
     # ---- parts
+
+    def _write_records(self) -> None:
+        write_hdf5(self._directory / METRICS_FILE, self._records)
 
     def _running(self) -> Workers:
         if self._workers is None:
@@ -152,7 +154,8 @@ class RestartJob:
             nonlocal is_first
             fields = line.model_dump(exclude={"type"})
             phase, is_first = "first" if is_first else "", False
-            self._metrics.add_step(StepRecord(**fields, generation=generation, phase=phase))
+            step = StepRecord(**fields, generation=generation, phase=phase)
+            self._records.steps.append(step)
 
         start = Start(self._directory, layout, generation, method, directory, self._digests)
         self._workers = Workers(start, heard)

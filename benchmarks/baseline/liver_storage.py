@@ -14,7 +14,6 @@ from liver_hpc.checkpoint.index import (
     SavedModel,
     complete_checkpoints,
     complete_path,
-    flush_to_disk,
     partial_path,
     read_index,
     write_index,
@@ -23,6 +22,7 @@ from liver_hpc.checkpoint.reader import read_parts
 from liver_hpc.checkpoint.writer import write_part
 from liver_hpc.clock import SystemClock
 from liver_hpc.errors import CheckpointError
+from liver_hpc.host.files import flush_to_disk
 from liver_hpc.protocol.messages import ScalarState, WireRankMap
 from liver_hpc.world.world import World
 

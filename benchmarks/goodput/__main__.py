@@ -144,7 +144,7 @@ def restarting_run(scale: Scale) -> Lived:
                 costs.append(Cost(done.record().lost_s, done.reconfiguration_s))
         trace.await_end()
         job.stop()
-    return lived(read_run(run.metrics_path), costs)
+    return lived(read_run(run.path), costs)
 
 
 def lived(records: RunRecords, costs: Sequence[Cost]) -> Lived:

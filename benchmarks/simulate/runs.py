@@ -40,7 +40,7 @@ def handoffs_of(directories: Sequence[Path]) -> list[Measured]:
     """All completed handoffs of some runs, by their own metrics."""
     found = []
     for directory in directories:
-        records = read_run(directory / "metrics.h5")
+        records = read_run(directory)
         config = parse_run(records.attributes["config"], str(directory))
         found += measured_handoffs(load_recipe(config).spec, records)
     return found

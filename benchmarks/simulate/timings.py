@@ -24,7 +24,7 @@ from benchmarks.simulate.traffic import SampledTraffic, sampled_traffic
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.tensors import ModelSpec
-from liver_hpc.report.derive import generation_figures, reconfiguration_figures
+from liver_hpc.report.derive import run_figures
 from liver_hpc.run.records import ReconfigurationRecord, RunRecords
 
 FEWEST = 3
@@ -107,16 +107,16 @@ class Timings:
 
 def measured_handoffs(model: ModelSpec, records: RunRecords) -> list[Measured]:
     """The completed handoffs of a run, as far as all of their times are known."""
-    worlds = {world.generation: world for world in generation_figures(records)}
+    figures = run_figures(records)
+    worlds = {world.generation: world for world in figures.generations}
     found = []
-    pairs = zip(records.reconfigurations, reconfiguration_figures(records), strict=True)
-    for record, figures in pairs:
-        if not figures.completed or not {record.generation, record.source_generation} <= {*worlds}:
+    for record in figures.reconfigurations:
+        if not record.completed or not {record.generation, record.source_generation} <= {*worlds}:
             continue
         source = _rank_map(record.source, record.source_workers)
         target = _rank_map(record.target, record.target_workers)
         joiners = len({*target.workers} - {*source.workers})
-        times = _times(record, figures.phases.boot_s if joiners else 0.0)
+        times = _times(record, record.phases.boot_s if joiners else 0.0)
         work = Work(
             joiners,
             sampled_traffic(model, source, target, len(source.workers) + joiners),
@@ -126,7 +126,7 @@ def measured_handoffs(model: ModelSpec, records: RunRecords) -> list[Measured]:
         known = (times.reconfiguration_s, work.source_step_s, work.target_step_s)
         if all(math.isfinite(value) for value in known):
             name = f"{record.source} > {record.target}"
-            found.append(Measured(name, work, times, figures.slowdown_s))
+            found.append(Measured(name, work, times, record.slowdown_s))
     return found
 
 

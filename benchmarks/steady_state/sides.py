@@ -27,6 +27,7 @@ from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.report.store import read_run
 from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.entries import JOURNAL_FILE
 
 POLL_S = 0.1
 READY_S = 180.0
@@ -95,9 +96,9 @@ class LiverRun(Side):
         return _living(lambda words: str(self.run.path) in words)
 
     def steps(self) -> list[Step]:
-        if not self.run.metrics_path.exists():
+        if not (self.run.path / JOURNAL_FILE).exists():
             return []
-        records = read_run(self.run.metrics_path)
+        records = read_run(self.run.path)
         return [Step(row.step, row.ended_s, row.loss) for row in records.steps]
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 <directory>/step-00000123/checkpoint.json    this index, written last
 <directory>/step-00000123/rank-00000.h5      what rank 0 of the saved layout wrote
 <directory>/.step-00000130.partial/          being written, or of a run that was killed
+<directory>/damaged-step-00000125/           set aside by a run that went on from an earlier one
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.files import write_whole
 from liver_hpc.layout.tensors import ModelSpec
@@ -104,14 +104,6 @@ class Checkpoint:
     index: CheckpointIndex
 
 
-def checkpoint_directory(config: RunConfig, run_directory: Path) -> Path:
-    """Where a run's checkpoints lie: under its own directory, or one of its name elsewhere."""
-    run_directory = run_directory.absolute()
-    if config.checkpoint.directory is None:
-        return run_directory / "checkpoints"
-    return config.checkpoint.directory.expanduser().absolute() / run_directory.name
-
-
 def complete_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
@@ -131,6 +123,21 @@ def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:
         for path in _entries(directory)
         if (match := _COMPLETE.match(path.name)) and (path / INDEX_FILE).is_file()
     )
+
+
+def newest_step(directory: Path) -> int:
+    """The step of the newest complete checkpoint under `directory`, damaged or not; -1 where there
+    is none."""
+    return max((step for step, _ in complete_checkpoints(directory)), default=-1)
+
+
+def set_aside(path: Path) -> Path:
+    """Gives a damaged checkpoint a name under which it is no checkpoint any more; that name."""
+    number, aside = 1, path.with_name(f"damaged-{path.name}")
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"damaged-{path.name}-{number}")
+    return path.rename(aside)
 
 
 def remains(directory: Path) -> list[Path]:

@@ -1,17 +1,18 @@
-"""What an operator does to a run that exists: ask it, reshape it, watch it, stop it."""
+"""What an operator does to a run that exists: wait for it, ask it, watch it, stop it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.commands import SlurmError
-from liver_hpc.cluster.slurm.run_job import gone, is_queued, job_of, job_text
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmError
+from liver_hpc.cluster.slurm.run_job import RunJob, gone, is_queued, job_of, job_text
 from liver_hpc.errors import DeadlineError, LiverError, RequestRefused
 from liver_hpc.protocol.messages import FromOperator, Reply, StatusRequest, StopRequest
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ChannelRefused, connect
-from liver_hpc.run.directory import RunDirectory, outcome_text, process_lives
+from liver_hpc.run.directory import RunDirectory, process_lives
 from liver_hpc.run.outcome import Outcome
 from liver_hpc.run.secret import read_secret
 
@@ -20,6 +21,7 @@ REPLY_S = 30.0
 _OUTCOME_S = 30.0
 """How long a coordinator that has hung up may take to write its outcome."""
 _JOB_POLL_S = 0.5
+_QUEUE_POLL_S = 2.0
 _LOCAL_POLL_S = 0.02
 
 
@@ -34,7 +36,16 @@ def request(run: RunDirectory, message: FromOperator) -> Reply:
     in Slurm's queue, LiverError when nobody answers, with the reason: the run is over, has not
     started, or its coordinator is gone.
     """
-    channel = _connect(run)
+    if (outcome := run.outcome()) is not None:
+        raise LiverError(f"run {run} is over: {outcome}")
+    if run.coordinator() is None:
+        raise _silence(run)
+    try:
+        channel = _open(run)
+    except ChannelRefused as error:
+        raise LiverError(f"run {run}: {error}") from error
+    except ChannelClosed as error:
+        raise _silence(run) from error
     try:
         return _ask(channel, message)
     except ChannelClosed as error:
@@ -66,24 +77,59 @@ def stop(run: RunDirectory, timeout_s: float | None = None, checkpoint: bool = F
         return job.cancel(timeout_s)
     if job is not None:
         job.await_end(deadline)
-        if run.outcome() is None:
-            raise gone(run, job.job_id)
+    elif config.cluster.kind == "local" and address is not None and process is not None:
+        pids = (address.pid, int(process))
+        poll_until(lambda: not any(map(process_lives, pids)), deadline)
     else:
-        local = config.cluster.kind == "local" and address is not None and process is not None
-        pids = (address.pid, int(process)) if local and address and process else ()
-        poll_until(lambda: _is_over(run, pids), deadline)
+        poll_until(lambda: run.outcome() is not None, deadline)
     outcome = run.outcome()
-    assert outcome is not None
+    if outcome is None:
+        raise gone(run, job)
     return outcome
 
 
-def _is_over(run: RunDirectory, pids: Sequence[int]) -> bool:
-    """Whether there is an outcome and none of the processes lives; LiverError if there never will
-    be one."""
-    living = any(process_lives(pid) for pid in pids)
-    if pids and not living and run.outcome() is None:
-        raise LiverError(f"run {run} ended without an outcome; {run.where_logs_are()}")
-    return run.outcome() is not None and not living
+def await_coordinator(run: RunDirectory, tell: Callable[[str], None] = lambda text: None) -> None:
+    """Returns once the coordinator listens, or the run is over already.
+
+    On Slurm it waits for as long as the job is queued; `tell` hears what Slurm says of it,
+    whenever that changes. Raises LiverError if the coordinator died, DeadlineError when it did not
+    come within `deadlines.boot_s`.
+    """
+    config, process, job = run.config(), run.job_id(), job_of(run)
+    told, pause = "", threading.Event()
+    deadline: Deadline | None = None
+    while run.outcome() is None:
+        text, queued = _state(run, job) if job is not None else ("", False)
+        if text != told:
+            tell(text)
+            told = text
+        if not queued and run.coordinator() is not None:  # in the queue an earlier one's may lie
+            return
+        local = job is None and config.cluster.kind == "local" and process is not None
+        if local and not process_lives(int(process or 0)) and run.outcome() is None:
+            raise LiverError(f"the coordinator of {run} ended at once; {run.where_logs_are()}")
+        if queued:
+            deadline = None
+        elif deadline is None:
+            waits_for = f"the coordinator of {run}"
+            deadline = Deadline.after(SystemClock(), config.deadlines.boot_s, waits_for)
+        else:
+            deadline.check()
+        pause.wait(_LOCAL_POLL_S if job is None else _QUEUE_POLL_S if queued else _JOB_POLL_S)
+
+
+def _state(run: RunDirectory, job: RunJob) -> tuple[str, bool]:
+    """What Slurm says of a run's job, and whether it is queued; LiverError once it is over."""
+    try:
+        info = job.find()
+    except ControllerUnreachable as error:
+        return f"job {job.job_id}: {error.complaint}", True
+    if info is not None:
+        return job_text(info), is_queued(info)
+    outcome = run.outcome()
+    if outcome is None:
+        raise gone(run, job)
+    return str(outcome), False
 
 
 class Watch:
@@ -132,15 +178,13 @@ def final_outcome(run: RunDirectory) -> Outcome | None:
     return run.outcome()
 
 
-def begins_again(run: RunDirectory) -> bool:
+def is_queued_again(run: RunDirectory) -> bool:
     """Whether the run's job is queued, and the run with it goes on later.
 
     Right after a coordinator has ended its job may be on its way to the queue still.
     """
     job = job_of(run)
-    if job is None:
-        return False
-    if run.outcome() is not None:
+    if job is None or run.outcome() is not None:
         return False
     deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"job {job.job_id} to be queued again")
     try:
@@ -168,21 +212,6 @@ def _ask(channel: Channel, message: FromOperator) -> Reply:
     return reply
 
 
-def _connect(run: RunDirectory) -> Channel:
-    """A channel to the coordinator; raises LiverError that says why there is none."""
-    outcome = run.outcome()
-    if outcome is not None:
-        raise LiverError(f"run {run} is over: {outcome_text(outcome)}")
-    try:
-        if run.coordinator() is not None:
-            return _open(run)
-    except ChannelRefused as error:
-        raise LiverError(f"run {run}: {error}") from error
-    except ChannelClosed as error:
-        raise _silence(run) from error
-    raise _silence(run)
-
-
 def _silence(run: RunDirectory) -> LiverError:
     """Why nobody answers for a run that is not over."""
     address, job = run.coordinator(), job_of(run)
@@ -193,9 +222,9 @@ def _silence(run: RunDirectory) -> LiverError:
     if info is not None and (is_queued(info) or address is None):
         return RunWaits(f"run {run}: {job_text(info)}")
     if address is None and job is not None:
-        return gone(run, job.job_id)
+        return gone(run, job)
     if address is None:
-        return LiverError(f"run {run} has no coordinator: it is starting or ending")
+        return _none_yet(run)
     if _coordinator_lives(run):
         return LiverError(f"run {run} is ending; its outcome is not written yet")
     who = f"process {address.pid}"
@@ -206,10 +235,14 @@ def _silence(run: RunDirectory) -> LiverError:
     )
 
 
+def _none_yet(run: RunDirectory) -> LiverError:
+    return LiverError(f"run {run} has no coordinator: it is starting or ending")
+
+
 def _open(run: RunDirectory) -> Channel:
     address = run.coordinator()
     if address is None:
-        raise LiverError(f"run {run} has no coordinator: it is starting or ending")
+        raise _none_yet(run)
     secret = read_secret(run.secret_path)
     where = f"the coordinator of {run} at {address.host}:{address.port}"
     return connect((address.host, address.port), secret, CONNECT_S, where)

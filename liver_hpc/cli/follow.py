@@ -13,20 +13,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from liver_hpc.cli.status_text import FINAL_STATES, PlainLines, moved_text, waits_text
 from liver_hpc.protocol.status import HandoffStatus, StatusSnapshot
 from liver_hpc.report.wording import (
-    bytes_text,
     duration_text,
     ids_text,
     layout_text,
     number_text,
 )
 
-FINAL_STATES = ("finished", "failed")
 LABEL_COLUMNS = 9
 BESIDE_BAR_COLUMNS = 28
 MOST_COLUMNS = 120
-STEPS_A_LINE = 10
 
 _PHASES = ("BOOT", "PREPARE", "ARMED", "TRANSFER", "COMMIT", "RELEASE")
 _STATE_STYLES = {
@@ -164,8 +162,8 @@ def _handoff(status: StatusSnapshot) -> Iterator[tuple[str, RenderableType]]:
         generation = Text(f"generation {handoff.generation}", "dim")
         yield "handoff", _joined([ends, generation, Text(handoff.notice, "dim")])
         yield "", _phases(handoff, status.now_s)
-        yield "", _bar(handoff.bytes_done, handoff.bytes_total, _bytes(handoff), "cyan")
-        yield "", Text(_waits(handoff), "dim")
+        yield "", _bar(handoff.bytes_done, handoff.bytes_total, moved_text(handoff), "cyan")
+        yield "", Text(waits_text(handoff), "dim")
     yield "", ""
 
 
@@ -184,16 +182,6 @@ def _phases(handoff: HandoffStatus, now_s: float) -> RenderableType:
     return row
 
 
-def _bytes(handoff: HandoffStatus) -> str:
-    if handoff.bytes_total == 0:
-        return "no bytes to move yet"
-    return f"{bytes_text(handoff.bytes_done)} of {bytes_text(handoff.bytes_total)}"
-
-
-def _waits(handoff: HandoffStatus) -> str:
-    return f"waits for workers {ids_text(handoff.waiting_for)}" if handoff.waiting_for else ""
-
-
 def _line(text: str, style: str = "") -> Text:
     return Text(" ".join(text.split()), style, no_wrap=True, overflow="ellipsis")
 
@@ -202,64 +190,6 @@ def _joined(parts: list[Text]) -> Text:
     text = Text("  ").join(parts)
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
-
-
-# ---- plain lines
-
-
-class PlainLines:
-    """What is new in each snapshot, in lines: a step now and then, and whatever has changed."""
-
-    def __init__(self) -> None:
-        self._last: StatusSnapshot | None = None
-        self._told_step = -1
-
-    def of(self, status: StatusSnapshot) -> Iterator[str]:
-        last, self._last = self._last, status
-        if last is None or last.state != status.state:
-            yield f"run {status.run}: {status.state}"
-        if status.last_event and (last is None or last.last_event != status.last_event):
-            yield f"event: {status.last_event}"
-        for wish in status.queued:
-            if last is None or wish not in last.queued:
-                yield f"queued: {wish}"
-        if status.handoff is not None and _phase(last) != _phase(status):
-            yield _handoff_line(status.handoff, status.now_s)
-        if (last.metrics_error if last is not None else "") != status.metrics_error:
-            yield f"metrics: {status.metrics_error or 'written again'}"
-        over = status.state in FINAL_STATES and status.step != self._told_step
-        if status.loss is not None and (over or self._is_due(status.step)):
-            self._told_step = status.step
-            yield _step_line(status)
-
-    def _is_due(self, step: int) -> bool:
-        return self._told_step < 0 or step // STEPS_A_LINE > self._told_step // STEPS_A_LINE
-
-
-def _phase(status: StatusSnapshot | None) -> tuple[int, str] | None:
-    if status is None or status.handoff is None:
-        return None
-    return status.handoff.generation, status.handoff.phase
-
-
-def _step_line(status: StatusSnapshot) -> str:
-    parts = [f"step {status.step} of {status.steps}: loss {status.loss:.4f}"]
-    if status.grad_norm is not None:
-        parts.append(f"gradient norm {status.grad_norm:.3f}")
-    if status.tokens_per_s is not None:
-        parts.append(f"{number_text(status.tokens_per_s)} tokens/s")
-    parts.append(f"{status.layout} (generation {status.generation})")
-    return ", ".join(parts)
-
-
-def _handoff_line(handoff: HandoffStatus, now_s: float) -> str:
-    parts = [
-        f"handoff to generation {handoff.generation}: {handoff.phase}",
-        f"for {duration_text(now_s - handoff.since_s)}",
-    ]
-    if handoff.bytes_total:
-        parts.append(_bytes(handoff))
-    return ", ".join([*parts, *filter(None, [_waits(handoff)])])
 
 
 def _print(lines: Iterator[str], console: Console) -> None:

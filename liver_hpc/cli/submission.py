@@ -1,37 +1,35 @@
-"""`liver submit`: check a run as a whole, then launch it."""
+"""`liver submit`: check a run as a whole, then launch it; or launch an ended one again."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable
 
-from liver_hpc.cli.launch import launch_detached, resolve_cluster
-from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
-from liver_hpc.cluster.slurm.run_job import RunJob, gone, is_queued, job_of, job_text
+from liver_hpc.cli.client import await_coordinator
+from liver_hpc.cli.launch import launch_detached
+from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.run_job import job_of
 from liver_hpc.config.check import check_run
 from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.config.load import absolute_paths, dump_run
 from liver_hpc.config.problems import joined, parts
-from liver_hpc.config.schema import RunConfig
+from liver_hpc.config.schema import ClusterSection, RunConfig
+from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.host.file_lock import file_lock
 from liver_hpc.layout.candidates import resolve_layouts
 from liver_hpc.recipes.base import Recipe, load_recipe
 from liver_hpc.recipes.text_data import pinned, prefix_of
 from liver_hpc.run.directory import (
     RunDirectory,
+    claim_checkpoints,
     create_run_directory,
-    outcome_text,
     point_latest,
     process_lives,
 )
-from liver_hpc.run.outcome import Outcome
-
-_QUEUE_POLL_S = 2.0
-_START_POLL_S = 0.5
+from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome
 
 
 def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfig, Recipe]:
@@ -40,7 +38,7 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
     `cluster` beats the run file. Raises ConfigError with everything that is wrong.
     """
     wanted = {"kind": cluster} if cluster is not None else {}
-    kind, found = resolve_cluster(config.cluster.model_copy(update=wanted))
+    kind, found = _resolve_cluster(config.cluster.model_copy(update=wanted))
     section = config.cluster.model_copy(update={"kind": kind})
     config = absolute_paths(config.model_copy(update={"cluster": section}))
     try:
@@ -57,6 +55,22 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
     return config, recipe
 
 
+def _resolve_cluster(cluster: ClusterSection) -> tuple[str, list[str]]:
+    """ "local" or "slurm" for "auto", and what stands against it.
+
+    "auto" is Slurm where there is sbatch and the run file has components for a job.
+    """
+    has_slurm = shutil.which("sbatch") is not None
+    if cluster.kind == "slurm" and not has_slurm:
+        return "slurm", ["cluster slurm: there is no sbatch on the path"]
+    if cluster.kind == "auto":
+        return ("slurm" if has_slurm and cluster.slurm.components else "local"), []
+    return cluster.kind, []
+
+
+# ---- a launch
+
+
 def submit_run(config: RunConfig, cluster: str | None = None) -> RunDirectory:
     """Checks, prepares data where needed, launches; returns once the coordinator listens.
 
@@ -66,19 +80,84 @@ def submit_run(config: RunConfig, cluster: str | None = None) -> RunDirectory:
     config, _ = checked_run(config, cluster)
     if config.cluster.kind == "slurm":
         check_partitions(config)
-    config = with_prepared_data(config)
-    run = create_run_directory(config)
+    run = create_run_directory(with_prepared_data(config))
     try:
-        launch_detached(run)
+        _launch(run)
     except LiverError as error:
         Outcome("failed", f"it was not launched: {error}", 0).write(run.path)
         raise
-    finally:
-        if run.job_id() is not None:  # also when Ctrl-C came in between
-            point_latest(run)
     if config.cluster.kind == "local":
         await_coordinator(run)
     return run
+
+
+def resume_run(run: RunDirectory) -> int:
+    """Launches an ended run again in its directory; the step from which it goes on.
+
+    Raises ConfigError for a run that is still there, that is complete, or that has no checkpoint;
+    CheckpointError when all are damaged; LiverError when the launch failed.
+    """
+    with file_lock(run.jobs_path / "resume.lock"):  # whoever comes second finds the job
+        config, last = run.config(), run.last_outcome()
+        _check_over(run)
+        if last is not None and last.state == "finished":
+            raise ConfigError(f"run {run} is complete: {last.reason}")
+        directory = claim_checkpoints(run, config)
+        newest = newest_checkpoint(directory)
+        if newest is None:
+            raise ConfigError(
+                f"run {run} has no checkpoint in {directory} to go on from; `liver stop "
+                "--checkpoint` and `checkpoint.every_steps` write one"
+            )
+        for name in (OUTCOME_FILE, COORDINATOR_FILE):
+            (run.path / name).unlink(missing_ok=True)
+        try:
+            _launch(run)
+        except LiverError:
+            if last is not None:
+                last.write(run.path)
+            raise
+        if config.cluster.kind == "local":
+            await_coordinator(run)
+        return newest.index.scalars.step
+
+
+def _launch(run: RunDirectory) -> None:
+    before = run.job_id()
+    try:
+        launch_detached(run)
+    finally:
+        if run.job_id() != before:  # also when Ctrl-C came in between
+            note_latest(run)
+
+
+def note_latest(run: RunDirectory) -> None:
+    """`latest` names the run from now on, or else a line says why it does not."""
+    if problem := point_latest(run):
+        print(f"liver: note: {problem}", file=sys.stderr)
+
+
+def _check_over(run: RunDirectory) -> None:
+    """Two coordinators in one directory would each write its files."""
+    job, process, address = job_of(run), run.job_id(), run.coordinator()
+    if job is not None:
+        info = job.find()
+        if info is not None:
+            raise ConfigError(f"run {run} is not over: job {job.job_id} is {info.state}")
+        return
+    pids = [int(process)] if process else []
+    pids += [address.pid] if address is not None else []
+    if address is not None and not address.is_here:
+        raise ConfigError(
+            f"run {run} may not be over: its coordinator was process {address.pid} on "
+            f"{address.hostname}, which is where it can be resumed"
+        )
+    living = [pid for pid in pids if process_lives(pid)]
+    if living:
+        raise ConfigError(f"run {run} is not over: process {living[0]} lives")
+
+
+# ---- what else a run needs
 
 
 def check_partitions(config: RunConfig, commands: SlurmCommands | None = None) -> None:
@@ -116,66 +195,6 @@ def check_partitions(config: RunConfig, commands: SlurmCommands | None = None) -
         check(where, burst.partition, burst.nodes_per_request, burst.max_nodes)
     if problems:
         raise ConfigError(joined(problems))
-
-
-def await_coordinator(run: RunDirectory, tell: Callable[[str], None] = lambda text: None) -> None:
-    """Returns once the coordinator listens, or the run is over already.
-
-    On Slurm it waits for as long as the job is queued; `tell` hears what Slurm says of it,
-    whenever that changes. Raises LiverError if the coordinator died, DeadlineError when it did not
-    come within `deadlines.boot_s`.
-    """
-    config, process = run.config(), run.job_id()
-    limit_s = config.deadlines.boot_s
-    job = job_of(run)
-    if job is not None:
-        _await_job(run, job, limit_s, tell)
-        return
-    local = config.cluster.kind == "local"
-
-    def started() -> bool:
-        if run.coordinator() is not None or run.outcome() is not None:
-            return True
-        if local and process is not None and not process_lives(int(process)) and not run.outcome():
-            raise LiverError(f"the coordinator of {run} ended at once; {run.where_logs_are()}")
-        return False
-
-    poll_until(started, Deadline.after(SystemClock(), limit_s, f"the coordinator of {run}"))
-
-
-def _await_job(run: RunDirectory, job: RunJob, limit_s: float, tell: Callable[[str], None]) -> None:
-    """Until the job runs and its coordinator listens. A controller that is away is asked again."""
-    told, pause = "", threading.Event()
-    deadline: Deadline | None = None
-    while run.outcome() is None:
-        text, queued = _state(run, job)
-        if text != told:
-            tell(text)
-            told = text
-        if queued:
-            deadline = None
-        elif run.coordinator() is not None:  # while it is queued, an earlier one may have left this
-            return
-        else:
-            deadline = deadline or Deadline.after(
-                SystemClock(), limit_s, f"the coordinator of {run}"
-            )
-            deadline.check()
-        pause.wait(_QUEUE_POLL_S if queued else _START_POLL_S)
-
-
-def _state(run: RunDirectory, job: RunJob) -> tuple[str, bool]:
-    """What Slurm says of a run's job, and whether it is queued; LiverError once it is over."""
-    try:
-        info = job.find()
-    except ControllerUnreachable as error:
-        return f"job {job.job_id}: {error.complaint}", True
-    if info is not None:
-        return job_text(info), is_queued(info)
-    outcome = run.outcome()
-    if outcome is None:
-        raise gone(run, job.job_id)
-    return outcome_text(outcome), False
 
 
 def prepare_data(config: RunConfig) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.host.child import Child, Command
 
 KILLED = 137
 """Exit code of an agent that was killed (128 + SIGKILL, as shells count)."""
@@ -43,72 +44,67 @@ class NodeRequest:
         return [*words, "--slots", ",".join(map(str, self.slots))] if self.slots else words
 
 
-class Launched(ABC):
-    """One agent of a launcher. exit_code: None as long as anything of it lives."""
+class LaunchedAgent:
+    """An agent, or what stands for it here: a thread waits for its end, another one kills it.
 
-    exit_code: int | None = None
+    exit_s: how long it may take to end once it is told to. exit_code: None as long as anything of
+    it is left.
+    """
 
-    @abstractmethod
-    def start(self) -> None:
-        """Does not wait until it has booted. Raises LiverError."""
-
-    @abstractmethod
-    def kill(self) -> None:
-        """Ends it; does not wait. Idempotent."""
-
-    def join(self, limit_s: float) -> bool:
-        """Whether it has ended, after at most so many seconds."""
-        return self.exit_code is not None
-
-
-class KeptAgent(Launched):
-    """An agent kept by a thread that waits for its end and buries it; another one kills it."""
-
-    def __init__(self, agent: str) -> None:
+    def __init__(self, agent: str, command: Command, exit_s: float) -> None:
         self.agent = agent
+        self.exit_code: int | None = None
+        self._command = command
+        self._exit_s = exit_s
+        self._child: Child
         self._killed = threading.Event()
         self._ended = threading.Event()
 
     def start(self) -> None:
-        self._begin()
-        threading.Thread(target=self._keep, name=f"keep-{self.agent}", daemon=True).start()
+        """Does not wait until it has booted. Raises LiverError."""
+        self._spawn()
+        self._run_thread("keep", self._keep)
 
     def kill(self) -> None:
+        """Has it end, whatever state it is in; does not wait. Idempotent."""
         if not self._killed.is_set() and not self._ended.is_set():
             self._killed.set()
-            threading.Thread(target=self._kill, name=f"kill-{self.agent}", daemon=True).start()
+            self._run_thread("kill", self._end)
 
     def join(self, limit_s: float) -> bool:
+        """Whether it has ended, after at most so many seconds."""
         return self._ended.wait(limit_s)
+
+    def _spawn(self) -> None:
+        self._child = Child(self._command)
+
+    def _bury(self) -> int:
+        """Returns the exit code once nothing of the agent is left. Raises LiverError."""
+        code = self._child.wait()
+        self._child.end(0.0)
+        return code
+
+    def _end(self) -> None:
+        """Raises LiverError."""
+        self._child.end(self._exit_s)
 
     def _keep(self) -> None:
         code = KILLED
         try:
             code = self._bury()
-        except LiverError as error:
-            _log.error("agent %s: %s", self.agent, error)
         finally:
             self.exit_code = code
             self._ended.set()
             _log.info("agent %s ended with exit code %d", self.agent, code)
 
-    def _kill(self) -> None:
-        try:
-            self._end()
-        except LiverError as error:
-            _log.error("agent %s: %s", self.agent, error)
+    def _run_thread(self, name: str, act: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                act()
+            except LiverError as error:
+                _log.error("agent %s: %s", self.agent, error)
 
-    @abstractmethod
-    def _begin(self) -> None:
-        """Starts it. Raises LiverError."""
-
-    @abstractmethod
-    def _bury(self) -> int:
-        """Returns the exit code once nothing of the agent lives. Raises LiverError."""
-
-    @abstractmethod
-    def _end(self) -> None:
-        """Has the agent end, whatever state it is in. Raises LiverError."""
+        threading.Thread(target=run, name=f"{name}-{self.agent}", daemon=True).start()
 
 
 class Launcher(ABC):
@@ -119,11 +115,11 @@ class Launcher(ABC):
 
     def __init__(self, close_s: float = 0.0) -> None:
         self._close_s = close_s
-        self._agents: dict[str, Launched] = {}
+        self._agents: dict[str, LaunchedAgent] = {}
         self._closed = False
 
     @abstractmethod
-    def _prepare(self, request: NodeRequest) -> Launched:
+    def _prepare(self, request: NodeRequest) -> LaunchedAgent:
         """An agent that has not started. Raises LiverError when it never could."""
 
     def launch(self, requests: Sequence[NodeRequest]) -> None:
@@ -172,7 +168,7 @@ class Launcher(ABC):
         if left:
             raise DeadlineError(f"waited {self._close_s:g} s for killed agents {left} to end")
 
-    def _known(self, agent: str) -> Launched:
+    def _known(self, agent: str) -> LaunchedAgent:
         if agent not in self._agents:
             raise LiverError(f"agent {agent!r} was never launched")
         return self._agents[agent]

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from liver_hpc.cluster.launcher import AGENT_MODULE, KeptAgent, Launcher, NodeRequest
-from liver_hpc.host.child import Child, Command
+from liver_hpc.cluster.launcher import AGENT_MODULE, LaunchedAgent, Launcher, NodeRequest
+from liver_hpc.host.child import Command
 
 _SWEEP_S = 20.0
 
@@ -34,30 +34,9 @@ class LocalLauncher(Launcher):
         self._exit_s = exit_s
         self._agent_options = agent_options
 
-    def _prepare(self, request: NodeRequest) -> KeptAgent:
+    def _prepare(self, request: NodeRequest) -> LaunchedAgent:
         words = [sys.executable, "-P", "-m", AGENT_MODULE, *request.options(self._run_directory)]
         log = self._run_directory / "logs" / f"agent-{request.agent}.log"
-        command = Command(
-            f"agent {request.agent}", [*words, *self._agent_options], log=log, apart="session"
-        )
-        return _LocalAgent(request.agent, command, self._exit_s)
-
-
-class _LocalAgent(KeptAgent):
-    def __init__(self, agent: str, command: Command, exit_s: float) -> None:
-        super().__init__(agent)
-        self._command = command
-        self._exit_s = exit_s
-        self._child: Child
-
-    def _begin(self) -> None:
-        self._child = Child(self._command)
-
-    def _bury(self) -> int:
-        code = self._child.wait()
-        self._child.end(0.0)
-        return code
-
-    def _end(self) -> None:
-        """SIGTERM to the agent, which ends its workers; SIGKILL to all after `exit_s`."""
-        self._child.end(self._exit_s)
+        name = f"agent {request.agent}"
+        command = Command(name, [*words, *self._agent_options], log=log, apart="session")
+        return LaunchedAgent(request.agent, command, self._exit_s)

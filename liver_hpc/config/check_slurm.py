@@ -119,7 +119,7 @@ def _check_texts(
     where: str, section: SlurmSection | ComponentSection | BurstSection
 ) -> Iterator[str]:
     """Values that become options of sbatch by themselves."""
-    for key in ("account", "qos", "partition", "python", "mpi"):
+    for key in ("account", "qos", "partition", "python"):
         value = getattr(section, key, None)
         if value is not None and not _is_plain(value):
             yield f"{where}.{key}: {value!r} is empty or has control characters"

@@ -15,6 +15,11 @@ from liver_hpc.config.document import KeyPath
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 RENAMED = {"away_s": "unreachable_s"}
 """Keys of earlier releases, and what they are called now."""
+REMOVED = {
+    "metrics.flush_interval_s": "every event goes to the journal at once",
+    "cluster.slurm.mpi": "nodes meet over MPI without a plugin of Slurm's",
+}
+"""Keys of earlier releases, and what holds now."""
 _QUANTITY = re.compile(r"^\s*([0-9]+)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
 
@@ -76,6 +81,8 @@ def _text(details: list[ErrorDetails], path: KeyPath, model: type[BaseModel]) ->
         valid = sorted(_fields_at(model, path[:-1]))
         if RENAMED.get(key) in valid:
             return f"this key is called {RENAMED[key]!r} now"
+        if key_text(path) in REMOVED:
+            return f"there is no such key any more, leave it out: {REMOVED[key_text(path)]}"
         return f"unknown key{suggestion(key, valid)} (valid keys here: {', '.join(valid)})"
     if kind == "missing":
         return "this key is required"

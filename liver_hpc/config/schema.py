@@ -111,10 +111,10 @@ class NoticeSection(Section):
     replace: NonNegativeInt | None = None
 
     @model_validator(mode="after")
-    def _one_wish(self) -> NoticeSection:
-        wishes = [n for n in ("layout", "workers", "replace") if getattr(self, n) is not None]
-        if len(wishes) != 1:
-            raise ValueError(f"wanted exactly one of layout, workers, replace; got {wishes}")
+    def _one_request(self) -> NoticeSection:
+        asked = [n for n in ("layout", "workers", "replace") if getattr(self, n) is not None]
+        if len(asked) != 1:
+            raise ValueError(f"wanted exactly one of layout, workers, replace; got {asked}")
         return self
 
 
@@ -189,7 +189,6 @@ class SlurmSection(Section):
     burst: BurstSection | None = None
     setup: list[str] = []
     python: str | None = None
-    mpi: str = "pmi2"
     requeue: bool = True
     end_window_s: Seconds = 120.0
     poll_s: Seconds = 5.0
@@ -248,10 +247,9 @@ class NetworkSection(Section):
 
 
 class MetricsSection(Section):
-    """The HDF5 file; writing pauses when the disk has less than `reserve_bytes` left."""
+    """The journal; writing pauses while the disk has less than `reserve_bytes` left."""
 
     reserve_bytes: NonNegativeInt = 16 * 2**20
-    flush_interval_s: Seconds = 1.0
 
 
 AUTO: Literal["auto"] = "auto"
@@ -267,7 +265,7 @@ class RunConfig(Section):
     """One file = one whole run.
 
     `layouts` is "auto" only between loading and `layout.candidates.resolve_layouts`; whoever
-    launches or lives a run finds a table.
+    launches or runs a run finds a table.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"

@@ -19,7 +19,6 @@ from liver_hpc.checkpoint.index import (
     CheckpointIndex,
     Part,
     SavedModel,
-    checkpoint_directory,
     checksum,
     complete_checkpoints,
     complete_path,
@@ -27,6 +26,7 @@ from liver_hpc.checkpoint.index import (
     partial_path,
     read_index,
     remains,
+    set_aside,
     write_index,
 )
 from liver_hpc.clock import Clock
@@ -38,6 +38,7 @@ from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import Restored, Saved, ScalarState, WireRankMap
 from liver_hpc.protocol.votes import copies_disagree, restored_disagrees
 from liver_hpc.recipes.base import Recipe
+from liver_hpc.run.directory import RunDirectory, claim_checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -45,23 +46,32 @@ RECORDED_PACKAGES = ("liver-hpc", "torch", "megatron-core")
 
 
 def newest_checkpoint(directory: Path) -> Checkpoint | None:
-    """The complete checkpoint of the highest step under `directory`; None where there is none.
+    """The complete checkpoint of the highest step under `directory` that is not damaged; None where
+    there is none at all.
 
-    Raises CheckpointError when it is damaged: parts that are missing, or not as long as written.
+    Damaged: the index cannot be read, or parts are missing or not as long as written; the log says
+    so. Raises CheckpointError when all are.
     """
-    found = complete_checkpoints(directory)
-    if not found:
-        return None
-    path = found[-1][1]
+    problems = []
+    for _, path in reversed(complete_checkpoints(directory)):
+        try:
+            return _checked(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            log.error("%s; the checkpoint before it is tried", error)
+    if problems:
+        raise CheckpointError(f"{'; '.join(problems)}; there is no earlier checkpoint")
+    return None
+
+
+def _checked(path: Path) -> Checkpoint:
     index = read_index(path)
     for part in index.parts:
         file = path / part.file
         got_bytes = file.stat().st_size if file.is_file() else None
         if got_bytes != part.num_bytes:
             got = "missing" if got_bytes is None else f"{got_bytes} bytes long"
-            raise CheckpointError(
-                f"{file} is {got}, wanted {part.num_bytes} bytes; {_way_back(found)}"
-            )
+            raise CheckpointError(f"{file} is {got}, wanted {part.num_bytes} bytes")
     return Checkpoint(path, index)
 
 
@@ -76,7 +86,8 @@ class Checkpoints:
     def __init__(
         self, config: RunConfig, recipe: Recipe, run_directory: Path, clock: Clock
     ) -> None:
-        self.directory = checkpoint_directory(config, run_directory)
+        self._run = RunDirectory(run_directory.absolute())
+        self.directory = self._run.checkpoints_path
         self.failure = ""
         self.written = (0, 0.0, 0)
         self._config = config
@@ -95,15 +106,21 @@ class Checkpoints:
     # ---- before the run
 
     def open(self) -> Checkpoint | None:
-        """What this run goes on from; None for a new one. Clears away what was never completed.
+        """What this run goes on from; None for a new one. Clears away what was never completed, and
+        sets aside what is damaged and newer.
 
-        Raises CheckpointError when it is damaged, or of another model.
+        Raises CheckpointError when all are damaged or it is of another model, ConfigError when the
+        directory is somebody else's.
         """
+        claim_checkpoints(self._run, self._config)
         for path in remains(self.directory):
             _remove(path)
         self._source = newest_checkpoint(self.directory)
         if self._source is not None:
             path, index = self._source.path, self._source.index
+            for step, damaged in complete_checkpoints(self.directory):
+                if step > index.scalars.step:
+                    log.error("%s is damaged, and now called %s", damaged, set_aside(damaged))
             difference = index.model.difference(SavedModel.of(self._recipe.spec))
             if difference:
                 raise CheckpointError(f"{path} is of another model: {difference}")
@@ -123,8 +140,7 @@ class Checkpoints:
         if problem:
             raise CheckpointError(
                 f"{self._source.path}: what was restored is not what was saved: {problem}; "
-                f"{self._changed_files(self._source)}; "
-                f"{_way_back(complete_checkpoints(self.directory))}"
+                f"{self._way_back(self._source)}"
             )
         return True
 
@@ -146,17 +162,22 @@ class Checkpoints:
         )
         return _first(differ)
 
-    @staticmethod
-    def _changed_files(checkpoint: Checkpoint) -> str:
-        """Which files are not what was written; reads all of them."""
+    def _way_back(self, checkpoint: Checkpoint) -> str:
+        """Which files are not what was written, which reads all of them, and what to do."""
         path, index = checkpoint.path, checkpoint.index
-        parts = [path / part.file for part in index.parts]
         changed = [
-            f"{file} has changed on the disk (checksum {got}, wanted {part.checksum})"
-            for file, part in zip(parts, index.parts, strict=True)
-            if (got := checksum(file)) != part.checksum
+            f"{path / part.file} has changed on the disk (checksum {got}, wanted {part.checksum})"
+            for part in index.parts
+            if (got := checksum(path / part.file)) != part.checksum
         ]
-        return _first(changed) or "its files are as they were written"
+        earlier = [step for step, _ in complete_checkpoints(self.directory)][:-1]
+        if not earlier:
+            todo = "there is no earlier checkpoint"
+        elif changed:
+            todo = f"it is now {set_aside(path)}; a restart goes on from step {earlier[-1]}"
+        else:
+            todo = f"to go on from step {earlier[-1]} remove {path}"
+        return f"{_first(changed) or 'its files are as they were written'}; {todo}"
 
     # ---- while it trains
 
@@ -220,7 +241,7 @@ class Checkpoints:
         )
         partial, final = partial_path(self.directory, step), complete_path(self.directory, step)
         write_index(partial, index)
-        if final.exists():  # of a life before this one, which went on from an earlier step
+        if final.exists():  # of before a restart from an earlier step
             final.rename(partial.with_suffix(".replaced"))
         os.rename(partial, final)
         flush_to_disk(self.directory)
@@ -248,12 +269,6 @@ def _first(texts: list[str]) -> str:
     if len(texts) < 2:
         return "".join(texts)
     return f"{texts[0]} (and {len(texts) - 1} more)"
-
-
-def _way_back(found: list[tuple[int, Path]]) -> str:
-    if len(found) < 2:
-        return "there is no earlier checkpoint"
-    return f"to go on from step {found[-2][0]} remove {found[-1][1]}"
 
 
 def _version(package: str) -> str:

@@ -5,19 +5,17 @@ Python runs signal handlers in the main thread. Here it does nothing but wait, a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
 from liver_hpc.config.schema import SlurmSection
-from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome
-
-if TYPE_CHECKING:
-    from liver_hpc.coordinator.main import Control
+from liver_hpc.coordinator.control import Control
+from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome
 
 END_REASON = "its job is about to end"
 OUT_OF_TIME = "its job's time was up before its state was on disk"
@@ -27,51 +25,26 @@ _REQUEUE_S = 3.0
 _REQUEUE_SHARE = 0.25
 
 
-class HostedCoordinator:
-    """One life of a run's coordinator. Everything may be called from a signal handler."""
+class HostedCoordinator(Control):
+    """A run's coordinator in a thread of this process. Everything may be called from a signal
+    handler.
 
-    def __init__(self, run_directory: str) -> None:
-        self.exit_code: int | None = None
+    started: whether it was.
+    """
+
+    def __init__(self, run_directory: Path) -> None:
+        super().__init__()
+        self.started = False
         self._run_directory = run_directory
-        self._control: Control | None = None
-        self._stop = ""
-        self._end: tuple[str, float] | None = None
         self._ended, self._not_ended = os.pipe()
 
     def start(self) -> None:
-        """Once. What was said before is said to the coordinator now."""
+        """Once."""
         # What a killed one has left would send operators astray while this one boots.
-        (Path(self._run_directory) / COORDINATOR_FILE).unlink(missing_ok=True)
-        from liver_hpc.coordinator.main import Control  # imports all that a coordinator needs
-
-        self._control = Control()
-        if self._end is not None:
-            self._control.end_near(*self._end)
-        elif self._stop:
-            self._control.stop(self._stop)
+        (self._run_directory / COORDINATOR_FILE).unlink(missing_ok=True)
+        self.started = True
         # A daemon: once the time is up the process ends, whatever the coordinator waits for.
-        threading.Thread(target=self._live, name="coordinator", daemon=True).start()
-
-    @property
-    def started(self) -> bool:
-        return self._control is not None
-
-    @property
-    def ending(self) -> bool:
-        """Whether it was told that the end is near, after which nothing else matters."""
-        return self._end is not None
-
-    def stop(self, why: str) -> None:
-        """The run is to stop at its next step boundary."""
-        self._stop = why
-        if self._control is not None and not self.ending:
-            self._control.stop(why)
-
-    def end_near(self, reason: str, deadline_s: float) -> None:
-        """The job ends at `deadline_s` (epoch): state to disk, to go on in another job."""
-        self._end = (reason, deadline_s)
-        if self._control is not None:
-            self._control.end_near(reason, deadline_s)
+        threading.Thread(target=self._run, name="coordinator", daemon=True).start()
 
     def wait(self, limit_s: float | None = None) -> bool:
         """Whether the coordinator has ended, after at most so many seconds."""
@@ -80,19 +53,19 @@ class HostedCoordinator:
         return bool(readable)
 
     def give_up(self) -> None:
-        """The time is up, and nobody begins the run again: says so for a coordinator that has not
-        ended, and that ends now."""
-        path = Path(self._run_directory)
-        if not (path / OUTCOME_FILE).exists():
-            steps = self._control.steps_done if self._control is not None else 0
-            Outcome("failed", OUT_OF_TIME, steps).write(path)
-            (path / COORDINATOR_FILE).unlink(missing_ok=True)
+        """The time is up, and the job is not queued again: the outcome of a coordinator that has
+        not ended says so, and the process ends now."""
+        if self.outcome is None:
+            self.outcome = Outcome("failed", OUT_OF_TIME, self.steps_done)
+            with contextlib.suppress(OSError):  # a full disk must not hold up the end
+                self.outcome.write(self._run_directory)
+                (self._run_directory / COORDINATOR_FILE).unlink(missing_ok=True)
 
-    def _live(self) -> None:
-        from liver_hpc.coordinator.main import run_coordinator
-
+    def _run(self) -> None:
         try:
-            self.exit_code = run_coordinator(self._run_directory, control=self._control)
+            from liver_hpc.coordinator.main import run_coordinator  # imports all that it needs
+
+            self.outcome = run_coordinator(self._run_directory, control=self)
         finally:
             os.close(self._not_ended)
 
@@ -107,6 +80,11 @@ def checkpoint_in_time(hosted: HostedCoordinator, slurm: SlurmSection, job_id: s
     left_s -= min(_REQUEUE_S, _REQUEUE_SHARE * left_s)
     if hosted.started:
         hosted.wait(left_s)
+
+
+def requeue(slurm: SlurmSection, job_id: str) -> None:
+    """Has the job that this process runs in begin again, which ends it now."""
+    SlurmCommands(slurm.command_s, slurm.unreachable_s).requeue(job_id)
 
 
 def _left_s(slurm: SlurmSection, job_id: str, now_s: float) -> float:

@@ -14,9 +14,10 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from liver_hpc.checkpoint.index import newest_step
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.launcher import Launcher
 from liver_hpc.cluster.local import LocalLauncher
@@ -24,10 +25,17 @@ from liver_hpc.cluster.pool import FixedPool, NodePool
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.address import control_address
+from liver_hpc.coordinator.control import Control
 from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.services import Services
+from liver_hpc.errors import ConfigError
+from liver_hpc.host.descriptors import raise_descriptor_limit
 from liver_hpc.recipes.base import load_recipe
-from liver_hpc.rendezvous.mpi.service import DeskPlace, MpiRendezvous
+from liver_hpc.rendezvous.mpi.network import MpiNetwork
+from liver_hpc.rendezvous.mpi.service import MpiRendezvous
+from liver_hpc.report.hdf5 import read_hdf5
+from liver_hpc.report.store import METRICS_FILE, write_metrics
+from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, read_entries
 from liver_hpc.run.events import Memory
 from liver_hpc.run.journal import Journal
@@ -38,46 +46,11 @@ from liver_hpc.run.secret import create_secret, read_secret
 log = logging.getLogger(__name__)
 
 RECORDED_PACKAGES = ("liver-hpc", "torch", "megatron-core", "mpi4py", "numpy")
-MOST_FRUITLESS_LIVES = 3
-"""So often a run may begin again from a checkpoint without having done a step."""
+MOST_RESTARTS_IN_VAIN = 3
+"""So often a run may restart without progress: neither has it a newer checkpoint than the one that
+it resumed from, nor has it come further than ever before."""
 
 Build = Callable[[RunConfig, Path, bytes], Services]
-
-
-class Control:
-    """How the process around a coordinator speaks to it; from any thread or signal handler.
-
-    What is said before the coordinator stands is said to it as soon as it does.
-    """
-
-    def __init__(self) -> None:
-        self._coordinator: Coordinator | None = None
-        self._stop = ""
-        self._end: tuple[str, float] | None = None
-
-    def stop(self, why: str) -> None:
-        """The run is to stop at its next step boundary."""
-        self._stop = why
-        if self._coordinator is not None:
-            self._coordinator.stop(why)
-
-    def end_near(self, reason: str, deadline_s: float) -> None:
-        """The coordinator's allocation ends at `deadline_s` (epoch): state to disk, and again."""
-        self._end = (reason, deadline_s)
-        if self._coordinator is not None:
-            self._coordinator.end_near(reason, deadline_s)
-
-    @property
-    def steps_done(self) -> int:
-        """Of the coordinator that stands; 0 while there is none."""
-        return self._coordinator.steps_done if self._coordinator is not None else 0
-
-    def attach(self, coordinator: Coordinator | None) -> None:
-        self._coordinator = coordinator
-        if coordinator is not None and self._stop:
-            coordinator.stop(self._stop)
-        if coordinator is not None and self._end is not None:
-            coordinator.end_near(*self._end)
 
 
 def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Services:
@@ -88,7 +61,7 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
         recipe=load_recipe(config),
         launcher=launcher,
         pool=pool,
-        rendezvous=MpiRendezvous(run_directory, secret, _desk_place(config)),
+        rendezvous=MpiRendezvous(run_directory, secret, _mpi_network(config)),
         open_journal=lambda tell: Journal(
             run_directory / JOURNAL_FILE, tell, config.metrics.reserve_bytes
         ),
@@ -96,10 +69,10 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
     )
 
 
-def _desk_place(config: RunConfig) -> DeskPlace:
+def _mpi_network(config: RunConfig) -> MpiNetwork:
     network = config.network
     host = control_address(network, config.cluster.kind)
-    return DeskPlace(host, network.interface, network.mpi_netmod)
+    return MpiNetwork(host, network.interface, network.mpi_netmod)
 
 
 def _here(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:
@@ -109,41 +82,48 @@ def _here(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:
 
 def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:
     """Workers on the nodes of the Slurm job that this process runs in, and on burst nodes."""
-    from liver_hpc.cluster.slurm.allocation import OwnAllocation
+    from liver_hpc.cluster.slurm.allocation import own_allocations
     from liver_hpc.cluster.slurm.commands import SlurmCommands
     from liver_hpc.cluster.slurm.launcher import SlurmLauncher
     from liver_hpc.cluster.slurm.pool import SlurmPool
 
     slurm = config.cluster.slurm
     commands = SlurmCommands(slurm.command_s, slurm.unreachable_s)
-    allocation = OwnAllocation.from_environment(os.environ, config, commands.hostnames)
-    pool = SlurmPool(config, commands, allocation, run_directory, SystemClock())
+    own = own_allocations(os.environ, config, commands.hostnames)
+    pool = SlurmPool(config, commands, own, run_directory, SystemClock())
     return SlurmLauncher(run_directory, config, commands, pool.place_of), pool
 
 
 def run_coordinator(
-    run_directory: str, build: Build = services_of, control: Control | None = None
-) -> int:
-    """Runs the run in a directory to its end, and leaves `outcome.json` there; 0 unless it failed.
+    directory: Path, build: Build = services_of, control: Control | None = None
+) -> Outcome:
+    """Runs the run in a directory to its end; how it ended, which `outcome.json` there says too,
+    unless the disk is full.
 
     Needs `run.yaml`; makes the secret where there is none; goes on from a checkpoint that it finds.
     In a process's main thread SIGTERM and SIGINT stop the run; elsewhere only `control` does.
     """
-    directory = Path(run_directory)
+    raise_descriptor_limit()
+    control = control or Control()
     with ExitStack() as stack:
         try:
-            outcome = _live(directory, build, control or Control(), stack)
+            outcome = _run(directory, build, control, stack)
         except Exception as error:
             log.exception("the coordinator failed")
             outcome = Outcome("failed", f"{type(error).__name__}: {error}", 0)
-        (directory / COORDINATOR_FILE).unlink(missing_ok=True)
-        outcome.write(directory)
         log.info("%s after %d steps: %s", outcome.state, outcome.step, outcome.reason)
-    return 0 if outcome.state != "failed" else 1
+        try:
+            (directory / COORDINATOR_FILE).unlink(missing_ok=True)
+            outcome.write(directory)
+        except OSError as error:
+            log.error("the outcome cannot be written: %s", error)
+        control.outcome = outcome  # from now on whoever is short of time may go
+        write_metrics(directory)
+    return outcome
 
 
-def _live(directory: Path, build: Build, control: Control, stack: ExitStack) -> Outcome:
-    """One coordinator after the other, for as long as one ends to begin again from the disk."""
+def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> Outcome:
+    """One coordinator after the other, for as long as one ends to restart from the disk."""
     (directory / OUTCOME_FILE).unlink(missing_ok=True)
     config = load_run(directory / "run.yaml")
     secret_path = directory / "secret"
@@ -156,28 +136,48 @@ def _live(directory: Path, build: Build, control: Control, stack: ExitStack) -> 
     stack.enter_context(_logging_to(directory / "logs" / "coordinator.log", identity))
     if threading.current_thread() is threading.main_thread():
         stack.enter_context(_stopped_by_signals(control))
-    fruitless, last_step = 0, -1
+    checkpoints = RunDirectory(directory).checkpoints_path
+    in_vain, furthest = 0, -1
     while True:
         memory = coordinator.memory if coordinator is not None else _memory(directory)
         services = build(config, directory, secret)
-        coordinator = Coordinator(config, directory, secret, services, memory)
-        control.attach(coordinator)
+        coordinator = Coordinator(config, directory, secret, services, control, memory)
+        resumed = newest_step(checkpoints)
         outcome = coordinator.run()
-        control.attach(None)
-        fruitless = fruitless + 1 if outcome.step <= last_step else 0
-        last_step = max(last_step, outcome.step)
         if outcome.state != "restart":
             return outcome
-        if fruitless >= MOST_FRUITLESS_LIVES:
-            reason = f"began again {fruitless} times in vain: {outcome.reason}"
+        progress = outcome.step > furthest or newest_step(checkpoints) > resumed
+        in_vain = 0 if progress else in_vain + 1
+        furthest = max(furthest, outcome.step)
+        if in_vain >= MOST_RESTARTS_IN_VAIN:
+            reason = f"restarted {in_vain} times in vain: {outcome.reason}"
             return Outcome("failed", reason, outcome.step)
-        log.info("begins again after step %d: %s", outcome.step, outcome.reason)
+        log.info("restarts after step %d: %s", outcome.step, outcome.reason)
 
 
 def _memory(directory: Path) -> Memory:
-    """What the starts in other processes have left."""
-    path = directory / JOURNAL_FILE
-    return memory_of(read_entries(path)) if path.exists() else Memory()
+    """What the starts in other processes have left. What cannot be gone on with is kept under
+    another name: a damaged journal, and the metrics.h5 of a release that had no journal."""
+    journal, metrics = directory / JOURNAL_FILE, directory / METRICS_FILE
+    if not journal.exists():
+        if not metrics.exists():
+            return Memory()
+        generations = [step.generation for step in read_hdf5(metrics).steps]
+        _set_aside(metrics, "it is of an earlier release")
+        return Memory(max(generations, default=-1))
+    try:
+        return memory_of(read_entries(journal))
+    except ConfigError as error:
+        _set_aside(journal, str(error))
+        return Memory()
+
+
+def _set_aside(path: Path, why: str) -> None:
+    number = 1
+    while (kept := path.with_suffix(f".{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(kept)
+    log.error("%s is kept as %s: %s", path, kept.name, why)
 
 
 @contextmanager
@@ -192,7 +192,8 @@ def _logging_to(path: Path, identity: Callable[[], str]) -> Iterator[None]:
     finally:
         package.removeHandler(handler)
         package.setLevel(level)
-        handler.close()
+        with suppress(OSError):  # what is left cannot be written: the disk is full
+            handler.close()
 
 
 @contextmanager

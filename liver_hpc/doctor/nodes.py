@@ -1,280 +1,146 @@
-"""Checks that need nodes: each starts probes in an allocation and judges what they say."""
+"""Checks that need nodes: each asks probes, and judges what they answer."""
 
 from __future__ import annotations
 
 import secrets
-import shutil
-import socket
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.doctor import on_node
-from liver_hpc.doctor.findings import Check, Result, failed, passed, skipped, warned
-from liver_hpc.doctor.order import Order
-from liver_hpc.doctor.steps import ProbeFailed, Said, Steps
-from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.doctor.checks import Check, Level, Result, failed, passed, skipped, warned
+from liver_hpc.doctor.probe import ASKERS_TOKEN, LOCK_FILE, Said, versions
+from liver_hpc.doctor.step import Probes
+from liver_hpc.errors import LiverError
+from liver_hpc.host.file_lock import file_lock
 from liver_hpc.run.secret import create_secret
 
-LEAST_FILES = 4096
 MOST_SKEW_S = 0.5
-FACTS_S = 60.0
-LOCK_S = 30.0
-CLOCK_S = 30.0
-MEET_S = 60.0
-BYTES_S = 120.0
 
+_NODE_S = 30.0
+_MEET_S = 60.0
+_BYTES_S = 120.0
 _SEEN_S = 15.0
-_UNLIMITED = -1
 
 
-@dataclass
+@dataclass(frozen=True)
 class Nodes:
-    """What the checks of nodes work with. directory: the doctor's own, in the runs directory,
-    which is `made` where there was none.
-    """
+    """What the checks of nodes work with. directory: the doctor's own, in the runs directory."""
 
-    order: Order
-    steps: Steps
+    probes: Probes
+    names: tuple[str, ...]
     directory: Path
-    token: str = field(default_factory=lambda: secrets.token_hex(16))
-    facts: list[Said] = field(default_factory=list)
-    made: bool = False
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.steps.allocation.nodes
+    def one(self, node: str, probe: str, limit_s: float, **arguments: Any) -> Said:
+        return self.probes.ask([node], probe, limit_s, **arguments)[node]
 
-    @property
-    def network(self) -> list[str]:
-        return ["--network", self.order.network.model_dump_json()]
+    def each(self, probe: str, **arguments: Any) -> Result:
+        """The worst of what the nodes find about themselves, and who says what."""
+        answers = self.probes.ask(self.names, probe, _NODE_S, **arguments)
+        results = [
+            (name, Result(Level(said["level"]), said["found"], said["advice"]))
+            for name, said in sorted(answers.items())
+        ]
+        worst = max((result for _, result in results), key=lambda r: list(Level).index(r.level))
+        who: dict[str, list[str]] = {}
+        for name, result in results:
+            if result.level is worst.level:
+                who.setdefault(result.found, []).append(name)
+        told = [f"{', '.join(names)}: {found}" for found, names in who.items()]
+        return replace(worst, found="; ".join(told))
 
-    @property
-    def place(self) -> list[str]:
-        return ["--directory", str(self.directory)]
 
-    def prepare(self) -> None:
-        """Makes the directory, private, with a token and a secret in it."""
-        try:
-            self.made = not self.directory.parent.exists()
-            self.directory.mkdir(mode=0o700, parents=True)
-        except OSError as error:
-            raise LiverError(f"{self.directory} cannot be made: {error.strerror}") from error
-        (self.directory / on_node.ASKERS_TOKEN).write_text(self.token, encoding="ascii")
-        create_secret(self.directory / "secret")
-
-    def clear_up(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
-        if self.made:
+@contextmanager
+def own_directory(runs_directory: Path) -> Iterator[Path]:
+    """A private directory with a secret; afterwards there is neither it nor one made for it."""
+    made = not runs_directory.exists()
+    try:
+        runs_directory.mkdir(parents=True, exist_ok=True)
+        own = TemporaryDirectory(prefix=".doctor-", dir=runs_directory)
+    except OSError as error:
+        raise LiverError(f"{error.filename} cannot be made: {error.strerror}") from error
+    try:
+        with own:
+            create_secret(Path(own.name) / "secret")
+            yield Path(own.name)
+    finally:
+        if made:
             with suppress(OSError):  # something else has come into it
-                self.directory.parent.rmdir()
-
-
-def _answers(nodes: Nodes) -> Result:
-    """One step on all nodes, whose answers the next checks judge."""
-    named = [word for name in nodes.names for word in ("--name", name)]
-    arguments = [*nodes.place, *nodes.network, *named]
-    deadline = Deadline.after(SystemClock(), FACTS_S, "all nodes")
-    with nodes.steps.start("facts", nodes.names, arguments) as probe:
-        while len(nodes.facts) < len(nodes.names):
-            nodes.facts.append(probe.say(max(1.0, deadline.remaining_s())))
-    hosts = ", ".join(sorted(fact["host"] for fact in nodes.facts))
-    kind = "of its own" if nodes.steps.allocation.own else "around this process"
-    return passed(f"job {nodes.steps.allocation.job} {kind}: {hosts} answer")
-
-
-def _versions(nodes: Nodes) -> Result:
-    known = {socket.gethostname(): on_node.versions()}
-    known |= {fact["host"]: fact["versions"] for fact in nodes.facts}
-    differing = []
-    for package in ("Python", *on_node.PACKAGES):
-        hosts: dict[str, list[str]] = {}
-        for host, versions in known.items():
-            hosts.setdefault(versions.get(package, "none"), []).append(host)
-        if len(hosts) > 1:
-            where = ", ".join(f"{version} on {' '.join(on)}" for version, on in hosts.items())
-            differing.append(f"{package} is {where}")
-    if differing:
-        return failed(
-            "; ".join(differing), "use one environment on a file system that all nodes share"
-        )
-    same = next(iter(known.values()))
-    listed = ", ".join(f"{package} {version}" for package, version in same.items())
-    missing = [package for package, version in same.items() if version == "none"]
-    if missing:
-        return failed(listed, f"install {' '.join(missing)}")
-    return passed(f"the same on all: {listed}")
-
-
-def _limits(nodes: Nodes) -> Result:
-    few = {fact["host"]: fact["files"] for fact in nodes.facts if _below(fact["files"])}
-    if few:
-        listed = ", ".join(f"{files} on {host}" for host, files in few.items())
-        return warned(
-            f"open files: {listed}, wanted {LEAST_FILES}",
-            "raise it in the setup lines (`ulimit -n`), or Slurm's PropagateResourceLimits",
-        )
-    locked = [
-        fact["host"]
-        for fact in nodes.facts
-        if fact["hca_ports"] and fact["locked_bytes"] != _UNLIMITED
-    ]
-    if locked:
-        return warned(
-            f"locked memory is limited on {', '.join(locked)}, which have RDMA adapters",
-            "have memlock made unlimited for slurmd (LimitMEMLOCK); NCCL over InfiniBand needs it",
-        )
-    least = min(fact["files"] for fact in nodes.facts)
-    adapters = sorted({port for fact in nodes.facts for port in fact["hca_ports"]})
-    ports = f"adapters {', '.join(adapters)}" if adapters else "no RDMA adapters"
-    return passed(f"{'unlimited' if least == _UNLIMITED else least} open files; {ports}")
-
-
-def _below(files: int) -> bool:
-    return files != _UNLIMITED and files < LEAST_FILES
-
-
-def _names(nodes: Nodes) -> Result:
-    lost = [
-        f"{fact['host']} does not know {name}"
-        for fact in nodes.facts
-        for name, address in fact["resolves"].items()
-        if not address
-    ]
-    if lost:
-        return failed("; ".join(lost), "have the nodes' names put into DNS or /etc/hosts")
-    return passed(f"each of {', '.join(nodes.names)} resolves on all of them")
-
-
-def _interfaces(nodes: Nodes) -> Result:
-    troubles = [fact["trouble"] for fact in nodes.facts if fact["trouble"]]
-    if troubles:
-        return failed("; ".join(troubles), "name the interface in network.interface")
-    each = [f"{fact['host']} {fact['interface']} {fact['address']}" for fact in nodes.facts]
-    return passed(f"control traffic: {', '.join(each)}")
+                runs_directory.rmdir()
 
 
 def _shared(nodes: Nodes) -> Result:
-    parent, advice = nodes.directory.parent, "put it on a file system that all nodes mount"
-    blind = {f["host"]: f["token_trouble"] for f in nodes.facts if f["token"] != nodes.token}
-    if blind:
-        told = next(iter(blind.values())) or "it is another directory there"
-        return failed(
-            f"{parent} as this host has it is not there on {', '.join(blind)} ({told})", advice
-        )
-    missing: list[str] = []
-
-    def look() -> bool:
-        missing[:] = [fact["host"] for fact in nodes.facts if not _echo(nodes, fact["host"])]
-        return not missing
-
-    try:
-        poll_until(look, Deadline.after(SystemClock(), _SEEN_S, "the nodes' files"))
-    except DeadlineError:
-        return failed(
-            f"{parent}: what {', '.join(missing)} wrote is not seen here after {_SEEN_S:g} s",
-            advice,
-        )
-    return passed(f"{parent}: what one host writes the others read")
-
-
-def _echo(nodes: Nodes, host: str) -> bool:
-    try:
-        return (nodes.directory / host).read_text(encoding="ascii") == nodes.token
-    except OSError:
-        return False
+    token = secrets.token_hex(16)
+    (nodes.directory / ASKERS_TOKEN).write_text(token, encoding="ascii")
+    result = nodes.each("shared", token=token)
+    if result.level is Level.PASS:
+        waits_for = f"what the nodes wrote into {nodes.directory} to be seen here"
+        written = [nodes.directory / name for name in nodes.names]
+        deadline = Deadline.after(SystemClock(), _SEEN_S, waits_for)
+        poll_until(lambda: all(path.exists() for path in written), deadline)
+    return result
 
 
 def _locking(nodes: Nodes) -> Result:
-    holder, others = nodes.names[0], nodes.names[1:]
-    free = []
-    with nodes.steps.answering("hold-lock", holder, nodes.place, LOCK_S):
-        if on_node.try_lock(nodes.directory):
-            free.append(socket.gethostname())
-        for other in others:
-            with nodes.steps.start("try-lock", [other], nodes.place) as probe:
-                if probe.say(LOCK_S)["free"]:
-                    free.append(other)
-    if free:
-        return failed(
-            f"a lock that {holder} holds is not respected on {', '.join(free)}",
-            "mount it with locks (NFS: not `nolock` or `local_lock`; Lustre: `flock`)",
-        )
-    return passed(f"a lock that {holder} holds is respected elsewhere")
+    with file_lock(nodes.directory / LOCK_FILE):
+        return nodes.each("lock")
 
 
 def _clocks(nodes: Nodes) -> Result:
-    first, others = nodes.names[0], nodes.names[1:]
-    with nodes.steps.answering("serve-clock", first, nodes.network, CLOCK_S) as (_, server):
-        where = ["--host", server["host"], "--port", str(server["port"])]
-        with nodes.steps.start("compare-clock", others, where) as probe:
-            said = [probe.say(CLOCK_S) for _ in others]
-    # The offset is certain to half of the round trip.
-    beyond = [one for one in said if abs(one["ahead_s"]) - one["round_trip_s"] / 2 > MOST_SKEW_S]
-    worst = max(said, key=lambda one: abs(one["ahead_s"]))
-    found = (
-        f"{worst['host']} is {1e3 * worst['ahead_s']:+.1f} ms from {first} "
-        f"(round trip {1e3 * worst['round_trip_s']:.1f} ms)"
-    )
-    if beyond:
+    """All are asked at once: what they say is apart by no more than their clocks and the wait."""
+    began_s = time.monotonic()
+    answers = nodes.probes.ask(nodes.names, "now", _NODE_S)
+    wait_s = time.monotonic() - began_s
+    said = sorted((said["s"], name) for name, said in answers.items())
+    (slow_s, slow), (fast_s, fast) = said[0], said[-1]
+    found = f"{fast} is {1e3 * (fast_s - slow_s):.1f} ms before {slow}, or {1e3 * wait_s:.1f} less"
+    if fast_s - slow_s - wait_s > MOST_SKEW_S:
         return warned(found, "have chrony or ntpd started; times in the metrics are compared")
     return passed(found)
 
 
 def _meeting(nodes: Nodes) -> Result:
     first, second = nodes.names[:2]
-    mpi = nodes.order.cluster.slurm.mpi
-    arguments = [*nodes.place, "--limit-s", str(MEET_S / 2)]
-    with (
-        nodes.steps.answering("desk", first, [*nodes.place, *nodes.network], MEET_S) as (_, desk),
-        nodes.steps.start("join", [second], arguments, mpi=mpi) as probe,
-    ):
-        said = probe.say(MEET_S)
-    if not said["managed"]:
-        return failed(
-            f"srun --mpi={mpi} gave {second} no line to a process manager",
-            "name a plugin that speaks PMI-2 in cluster.slurm.mpi",
-        )
-    return passed(f"{second} met {first} ({desk['host']}) in {said['took_s']:.2f} s, {mpi}")
+    host = nodes.one(first, "rendezvous", _MEET_S)["host"]
+    said = nodes.one(second, "join", _MEET_S, within_s=_MEET_S / 2)
+    return passed(f"{second} met {first} ({host}) in {said['took_s']:.2f} s")
 
 
-def _bandwidth(backend: str) -> Callable[[Nodes], Result]:
-    def look(nodes: Nodes) -> Result:
-        first, second = nodes.names[:2]
-        words = [*nodes.network, "--backend", backend, "--limit-s", str(BYTES_S / 2)]
-        with nodes.steps.answering("bytes", first, words, BYTES_S) as (_, server):
-            if not server["cuda"]:
-                return skipped(f"not applicable: no CUDA device on {first}")
-            where = ["--host", server["host"], "--port", str(server["port"])]
-            with nodes.steps.start("bytes", [second], [*words, *where]) as probe:
-                said = probe.say(BYTES_S)
-        if "cuda" in said:
-            raise ProbeFailed(f"{first} has a CUDA device, {second} has none")
-        return passed(
-            f"{said['megabytes_per_s']:.0f} MB/s, {1e6 * said['latency_s']:.0f} us from {first} "
-            f"to {second} by {', '.join(said['kinds'])} ({said['detail']})"
-        )
-
-    return look
+def _bandwidth(backend: str, nodes: Nodes) -> Result:
+    first, second = pair = nodes.names[:2]
+    opened = nodes.probes.ask(pair, "store", _BYTES_S, within_s=_BYTES_S / 2)
+    lacking = [name for name in pair if backend == "nccl" and not opened[name]["cuda"]]
+    if lacking == list(pair):
+        return skipped(f"not applicable: no CUDA device on {first} and {second}")
+    if lacking:
+        return failed(f"of {first} and {second} only {lacking[0]} has no CUDA device", _LINK)
+    asked = {"rank_0": first, "backend": backend, "within_s": _BYTES_S / 2}
+    asked["at"] = opened[first]["at"]
+    said = nodes.probes.ask(pair, "measure", _BYTES_S, **asked)[second]
+    return passed(
+        f"{said['megabytes_per_s']:.0f} MB/s, {1e6 * said['latency_s']:.0f} us from {first} "
+        f"to {second} by {said['transport']}"
+    )
 
 
 _LINK = "see that nodes reach each other on the interface above; name another in network"
-_START = "see that `srun` starts this Python there; name another in cluster.slurm.python"
+_MOUNT = "put it on a file system that all nodes mount"
 
-NODE_CHECKS = (
-    Check("nodes", _answers, (), _START),
-    Check("versions", _versions, ("nodes",)),
-    Check("limits", _limits, ("nodes",)),
-    Check("names", _names, ("nodes",)),
-    Check("interfaces", _interfaces, ("nodes",)),
-    Check("shared directory", _shared, ("nodes",)),
+NODE_CHECKS: tuple[Check[Nodes], ...] = (
+    Check("versions", lambda nodes: nodes.each("same_versions", wanted=versions())),
+    Check("limits", lambda nodes: nodes.each("limits")),
+    Check("interfaces", lambda nodes: nodes.each("interfaces")),
+    Check("shared directory", _shared, (), _MOUNT),
     Check("locking", _locking, ("shared directory",), "see how the runs directory is mounted"),
 )
-PAIR_CHECKS = (
-    Check("clocks", _clocks, ("interfaces",), _LINK),
-    Check("mpi meeting", _meeting, ("mpi plugin", "interfaces", "shared directory"), _LINK),
-    Check("gloo", _bandwidth("gloo"), ("interfaces",), _LINK),
-    Check("nccl", _bandwidth("nccl"), ("interfaces",), _LINK),
+PAIR_CHECKS: tuple[Check[Nodes], ...] = (
+    Check("clocks", _clocks),
+    Check("mpi meeting", _meeting, ("interfaces", "shared directory"), _LINK),
+    Check("gloo", partial(_bandwidth, "gloo"), ("interfaces",), _LINK),
+    Check("nccl", partial(_bandwidth, "nccl"), ("interfaces",), _LINK),
 )

@@ -1,108 +1,287 @@
-"""`python -m liver_hpc.doctor.probe NAME ...`: one look at or between nodes, told in JSON lines.
+"""`python -m liver_hpc.doctor.probe DIRECTORY NETWORK`: looks at its node, and from it at another.
 
-Started by `liver doctor` as a step of Slurm. What it finds goes to standard output; a reason why
-it could not look is a line {"error": ...} and exit code 1.
+`liver doctor` starts one on every node. Each line of its input is a request: {"number", "nodes",
+"probe", "with"}, the last its arguments. The nodes that are named, or all, answer with one line
+{"number", "node"} and what they found, or "error". Each request has a thread of its own, so that
+one that hangs holds up no other. What a probe opens for others stays open until the input ends.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib
+import importlib.metadata
 import json
-import logging
 import os
+import platform
+import resource
+import select
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
+from liver_hpc.cluster.network import (
+    GLOO_INTERFACE,
+    NCCL_LOG,
+    NodeFacts,
+    control_interface,
+    node_facts,
+    worker_network_environment,
+)
 from liver_hpc.config.schema import NetworkSection
-from liver_hpc.doctor import on_node
+from liver_hpc.doctor.checks import Result, failed, passed, warned
+from liver_hpc.errors import ConfigError, DeadlineError, LiverError
+from liver_hpc.host.file_lock import file_lock
 
-log = logging.getLogger(__name__)
+PACKAGES = ("liver_hpc", "torch", "megatron-core", "mpi4py")
+ASKERS_TOKEN = "asker"
+LOCK_FILE = "lock"
+LEAST_FILES = 4096
+BULK_BYTES = 64 * 2**20
+WARM_UP_BYTES = 2**20
+LATENCY_ROUNDS = 50
 
+ANSWER = "liver doctor: "
+"""What a line begins with that is an answer; sites' profiles print others."""
 
-def say(**fields: Any) -> None:
-    """One line, and at once."""
-    os.write(1, json.dumps(fields).encode() + b"\n")
-
-
-def _facts(options: argparse.Namespace) -> None:
-    on_node.tell_facts(say, options.directory, options.name, options.network)
-
-
-def _hold_lock(options: argparse.Namespace) -> None:
-    on_node.hold_lock(say, options.directory)
-
-
-def _try_lock(options: argparse.Namespace) -> None:
-    say(free=on_node.try_lock(options.directory))
+Said = dict[str, Any]
+"""What a probe found, as JSON."""
 
 
-def _serve_clock(options: argparse.Namespace) -> None:
-    from liver_hpc.doctor.between import serve_clock
+@dataclass
+class Node:
+    """What probes work with. directory: the doctor's own, in the runs directory."""
 
-    serve_clock(say, options.network)
+    name: str
+    directory: Path
+    network: NetworkSection
+    held: ExitStack = field(default_factory=ExitStack)
 
+    @cached_property
+    def facts(self) -> NodeFacts:
+        return node_facts()
 
-def _compare_clock(options: argparse.Namespace) -> None:
-    from liver_hpc.doctor.between import compare_clock
+    @property
+    def interface(self) -> str:
+        """That of control traffic; ConfigError where there is none."""
+        return control_interface(self.network, "slurm", self.facts) or "lo"
 
-    compare_clock(say, options.host, options.port, options.limit_s)
-
-
-def _desk(options: argparse.Namespace) -> None:
-    from liver_hpc.doctor.between import open_desk
-
-    open_desk(say, options.directory, options.network)
-
-
-def _join(options: argparse.Namespace) -> None:
-    from liver_hpc.doctor.between import join_desk
-
-    join_desk(say, options.directory, options.limit_s)
-
-
-def _bytes(options: argparse.Namespace) -> None:
-    from liver_hpc.doctor.between import Pair, measure
-
-    store = (options.host, options.port) if options.host else None
-    pair = Pair(1 if store else 0, options.backend, store, options.limit_s)
-    measure(say, pair, options.network)
+    @property
+    def address(self) -> str:
+        return self.facts.interfaces[self.interface]
 
 
-PROBES = {
-    "facts": _facts,
-    "hold-lock": _hold_lock,
-    "try-lock": _try_lock,
-    "serve-clock": _serve_clock,
-    "compare-clock": _compare_clock,
-    "desk": _desk,
-    "join": _join,
-    "bytes": _bytes,
+# ---- the node itself
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of what has to be the same everywhere."""
+    found = {"Python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def same_versions(node: Node, wanted: dict[str, str]) -> Result:
+    """wanted: those of the asking host."""
+    own = versions()
+    listed = ", ".join(f"{package} {version}" for package, version in own.items())
+    wrong = [
+        f"{package} is {version}, there {wanted[package]}"
+        for package, version in own.items()
+        if version == "none" or version != wanted[package]
+    ]
+    if not wrong:
+        return passed(f"{listed}, as on the asking host")
+    advice = "use one environment with all of it on a file system that all nodes share"
+    return failed(f"not as on the asking host: {'; '.join(wrong)}", advice)
+
+
+def limits(node: Node) -> Result:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    locked_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    ports = [f"{port}/{port.link_layer}" for port in node.facts.hca_ports]
+    found = f"{'unlimited' if files == resource.RLIM_INFINITY else files} open files"
+    if files != resource.RLIM_INFINITY and files < LEAST_FILES:
+        return warned(
+            f"{found}, wanted {LEAST_FILES}",
+            "raise it in the setup lines (`ulimit -n`), or Slurm's PropagateResourceLimits",
+        )
+    if ports and locked_bytes != resource.RLIM_INFINITY:
+        return warned(
+            f"locked memory is limited beside the adapters {', '.join(ports)}",
+            "have memlock made unlimited for slurmd (LimitMEMLOCK); NCCL over InfiniBand needs it",
+        )
+    return passed(f"{found}, {'adapters ' + ', '.join(ports) if ports else 'no RDMA adapters'}")
+
+
+def interfaces(node: Node) -> Result:
+    try:
+        return passed(f"control traffic by {node.interface} {node.address}")
+    except ConfigError as error:
+        return failed(str(error), "name the interface in network.interface")
+
+
+def shared(node: Node, token: str) -> Result:
+    """Reads what the asker wrote, and writes it down again under this node's name."""
+    try:
+        read = (node.directory / ASKERS_TOKEN).read_text(encoding="ascii")
+        (node.directory / node.name).write_text(token, encoding="ascii")
+    except OSError as error:
+        read = f"{error.filename}: {error.strerror}"
+    if read == token:
+        return passed("what one host writes the others read")
+    there = f"{node.directory.parent} as the asking host has it is not there"
+    return failed(f"{there} ({read})", "put it on a file system that all nodes mount")
+
+
+def lock(node: Node) -> Result:
+    """Whether a lock that the asker holds is respected here."""
+    try:
+        with file_lock(node.directory / LOCK_FILE, limit_s=0.0):
+            pass
+    except DeadlineError:
+        return passed("a lock that is held elsewhere is respected")
+    return failed(
+        "a lock that another host holds is not respected",
+        "mount it with locks (NFS: not `nolock` or `local_lock`; Lustre: `flock`)",
+    )
+
+
+# ---- two nodes
+
+
+def rendezvous(node: Node) -> Said:
+    """Opens one as a coordinator has it."""
+    from liver_hpc.rendezvous.base import Answer
+    from liver_hpc.rendezvous.mpi.network import MpiNetwork
+    from liver_hpc.rendezvous.mpi.service import MpiRendezvous
+    from liver_hpc.run.secret import read_secret
+
+    place = MpiNetwork(node.address, node.network.interface, node.network.mpi_netmod)
+    opened = MpiRendezvous(node.directory, read_secret(node.directory / "secret"), place)
+    node.held.callback(opened.close)
+    opened.start(lambda _: Answer(worker_ids=(0,), control_host=place.host, control_port=1))
+    return {"host": place.host}
+
+
+def join(node: Node, within_s: float) -> Said:
+    """Meets the rendezvous as an agent does; MeetingError when that fails."""
+    from liver_hpc.rendezvous.base import Identity
+    from liver_hpc.rendezvous.mpi.joiner_process import JoinerProcess
+
+    identity = Identity(agent="doctor", host=node.facts.host, pid=os.getpid(), workers=1)
+    began_s = time.monotonic()
+    joiner = JoinerProcess(node.directory, identity, within_s)
+    try:
+        select.select([joiner.end], [], [], within_s + 5.0)
+        if joiner.answer() is None:
+            raise DeadlineError(f"waited {within_s:g} s for the joiner")
+    finally:
+        joiner.close()
+    return {"took_s": time.monotonic() - began_s}
+
+
+def store(node: Node, within_s: float) -> Said:
+    """Opens one over which two nodes find each other; and whether there is a CUDA device."""
+    import torch
+
+    opened = _store(node.address, 0, within_s, is_master=True, wait_for_workers=False)
+    node.held.callback(lambda: opened)
+    return {"at": [node.address, opened.port], "cuda": torch.cuda.is_available()}
+
+
+def measure(node: Node, rank_0: str, backend: str, at: tuple[str, int], within_s: float) -> Said:
+    """Bandwidth and latency from `rank_0` to the other node, and by which transport."""
+    import torch
+
+    from liver_hpc.world.device import Device, Network, NetworkPlan, open_device
+
+    with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
+        log = Path(directory) / "nccl.log"
+        chosen = worker_network_environment(node.network, "slurm", node.facts, os.environ)
+        os.environ.update({NCCL_LOG: str(log), **chosen})
+        listed = (name.strip() for name in os.environ.get(GLOO_INTERFACE, "").split(","))
+        device = open_device(0) if backend == "nccl" else Device(torch.device("cpu"), "gloo")
+        network = Network(device, NetworkPlan(node.address, tuple(filter(None, listed)), log))
+        rank, met = int(node.name != rank_0), _store(*at, within_s)
+        opened = network.open_backend(met, rank, 2, within_s)
+
+        def exchange_s(tensor: torch.Tensor) -> float:
+            """Seconds for a tensor to go there, and one byte of it to come back."""
+            began_s = time.monotonic()
+            for one, sender in ((tensor, 0), (tensor[:1], 1)):
+                (opened.send if rank == sender else opened.recv)([one], 1 - rank, 0).wait()
+            device.synchronize()
+            return time.monotonic() - began_s
+
+        bulk = torch.zeros(BULK_BYTES, device=device.torch_device, dtype=torch.uint8)
+        exchange_s(bulk[:WARM_UP_BYTES])
+        bulk_s = exchange_s(bulk)
+        rounds_s = [exchange_s(bulk[:1]) for _ in range(LATENCY_ROUNDS)]
+        transport = network.transports([opened])
+    return {
+        "megabytes_per_s": BULK_BYTES / bulk_s / 1e6,
+        "latency_s": statistics.median(rounds_s) / 2,
+        "transport": f"{', '.join(transport.kinds)} ({transport.detail})",
+    }
+
+
+def _store(host: str, port: int, limit_s: float, is_master: bool = False, **more: Any) -> Any:
+    tcp_store: Any = importlib.import_module("torch.distributed").TCPStore
+    return tcp_store(host, port, is_master=is_master, timeout=timedelta(seconds=limit_s), **more)
+
+
+# ---- requests
+
+
+def hello(node: Node) -> Said:
+    return {"job": os.environ.get("SLURM_JOB_ID", "")}
+
+
+def now(node: Node) -> Said:
+    return {"s": time.time()}
+
+
+_ALONE = (hello, now, same_versions, limits, interfaces, shared, lock)
+_TOGETHER = (rendezvous, join, store, measure)
+PROBES: dict[str, Callable[..., Result | Said]] = {
+    probe.__name__: probe for probe in (*_ALONE, *_TOGETHER)
 }
-WAIT_FOR_THEIR_END = ("hold-lock", "serve-clock", "desk")
+
+
+def serve(node: Node, request: Said) -> None:
+    """Answers on standard output."""
+    try:
+        found = PROBES[request["probe"]](node, **request["with"])
+        said = found if isinstance(found, dict) else asdict(found)
+    except (LiverError, OSError, RuntimeError, ImportError) as error:
+        said = {"error": f"{type(error).__name__}: {error}"}
+    answer = json.dumps({"number": request["number"], "node": node.name, **said})
+    os.write(1, f"{ANSWER}{answer}\n".encode())  # whole, and at once
 
 
 def main() -> NoReturn:
-    parser = argparse.ArgumentParser(prog="liver_hpc.doctor.probe", description=__doc__)
-    parser.add_argument("probe", choices=PROBES)
-    parser.add_argument("--directory", type=Path)
-    parser.add_argument("--network", type=NetworkSection.model_validate_json)
-    parser.add_argument("--name", action="append", default=[])
-    parser.add_argument("--host", default="")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
-    parser.add_argument("--limit-s", type=float, default=30.0)
-    options = parser.parse_args()
-    if options.probe in WAIT_FOR_THEIR_END:
-        on_node.block_termination()
-    code = 0
-    try:
-        PROBES[options.probe](options)
-    except Exception as error:
-        log.exception("the %s probe failed", options.probe)
-        say(error=f"{type(error).__name__}: {error}")
-        code = 1
-    logging.shutdown()
-    os._exit(code)  # native threads must not hold the step
+    """Serves until the input ends, which may also be that the doctor was killed."""
+    directory, network = Path(sys.argv[1]), NetworkSection.model_validate_json(sys.argv[2])
+    node = Node(os.environ["SLURMD_NODENAME"], directory, network)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if node.name in (request["nodes"] or [node.name]):
+            threading.Thread(target=serve, args=(node, request), daemon=True).start()
+    node.held.close()
+    os._exit(0)  # native threads must not hold the step
 
 
 if __name__ == "__main__":

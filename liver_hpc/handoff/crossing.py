@@ -54,14 +54,6 @@ class Digests:
 
 
 @dataclass(frozen=True)
-class Boundary:
-    """The boundary at which the source world stopped."""
-
-    scalars: ScalarState
-    last_step_ended_s: float
-
-
-@dataclass(frozen=True)
 class Crossed:
     """The target world's first step; `first_step` is None on a leaver."""
 
@@ -112,21 +104,15 @@ class Crossing:
         self._bytes_done = 0
         self._last_progress_s = -PROGRESS_INTERVAL_S
 
-    def run(self, boundary: Boundary | None) -> Crossed:
+    def run(self, boundary: AtBoundary | None) -> Crossed:
         """Crosses, or raises HandoffAborted with the source world untouched.
 
-        Collective over source and target workers. `boundary` is None on a joiner.
+        Collective over source and target workers. boundary: where the source world stopped, which
+        the coordinator is told; None on a joiner.
         """
         session, context = self._session, self._session.context
         if boundary is not None:
-            context.send(
-                AtBoundary(
-                    worker=context.worker,
-                    generation=session.generation,
-                    scalars=boundary.scalars,
-                    last_step_ended_s=boundary.last_step_ended_s,
-                )
-            )
+            context.send(boundary)
         session.check()
         self._vote("parameters", self._move_parameters)
         forward = self._verdict("forward")

@@ -1,8 +1,9 @@
-"""Files that readers find whole or not at all, and that survive a loss of power."""
+"""Files that readers find whole or not at all, that survive a loss of power; and whose they are."""
 
 from __future__ import annotations
 
 import os
+import pwd
 import secrets
 from pathlib import Path
 
@@ -37,3 +38,17 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def whose(status: os.stat_result) -> str:
+    """ "belongs to user ann, this is user bob" of a file that is not this user's; else empty."""
+    if status.st_uid == os.geteuid():
+        return ""
+    return f"belongs to user {_name(status.st_uid)}, this is user {_name(os.geteuid())}"
+
+
+def _name(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)

@@ -1,6 +1,6 @@
 """Lifelines: a process ends when the process that it serves has ended, however that one died.
 
-Linux only: `prctl(PR_SET_PDEATHSIG)` and process file descriptors.
+Linux 5.3 or newer: `prctl(PR_SET_PDEATHSIG)` and process file descriptors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ EXIT_ORPHANED = 86
 """Exit code of a process that found its parent already gone when it started."""
 
 _PR_SET_PDEATHSIG = 1
-_POLL_INTERVAL_S = 0.5
 
 # Runs in an interpreter of its own between the parent and the command: the parent may have
 # threads, so nothing may run between its fork and the exec. What the thread that forked had
@@ -89,8 +88,8 @@ def quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:
 def on_parent_exit(act: Callable[[], None]) -> None:
     """Calls `act` in a thread of its own once the parent process has ended.
 
-    Unlike `die_with_parent` it does not mind from which of its threads the parent started this
-    process; a parent that ended before this call is not noticed.
+    Unlike with `die_with_parent`, the thread of the parent that started this process may end
+    before it. A parent that ended before this call is not noticed.
     """
     parent = os.getppid()
 
@@ -105,11 +104,6 @@ def _wait_for_exit(parent: int) -> None:
     try:
         descriptor = os.pidfd_open(parent)
     except ProcessLookupError:
-        return
-    except OSError:  # a kernel before 5.3
-        pause = threading.Event()
-        while os.getppid() == parent:
-            pause.wait(_POLL_INTERVAL_S)
         return
     try:
         poller = select.poll()

@@ -1,1 +1,1 @@
-"""A node's processes: the agent, its workers, the keeper of an allocation."""
+"""A node's processes: the agent, its workers, the keeper of a burst allocation."""

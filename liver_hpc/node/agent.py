@@ -42,7 +42,7 @@ from liver_hpc.node.workers import WARNINGS, BootError, NodeWorkers, WorkerPlan
 from liver_hpc.protocol.messages import AgentHello, EndAgent, Warned, WorkerEnded
 from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
-from liver_hpc.rendezvous.mpi.joiner_process import JoinerProcess, NotMet, mpi_launch
+from liver_hpc.rendezvous.mpi.joiner_process import JoinerProcess, NotMet
 from liver_hpc.run.secret import read_secret
 
 EXIT_FAILED = 1
@@ -201,7 +201,7 @@ class Agent:
         self._plan = plan
         self._warnings = frozenset(WARNINGS) if plan.sheltered else frozenset()
         self._clock = SystemClock()
-        # A warning says nothing of the parent.
+        # With warnings SIGTERM announces the node's end, and says nothing of the parent.
         self._orphaned = signal.SIGINT if plan.sheltered else signal.SIGTERM
         self._wake = Wake({signal.SIGTERM, signal.SIGINT, *self._warnings}, self._clock)
         self._channel: AgentChannel | None = None
@@ -211,7 +211,6 @@ class Agent:
 
     def run(self) -> int:
         """The agent's exit code. Raises LiverError when its workers never got to work."""
-        mpi_launch([])  # raises now rather than after the boot when there is no way into MPI
         self._workers.start()
         on_parent_exit(lambda: os.kill(os.getpid(), self._orphaned))
         deadlines = load_run(self._plan.run_directory / "run.yaml").deadlines
@@ -290,7 +289,7 @@ class Agent:
     def _supervise(self, channel: AgentChannel, exit_s: float) -> int:
         """Until every worker has ended, by itself or because the coordinator wants it or is gone.
 
-        The latter is for the workers to notice, each with a message as good as ours.
+        Each worker notices by itself that the coordinator is gone, and is given time to end.
         """
         alone: Deadline | None = None
         while self._workers.living():

@@ -1,4 +1,4 @@
-"""The batch process of a burst allocation: keeps it for exactly as long as the run lives.
+"""The batch process of a burst allocation: keeps it for exactly as long as the run goes on.
 
 It holds a channel to the coordinator and ends when that closes; Slurm then takes the nodes back.
 """

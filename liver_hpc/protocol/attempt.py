@@ -1,4 +1,4 @@
-"""What is known of the handoff attempt in progress."""
+"""What the coordinator knows of the handoff attempt in progress."""
 
 from __future__ import annotations
 

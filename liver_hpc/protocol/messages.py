@@ -69,8 +69,7 @@ class ClassDigest(Message):
 class Hello(Message):
     """First message of a worker: it has booted and is ready to PREPARE.
 
-    boot_timings_s: all of the time from the start of its process to `booted_s`, by what it went
-    into.
+    boot_timings_s: the time from the start of its process to `booted_s`, by what took it.
     """
 
     type: Literal["hello"] = "hello"
@@ -227,8 +226,8 @@ class Restored(Message):
 
 
 class Transports(Message):
-    """The groups of a world are connected here. kinds: what they use, such as "gloo tcp" or
-    "NET/IB"; none in a world of one. `workers` is how many that world has."""
+    """The groups of a world are connected here. kinds: the transports that they use, such as
+    "gloo tcp" or "NET/IB"; none in a world of one. workers: how many that world has."""
 
     type: Literal["transports"] = "transports"
     worker: int
@@ -329,7 +328,7 @@ class Stop(Message):
 
 
 class AgentHello(Message):
-    """First message of an agent on its own channel, after the meeting. job and step: of Slurm."""
+    """First message of an agent on its own channel, after the rendezvous. job, step: Slurm's."""
 
     type: Literal["agent_hello"] = "agent_hello"
     agent: str

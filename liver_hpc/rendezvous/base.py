@@ -1,39 +1,38 @@
-"""The meeting of a joiner with the coordinator's rendezvous: identities, mutual proof, answer.
+"""The rendezvous: where joiners meet the coordinator; identities, mutual proof, answer.
 
-The dialogue is pure: generators that yield bytes to send, or None to ask for the next message.
-MPI and the in-memory twin carry the same bytes:
+Each side of a meeting is pure: bytes in, bytes out. MPI and the in-memory twin carry the same three
+messages:
 
-    desk   -> joiner   Challenge: the desk's nonce
-    joiner -> desk     Introduction: its nonce, its identity, its proof
-    desk   -> joiner   Reception: the answer or the refusal, the desk's proof
+    acceptor -> joiner   challenge: a nonce
+    joiner -> acceptor   introduction: its own nonce, a proof, its identity
+    acceptor -> joiner   reception: a proof, and the answer or the refusal
 
-A proof is HMAC-SHA256 under the run's secret over who speaks, both nonces and the payload.
+A proof is that of `proof.py`, over what is said.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import secrets
+import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
 from liver_hpc.errors import LiverError, MeetingError
+from liver_hpc.rendezvous.proof import NONCE_BYTES, PROOF_BYTES, new_nonce, prove
 
-MAX_DIALOGUE_BYTES = 64 * 1024
+MAX_MESSAGE_BYTES = 64 * 1024
 
-_NONCE_BYTES = 32
-_CONTEXT = b"liver_hpc meeting 1\0"
-_JOINER = b"J"
-_DESK = b"D"
+_PURPOSE = b"liver_hpc meeting 2\0"
+_JOINER, _ACCEPTOR = b"J", b"A"
 
-T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
-Dialogue = Generator[bytes | None, bytes, T]
+
+_log = logging.getLogger(__name__)
 
 
 class _Frozen(BaseModel):
@@ -63,99 +62,87 @@ class Refusal(_Frozen):
     reason: str
 
 
-class Challenge(_Frozen):
-    nonce: str
-
-
-class Introduction(_Frozen):
-    """`payload` is an Identity as JSON."""
-
-    nonce: str
-    payload: str
-    proof: str
-
-
-class Reception(_Frozen):
-    """`payload` is an Answer or a Refusal as JSON; without proof after a bad proof."""
-
-    payload: str
-    proof: str
-
-
 class Verdict(RootModel[Answer | Refusal]):
     """What the coordinator said, read from JSON."""
 
 
-def joiner_dialogue(identity: Identity, secret: bytes) -> Dialogue[Answer | Refusal]:
-    """The joiner's side; raises MeetingError when the desk cannot prove that it is the run's."""
-    challenge = _read(Challenge, (yield None), "the rendezvous's challenge")
-    nonce = secrets.token_hex(_NONCE_BYTES)
-    nonces = _nonces(challenge.nonce, nonce, "the rendezvous's challenge")
-    payload = identity.model_dump_json()
-    proof = _proof(secret, _JOINER, nonces, payload)
-    yield Introduction(nonce=nonce, payload=payload, proof=proof).model_dump_json().encode()
-    reception = _read(Reception, (yield None), "the rendezvous's answer")
-    if not _same(reception.proof, _proof(secret, _DESK, nonces, reception.payload)):
-        raise MeetingError("the rendezvous and this joiner do not hold the same secret")
-    return _read(Verdict, reception.payload.encode(), "the rendezvous's answer").root
+Decide = Callable[[Identity], Answer | Refusal]
+"""The coordinator's decision about a joiner; a LiverError from it is a refusal."""
 
 
-def desk_dialogue(
-    answer: Callable[[Identity], Answer | Refusal], secret: bytes
-) -> Dialogue[Identity]:
-    """The desk's side; returns who it has answered.
+@dataclass(frozen=True)
+class _Seal:
+    """Proofs within one meeting. nonces: the acceptor's and the joiner's, each of fixed length, so
+    that no two inputs of a proof read the same."""
 
-    `answer` is only asked about a joiner that has proved that it holds the secret; a LiverError
-    that it raises becomes a refusal. A joiner that has not proved it gets a refusal that proves
-    nothing either, and MeetingError is raised.
+    secret: bytes
+    nonces: bytes
+
+    def close(self, speaker: bytes, said: BaseModel) -> bytes:
+        payload = said.model_dump_json().encode()
+        return self._proof(speaker, payload) + payload
+
+    def open(self, speaker: bytes, message: bytes, complaint: str) -> bytes:
+        """What was said; raises MeetingError with the complaint where the proof is wrong."""
+        proof, payload = message[:PROOF_BYTES], message[PROOF_BYTES:]
+        if not hmac.compare_digest(proof, self._proof(speaker, payload)):
+            raise MeetingError(complaint)
+        return payload
+
+    def _proof(self, speaker: bytes, payload: bytes) -> bytes:
+        return prove(self.secret, _PURPOSE, speaker, self.nonces, payload)
+
+
+class JoinerSide:
+    """A joiner in one meeting; `introduction` is what it sends.
+
+    Raises MeetingError when the challenge is none.
     """
-    nonce = secrets.token_hex(_NONCE_BYTES)
-    yield Challenge(nonce=nonce).model_dump_json().encode()
-    data = yield None
-    try:
-        identity, nonces = _check_introduction(data, nonce, secret)
-    except MeetingError as error:
-        yield _reception(Refusal(reason=str(error)), proof="")
-        raise
-    try:
-        verdict = answer(identity)
-    except LiverError as error:
-        verdict = Refusal(reason=str(error))
-    yield _reception(verdict, _proof(secret, _DESK, nonces, verdict.model_dump_json()))
-    return identity
+
+    def __init__(self, identity: Identity, secret: bytes, challenge: bytes) -> None:
+        if len(challenge) != NONCE_BYTES:
+            raise MeetingError(
+                f"the rendezvous's challenge has {len(challenge)} bytes, wanted {NONCE_BYTES}"
+            )
+        nonce = new_nonce()
+        self._seal = _Seal(secret, challenge + nonce)
+        self.introduction = nonce + self._seal.close(_JOINER, identity)
+
+    def verdict(self, reception: bytes) -> Answer | Refusal:
+        """Raises MeetingError when the acceptor cannot prove that it is the run's."""
+        complaint = "the rendezvous and this joiner do not hold the same secret"
+        payload = self._seal.open(_ACCEPTOR, reception, complaint)
+        return _read(Verdict, payload, "the rendezvous's answer").root
 
 
-def _check_introduction(data: bytes, nonce: str, secret: bytes) -> tuple[Identity, bytes]:
-    """Who the joiner is, and both nonces; raises MeetingError without a proof of the secret."""
-    introduction = _read(Introduction, data, "a joiner's introduction")
-    nonces = _nonces(nonce, introduction.nonce, "a joiner's introduction")
-    if not _same(introduction.proof, _proof(secret, _JOINER, nonces, introduction.payload)):
-        raise MeetingError("a joiner could not prove that it holds the run's secret")
-    return _read(Identity, introduction.payload.encode(), "a joiner's identity"), nonces
+class AcceptorSide:
+    """The acceptor in one meeting. identity: who has come, once that is proved."""
 
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self.challenge = new_nonce()
+        self.identity: Identity | None = None
 
-def _reception(verdict: Answer | Refusal, proof: str) -> bytes:
-    return Reception(payload=verdict.model_dump_json(), proof=proof).model_dump_json().encode()
+    def receive(self, introduction: bytes, decide: Decide) -> bytes:
+        """The reception of a joiner.
 
-
-def _proof(secret: bytes, speaker: bytes, nonces: bytes, payload: str) -> str:
-    """Context, speaker and nonces have fixed lengths, so that no two inputs read the same."""
-    text = _CONTEXT + speaker + nonces + payload.encode()
-    return hmac.new(secret, text, hashlib.sha256).hexdigest()
-
-
-def _same(got: str, wanted: str) -> bool:
-    return hmac.compare_digest(got.encode(), wanted.encode())
-
-
-def _nonces(desk: str, joiner: str, source: str) -> bytes:
-    try:
-        nonces = bytes.fromhex(desk), bytes.fromhex(joiner)
-    except ValueError:
-        nonces = b"", b""
-    if any(len(nonce) != _NONCE_BYTES for nonce in nonces):
-        raise MeetingError(f"{source}: wanted a nonce of {2 * _NONCE_BYTES} hex digits")
-    return nonces[0] + nonces[1]
+        `decide` is only asked about a joiner that has proved that it holds the secret. To any other
+        the reception proves nothing either: it is empty.
+        """
+        nonce, message = introduction[:NONCE_BYTES], introduction[NONCE_BYTES:]
+        seal = _Seal(self._secret, self.challenge + nonce)
+        complaint = "it could not prove that it holds the run's secret"
+        try:
+            payload = seal.open(_JOINER, message, complaint)
+            self.identity = _read(Identity, payload, "its identity")
+        except MeetingError as error:
+            _log.warning("a joiner was turned away: %s", error)
+            return b""
+        try:
+            verdict = decide(self.identity)
+        except LiverError as error:
+            verdict = Refusal(reason=str(error))
+        return seal.close(_ACCEPTOR, verdict)
 
 
 def _read(model: type[M], data: bytes, source: str) -> M:
@@ -164,24 +151,6 @@ def _read(model: type[M], data: bytes, source: str) -> M:
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         raise MeetingError(f"{source}: {first['msg']}") from None
-
-
-def converse(
-    dialogue: Dialogue[T], send: Callable[[bytes], None], receive: Callable[[], bytes]
-) -> T:
-    """Runs one side of a dialogue over a transport and returns its result."""
-    reply: bytes | None = None
-    while True:
-        try:
-            step = next(dialogue) if reply is None else dialogue.send(reply)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        reply = None
-        if step is None:
-            reply = receive()
-        else:
-            send(step)
 
 
 def accepted(verdict: Answer | Refusal, identity: Identity) -> Answer:
@@ -200,20 +169,20 @@ class Rendezvous(ABC):
     """Where joiners come to; one per coordinator."""
 
     @abstractmethod
-    def start(self, answer: Callable[[Identity], Answer | Refusal]) -> None:
-        """Opens the desk; returns once joiners can meet it.
+    def start(self, answer: Decide) -> None:
+        """Opens the rendezvous; returns once joiners can come.
 
         `answer` is called for every joiner that holds the secret, one at a time, in any thread;
-        a LiverError from it refuses the joiner. Raises MeetingError when the desk cannot open.
+        a LiverError from it refuses the joiner. Raises MeetingError when it cannot open.
         """
 
     @abstractmethod
     def check(self) -> None:
-        """Raises MeetingError when the desk is broken beyond repair."""
+        """Raises MeetingError when the rendezvous is broken beyond repair."""
 
     @abstractmethod
     def close(self) -> None:
-        """Closes the desk; nothing of it remains. Idempotent."""
+        """Closes the rendezvous; nothing of it remains. Idempotent."""
 
 
 class MemoryRendezvous(Rendezvous):
@@ -222,10 +191,10 @@ class MemoryRendezvous(Rendezvous):
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._lock = threading.Lock()
-        self._answer: Callable[[Identity], Answer | Refusal] | None = None
+        self._answer: Decide | None = None
         self._broken = ""
 
-    def start(self, answer: Callable[[Identity], Answer | Refusal]) -> None:
+    def start(self, answer: Decide) -> None:
         self._answer = answer
 
     def check(self) -> None:
@@ -241,22 +210,12 @@ class MemoryRendezvous(Rendezvous):
         self._answer = None
 
     def meet(self, identity: Identity, secret: bytes) -> Answer:
-        """What a joiner does. Raises MeetingError when refused or when the desk is closed."""
+        """What a joiner does. Raises MeetingError when refused or when the rendezvous is closed."""
         with self._lock:
-            answer = self._answer  # the desk may be closed in the middle
+            answer = self._answer  # it may be closed in the middle
             if answer is None:
                 raise MeetingError("the rendezvous is closed")
-            desk = desk_dialogue(answer, self._secret)
-            said: list[bytes] = []
-
-            def receive() -> bytes:
-                step = next(desk)
-                while step is None:
-                    step = desk.send(said.pop(0))
-                return step
-
-            try:
-                verdict = converse(joiner_dialogue(identity, secret), said.append, receive)
-            finally:
-                desk.close()
+            acceptor = AcceptorSide(self._secret)
+            joiner = JoinerSide(identity, secret, acceptor.challenge)
+            verdict = joiner.verdict(acceptor.receive(joiner.introduction, answer))
         return accepted(verdict, identity)

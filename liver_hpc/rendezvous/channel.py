@@ -72,7 +72,7 @@ class Channel:
         self._wire.close()
 
 
-class ControlServer:
+class ControlServer(WireServer):
     """Runs `handle` for every authenticated channel, each in a thread of its own.
 
     `handshake_timeout_s` limits how long a connection may take to prove the secret. A channel is
@@ -86,18 +86,7 @@ class ControlServer:
         handle: Callable[[Channel], None],
         handshake_timeout_s: float = 5.0,
     ) -> None:
-        self._server = WireServer(
-            host, secret, lambda wire: handle(Channel(wire)), handshake_timeout_s
-        )
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """(host, port) that clients connect to."""
-        return self._server.address
-
-    def close(self) -> None:
-        """Stops listening, closes every channel and waits for the handlers; idempotent."""
-        self._server.close()
+        super().__init__(host, secret, lambda wire: handle(Channel(wire)), handshake_timeout_s)
 
 
 def connect(address: tuple[str, int], secret: bytes, timeout_s: float, waits_for: str) -> Channel:

@@ -1,45 +1,54 @@
 """An authenticated TCP connection that carries messages of bytes, and its server.
 
-Framing and the mutual challenge are `multiprocessing.connection`'s; only `send_bytes` and
-`recv_bytes` are used, so that nothing that arrives is ever unpickled.
+A message is its length, of four bytes, and its bytes; nothing that arrives is ever unpickled.
+Before the first one both sides prove that they hold the secret (`rendezvous/handshake.py`). A
+server that has no room hangs up before its proof, and the client tries again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
+import select
 import selectors
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.errors import DeadlineError
+from liver_hpc.rendezvous.handshake import (
+    CHALLENGE_BYTES,
+    REFUSAL,
+    Challenge,
+    ChannelClosed,
+    ChannelRefused,
+    answer,
+    check_greeting,
+    check_proof,
+)
+
+__all__ = ["ChannelClosed", "ChannelRefused", "Wire", "WireServer", "dial"]
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 STALL_S = 30.0
 """The longest that a peer may stand still within a message, in either direction."""
+MOST_STRANGERS = 512
+"""So many may be about to prove the secret; others wait in the kernel's queue."""
+CROWDED_S = 1.0
+"""What a stranger has for its proof while others wait for a place."""
 
+_LENGTH = struct.Struct("!I")
+_QUEUE = 4096
+_AGAIN_S = 0.1
 _KEEPALIVE_IDLE_S = 10
 _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_PROBES = 4
-_MAX_PENDING_HANDSHAKES = 128
 _CLOSE_S = 5.0
 
 _log = logging.getLogger(__name__)
-
-
-class ChannelClosed(LiverError):
-    """The connection has ended: closed on either side, broken, or closed for bad input."""
-
-
-class ChannelRefused(ChannelClosed):
-    """One side could not prove that it holds the run's secret."""
 
 
 class Wire:
@@ -49,8 +58,6 @@ class Wire:
         _tune(connected)
         self.peer = peer
         self._socket = connected
-        # Connection wants a descriptor of its own; the socket object stays for shutdown().
-        self._connection: Connection = Connection(os.dup(connected.fileno()))
         self._state = threading.Lock()
         self._reading = threading.Lock()
         self._writing = threading.Lock()
@@ -60,7 +67,7 @@ class Wire:
         """Sends one message; from any thread. Raises ChannelClosed."""
         try:
             with self._writing:
-                self._connection.send_bytes(data)
+                self._socket.sendall(_framed(data))
             return
         except OSError as error:
             reason = _reason(error)
@@ -74,12 +81,13 @@ class Wire:
         """
         try:
             with self._reading:
-                if not self._connection.poll(timeout_s):
+                if not self._is_readable(timeout_s):
                     raise DeadlineError(f"waited {timeout_s:g} s for a message from {self.peer}")
-                return self._connection.recv_bytes(MAX_MESSAGE_BYTES)
-        except EOFError:
-            reason = "closed by the other side"
-        except OSError as error:
+                (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
+                if size <= MAX_MESSAGE_BYTES:
+                    return bytes(self._read(size))
+            reason = f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES}"
+        except (OSError, EOFError) as error:
             reason = _reason(error)
         self.close(reason)
         raise self._closed_error()
@@ -94,42 +102,68 @@ class Wire:
             self._socket.shutdown(socket.SHUT_RDWR)
         # A descriptor may only go when no thread sits in it: its number is soon somebody else's.
         with self._reading, self._writing:
-            self._connection.close()
             self._socket.close()
 
-    def challenge(self, secret: bytes) -> None:
-        """The server's half of the mutual proof. Raises ChannelRefused or ChannelClosed."""
-        self._prove(secret, (deliver_challenge, answer_challenge))
+    def _is_readable(self, timeout_s: float | None) -> bool:
+        if self._closed_because is not None:
+            raise self._closed_error()
+        poll = select.poll()  # which takes no descriptor, and any number of one
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000))
 
-    def answer(self, secret: bytes) -> None:
-        """The client's half of the mutual proof. Raises ChannelRefused or ChannelClosed."""
-        self._prove(secret, (answer_challenge, deliver_challenge))
-
-    def _prove(self, secret: bytes, steps: tuple[Callable[[Connection, bytes], None], ...]) -> None:
-        try:
-            with self._reading, self._writing:
-                for step in steps:
-                    step(self._connection, secret)
-            return
-        except (AuthenticationError, AssertionError, ValueError):
-            # Python 3.11 asserts that the peer's first message is a challenge.
-            refused, reason = True, "the two sides do not hold the same secret"
-        except EOFError:
-            refused, reason = False, "closed by the other side during the proof of the secret"
-        except OSError as error:
-            refused, reason = False, _reason(error)
-        self.close(reason)
-        raise ChannelRefused(f"{self.peer}: {reason}") if refused else self._closed_error()
+    def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        rest = memoryview(data)
+        while rest:
+            count = self._socket.recv_into(rest)
+            if count == 0:
+                raise EOFError
+            rest = rest[count:]
+        return data
 
     def _closed_error(self) -> ChannelClosed:
         return ChannelClosed(f"connection to {self.peer}: {self._closed_because}")
 
 
+class _Stranger:
+    """A connection to a server that has yet to prove the secret. Nothing here blocks."""
+
+    def __init__(self, connected: socket.socket, peer: str, secret: bytes) -> None:
+        connected.setblocking(False)
+        self.socket = connected
+        self.peer = peer
+        self._challenge = Challenge(secret)
+
+    def challenge(self) -> None:
+        """Raises OSError when it has gone already."""
+        self.socket.send(self._challenge.said)  # whole: nothing was sent before
+
+    def hear(self) -> bytes | None:
+        """Takes what has come: the server's proof in return for a good one, None before its end.
+
+        Raises ChannelClosed.
+        """
+        try:
+            part = self.socket.recv(self._challenge.wants_bytes)
+            if not part:
+                raise EOFError
+            return self._challenge.hear(part)
+        except BlockingIOError:
+            return None
+        except ChannelRefused:
+            with contextlib.suppress(OSError):
+                self.socket.send(_framed(REFUSAL))
+            raise
+        except (OSError, EOFError) as error:
+            raise ChannelClosed(f"{_reason(error)} before its proof") from error
+
+
 class WireServer:
     """Listens on `host` and runs `handle` for every authenticated wire in a thread of its own.
 
-    A stranger, silent or talkative, holds one thread for at most `handshake_timeout_s` and
-    nobody else up. When `handle` returns, its wire is closed.
+    A stranger, silent or talkative, holds a place for at most `handshake_timeout_s` and nobody
+    else up; while others wait for a place, for CROWDED_S. When `handle` returns, its wire is
+    closed.
     """
 
     def __init__(
@@ -140,19 +174,21 @@ class WireServer:
         handshake_timeout_s: float = 5.0,
     ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=512)
+        self._listener = socket.create_server((host, 0), family=family, backlog=_QUEUE)
         self._listener.setblocking(False)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._secret = secret
         self._handle = handle
         self._handshake_timeout_s = handshake_timeout_s
-        self._wake_reader, self._wake_writer = socket.socketpair()
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._pending: dict[Wire, float] = {}  # wire -> end of its handshake, monotonic
         self._threads: dict[threading.Thread, Wire] = {}
+        # Of the acceptor alone: who came when (monotonic), and until when nobody is let in.
+        self._strangers: dict[_Stranger, float] = {}
+        self._full_until_s = 0.0
+        self._selector = selectors.DefaultSelector()
         self._acceptor = threading.Thread(
-            target=self._accept, name=f"accept-{self.address[1]}", daemon=True
+            target=self._accept_all, name=f"accept-{self.address[1]}", daemon=True
         )
         self._acceptor.start()
 
@@ -163,10 +199,9 @@ class WireServer:
         """
         self._closing.set()
         with contextlib.suppress(OSError):  # closed before
-            self._wake_writer.send(b"x")
+            self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the acceptor
         end_s = time.monotonic() + _CLOSE_S
-        if self._acceptor is not threading.current_thread():
-            self._acceptor.join(_CLOSE_S)
+        self._acceptor.join(_CLOSE_S)
         with self._lock:
             threads = dict(self._threads)
         for wire in threads.values():
@@ -177,108 +212,173 @@ class WireServer:
                 if thread.is_alive():
                     _log.warning("handler %s still runs after %g s", thread.name, _CLOSE_S)
 
-    def _accept(self) -> None:
-        with (
-            self._listener,
-            self._wake_reader,
-            self._wake_writer,
-            selectors.DefaultSelector() as selector,
-        ):
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._wake_reader, selectors.EVENT_READ)
+    # ---- in the acceptor's thread
+
+    def _accept_all(self) -> None:
+        with self._listener, self._selector:
+            self._selector.register(self._listener, selectors.EVENT_READ)
             while not self._closing.is_set():
-                selector.select(self._expire())
-                try:
-                    connected, address = self._listener.accept()
-                except BlockingIOError:
-                    continue
-                except OSError as error:  # out of descriptors, or the peer has gone already
-                    _log.warning("accept on %s:%d: %s", *self.address, error.strerror)
-                    self._closing.wait(0.05)
-                    continue
-                self._welcome(connected, f"{address[0]}:{address[1]}")
+                for key, _ in self._selector.select(self._make_room()):
+                    if key.data is None:
+                        self._accept()
+                    else:
+                        self._hear(key.data)
+            for stranger in [*self._strangers]:
+                self._turn_away(stranger, "the server closed")
 
-    def _welcome(self, connected: socket.socket, peer: str) -> None:
+    def _make_room(self) -> float | None:
+        """Drops strangers whose time is over; seconds until there is something to do here again.
+
+        Listens for more where there is a place for one.
+        """
+        now_s, limit_s = time.monotonic(), self._handshake_timeout_s
+        if self._is_full(now_s):
+            limit_s = min(limit_s, CROWDED_S)
+        for stranger in [s for s, came_s in self._strangers.items() if came_s + limit_s <= now_s]:
+            self._turn_away(stranger, f"no proof of the secret in {limit_s:g} s")
+        full = self._is_full(now_s)
+        # No listening socket is ever writable, but its end is told all the same.
+        wanted = selectors.EVENT_WRITE if full else selectors.EVENT_READ
+        self._selector.modify(self._listener, wanted)
+        left_s = [came_s + limit_s - now_s for came_s in self._strangers.values()]
+        return min(left_s + [_AGAIN_S] * full, default=None)
+
+    def _is_full(self, now_s: float) -> bool:
+        return len(self._strangers) >= MOST_STRANGERS or now_s < self._full_until_s
+
+    def _accept(self) -> None:
         try:
-            wire = Wire(connected, peer)
-        except OSError as error:
-            _log.warning("connection from %s: %s", peer, error.strerror)
-            connected.close()
+            connected, address = self._listener.accept()
+        except BlockingIOError:
             return
-        thread = threading.Thread(target=self._serve, args=(wire,), name=f"wire-{peer}")
-        thread.daemon = True
-        with self._lock:
-            crowded = len(self._pending) >= _MAX_PENDING_HANDSHAKES
-            oldest = min(self._pending, key=self._pending.__getitem__) if crowded else None
-            self._pending[wire] = time.monotonic() + self._handshake_timeout_s
-            self._threads[thread] = wire
-        if oldest is not None:
-            oldest.close("too many unfinished handshakes")
-        thread.start()
-
-    def _expire(self) -> float | None:
-        """Closes handshakes that are overdue; seconds until the next one is."""
-        now_s = time.monotonic()
-        with self._lock:
-            overdue = [wire for wire, end_s in self._pending.items() if end_s <= now_s]
-            remaining = [end_s - now_s for end_s in self._pending.values() if end_s > now_s]
-            for wire in overdue:
-                del self._pending[wire]
-        for wire in overdue:
-            wire.close(f"no proof of the secret within {self._handshake_timeout_s:g} s")
-        return min(remaining, default=None)
-
-    def _serve(self, wire: Wire) -> None:
+        except OSError as error:  # out of descriptors, or closing
+            if not self._closing.is_set():
+                _log.warning("accept on %s:%d: %s", *self.address, error.strerror)
+                self._full_until_s = time.monotonic() + _AGAIN_S
+            return
+        stranger = _Stranger(connected, f"{address[0]}:{address[1]}", self._secret)
         try:
-            try:
-                wire.challenge(self._secret)
-            except ChannelClosed as error:
-                _log.warning("stranger turned away: %s", error)
+            stranger.challenge()
+            self._selector.register(connected, selectors.EVENT_READ, stranger)
+            self._strangers[stranger] = time.monotonic()
+        except OSError as error:
+            self._turn_away(stranger, str(error))
+
+    def _hear(self, stranger: _Stranger) -> None:
+        """A client that no thread can be started for tries again."""
+        try:
+            proof = stranger.hear()
+            if proof is None:
                 return
-            finally:
-                with self._lock:
-                    self._pending.pop(wire, None)
+            self._forget(stranger)
+            wire = Wire(stranger.socket, stranger.peer)
+            thread = threading.Thread(
+                target=self._serve, args=(wire, proof), name=f"wire-{wire.peer}", daemon=True
+            )
+            with self._lock:  # which the thread needs to end
+                thread.start()
+                self._threads[thread] = wire
+        except (ChannelClosed, OSError, RuntimeError) as error:
+            self._turn_away(stranger, str(error))
+
+    def _turn_away(self, stranger: _Stranger, why: str) -> None:
+        _log.warning("stranger %s turned away: %s", stranger.peer, why)
+        self._forget(stranger)
+        stranger.socket.close()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        if self._strangers.pop(stranger, None) is not None:
+            self._selector.unregister(stranger.socket)
+
+    # ---- in a thread of the wire's own
+
+    def _serve(self, wire: Wire, proof: bytes) -> None:
+        try:
             with contextlib.suppress(ChannelClosed):  # how a conversation usually ends
+                wire.send(proof)
                 self._handle(wire)
         finally:
             wire.close()
             with self._lock:
-                self._threads.pop(threading.current_thread(), None)
+                del self._threads[threading.current_thread()]
 
 
 def dial(address: tuple[str, int], secret: bytes, timeout_s: float, waits_for: str) -> Wire:
-    """Connects to a WireServer, both sides proving the secret.
+    """Connects to a WireServer, both sides proving the secret; tries again where it has no room.
 
-    Raises ChannelClosed when nobody listens there, ChannelRefused when the secrets differ, and
-    DeadlineError when it took longer than `timeout_s`.
+    Raises ChannelClosed when nobody listens there or who does is no WireServer, ChannelRefused when
+    the secrets differ, and DeadlineError when it took longer than `timeout_s`.
     """
     deadline = Deadline.after(SystemClock(), timeout_s, waits_for)
-    place = f"{waits_for} at {address[0]}:{address[1]}"
+    wires: list[Wire] = []
+    failures: list[str] = []
+
+    def has_dialled() -> bool:
+        try:
+            wires.append(_dial_once(address, secret, deadline))
+        except (OSError, EOFError) as error:
+            failures.append(_reason(error))
+        return bool(wires)
+
     try:
-        connected = socket.create_connection(address, timeout=timeout_s)
-    except TimeoutError as error:
-        raise deadline.error() from error
+        poll_until(has_dialled, deadline, _AGAIN_S)
+    except DeadlineError as error:
+        raise DeadlineError(f"{error}: {failures[-1]} before its proof") from None
+    return wires[0]
+
+
+def _dial_once(address: tuple[str, int], secret: bytes, deadline: Deadline) -> Wire:
+    """Raises OSError or EOFError when the server hung up before its proof, or time ran out."""
+    place = f"{deadline.waits_for} at {address[0]}:{address[1]}"
+    try:
+        connected = socket.create_connection(address, timeout=_left_s(deadline))
+    except TimeoutError:
+        raise
     except OSError as error:
         raise ChannelClosed(f"{place}: {error.strerror or error}") from error
-    connected.setblocking(True)
-    wire = Wire(connected, waits_for)
-    timer = threading.Timer(deadline.remaining_s(), wire.close, ["handshake deadline"])
-    timer.daemon = True
-    timer.start()
-    try:
-        wire.answer(secret)
-    except ChannelRefused:
-        raise
-    except ChannelClosed as error:
-        if deadline.expired():
-            raise deadline.error() from error
-        raise
-    finally:
-        timer.cancel()
+    with contextlib.ExitStack() as unproven:
+        unproven.enter_context(connected)
+        try:
+            _introduce(connected, secret, deadline)
+        except ChannelClosed as error:
+            raise type(error)(f"{place}: {error}") from None
+        wire = Wire(connected, deadline.waits_for)
+        unproven.pop_all()
     return wire
 
 
-def _reason(error: OSError) -> str:
+def _introduce(connected: socket.socket, secret: bytes, deadline: Deadline) -> None:
+    """The client's side of the handshake."""
+
+    def read(size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            connected.settimeout(_left_s(deadline))
+            part = connected.recv(size - len(data))
+            if not part:
+                raise EOFError
+            data += part
+            if size == CHALLENGE_BYTES:
+                check_greeting(data)
+        return data
+
+    said, wanted = answer(secret, read(CHALLENGE_BYTES))
+    connected.sendall(said)
+    check_proof(read(_LENGTH.size + len(wanted)), _framed(wanted))
+
+
+def _left_s(deadline: Deadline) -> float:
+    """For a socket, to which 0 means that it does not wait at all."""
+    return max(deadline.remaining_s(), 1e-3)
+
+
+def _framed(data: bytes) -> bytes:
+    return _LENGTH.pack(len(data)) + data
+
+
+def _reason(error: OSError | EOFError) -> str:
+    if isinstance(error, EOFError):
+        return "closed by the other side"
     if isinstance(error, BlockingIOError):  # SO_SNDTIMEO or SO_RCVTIMEO ran out
         return f"stood still within a message for {STALL_S:g} s"
     return str(error.strerror or error)

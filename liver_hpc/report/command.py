@@ -1,8 +1,9 @@
-"""`liver report`: a run's figures on the terminal, as JSON, as a page or as plots."""
+"""`liver report`: a run's figures on the terminal, as JSON, or in files."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,44 +19,89 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="all figures, for programs")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write it as a page in one file")
     parser.add_argument("--png", type=Path, metavar="DIR", help="write its plots there")
+    parser.add_argument("--hdf5", type=Path, metavar="FILE", help="write what was recorded there")
     parser.add_argument(
         "--baselines", type=Path, metavar="FILE", help="compare with a benchmark's result (JSON)"
     )
 
 
-def report(metrics: Path, options: argparse.Namespace) -> None:
-    """What the options ask for, of the run whose metrics file this is. Raises ConfigError when
-    they contradict each other, or the file or the baselines cannot be read."""
-    if options.html is None and options.png is None:
-        if options.baselines is not None:
-            raise ConfigError("--baselines is drawn: it needs --html or --png")
-        show(metrics, as_json=options.json)
+def report(run_directory: Path, options: argparse.Namespace) -> None:
+    """What the options ask for, of a run. Raises ConfigError when they contradict each other, or
+    the records or the baselines cannot be read."""
+    if options.baselines is not None and options.html is None and options.png is None:
+        raise ConfigError("--baselines is drawn: it needs --html or --png")
+    if not (options.html or options.png or options.hdf5):
+        show(run_directory, as_json=options.json)
         return
     if options.json:
-        raise ConfigError("--json prints; it does not go with --html or --png")
-    from liver_hpc.report.report_files import write_report
-
-    for path in write_report(_records(metrics), options.html, options.png, options.baselines):
+        raise ConfigError("--json prints; it does not go with --html, --png or --hdf5")
+    records = _records(run_directory)
+    for path in write_report(records, options.html, options.png, options.baselines):
         print(path)
+    if options.hdf5 is not None:
+        write_records(records, options.hdf5)
+        print(options.hdf5)
 
 
-def show(metrics: Path, as_json: bool = False) -> None:
-    """The tables, or everything as JSON. Raises ConfigError when the file is unreadable."""
+def show(run_directory: Path, as_json: bool = False) -> None:
+    """The tables, or everything as JSON. Raises ConfigError when the records are unreadable."""
     from rich.console import Console
 
     from liver_hpc.report.report import print_report, report_json
 
-    records = _records(metrics)
+    records = _records(run_directory)
     if as_json:
         print(json.dumps(report_json(records), indent=1))
     else:
         print_report(records, Console())
 
 
-def _records(metrics: Path) -> RunRecords:
-    """What was recorded of a run, also where reading a damaged file would never end."""
-    from liver_hpc.report.probe import probe
+def write_report(
+    records: RunRecords, html: Path | None, png: Path | None, baselines: Path | None
+) -> list[Path]:
+    """Writes the page `html` and the plots into the directory `png`, as far as they are wanted;
+    returns what was written. baselines: a benchmark's result to compare with.
+
+    Raises ConfigError for a result that is none, and for a place that cannot be written to.
+    """
+    from liver_hpc.host.files import write_whole
+    from liver_hpc.report.compare import of_benchmark
+    from liver_hpc.report.page.document import page
+
+    comparisons = of_benchmark(baselines) if baselines is not None else []
+    written: list[Path] = []
+    try:
+        if html is not None:
+            write_whole(html, page(records, comparisons).encode(errors="replace"))
+            written.append(html)
+        if png is not None:
+            # Imports matplotlib, which takes longer than all the rest of a report.
+            from liver_hpc.report.plots import write_plots
+
+            png.mkdir(parents=True, exist_ok=True)
+            written += write_plots(records, comparisons, png)
+    except OSError as error:
+        where = png if html is None or html in written else html
+        raise ConfigError(f"{where} cannot be written: {error.strerror}") from None
+    return written
+
+
+def write_records(records: RunRecords, path: Path) -> None:
+    """As an HDF5 file. Raises ConfigError for a place that cannot be written to."""
+    from liver_hpc.report.hdf5 import failure_text, write_hdf5
+
+    try:
+        write_hdf5(path, records)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {failure_text(error)}") from None
+
+
+def _records(run_directory: Path) -> RunRecords:
     from liver_hpc.report.store import read_run
 
-    probe(metrics)
-    return read_run(metrics)
+    gc.disable()  # a million records come that all stay: it would look for what can go
+    try:
+        return read_run(run_directory)
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.report.derive import reconfiguration_figures
+from liver_hpc.report.derive import RunFigures
 from liver_hpc.report.wording import layout_text
 from liver_hpc.run.records import RunRecords
 
@@ -54,10 +54,10 @@ class Comparison:
         return min(others) / min(live)
 
 
-def of_run(records: RunRecords) -> list[Comparison]:
+def of_run(figures: RunFigures, records: RunRecords) -> list[Comparison]:
     """For each change that a restart was measured of: it, and the run's handoffs that did it."""
     live: dict[str, list[float]] = {}
-    for attempt in reconfiguration_figures(records):
+    for attempt in figures.reconfigurations:
         if attempt.completed and math.isfinite(attempt.lost_s):
             live.setdefault(_change(attempt.source, attempt.target), []).append(attempt.lost_s)
     found: dict[str, dict[str, list[float]]] = {}

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
-from liver_hpc.run.records import ReconfigurationRecord, RunRecords, StepRecord
+from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord, RunRecords, StepRecord
 
 COMPLETED = "completed"
 ABORTED = "aborted"
@@ -37,7 +38,7 @@ class GenerationFigures:
 class PhaseFigures:
     """How long each phase of an attempt took, in seconds; NaN for a phase that did not end.
 
-    boot: notice to the last joiner's Hello, with the time that the notice had to wait its turn;
+    boot: notice to the last joiner's Hello, without the time that the notice had to wait its turn;
     prepare: to all workers prepared; boundary: to the end of the source's last step; transfer: to
     the parameters' verdict; commit: to the commit verdict; release: to the source world's end.
     """
@@ -51,8 +52,8 @@ class PhaseFigures:
 
 
 @dataclass(frozen=True)
-class ReconfigurationFigures:
-    """What one attempt cost.
+class ReconfigurationFigures(ReconfigurationRecord):
+    """One attempt, as it was recorded, with what it cost.
 
     lost_s: what the handoff cost beyond one median step of the target; of an aborted attempt the
     time that the source stood at the boundary. lost_steps: the same in median steps of the world
@@ -61,21 +62,10 @@ class ReconfigurationFigures:
     median_is_disturbed: a median behind these figures had to be taken of disturbed steps.
     """
 
-    generation: int
-    source: str
-    target: str
-    notice: str
-    outcome: str
-    detail: str
-    step: int
-    pause_s: float
     lost_s: float
     lost_steps: float
     slowdown_s: float
     reconfiguration_s: float
-    bytes_moved: int
-    bytes_local: int
-    digest_equal: bool
     median_is_disturbed: bool
     phases: PhaseFigures
 
@@ -85,8 +75,26 @@ class ReconfigurationFigures:
 
 
 @dataclass(frozen=True)
+class NoticeFigures:
+    """What became of one node's notice. Times in seconds; NaN for what did not happen.
+
+    window_s: from the notice until the node's processes are killed. left_s: from the notice to the
+    end of the last process there, of a granted node to the first step with it. pause_s and
+    lost_steps: of the handoff that answered it. repeated_steps: training steps done again since.
+    """
+
+    record: NoticeRecord
+    window_s: float
+    left_s: float
+    pause_s: float
+    lost_steps: float
+    repeated_steps: int
+
+
+@dataclass(frozen=True)
 class RunFigures:
-    """Totals of a run. Sums leave out what is not known; bytes are those of completed handoffs;
+    """Totals of a run, and its parts: worlds by their number, attempts in the order of the records,
+    notices as they came. Sums leave out what is not known; bytes are those of completed handoffs;
     aborted counts all others.
 
     steps counts each step once; missing_steps were done but not recorded. wall_s: start of the
@@ -95,6 +103,7 @@ class RunFigures:
 
     generations: tuple[GenerationFigures, ...]
     reconfigurations: tuple[ReconfigurationFigures, ...]
+    notices: tuple[NoticeFigures, ...]
     steps: int
     missing_steps: int
     completed: int
@@ -112,18 +121,21 @@ class RunFigures:
 
 def run_figures(records: RunRecords) -> RunFigures:
     """Everything that is derived of a run."""
-    generations = generation_figures(records)
-    attempts = reconfiguration_figures(records)
+    worlds = _worlds(records)
+    attempts = _attempts(records, worlds)
     completed = [attempt for attempt in attempts if attempt.completed]
-    done = list({step.step: step for step in records.steps}.values())
-    wall_s = _wall_s(records.steps)
-    tokens = sum(step.tokens for step in done)
-    numbers = [step.step for step in done]
+    done = {step.step: step for step in records.steps}
+    tokens = sum(step.tokens for step in done.values())
+    wall_s = math.nan
+    if done:
+        ended_s = max(step.ended_s for step in records.steps)
+        wall_s = ended_s - min(step.started_s for step in records.steps)
     return RunFigures(
-        generations=generations,
+        generations=tuple(worlds.values()),
         reconfigurations=attempts,
+        notices=_notices(records, {attempt.generation: attempt for attempt in attempts}),
         steps=len(done),
-        missing_steps=max(numbers) - min(numbers) + 1 - len(done) if done else 0,
+        missing_steps=max(done) - min(done) + 1 - len(done) if done else 0,
         completed=len(completed),
         aborted=len(attempts) - len(completed),
         wall_s=wall_s,
@@ -134,32 +146,29 @@ def run_figures(records: RunRecords) -> RunFigures:
         bytes_local=sum(attempt.bytes_local for attempt in completed),
         tokens=tokens,
         tokens_per_s=_ratio(tokens, wall_s),
-        goodput=_ratio(_useful_s(records, done), wall_s),
+        goodput=_ratio(_useful_s(records.steps, done.values(), worlds), wall_s),
     )
 
 
 # ---- worlds
 
 
-def generation_figures(records: RunRecords) -> tuple[GenerationFigures, ...]:
-    """The worlds that trained, in the order of their numbers."""
+def _worlds(records: RunRecords) -> dict[int, GenerationFigures]:
     by_generation: dict[int, list[StepRecord]] = defaultdict(list)
     for step in records.steps:
         by_generation[step.generation].append(step)
-    figures = []
+    worlds = {}
     for generation, steps in sorted(by_generation.items()):
         median_s, disturbed = _median_step_s(steps)
-        figures.append(
-            GenerationFigures(
-                generation=generation,
-                layout=_layout_of(generation, records.reconfigurations),
-                steps=len(steps),
-                median_step_s=median_s,
-                median_is_disturbed=disturbed,
-                tokens_per_s=_ratio(statistics.median(s.tokens for s in steps), median_s),
-            )
+        worlds[generation] = GenerationFigures(
+            generation=generation,
+            layout=_layout_of(generation, records.reconfigurations),
+            steps=len(steps),
+            median_step_s=median_s,
+            median_is_disturbed=disturbed,
+            tokens_per_s=_ratio(statistics.median(s.tokens for s in steps), median_s),
         )
-    return tuple(figures)
+    return worlds
 
 
 def _median_step_s(steps: Iterable[StepRecord]) -> tuple[float, bool]:
@@ -186,89 +195,82 @@ def _layout_of(generation: int, attempts: Sequence[ReconfigurationRecord]) -> st
     return ""
 
 
+def _useful_s(
+    steps: Iterable[StepRecord], done: Iterable[StepRecord], worlds: Mapping[int, GenerationFigures]
+) -> float:
+    """Each step at the median of its world; where that has none, of its layout's other worlds."""
+    quiet_s: dict[str, list[float]] = defaultdict(list)
+    for step in steps:
+        if step.phase == "":
+            quiet_s[worlds[step.generation].layout].append(step.ended_s - step.started_s)
+    useful_s = {generation: world.median_step_s for generation, world in worlds.items()}
+    for generation, world in worlds.items():
+        if world.median_is_disturbed and world.layout and quiet_s[world.layout]:
+            useful_s[generation] = statistics.median(quiet_s[world.layout])
+    return _sum(useful_s[step.generation] for step in done)
+
+
 # ---- reconfigurations
 
 
-def reconfiguration_figures(records: RunRecords) -> tuple[ReconfigurationFigures, ...]:
-    """Every attempt's cost, in the order of the records."""
-    worlds = {figures.generation: figures for figures in generation_figures(records)}
-    beside = _steps_beside(records)
+def _attempts(
+    records: RunRecords, worlds: Mapping[int, GenerationFigures]
+) -> tuple[ReconfigurationFigures, ...]:
     begun_s = _begun_s(records.reconfigurations)
-    return tuple(
-        replace(
-            _attempt_figures(attempt, records.steps, worlds, beside[attempt.generation]),
-            phases=_phase_figures(attempt, begun_s[attempt.generation]),
+    beside = _steps_beside(records, begun_s)
+    starts_s = sorted(step.started_s for step in records.steps)
+    found = []
+    for record in records.reconfigurations:
+        went_on = record.generation if record.outcome == COMPLETED else record.source_generation
+        median_s = worlds[went_on].median_step_s if went_on in worlds else math.nan
+        lost_s = _lost_s(record, median_s, starts_s)
+        disturbed = beside[record.generation]
+        used = {went_on, *(step.generation for step in disturbed)} & worlds.keys()
+        found.append(
+            ReconfigurationFigures(
+                **vars(record),
+                lost_s=lost_s,
+                lost_steps=0.0 if lost_s == 0 else _ratio(lost_s, median_s),
+                slowdown_s=math.fsum(
+                    step.ended_s - step.started_s - worlds[step.generation].median_step_s
+                    for step in disturbed
+                ),
+                reconfiguration_s=record.first_step_ended_s - record.notice_s,
+                median_is_disturbed=any(worlds[each].median_is_disturbed for each in used),
+                phases=PhaseFigures(
+                    boot_s=record.boot_ended_s - begun_s[record.generation],
+                    prepare_s=record.prepare_ended_s - record.prepare_started_s,
+                    boundary_s=record.source_last_step_ended_s - record.armed_s,
+                    transfer_s=record.transfer_ended_s - record.source_last_step_ended_s,
+                    commit_s=record.committed_s - record.transfer_ended_s,
+                    release_s=record.released_s - record.committed_s,
+                ),
+            )
         )
-        for attempt in records.reconfigurations
-    )
+    return tuple(found)
 
 
-def _attempt_figures(
-    record: ReconfigurationRecord,
-    steps: Sequence[StepRecord],
-    worlds: Mapping[int, GenerationFigures],
-    beside: Sequence[StepRecord],
-) -> ReconfigurationFigures:
-    source, target = worlds.get(record.source_generation), worlds.get(record.generation)
-    went_on = target if record.outcome == COMPLETED else source
-    median_s = went_on.median_step_s if went_on is not None else math.nan
-    if record.outcome == COMPLETED:
-        lost_s = record.first_step_ended_s - record.source_last_step_ended_s - median_s
-    elif record.outcome == ABORTED:
-        lost_s = _stood_still_s(record, steps)
-    else:
-        lost_s = math.nan  # the run ended with it
-    extra_s = (s.ended_s - s.started_s - worlds[s.generation].median_step_s for s in beside)
-    used = {s.generation for s in beside} | ({went_on.generation} if went_on is not None else set())
-    return ReconfigurationFigures(
-        generation=record.generation,
-        source=record.source,
-        target=record.target,
-        notice=record.notice,
-        outcome=record.outcome,
-        detail=record.detail,
-        step=record.step,
-        pause_s=record.pause_s,
-        lost_s=lost_s,
-        lost_steps=0.0 if lost_s == 0 else _ratio(lost_s, median_s),
-        slowdown_s=math.fsum(extra_s),
-        reconfiguration_s=record.first_step_ended_s - record.notice_s,
-        bytes_moved=record.bytes_moved,
-        bytes_local=record.bytes_local,
-        digest_equal=record.digest_equal,
-        median_is_disturbed=any(worlds[generation].median_is_disturbed for generation in used),
-        phases=_phase_figures(record, record.notice_s),
-    )
-
-
-def _phase_figures(record: ReconfigurationRecord, begun_s: float) -> PhaseFigures:
-    """Seconds in each phase; a notice's time in the queue belongs to none of them."""
-    return PhaseFigures(
-        boot_s=record.boot_ended_s - begun_s,
-        prepare_s=record.prepare_ended_s - record.prepare_started_s,
-        boundary_s=record.source_last_step_ended_s - record.armed_s,
-        transfer_s=record.transfer_ended_s - record.source_last_step_ended_s,
-        commit_s=record.committed_s - record.transfer_ended_s,
-        release_s=record.released_s - record.committed_s,
-    )
-
-
-def _stood_still_s(record: ReconfigurationRecord, steps: Sequence[StepRecord]) -> float:
-    """From the boundary to the next step of whatever trained on; 0 when it was not reached."""
+def _lost_s(record: ReconfigurationRecord, median_s: float, starts_s: Sequence[float]) -> float:
+    """starts_s: of all steps, sorted."""
     stopped_s = record.source_last_step_ended_s
+    if record.outcome == COMPLETED:
+        return record.first_step_ended_s - stopped_s - median_s
+    if record.outcome != ABORTED:
+        return math.nan  # the run ended with it
     if math.isnan(stopped_s):
-        return 0.0
-    next_s = min((s.started_s for s in steps if s.started_s >= stopped_s), default=math.nan)
-    return next_s - stopped_s
+        return 0.0  # training never stood still
+    following = bisect_left(starts_s, stopped_s)
+    return starts_s[following] - stopped_s if following < len(starts_s) else math.nan
 
 
-def _steps_beside(records: RunRecords) -> dict[int, list[StepRecord]]:
+def _steps_beside(
+    records: RunRecords, begun_s: Mapping[int, float]
+) -> Mapping[int, list[StepRecord]]:
     """The steps that each attempt, by its generation, disturbed.
 
     A source step belongs to one attempt away from its world: the last that had begun by its end.
     """
     found: dict[int, list[StepRecord]] = defaultdict(list)
-    begun_s = _begun_s(records.reconfigurations)
     for step in records.steps:
         if step.phase == "release":
             found[step.generation].append(step)
@@ -294,91 +296,41 @@ def _begun_s(attempts: Sequence[ReconfigurationRecord]) -> dict[int, float]:
 # ---- notices
 
 
-@dataclass(frozen=True)
-class NoticeFigures:
-    """What became of one node's notice. Times in seconds; NaN for what did not happen.
-
-    window_s: from the notice until the node's processes are killed. left_s: from the notice to the
-    end of the last process there, of a granted node to the first step with it. pause_s and
-    lost_steps: of the handoff that answered it. repeated_steps: training steps done again since.
-    """
-
-    kind: str
-    node: str
-    allocation: str
-    window_s: float
-    left_s: float
-    generation: int
-    pause_s: float
-    lost_steps: float
-    repeated_steps: int
-    outcome: str
-    action: str
-
-
-def notice_figures(records: RunRecords) -> tuple[NoticeFigures, ...]:
-    """Every notice, in the order in which they came."""
-    attempts = {a.generation: a for a in reconfiguration_figures(records)}
-    ends_s = {r.generation: r.first_step_ended_s for r in records.reconfigurations}
+def _notices(
+    records: RunRecords, attempts: Mapping[int, ReconfigurationFigures]
+) -> tuple[NoticeFigures, ...]:
     notices = sorted(records.notices, key=lambda notice: notice.at_s)
+    again_s = _begun_again_s(records.steps) if notices else []
     figures = []
     for number, notice in enumerate(notices):
         later = (other.at_s for other in notices[number:] if other.at_s > notice.at_s)
+        until_s = min(later, default=math.inf)
         attempt = attempts.get(notice.generation)
-        granted = notice.kind == "granted"
-        left_s = ends_s.get(notice.generation, math.nan) if granted else notice.left_s
+        left_s = notice.left_s
+        if notice.kind == "granted":
+            left_s = attempt.first_step_ended_s if attempt is not None else math.nan
         figures.append(
             NoticeFigures(
-                kind=notice.kind,
-                node=notice.node,
-                allocation=notice.allocation,
+                record=notice,
                 window_s=notice.deadline_s - notice.at_s,
                 left_s=left_s - notice.at_s,
-                generation=notice.generation,
                 pause_s=attempt.pause_s if attempt is not None else math.nan,
                 lost_steps=attempt.lost_steps if attempt is not None else math.nan,
-                repeated_steps=_repeated(records.steps, notice.at_s, min(later, default=math.inf)),
-                outcome=notice.outcome,
-                action=notice.action,
+                repeated_steps=sum(notice.at_s <= time_s < until_s for time_s in again_s),
             )
         )
     return tuple(figures)
 
 
-def _repeated(steps: Sequence[StepRecord], from_s: float, to_s: float) -> int:
-    """Steps that began in a span of time and had been done before."""
+def _begun_again_s(steps: Iterable[StepRecord]) -> list[float]:
+    """When the steps began that had been done before."""
     done: set[int] = set()
-    count = 0
+    found = []
     for step in steps:
-        count += step.step in done and from_s <= step.started_s < to_s
+        if step.step in done:
+            found.append(step.started_s)
         done.add(step.step)
-    return count
-
-
-# ---- totals
-
-
-def _wall_s(steps: Sequence[StepRecord]) -> float:
-    if not steps:
-        return math.nan
-    return max(step.ended_s for step in steps) - min(step.started_s for step in steps)
-
-
-def _useful_s(records: RunRecords, done: Sequence[StepRecord]) -> float:
-    """Each step at the median of its world; where that has none, of its layout's other worlds."""
-    worlds = {figures.generation: figures for figures in generation_figures(records)}
-    quiet_s: dict[str, list[float]] = defaultdict(list)
-    for step in records.steps:
-        if step.phase == "" and worlds[step.generation].layout:
-            quiet_s[worlds[step.generation].layout].append(step.ended_s - step.started_s)
-    useful_s = []
-    for step in done:
-        world = worlds[step.generation]
-        if world.median_is_disturbed and quiet_s[world.layout]:
-            useful_s.append(statistics.median(quiet_s[world.layout]))
-        else:
-            useful_s.append(world.median_step_s)
-    return _sum(useful_s)
+    return found
 
 
 def _sum(values: Iterable[float]) -> float:

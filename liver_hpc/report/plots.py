@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from liver_hpc.report.compare import Comparison
+from liver_hpc.report.compare import Comparison, of_run
 from liver_hpc.report.derive import run_figures
 from liver_hpc.report.page.lanes import Lane, lanes_of
 from liver_hpc.report.page.series import Handoff, Story, story
@@ -50,7 +50,8 @@ def write_plots(
 ) -> list[Path]:
     """Writes training.png, a handoff-N.png for each generation N that workers' phases are known of,
     and baselines.png where there is something to compare; returns their paths."""
-    told = story(records, run_figures(records))
+    derived = run_figures(records)
+    told, comparisons = story(records, derived), comparisons or of_run(derived, records)
     with mpl.rc_context(STYLE):
         figures = {"training.png": _training(told)}
         for handoff in told.handoffs:
@@ -110,7 +111,7 @@ def _handoff(handoff: Handoff, lanes: Sequence[Lane], records: RunRecords) -> Fi
     own = matrix(records.traffic, handoff.number)
     height = 1.4 + 0.28 * max(len(lanes), 5)
     figure = Figure(figsize=(11, height), layout="constrained")
-    record = handoff.record
+    record = handoff.figures
     change = f"{layout_text(record.source)} to {layout_text(record.target)}"
     figure.suptitle(f"generation {handoff.number}: {change}, {record.outcome}", fontsize=10)
     beside, crossing, sent = figure.subplots(1, 3, width_ratios=(5, 6, 4))

@@ -12,9 +12,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from liver_hpc.report.derive import notice_figures, run_figures
+from liver_hpc.report.derive import run_figures
 from liver_hpc.report.tables import Cell, Sheet, Tone, remarks, sheets, summary_lines
 from liver_hpc.run.records import RunRecords
+
+NAMING = ("kind", "node", "allocation", "generation", "outcome", "action")
+"""What a notice's derived figures are told with."""
 
 _STYLES = {
     Tone.PLAIN: "",
@@ -36,19 +39,14 @@ def report_json(records: RunRecords) -> dict[str, Any]:
     since the epoch.
     """
     figures = run_figures(records)
-    summary = {
-        name: value
-        for name, value in asdict(figures).items()
-        if name not in ("generations", "reconfigurations")
-    }
-    attempts = zip(records.reconfigurations, figures.reconfigurations, strict=True)
+    summary = asdict(figures)
     document = {
         "attributes": records.attributes,
         "summary": summary,
-        "generations": [asdict(world) for world in figures.generations],
+        "generations": summary.pop("generations"),
         "steps": [asdict(s) | {"step_s": s.ended_s - s.started_s} for s in records.steps],
-        "reconfigurations": [asdict(record) | asdict(derived) for record, derived in attempts],
-        "notices": _notice_rows(records),
+        "reconfigurations": summary.pop("reconfigurations"),
+        "notices": [*map(_notice, summary.pop("notices"))],
         "baselines": [asdict(baseline) for baseline in records.baselines],
         "networks": [asdict(network) for network in records.networks],
         "worker_phases": [asdict(phase) for phase in records.worker_phases],
@@ -58,18 +56,17 @@ def report_json(records: RunRecords) -> dict[str, Any]:
     return strict
 
 
-def _notice_rows(records: RunRecords) -> list[dict[str, Any]]:
-    """Each notice as it was recorded; what is derived of it under "figures"."""
-    rows = sorted(records.notices, key=lambda notice: notice.at_s)
-    figures = notice_figures(records)
-    return [asdict(r) | {"figures": asdict(f)} for r, f in zip(rows, figures, strict=True)]
+def _notice(figures: dict[str, Any]) -> dict[str, Any]:
+    """A notice as it was recorded; what is derived of it, and what names it, under "figures"."""
+    record = figures.pop("record")
+    return {**record, "figures": {name: record[name] for name in NAMING} | figures}
 
 
 def _strict(value: Any) -> Any:
     """JSON knows neither NaN nor infinity."""
     if isinstance(value, dict):
         return {name: _strict(inner) for name, inner in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_strict(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -81,13 +78,11 @@ def print_report(records: RunRecords, console: Console) -> None:
     """Tables of the run, its worlds, its reconfigurations and its baselines, in the widest form
     that the console has room for; the narrowest is a list of names and figures."""
     figures = run_figures(records)
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
+    grid = _grid()
     for name, line in summary_lines(figures, records).items():
         grid.add_row(name, Text(line))
     console.print(grid)
-    for sheet in sheets(records):
+    for sheet in sheets(figures, records):
         console.print(_fitting(sheet, console))
     notes = remarks(figures)
     if notes:
@@ -129,15 +124,21 @@ def _table(sheet: Sheet) -> Table:
 
 def _listed(sheet: Sheet) -> Table:
     """Every cell on a line of its own, behind the name of its column."""
-    grid = Table.grid(padding=(0, 2))
+    grid = _grid()
     grid.title, grid.title_justify, grid.title_style = f"\n{sheet.title}", "left", "bold"
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
     for number, row in enumerate(sheet.rows):
         if number:
             grid.add_row()
         for column, cell in zip(sheet.columns, row, strict=True):
             grid.add_row(column.title, _text(cell))
+    return grid
+
+
+def _grid() -> Table:
+    """Names beside what they name."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
     return grid
 
 

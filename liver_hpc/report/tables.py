@@ -14,8 +14,6 @@ from liver_hpc.report.derive import (
     NoticeFigures,
     ReconfigurationFigures,
     RunFigures,
-    notice_figures,
-    run_figures,
 )
 from liver_hpc.report.wording import (
     NOTHING,
@@ -84,17 +82,16 @@ class Sheet:
             yield Cell("\n".join(cell.text for cell in cells), tone)
 
 
-def sheets(records: RunRecords) -> list[Sheet]:
+def sheets(figures: RunFigures, records: RunRecords) -> list[Sheet]:
     """All tables that a run has rows for."""
-    figures = run_figures(records)
     found = []
     if figures.generations:
         found.append(_worlds(figures.generations))
     if figures.reconfigurations:
         found.append(_reconfigurations(figures.reconfigurations))
         found.append(_phases(figures.reconfigurations))
-    if records.notices:
-        found.append(_notices(notice_figures(records)))
+    if figures.notices:
+        found.append(_notices(figures.notices))
     if records.baselines:
         found.append(_baselines(records.baselines))
     return found
@@ -185,24 +182,20 @@ def _worlds(worlds: Sequence[GenerationFigures]) -> Sheet:
 
 def _reconfigurations(attempts: Sequence[ReconfigurationFigures]) -> Sheet:
     """One line an attempt where there is room, else what belongs together is stacked."""
-    from_to = (Column("from", is_text=True), Column("to", is_text=True))
-    lost = (Column("lost\ns"), Column("lost\nsteps"))
-    moved = (Column("bytes\nmoved"), Column("bytes\nstayed"))
-    generation, pause, slowdown = Column("gen"), Column("pause\ns"), Column("slow-\ndown s")
-    whole = Column("reconf.\ns")
-    digest, outcome = Column("digest\nequal", is_text=True), Column("outcome", is_text=True)
-    columns = (generation, *from_to, pause, *lost, slowdown, whole, *moved, digest, outcome)
-    groups = (
-        (generation, 1),
-        (Column("from\nto", is_text=True), 2),
-        (pause, 1),
-        (Column("lost s\nsteps"), 2),
-        (slowdown, 1),
-        (whole, 1),
-        (Column("moved\nstayed"), 2),
-        (digest, 1),
-        (outcome, 1),
-    )
+    ends = [Column("from", is_text=True), Column("to", is_text=True)]
+    stacks: list[tuple[Column, list[Column]]] = [
+        (Column("gen"), []),
+        (Column("from\nto", is_text=True), ends),
+        (Column("pause\ns"), []),
+        (Column("lost s\nsteps"), [Column("lost\ns"), Column("lost\nsteps")]),
+        (Column("slow-\ndown s"), []),
+        (Column("reconf.\ns"), []),
+        (Column("moved\nstayed"), [Column("bytes\nmoved"), Column("bytes\nstayed")]),
+        (Column("digest\nequal", is_text=True), []),
+        (Column("outcome", is_text=True), []),
+    ]
+    columns = tuple(column for head, own in stacks for column in own or [head])
+    groups = tuple((head, len(own) or 1) for head, own in stacks)
     rows = tuple(tuple(_attempt_cells(attempt)) for attempt in attempts)
     return Sheet("Reconfigurations", columns, rows, groups=groups)
 
@@ -249,18 +242,19 @@ def _notices(notices: Sequence[NoticeFigures]) -> Sheet:
     rows = [
         (
             *_cells(
-                notice.kind,
-                notice.node or NOTHING,
+                record.kind,
+                record.node or NOTHING,
                 number_text(notice.window_s),
                 number_text(notice.left_s),
-                str(notice.generation) if notice.generation >= 0 else NOTHING,
+                str(record.generation) if record.generation >= 0 else NOTHING,
                 number_text(notice.pause_s),
                 number_text(notice.lost_steps),
                 str(notice.repeated_steps),
             ),
-            Cell(notice.outcome, tones.get(notice.outcome, Tone.BAD)),
+            Cell(record.outcome, tones.get(record.outcome, Tone.BAD)),
         )
         for notice in notices
+        for record in [notice.record]
     ]
     return Sheet("Nodes", columns, tuple(rows), gap=1)
 

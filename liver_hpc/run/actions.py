@@ -17,13 +17,6 @@ from liver_hpc.run.records import (
 from liver_hpc.run.state import Ending
 
 Row = ReconfigurationRecord | NoticeRecord | NetworkRecord | WorkerPhaseRecord | TrafficRecord
-TABLES: dict[type, str] = {
-    ReconfigurationRecord: "reconfigurations",
-    NoticeRecord: "notices",
-    NetworkRecord: "networks",
-    WorkerPhaseRecord: "worker_phases",
-    TrafficRecord: "traffic",
-}
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import Any, get_args
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.run.actions import TABLES, Action, Record
+from liver_hpc.run.actions import Action, Record
 from liver_hpc.run.events import Event
+from liver_hpc.run.records import TABLES
 
 
 def name_of(kind: type) -> str:
@@ -20,6 +21,7 @@ def name_of(kind: type) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
 
+_TABLES = {kind: name for name, kind in TABLES.items()}
 _adapters: dict[type, TypeAdapter[Any]] = {}
 _EVENTS: dict[str, type] = {name_of(kind): kind for kind in get_args(Event)}
 
@@ -28,7 +30,7 @@ def encode(item: Event | Action) -> dict[str, Any]:
     """Plain values, with a `type` to be known by."""
     if isinstance(item, Record):
         row = _adapter(type(item.row)).dump_python(item.row, mode="json")
-        return {"type": "record", "table": TABLES[type(item.row)], "row": row}
+        return {"type": "record", "table": _TABLES[type(item.row)], "row": row}
     values = _adapter(type(item)).dump_python(item, mode="json")
     return {"type": name_of(type(item)), **values}
 

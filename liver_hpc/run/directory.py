@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +17,11 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
-from liver_hpc.host.files import write_whole
+from liver_hpc.host.files import whose, write_whole
 from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome
 from liver_hpc.run.secret import create_secret
 
 LATEST = "latest"
-REQUEUE = "requeue"
-"""State of an outcome after which the run goes on in another job."""
 
 Kind = TypeVar("Kind")
 
@@ -42,12 +42,6 @@ class CoordinatorAddress(BaseModel):
         return self.hostname in ("", socket.gethostname())
 
 
-def outcome_text(outcome: Outcome) -> str:
-    """`stopped at step 12: asked to`."""
-    text = f"{outcome.state} at step {outcome.step}"
-    return f"{text}: {outcome.reason}" if outcome.reason else text
-
-
 @dataclass(frozen=True)
 class RunDirectory:
     """The paths of one run, and its small files read."""
@@ -63,8 +57,9 @@ class RunDirectory:
         return self.path / "secret"
 
     @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.h5"
+    def checkpoints_path(self) -> Path:
+        """A directory, or a link to one where the run file wants checkpoints elsewhere."""
+        return self.path / "checkpoints"
 
     @property
     def jobs_path(self) -> Path:
@@ -90,18 +85,12 @@ class RunDirectory:
     def outcome(self) -> Outcome | None:
         """How the run ended; None while it runs or waits for another job to go on in, and when
         its coordinator was killed."""
-        return None if self.goes_on() else self.last_outcome()
+        last = self.last_outcome()
+        return None if last is None or last.goes_on(self.config()) else last
 
     def last_outcome(self) -> Outcome | None:
         """How the run's last coordinator ended."""
         return _read(self.path / OUTCOME_FILE, Outcome)
-
-    def goes_on(self) -> bool:
-        """Whether a coordinator has ended for the run to go on when its job is queued again."""
-        last = self.last_outcome()
-        if last is None or last.state != REQUEUE:
-            return False
-        return self.config().cluster.slurm.requeue
 
     def job_id(self) -> str | None:
         """Slurm's job id; a process id on the local cluster. None before the launch."""
@@ -117,9 +106,13 @@ class RunDirectory:
         return f"its logs are {self}/logs/*.log and {self}/submitit/*"
 
 
+# ---- made
+
+
 def create_run_directory(config: RunConfig, name: str | None = None) -> RunDirectory:
-    """Makes `<runs_directory>/<name>` (mode 0700) with run.yaml and secret; `name` is
-    `<config.name>-<date>-<time>` unless given. Raises ConfigError where that cannot be done."""
+    """Makes `<runs_directory>/<name>` (mode 0700) with run.yaml and secret, and a directory for
+    checkpoints where the run file wants them elsewhere; `name` is `<config.name>-<date>-<time>`
+    unless given. Raises ConfigError where that cannot be done."""
     runs = config.runs_directory
     stem = name or f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
@@ -127,6 +120,8 @@ def create_run_directory(config: RunConfig, name: str | None = None) -> RunDirec
         run = RunDirectory(_make_new(runs, stem))
         run.jobs_path.mkdir()
         create_secret(run.secret_path)
+        if config.checkpoint.directory is not None:
+            _link_checkpoints(run, config.checkpoint.directory)
         # Last: a directory with a run file is a whole one.
         write_whole(run.config_path, dump_run(config))
     except OSError as error:
@@ -134,48 +129,6 @@ def create_run_directory(config: RunConfig, name: str | None = None) -> RunDirec
             f"runs_directory: cannot make a run in {runs}: {error.strerror}"
         ) from error
     return run
-
-
-def point_latest(run: RunDirectory) -> None:
-    """`latest` beside the run becomes a link to it; it never dangles and is never missing in
-    between: a new link takes its place."""
-    runs = run.path.parent
-    link = runs / f".{LATEST}-{os.getpid()}"
-    link.unlink(missing_ok=True)
-    link.symlink_to(run.path.name, target_is_directory=True)
-    os.replace(link, runs / LATEST)
-
-
-def find_run(text: str, runs_directory: Path) -> RunDirectory:
-    """The run that a command names: a directory, a name under `runs_directory`, or `latest`.
-
-    Raises ConfigError when there is none.
-    """
-    path = runs_directory / text if text == LATEST else Path(text)
-    if not path.is_dir() and (runs_directory / text).is_dir():
-        path = runs_directory / text
-    try:
-        resolved = path.resolve(strict=True)
-        is_run = (resolved / "run.yaml").is_file()
-    except FileNotFoundError:
-        if text == LATEST:
-            raise ConfigError(f"there is no run under {runs_directory} yet") from None
-        raise ConfigError(
-            f"there is no run {text}: neither a directory, nor a name under {runs_directory}"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"run {text}: {error.strerror}") from error
-    if not is_run:
-        raise ConfigError(f"{path} is not a run directory: it has no run.yaml")
-    return RunDirectory(resolved)
-
-
-def process_lives(pid: int) -> bool:
-    """Whether a process of this machine runs; one that only waits to be reaped does not."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _make_new(runs: Path, stem: str) -> Path:
@@ -189,6 +142,106 @@ def _make_new(runs: Path, stem: str) -> Path:
             number += 1
         else:
             return path
+
+
+def _link_checkpoints(run: RunDirectory, directory: Path) -> None:
+    """Makes a new directory whose name nobody can know before; the run directory has its name."""
+    directory = directory.expanduser().absolute()
+    path = directory / f"{run.path.name}-{secrets.token_hex(8)}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"checkpoint.directory: {path}: {error.strerror}") from error
+    run.checkpoints_path.symlink_to(path, target_is_directory=True)
+
+
+def claim_checkpoints(run: RunDirectory, config: RunConfig) -> Path:
+    """Where the run's checkpoints lie, looked at again before a coordinator reads or writes there.
+
+    Elsewhere, it must be a directory of this user, which becomes nobody else's to enter. Raises
+    ConfigError when it is not.
+    """
+    link, elsewhere = run.checkpoints_path, config.checkpoint.directory
+    if elsewhere is None:
+        return link
+    if not os.path.lexists(link):  # a run that was made before there were links
+        known = elsewhere.expanduser().absolute() / run.path.name
+        if os.path.lexists(known):
+            link.symlink_to(known, target_is_directory=True)
+        else:
+            _link_checkpoints(run, elsewhere)
+    if link.is_symlink():
+        _check_private(Path(os.readlink(link)))
+    return link
+
+
+def _check_private(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)  # where a scratch has been cleaned
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise ConfigError(f"checkpoint.directory: {path}: wanted a directory, not a link")
+        if whose(status):
+            raise ConfigError(f"checkpoint.directory: {path} {whose(status)}")
+        path.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"checkpoint.directory: {path}: {error.strerror}") from error
+
+
+def point_latest(run: RunDirectory) -> str:
+    """`latest` beside the run becomes a link to it; it never dangles and is never missing in
+    between: a new link takes its place. Returns why it could not, else nothing."""
+    runs = run.path.parent
+    link = runs / f".{LATEST}-{secrets.token_hex(4)}"
+    try:
+        link.symlink_to(run.path.name, target_is_directory=True)
+        link.replace(runs / LATEST)
+    except OSError as error:
+        link.unlink(missing_ok=True)
+        return f"{runs / LATEST} does not name this run: {error.strerror}"
+    return ""
+
+
+# ---- found
+
+
+def find_run(text: str, runs_directory: Path) -> RunDirectory:
+    """The run that a command names: a directory, a name under `runs_directory`, or `latest`.
+
+    Raises ConfigError when there is none, and when it, or the link to it, belongs to another user:
+    what lies there would be loaded.
+    """
+    path = runs_directory / text if text == LATEST else Path(text)
+    if not path.is_dir() and (runs_directory / text).is_dir():
+        path = runs_directory / text
+    try:
+        resolved = path.resolve(strict=True)
+        is_run = (resolved / "run.yaml").is_file()
+        foreign = [f"{each} {text}" for each in (path, resolved) if (text := whose(each.lstat()))]
+    except FileNotFoundError:
+        if text == LATEST:
+            raise ConfigError(f"there is no run under {runs_directory} yet") from None
+        raise ConfigError(
+            f"there is no run {text}: neither a directory, nor a name under {runs_directory}"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"run {text}: {error.strerror}") from error
+    if not is_run:
+        raise ConfigError(f"{path} is not a run directory: it has no run.yaml")
+    if foreign:
+        raise ConfigError(
+            f"{foreign[-1]}; give the command as that user, or name a run of your own"
+        )
+    return RunDirectory(resolved)
+
+
+def process_lives(pid: int) -> bool:
+    """Whether a process of this machine runs; one that only waits to be reaped does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _read(path: Path, kind: type[Kind]) -> Kind | None:

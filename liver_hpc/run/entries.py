@@ -24,6 +24,7 @@ from liver_hpc.errors import ConfigError
 log = logging.getLogger(__name__)
 
 JOURNAL_FILE = "journal.jsonl"
+COORDINATOR_STARTED = "coordinator_started"
 STEP_DONE = "step_done"
 STEPS_DROPPED = "steps_dropped"
 

@@ -130,10 +130,9 @@ class OperatorAsked:
 
 @dataclass(frozen=True)
 class StopSignalled:
-    """The coordinator's process was told to stop; `checkpoint`: with the state on disk."""
+    """The coordinator's process was told to stop."""
 
     reason: str
-    checkpoint: bool
 
 
 @dataclass(frozen=True)

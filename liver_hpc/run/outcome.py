@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from liver_hpc.config.schema import RunConfig
 from liver_hpc.host.files import write_whole
 
 COORDINATOR_FILE = "coordinator.json"
@@ -17,12 +18,24 @@ OUTCOME_FILE = "outcome.json"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. state: "finished", "stopped", "failed", "requeue" or "restart" (both:
-    begin again from the state on disk); step: steps done."""
+    """How a coordinator ended, and its run with it unless that goes on. step: steps done.
+
+    state: "finished", "stopped", "failed"; "restart" and "requeue": the run goes on from the state
+    on disk, in the same job or when its job is queued again.
+    """
 
     state: str
     reason: str
     step: int
+
+    def __str__(self) -> str:
+        """`stopped at step 12: asked to`."""
+        text = f"{self.state} at step {self.step}"
+        return f"{text}: {self.reason}" if self.reason else text
+
+    def goes_on(self, config: RunConfig) -> bool:
+        """Whether the run goes on in the job that is queued again."""
+        return self.state == "requeue" and config.cluster.slurm.requeue
 
     def write(self, run_directory: Path) -> None:
         write_private_json(run_directory / OUTCOME_FILE, asdict(self))

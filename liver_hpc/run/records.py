@@ -1,18 +1,24 @@
-"""What is recorded of a run: one row a step, one row a handoff attempt. Times are epoch seconds."""
+"""What is recorded of a run: one row a step, one row a handoff attempt. Times are epoch seconds.
+
+The docstrings say of each column what it holds; docs/reference/metrics.md is made from them.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One training step, as rank 0 of its world saw it.
 
-    `phase` is empty for an undisturbed step; "prepare" when a target world was being prepared
-    beside it (from the notice to the boundary), "first" for a world's first step, "release" while
-    the old world was being freed.
+    step: its number, from 0. generation: the world that did it. loss, grad_norm: of
+    the global batch. learning_rate: that of this step's update. tokens: of the global batch.
+    started_s, ended_s: its bounds. phase: empty for an undisturbed step; "prepare" when a target
+    world was being prepared beside it (from the notice to the boundary), "first" for a world's
+    first step, "release" while the old world was being freed.
     """
 
     step: int
@@ -35,8 +41,21 @@ class StepRecord:
 class ReconfigurationRecord:
     """One handoff attempt. A time that was never reached is NaN.
 
-    The pause is wall time in which neither world trains: `first_step_started_s -
-    source_last_step_ended_s`, the largest over workers that were in both worlds.
+    generation: that of the target world. source_generation: that of the source world. source,
+    target: the layout, as "tp2 pp1 dp2". source_workers, target_workers: ids in the order of ranks,
+    with commas. notice: why. outcome: "completed", "aborted" or "failed". detail: what went wrong.
+    step: how many were done at the boundary, -1 without one. digest_equal: whether both sides held
+    the same state. bytes_moved: between workers, by the plan. bytes_local: within them. notice_s:
+    when the reason came. boot_ended_s: all joiners had booted. prepare_started_s: PREPARE began.
+    prepare_ended_s: all workers had prepared. armed_s: they were told to stop at a boundary.
+    source_last_step_ended_s: the last of the source's workers had ended its last step.
+    transfer_ended_s: the parameters had arrived, with equal digests. first_step_started_s: the
+    last of the target's workers began its first step. committed_s: the verdict was out.
+    first_step_ended_s: the last of them had ended it. released_s: the source world was freed.
+    pause_s: wall time in which neither world trained, from the end of the source's last step to
+    the start of the target's first; the largest over workers that were in both worlds.
+    stayers_file_descriptors, stayers_resident_bytes: the largest after RELEASE over workers that
+    were in both worlds.
     """
 
     generation: int
@@ -73,11 +92,12 @@ class NoticeRecord:
     """One node that had to be left, or came. A time that was never reached is NaN.
 
     kind: "granted", "preempted", "time limit", "drained", "cancelled", "operator", "node hours" or
-    "lost"; "restart" or "requeue", of no node, where the run went on from the disk. at_s: when the
-    notice came. deadline_s: when the node's processes are killed. estimate_s: what leaving it live
-    was estimated to take. action: what was done about it. generation: the handoff that did it, -1
-    for none. left_s: end of the last process there. outcome: "in time", "late", "lost", "in use",
-    "not needed", "to disk", or "open" when the run ended first.
+    "lost"; "restart" or "requeue", of no node, where the run went on from the disk. node: its name.
+    allocation: Slurm's job that holds it. at_s: when the notice came. deadline_s: when the node's
+    processes are killed. estimate_s: what leaving it live was estimated to take. action: what was
+    done about it. generation: the handoff that did it, -1 for none. left_s: end of the last
+    process there. returned_s: when the node was given back. outcome: "in time", "late", "lost",
+    "in use", "not needed", "to disk", or "open" when the run ended first.
     """
 
     kind: str
@@ -98,10 +118,12 @@ class WorkerPhaseRecord:
     """What one worker did in one phase of a handoff attempt; between two of them it trained on in
     the source, or waited. A time that was never reached is NaN.
 
+    generation: the target world of the attempt. worker: its id. node: where it runs.
     phase: "boot" (a joiner, until it could join), "prepare" (the target world, alone), "connect"
     (its groups, where each waits for the last), "transfer" (the parameters, digests included),
     "first step" (forward and backward, with the optimizer's state arriving), "update" (from the
     commit to the end of that step), "release" (the source world's memory and groups).
+    started_s, ended_s: its bounds.
     """
 
     generation: int
@@ -114,7 +136,10 @@ class WorkerPhaseRecord:
 
 @dataclass(frozen=True)
 class TrafficRecord:
-    """Bytes that a handoff's plan sends from one worker to another; nothing for a pair without."""
+    """What a handoff's plan sends from one worker to another; nothing for a pair without.
+
+    generation: the target world. sender, receiver: worker ids. bytes: of parameters and optimizer.
+    """
 
     generation: int
     sender: int
@@ -124,10 +149,11 @@ class TrafficRecord:
 
 @dataclass(frozen=True)
 class NetworkRecord:
-    """A transport that a world's collectives really use: "gloo tcp", or as NCCL says "NET/IB",
-    "NET/Socket", "P2P (NVLink)", "P2P (PCIe)", "SHM".
+    """A transport that a world's collectives really use.
 
-    hosts: where, with commas. detail: over which interfaces, adapters and ways.
+    generation: the world. transport: "gloo tcp", or as NCCL says "NET/IB", "NET/Socket",
+    "P2P (NVLink)", "P2P (PCIe)", "SHM". hosts: where, with commas. detail: over which interfaces,
+    adapters and ways.
     """
 
     generation: int
@@ -140,8 +166,12 @@ class NetworkRecord:
 class BaselineRecord:
     """One checkpoint/restart measurement; every phase in seconds.
 
-    total_s: all phases, from the end of the source's last step to the end of the target's first.
-    lost_s: that less the target's median step, as a handoff's lost time; NaN where not known.
+    method: how it was stopped and started. source, target: the layout. save_s: writing the
+    checkpoint. stop_s: until the last process had ended. launch_s: until the new ones ran.
+    import_s: their imports. groups_s: process groups, model and optimizer. load_s: reading the
+    checkpoint. first_step_s: the target's first step. total_s: all phases, from the end of the
+    source's last step to the end of the target's first. detail: what else there is to say. lost_s:
+    the total less the target's median step, as a handoff's lost time; NaN where not known.
     """
 
     method: str
@@ -171,3 +201,15 @@ class RunRecords:
     networks: list[NetworkRecord] = field(default_factory=list)
     worker_phases: list[WorkerPhaseRecord] = field(default_factory=list)
     traffic: list[TrafficRecord] = field(default_factory=list)
+
+
+TABLES: dict[str, type[Any]] = {
+    "steps": StepRecord,
+    "reconfigurations": ReconfigurationRecord,
+    "baselines": BaselineRecord,
+    "notices": NoticeRecord,
+    "networks": NetworkRecord,
+    "worker_phases": WorkerPhaseRecord,
+    "traffic": TrafficRecord,
+}
+"""The kinds of records by the names of their lists."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from liver_hpc.run.codec import decode_event, encode
-from liver_hpc.run.entries import Entry, plain
+from liver_hpc.run.entries import STEPS_DROPPED, Entry, plain
 from liver_hpc.run.events import CoordinatorStarted, Memory
-from liver_hpc.run.lifecycle import Run
+from liver_hpc.run.machine import Run
 
 
 def memory_of(entries: Iterable[Entry]) -> Memory:
@@ -43,6 +43,8 @@ def differences(
     """
     run: Run | None = None
     for entry in entries:
+        if entry.event["type"] == STEPS_DROPPED:  # nothing but training steps
+            continue
         event = decode_event(entry.event)
         if isinstance(event, CoordinatorStarted):
             run = new_run(event)

@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 from liver_hpc.errors import ConfigError
+from liver_hpc.host.files import whose
 
 SECRET_BYTES = 32
 
@@ -66,10 +67,8 @@ def _check_private(path: Path, status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"secret {path}: not a regular file")
-    if status.st_uid != os.geteuid():
-        raise ConfigError(
-            f"secret {path}: belongs to user {status.st_uid}, this is user {os.geteuid()}"
-        )
+    if whose(status):
+        raise ConfigError(f"secret {path}: {whose(status)}")
     if mode & 0o077:
         raise ConfigError(
             f"secret {path}: mode {mode:04o} lets others in; wanted 0600 (chmod 600 it, or start "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from liver_hpc.checkpoint.index import checkpoint_directory
 from liver_hpc.clock import SystemClock, process_age_s
 from liver_hpc.cluster.network import GLOO_INTERFACE, NCCL_LOG
 from liver_hpc.config.load import load_run
@@ -39,6 +39,7 @@ from liver_hpc.protocol.messages import (
 )
 from liver_hpc.recipes.base import Recipe, load_recipe
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
+from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.secret import read_secret
 from liver_hpc.worker.trainer import LeftWorld, Trainer
 from liver_hpc.world import megatron
@@ -123,7 +124,7 @@ class Worker:
                 clock=booted.clock,
                 send=self._send,
                 open_store=self._open_store,
-                checkpoints=checkpoint_directory(booted.config, booted.run_directory),
+                checkpoints=RunDirectory(booted.run_directory).checkpoints_path,
             )
         )
 
@@ -232,6 +233,7 @@ def _network_plan(coordinator: str) -> NetworkPlan:
 def leave(status: int) -> NoReturn:
     """Ends the process at once; neither blocked collectives nor native threads hold it up."""
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # its file is on a disk that is full
+            stream.flush()
     os._exit(status)

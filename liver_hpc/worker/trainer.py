@@ -9,7 +9,7 @@ from pathlib import Path
 from liver_hpc.checkpoint.reader import restore
 from liver_hpc.checkpoint.writer import save
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.handoff.crossing import FAILURES, Boundary, Crossed, Crossing
+from liver_hpc.handoff.crossing import FAILURES, Crossed, Crossing
 from liver_hpc.handoff.prepare import connect_groups, prepare, prepared_message
 from liver_hpc.handoff.release import release
 from liver_hpc.handoff.session import HandoffAborted, Session, Target, WorkerContext
@@ -19,6 +19,7 @@ from liver_hpc.protocol.messages import (
     Abort,
     Aborted,
     Arm,
+    AtBoundary,
     Begin,
     Failed,
     Finished,
@@ -109,13 +110,11 @@ class Trainer:
 
     def open_session(self, message: Prepare) -> Session:
         """Opens a handoff attempt; a source worker starts PREPARE beside its training thread."""
-        session = Session(message, self._context)
+        session = self.session = Session(message, self._context)
         if session.is_source:
             session.preparing = threading.Thread(
                 target=self._prepare, args=(session,), name="prepare", daemon=True
             )
-        self.session = session
-        if session.preparing is not None:
             session.preparing.start()
         return session
 
@@ -247,7 +246,12 @@ class Trainer:
     def _hand_off(self, session: Session, source: World, ended_s: float) -> None:
         """Crosses to the target world at the agreed boundary, or goes back to this one."""
         assert session.prepared is not None
-        boundary = Boundary(source.scalar_state(self.step), ended_s)
+        boundary = AtBoundary(
+            worker=self._context.worker,
+            generation=session.generation,
+            scalars=source.scalar_state(self.step),
+            last_step_ended_s=ended_s,
+        )
         try:
             crossed = Crossing(session, session.prepared, source).run(boundary)
         except HandoffAborted as aborted:

@@ -77,7 +77,7 @@ def _not_trained_alike(spec: ModelSpec, parameters: dict[str, torch.nn.Parameter
     wanted = torch.float32 if spec.main_is_parameter else torch.bfloat16
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
-            yield f"{name} is frozen (requires_grad=False): frozen parameters are not moved"
+            yield f"{name} is frozen (requires_grad=False), and not moved by a handoff"
         if parameter.dtype != wanted:
             yield (
                 f"{name} is {parameter.dtype}, the recipe's parameter_bytes="
@@ -92,6 +92,6 @@ def _not_moved(module: torch.nn.Module) -> Iterator[str]:
         empty = value is None or (isinstance(value, torch.Tensor) and not value.numel())
         if name not in parameters and not empty:
             yield (
-                f"{name} is no parameter, and not moved; a buffer that can be recomputed is to be "
-                "registered with persistent=False"
+                f"{name} is not moved by a handoff, as it is no parameter; register a buffer that "
+                "can be recomputed with persistent=False"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import fcntl
 import os
 import shutil
@@ -33,8 +32,6 @@ ACCOUNTING_PROGRAMS = {
     "mariadb-install-db": "mariadb-server-core",
     "my_print_defaults": "mariadb-client-core",  # mariadb-install-db calls it
 }
-# Where Slurm's PMI2 library is to be had, in Debian's and in Ubuntu's newer naming.
-PMI2_PACKAGES = ("libpmi2-0", "libpmi2-0t64")
 INSTALL_LIMIT_S = 300.0
 INSTALL_LOCK = "/run/slurm-testbed-install.lock"
 # Slurm's daemons are in sbin, which is not on everybody's path.
@@ -57,8 +54,6 @@ def missing_packages(accounting: bool = False) -> list[str]:
     missing = {
         package for name, package in wanted.items() if not shutil.which(name, path=SYSTEM_PATH)
     }
-    if ctypes.util.find_library("pmi2") is None:
-        missing.add(PMI2_PACKAGES[0])
     return sorted(missing)
 
 
@@ -107,21 +102,12 @@ def _install(accounting: bool) -> None:
     if not missing:
         return  # somebody else was faster
     print(f"installing {', '.join(missing)}", file=sys.stderr, flush=True)
-    if PMI2_PACKAGES[0] in missing and not _known(PMI2_PACKAGES[0]):
-        _apt("update")
-        if not _known(PMI2_PACKAGES[0]):
-            missing = [PMI2_PACKAGES[1] if name == PMI2_PACKAGES[0] else name for name in missing]
     words = _apt("install", *missing)
     if missing_packages(accounting):
         _apt("update")
         words = _apt("install", *missing)
     if left := missing_packages(accounting):
         raise ClusterError(f"apt-get could not install {', '.join(left)}:\n{words}")
-
-
-def _known(package: str) -> bool:
-    shown = subprocess.run(("apt-cache", "show", package), capture_output=True)
-    return shown.returncode == 0
 
 
 def _apt(*arguments: str) -> str:

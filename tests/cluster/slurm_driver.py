@@ -17,13 +17,12 @@ from typing import Any
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.launcher import NodeRequest
-from liver_hpc.cluster.slurm.allocation import OwnAllocation
+from liver_hpc.cluster.slurm.allocation import own_allocations
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.launcher import SlurmLauncher
 from liver_hpc.cluster.slurm.pool import SlurmPool
 from liver_hpc.config.load import load_run
-from liver_hpc.coordinator.connections import ConnectionServer
-from liver_hpc.coordinator.inbox import Inbox
+from liver_hpc.coordinator.connections import ConnectionServer, Inbox
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.rendezvous.channel import ControlServer
 from liver_hpc.run.node_events import PoolEvent
@@ -48,8 +47,8 @@ class Driver:
         environment = json.loads((run_directory / "job.json").read_text(encoding="utf-8"))
         slurm = config.cluster.slurm
         commands = SlurmCommands(slurm.command_s, slurm.unreachable_s)
-        allocation = OwnAllocation.from_environment(environment, config, commands.hostnames)
-        self.pool = SlurmPool(config, commands, allocation, run_directory, SystemClock())
+        own = own_allocations(environment, config, commands.hostnames)
+        self.pool = SlurmPool(config, commands, own, run_directory, SystemClock())
         agent = (sys.executable, str(run_directory / "agent.py"))
         self.launcher = SlurmLauncher(run_directory, config, commands, self.pool.place_of, agent)
         secret = read_secret(run_directory / "secret")

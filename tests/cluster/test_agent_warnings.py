@@ -55,7 +55,7 @@ def wait_for(condition: Callable[[], bool], limit_s: float, waits_for: str) -> N
 
 @dataclass
 class Stage:
-    """A desk on the control host and an agent with two workers in a step of `job` on n1."""
+    """A rendezvous on the control host and an agent with two workers in a step of `job` on n1."""
 
     cluster: SlurmCluster
     directory: Path
@@ -78,7 +78,7 @@ class Stage:
         return min(path.stat().st_mtime for path in self.beats)
 
     def alive(self) -> list[str]:
-        """Of the step's processes; none of the testbed's own or of the desk's."""
+        """Of the step's processes; none of the testbed's own or of the rendezvous's."""
         return [describe(pid) for pid in marked_processes(MARK, str(self.directory))]
 
     def log(self) -> str:
@@ -102,7 +102,7 @@ def start_agent(cluster: SlurmCluster, directory: Path, job: str) -> subprocess.
     words = ["--run-directory", str(directory), "--agent", "a0", "--workers", "2"]
     words += ["--layout", "dp2", "--slots", "1,3", "--warnings"]
     return cluster.start(
-        *("env", f"{MARK}={directory}", "srun", f"--jobid={job}", "--overlap", "--mpi=pmi2"),
+        *("env", f"{MARK}={directory}", "srun", f"--jobid={job}", "--overlap", "--mpi=none"),
         *("-N1", "-n1", "-w", "n1", sys.executable, "-m", "liver_hpc.node.agent", *words),
         *("--worker-command", json.dumps(worker)),
     )
@@ -121,16 +121,22 @@ def stage(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> Iterat
         20.0,
         f"job {job} to run",
     )
-    desk = slurm_cluster.start(
-        *(sys.executable, "-m", "tests.cluster.warnings_desk", str(directory), CONTROL_ADDRESS)
+    coordinator = slurm_cluster.start(
+        *(
+            sys.executable,
+            "-m",
+            "tests.cluster.warnings_rendezvous",
+            str(directory),
+            CONTROL_ADDRESS,
+        )
     )
     try:
         wait_for(
-            lambda: (directory / "open").exists() or desk.poll() is not None,
+            lambda: (directory / "open").exists() or coordinator.poll() is not None,
             30.0,
-            "the desk to open",
+            "the rendezvous to open",
         )
-        assert desk.poll() is None, desk.communicate()[0]
+        assert coordinator.poll() is None, coordinator.communicate()[0]
         step = start_agent(slurm_cluster, directory, job)
         made = Stage(slurm_cluster, directory, job, step)
         wait_for(
@@ -143,12 +149,12 @@ def stage(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> Iterat
         yield made
         (directory / "end").touch()
         (directory / "over").touch()
-        output, _ = desk.communicate(timeout=20.0)
-        assert desk.returncode == 0, output
+        output, _ = coordinator.communicate(timeout=20.0)
+        assert coordinator.returncode == 0, output
     finally:
         kill_marked(MARK, str(directory), 5.0)
-        desk.terminate()
-        desk.communicate(timeout=10.0)
+        coordinator.terminate()
+        coordinator.communicate(timeout=10.0)
 
 
 def test_preemption_warns_at_once_and_ends_nobody_before_the_coordinator_does(

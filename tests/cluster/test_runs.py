@@ -88,7 +88,7 @@ def test_a_node_is_left_and_training_goes_on_while_slurmctld_is_gone(run: SlurmR
     node = run.nodes_of("burst")[-1]
     run.cluster.testbed("kill-controller")
     try:
-        run.wait_log("controller is away")
+        run.wait_log("controller does not answer")
         assert f"leaving {node}" in run.liver("drain", str(run.directory.path), node)
         run.wait_workers(3)
         run.wait_steps(5)
@@ -97,7 +97,7 @@ def test_a_node_is_left_and_training_goes_on_while_slurmctld_is_gone(run: SlurmR
         run.cluster.testbed("start-controller")
     # Slurm keeps it until it is told once more that the step there has ended.
     run.jobs.occupy(node)
-    run.wait_log("controller is back")
+    run.wait_log("controller answers again")
     run.wait(f"{node} to be given back", lambda status: not run.holds(status, node), 60.0)
     assert the_notice(run, "operator", node).outcome == "in time"
 

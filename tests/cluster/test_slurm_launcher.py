@@ -30,8 +30,8 @@ name = sys.argv[sys.argv.index("--agent") + 1]
 child = subprocess.Popen(["setsid", "sleep", "611", ])
 seen = {
     "host": os.uname().nodename, "words": sys.argv[1:], "pid": os.getpid(),
-    "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "pmi_size": os.environ.get("PMI_SIZE"),
-    "job": os.environ.get("SLURM_JOB_ID"),
+    "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "job": os.environ.get("SLURM_JOB_ID"),
+    "pmi": [name for name in os.environ if name.startswith("PMI")],
 }
 (here / f"{name}.new").write_text(json.dumps(seen))
 (here / f"{name}.new").rename(here / f"{name}.up")
@@ -112,8 +112,8 @@ def test_agents_start_beside_each_other_and_see_the_whole_node(run: DrivenRun) -
     burst = run.wait_told("NodeGranted", burst=True)["node"]["name"]
     for agent, node in (("a", main), ("b", main), ("c", extra), ("d", extra)):
         seen = launch(run, agent, node)
-        assert (seen["host"], seen["gpus"], seen["pmi_size"]) == (node, "0,1", "1")
-        assert seen["words"][-3:] == ["--warnings", "--slots", "0"]
+        assert (seen["host"], seen["gpus"], seen["pmi"]) == (node, "0,1", [])
+        assert seen["words"][-3:] == ["--slots", "0", "--warnings"]
     assert launch(run, "e", burst)["host"] == burst
     assert step_names(run) == {"liver-a", "liver-b", "liver-c", "liver-d", "liver-e"}
     end(run, "c", 0)

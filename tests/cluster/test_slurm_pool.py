@@ -227,10 +227,10 @@ def test_a_controller_that_is_away_changes_nothing(
         run.ask("want", 2)
     finally:
         start_controller(slurm_cluster)
-    wait_for(lambda: len(run.told("PoolNote")) >= 2, 30.0, "a word that it is back")
+    wait_for(lambda: len(run.told("PoolNote")) >= 2, 30.0, "a word that it answers again")
     notes = [event["text"] for event in run.told("PoolNote")]
-    assert "is away" in notes[0]
-    assert "is back" in notes[1]
+    assert "does not answer" in notes[0]
+    assert "answers again" in notes[1]
     assert run.told("NodeGone") == []
     wait_for(lambda: len(run.told("NodeGranted", burst=True)) >= 2, 15.0, "what was asked for")
     run.ask("close")

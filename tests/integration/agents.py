@@ -1,10 +1,11 @@
-"""Agents under test: a run directory, stand-in workers, a desk, a control server that notes."""
+"""Agents under test: run directory, stand-in workers, rendezvous, control server that notes."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +28,10 @@ from liver_hpc.config.schema import (
 )
 from liver_hpc.host.marks import marked_processes
 from liver_hpc.protocol.messages import AgentHello, AnyMessage
-from liver_hpc.rendezvous.base import Answer
+from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
-from liver_hpc.rendezvous.mpi.calls import MeetingPlace
-from liver_hpc.rendezvous.mpi.service import MpiRendezvous
+from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
+from liver_hpc.rendezvous.mpi.service import Acceptor, MpiRendezvous
 from liver_hpc.rendezvous.wire import Wire, WireServer
 from liver_hpc.run.secret import create_secret
 
@@ -90,6 +91,39 @@ def command_line(pid: int) -> list[str]:
         return []
 
 
+def listens(pid: int) -> list[str]:
+    """Where a process listens over TCP, or has bound a socket of UDP."""
+    try:
+        sockets = psutil.Process(pid).net_connections("inet")
+    except psutil.Error:
+        return []
+    return [
+        f"{one.laddr.ip}:{one.laddr.port}"
+        for one in sockets
+        if one.status == psutil.CONN_LISTEN or one.type == socket.SOCK_DGRAM
+    ]
+
+
+def dead_port_name(directory: Path) -> bytes:
+    """MPI's name of a port at which there is nobody any more."""
+    acceptor = Acceptor(MpiNetwork(), 1.0, directory / "logs" / "dead.log")
+    acceptor.close()
+    return acceptor.port_name
+
+
+@contextmanager
+def queue_alone(directory: Path, secret: bytes, line_up: Callable[[Wire], None]) -> Iterator[None]:
+    """What a joiner finds of a rendezvous without an acceptor; `line_up` has each joiner's wire."""
+    queue = WireServer("127.0.0.1", secret, line_up)
+    place = RendezvousPlace(network=MpiNetwork(netmod="ofi"), port=queue.address[1])
+    place_file(directory).write_text(place.model_dump_json())
+    try:
+        yield
+    finally:
+        place_file(directory).unlink()
+        queue.close()
+
+
 class Coordinator:
     """What agents say on their own channels. It hangs up on nobody until it is closed."""
 
@@ -136,7 +170,7 @@ class Run:
         )
         (directory / "run.yaml").write_text(dump_run(config))
         self.secret = create_secret(directory / "secret")
-        self.desk = MpiRendezvous(directory, self.secret)
+        self.rendezvous = MpiRendezvous(directory, self.secret)
         self.coordinator = Coordinator(self.secret)
         self.control = self.coordinator.address
 
@@ -157,49 +191,40 @@ class Run:
         self.launchers.append(launcher)
         return launcher
 
-    def open_desk(self, first_worker: int = 4) -> None:
-        self.desk.start(
-            lambda who: Answer(
-                worker_ids=tuple(range(first_worker, first_worker + who.workers)),
-                control_host=self.control[0],
-                control_port=self.control[1],
-            )
+    def answer(self, who: Identity, first_worker: int = 4) -> Answer:
+        return Answer(
+            worker_ids=tuple(range(first_worker, first_worker + who.workers)),
+            control_host=self.control[0],
+            control_port=self.control[1],
         )
 
+    def open_rendezvous(self) -> None:
+        self.rendezvous.start(self.answer)
+
     @contextmanager
-    def bell(self, says: bytes = b"", then_hangs_up: bool = False) -> Iterator[threading.Event]:
-        """A desk with a bell alone, where joiners wait, already in MPI; set once one has rung.
+    def queue(self, tells: bytes = b"", then_hangs_up: bool = False) -> Iterator[threading.Event]:
+        """A rendezvous with a queue alone, where joiners wait, already in MPI; set once one does.
 
-        The bell is silent or says one thing, and hangs up at once or at the end of the block. At
-        its MPI port there is nobody.
+        It may tell a port name, and hang up at once.
         """
-        rung = threading.Event()
+        came = threading.Event()
 
-        def ring(wire: Wire) -> None:
-            if says:
-                wire.send(says)
-            rung.set()
+        def line_up(joiner: Wire) -> None:
+            if tells:
+                joiner.send(tells)
+            came.set()
             if not then_hangs_up:
-                wire.receive()
+                joiner.receive()
 
-        self.open_desk()
-        place = MeetingPlace.read(self.directory)
-        assert place is not None
-        self.desk.close()
-        self.desk = MpiRendezvous(self.directory, self.secret)
-        bell = WireServer("127.0.0.1", self.secret, ring)
-        try:
-            place.model_copy(update={"bell_port": bell.address[1]}).write(self.directory)
-            yield rung
-        finally:
-            bell.close()
+        with queue_alone(self.directory, self.secret, line_up):
+            yield came
 
     def alive(self) -> list[int]:
-        """Processes of this test, other than the test and the desk."""
+        """Processes of this test, other than the test and the acceptor."""
         return [
             pid
             for pid in marked_processes(TEST_MARK, self.mark)
-            if pid not in (os.getpid(), self.desk.pid)
+            if pid not in (os.getpid(), self.rendezvous.pid)
         ]
 
     def find(self, *words: str) -> list[int]:
@@ -223,13 +248,9 @@ class Run:
         return {Path(command_line(pid)[0]).name: pid for pid in self.alive()}
 
     def listens(self) -> list[str]:
-        """The TCP addresses at which this test's processes listen, the desk's aside."""
-        ours = self.alive()
-        return [
-            f"{connection.laddr.ip}:{connection.laddr.port}"
-            for connection in psutil.net_connections("tcp")
-            if connection.pid in ours and connection.status == psutil.CONN_LISTEN
-        ]
+        """The addresses at which anything of this test can be reached, the test itself included."""
+        ours = marked_processes(TEST_MARK, self.mark)
+        return [address for pid in (os.getpid(), *ours) for address in listens(pid)]
 
     def is_python(self, pid: int) -> bool:
         return command_line(pid)[0] == sys.executable

@@ -53,10 +53,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
             yield made
             for launcher in made.launchers:
                 launcher.close()
-            made.desk.close()
+            made.rendezvous.close()
             made.coordinator.close()
             wait_for(lambda: not made.alive(), "all processes to end", 5.0)
     finally:
-        made.desk.close()
+        made.rendezvous.close()
         made.coordinator.close()
         kill_marked(TEST_MARK, mark, 5.0)

@@ -15,7 +15,7 @@ def elastic_run(tmp_path: Path, notices: list[dict[str, Any]], **sections: Any) 
     run = start(config)
     watch(run, lambda status: status.handoffs_done + status.handoffs_aborted == len(notices), 150.0)
     watch(run, lambda status: status.handoff is None and not status.queued, 10.0)
-    last = read_run(run.metrics_path).reconfigurations[-1].step
+    last = read_run(run.path).reconfigurations[-1].step
     watch(run, lambda status: status.step >= max(60, last + 4), 60.0)
     return stop_and_read(run)
 

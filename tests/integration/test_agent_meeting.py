@@ -1,22 +1,31 @@
-"""The agent's meeting with the desk, and whoever is killed: the rest of the tree follows."""
+"""The agent's meeting at the rendezvous, and whoever is killed: the rest of the tree follows."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from liver_hpc.node.agent import _MEET_MARGIN_S, EXIT_BOOT
-from liver_hpc.rendezvous.mpi.calls import EXIT_DESK_LOST, EXIT_STUCK, TURN
-from liver_hpc.rendezvous.mpi.joiner import EXIT_NOT_MET
-from liver_hpc.rendezvous.mpi.process_manager import NO_TOPOLOGY_FILE, under_mpiexec
-from tests.integration.agents import Run, command_line, request, wait_for
+from liver_hpc.rendezvous.base import Answer, Identity
+from liver_hpc.rendezvous.mpi.joiner import EXIT_NOT_MET, EXIT_RENDEZVOUS_LOST, EXIT_STUCK
+from tests.integration.agents import (
+    Run,
+    command_line,
+    dead_port_name,
+    listens,
+    request,
+    wait_for,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -35,58 +44,102 @@ threading.Event().wait()
 # ---- the meeting
 
 
-def test_the_joiner_and_its_mpiexec_are_gone_once_the_agent_has_met(run: Run) -> None:
+def test_in_a_meeting_nothing_listens_beyond_the_runs_own_interface(run: Run) -> None:
+    """While joiner and acceptor talk over MPI: their ports, the queue, the control channel."""
+    seen: list[str] = []
+
+    def answer(who: Identity) -> Answer:
+        (joiner,) = run.joiners()
+        assert run.rendezvous.pid is not None
+        assert listens(joiner)
+        assert listens(run.rendezvous.pid)
+        seen.extend(run.listens())
+        return run.answer(who)
+
+    run.rendezvous.start(answer)
+    run.launcher("works").launch([request()])
+    run.notes()
+    assert len(seen) >= 4
+    assert {address.rpartition(":")[0] for address in seen} == {"127.0.0.1"}
+
+
+def test_a_stranger_on_this_machine_cannot_take_the_joiners_place(run: Run) -> None:
+    """Its way into MPI is a socketpair: there is no port at which to speak for either end."""
     launcher = run.launcher("works")
-    with run.bell() as rung:
+    with contextlib.ExitStack() as strangers:
+        with run.queue() as came:
+            launcher.launch([request()])
+            assert came.wait(20)
+            (joiner,) = run.joiners()
+            (agent,) = run.agents()
+            listeners = {pid: listens(pid) for pid in run.alive() if listens(pid)}
+            assert listeners.keys() == {joiner}
+            ((host, _, port),) = (address.rpartition(":") for address in listeners[joiner])
+            for words in (b"cmd=init pmi_version=1 pmi_subversion=1\n", bytes(4), b""):
+                stranger = socket.create_connection((host, int(port)), timeout=0.2)
+                strangers.enter_context(stranger).sendall(words)  # to MPI's own port
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    assert stranger.recv(100) == b""
+            for pid in (joiner, agent):
+                names = {one.laddr for one in psutil.Process(pid).net_connections("unix")}
+                assert names <= {""}
+        run.open_rendezvous()
+        assert [note["told"]["worker"] for note in run.notes()] == [4, 5]  # type: ignore[index]
+
+
+def test_the_joiner_gets_no_secret_and_is_gone_once_the_agent_has_met(run: Run) -> None:
+    launcher = run.launcher("works")
+    with run.queue() as came:
         launcher.launch([request()])
-        assert rung.wait(15)
-        assert len(run.joiners()) == 1
-        assert {"mpiexec", "hydra_pmi_proxy"} <= run.programs().keys()
-        assert any(address.startswith("0.0.0.0:") for address in run.listens())
+        assert came.wait(15)
+        (joiner,) = run.joiners()
+        told = Path(f"/proc/{joiner}/environ").read_bytes().split(b"\0")
+        assert b"PMI_SIZE=1" in told
+        assert run.secret.hex().encode() not in b"".join(told)
         assert run.secret.hex() not in str([command_line(pid) for pid in run.alive()])
-    run.open_desk()
+    run.open_rendezvous()
     run.notes()
     assert run.joiners() == []
-    assert run.programs().keys() == {Path(sys.executable).name}
     assert len(run.alive()) == 3  # the agent and its workers
-    assert run.listens() == []
     (agent,) = run.agents()
+    assert [address for pid in run.alive() for address in listens(pid)] == []
     assert "libmpi" not in Path(f"/proc/{agent}/maps").read_text()
 
 
-def test_under_a_process_manager_the_joiner_gets_no_mpiexec_of_its_own(run: Run) -> None:
+def test_a_process_manager_around_the_agent_is_not_asked(run: Run) -> None:
+    """As under srun --mpi=pmi2, or in a world of several tasks."""
     agent = [sys.executable, "-m", "liver_hpc.node.agent", "--run-directory", str(run.directory)]
     work = ["--agent", "a0", "--workers", "2", "--layout", "tp1 pp1 dp2", *run.options("ends")]
-    with run.bell() as rung:
-        manager = subprocess.Popen(
-            under_mpiexec([*agent, *work]), env={**os.environ, **NO_TOPOLOGY_FILE}
-        )
-        assert rung.wait(15)
-        managers = [pid for pid in run.alive() if "mpiexec" in command_line(pid)[0]]
-        assert managers == [manager.pid]
-        assert len(run.joiners()) == 1
-    run.open_desk()
-    for note in run.notes():
-        environment = note["environment"]
-        assert isinstance(environment, dict)
-        assert not [name for name in environment if name.startswith(("PMI", "HYDI"))]
-    assert manager.wait(15) == 1
+    foreign = {
+        "PMI_FD": "99",
+        "PMI_RANK": "3",
+        "PMI_SIZE": "8",
+        "PMIX_RANK": "3",
+        "PMI_SPAWNED": "1",
+    }
+    run.open_rendezvous()
+    with subprocess.Popen([*agent, *work], env={**os.environ, **foreign}) as started:
+        for note in run.notes():
+            environment = note["environment"]
+            assert isinstance(environment, dict)
+            assert not [name for name in environment if name.startswith("PMI")]
+        assert started.wait(15) == 1
 
 
 @pytest.mark.parametrize(
     ("then_hangs_up", "meet_s", "code", "why"),
     [
-        (True, 20.0, EXIT_DESK_LOST, "[agent a0] connection to the rendezvous of"),
+        (True, 20.0, EXIT_RENDEZVOUS_LOST, "[agent a0] connection to the rendezvous of"),
         (False, 2.0, EXIT_STUCK, "s for the rendezvous of"),
     ],
-    ids=["desk lost", "stuck"],
+    ids=["rendezvous lost", "stuck"],
 )
 def test_a_meeting_that_breaks_off_in_mpi_fails_the_agent_which_says_why(
     run: Run, then_hangs_up: bool, meet_s: float, code: int, why: str
 ) -> None:
     run.set_deadline("meet_s", meet_s)
     launcher = run.launcher("works")
-    with run.bell(says=TURN, then_hangs_up=then_hangs_up):
+    with run.queue(dead_port_name(run.directory), then_hangs_up):
         launcher.launch([request()])
         assert run.wait_ended(launcher) == code
     log = run.log("agent-a0")
@@ -95,7 +148,7 @@ def test_a_meeting_that_breaks_off_in_mpi_fails_the_agent_which_says_why(
     assert run.alive() == []
 
 
-def test_without_a_desk_the_agent_gives_up_at_the_deadline(run: Run) -> None:
+def test_without_a_rendezvous_the_agent_gives_up_at_the_deadline(run: Run) -> None:
     run.set_deadline("meet_s", 0.5)
     launcher = run.launcher("works")
     launcher.launch([request()])
@@ -106,11 +159,11 @@ def test_without_a_desk_the_agent_gives_up_at_the_deadline(run: Run) -> None:
 def test_a_joiner_that_does_not_end_is_killed_after_the_deadline(run: Run) -> None:
     run.set_deadline("meet_s", 2.0)
     launcher = run.launcher("works")
-    with run.bell() as rung:
+    with run.queue() as came:
         launcher.launch([request()])
-        assert rung.wait(15)
-        for pid in (*run.joiners(), run.programs()["mpiexec"]):
-            os.kill(pid, signal.SIGSTOP)
+        assert came.wait(15)
+        (joiner,) = run.joiners()
+        os.kill(joiner, signal.SIGSTOP)
         assert run.wait_ended(launcher) == EXIT_NOT_MET
     waited = f"waited {2 + _MEET_MARGIN_S:g} s for the joiner to end"
     assert f"no meeting with the rendezvous: {waited}" in run.log("agent-a0")
@@ -119,9 +172,9 @@ def test_a_joiner_that_does_not_end_is_killed_after_the_deadline(run: Run) -> No
 
 def test_a_worker_that_dies_during_the_meeting_fails_the_agent_at_once(run: Run) -> None:
     launcher = run.launcher("works")
-    with run.bell() as rung:
+    with run.queue() as came:
         launcher.launch([request()])
-        assert rung.wait(15)
+        assert came.wait(15)
         (worker, _) = [pid for pid in run.find(sys.executable, "-c") if pid not in run.agents()]
         os.kill(worker, signal.SIGKILL)
         assert run.wait_ended(launcher) == EXIT_BOOT
@@ -131,9 +184,9 @@ def test_a_worker_that_dies_during_the_meeting_fails_the_agent_at_once(run: Run)
 
 def test_an_agent_told_to_stop_during_the_meeting_stops_at_once(run: Run) -> None:
     launcher = run.launcher("works")
-    with run.bell() as rung:
+    with run.queue() as came:
         launcher.launch([request()])
-        assert rung.wait(15)
+        assert came.wait(15)
         launcher.kill("a0")
         assert run.wait_ended(launcher) == 128 + signal.SIGTERM
     assert "stopped by SIGTERM: ending workers [0, 1]" in run.log("agent-a0")
@@ -161,7 +214,7 @@ def test_sigkill_of_any_process_above_the_workers_leaves_nothing(
     run: Run, victim: str, booted: bool, options: tuple[str, ...]
 ) -> None:
     if booted:
-        run.open_desk()
+        run.open_rendezvous()
     with owned(run, "works" if booted else "never boots", *options) as owner:
         if booted:
             run.notes()
@@ -171,14 +224,14 @@ def test_sigkill_of_any_process_above_the_workers_leaves_nothing(
         wait_for(lambda: set(run.alive()) <= {owner.pid}, "the tree to end", 5.0)
 
 
-@pytest.mark.parametrize("victim", ["owner", "agent", "mpiexec", "hydra_pmi_proxy", "joiner"])
+@pytest.mark.parametrize("victim", ["owner", "agent", "joiner"])
 def test_sigkill_of_any_process_in_the_meeting_leaves_nothing(run: Run, victim: str) -> None:
-    with run.bell() as rung, owned(run, "works") as owner:
-        assert rung.wait(15)
+    with run.queue() as came, owned(run, "works") as owner:
+        assert came.wait(15)
         (joiner,), (agent,) = run.joiners(), run.agents()
-        pids = {**run.programs(), "owner": owner.pid, "agent": agent, "joiner": joiner}
+        pids = {"owner": owner.pid, "agent": agent, "joiner": joiner}
         os.kill(pids[victim], signal.SIGKILL)
         wait_for(lambda: set(run.alive()) <= {owner.pid}, "the tree to end", 5.0)
-    if victim not in ("owner", "agent"):
+    if victim == "joiner":
         said = "no meeting with the rendezvous: the joiner ended without an answer"
         assert said in run.log("agent-a0")

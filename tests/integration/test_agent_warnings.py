@@ -27,7 +27,7 @@ WITH = pytest.mark.parametrize("options", [(), ("--warnings",)], ids=["", "warni
 
 def at_work(run: Run, then: str, options: tuple[str, ...] = ("--warnings",)) -> int:
     """An agent whose two workers are at work and whose channel stands; its process id."""
-    run.open_desk()
+    run.open_rendezvous()
     run.launcher(then, options=options).launch([request()])
     run.notes()
     run.coordinator.wait_heard(AgentHello)
@@ -79,7 +79,7 @@ def test_a_signal_to_the_whole_tree_is_a_warning_and_ends_nothing(run: Run, name
 
 
 def test_workers_do_not_mind_signals_from_their_first_moment_on(run: Run) -> None:
-    run.open_desk()
+    run.open_rendezvous()
     agent = ["--agent", "a0", "--workers", "2", "--layout", "dp2", "--warnings"]
     line = [
         sys.executable,
@@ -144,7 +144,7 @@ def silent_coordinator(run: Run) -> Iterator[threading.Event]:
 
 def test_a_signal_before_the_channel_stands_ends_the_agent(run: Run) -> None:
     with silent_coordinator(run) as came:
-        run.open_desk()
+        run.open_rendezvous()
         launcher = run.launcher("works", options=["--warnings"])
         launcher.launch([request()])
         run.notes()
@@ -169,7 +169,7 @@ def test_without_a_coordinator_workers_get_their_time_to_end_then_are_ended(
 ) -> None:
     if from_the_start:
         run.coordinator.close()
-        run.open_desk()
+        run.open_rendezvous()
         run.launcher("works", options=["--warnings"]).launch([request()])
         run.notes()
     else:

@@ -54,7 +54,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> RunRecords:
     assert not (run.path / "restarts").exists() or not any((run.path / "restarts").iterdir())
     gone = Deadline.after(SystemClock(), 10.0, "all of the job's processes to end")
     poll_until(lambda: not marked_processes(TEST_MARK, mark), gone, 0.1)
-    return read_run(run.metrics_path)
+    return read_run(run.path)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def uninterrupted(
         job.begin(START)
         job.train(1 + max(record.step for record in restarted.steps))
         job.stop()
-    return {record.step: record for record in read_run(run.metrics_path).steps}
+    return {record.step: record for record in read_run(run.path).steps}
 
 
 def test_training_goes_on_as_if_nothing_had_happened(

@@ -13,7 +13,7 @@ import h5py
 import pytest
 
 from liver_hpc.cli.client import stop
-from liver_hpc.cli.resume import resume_run
+from liver_hpc.cli.submission import resume_run
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
@@ -120,7 +120,7 @@ def test_a_run_that_stopped_with_a_checkpoint_goes_on_in_any_layout(
     copied: RunDirectory, quiet: RunRecords, layout: dict[str, int]
 ) -> None:
     """As if it had never stopped: bit-equal in the same layout, else within 1e-4."""
-    step = len(read_run(copied.metrics_path).steps)
+    step = len(read_run(copied.path).steps)
     go_on(copied, **layout)
     records = finish(copied)
     assert [record.step for record in records.steps] == list(range(STEPS))
@@ -141,12 +141,12 @@ def test_a_file_in_which_a_byte_has_changed_is_refused_by_name(copied: RunDirect
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(data)
-    before = len(read_run(copied.metrics_path).steps)
+    before = len(read_run(copied.path).steps)
     go_on(copied, pp=2)
     outcome = wait_for_end(copied, 60.0)
     assert outcome.state == "failed"
     assert f"{path} has changed on the disk" in outcome.reason
-    assert len(read_run(copied.metrics_path).steps) == before
+    assert len(read_run(copied.path).steps) == before
     wait_until(lambda: not processes_of(copied), 20.0, f"processes {processes_of(copied)}")
 
 
@@ -194,7 +194,7 @@ def test_checkpoints_and_handoffs_at_the_same_boundaries(tmp_path: Path, quiet: 
     watch(run, lambda status: status.handoffs_done == 2, 90.0)
     watch(run, lambda status: status.handoff is None, 10.0)
     outcome = stop(run)
-    first, second = (row.step for row in read_run(run.metrics_path).reconfigurations)
+    first, second = (row.step for row in read_run(run.path).reconfigurations)
     names = {path.name for path in (run.path / "checkpoints").iterdir()}
     # The boundary at which a handoff went first is missing: its checkpoint came one step later.
     skipped = {first, second}
@@ -230,7 +230,7 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_run(
     assert "; checkpoint of step " in outcome.reason
     assert "given up: worker 0: File too large (and 1 more); there is none" in outcome.reason
     assert list((run.path / "checkpoints").iterdir()) == []
-    records = read_run(run.metrics_path)
+    records = read_run(run.path)
     assert by_step(records) == by_step(quiet)[: outcome.step]
 
 
@@ -239,9 +239,8 @@ def test_sigkill_of_the_coordinator_leaves_a_run_that_goes_on(
     tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Metrics of the life before are kept; the steps after its last checkpoint are there twice."""
-    metrics = {"flush_interval_s": 0.05}
-    run = start(short_run(tmp_path, checkpoint={"every_steps": 5}, metrics=metrics))
-    watch(run, lambda status: len(read_run(run.metrics_path).steps) >= 7, 60.0)
+    run = start(short_run(tmp_path, checkpoint={"every_steps": 5}))
+    watch(run, lambda status: len(read_run(run.path).steps) >= 7, 60.0)
     address = run.coordinator()
     assert address is not None
     os.kill(address.pid, signal.SIGKILL)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from liver_hpc.report.store import RunRecords
+from tests.integration.diverging import FIRST_STEP
 from tests.integration.elastic import elastic_run, losses
-from tests.integration.runs import finish, run_config, start, worst_difference
+from tests.integration.runs import finish, run_config, start, watch, worst_difference
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("unhurried_steps")]
 
@@ -85,3 +87,16 @@ def test_a_joiner_that_is_killed_costs_the_attempt_and_the_next_resize_succeeds(
     assert f"{phase}: " in first.detail
     assert (second.outcome, second.digest_equal) == ("completed", True)
     assert worst_difference(losses(records), losses(quiet)) <= 1e-4
+
+
+def test_a_run_whose_loss_is_no_number_goes_on_to_its_last_step(tmp_path: Path) -> None:
+    """What it means is training's to say; a handoff in its midst is as any other."""
+    steps, notices = 40, [{"at_step": FIRST_STEP + 1, "layout": {"tp": 2}}]
+    recipe = "tests.integration.diverging:DivergingGPT"
+    run = start(run_config(tmp_path, steps, recipe=recipe, notices=notices))
+    watch(run, lambda status: status.loss is not None and math.isnan(status.loss), 150.0)
+    records = finish(run)
+    finite = [record.is_finite for record in records.steps]
+    assert finite == [number < FIRST_STEP for number in range(steps)]
+    assert all(math.isnan(record.loss) for record in records.steps[FIRST_STEP:])
+    assert [(r.outcome, r.digest_equal) for r in records.reconfigurations] == [("completed", True)]

@@ -1,4 +1,4 @@
-"""Front desks: one conformance suite for both, and what only real processes and MPI can do."""
+"""The rendezvous: one conformance suite for both, and what only real processes and MPI can do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError, LiverError, MeetingError
-from liver_hpc.host.environment import clean_environment
 from liver_hpc.rendezvous.base import (
     Answer,
     Identity,
@@ -27,17 +26,12 @@ from liver_hpc.rendezvous.base import (
     Refusal,
     Rendezvous,
 )
-from liver_hpc.rendezvous.mpi.calls import (
-    EXIT_DESK_LOST,
-    EXIT_STUCK,
-    TURN,
-    MeetingPlace,
-    port_file,
-)
-from liver_hpc.rendezvous.mpi.joiner import meet
-from liver_hpc.rendezvous.mpi.process_manager import NO_TOPOLOGY_FILE, under_mpiexec
-from liver_hpc.rendezvous.mpi.service import DeskPlace, MpiRendezvous
-from liver_hpc.rendezvous.wire import ChannelClosed, Wire, WireServer
+from liver_hpc.rendezvous.mpi.joiner import EXIT_RENDEZVOUS_LOST, EXIT_STUCK, meet
+from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
+from liver_hpc.rendezvous.mpi.process import MpiProcess
+from liver_hpc.rendezvous.mpi.service import MpiRendezvous
+from liver_hpc.rendezvous.wire import ChannelClosed, Wire, dial
+from tests.integration.agents import dead_port_name, queue_alone
 from tests.integration.leftovers import no_abandoned_files
 
 pytestmark = pytest.mark.timeout(90)
@@ -62,15 +56,15 @@ except LiverError as error:
 """
 
 # A joiner that, step by step, gets as far as it is told and then dies or stands still. It may
-# ring the bell with one secret and introduce itself with another.
+# queue with one secret and introduce itself with another.
 BAD_JOINER = """
 import os, signal, sys, threading
 from pathlib import Path
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.rendezvous.mpi import calls
-from liver_hpc.rendezvous.base import Identity, joiner_dialogue
+from liver_hpc.rendezvous.base import Identity, JoinerSide
 from liver_hpc.rendezvous.mpi.joiner import _wait_for_turn
-directory, end, how, bell_secret, secret = sys.argv[1:6]
+from liver_hpc.rendezvous.mpi.network import RendezvousPlace
+directory, end, how, queue_secret, secret = sys.argv[1:6]
 
 def reach(step):
     if step != end:
@@ -80,35 +74,42 @@ def reach(step):
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Event().wait()
 
-deadline = Deadline.after(SystemClock(), 20.0, "the desk")
-calls.start_mpi(calls.MeetingPlace.read(Path(directory)).bell_host)
-wire, place = _wait_for_turn(Path(directory), bytes.fromhex(bell_secret), deadline)
+os.environ.update(RendezvousPlace.read(Path(directory)).network.variables(os.environ))
+from liver_hpc.rendezvous.mpi.calls import MpiPeer, start_mpi
+start_mpi()
+deadline = Deadline.after(SystemClock(), 20.0, "the rendezvous")
+wire, port_name = _wait_for_turn(Path(directory), bytes.fromhex(queue_secret), deadline)
 reach("turn")
-line = calls.MpiPeer(calls.connect(place.mpi_port, 20.0), deadline, threading.Event())
+peer = MpiPeer.connected(port_name, 20.0)
 reach("connected")
-dialogue = joiner_dialogue(Identity(agent="bad", host="here", pid=1, workers=2),
-                           bytes.fromhex(secret))
-next(dialogue)
-introduction = dialogue.send(line.receive())
-line.send(introduction)
+who = Identity(agent="bad", host="here", pid=1, workers=2)
+side = JoinerSide(who, bytes.fromhex(secret), peer.receive())
+peer.send(side.introduction)
 reach("introduced")
-next(dialogue)
-try:
-    dialogue.send(line.receive())
-except StopIteration:
-    reach("answered")
-line.leave()
+peer.receive()
+reach("answered")
+peer.leave()
 reach("left")
 """
 
-DESK_OWNER = """
+# Enters MPI as MPICH alone does, says by which segment of shared memory, and stays.
+BARE_MPI = """
+import re, threading
+from pathlib import Path
+from mpi4py import MPI
+maps = Path("/proc/self/maps").read_text()
+print(*sorted(set(re.findall(r"/dev/shm/mpich\\S+", maps))), flush=True)
+threading.Event().wait()
+"""
+
+OWNER = """
 import sys, threading
 from pathlib import Path
 from liver_hpc.rendezvous.base import Refusal
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
-desk = MpiRendezvous(Path(sys.argv[1]), b"s" * 32)
-desk.start(lambda identity: Refusal(reason="nobody"))
-print(desk.pid, flush=True)
+rendezvous = MpiRendezvous(Path(sys.argv[1]), b"s" * 32)
+rendezvous.start(lambda identity: Refusal(reason="nobody"))
+print(rendezvous.pid, flush=True)
 threading.Event().wait()
 """
 
@@ -129,68 +130,71 @@ class Coordinator:
             return Refusal(reason="not expected")
         if who.agent == "explosive":
             raise LiverError("the books do not balance")
+        if who.agent == "a fault":
+            raise KeyError(who.agent)
         self.met.append(who)
         first = 2 * (len(self.met) - 1)
         return Answer(worker_ids=(first, first + 1), control_host="node0", control_port=4711)
 
 
 class Place(ABC):
-    """A desk under test and a way to come to it."""
+    """A rendezvous under test and a way to come to it."""
 
-    desk: Rendezvous
+    rendezvous: Rendezvous
 
     @abstractmethod
     def join(self, agent: str, secret: bytes = SECRET) -> Answer:
-        """Comes to the desk as `agent`. Raises MeetingError."""
+        """Comes as `agent`. Raises MeetingError."""
 
 
 class MemoryPlace(Place):
     def __init__(self) -> None:
-        self.desk: MemoryRendezvous = MemoryRendezvous(SECRET)
+        self.rendezvous: MemoryRendezvous = MemoryRendezvous(SECRET)
 
     def join(self, agent: str, secret: bytes = SECRET) -> Answer:
-        return self.desk.meet(identity(agent), secret)
+        return self.rendezvous.meet(identity(agent), secret)
 
 
 class MpiPlace(Place):
     def __init__(self, directory: Path, turn_s: float = 10.0) -> None:
         self.directory = directory
-        self.desk: MpiRendezvous = MpiRendezvous(directory, SECRET, turn_s=turn_s)
+        self.rendezvous: MpiRendezvous = MpiRendezvous(directory, SECRET, turn_s=turn_s)
 
     def join(self, agent: str, secret: bytes = SECRET) -> Answer:
         return result(start_joiner(self.directory, agent, secret))
 
-    def bad_joiner(
-        self, end: str, how: str = "die", secret: bytes = SECRET
-    ) -> subprocess.Popen[str]:
+    def bad_joiner(self, end: str, how: str = "die", secret: bytes = SECRET) -> MpiProcess:
         return mpi_process(BAD_JOINER, str(self.directory), end, how, SECRET.hex(), secret.hex())
 
 
-def mpi_process(script: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        under_mpiexec([sys.executable, "-c", script, *arguments]),
-        env={**clean_environment(os.environ), **NO_TOPOLOGY_FILE},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+STARTED: list[MpiProcess] = []
+
+
+def mpi_process(script: str, *arguments: str) -> MpiProcess:
+    process = MpiProcess(["-c", script, *arguments], output=subprocess.PIPE)
+    STARTED.append(process)
+    return process
 
 
 def start_joiner(
     directory: Path, agent: str, secret: bytes = SECRET, timeout_s: float = 20.0
-) -> subprocess.Popen[str]:
+) -> MpiProcess:
     return mpi_process(JOINER, str(directory), agent, secret.hex(), str(timeout_s))
 
 
-def result(joiner: subprocess.Popen[str]) -> Answer:
+def said(process: MpiProcess) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().decode().rstrip("\n")
+
+
+def result(joiner: MpiProcess) -> Answer:
     output, _ = joiner.communicate(timeout=60)
-    said = json.loads(output)
-    if "error" in said:
-        raise {"MeetingError": MeetingError, "DeadlineError": DeadlineError}[said["error"]](
-            said["text"]
+    told = json.loads(output)
+    if "error" in told:
+        raise {"MeetingError": MeetingError, "DeadlineError": DeadlineError}[told["error"]](
+            told["text"]
         )
-    return Answer.model_validate(said)
+    return Answer.model_validate(told)
 
 
 def wait_until_gone(pid: int) -> None:
@@ -209,10 +213,13 @@ def is_running(pid: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path: Path) -> Iterator[None]:
-    """No test leaves MPI's shared memory, a port file or a desk's process behind."""
+    """No test leaves MPI's shared memory, the rendezvous's file or its process behind."""
     with no_abandoned_files():
         yield
-    assert not list(tmp_path.glob("mpi-port*"))
+        while STARTED:
+            with STARTED.pop() as process:
+                process.end()
+    assert not list(tmp_path.glob("*rendezvous.json*"))
     ours = str(tmp_path).encode()
     left = [
         path.parent.name
@@ -232,10 +239,10 @@ def read(path: Path) -> bytes:
 @contextmanager
 def opened(place: Place, coordinator: Coordinator) -> Iterator[None]:
     try:
-        place.desk.start(coordinator.answer)
+        place.rendezvous.start(coordinator.answer)
         yield
     finally:
-        place.desk.close()
+        place.rendezvous.close()
 
 
 @pytest.fixture
@@ -268,7 +275,7 @@ def test_joiners_are_met_one_after_the_other(place: Place, coordinator: Coordina
         assert answer.worker_ids == (2 * number, 2 * number + 1)
         assert (answer.control_host, answer.control_port) == ("node0", 4711)
     assert coordinator.met == [identity("a0"), identity("a1"), identity("a2")]
-    place.desk.check()
+    place.rendezvous.check()
 
 
 def test_a_refused_joiner_learns_why_and_the_next_is_met(
@@ -280,7 +287,7 @@ def test_a_refused_joiner_learns_why_and_the_next_is_met(
     with pytest.raises(MeetingError, match="the books do not balance"):
         place.join("explosive")
     assert place.join("a1").worker_ids == (0, 1)
-    place.desk.check()
+    place.rendezvous.check()
 
 
 def test_a_joiner_with_another_secret_is_refused_and_the_next_is_met(
@@ -290,22 +297,22 @@ def test_a_joiner_with_another_secret_is_refused_and_the_next_is_met(
         place.join("a0", WRONG)
     assert coordinator.met == []
     assert place.join("a1").worker_ids == (0, 1)
-    place.desk.check()
+    place.rendezvous.check()
 
 
 def test_closing_twice_is_closing(place: Place) -> None:
-    place.desk.close()
-    place.desk.close()
+    place.rendezvous.close()
+    place.rendezvous.close()
 
 
-def test_memory_desk_that_broke_down_meets_nobody_and_says_so() -> None:
-    desk = MemoryRendezvous(SECRET)
-    desk.start(Coordinator().answer)
-    desk.break_down("out of ink")
+def test_memory_rendezvous_that_broke_down_meets_nobody_and_says_so() -> None:
+    rendezvous = MemoryRendezvous(SECRET)
+    rendezvous.start(Coordinator().answer)
+    rendezvous.break_down("out of ink")
     with pytest.raises(MeetingError, match="out of ink"):
-        desk.check()
+        rendezvous.check()
     with pytest.raises(MeetingError, match="closed"):
-        desk.meet(identity(), SECRET)
+        rendezvous.meet(identity(), SECRET)
 
 
 # ---- over MPI
@@ -319,14 +326,23 @@ def test_joiners_that_come_together_are_all_met(
     assert ids == list(range(6))
 
 
-def test_a_secret_that_opens_the_bell_alone_does_not_pass_at_the_desk(
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_coordinator_that_fails_over_one_joiner_still_meets_the_next(
     mpi_place: MpiPlace, coordinator: Coordinator
 ) -> None:
-    before = mpi_place.desk.pid
-    mpi_place.bad_joiner("answered", secret=WRONG).wait(30)
+    joiner = start_joiner(mpi_place.directory, "a fault")
+    assert joiner.wait(20) == EXIT_RENDEZVOUS_LOST
+    assert mpi_place.join("a1").worker_ids == (0, 1)
+
+
+def test_a_secret_that_opens_the_queue_alone_does_not_pass_at_the_acceptor(
+    mpi_place: MpiPlace, coordinator: Coordinator
+) -> None:
+    before = mpi_place.rendezvous.pid
+    mpi_place.bad_joiner("left", secret=WRONG).wait(30)
     assert mpi_place.join("a0").worker_ids == (0, 1)
     assert coordinator.met == [identity("a0")]
-    assert mpi_place.desk.pid == before
+    assert mpi_place.rendezvous.pid == before
 
 
 @pytest.mark.parametrize("end", ["turn", "connected", "introduced", "answered", "left"])
@@ -335,50 +351,52 @@ def test_a_joiner_that_dies_in_the_meeting_takes_nobody_with_it(
 ) -> None:
     mpi_place.bad_joiner(end).wait(30)
     assert len(mpi_place.join("a1").worker_ids) == 2
-    mpi_place.desk.check()
+    mpi_place.rendezvous.check()
 
 
 def test_joiners_wait_their_turn_while_another_stands_still_in_the_meeting(
     mpi_place: MpiPlace,
 ) -> None:
-    """They wait at the bell, not in MPI: the desk that gives up is followed by a fresh one."""
+    """They wait in the queue, not in MPI: the acceptor that is given up is followed by another."""
     stuck = mpi_place.bad_joiner("connected", "stand still")
-    assert stuck.stdout is not None
-    try:
-        assert stuck.stdout.readline() == "connected\n"
-        before = mpi_place.desk.pid
-        assert mpi_place.join("a1").worker_ids == (0, 1)
-        assert mpi_place.desk.pid != before
-    finally:
-        stuck.terminate()
-        stuck.communicate(timeout=30)
+    assert said(stuck) == "connected"
+    before = mpi_place.rendezvous.pid
+    assert mpi_place.join("a1").worker_ids == (0, 1)
+    assert mpi_place.rendezvous.pid != before
 
 
-def test_a_killed_desk_is_replaced_and_those_who_wait_at_its_bell_are_met(
+def test_an_acceptor_killed_in_a_meeting_is_replaced_and_those_who_wait_are_met(
     mpi_place: MpiPlace,
 ) -> None:
     stuck = mpi_place.bad_joiner("turn", "stand still")
-    assert stuck.stdout is not None
-    try:
-        assert stuck.stdout.readline() == "turn\n"
-        waiting = start_joiner(mpi_place.directory, "a1")
-        before = mpi_place.desk.pid
-        assert before is not None
-        os.kill(before, signal.SIGKILL)
-        assert result(waiting).worker_ids == (0, 1)
-        mpi_place.desk.check()
-        wait_until_gone(before)
-    finally:
-        stuck.terminate()
-        stuck.communicate(timeout=30)
+    assert said(stuck) == "turn"
+    waiting = start_joiner(mpi_place.directory, "a1")
+    before = mpi_place.rendezvous.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    assert result(waiting).worker_ids == (0, 1)
+    mpi_place.rendezvous.check()
+    wait_until_gone(before)
 
 
-def test_an_idle_desk_uses_no_processor_time(mpi_place: MpiPlace) -> None:
+def test_an_acceptor_killed_between_meetings_is_replaced_for_the_next_joiner(
+    mpi_place: MpiPlace,
+) -> None:
+    before = mpi_place.rendezvous.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    wait_until_gone(before)
+    assert mpi_place.join("a0").worker_ids == (0, 1)
+    assert mpi_place.rendezvous.pid != before
+
+
+def test_an_idle_rendezvous_uses_no_processor_time(mpi_place: MpiPlace) -> None:
     mpi_place.join("a0")
-    assert mpi_place.desk.pid is not None
+    assert mpi_place.rendezvous.pid is not None
 
     def ticks() -> int:
-        fields = Path(f"/proc/{mpi_place.desk.pid}/stat").read_text().rpartition(")")[2].split()
+        stat = Path(f"/proc/{mpi_place.rendezvous.pid}/stat").read_text()
+        fields = stat.rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
 
     before = ticks()
@@ -386,103 +404,137 @@ def test_an_idle_desk_uses_no_processor_time(mpi_place: MpiPlace) -> None:
     assert ticks() - before <= 0.1 * os.sysconf("SC_CLK_TCK")
 
 
-def test_a_desk_that_keeps_dying_is_broken(
+def test_a_rendezvous_whose_mpi_does_not_start_says_where_to_look(
     tmp_path: Path, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FI_PROVIDER", "no-such-provider")
-    desk = MpiRendezvous(tmp_path, SECRET)
-    with pytest.raises(MeetingError, match="ended 6 times in a row without meeting anybody"):
-        desk.start(coordinator.answer)
-    with pytest.raises(MeetingError, match=r"front-desk\.log"):
-        desk.check()
-    desk.close()
+    rendezvous = MpiRendezvous(tmp_path, SECRET)
+    with pytest.raises(MeetingError, match=r"the acceptor, process \d+, has ended; see .*\.log"):
+        rendezvous.start(coordinator.answer)
+    rendezvous.close()
+    assert (tmp_path / "logs" / "rendezvous.log").read_text()
 
 
-def test_the_desk_dies_with_the_coordinator(tmp_path: Path) -> None:
+def test_a_rendezvous_at_an_address_that_is_not_this_hosts_says_so(
+    tmp_path: Path, coordinator: Coordinator
+) -> None:
+    rendezvous = MpiRendezvous(tmp_path, SECRET, MpiNetwork(host="203.0.113.9"))
+    with pytest.raises(MeetingError, match=r"cannot queue at 203\.0\.113\.9: Cannot assign"):
+        rendezvous.start(coordinator.answer)
+    assert rendezvous.pid is None
+
+
+def test_a_rendezvous_whose_acceptors_do_not_open_any_more_is_broken(
+    mpi_place: MpiPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FI_PROVIDER", "no-such-provider")
+    acceptor = mpi_place.rendezvous.pid
+    assert acceptor is not None
+    os.kill(acceptor, signal.SIGKILL)
+    wait_until_gone(acceptor)
+    place = RendezvousPlace.read(mpi_place.directory)
+    assert place is not None
+    for _ in range(4):  # each is tried for twice, and turned away
+        with pytest.raises(ChannelClosed):
+            dial((place.network.host, place.port), SECRET, 5.0, "the rendezvous").receive(20.0)
+    broken = r"broken: 6 acceptors in a row did not open: .* see .*rendezvous\.log"
+    with pytest.raises(MeetingError, match=broken):
+        mpi_place.rendezvous.check()
+
+
+def test_the_acceptor_dies_with_the_coordinator(tmp_path: Path) -> None:
     owner = subprocess.Popen(
-        [sys.executable, "-c", DESK_OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
     assert owner.stdout is not None
     with owner:
-        desk = int(owner.stdout.readline())
-        assert is_running(desk)
+        acceptor = int(owner.stdout.readline())
+        assert is_running(acceptor)
         owner.kill()
-    wait_until_gone(desk)
-    port_file(tmp_path).unlink()  # nobody is left to do it
+    wait_until_gone(acceptor)
+    place_file(tmp_path).unlink()  # nobody is left to do it
 
 
-def test_closing_ends_the_desks_process_and_takes_the_port_file_away(
-    mpi_place: MpiPlace,
-) -> None:
-    desk = mpi_place.desk.pid
-    assert desk is not None
-    assert port_file(mpi_place.directory).stat().st_mode & 0o077 == 0
-    mpi_place.desk.close()
-    assert not is_running(desk)
-    assert not port_file(mpi_place.directory).exists()
+def test_closing_ends_the_acceptor_and_takes_the_file_away(mpi_place: MpiPlace) -> None:
+    acceptor = mpi_place.rendezvous.pid
+    assert acceptor is not None
+    assert place_file(mpi_place.directory).exists()
+    mpi_place.rendezvous.close()
+    assert not is_running(acceptor)
+    assert not place_file(mpi_place.directory).exists()
+
+
+def test_closing_in_the_middle_of_a_meeting_does_not_wait_for_it(mpi_place: MpiPlace) -> None:
+    assert said(mpi_place.bad_joiner("connected", "stand still")) == "connected"
+    began_s = time.monotonic()
+    mpi_place.rendezvous.close()
+    assert time.monotonic() - began_s < 1.5  # a turn lasts 2 s
 
 
 # ---- the joiner's deadlines
 
 
-def test_the_joiner_goes_by_the_netmod_of_the_desk_whatever_the_environment_says(
+def test_the_joiner_goes_by_the_netmod_of_the_rendezvous_whatever_the_environment_says(
     tmp_path: Path, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MPIR_CVAR_CH4_NETMOD", "ofi")
     monkeypatch.setenv("UCX_LOG_LEVEL", "fatal")  # it complains on standard output
-    desk = MpiRendezvous(tmp_path, SECRET, DeskPlace(netmod="ucx"))
-    desk.start(coordinator.answer)
+    rendezvous = MpiRendezvous(tmp_path, SECRET, MpiNetwork(netmod="ucx"))
+    rendezvous.start(coordinator.answer)
     try:
-        place = MeetingPlace.read(tmp_path)
+        place = RendezvousPlace.read(tmp_path)
         assert place is not None
-        assert place.netmod == "ucx"
+        assert place.network.netmod == "ucx"
         assert result(start_joiner(tmp_path, "a0")).worker_ids == (0, 1)
     finally:
-        desk.close()
+        rendezvous.close()
 
 
-def test_without_a_desk_the_joiner_gives_up_at_its_deadline(tmp_path: Path) -> None:
+def test_without_a_rendezvous_the_joiner_gives_up_at_its_deadline(tmp_path: Path) -> None:
     with pytest.raises(DeadlineError, match=r"waited 0\.2 s for the rendezvous of"):
         meet(tmp_path, identity(), SECRET, 0.2)
 
 
-def test_at_the_address_of_a_dead_desk_the_joiner_gives_up_at_its_deadline(
+def test_at_the_address_of_a_dead_rendezvous_the_joiner_gives_up_at_its_deadline(
     tmp_path: Path, coordinator: Coordinator
 ) -> None:
     with opened(MpiPlace(tmp_path), coordinator):
-        left_over = MeetingPlace.read(tmp_path)
-    assert left_over is not None
-    left_over.write(tmp_path)
+        left_over = place_file(tmp_path).read_text()
+    place_file(tmp_path).write_text(left_over)
     joiner = start_joiner(tmp_path, "a0", timeout_s=1.0)
     with pytest.raises(DeadlineError, match="the rendezvous of"):
         result(joiner)
-    port_file(tmp_path).unlink()
+    place_file(tmp_path).unlink()
 
 
-@pytest.mark.parametrize("desk_ends", [True, False])
-def test_a_joiner_stuck_in_mpi_ends_with_the_desk_or_at_its_deadline(
-    tmp_path: Path, coordinator: Coordinator, desk_ends: bool
+@pytest.mark.parametrize("rendezvous_ends", [True, False])
+def test_a_joiner_stuck_in_mpi_ends_with_the_rendezvous_or_at_its_deadline(
+    tmp_path: Path, rendezvous_ends: bool
 ) -> None:
-    """The bell says "your turn", but at that MPI port there is nobody any more."""
-    with opened(MpiPlace(tmp_path), coordinator):
-        dead = MeetingPlace.read(tmp_path)
-    assert dead is not None
+    """It is told a port name at which there is nobody any more."""
     ended = threading.Event()
+    port_name = dead_port_name(tmp_path)
 
-    def ring(wire: Wire) -> None:
-        wire.send(TURN)
+    def line_up(joiner: Wire) -> None:
+        joiner.send(port_name)
         try:
-            wire.receive(0.5 if desk_ends else None)
+            joiner.receive(0.5 if rendezvous_ends else None)
         except (DeadlineError, ChannelClosed):
             ended.set()
 
-    bell = WireServer("127.0.0.1", SECRET, ring)
-    try:
-        dead.model_copy(update={"bell_port": bell.address[1]}).write(tmp_path)
-        joiner = start_joiner(tmp_path, "a0", timeout_s=30.0 if desk_ends else 2.0)
-        assert joiner.wait(20) == (EXIT_DESK_LOST if desk_ends else EXIT_STUCK)
+    with queue_alone(tmp_path, SECRET, line_up):
+        joiner = start_joiner(tmp_path, "a0", timeout_s=30.0 if rendezvous_ends else 2.0)
+        assert joiner.wait(20) == (EXIT_RENDEZVOUS_LOST if rendezvous_ends else EXIT_STUCK)
         assert ended.wait(5)
-    finally:
-        bell.close()
-        port_file(tmp_path).unlink()
-    joiner.communicate(timeout=10)
+
+
+# ---- shared memory
+
+
+def test_a_process_killed_in_its_initialisation_leaves_no_shared_memory() -> None:
+    """MPICH's own name for it is known beforehand, for the end of a process that cannot unlink."""
+    process = mpi_process(BARE_MPI)
+    segment = Path(said(process))
+    assert segment.exists()
+    process.end()
+    assert not segment.exists()

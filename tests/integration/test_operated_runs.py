@@ -71,7 +71,7 @@ def test_operators_resize_replace_and_stop_a_run(tmp_path: Path) -> None:
     outcome = stop(run)
     assert outcome.state == "stopped"
     wait_until(lambda: not processes_of(run), 20.0, "the run's processes to end")
-    networks = read_run(run.metrics_path).networks
+    networks = read_run(run.path).networks
     assert [record.generation for record in networks] == [0, 1, 2]
     assert {record.transport for record in networks} == {"gloo tcp"}
     assert all("lo/127.0.0.1" in record.detail for record in networks)

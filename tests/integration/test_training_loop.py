@@ -28,7 +28,7 @@ class _Armed:
 def told_while_steps_run(process: WorkerProcess) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from liver_hpc.handoff.session import Place
+    from liver_hpc.handoff.session import WorkerContext
     from liver_hpc.worker.trainer import Trainer
 
     class Store(dist.HashStore):
@@ -37,7 +37,7 @@ def told_while_steps_run(process: WorkerProcess) -> dict[str, Any]:
 
     sent: list[Any] = []
     recipe = tiny_recipe()
-    place = Place(
+    context = WorkerContext(
         worker=process.worker,
         config=recipe.config,
         recipe=recipe,
@@ -48,9 +48,9 @@ def told_while_steps_run(process: WorkerProcess) -> dict[str, Any]:
         open_store=Store,
         checkpoints=Path("unused"),
     )
-    trainer = Trainer(place)
+    trainer = Trainer(context)
     session: Any = _Armed()
-    handed_over_at: list[int] = []
+    handed_off_at: list[int] = []
     loss = recipe.loss
 
     def loss_and_orders(*arguments: Any) -> Any:
@@ -60,8 +60,8 @@ def told_while_steps_run(process: WorkerProcess) -> dict[str, Any]:
             trainer.ask_to_stop(Stop())
         return loss(*arguments)
 
-    def hand_over(*_arguments: Any) -> None:
-        handed_over_at.append(trainer.step)
+    def hand_off(*_arguments: Any) -> None:
+        handed_off_at.append(trainer.step)
         trainer.session = None
 
     rank_map = RankMap(Layout(1, 1, 1), (process.worker,))
@@ -69,18 +69,18 @@ def told_while_steps_run(process: WorkerProcess) -> dict[str, Any]:
     trainer.session = session
     with (
         mock.patch.object(recipe, "loss", loss_and_orders),
-        mock.patch.object(trainer, "_hand_over", hand_over),
+        mock.patch.object(trainer, "_hand_off", hand_off),
     ):
         trainer.train()
     return {
         "steps": [message.step for message in sent if isinstance(message, StepDone)],
-        "handed_over_at": handed_over_at,
+        "handed_off_at": handed_off_at,
         "finished": [message.step for message in sent if isinstance(message, Finished)],
     }
 
 
 def test_what_is_told_while_a_step_runs_counts_at_its_end(tmp_path: Path) -> None:
     (answer,) = run_workers(told_while_steps_run, 1, tmp_path)
-    assert answer["handed_over_at"] == [ARMED_IN + 1]
+    assert answer["handed_off_at"] == [ARMED_IN + 1]
     assert answer["steps"] == list(range(STOPPED_IN + 1))
     assert answer["finished"] == [STOPPED_IN + 1]

@@ -13,7 +13,10 @@ import socket
 import threading
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.coordinator.connections import Inbox
 from liver_hpc.protocol.messages import (
     AnyMessage,
     DrainRequest,
@@ -25,6 +28,9 @@ from liver_hpc.protocol.messages import (
 )
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
+from liver_hpc.run.events import StopSignalled
+from liver_hpc.run.node_events import EndNear
+from liver_hpc.run.outcome import Outcome
 from liver_hpc.run.secret import read_secret
 
 
@@ -75,19 +81,29 @@ class StandIn:
     ) -> None:
         self._server.close()
 
-    def run(self, limit_s: float) -> int:
+    def run(self, limit_s: float, inbox: Inbox | None = None) -> Outcome:
         """Until it is told to stop, or that the end is near."""
-        told = self._told.wait(limit_s)
+        inbox = inbox or Inbox()
+        deadline = Deadline.after(SystemClock(), limit_s, "somebody to end the stand-in")
+        while not self._told.is_set():
+            event = inbox.get(0.02)
+            if isinstance(event, StopSignalled):
+                self._tell("stopped", event.reason)
+            elif isinstance(event, EndNear):
+                self._tell("requeue", event.reason)
+            elif deadline.expired():
+                self._tell("failed", "nobody told the stand-in to end")
         (self._directory / "coordinator.json").unlink()
-        self.end(*self._end)
-        return 0 if told else 1
+        return self.end(*self._end)
 
-    def tell(self, state: str, reason: str) -> None:
+    def _tell(self, state: str, reason: str) -> None:
         self._end = (state, reason)
         self._told.set()
 
-    def end(self, state: str, reason: str) -> None:
-        self._write("outcome.json", {"state": state, "reason": reason, "step": 7})
+    def end(self, state: str, reason: str) -> Outcome:
+        outcome = Outcome(state, reason, 7)
+        outcome.write(self._directory)
+        return outcome
 
     def _handle(self, channel: Channel) -> None:
         try:
@@ -120,41 +136,16 @@ class StandIn:
         path.replace(self._directory / name)
 
 
-class StandInControl:
-    """In the place of `liver_hpc.coordinator.main.Control`."""
-
-    steps_done = 7
-
-    def __init__(self) -> None:
-        self._standin: StandIn | None = None
-        self._said: tuple[str, str] | None = None
-
-    def stop(self, why: str) -> None:
-        self._say("stopped", why)
-
-    def end_near(self, reason: str, deadline_s: float) -> None:
-        self._say("requeue", reason)
-
-    def attach(self, standin: StandIn) -> None:
-        self._standin = standin
-        if self._said is not None:
-            standin.tell(*self._said)
-
-    def _say(self, state: str, reason: str) -> None:
-        self._said = (state, reason)
-        if self._standin is not None:
-            self._standin.tell(state, reason)
-
-
-def run_standin(run_directory: str, control: StandInControl | None) -> int:
+def run_standin(path: Path, control: Any) -> Outcome:
     """In the place of `run_coordinator`; on a node of a cluster it listens to all of it."""
-    path = Path(run_directory)
     (path / "outcome.json").unlink(missing_ok=True)
     on_node = "SLURM_JOB_ID" in os.environ
     with StandIn(path, socket.gethostname() if on_node else "127.0.0.1") as standin:
-        if control is not None:
-            control.attach(standin)
-        return standin.run(limit_s=60.0)
+        if control is None:
+            return standin.run(limit_s=60.0)
+        control.steps_done = 7
+        control.outcome = standin.run(60.0, control.inbox)
+        return control.outcome  # type: ignore[no-any-return]
 
 
 SITECUSTOMIZE = """
@@ -166,13 +157,8 @@ def run_coordinator(run_directory, build=None, control=None):
     from tests.unit.standin import run_standin
     return run_standin(run_directory, control)
 
-def Control():
-    from tests.unit.standin import StandInControl
-    return StandInControl()
-
 module = types.ModuleType("liver_hpc.coordinator.main")
 module.run_coordinator = run_coordinator
-module.Control = Control
 sys.modules["liver_hpc.coordinator.main"] = module
 """
 

@@ -31,7 +31,7 @@ class BurstPolicy:
 
     Requests stand, each for `nodes_per_request` nodes, until the run holds or has asked for as
     many nodes as its wanted workers take, within `min_nodes` and `max_nodes`. spent_node_hours:
-    what earlier lives of the run have used of the cap. shortest_min: an allocation for a shorter
+    what earlier jobs of the run have used of the cap. shortest_min: an allocation for a shorter
     time is of no use, so near the cap nothing is asked for.
     """
 

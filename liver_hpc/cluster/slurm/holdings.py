@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from liver_hpc.cluster.slurm.allocation import Place
 from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo, is_down, is_drained
 from liver_hpc.errors import LiverError
 from liver_hpc.run.node_events import EndNear, Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
@@ -22,21 +21,32 @@ _SAME_S = 1.5
 
 
 @dataclass(frozen=True)
-class Windows:
-    """end_s: how long before a time limit it is told. kill_s: between the SIGTERM and the SIGKILL
-    of a job that ends (KillWait)."""
+class Place:
+    """How Slurm calls the allocation of a node.
 
-    end_s: float
-    kill_s: float
+    job_id: what srun wants, for a component its leader's. het_group: the component's index, None
+    in a plain job. own_id: the component's own job id, under which squeue lists its steps. burst:
+    whether it is an allocation that was asked for while the run goes on.
+    """
+
+    job_id: str
+    het_group: int | None = None
+    own_id: str = ""
+    burst: bool = False
+
+    @property
+    def steps_of(self) -> str:
+        """The job whose steps run on the node."""
+        return self.own_id or self.job_id
 
 
 @dataclass
 class Holding:
     """One allocation: a component of the own job, or a burst job.
 
-    own: the coordinator lives in it. grace_s: what its partition grants the preempted; None where
-    nobody is preempted. ends_s: when its time is up as long as nothing shortens it; None without
-    a limit, or before that is known.
+    own: the coordinator runs in it. automatic: its nodes are used without being asked for.
+    grace_s: what its partition grants the preempted; None where nobody is preempted. ends_s: when
+    its time is up as long as nothing shortens it; None without a limit, or before that is known.
     """
 
     name: str
@@ -45,6 +55,7 @@ class Holding:
     slots: int
     own: bool = False
     automatic: bool = True
+    partition: str = ""
     grace_s: float | None = None
     ends_s: float | None = None
     gone: set[str] = field(default_factory=set)
@@ -68,10 +79,15 @@ class Holding:
 
 
 class Holdings:
-    """The book of allocations. Every change returns the events that follow from it."""
+    """The book of allocations. Every change returns the events that follow from it.
 
-    def __init__(self, windows: Windows) -> None:
-        self._windows = windows
+    end_window_s: how long before a time limit it is told. kill_s: between the SIGTERM and the
+    SIGKILL of a job that ends (KillWait).
+    """
+
+    def __init__(self, end_window_s: float, kill_s: float) -> None:
+        self._end_window_s = end_window_s
+        self._kill_s = kill_s
         self._held: dict[str, Holding] = {}
 
     # ---- what is held
@@ -107,7 +123,7 @@ class Holdings:
         return [NodeGranted(holding.node(name)) for name in holding.left()]
 
     def strike(self, job: str, reason: str) -> list[PoolEvent]:
-        """The allocation is no more."""
+        """The allocation has ended."""
         holding = self._held.pop(job, None)
         if holding is None:
             return []
@@ -116,7 +132,7 @@ class Holdings:
     # ---- what Slurm says when it is asked now and then
 
     def observe(self, jobs: Mapping[str, JobInfo], now_s: float) -> list[PoolEvent]:
-        """Takes in an answer about all jobs that are held; who is absent from it is over."""
+        """Takes in an answer about all held jobs; a job that is absent from it is over."""
         events: list[PoolEvent] = []
         for job, holding in list(self._held.items()):
             info = jobs.get(job)
@@ -134,7 +150,7 @@ class Holdings:
         for node in holding.left():
             warning = holding.warned.get(node)
             if not holding.own and (warning is None or warning.reason not in _TAKEN):
-                yield from _warn_node(holding, node, CANCELLED, now_s, now_s + self._windows.kill_s)
+                yield from _warn_node(holding, node, CANCELLED, now_s, now_s + self._kill_s)
 
     def _shrunk(self, holding: Holding, info: JobInfo) -> Iterator[PoolEvent]:
         for node in holding.left():
@@ -149,7 +165,7 @@ class Holdings:
         if _is_preemption(holding, ends_s, now_s):
             return _warn_all(holding, PREEMPTED, now_s, ends_s)
         holding.ends_s = ends_s
-        if ends_s - now_s <= self._windows.end_s:
+        if ends_s - now_s <= self._end_window_s:
             return _warn_all(holding, TIME_LIMIT, now_s, ends_s)
         # Somebody has extended the limit.
         holding.end_told = None
@@ -178,7 +194,7 @@ class Holdings:
         holding = self.of(node)
         if holding is None:
             return []
-        kill_s = at_s + self._windows.kill_s
+        kill_s = at_s + self._kill_s
         if info is None or info.state != RUNNING:
             return [] if holding.own else list(_warn_all(holding, CANCELLED, at_s, kill_s))
         ends_s = info.ends_s
@@ -199,7 +215,7 @@ class Holdings:
         if holding is None:
             return []
         if holding.grace_s is None:
-            kill_s = at_s + self._windows.kill_s
+            kill_s = at_s + self._kill_s
             return list(_warn_node(holding, node, CANCELLED, at_s, kill_s))
         return list(_warn_all(holding, PREEMPTED, at_s, at_s + holding.grace_s))
 
@@ -244,7 +260,7 @@ def _is_preemption(holding: Holding, ends_s: float, now_s: float) -> bool:
 
 
 def _warn_all(holding: Holding, reason: str, at_s: float, deadline_s: float) -> Iterator[PoolEvent]:
-    """Every node of the allocation is to be left; the own one is not left but ends the run."""
+    """Warns of every node of the allocation; the end of the own one is the end of the run."""
     if not holding.own:
         for node in holding.left():
             yield from _warn_node(holding, node, reason, at_s, deadline_s)

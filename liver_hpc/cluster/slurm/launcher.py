@@ -6,17 +6,19 @@ killed srun, and srun calls the loss of a node success.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from liver_hpc.cluster.launcher import AGENT_MODULE, Launcher, NodeRequest
 from liver_hpc.cluster.slurm import words
-from liver_hpc.cluster.slurm.allocation import Place
 from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.holdings import Place
 from liver_hpc.cluster.slurm.script import python_words
-from liver_hpc.cluster.slurm.step import Step, StepPlan
+from liver_hpc.cluster.slurm.step import Step
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
+from liver_hpc.host.child import Command
 
 _CLOSE_MARGIN_S = 10.0
 
@@ -54,12 +56,17 @@ class SlurmLauncher(Launcher):
             [request.node],
             het_group=place.het_group,
             gpus_per_node=self._gpus_per_node(place),
-            mpi=self._slurm.mpi,
         )
         agent = [*self._program, *request.options(self._run_directory), "--warnings"]
-        log = self._run_directory / "logs" / f"srun-{request.agent}.log"
-        plan = StepPlan(request.agent, name, place.steps_of, (*srun, *agent), log)
-        return Step(plan, self._commands, self._slurm.unreachable_s)
+        command = Command(
+            f"srun of agent {request.agent}",
+            [*srun, *agent],
+            orphan_signal=signal.SIGTERM,  # an orphaned srun still ends its step
+            log=self._run_directory / "logs" / f"srun-{request.agent}.log",
+            apart="session",
+        )
+        unreachable_s = self._slurm.unreachable_s
+        return Step(request.agent, command, name, place.steps_of, self._commands, unreachable_s)
 
     def _gpus_per_node(self, place: Place) -> int:
         if place.burst:

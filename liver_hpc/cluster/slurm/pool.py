@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from liver_hpc.clock import Clock, Deadline
 from liver_hpc.cluster.pool import NodePool
-from liver_hpc.cluster.slurm.allocation import Component, OwnAllocation, Place
 from liver_hpc.cluster.slurm.burst_jobs import BurstJobs
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
-from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Windows
+from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Place
 from liver_hpc.cluster.slurm.replies import JobInfo, PartitionInfo, parse_setting_s
-from liver_hpc.config.schema import ComponentSection, RunConfig
+from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.run.node_events import PoolEvent, PoolNote
 
@@ -37,22 +36,22 @@ class SlurmPool(NodePool):
     """Tells of the nodes of the own job and of burst allocations, and asks for the latter.
 
     One thread polls, submits and cancels; a second one finds out what signals mean, so that a
-    controller that does not answer holds up none of them. While the controller is away nothing
-    changes; what was to be done is done when it is back.
+    controller that does not answer holds up none of them. While it does not answer nothing
+    changes; what was to be done is done when it answers again.
     """
 
     def __init__(
         self,
         config: RunConfig,
         commands: SlurmCommands,
-        allocation: OwnAllocation,
+        own: Sequence[Holding],
         run_directory: Path,
         clock: Clock,
     ) -> None:
         self._config = config
         self._slurm = config.cluster.slurm
         self._commands = commands
-        self._allocation = allocation
+        self._own = own
         self._clock = clock
         burst = self._slurm.burst
         self._burst = (
@@ -60,7 +59,7 @@ class SlurmPool(NodePool):
         )
         self._partitions: dict[str, PartitionInfo] = {}
         self._lock = threading.RLock()
-        self._holdings = Holdings(Windows(self._slurm.end_window_s, _KILL_WAIT_S))
+        self._holdings = Holdings(self._slurm.end_window_s, _KILL_WAIT_S)
         self._returning: dict[str, str] = {}  # jobs to be cancelled, and why
         self._warnings: queue.SimpleQueue[_Warning | None] = queue.SimpleQueue()
         self._wake = threading.Event()
@@ -76,7 +75,7 @@ class SlurmPool(NodePool):
         try:
             self._partitions = self._commands.partitions()
             kill_s = parse_setting_s(self._commands.setting("KillWait"), _KILL_WAIT_S)
-            self._holdings = Holdings(Windows(self._slurm.end_window_s, kill_s))
+            self._holdings = Holdings(self._slurm.end_window_s, kill_s)
         except LiverError as error:
             tell(PoolNote(f"Slurm's partitions are unknown: {error}"))
         self._enter_own()
@@ -140,43 +139,21 @@ class SlurmPool(NodePool):
     def _enter_own(self) -> None:
         jobs: dict[str, JobInfo] | None = None
         try:
-            jobs = self._commands.jobs([part.job_id for part in self._allocation.components])
+            jobs = self._commands.jobs([holding.job for holding in self._own])
         except LiverError as error:
             self._tell(PoolNote(f"the own job is taken as it was submitted: {error}"))
-        for component in self._allocation.components:
-            info = jobs.get(component.job_id) if jobs is not None else None
-            if jobs is not None and component.index > 0 and (info is None or info.over):
-                self._tell(PoolNote(f"component {self._name(component)} has ended before"))
+        for holding in self._own:
+            info = jobs.get(holding.job) if jobs is not None else None
+            if jobs is not None and not holding.own and (info is None or info.over):
+                self._tell(PoolNote(f"component {holding.name} has ended before"))
                 continue
-            holding = self._holding(component)
+            holding.grace_s = self._grace_s(holding.partition)
             if info is not None:
                 holding.ends_s = info.ends_s
                 holding.nodes = info.nodes or holding.nodes
             self._tell_all(self._holdings.enter(holding))
         if jobs is not None:
             self._observe(jobs)
-
-    def _section(self, component: Component) -> ComponentSection | None:
-        components = self._slurm.components
-        return components[component.index] if components else None
-
-    def _name(self, component: Component) -> str:
-        section = self._section(component)
-        return section.name if section is not None else "main"
-
-    def _holding(self, component: Component) -> Holding:
-        section = self._section(component)
-        default = self._config.cluster.workers_per_node or 1
-        own = component.index == 0
-        return Holding(
-            name=self._name(component),
-            place=self._allocation.place(component),
-            nodes=component.nodes,
-            slots=self._config.cluster.slots(section) if section is not None else default,
-            own=own,
-            automatic=own or section is None or section.join == "auto",
-            grace_s=self._grace_s(component.partition),
-        )
 
     def _grace_s(self, partition: str) -> float | None:
         """None where nobody is preempted, as far as is known."""
@@ -204,7 +181,9 @@ class SlurmPool(NodePool):
                 self._return()
                 self._ask_for_more()
             except ControllerUnreachable as error:
-                self._say_unreachable(error)
+                if not self._unreachable:
+                    self._tell(PoolNote(f"the Slurm controller does not answer: {error}"))
+                self._unreachable = True
             except LiverError as error:
                 self._tell(PoolNote(str(error)))
             except OSError as error:
@@ -233,7 +212,7 @@ class SlurmPool(NodePool):
             self._tell_all(events)
         if self._unreachable:
             self._unreachable = False
-            self._tell(PoolNote("the Slurm controller is back"))
+            self._tell(PoolNote("the Slurm controller answers again"))
 
     def _observe(self, jobs: dict[str, JobInfo]) -> None:
         with self._lock:
@@ -299,11 +278,6 @@ class SlurmPool(NodePool):
         finally:
             self._tell_all(map(PoolNote, notes))
 
-    def _say_unreachable(self, error: ControllerUnreachable) -> None:
-        if not self._unreachable:
-            self._unreachable = True
-            self._tell(PoolNote(f"the Slurm controller is away: {error}"))
-
     # ---- the explaining thread
 
     def _explain(self) -> None:
@@ -317,7 +291,7 @@ class SlurmPool(NodePool):
             self._explain_all(with_timeout, [warning for warning in came if warning is not None])
 
     def _explain_all(self, with_timeout: SlurmCommands, warnings: list[_Warning]) -> None:
-        """With one question for all: their windows do not last until each had its own."""
+        """Asks one question for all: their windows are too short for one each."""
         with self._lock:
             held = {node: self._holdings.of(node) for node, _, _ in warnings}
         asked = {node: holding.job for node, holding in held.items() if holding is not None}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
 from liver_hpc.cluster.slurm.replies import JobInfo
-from liver_hpc.config.schema import SlurmSection
 from liver_hpc.errors import LiverError
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import Outcome
@@ -29,15 +28,15 @@ class RunJob:
         return listed.get(self.job_id)
 
     def is_over(self) -> bool:
-        """Whether Slurm lists the job no more; not while the controller is away."""
+        """Whether Slurm lists the job no more; False while the controller does not answer."""
         try:
             return self.find() is None
         except ControllerUnreachable:
             return False
 
     def is_out_of_work(self) -> bool:
-        """Whether nothing of the job runs: it is over, or queued again. Not while the controller
-        is away."""
+        """Whether nothing of the job runs: it is over, or queued again. False while the controller
+        does not answer."""
         try:
             info = self.find()
         except ControllerUnreachable:
@@ -88,13 +87,6 @@ def job_text(info: JobInfo) -> str:
     return f"job {info.job_id} is {info.state} on {','.join(info.nodes) or 'no node'}"
 
 
-def requeue(slurm: SlurmSection, job_id: str) -> None:
-    """Has the job that this process runs in begin again, which ends it now."""
-    commands = SlurmCommands(slurm.command_s, slurm.unreachable_s)
-    commands.requeue(job_id)
-
-
-def gone(run: RunDirectory, job_id: str) -> LiverError:
-    return LiverError(
-        f"run {run}: its job {job_id} is over and left no outcome; {run.where_logs_are()}"
-    )
+def gone(run: RunDirectory, job: RunJob | None) -> LiverError:
+    what = "it" if job is None else f"its job {job.job_id}"
+    return LiverError(f"run {run}: {what} is over and left no outcome; {run.where_logs_are()}")

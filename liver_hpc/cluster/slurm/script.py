@@ -61,7 +61,7 @@ def python_words(cluster: ClusterSection) -> list[str]:
 
 
 def coordinator_command(submission: Submission) -> list[str]:
-    """What the batch process becomes: submitit, which calls what was pickled into its folder."""
+    """The batch process: submitit, which calls what was pickled into its folder."""
     python = python_words(submission.cluster)
     return [*python, "-u", "-m", "submitit.core._submit", str(submission.folder)]
 
@@ -83,7 +83,7 @@ def batch_script(submission: Submission, command: Sequence[str]) -> str:
 
 
 def burst_script(cluster: ClusterSection) -> str:
-    """Holds the allocation for as long as the run lives; its argument is the run directory."""
+    """It holds the allocation for as long as the run goes on; its argument is the run directory."""
     keeper = shlex.join([*python_words(cluster), "-m", "liver_hpc.node.keeper"])
     lines = [
         "#!/bin/bash",
@@ -95,8 +95,8 @@ def burst_script(cluster: ClusterSection) -> str:
 
 
 def job_options(submission: Submission) -> list[list[Option]]:
-    """sbatch's options of each component. What holds for the whole job is said to each of them,
-    what is about the batch process to the first alone."""
+    """sbatch's options of each component. Those of the whole job are repeated in each, those of
+    the batch process stand in the first alone."""
     components = submission.cluster.slurm.components
     common = _of_job(submission)
     # A component's own options come last: its account or qos may be another one.
@@ -110,8 +110,8 @@ def job_options(submission: Submission) -> list[list[Option]]:
 def sbatch_environment(
     environment: Mapping[str, str], options: Sequence[Sequence[Option]]
 ) -> dict[str, str]:
-    """What sbatch starts from, and the job with it: of `environment` neither what belongs to the
-    job that this process may be in, nor the SBATCH_* variables that would beat the script.
+    """The environment of sbatch, which the job inherits: `environment` without the variables of the
+    job that this process may be in, and without the SBATCH_* variables that would beat the script.
 
     sbatch takes a variable before the script's options; the run file comes before both.
     """

@@ -6,15 +6,13 @@ import logging
 import re
 import signal
 import threading
-from dataclasses import dataclass
-from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.cluster.launcher import KILLED, KeptAgent
+from liver_hpc.cluster.launcher import KILLED, LaunchedAgent
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.replies import RUNNING
 from liver_hpc.errors import LiverError
-from liver_hpc.host.child import Child, Command
+from liver_hpc.host.child import Command
 
 _SRUN_END_S = 5.0
 _LOOK_S = 0.2
@@ -39,41 +37,34 @@ _NOT_CREATED = re.compile(
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """name: the step's, unique in the run. job: the one whose steps squeue lists it among. command:
-    srun and all its words."""
+class Step(LaunchedAgent):
+    """From the srun to the moment at which Slurm knows of no such step any more.
 
-    agent: str
-    name: str
-    job: str
-    command: tuple[str, ...]
-    log: Path
+    command: the srun's, with a log. name: the step's, unique in the run. job: under its id squeue
+    lists the step.
+    """
 
-
-class Step(KeptAgent):
-    """From the srun to the moment at which Slurm knows of no such step any more."""
-
-    def __init__(self, plan: StepPlan, commands: SlurmCommands, unreachable_s: float) -> None:
-        super().__init__(plan.agent)
-        self._plan = plan
+    def __init__(
+        self,
+        agent: str,
+        command: Command,
+        name: str,
+        job: str,
+        commands: SlurmCommands,
+        unreachable_s: float,
+    ) -> None:
+        super().__init__(agent, command, _SRUN_END_S)
+        assert command.log is not None
+        self._log_path = command.log
+        self._log_start = 0
+        self._name = name
+        self._job = job
         self._commands = commands
         self._unreachable_s = unreachable_s
-        self._log_start = 0
-        self._srun: Child
 
-    def _begin(self) -> None:
-        self._log_start = self._plan.log.stat().st_size if self._plan.log.exists() else 0
-        # SIGTERM: an orphaned srun still ends its step.
-        self._srun = Child(
-            Command(
-                f"srun of agent {self.agent}",
-                self._plan.command,
-                orphan_signal=signal.SIGTERM,
-                log=self._plan.log,
-                apart="session",
-            )
-        )
+    def _spawn(self) -> None:
+        self._log_start = self._log_path.stat().st_size if self._log_path.exists() else 0
+        super()._spawn()
 
     # ---- in the killer's thread
 
@@ -84,7 +75,7 @@ class Step(KeptAgent):
         except LiverError as error:
             _log.warning("agent %s: its step cannot be cancelled yet: %s", self.agent, error)
         if not self.join(_STEP_GRACE_S):
-            self._srun.end(_SRUN_END_S)
+            super()._end()
 
     # ---- in the keeper's thread
 
@@ -99,7 +90,7 @@ class Step(KeptAgent):
             clock, min(_CREATE_S, self._unreachable_s), "the step to be created"
         )
         while True:
-            code = self._srun.wait()
+            code = self._child.wait()
             said = self._printed()
             again = (_UNREACHABLE.search(said) and not unreachable.expired()) or (
                 _NOT_CREATED.search(said) and not refused.expired() and self._job_lasts()
@@ -107,21 +98,22 @@ class Step(KeptAgent):
             if code == 0 or not again or self._killed.wait(_RETRY_S):
                 return code
             _log.warning("agent %s: srun could not begin, and is repeated", self.agent)
-            self._begin()
+            self._spawn()
             if self._killed.is_set():  # the killer may have seen the srun before
-                self._srun.send_signal(signal.SIGTERM)
+                self._child.send_signal(signal.SIGTERM)
 
     def _job_lasts(self) -> bool:
         """Whether the job is there, or may be."""
         try:
-            return self._job_is_there()
+            info = self._commands.jobs([self._job], retry=False).get(self._job)
         except LiverError:
             return True
+        return info is not None and info.state == RUNNING
 
     def _printed(self) -> bytes:
         """What srun has said; nothing where its log cannot be read any more."""
         try:
-            with self._plan.log.open("rb") as log:
+            with self._log_path.open("rb") as log:
                 log.seek(self._log_start)
                 return log.read()
         except OSError as error:
@@ -135,7 +127,7 @@ class Step(KeptAgent):
             return KILLED  # with its node
         seen = code == 0 or _TASK_ENDED.search(said) is not None
         clock = SystemClock()
-        limit = Deadline.after(clock, self._unreachable_s, f"step {self._plan.name} to end")
+        limit = Deadline.after(clock, self._unreachable_s, f"step {self._name} to end")
         own_end = Deadline.after(clock, _STEP_GRACE_S, "the step to end by itself")
         pause = threading.Event()
         while not limit.expired():
@@ -164,14 +156,9 @@ class Step(KeptAgent):
     # ---- in either thread
 
     def _step_ids(self) -> list[str]:
-        steps = self._commands.steps(self._plan.job, retry=False)
-        return [step.step_id for step in steps if step.name == self._plan.name]
+        steps = self._commands.steps(self._job, retry=False)
+        return [step.step_id for step in steps if step.name == self._name]
 
     def _cancel_steps(self) -> None:
         for step_id in self._step_ids():
             self._commands.cancel(step_id, signal="KILL", retry=False)
-
-    def _job_is_there(self) -> bool:
-        job = self._plan.job
-        info = self._commands.jobs([job], retry=False).get(job)
-        return info is not None and info.state == RUNNING

@@ -1,13 +1,14 @@
-"""The joiner: `python -m liver_hpc.rendezvous.mpi.joiner RUN_DIRECTORY TIMEOUT_S IDENTITY`.
+"""The joiner: `python -m liver_hpc.rendezvous.mpi.joiner PARENT RUN_DIRECTORY TIMEOUT_S IDENTITY`.
 
 It lives for one meeting: enters MPI, meets the rendezvous, leaves MPI, prints the Answer as a
 line of JSON on standard output and ends. Only its stderr says why a meeting failed.
 
-Exit codes: 0 after a meeting, EXIT_NOT_MET, and those of `mpi_calls`; EXIT_FAILED otherwise.
+Exit codes: 0 after a meeting, else those named below.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -16,24 +17,20 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, MeetingError
-from liver_hpc.host.lifeline import on_parent_exit, quiet_thread
-from liver_hpc.rendezvous.base import Answer, Identity, accepted, converse, joiner_dialogue
-from liver_hpc.rendezvous.mpi import calls
-from liver_hpc.rendezvous.mpi.calls import (
-    EXIT_DESK_LOST,
-    TURN,
-    MeetingPlace,
-    MpiPeer,
-    Watchdog,
-    end_process,
-)
+from liver_hpc.host.lifeline import die_with_parent, quiet_thread
+from liver_hpc.rendezvous.base import Answer, Identity, JoinerSide, accepted
+from liver_hpc.rendezvous.mpi.network import RendezvousPlace
 from liver_hpc.rendezvous.wire import ChannelClosed, ChannelRefused, Wire, dial
 from liver_hpc.run.secret import read_secret
 
 EXIT_FAILED = 1
 """The joiner itself failed."""
+EXIT_STUCK = 81
+"""A call of MPI's did not come back by the deadline."""
+EXIT_RENDEZVOUS_LOST = 82
+"""The rendezvous ended in the middle of the meeting."""
 EXIT_NOT_MET = 88
 """The rendezvous refused the joiner, or did not answer in time."""
 
@@ -46,66 +43,55 @@ log = logging.getLogger(__name__)
 def meet(run_directory: Path, identity: Identity, secret: bytes, timeout_s: float) -> Answer:
     """Meets the rendezvous of a run over MPI and leaves MPI again; once per process.
 
-    This process must be the only one of an MPI world that a process manager has started.
+    This process must be the only one of an MPI world, as an `MpiProcess` is.
 
-    Raises MeetingError when refused, or when the desk does not hold the same secret;
+    Raises MeetingError when refused, or when the rendezvous does not hold the same secret;
     DeadlineError after `timeout_s`. A call of MPI's may not come back at all: then the process
-    ends with EXIT_STUCK soon after, or with EXIT_DESK_LOST as soon as the desk has ended.
+    ends with EXIT_STUCK soon after, or with EXIT_RENDEZVOUS_LOST as soon as that has ended.
     """
-    waits_for = f"the rendezvous of {run_directory}"
+    name, waits_for = f"agent {identity.agent}", f"the rendezvous of {run_directory}"
     deadline = Deadline.after(SystemClock(), timeout_s, waits_for)
-    place = _meeting_place(run_directory, deadline)
-    watchdog = Watchdog(f"agent {identity.agent}")
-    with watchdog.limit(deadline.remaining_s() + _STUCK_MARGIN_S, waits_for):
-        calls.start_mpi(place.bell_host, place.interface, place.netmod)
-        wire, place = _wait_for_turn(run_directory, secret, deadline)
-        finished = threading.Event()
-        quiet_thread(lambda: _watch_desk(wire, finished, identity.agent), "desk-watch")
-        try:
-            communicator = calls.connect(place.mpi_port, deadline.remaining_s())
-            line = MpiPeer(communicator, deadline, threading.Event())
-            verdict = converse(joiner_dialogue(identity, secret), line.send, line.receive)
-            line.leave()
-            calls.leave_mpi()
-        finally:
-            finished.set()
-            wire.close()
+    left = threading.Event()
+    place = _place(run_directory, deadline)
+    os.environ.update(place.network.variables(os.environ))
+    quiet_thread(lambda: _end_when_stuck(left, deadline, name), "watchdog")
+    from liver_hpc.rendezvous.mpi.calls import MpiPeer, leave_mpi, start_mpi
+
+    start_mpi()
+    wire, port_name = _wait_for_turn(run_directory, secret, deadline)
+    quiet_thread(lambda: _end_when_lost(left, wire, name), "rendezvous-watch")
+    peer = MpiPeer.connected(port_name, deadline.remaining_s())
+    side = JoinerSide(identity, secret, peer.receive())
+    peer.send(side.introduction)
+    verdict = side.verdict(peer.receive())
+    peer.leave()
+    leave_mpi()
+    left.set()
+    wire.close()
     return accepted(verdict, identity)
 
 
-def _meeting_place(run_directory: Path, deadline: Deadline) -> MeetingPlace:
-    found: list[MeetingPlace] = []
-
-    def look() -> bool:
-        place = MeetingPlace.read(run_directory)
-        if place is not None:
-            found.append(place)
-        return place is not None
-
-    poll_until(look, deadline, _RETRY_INTERVAL_S)
-    return found[0]
+def _place(run_directory: Path, deadline: Deadline) -> RendezvousPlace:
+    pause = threading.Event()
+    while (place := RendezvousPlace.read(run_directory)) is None:
+        deadline.check()
+        pause.wait(_RETRY_INTERVAL_S)
+    return place
 
 
-def _wait_for_turn(
-    run_directory: Path, secret: bytes, deadline: Deadline
-) -> tuple[Wire, MeetingPlace]:
-    """Rings the bell until it says that it is this joiner's turn.
+def _wait_for_turn(run_directory: Path, secret: bytes, deadline: Deadline) -> tuple[Wire, str]:
+    """Queues until it is this joiner's turn; the place in the queue, and MPI's port name.
 
-    A desk that has ended meanwhile is followed by another one, at another place.
+    A rendezvous that has ended meanwhile may be followed by another one, at another place.
     """
     pause = threading.Event()
     while True:
-        place = _meeting_place(run_directory, deadline)
+        place = _place(run_directory, deadline)
+        address = (place.network.host, place.port)
         try:
-            wire = dial(
-                (place.bell_host, place.bell_port),
-                secret,
-                max(deadline.remaining_s(), 0.001),
-                deadline.waits_for,
-            )
-            if wire.receive(deadline.remaining_s()) == TURN:
-                return wire, place
-            raise MeetingError(f"{deadline.waits_for}: its bell says something else")
+            limit_s = max(deadline.remaining_s(), 0.001)
+            wire = dial(address, secret, limit_s, deadline.waits_for)
+            return wire, wire.receive(deadline.remaining_s()).decode()
         except ChannelRefused as error:
             raise MeetingError(str(error)) from error
         except ChannelClosed:
@@ -113,26 +99,33 @@ def _wait_for_turn(
             pause.wait(_RETRY_INTERVAL_S)
 
 
-def _watch_desk(wire: Wire, finished: threading.Event, agent: str) -> None:
-    """Ends this process when the desk ends first: MPI would never come back from it."""
+def _end_when_stuck(left: threading.Event, deadline: Deadline, name: str) -> None:
+    if not left.wait(deadline.remaining_s() + _STUCK_MARGIN_S):
+        _end_process(f"[{name}] stuck in MPI: {deadline.error()}", EXIT_STUCK)
+
+
+def _end_when_lost(left: threading.Event, wire: Wire, name: str) -> None:
+    """MPI would never come back from a rendezvous that has ended."""
     try:
         wire.receive()
     except ChannelClosed as error:
-        if not finished.is_set():
-            end_process(f"[agent {agent}] {error}", EXIT_DESK_LOST)
+        if not left.is_set():
+            _end_process(f"[{name}] {error}", EXIT_RENDEZVOUS_LOST)
 
 
-def joiner_command(run_directory: Path, identity: Identity, timeout_s: float) -> list[str]:
-    """The command line of a joiner, to be run where a process manager can be reached."""
-    module = [sys.executable, "-P", "-m", "liver_hpc.rendezvous.mpi.joiner"]
-    return [*module, str(run_directory), str(timeout_s), identity.model_dump_json()]
+def _end_process(message: str, code: int) -> NoReturn:
+    """Says why on standard error and ends the process at once, whatever its threads do."""
+    with contextlib.suppress(OSError):
+        os.write(sys.stderr.fileno(), f"{message}\n".encode())
+    os._exit(code)
 
 
 def main() -> NoReturn:
     """Meets and exits at once: an MPI that a meeting has left broken must not hold it."""
-    run_directory, timeout_s = Path(sys.argv[1]), float(sys.argv[2])
-    identity = Identity.model_validate_json(sys.argv[3])
-    on_parent_exit(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    parent, run_directory, timeout_s = int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+    identity = Identity.model_validate_json(sys.argv[4])
+    # Not SIGKILL: that one could come between MPI's making and unlinking shared memory.
+    die_with_parent(parent, signal.SIGTERM)
     # Whatever a library prints must not pass for the answer.
     output = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

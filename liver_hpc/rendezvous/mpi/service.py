@@ -1,201 +1,224 @@
-"""Meeting over MPI: the coordinator's side of the rendezvous (the joiner's is `joiner.py`).
+"""The rendezvous over MPI, on the coordinator's side (the joiner's is `joiner.py`).
 
-The desk is a process of its own (`rendezvous.py`), so that an MPI that hangs or aborts takes
-nothing with it; this module starts it, answers its questions and replaces it when it has ended.
+Joiners queue at a TCP port, authenticated with the run's secret, until it is their turn; only then
+do they connect over MPI. A joiner's place in the queue stays open until it is through with MPI: so
+each side knows when the other has died.
+
+MPI lives in a process of its own (`acceptor.py`): one that hangs or aborts takes nothing with it.
+After a meeting that broke off a fresh one takes its place: nothing that a dead joiner left in MPI
+can reach the next joiner.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
 
-from liver_hpc.errors import DeadlineError, LiverError, MeetingError
-from liver_hpc.rendezvous.base import Answer, Identity, Refusal, Rendezvous
-from liver_hpc.rendezvous.mpi.acceptor import EXIT_RENEW
-from liver_hpc.rendezvous.mpi.calls import port_file, shared_memory_of
+from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.errors import DeadlineError, MeetingError
+from liver_hpc.host.files import write_whole
+from liver_hpc.rendezvous.base import MAX_MESSAGE_BYTES, AcceptorSide, Decide, Rendezvous
+from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
+from liver_hpc.rendezvous.mpi.process import MpiProcess
+from liver_hpc.rendezvous.wire import ChannelClosed, Wire, WireServer
 
 _OPEN_S = 30.0
 _CLOSE_S = 10.0
-_MAX_RESTARTS = 5
-_RESTART_PAUSE_S = 0.1
+_LOOK_S = 0.02
+_MAX_FAILURES = 5
+_RETRY_PAUSE_S = 0.1
+
+HERE = MpiNetwork()
+"""For joiners of this machine alone."""
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class DeskPlace:
-    """host: where the desk listens. interface, netmod: what MPI goes by, where the run file names
-    it; by default the interface that leads to `host`, and ofi."""
-
-    host: str = "127.0.0.1"
-    interface: str | None = None
-    netmod: str | None = None
+class AcceptorEnded(MeetingError):
+    """The acceptor's process has ended."""
 
 
-HERE = DeskPlace()
-"""For joiners of this machine alone."""
+class Acceptor:
+    """A running acceptor: its process, the line to it, and the port name at which it accepts.
+
+    Raises MeetingError when it cannot be started, or does not open its port.
+    """
+
+    def __init__(self, network: MpiNetwork, turn_s: float, log: Path) -> None:
+        self._turn_s = turn_s
+        self._line, theirs = Pipe()
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with theirs, log.open("ab") as stream:
+                self.process = MpiProcess(
+                    ["-m", "liver_hpc.rendezvous.mpi.acceptor", str(theirs.fileno())],
+                    output=stream,
+                    errors=stream,
+                    variables=network.variables(os.environ),
+                    descriptors=[theirs.fileno()],
+                )
+        except OSError as error:
+            raise MeetingError(f"no acceptor can be started: {error}") from error
+        try:
+            self.port_name = self._hear(_deadline(_OPEN_S, "the acceptor to open its port"))
+        except (AcceptorEnded, DeadlineError) as error:
+            self.close()
+            raise MeetingError(f"{error}; see {log}") from error
+
+    def meet(self, joiner: Wire, side: AcceptorSide, decide: Decide) -> None:
+        """The turn of the joiner at the other end of the wire.
+
+        Raises AcceptorEnded, ChannelClosed when the joiner has ended, and DeadlineError: then it is
+        of no more use.
+        """
+        deadline = _deadline(self._turn_s, f"the joiner from {joiner.peer}")
+        joiner.send(self.port_name)
+        self._say(side.challenge)
+        self._say(side.receive(self._hear(deadline, joiner), decide))
+        self._hear(deadline)
+        if not _is_gone(joiner, deadline.remaining_s()):
+            raise deadline.error()
+        self._say(b"through")
+
+    def close(self) -> None:
+        """Ends the process; nothing of it remains."""
+        self._line.close()
+        self.process.end()
+
+    def _say(self, data: bytes) -> None:
+        try:
+            self._line.send_bytes(data)
+        except OSError as error:
+            raise self._ended() from error
+
+    def _hear(self, deadline: Deadline, joiner: Wire | None = None) -> bytes:
+        """What it says next, for as long as there is the joiner that it speaks of."""
+        try:
+            while not self._line.poll(_LOOK_S):
+                if joiner is not None and _is_gone(joiner):
+                    raise ChannelClosed(f"{deadline.waits_for} has ended")
+                deadline.check()
+            return self._line.recv_bytes(MAX_MESSAGE_BYTES)
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+
+    def _ended(self) -> AcceptorEnded:
+        return AcceptorEnded(f"the acceptor, process {self.process.pid}, has ended")
+
+
+def _deadline(limit_s: float, waits_for: str) -> Deadline:
+    return Deadline.after(SystemClock(), limit_s, waits_for)
+
+
+def _is_gone(joiner: Wire, limit_s: float = 0.0) -> bool:
+    """Whether it leaves the queue within a time. It has nothing to say there."""
+    try:
+        joiner.receive(limit_s)
+    except DeadlineError:
+        return False
+    except ChannelClosed:
+        pass
+    return True
 
 
 class MpiRendezvous(Rendezvous):
-    """Runs the desk's process and answers for it; its log is logs/front-desk.log.
+    """Keeps a queue and an acceptor, whose log is logs/rendezvous.log.
 
-    `place` is the address at which the bell listens, and what MPI goes by. One joiner may hold
-    the desk for `turn_s`, the coordinator's answer included.
+    `network` is the address at which joiners queue, and what MPI goes by. One joiner may hold the
+    acceptor for `turn_s`, the coordinator's answer included.
     """
 
     def __init__(
         self,
         run_directory: Path,
         secret: bytes,
-        place: DeskPlace = HERE,
+        network: MpiNetwork = HERE,
         turn_s: float = 10.0,
     ) -> None:
-        self._run_directory = run_directory
-        self._settings = {
-            "secret": secret.hex(),
-            **asdict(place),
-            "turn_s": turn_s,
-        }
-        self._answer: Callable[[Identity], Answer | Refusal] | None = None
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-        self._open = threading.Event()  # set while a desk is open, and once it is broken
+        self._place_file = place_file(run_directory)
+        self._log_file = run_directory / "logs" / "rendezvous.log"
+        self._secret = secret
+        self._network = network
+        self._turn_s = turn_s
+        self._turn = threading.RLock()
+        """Whoever holds it has the acceptor."""
+        self._acceptor: Acceptor | None = None
+        self._queue: WireServer | None = None
         self._closing = threading.Event()
-        self._broken = ""
-        self._failures = 0  # desks in a row that ended without having met anybody
-        self._keeper: threading.Thread | None = None
+        self._failures: list[str] = []
 
     @property
     def pid(self) -> int | None:
-        """The process id of the present desk; None while there is none."""
-        with self._lock:
-            return None if self._process is None else self._process.pid
+        """The process id of the present acceptor; None while there is none."""
+        return None if self._acceptor is None else self._acceptor.process.pid
 
-    def start(self, answer: Callable[[Identity], Answer | Refusal]) -> None:
-        self._answer = answer
-        self._keeper = threading.Thread(target=self._keep, name="front-desk", daemon=True)
-        self._keeper.start()
-        if not self._open.wait(_OPEN_S):
+    def start(self, answer: Decide) -> None:
+        self._network = self._network.decided(os.environ)
+        self._acceptor = Acceptor(self._network, self._turn_s, self._log_file)
+        host = self._network.host
+        try:
+            self._queue = WireServer(host, self._secret, lambda one: self._line_up(one, answer))
+        except OSError as error:
             self.close()
-            raise DeadlineError(f"waited {_OPEN_S:g} s for the rendezvous to open")
-        self.check()
+            raise MeetingError(f"joiners cannot queue at {host}: {error.strerror}") from error
+        place = RendezvousPlace(network=self._network, port=self._queue.address[1])
+        write_whole(self._place_file, place.model_dump_json(), mode=0o600)
 
     def check(self) -> None:
-        if self._broken:
-            raise MeetingError(f"the rendezvous is broken: {self._broken}; see {self._log_path()}")
+        if len(self._failures) > _MAX_FAILURES:
+            raise MeetingError(
+                f"the rendezvous is broken: {len(self._failures)} acceptors in a row did not open: "
+                f"{self._failures[-1]}"
+            )
 
     def close(self) -> None:
         self._closing.set()
-        with self._lock:
-            if self._process is not None:
-                self._process.kill()
-        if self._keeper is not None and self._keeper is not threading.current_thread():
-            self._keeper.join(_CLOSE_S)
-        port_file(self._run_directory).unlink(missing_ok=True)
+        if self._acceptor is not None:
+            self._acceptor.process.kill()  # ends a turn that is under way
+        if self._queue is not None:
+            self._queue.close()
+        if self._turn.acquire(timeout=_CLOSE_S):
+            self._discard()
+            self._turn.release()
+        self._place_file.unlink(missing_ok=True)
 
-    def _log_path(self) -> Path:
-        return self._run_directory / "logs" / "front-desk.log"
+    def _line_up(self, joiner: Wire, answer: Decide) -> None:
+        """Runs in the queue's thread of one joiner, which leaves the queue at its end."""
+        with self._turn:
+            if not _is_gone(joiner) and (acceptor := self._ready()) is not None:
+                side, through = AcceptorSide(self._secret), False
+                try:
+                    acceptor.meet(joiner, side, answer)
+                    through = True
+                    if side.identity is not None:
+                        _log.info("agent %s has been met", side.identity.agent)
+                except (AcceptorEnded, ChannelClosed, DeadlineError) as error:
+                    _log.warning("a meeting broke off: %s", error)
+                finally:
+                    if not through:
+                        self._discard()
+                joiner.close("the meeting is over")
+            self._ready()  # at once, for the next joiner
 
-    def _keep(self) -> None:
-        """Keeps a desk open until closing, or until too many have ended without a meeting."""
-        try:
-            while not self._closing.is_set() and self._failures <= _MAX_RESTARTS:
-                code = self._run_once()
-                if self._closing.is_set():
-                    return
-                _log.warning("the rendezvous ended with exit code %d", code)
-                self._closing.wait(_RESTART_PAUSE_S * self._failures)
-            self._broken = f"it ended {self._failures} times in a row without meeting anybody"
-        except OSError as error:
-            self._broken = str(error)
-        finally:
-            if not self._closing.is_set():
-                self._broken = self._broken or "its keeper ended"
-            self._open.set()
+    def _ready(self) -> Acceptor | None:
+        """An acceptor that runs; None where none can be had."""
+        if self._acceptor is not None and self._acceptor.process.poll() is not None:
+            self._discard()
+        broken = len(self._failures) > _MAX_FAILURES
+        if self._acceptor is None and not broken and not self._closing.is_set():
+            try:
+                self._acceptor = Acceptor(self._network, self._turn_s, self._log_file)
+                self._failures.clear()
+            except MeetingError as error:
+                _log.warning("%s", error)
+                self._failures.append(str(error))
+                self._closing.wait(_RETRY_PAUSE_S * len(self._failures))
+        return self._acceptor
 
-    def _run_once(self) -> int:
-        """One life of the desk's process; its exit code."""
-        process = self._spawn()
-        if process is None:
-            return 0
-        opened = False
-        timer = threading.Timer(_OPEN_S, process.kill)
-        timer.daemon = True
-        timer.start()
-        try:
-            with contextlib.suppress(BrokenPipeError):
-                self._tell(process, json.dumps(self._settings))
-                assert process.stdout is not None
-                for line in process.stdout:
-                    event = json.loads(line)
-                    if event["event"] == "open":
-                        timer.cancel()
-                        opened = True
-                    self._handle(process, event)
-        finally:
-            timer.cancel()
-            self._open.clear()
-            process.kill()
-            code = process.wait()
-            with self._lock:
-                self._process = None
-            with contextlib.suppress(BrokenPipeError), process:
-                pass  # closes its pipes
-            for segment in shared_memory_of(process.pid):
-                segment.unlink(missing_ok=True)
-        if not (opened and code == EXIT_RENEW):
-            self._failures += 1
-        return code
-
-    def _spawn(self) -> subprocess.Popen[str] | None:
-        """Starts the desk's process, unless closing."""
-        self._log_path().parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-P", "-m", "liver_hpc.rendezvous.mpi.acceptor"]
-        with self._lock, self._log_path().open("ab") as log:
-            if self._closing.is_set():
-                return None
-            # This thread, which the desk dies with, lives as long as the desk may.
-            self._process = subprocess.Popen(
-                [*command, str(os.getpid()), str(self._run_directory)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
-        return self._process
-
-    def _handle(self, process: subprocess.Popen[str], event: dict[str, Any]) -> None:
-        match event["event"]:
-            case "open":
-                self._open.set()
-            case "ask":
-                verdict = self._decide(Identity.model_validate(event["identity"]))
-                answer = {"number": event["number"], "verdict": verdict.model_dump()}
-                self._tell(process, json.dumps(answer))
-            case "met":
-                self._failures = 0
-                _log.info("agent %s has been met", event["agent"])
-            case "refused":
-                _log.warning("a joiner was refused: %s", event["reason"])
-
-    def _decide(self, identity: Identity) -> Answer | Refusal:
-        assert self._answer is not None
-        try:
-            return self._answer(identity)
-        except LiverError as error:
-            return Refusal(reason=str(error))
-
-    def _tell(self, process: subprocess.Popen[str], line: str) -> None:
-        assert process.stdin is not None
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
+    def _discard(self) -> None:
+        acceptor, self._acceptor = self._acceptor, None
+        if acceptor is not None:
+            acceptor.close()

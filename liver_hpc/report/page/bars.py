@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
 from liver_hpc.report.compare import Comparison, Costs
-from liver_hpc.report.page.svg import Form, Scale, add, drawing, label, ticks
+from liver_hpc.report.page.svg import Form, Scale, add, drawing, label, rect, ticks
 from liver_hpc.report.wording import number_text
 
 ROW, BAR = 26.0, 14.0
@@ -64,11 +64,9 @@ def _bar(svg: Element, form: Form, scale: Scale, top: float, costs: Costs) -> No
         label(svg, scale.start - 8, top + ROW / 2 + 4, method, "axis", "end")
     y = top + (ROW - BAR) / 2
     end = scale(costs.median_s)
-    add(
-        svg, "rect", f"bar {kind}", f"{costs.method}: median {number_text(costs.median_s)} s",
-        x=scale.start, y=y, width=max(end - scale.start, 1.0), height=BAR,
-    )  # fmt: skip
     words = f"{number_text(costs.median_s)} s"
+    place = (scale.start, y, max(end - scale.start, 1.0), BAR)
+    rect(svg, f"bar {kind}", place, f"{costs.method}: median {words}")
     if len(costs.lost_s) > 1:
         add(
             svg, "line", "spread", x1=scale(low_s), x2=scale(high_s), y1=y + BAR / 2, y2=y + BAR / 2

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from liver_hpc.report.compare import Comparison, of_run
-from liver_hpc.report.derive import RunFigures, notice_figures, run_figures
+from liver_hpc.report.derive import RunFigures, run_figures
 from liver_hpc.report.page import bars, lanes, nodes, timeline, traffic
 from liver_hpc.report.page.series import Handoff, Story, not_finite, story, thinned
 from liver_hpc.report.page.svg import FORMS
@@ -62,8 +62,8 @@ def page(records: RunRecords, comparisons: Sequence[Comparison] = ()) -> str:
     main = SubElement(body, "main")
     _opening(main, name, records, figures, told)
     _overview(main, told)
-    _nodes(main, records, told)
-    _comparison(main, comparisons or of_run(records))
+    _nodes(main, figures, told)
+    _comparison(main, comparisons or of_run(figures, records))
     _handoffs(main, records, told)
     _tables(main, records, figures)
     _closing(main, records)
@@ -106,36 +106,24 @@ def _opening(
     facts.append(duration_text(figures.wall_s))
     SubElement(header, "p", {"class": "facts"}).text = " \u00b7 ".join(filter(None, facts))
     verdict = SubElement(header, "p", {"class": "verdict"})
-    for words, weight in _verdict(figures):
-        if weight:
-            SubElement(verdict, "strong").text = words
-        else:
-            SubElement(verdict, "span").text = words
+    for index, words in enumerate(_verdict(figures).split("*")):
+        SubElement(verdict, "strong" if index % 2 else "span").text = words
 
 
-def _verdict(figures: RunFigures) -> Iterator[tuple[str, bool]]:
-    """The run in one line, in pieces of which some weigh more."""
-    yield f"{figures.steps} {'step' if figures.steps == 1 else 'steps'}", True
-    attempts = figures.completed + figures.aborted
-    if attempts:
-        yield ", ", False
-        yield f"{figures.completed} of {attempts} handoffs", True
-        yield " completed. They cost ", False
-        yield f"{number_text(figures.lost_s)} s", True
-        yield " of training in all", False
+def _verdict(figures: RunFigures) -> str:
+    """The run in one line; what weighs more stands between asterisks."""
+    words = f"*{figures.steps} {'step' if figures.steps == 1 else 'steps'}*"
+    if attempts := figures.completed + figures.aborted:
+        words += f", *{figures.completed} of {attempts} handoffs* completed. They cost "
+        words += f"*{number_text(figures.lost_s)} s* of training in all"
         worst = [each.lost_steps for each in figures.reconfigurations]
         most = max(filter(math.isfinite, worst), default=math.nan)
         if math.isfinite(most):
-            yield ", at most ", False
-            yield f"{number_text(most)} steps", True
-            yield " at once", False
-        yield ". ", False
+            words += f", at most *{number_text(most)} steps* at once"
+        words += ". "
     else:
-        yield " without a handoff. ", False
-    if math.isfinite(figures.goodput):
-        yield "Goodput ", False
-        yield f"{figures.goodput:.1%}", True
-        yield ".", False
+        words += " without a handoff. "
+    return words + (f"Goodput *{figures.goodput:.1%}*." if math.isfinite(figures.goodput) else "")
 
 
 def _overview(main: Element, told: Story) -> None:
@@ -160,29 +148,22 @@ def _overview(main: Element, told: Story) -> None:
 
 def _steps(told: Story) -> str:
     """What the cursor shows: end, step, loss and tokens/s of each step that is drawn."""
-    rows = [
-        [
-            round(point.ended_s, 3),
-            point.step,
-            point.generation,
-            round(point.loss, 4) if math.isfinite(point.loss) else None,
-            round(point.tokens_per_s) if math.isfinite(point.tokens_per_s) else None,
-        ]
-        for point in thinned(told.points, lambda point: point.loss)
-    ]
+    rows = []
+    for point in thinned(told.points, lambda point: point.loss):
+        loss = round(point.loss, 4) if math.isfinite(point.loss) else None
+        rate = round(point.tokens_per_s) if math.isfinite(point.tokens_per_s) else None
+        rows.append([round(point.ended_s, 3), point.step, point.generation, loss, rate])
     return json.dumps(rows, separators=(",", ":"))
 
 
 # ---- sections
 
 
-def _nodes(main: Element, records: RunRecords, told: Story) -> None:
-    if not records.notices:
+def _nodes(main: Element, figures: RunFigures, told: Story) -> None:
+    if not figures.notices:
         return
-    ordered = sorted(records.notices, key=lambda notice: notice.at_s)
-    rows = list(zip(ordered, notice_figures(records), strict=True))
     section = _section(main, "Nodes")
-    _figure(section, *(nodes.draw(told, rows, form) for form in FORMS))
+    _figure(section, *(nodes.draw(told, figures.notices, form) for form in FORMS))
     _legend(
         section,
         {
@@ -225,7 +206,7 @@ def _handoffs(main: Element, records: RunRecords, told: Story) -> None:
 
 
 def _handoff(details: Element, handoff: Handoff, records: RunRecords) -> None:
-    record, figures = handoff.record, handoff.figures
+    record = handoff.figures
     summary = SubElement(details, "summary")
     badge = "completed" if handoff.completed else "not-completed"
     SubElement(summary, "span", {"class": f"number {badge}"}).text = str(handoff.number)
@@ -233,10 +214,10 @@ def _handoff(details: Element, handoff: Handoff, records: RunRecords) -> None:
     SubElement(summary, "h3").text = change
     tone = outcome_tone(record.outcome)
     SubElement(summary, "span", {"class": f"tone {tone}"}).text = record.outcome
-    if math.isfinite(figures.lost_s):
-        words = f"lost {number_text(figures.lost_s)} s"
-        if math.isfinite(figures.lost_steps):
-            words += f", {number_text(figures.lost_steps)} steps"
+    if math.isfinite(record.lost_s):
+        words = f"lost {number_text(record.lost_s)} s"
+        if math.isfinite(record.lost_steps):
+            words += f", {number_text(record.lost_steps)} steps"
         SubElement(summary, "span", {"class": "cost"}).text = words
     SubElement(details, "p", {"class": "note"}).text = " \u00b7 ".join(_facts(handoff))
     found = lanes.lanes_of(handoff, records.worker_phases)
@@ -248,13 +229,13 @@ def _handoff(details: Element, handoff: Handoff, records: RunRecords) -> None:
 
 
 def _facts(handoff: Handoff) -> Iterator[str]:
-    record, figures = handoff.record, handoff.figures
+    record = handoff.figures
     yield record.notice
     yield f"after step {record.step}" if handoff.completed else f"at step {record.step}"
     for name, seconds in (
-        ("pause", figures.pause_s),
-        ("slowdown", figures.slowdown_s),
-        ("reconfiguration", figures.reconfiguration_s),
+        ("pause", record.pause_s),
+        ("slowdown", record.slowdown_s),
+        ("reconfiguration", record.reconfiguration_s),
     ):
         if math.isfinite(seconds):
             yield f"{name} {number_text(seconds)} s"
@@ -267,11 +248,8 @@ def _facts(handoff: Handoff) -> Iterator[str]:
 
 def _tables(main: Element, records: RunRecords, figures: RunFigures) -> None:
     section = _section(main, "Tables")
-    facts = SubElement(section, "dl")
-    for name, line in summary_lines(figures, records).items():
-        SubElement(facts, "dt").text = name
-        SubElement(facts, "dd").text = line
-    for sheet in sheets(records):
+    _terms(section, summary_lines(figures, records))
+    for sheet in sheets(figures, records):
         _scrolling(section, _table(sheet), sheet.title)
     for note in remarks(figures):
         SubElement(section, "p", {"class": "note"}).text = note.text
@@ -299,17 +277,11 @@ def _table(sheet: Sheet) -> Element:
 def _closing(main: Element, records: RunRecords) -> None:
     words = SubElement(main, "details", {"class": "plain"})
     SubElement(words, "summary").text = "What the words mean"
-    terms = SubElement(words, "dl")
-    for word, meaning in WORDS.items():
-        SubElement(terms, "dt").text = word
-        SubElement(terms, "dd").text = meaning
+    _terms(words, WORDS)
     others = {k: v for k, v in records.attributes.items() if k != "config"}
     versions = SubElement(main, "details", {"class": "plain"})
     SubElement(versions, "summary").text = "Versions and run file"
-    listed = SubElement(versions, "dl")
-    for name, value in others.items():
-        SubElement(listed, "dt").text = name
-        SubElement(listed, "dd").text = value
+    _terms(versions, others)
     if config := records.attributes.get("config"):
         SubElement(versions, "pre", {"tabindex": "0"}).text = config
 
@@ -321,6 +293,13 @@ def _section(main: Element, title: str) -> Element:
     section = SubElement(main, "section")
     SubElement(section, "h2").text = title
     return section
+
+
+def _terms(parent: Element, terms: Mapping[str, str]) -> None:
+    listed = SubElement(parent, "dl")
+    for name, meaning in terms.items():
+        SubElement(listed, "dt").text = name
+        SubElement(listed, "dd").text = meaning
 
 
 def _figure(parent: Element, *forms: Element) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from xml.etree.ElementTree import Element
+from xml.etree.ElementTree import Element, SubElement
 
 from liver_hpc.report.page.series import Handoff
 from liver_hpc.report.page.svg import (
@@ -15,6 +15,7 @@ from liver_hpc.report.page.svg import (
     add,
     drawing,
     label,
+    rect,
     time_text,
     time_ticks,
 )
@@ -63,7 +64,7 @@ class Panel:
 
 def lanes_of(handoff: Handoff, phases: Sequence[WorkerPhaseRecord]) -> list[Lane]:
     """The lanes of a handoff, by worker; of very many those that took part the longest."""
-    record = handoff.record
+    record = handoff.figures
     source, target = _ids(record.source_workers), _ids(record.target_workers)
     own: dict[int, list[WorkerPhaseRecord]] = {}
     for phase in phases:
@@ -90,7 +91,8 @@ def draw(handoff: Handoff, lanes: Sequence[Lane], form: Form) -> Element:
     panels = _panels(handoff, lanes, form, left)
     height = max(panel.top for panel in panels) + rows + AXIS
     title = f"Workers in handoff {handoff.number}"
-    svg = drawing(form, height, title, f"{len(lanes)} lanes; {_told(panels)}")
+    told = ", ".join(f"{panel.title} {duration_text(panel.span_s)}" for panel in panels)
+    svg = drawing(form, height, title, f"{len(lanes)} lanes; {told}")
     _patterns(svg, f"{form.name}-{handoff.number}")
     for panel in {panel.top: panel for panel in panels}.values():
         for index, name in enumerate(names):
@@ -100,12 +102,8 @@ def draw(handoff: Handoff, lanes: Sequence[Lane], form: Form) -> Element:
     return svg
 
 
-def _told(panels: Sequence[Panel]) -> str:
-    return ", ".join(f"{panel.title} {duration_text(panel.span_s)}" for panel in panels)
-
-
 def _panels(handoff: Handoff, lanes: Sequence[Lane], form: Form, left: float) -> list[Panel]:
-    record = handoff.record
+    record = handoff.figures
     crosses = any(p.phase in CROSSING for lane in lanes for p in lane.phases)
     begin_s, boundary_s, end_s = _bounds(handoff, lanes)
     whole = form.width - left - 8
@@ -127,10 +125,10 @@ def _panels(handoff: Handoff, lanes: Sequence[Lane], form: Form, left: float) ->
 
 def _bounds(handoff: Handoff, lanes: Sequence[Lane]) -> tuple[float, float, float]:
     """Of what is drawn: its begin, the boundary (or the end of the attempt), its end."""
-    record = handoff.record
+    record = handoff.figures
     phases = [phase for lane in lanes for phase in lane.phases]
     starts_s = [phase.started_s for phase in phases if phase.phase in BESIDE]
-    begun_s = record.boot_ended_s - handoff.figures.phases.boot_s
+    begun_s = record.boot_ended_s - record.phases.boot_s
     begin_s = min(filter(math.isfinite, [*starts_s, begun_s]), default=record.notice_s)
     ends_s = [p.ended_s for p in phases if p.phase in BESIDE and math.isfinite(p.ended_s)]
     boundary_s = record.source_last_step_ended_s
@@ -153,32 +151,19 @@ def _panel(svg: Element, form: Form, panel: Panel, lanes: Sequence[Lane], key: s
     for value in values:
         x = time(time.low + value)
         add(svg, "line", "grid", x1=x, x2=x, y1=panel.top - 4, y2=bottom + 4)
-        near_end = x + 20 > form.width
-        label(
-            svg,
-            x,
-            bottom + 17,
-            time_text(value, values),
-            "axis",
-            "end" if near_end else "middle",
-        )
+        anchor = "end" if x + 20 > form.width else "middle"
+        label(svg, x, bottom + 17, time_text(value, values), "axis", anchor)
     for index, lane in enumerate(lanes):
         middle = panel.top + ROW * index + ROW / 2
-        for begin_s, end_s, kind in _idle(lane, panel, lanes):
-            if end_s - begin_s > 0:
+        for begin_s, end_s, kind in _idle(lane, panel):
+            if end_s > begin_s:
                 title = f"worker {lane.worker} {kind} {number_text(end_s - begin_s)} s"
-                _line(svg, time, middle, (begin_s, end_s), kind, title)
+                x, end = time(begin_s), time(end_s)
+                add(svg, "line", kind.rstrip("s"), title, x1=x, x2=end, y1=middle, y2=middle)
         for phase in lane.phases:
             if phase.phase in panel.names and phase.started_s < time.high:
                 _bar(svg, time, middle, phase, key)
     _last_ones(svg, panel, lanes)
-
-
-def _line(
-    svg: Element, time: Scale, y: float, span_s: tuple[float, float], kind: str, title: str
-) -> None:
-    shape = "train" if kind == "trains" else "wait"
-    add(svg, "line", shape, title, x1=time(span_s[0]), x2=time(span_s[1]), y1=y, y2=y)
 
 
 def _bar(svg: Element, time: Scale, y: float, phase: WorkerPhaseRecord, key: str) -> None:
@@ -187,40 +172,29 @@ def _bar(svg: Element, time: Scale, y: float, phase: WorkerPhaseRecord, key: str
     end_s = phase.ended_s if ended else time.high
     took = f"{number_text(phase.ended_s - phase.started_s)} s" if ended else "never ended"
     name = phase.phase.replace(" ", "-")
-    bar = add(
-        svg,
-        "rect",
-        f"phase {name}{'' if ended else ' open'}",
-        f"worker {phase.worker}, {phase.phase}: {took}",
-        x=time(phase.started_s),
-        y=y - BAR / 2,
-        width=max(time(end_s) - time(phase.started_s), 1.0),
-        height=BAR,
-    )
+    x = time(phase.started_s)
+    place = (x, y - BAR / 2, max(time(end_s) - x, 1.0), BAR)
+    classes = f"phase {name}{'' if ended else ' open'}"
+    bar = rect(svg, classes, place, f"worker {phase.worker}, {phase.phase}: {took}")
     if name in ("connect", "release"):
         bar.set("style", f"fill:url(#{name}-{key})")
 
 
-def _idle(lane: Lane, panel: Panel, lanes: Sequence[Lane]) -> Iterator[tuple[float, float, str]]:
+def _idle(lane: Lane, panel: Panel) -> Iterator[tuple[float, float, str]]:
     """What lies between a worker's phases: it trains, or it waits for others."""
     shown = [p for p in lane.phases if p.phase in panel.names and math.isfinite(p.ended_s)]
+    joins, starts_s = lane.role == "joins", [p.started_s for p in shown[1:]]
     if panel.names is BESIDE:
-        if lane.role != "joins":  # PREPARE is a thread beside the one that trains
+        if not joins:  # PREPARE is a thread beside the one that trains
             yield panel.time.low, panel.time.high, "trains"
             return
-        ends_s = [*(p.ended_s for p in shown)]
-        starts_s = [*(p.started_s for p in shown[1:]), panel.time.high]
-    else:
-        if lane.role != "joins" and shown:
-            yield panel.time.low, shown[0].started_s, "trains"
-        elif shown:
-            yield panel.time.low, shown[0].started_s, "waits"
-        if any(p.phase == "update" for p in shown):
-            after_s = next(p.ended_s for p in shown if p.phase == "update")
-            yield after_s, panel.time.high, "trains"
-        ends_s, starts_s = [p.ended_s for p in shown], [p.started_s for p in shown[1:]]
-    for end_s, start_s in zip(ends_s, starts_s, strict=False):
-        yield end_s, start_s, "waits"
+        starts_s.append(panel.time.high)
+    elif shown:
+        yield panel.time.low, shown[0].started_s, "waits" if joins else "trains"
+        for update in (p for p in shown if p.phase == "update"):
+            yield update.ended_s, panel.time.high, "trains"
+    for phase, start_s in zip(shown, starts_s, strict=False):
+        yield phase.ended_s, start_s, "waits"
 
 
 def _last_ones(svg: Element, panel: Panel, lanes: Sequence[Lane]) -> None:
@@ -258,19 +232,11 @@ def _patterns(svg: Element, key: str) -> None:
     defs = Element("defs")
     svg.insert(0, defs)
     for name, line in (("connect", "M-1 5L5 -1M3 9L9 3"), ("release", "M0 4H8")):
-        pattern = Element(
-            "pattern",
-            {
-                "id": f"{name}-{key}",
-                "width": "8",
-                "height": "8",
-                "patternUnits": "userSpaceOnUse",
-            },
-        )
+        size = {"width": "8", "height": "8", "patternUnits": "userSpaceOnUse"}
+        pattern = SubElement(defs, "pattern", {"id": f"{name}-{key}", **size})
         add(pattern, "rect", "ground page", width=8, height=8)
         add(pattern, "rect", f"ground {name}", width=8, height=8)
         add(pattern, "path", "hatch").set("d", line)
-        defs.append(pattern)
 
 
 def _ids(text: str) -> set[int]:

@@ -7,13 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from liver_hpc.report.derive import (
-    COMPLETED,
-    GenerationFigures,
-    ReconfigurationFigures,
-    RunFigures,
-)
-from liver_hpc.run.records import ReconfigurationRecord, RunRecords, StepRecord
+from liver_hpc.report.derive import GenerationFigures, ReconfigurationFigures, RunFigures
+from liver_hpc.run.records import RunRecords, StepRecord
 
 POINTS = 700
 """More steps than this are drawn by the extremes of neighbours."""
@@ -41,18 +36,17 @@ class Handoff:
     not reached is left out. at_s: where it is marked.
     """
 
-    record: ReconfigurationRecord
     figures: ReconfigurationFigures
     at_s: float
     spans_s: tuple[tuple[str, float, float], ...]
 
     @property
     def number(self) -> int:
-        return self.record.generation
+        return self.figures.generation
 
     @property
     def completed(self) -> bool:
-        return self.record.outcome == COMPLETED
+        return self.figures.completed
 
 
 @dataclass(frozen=True)
@@ -70,16 +64,12 @@ def story(records: RunRecords, figures: RunFigures) -> Story:
     """All of a run but its notices, in its own time."""
     start_s = _earliest(records)
     points = tuple(_points(records.steps, start_s))
-    handoffs = tuple(
-        _handoff(record, derived, start_s)
-        for record, derived in zip(records.reconfigurations, figures.reconfigurations, strict=True)
-    )
+    handoffs = tuple(_handoff(each, start_s) for each in figures.reconfigurations)
     ends_s = [point.ended_s for point in points]
     ends_s += [end_s for handoff in handoffs for _, _, end_s in handoff.spans_s]
-    worlds = []
-    for world in figures.generations:
-        own = [point for point in points if point.generation == world.generation]
-        worlds.append((world, own[0].began_s, own[-1].ended_s))
+    began_s = {point.generation: point.began_s for point in reversed(points)}
+    ended_s = {point.generation: point.ended_s for point in points}
+    worlds = [(w, began_s[w.generation], ended_s[w.generation]) for w in figures.generations]
     end_s = max(filter(math.isfinite, ends_s), default=1.0)
     return Story(start_s, max(end_s, 1e-3), points, tuple(worlds), handoffs)
 
@@ -136,11 +126,9 @@ def _points(steps: Sequence[StepRecord], start_s: float) -> list[StepPoint]:
     return points
 
 
-def _handoff(
-    record: ReconfigurationRecord, figures: ReconfigurationFigures, start_s: float
-) -> Handoff:
+def _handoff(record: ReconfigurationFigures, start_s: float) -> Handoff:
     edges = (
-        ("boot", record.boot_ended_s - figures.phases.boot_s, record.boot_ended_s),
+        ("boot", record.boot_ended_s - record.phases.boot_s, record.boot_ended_s),
         ("prepare", record.prepare_started_s, _first(record.source_last_step_ended_s, record)),
         ("crossing", record.source_last_step_ended_s, record.first_step_ended_s),
         ("release", record.first_step_ended_s, record.released_s),
@@ -152,10 +140,10 @@ def _handoff(
     )
     marks_s = (record.source_last_step_ended_s, record.prepare_started_s, record.notice_s)
     at_s = next((time_s for time_s in marks_s if math.isfinite(time_s)), start_s)
-    return Handoff(record, figures, at_s - start_s, spans_s)
+    return Handoff(record, at_s - start_s, spans_s)
 
 
-def _first(boundary_s: float, record: ReconfigurationRecord) -> float:
+def _first(boundary_s: float, record: ReconfigurationFigures) -> float:
     """The end of PREPARE and of the wait for the boundary, as far as the attempt has come."""
     times_s = (boundary_s, record.armed_s, record.prepare_ended_s)
     return next((time_s for time_s in times_s if math.isfinite(time_s)), math.nan)

@@ -62,6 +62,14 @@ def add(parent: Element, tag: str, classes: str, title: str = "", **places: floa
     return shape
 
 
+def rect(
+    parent: Element, classes: str, place: tuple[float, float, float, float], title: str = ""
+) -> Element:
+    """place: x and y of the upper left corner, width, height."""
+    x, y, width, height = place
+    return add(parent, "rect", classes, title, x=x, y=y, width=width, height=height)
+
+
 def label(
     parent: Element, x: float, y: float, words: str, classes: str = "", anchor: str = "start"
 ) -> Element:

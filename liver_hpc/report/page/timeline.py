@@ -14,7 +14,9 @@ from liver_hpc.report.page.svg import (
     add,
     drawing,
     label,
+    number,
     path,
+    rect,
     tick_text,
     ticks,
     time_text,
@@ -88,7 +90,7 @@ def _loss_points(points: Sequence[StepPoint]) -> list[StepPoint]:
 
 
 def _rate_corners(points: Sequence[StepPoint]) -> list[tuple[float, float]]:
-    """Two corners a step: its area is its tokens. Broken between two lives of a run."""
+    """Two corners a step: its area is its tokens. Broken between two starts of a run."""
     corners: list[tuple[float, float]] = []
     kept = thinned(points, lambda point: point.tokens_per_s)
     all_kept = len(kept) == len(points)
@@ -124,16 +126,7 @@ def _not_finite(svg: Element, points: Sequence[StepPoint], time: Scale, panel: P
         steps = f"step {first.step}" if first is last else f"steps {first.step} to {last.step}"
         x, end = time(first.began_s), time(last.ended_s)
         title = f"{steps}: the loss or the gradient norm is not finite"
-        add(
-            svg,
-            "rect",
-            "not-finite",
-            title,
-            x=x,
-            y=panel.top,
-            width=max(end - x, 1.5),
-            height=5,
-        )
+        rect(svg, "not-finite", (x, panel.top, max(end - x, 1.5), 5), title)
 
 
 # ---- handoffs
@@ -146,16 +139,7 @@ def _phases(
         for name, begin_s, end_s in handoff.spans_s:
             x, end = time(begin_s), time(end_s)
             title = f"handoff {handoff.number}, {name}: {duration_text(end_s - begin_s)}"
-            add(
-                svg,
-                "rect",
-                f"band {name}",
-                title,
-                x=x,
-                y=top,
-                width=max(end - x, 1.5),
-                height=bottom - top,
-            )
+            rect(svg, f"band {name}", (x, top, max(end - x, 1.5), bottom - top), title)
 
 
 def _marks(svg: Element, handoffs: Sequence[Handoff], time: Scale, bottom: float) -> None:
@@ -176,27 +160,19 @@ def _marks(svg: Element, handoffs: Sequence[Handoff], time: Scale, bottom: float
         middle = (time(group[0].at_s) + time(group[-1].at_s)) / 2
         done = all(handoff.completed for handoff in group)
         half = RADIUS if len(words) < 3 else 4.0 * len(words)
-        title = "; ".join(map(handoff_text, group))
-        badge = add(
-            svg,
-            "rect",
-            f"badge {'completed' if done else 'not-completed'}",
-            title,
-            x=middle - half,
-            y=MARKS - 6 - 2 * RADIUS,
-            width=2 * half,
-            height=2 * RADIUS,
-            rx=RADIUS if done else 2.0,
-        )
+        kind, radius = ("completed", RADIUS) if done else ("not-completed", 2.0)
+        place = (middle - half, MARKS - 6 - 2 * RADIUS, 2 * half, 2 * RADIUS)
+        badge = rect(svg, f"badge {kind}", place, "; ".join(map(handoff_text, group)))
+        badge.set("rx", number(radius))
         badge.set("tabindex", "0")
         label(svg, middle, MARKS - 6 - RADIUS + 4, words, "badge-text", "middle")
 
 
 def handoff_text(handoff: Handoff) -> str:
     """`2: tp2 dp2 to pp2 dp2, completed, lost 0.120 s`."""
-    record = handoff.record
+    record = handoff.figures
     ends = f"{layout_text(record.source)} to {layout_text(record.target)}"
-    lost = number_text(handoff.figures.lost_s)
+    lost = number_text(record.lost_s)
     return f"{handoff.number}: {ends}, {record.outcome}, lost {lost} s"
 
 
@@ -206,16 +182,7 @@ def _layouts(svg: Element, form: Form, story: Story, time: Scale, top: float) ->
         x, end = time(begin_s), time(end_s)
         name = layout_text(world.layout)
         title = f"generation {world.generation}: {name}, {world.steps} steps"
-        add(
-            svg,
-            "rect",
-            f"world w{index % 2}",
-            title,
-            x=x,
-            y=top,
-            width=max(end - x - 1, 0.5),
-            height=STRIP,
-        )
+        rect(svg, f"world w{index % 2}", (x, top, max(end - x - 1, 0.5), STRIP), title)
         short = name.replace(" ", "\u2009")
         if form.text_width(name) + 6 < end - x:
             label(svg, (x + end) / 2, top + 15, short, "world-text", "middle")

@@ -13,7 +13,7 @@ import pytest
 from liver_hpc.checkpoint.index import (
     FORMAT_VERSION,
     INDEX_FILE,
-    checkpoint_directory,
+    newest_step,
     read_index,
 )
 from liver_hpc.checkpoint.writer import write_part
@@ -22,7 +22,6 @@ from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import Restored, Saved
-from tests.fakes import tiny_run
 from tests.unit.checkpoint.disk import (
     Disk,
     digests_of,
@@ -229,8 +228,83 @@ def test_workers_that_restored_something_else_are_refused(disk: Disk, wrong: str
     )
 
 
-def test_runs_do_not_share_a_directory(tmp_path: Path) -> None:
-    """Also where the run file names one: a new run must not go on from another one's state."""
-    assert checkpoint_directory(tiny_run(), tmp_path / "a") == tmp_path / "a" / "checkpoints"
-    elsewhere = tiny_run(checkpoint={"directory": "/scratch/states"})
-    assert checkpoint_directory(elsewhere, tmp_path / "a") == Path("/scratch/states/a")
+# ---- damaged ones
+
+
+def delete_a_part(path: Path) -> None:
+    (path / "rank-00001.h5").unlink()
+
+
+def shorten_a_part(path: Path) -> None:
+    os.truncate(path / "rank-00000.h5", 100)
+
+
+def break_the_index(path: Path) -> None:
+    (path / INDEX_FILE).write_text("{")
+
+
+@pytest.mark.parametrize("damage", [delete_a_part, shorten_a_part, break_the_index])
+def test_of_a_damaged_one_the_run_goes_on_from_the_one_before(
+    disk: Disk, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    disk.save(TWO, 4)
+    disk.save(TWO, 8)
+    damage(disk.directory / "step-00000008")
+    left = sorted(path.name for path in (disk.directory / "step-00000008").iterdir())
+    later = Disk(TIED, disk.run_directory)
+    source = later.checkpoints.open()
+    assert source is not None
+    assert (source.index.scalars.step, later.checkpoints.last_step) == (4, 4)
+    assert disk.steps() == ["damaged-step-00000008", "step-00000004"]
+    aside = disk.directory / "damaged-step-00000008"
+    assert sorted(path.name for path in aside.iterdir()) == left, "it is kept as it was"
+    assert f"step-00000008 is damaged, and now called {aside}" in caplog.text
+
+    later.save(TWO, 8)
+    damage(disk.directory / "step-00000008")
+    assert Disk(TIED, disk.run_directory).checkpoints.open() is not None
+    assert disk.steps() == ["damaged-step-00000008", "damaged-step-00000008-2", "step-00000004"]
+
+
+def test_damaged_ones_do_not_count_among_those_that_are_kept(disk: Disk) -> None:
+    disk.save(TWO, 4)
+    disk.save(TWO, 8)
+    delete_a_part(disk.directory / "step-00000008")
+    later = Disk(TIED, disk.run_directory)
+    later.checkpoints.open()
+    for step in (9, 10, 11):
+        later.save(TWO, step)
+    assert disk.steps() == ["damaged-step-00000008", "step-00000010", "step-00000011"]
+    assert newest_step(disk.directory) == 11
+
+
+def test_where_all_are_damaged_the_run_does_not_begin_anew(disk: Disk) -> None:
+    disk.save(TWO, 4)
+    disk.save(TWO, 8)
+    delete_a_part(disk.directory / "step-00000004")
+    break_the_index(disk.directory / "step-00000008")
+    for _ in range(2):  # nor when it is tried again
+        said = (
+            r"step-00000008/.* is damaged: .*; .*step-00000004/rank-00001.h5 is missing.* no earl"
+        )
+        with pytest.raises(CheckpointError, match=said):
+            Disk(TIED, disk.run_directory).checkpoints.open()
+        assert disk.steps() == ["step-00000004", "step-00000008"]
+
+
+def test_one_whose_bytes_have_changed_is_set_aside_for_the_next_start(disk: Disk) -> None:
+    disk.save(TWO, 4)
+    disk.save(TWO, 8)
+    later = Disk(TIED, disk.run_directory).checkpoints
+    later.open()
+    part = disk.directory / "step-00000008" / "rank-00000.h5"
+    part.write_bytes(part.read_bytes()[:-1] + b"x")
+    one = Layout(1, 1, 1)
+    (at,) = one.coordinates()
+    digests = digests_of(empty(TIED, one, at))
+    message = Restored(worker=0, generation=0, scalars=scalar_state(8), digests=digests)
+    with pytest.raises(
+        CheckpointError, match=r"has changed on the disk .* it is now .*damaged-ste"
+    ):
+        later.restored(message, restored_rank_map(one))
+    assert disk.steps() == ["damaged-step-00000008", "step-00000004"]

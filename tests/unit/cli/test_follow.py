@@ -11,8 +11,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from liver_hpc.cli.follow import PlainLines, follow, view
-from liver_hpc.cli.status_text import status_text
+from liver_hpc.cli.follow import follow, view
+from liver_hpc.cli.status_text import PlainLines, status_text
 from liver_hpc.errors import LiverError
 from liver_hpc.protocol.status import HandoffStatus, StatusSnapshot
 
@@ -295,4 +295,22 @@ def test_a_loss_that_is_not_finite_is_told(value: float, word: str) -> None:
     seen = "\n".join(lines_of(bad, 80))
     assert f"loss {word}  gradient norm {word}" in seen
     assert f"loss {word}, gradient norm {word}" in new_lines(bad)[-1]
-    assert f"step 42 of 120, loss {word}, " in status_text(bad)
+    assert f"step 42 of 120: loss {word}, " in status_text(bad)
+
+
+# ---- `liver status`
+
+
+def test_status_is_all_of_it() -> None:
+    busy = status(handoff=handoff(), queued=("replace worker 3",), nodes=("n1: 2 of 2 used",))
+    assert status_text(busy).splitlines() == [
+        "run demo-1: training, step 42 of 120: loss 3.4123, gradient norm 0.831, 4812 tokens/s, "
+        "tp2 pp1 dp2 (generation 3)",
+        "workers 0-1, 4-5",
+        "handoffs: 3 done, 1 aborted",
+        "handoff to generation 4: TRANSFER, for 3.2 s, 128.0 MiB of 512.0 MiB, "
+        "waits for workers 4-5",
+        "queued: replace worker 3",
+        "nodes: n1: 2 of 2 used",
+        "last event: generation 3: completed",
+    ]

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,11 +16,13 @@ from liver_hpc import __version__
 from liver_hpc.cli import main as cli
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.protocol.messages import DrainRequest, ReplaceRequest, ResizeRequest, StopRequest
-from liver_hpc.report.store import MetricsWriter
+from liver_hpc.report.hdf5 import read_hdf5
 from liver_hpc.run.directory import RunDirectory, create_run_directory, point_latest
+from liver_hpc.run.records import RunRecords
 from tests.unit.config.runs import minimal, write_minimal
+from tests.unit.report.journals import write_journal
 from tests.unit.report.rows import reconfiguration, step
-from tests.unit.standin import StandIn
+from tests.unit.standin import StandIn, snapshot
 
 COMMANDS = ["submit", "run", "status", "resize", "replace", "drain", "stop", "report", "doctor"]
 
@@ -189,6 +193,29 @@ def test_refusal_exits_3(standin: StandIn, capsys: Captured) -> None:
     assert shown.err == "liver: error: the run already has layout tp1 pp1 dp2\n"
 
 
+def test_no_command_prints_json_that_is_none(
+    run: RunDirectory, standin: StandIn, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON has no NaN, which a loss may be."""
+    nan = snapshot("r").model_copy(update={"loss": math.nan, "grad_norm": math.inf})
+    monkeypatch.setattr("tests.unit.standin.snapshot", lambda name: nan)
+    steps = [step(1, loss=math.nan, grad_norm=math.inf)]
+    write_journal(run.path, RunRecords(steps, [], [], {"name": "demo"}))
+
+    def printed(*arguments: str) -> Any:
+        assert liver(*arguments) == 0
+        return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+    shown = printed("status", "latest", "--json")
+    assert (shown["loss"], shown["grad_norm"]) == ("NaN", "Infinity")
+    assert liver("status", "latest") == 0
+    assert "loss nan" in capsys.readouterr().out
+    (row,) = printed("report", "latest", "--json")["steps"]
+    assert (row["loss"], row["grad_norm"]) == (None, None)
+    standin.end("finished", "all steps done")
+    assert printed("status", "latest", "--json")["state"] == "finished"
+
+
 def test_stop_waits_for_the_outcome(standin: StandIn, capsys: Captured) -> None:
     ended = threading.Thread(target=standin.run, args=(30.0,))
     ended.start()
@@ -328,10 +355,7 @@ def test_data_that_cannot_be_written(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_report(run: RunDirectory, capsys: Captured) -> None:
-    writer = MetricsWriter(run.metrics_path, run.config().metrics, {"name": "demo"})
-    writer.add_step(step(1))
-    writer.add_reconfiguration(reconfiguration())
-    writer.close()
+    write_journal(run.path, RunRecords([step(1)], [reconfiguration()], [], {"name": "demo"}))
     assert liver("report", "latest") == 0
     shown = capsys.readouterr().out
     assert "Reconfigurations" in shown
@@ -346,11 +370,11 @@ def test_report(run: RunDirectory, capsys: Captured) -> None:
 
 
 def test_report_into_files(run: RunDirectory, tmp_path: Path, capsys: Captured) -> None:
-    writer = MetricsWriter(run.metrics_path, run.config().metrics, {"name": "demo"})
-    writer.add_step(step(1))
-    writer.close()
-    assert liver("report", "latest", "--html", "r.html", "--png", "plots") == 0
-    assert capsys.readouterr().out.split() == ["r.html", "plots/training.png"]
+    write_journal(run.path, RunRecords([step(1)], [], [], {"name": "demo"}))
+    options = ("--html", "r.html", "--png", "plots", "--hdf5", "m.h5")
+    assert liver("report", "latest", *options) == 0
+    assert capsys.readouterr().out.split() == ["r.html", "plots/training.png", "m.h5"]
+    assert read_hdf5(tmp_path / "m.h5").steps == [step(1)]
     assert "<strong>1 step</strong>" in (tmp_path / "r.html").read_text()
 
 
@@ -361,12 +385,14 @@ def test_report_into_files(run: RunDirectory, tmp_path: Path, capsys: Captured) 
         (["--baselines", "r.json"], "needs --html or --png"),
         (["--html", "r.html", "--baselines", "gone.json"], "gone.json: there is no such file"),
         (["--html", "gone/r.html"], "gone/r.html cannot be written"),
+        (["--hdf5", "gone/m.h5"], "gone/m.h5 cannot be written: No such file"),
+        (["--json", "--hdf5", "m.h5"], "--json prints"),
     ],
 )
 def test_report_into_files_that_cannot_be(
     run: RunDirectory, options: list[str], said: str, capsys: Captured
 ) -> None:
-    MetricsWriter(run.metrics_path, run.config().metrics, {}).close()
+    write_journal(run.path, RunRecords([], [], [], {}))
     assert liver("report", "latest", *options) == 2
     assert said in capsys.readouterr().err
 

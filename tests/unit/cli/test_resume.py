@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from liver_hpc.cli import main as cli
-from liver_hpc.cli import resume
-from liver_hpc.cli.resume import resume_run
+from liver_hpc.cli import submission
+from liver_hpc.cli.submission import resume_run
 from liver_hpc.errors import CheckpointError, ConfigError, LiverError
 from liver_hpc.run.directory import RunDirectory, create_run_directory, find_run
 from liver_hpc.run.outcome import Outcome
@@ -53,8 +53,8 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     launches = Launches()
-    monkeypatch.setattr(resume, "launch_detached", launches)
-    monkeypatch.setattr(resume, "await_coordinator", lambda run: None)
+    monkeypatch.setattr(submission, "launch_detached", launches)
+    monkeypatch.setattr(submission, "await_coordinator", lambda run: None)
     return launches
 
 
@@ -131,6 +131,14 @@ def test_a_run_whose_checkpoint_is_damaged_does_not(launches: Launches) -> None:
     with pytest.raises(CheckpointError, match="is missing"):
         resume_run(run)
     assert (launches.runs, run.outcome()) == ([], STOPPED)
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
+    launches: Launches,
+) -> None:
+    run = ended(steps=(3, 7))
+    next((run.path / "checkpoints").glob("step-00000007/rank-*.h5")).unlink()
+    assert resume_run(run) == 3
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "SUSPENDED"])

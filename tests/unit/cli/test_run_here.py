@@ -107,8 +107,9 @@ def test_outside_of_a_job_every_signal_stops_the_run(
 
 
 def test_a_job_that_is_about_to_end_is_queued_again_and_goes_on(
-    started: Callable[..., Here], in_job: Path, tmp_path: Path
+    started: Callable[..., Here], in_job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
     run = Path("runs/run-77")
     here = started(kind="auto", slurm=SLURM)
     here.await_coordinator(lambda: run)
@@ -122,6 +123,8 @@ def test_a_job_that_is_about_to_end_is_queued_again_and_goes_on(
     assert (run / "submitit" / "job_id").read_text() == "77"
 
     # The run file may have changed meanwhile.
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "2000")
     before = (run / "run.yaml").read_bytes()
     again = started(kind="slurm", slurm={**SLURM, "poll_s": 9.0})
     again.await_coordinator(lambda: run)
@@ -169,14 +172,18 @@ def test_a_job_that_may_not_be_queued_again_fails_when_its_window_was_too_short(
     code, shown = here.end(signal.SIGUSR1)
     assert code == cli.EXIT_FAILED
     reason = "its job's time was up before its state was on disk"
-    assert f"run {run}: failed at step 7: {reason}\n" in shown
+    assert f"run {run}: failed at step 0: {reason}\n" in shown
     assert "scontrol" not in in_job.read_text()
     assert not (run / "coordinator.json").exists()
 
 
 def test_a_finished_run_is_not_begun_again(
-    in_job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    in_job: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     run = Path("runs/run-77")
     run.mkdir(parents=True)
     path = write_minimal(tmp_path)
@@ -184,6 +191,24 @@ def test_a_finished_run_is_not_begun_again(
     (run / "outcome.json").write_text('{"state": "finished", "reason": "", "step": 10}')
     assert cli.main(["run", "--config", str(path)]) == 0
     assert capsys.readouterr().out == f"run {run} goes on\nrun {run}: finished at step 10\n"
+
+
+def test_a_new_job_of_an_old_id_does_not_go_on_with_the_old_run(
+    started: Callable[..., Here], in_job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
+    for name in ("run-77", "run-77-2"):
+        run = Path("runs") / name
+        here = started(kind="auto", slurm=SLURM)
+        here.await_coordinator(lambda run=run: run)
+        assert here.end(signal.SIGTERM)[1].startswith(f"run {run}\n")
+        monkeypatch.setenv("SLURM_JOB_START_TIME", "2000")
+
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # of the second
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "3000")
+    here = started(kind="auto", slurm=SLURM)
+    here.await_coordinator(lambda: Path("runs/run-77-2"))
+    assert here.end(signal.SIGTERM)[1].startswith("run runs/run-77-2 goes on\n")
 
 
 def test_a_slurm_run_wants_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

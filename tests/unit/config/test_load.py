@@ -101,8 +101,12 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
     [
         ("handoff.bucket_byte=4", "unknown key; did you mean 'bucket_bytes'? (valid keys here: "
          "bucket_bytes, keep_groups, staging_bytes, warm_up)"),
+        ("metrics.flush_interval_s=1", "there is no such key any more, "
+         "leave it out: every event goes to the journal at once"),
         ("qqq=4", "unknown key (valid keys here: checkpoint, cluster, data, deadlines, handoff, "),
         ("layouts.2.0.ep=4", "valid keys here: dp, pp, tp"),
+        ("cluster.slurm.mpi=pmi2", "mpi=pmi2: there is no such key any more, leave it "
+         "out: nodes meet over MPI without a plugin of Slurm's"),
         ("handoff.staging_bytes=64MB", "a whole number of bytes, got '64MB'; write 64000000"),
         ("handoff.staging_bytes=64 MiB", "got '64 MiB'; write 67108864"),
         ("handoff.staging_bytes=6.5", "wanted a whole number of bytes, got 6.5"),

@@ -12,6 +12,7 @@ import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.coordinator.control import Control
 from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.services import Services
 from liver_hpc.errors import MeetingError
@@ -19,6 +20,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.base import Identity
 from liver_hpc.rendezvous.channel import Channel, connect
+from liver_hpc.run.events import Memory
 from liver_hpc.run.node_events import Node
 from liver_hpc.run.outcome import Outcome
 from liver_hpc.run.records import ReconfigurationRecord
@@ -40,11 +42,12 @@ class LiveRun:
             clock=SystemClock(),
             recipe=tiny_recipe(config),
             launcher=self.cluster.launcher,
-            rendezvous=self.cluster.desk,
+            rendezvous=self.cluster.rendezvous,
             pool=self.cluster.pool,
             open_journal=self.metrics.open,
         )
-        self.coordinator = Coordinator(config, directory, SECRET, services)
+        self.control = Control()
+        self.coordinator = Coordinator(config, directory, SECRET, services, self.control, Memory())
         self.result: Outcome | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._operator: Channel | None = None
@@ -109,7 +112,7 @@ class LiveRun:
         assert self.metrics.journal is not None
         assert self.metrics.journal._closed
         with pytest.raises(MeetingError):
-            self.cluster.desk.meet(Identity(agent="late", host="h", pid=1, workers=1), SECRET)
+            self.cluster.rendezvous.meet(Identity(agent="late", host="h", pid=1, workers=1), SECRET)
         return self.result
 
     def close(self) -> None:

@@ -118,7 +118,7 @@ def test_a_worker_that_is_lost_as_the_run_ends_does_not_make_it_begin_again(
     if ending == "stopped":
         run.ask(m.StopRequest())
     else:
-        run.coordinator.end_near("time limit", 0.0)
+        run.control.end_near("time limit", 0.0)
         run.until(lambda: run.status()["state"] == "stopping", "the news")
     run.cluster.workers[1].channel.close()
     outcome = run.outcome()
@@ -129,7 +129,7 @@ def test_a_worker_that_is_lost_as_the_run_ends_does_not_make_it_begin_again(
 
 def test_a_run_that_is_stopped_before_its_launch_launches_nothing(make: Start) -> None:
     run = make(begin=False)
-    run.coordinator.stop("SIGTERM")
+    run.control.stop("SIGTERM")
     run.start_only()
     assert run.outcome() == Outcome("stopped", "SIGTERM", 0)
     assert run.cluster.launched == []
@@ -138,9 +138,9 @@ def test_a_run_that_is_stopped_before_its_launch_launches_nothing(make: Start) -
 def test_an_agent_that_is_not_expected_is_refused(make: Start) -> None:
     run = make()
     with pytest.raises(MeetingError, match="agent a9 is not expected"):
-        run.cluster.desk.meet(Identity(agent="a9", host="h", pid=1, workers=1), SECRET)
+        run.cluster.rendezvous.meet(Identity(agent="a9", host="h", pid=1, workers=1), SECRET)
     with pytest.raises(MeetingError, match="agent a0 has met already"):
-        run.cluster.desk.meet(Identity(agent="a0", host="h", pid=1, workers=2), SECRET)
+        run.cluster.rendezvous.meet(Identity(agent="a0", host="h", pid=1, workers=2), SECRET)
 
 
 def test_a_second_connection_of_a_worker_is_turned_away(make: Start) -> None:
@@ -171,7 +171,7 @@ def test_what_cannot_be_closed_does_not_change_how_the_run_ended(
 
     monkeypatch.setattr(run.cluster.pool, "close", away)
     run.start()
-    run.coordinator.end_near("time limit", 0.0)
+    run.control.end_near("time limit", 0.0)
     outcome = run.outcome()
     assert outcome.state == "requeue"
     assert outcome.reason.endswith("; not all could be ended: waited 30 s for jobs named x to end")
@@ -182,7 +182,7 @@ def test_a_run_that_is_to_be_queued_again_is_also_without_a_checkpoint(make: Sta
     run = make(checkpoint={"keep": 1})
     for played in run.cluster.workers.values():
         played.script.mute = True
-    run.coordinator.end_near("preempted", 0.0)
+    run.control.end_near("preempted", 0.0)
     run.until(lambda: run.status()["state"] == "stopping", "the news")
     run.cluster.workers[1].channel.close()
     outcome = run.outcome()

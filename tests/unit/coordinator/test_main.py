@@ -5,28 +5,36 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import signal
 import stat
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from liver_hpc.checkpoint.index import INDEX_FILE, complete_path
 from liver_hpc.cli.client import request
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.coordinator import main as module
+from liver_hpc.coordinator.control import Control
 from liver_hpc.coordinator.main import run_coordinator
 from liver_hpc.coordinator.services import Services
 from liver_hpc.errors import LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.status import StatusSnapshot
+from liver_hpc.report.hdf5 import read_hdf5, write_hdf5
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.node_events import Node
+from liver_hpc.run.outcome import Outcome
+from liver_hpc.run.records import RunRecords
 from tests.fakes import JournalRecords, tiny_recipe, tiny_run
 from tests.scripted_cluster import ScriptedCluster
+from tests.unit.report.rows import step
 
 SECRET = b"s" * 32
 LIMIT_S = 10.0
@@ -39,12 +47,12 @@ def _write_run(directory: Path, **sections: Any) -> None:
 
 def _scripted(cluster: ScriptedCluster) -> Callable[[RunConfig, Path, bytes], Services]:
     def build(config: RunConfig, directory: Path, secret: bytes) -> Services:
-        cluster.secret = cluster.desk._secret = secret
+        cluster.secret = cluster.rendezvous._secret = secret
         return Services(
             clock=SystemClock(),
             recipe=tiny_recipe(config),
             launcher=cluster.launcher,
-            rendezvous=cluster.desk,
+            rendezvous=cluster.rendezvous,
             open_journal=JournalRecords().open,
         )
 
@@ -63,7 +71,7 @@ def test_the_process_stops_at_sigterm_and_leaves_its_outcome(tmp_path: Path) -> 
 
     killer = threading.Thread(target=terminate)
     killer.start()
-    assert run_coordinator(str(tmp_path), _scripted(cluster)) == 0
+    assert run_coordinator(tmp_path, _scripted(cluster)) == Outcome("stopped", "SIGTERM", 0)
     killer.join(LIMIT_S)
 
     outcome = json.loads((tmp_path / "outcome.json").read_text())
@@ -74,15 +82,104 @@ def test_the_process_stops_at_sigterm_and_leaves_its_outcome(tmp_path: Path) -> 
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_the_process_may_have_as_many_connections_as_the_host_allows(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        assert run_coordinator(tmp_path, _scripted(ScriptedCluster(SECRET))).state == "failed"
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_the_process_reports_a_run_file_that_does_not_exist(tmp_path: Path) -> None:
-    assert run_coordinator(str(tmp_path), _scripted(ScriptedCluster(SECRET))) == 1
+    assert run_coordinator(tmp_path, _scripted(ScriptedCluster(SECRET))).state == "failed"
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert outcome["state"] == "failed"
     assert "run.yaml" in outcome["reason"]
 
 
-class Lives:
-    """A run in a thread, each life of it on a scripted cluster of its own."""
+# ---- how it ends
+
+
+class Ends:
+    """In the place of the coordinator: each ends as it is told, having written a checkpoint of the
+    step that is told with it."""
+
+    memory = None
+
+    def __init__(self, directory: Path, ends: Sequence[tuple[Outcome, int | None]]) -> None:
+        self.ends = list(ends)
+        self._directory = directory
+
+    def __call__(self, *_: Any) -> Ends:
+        return self
+
+    def run(self) -> Outcome:
+        outcome, saved = self.ends.pop(0)
+        if saved is not None:
+            path = complete_path(self._directory / "checkpoints", saved)
+            path.mkdir(parents=True)
+            (path / INDEX_FILE).touch()
+        return outcome
+
+    def identity(self) -> str:
+        return "told"
+
+
+def _ends(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *ends: tuple[Outcome, int | None],
+) -> tuple[Outcome, int]:
+    """The run's outcome, and how many ends were not needed for it."""
+    _write_run(directory)
+    told = Ends(directory, ends)
+    monkeypatch.setattr(module, "Coordinator", told)
+    return run_coordinator(directory, lambda *_: cast(Any, None)), len(told.ends)
+
+
+def test_an_outcome_that_cannot_be_written_is_told_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a full disk would cost the requeue."""
+    requeue = Outcome("requeue", "its job is about to end", 7)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("liver_hpc.run.outcome.write_whole", full)
+    assert _ends(tmp_path, monkeypatch, (requeue, 7)) == (requeue, 0)
+    assert not (tmp_path / "outcome.json").exists()
+
+
+def _restart(step: int) -> Outcome:
+    return Outcome("restart", "worker 1 lost", step)
+
+
+def test_a_restart_with_a_newer_checkpoint_is_not_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although a restart before it had come further."""
+    done = Outcome("finished", "", 200)
+    ends = [(_restart(100), 10), *((_restart(20 + n), 20 + n) for n in range(5)), (done, None)]
+    assert _ends(tmp_path, monkeypatch, *ends) == (done, 0)
+
+
+def test_restarts_from_one_and_the_same_checkpoint_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = [(_restart(12), 10), (_restart(14), None), *[(_restart(14), None)] * 5]
+    outcome, left = _ends(tmp_path, monkeypatch, *ends)
+    assert outcome == Outcome("failed", "restarted 3 times in vain: worker 1 lost", 14)
+    assert left == 2
+
+
+# ---- restarts
+
+
+class Restarts:
+    """A run in a thread, each start of it on a scripted cluster of its own."""
 
     def __init__(self, directory: Path, nodes: Sequence[Node], **sections: Any) -> None:
         _write_run(directory, **sections)
@@ -90,7 +187,7 @@ class Lives:
         self.clusters: list[ScriptedCluster] = []
         self._nodes = nodes
         self._thread = threading.Thread(
-            target=run_coordinator, args=(str(directory), self._build), daemon=True
+            target=run_coordinator, args=(directory, self._build), daemon=True
         )
         self._thread.start()
 
@@ -106,18 +203,18 @@ class Lives:
     def status(self) -> StatusSnapshot:
         return StatusSnapshot.model_validate(self.ask(m.StatusRequest()).data)
 
-    def await_status(self, life: int, condition: Callable[[StatusSnapshot], bool]) -> None:
-        """Until the coordinator of this life says something that satisfies `condition`."""
+    def await_status(self, start: int, condition: Callable[[StatusSnapshot], bool]) -> None:
+        """Until the coordinator of this start says something that satisfies `condition`."""
 
         def holds() -> bool:
-            if len(self.clusters) <= life or self.run.coordinator() is None:
+            if len(self.clusters) <= start or self.run.coordinator() is None:
                 return False
             try:
                 return condition(self.status())
             except LiverError:  # it ends, or begins
                 return False
 
-        deadline = Deadline.after(SystemClock(), LIMIT_S, f"the status of life {life}")
+        deadline = Deadline.after(SystemClock(), LIMIT_S, f"the status of start {start}")
         poll_until(holds, deadline)
 
     def end(self) -> None:
@@ -140,29 +237,55 @@ def _on(status: StatusSnapshot, workers: int) -> list[str]:
     return lines if len(lines) == 2 else []
 
 
-def test_what_operators_asked_for_holds_in_the_next_life_of_the_same_job(tmp_path: Path) -> None:
+def test_what_operators_asked_for_holds_after_a_restart_of_the_same_job(tmp_path: Path) -> None:
     nodes = [Node(f"n{number}", "main", slots=1) for number in (1, 2, 3, 4)]
     layouts = {n: [{"dp": n}] for n in (2, 3, 4)}
-    lives = Lives(tmp_path, nodes, layouts=layouts, policy={"settle_s": 0.02, "retry_s": 0.3})
-    lives.await_status(0, _trains(4))
-    lives.ask(m.ResizeRequest(layout="dp=2"))
-    lives.await_status(0, _trains(2))
-    lives.await_status(0, lambda status: _on(status, 0) != [])
-    used, free = (_on(lives.status(), workers) for workers in (1, 0))
-    lives.ask(m.DrainRequest(node=free[0]))
-    lives.ask(m.DrainRequest(node=free[1]))
+    restarts = Restarts(tmp_path, nodes, layouts=layouts, policy={"settle_s": 0.02, "retry_s": 0.3})
+    restarts.await_status(0, _trains(4))
+    restarts.ask(m.ResizeRequest(layout="dp=2"))
+    restarts.await_status(0, _trains(2))
+    restarts.await_status(0, lambda status: _on(status, 0) != [])
+    used, free = (_on(restarts.status(), workers) for workers in (1, 0))
+    restarts.ask(m.DrainRequest(node=free[0]))
+    restarts.ask(m.DrainRequest(node=free[1]))
     # One worker is left then, for which there is no layout: to the disk, and again from there.
-    lives.clusters[0].pool.warn(used[1], window_s=600.0)
+    restarts.clusters[0].pool.warn(used[1], window_s=600.0)
 
-    lives.await_status(1, _trains(2))
-    second = lives.clusters[1]
+    restarts.await_status(1, _trains(2))
+    second = restarts.clusters[1]
     assert sorted(request.node for request in second.launched) == sorted(used)
     assert sorted(second.pool.avoided) == sorted(free)
-    lives.ask(m.DrainRequest(node=free[0], undo=True))
+    restarts.ask(m.DrainRequest(node=free[0], undo=True))
     second.pool.grant(Node("n5", "main", slots=1))  # room for four, but two are the bound
-    lives.await_status(1, lambda status: any("n5" in line for line in status.nodes))
+    restarts.await_status(1, lambda status: any("n5" in line for line in status.nodes))
     second.train(2)
-    lives.await_status(1, lambda status: status.step >= 2 and status.handoff is None)
+    restarts.await_status(1, lambda status: status.step >= 2 and status.handoff is None)
     assert len(second.launched) == 2
-    lives.end()
-    assert len(lives.clusters) == 2
+    restarts.end()
+    assert len(restarts.clusters) == 2
+
+
+# ---- what earlier starts have left
+
+
+def _stopped_at_once(directory: Path) -> Outcome:
+    """A run in a directory of an earlier start, which is stopped before it launches anything."""
+    control = Control()
+    control.stop("test")
+    return run_coordinator(directory, _scripted(ScriptedCluster(SECRET)), control)
+
+
+def test_a_damaged_journal_is_kept_and_the_run_goes_on(tmp_path: Path) -> None:
+    _write_run(tmp_path)
+    (tmp_path / "journal.jsonl").write_text('{"n":0}\n')
+    assert _stopped_at_once(tmp_path).state == "stopped"
+    assert (tmp_path / "journal.1.jsonl").read_text() == '{"n":0}\n'
+    assert "line 1 is damaged" in (tmp_path / "logs/coordinator.log").read_text()
+
+
+def test_the_metrics_of_a_release_without_a_journal_are_kept(tmp_path: Path) -> None:
+    _write_run(tmp_path)
+    earlier = RunRecords([step(3, generation=4)], [], [], {"host": "n1"})
+    write_hdf5(tmp_path / "metrics.h5", earlier)
+    assert _stopped_at_once(tmp_path).state == "stopped"
+    assert read_hdf5(tmp_path / "metrics.1.h5").steps == earlier.steps

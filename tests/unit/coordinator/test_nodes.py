@@ -233,7 +233,7 @@ def test_a_node_that_nobody_takes_is_kept_when_handoffs_away_from_it_fail(make: 
     run.cluster.pool.warn("n2", "drained")
     run.until(lambda: run.coordinator._run.elastic.nodes.stuck is not None, "the run to stay")
     assert run.status()["state"] == "training"
-    run.coordinator.stop("SIGTERM")
+    run.control.stop("SIGTERM")
     assert run.outcome().state == "stopped"
     assert "stays: 3 handoffs have failed" in run.metrics.notices[-1].action
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands
-from liver_hpc.config.schema import ClusterSection, MetricsSection, NetworkSection
+from liver_hpc.config.schema import RunConfig
 from liver_hpc.doctor import login as module
-from liver_hpc.doctor.findings import Examination, Level, Result
+from liver_hpc.doctor.checks import Examination, Level, Order, Result
 from liver_hpc.doctor.login import LOGIN_CHECKS, Login, needed_s
-from liver_hpc.doctor.order import Order
-from liver_hpc.report.store import MetricsWriter
+from liver_hpc.run.records import RunRecords
+from tests.unit.config.runs import minimal
+from tests.unit.report.journals import write_journal
 from tests.unit.report.rows import reconfiguration
 
 CONFIG = """\
@@ -30,11 +30,10 @@ PartitionName=stable GraceTime=0 MaxTime=UNLIMITED Nodes=n[1-3] PreemptMode=OFF 
 PartitionName=spot GraceTime=30 MaxTime=UNLIMITED Nodes=n[1-3] PreemptMode=REQUEUE PriorityTier=1
 PartitionName=abrupt GraceTime=0 MaxTime=UNLIMITED Nodes=n[1-3] PreemptMode=CANCEL PriorityTier=1
 """
-PLUGINS = "MPI plugin types are...\n\tnone\n\tpmi2\n"
 
 
-def cluster(**slurm: Any) -> ClusterSection:
-    return ClusterSection.model_validate({"kind": "slurm", "slurm": slurm})
+def cluster(**slurm: Any) -> RunConfig:
+    return minimal(cluster={"kind": "slurm", "slurm": slurm})
 
 
 def components(**partitions: str) -> list[dict[str, str]]:
@@ -55,7 +54,7 @@ def results(
     monkeypatch.delenv("SLURM_CONF", raising=False)
 
     def examine(
-        section: ClusterSection, replies: Mapping[str, Answer] | None = None, **order: Any
+        config: RunConfig, replies: Mapping[str, Answer] | None = None, **order: Any
     ) -> dict[str, Result]:
         replies = replies or {}
 
@@ -64,10 +63,9 @@ def results(
             answers = {"show config": CONFIG, "show partition": PARTITIONS}
             return replies.get(key, Answer(0, answers[key]))
 
-        monkeypatch.setattr(module, "run_command", lambda words, limit_s: Answer(0, PLUGINS))
-        wanted = Order(section, NetworkSection(), tmp_path / "runs", exit_s=10.0, **order)
-        login = Login(wanted, SlurmCommands(1.0, 0.0, run=run))
-        return {f.check: f.result for f in Examination[Login]().run(LOGIN_CHECKS, login)}
+        wanted = config.model_copy(update={"runs_directory": tmp_path / "runs"})
+        login = Login(Order(wanted, **order), SlurmCommands(1.0, 0.0, run=run))
+        return dict(Examination().run(LOGIN_CHECKS, login))
 
     return examine
 
@@ -88,9 +86,7 @@ def test_without_slurm_nothing_of_it_is_looked_at(
     assert found["commands"].level is Level.FAIL
     assert "sbatch" in found["commands"].found
     skipped = {check for check, result in found.items() if result.level is Level.SKIP}
-    assert skipped == {
-        "munge", "controller", "mpi plugin", "partitions", "preemption", "kill wait"
-    }  # fmt: skip
+    assert skipped == {"munge", "controller", "partitions", "preemption", "kill wait"}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +94,7 @@ def test_without_slurm_nothing_of_it_is_looked_at(
     [
         'Munge encode failed: Failed to access "/run/munge/munge.socket.2"',
         "slurm_load_ctl_conf error: Protocol authentication error",
+        "slurm_load_ctl_conf error: Zero Bytes were transmitted or received",
     ],
 )
 def test_a_broken_munge_is_named_and_nothing_else(results: Any, complaint: str) -> None:
@@ -108,10 +105,12 @@ def test_a_broken_munge_is_named_and_nothing_else(results: Any, complaint: str) 
     assert [c for c, result in found.items() if result.level is Level.FAIL] == ["munge"]
 
 
-def test_a_plugin_that_srun_lacks(results: Any) -> None:
-    found = results(cluster(mpi="pmix_v4"))["mpi plugin"]
-    assert found.level is Level.FAIL
-    assert found.found == "srun --mpi=list has no 'pmix_v4'; it has none, pmi2"
+def test_a_controller_that_does_not_answer_is_named_and_not_munge(results: Any) -> None:
+    """A check that does not apply stood in the way of all others: no line said FAIL."""
+    complaint = "scontrol: error: Unable to contact slurm controller (connect failure)"
+    found = results(cluster(), {"show config": Answer(1, "", complaint)})
+    assert found["munge"].level is Level.SKIP
+    assert [c for c, result in found.items() if result.level is Level.FAIL] == ["controller"]
 
 
 def test_a_partition_that_is_not_there(results: Any) -> None:
@@ -121,7 +120,7 @@ def test_a_partition_that_is_not_there(results: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("config", "told"),
     [
         (cluster(burst={"partition": "stable", "max_nodes": 1}), "never preempted"),
         (cluster(burst={"partition": "abrupt", "max_nodes": 1}), "gives no grace time"),
@@ -132,9 +131,9 @@ def test_a_partition_that_is_not_there(results: Any) -> None:
     ],
 )
 def test_preemption_that_is_not_what_it_looks_like(
-    results: Any, section: ClusterSection, told: str
+    results: Any, config: RunConfig, told: str
 ) -> None:
-    found = results(section)["preemption"]
+    found = results(config)["preemption"]
     assert found.level is Level.WARN
     assert told in found.found
     assert found.advice
@@ -146,15 +145,11 @@ def test_a_grace_time_is_held_against_the_slowest_handoff_of_the_newest_run(
     assert needed_s(tmp_path / "runs") is None
     run = tmp_path / "runs" / "latest"
     run.mkdir(parents=True)
-    with closing(MetricsWriter(run / "metrics.h5", MetricsSection(), {})) as writer:
-        for generation, (took_s, outcome) in enumerate(
-            [(12.0, "completed"), (41.5, "completed"), (99.0, "aborted")]
-        ):
-            writer.add_reconfiguration(
-                reconfiguration(
-                    generation=generation, outcome=outcome, notice_s=7.0, released_s=7.0 + took_s
-                )
-            )
+    attempts = [
+        reconfiguration(outcome=outcome, notice_s=7.0, released_s=7.0 + took_s)
+        for took_s, outcome in [(12.0, "completed"), (41.5, "completed"), (99.0, "aborted")]
+    ]
+    write_journal(run, RunRecords([], attempts, [], {}))
     assert needed_s(tmp_path / "runs") == 41.5
     found = results(cluster(), partition="spot")["preemption"]
     assert found.level is Level.WARN

@@ -1,107 +1,125 @@
-"""Probes on this machine, and their lines as the asker reads them."""
+"""The checks of nodes with probes of this machine, which a small program stands in for srun."""
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from liver_hpc.config.schema import NetworkSection
-from liver_hpc.doctor import on_node
-from liver_hpc.doctor.steps import Probe, ProbeFailed
-from liver_hpc.errors import DeadlineError
+from liver_hpc.doctor import probe
+from liver_hpc.doctor.checks import Examination, Level, Result
+from liver_hpc.doctor.nodes import NODE_CHECKS, PAIR_CHECKS, Nodes, own_directory
+from liver_hpc.doctor.step import Probes
+from liver_hpc.errors import LiverError
 
-LIMIT_S = 20.0
-NETWORK = NetworkSection(interface="lo")
+LIMIT_S = 30.0
 
-
-def probe(name: str, *arguments: str) -> Probe:
-    words = [sys.executable, "-m", "liver_hpc.doctor.probe", name, *arguments]
-    return Probe(words, f"the {name} probe")
-
-
-def python(program: str) -> Probe:
-    return Probe([sys.executable, "-c", program], "a program")
-
-
-def facts(directory: Path, *names: str) -> dict[str, Any]:
-    said: list[dict[str, Any]] = []
-    on_node.tell_facts(lambda **fields: said.append(fields), directory, names, NETWORK)
-    (only,) = said
-    return only
-
-
-def test_facts_are_plain_json_and_carry_the_askers_token(tmp_path: Path) -> None:
-    (tmp_path / on_node.ASKERS_TOKEN).write_text("abc")
-    told = json.loads(json.dumps(facts(tmp_path, "localhost", "no.such.host.invalid")))
-    assert told["token"] == "abc"
-    assert (tmp_path / told["host"]).read_text() == "abc"
-    assert told["resolves"] == {"localhost": "127.0.0.1", "no.such.host.invalid": ""}
-    assert (told["interface"], told["address"], told["trouble"]) == ("lo", "127.0.0.1", "")
-    assert told["versions"] == on_node.versions()
-    assert "none" not in told["versions"].values()
+# Hands what it reads to a probe of each node.
+SRUN = """
+import os, subprocess, sys
+words = [sys.executable, "-P", "-m", "liver_hpc.doctor.probe", *sys.argv[1:]]
+probes = [
+    subprocess.Popen(words, stdin=subprocess.PIPE, env={**os.environ, "SLURMD_NODENAME": name})
+    for name in ("n1", "n2")
+]
+for line in sys.stdin.buffer:
+    for probe in probes:
+        probe.stdin.write(line)
+        probe.stdin.flush()
+for probe in probes:
+    probe.communicate()
+"""
 
 
-def test_a_directory_that_is_not_there_is_told(tmp_path: Path) -> None:
-    told = facts(tmp_path / "elsewhere")
-    assert told["token"] == ""
-    assert "No such file" in told["token_trouble"]
+def probes(directory: Path, interface: str = "lo") -> Probes:
+    network = NetworkSection(interface=interface).model_dump_json()
+    return Probes([sys.executable, "-c", SRUN, str(directory), network], 2)
 
 
-def test_a_lock_is_held_until_the_holder_is_told_to_end(tmp_path: Path) -> None:
-    with probe("hold-lock", "--directory", str(tmp_path)) as holder:
-        assert holder.say(LIMIT_S) == {"held": True}
-        assert not on_node.try_lock(tmp_path)
-    assert on_node.try_lock(tmp_path)
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with own_directory(tmp_path / "runs") as directory, closing(probes(directory)) as started:
+        assert sorted(started.ask((), "hello", LIMIT_S)) == ["n1", "n2"]
+        yield Nodes(started, ("n1", "n2"), directory)
+    assert not (tmp_path / "runs").exists()
 
 
-def test_two_clocks_of_one_machine_agree() -> None:
-    network = NETWORK.model_dump_json()
-    with probe("serve-clock", "--network", network) as server:
-        where = server.say(LIMIT_S)
-        asked = probe("compare-clock", "--host", where["host"], "--port", str(where["port"]))
-        with asked:
-            said = asked.say(LIMIT_S)
-    assert abs(said["ahead_s"]) <= said["round_trip_s"] < 1.0
+def found(nodes: Nodes, *names: str) -> dict[str, Result]:
+    checks = [check for check in (*NODE_CHECKS, *PAIR_CHECKS) if check.name in names or not names]
+    return dict(Examination().run(checks, nodes))
 
 
-def test_a_probe_that_cannot_look_says_why(tmp_path: Path) -> None:
-    with (
-        probe("join", "--directory", str(tmp_path), "--limit-s", "0.2") as joiner,
-        pytest.raises(ProbeFailed, match=r"the join probe: .*meeting"),
-    ):
-        joiner.say(LIMIT_S)
+def test_two_nodes_on_which_all_is_well(nodes: Nodes) -> None:
+    results = found(nodes)
+    levels = {name: result.level for name, result in results.items() if name != "limits"}
+    assert levels.pop("nccl") in (Level.SKIP, Level.PASS)
+    assert set(levels.values()) == {Level.PASS}, results
+    assert "n1, n2: control traffic by lo 127.0.0.1" in results["interfaces"].found
+    assert "n2 met n1 (127.0.0.1)" in results["mpi meeting"].found
+    assert "by gloo tcp (lo/127.0.0.1)" in results["gloo"].found
 
 
-def test_what_else_is_printed_is_passed_over() -> None:
-    with python("print('module loaded'); print('{\"a\": 1}'); print(7)") as noisy:
-        assert noisy.say(LIMIT_S) == {"a": 1}
-        with pytest.raises(ProbeFailed, match="exit code 0 and said nothing"):
-            noisy.say(LIMIT_S)
+def test_a_directory_of_one_host_alone(nodes: Nodes, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    elsewhere = Nodes(nodes.probes, nodes.names, tmp_path / "other")
+    result = found(elsewhere, "shared directory")["shared directory"]
+    assert result.level is Level.FAIL
+    assert f"n1, n2: {tmp_path}/runs as the asking host has it is not there" in result.found
+    assert "all nodes mount" in result.advice
 
 
-def test_the_last_words_of_a_step_that_failed_are_told() -> None:
-    program = "import sys; sys.exit('srun: error: Unable to create step')"
-    with (
-        python(program) as broken,
-        pytest.raises(ProbeFailed, match="a program: srun: error: Unable to create step"),
-    ):
-        broken.say(LIMIT_S)
+def test_a_lock_that_is_not_respected(nodes: Nodes, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    elsewhere = Nodes(nodes.probes, nodes.names, tmp_path / "other")
+    assert found(nodes, "locking")["locking"].level is Level.PASS
+    assert found(elsewhere, "locking")["locking"].level is Level.FAIL
 
 
-def test_a_silent_probe_has_a_deadline_and_is_ended() -> None:
-    silent = python("import time; time.sleep(300)")
-    with silent, pytest.raises(DeadlineError, match=r"waited 0.3 s for a program"):
-        silent.say(0.3)
-    assert silent._process.returncode == -signal.SIGTERM
+def test_what_one_node_lacks_is_told_of_it(nodes: Nodes) -> None:
+    wanted = {**probe.versions(), "torch": "1.0"}
+    result = nodes.each("same_versions", wanted=wanted)
+    assert result.level is Level.FAIL
+    assert "there 1.0" in result.found
 
 
-def test_the_command_says_what_it_takes() -> None:
-    words = [sys.executable, "-m", "liver_hpc", "doctor", "--help"]
-    printed = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S).stdout
-    assert "--nodes N" in printed
+def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
+    with closing(probes(tmp_path, interface="nowhere0")) as started:
+        results = found(Nodes(started, ("n1", "n2"), tmp_path), "interfaces", "gloo")
+    assert results["interfaces"].level is Level.FAIL
+    assert "no interface 'nowhere0'" in results["interfaces"].found
+    assert results["gloo"].level is Level.SKIP
+
+
+def test_a_probe_that_cannot_look_says_why(nodes: Nodes) -> None:
+    with pytest.raises(LiverError, match=r"the join probe on n1: .*meeting"):
+        nodes.probes.ask(["n1"], "join", LIMIT_S, within_s=0.2)
+
+
+def test_a_probe_that_hangs_holds_up_no_other(nodes: Nodes) -> None:
+    at = nodes.one("n1", "store", LIMIT_S, within_s=LIMIT_S)["at"]
+    waits = {"rank_0": "n1", "backend": "gloo", "at": at, "within_s": LIMIT_S}
+    with pytest.raises(LiverError, match=r"waited 0.1 s for the measure probe on n1"):
+        nodes.probes.ask(["n1"], "measure", 0.1, **waits)
+    assert nodes.probes.ask(["n1"], "limits", LIMIT_S).keys() == {"n1"}
+
+
+@pytest.mark.parametrize("files", [1024, 1_048_576])
+def test_few_open_files_are_a_warning(
+    files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe.resource, "getrlimit", lambda which: (files, files))
+    result = probe.limits(probe.Node("n1", tmp_path, NetworkSection()))
+    assert result.level is (Level.WARN if files < probe.LEAST_FILES else Level.PASS)
+    assert str(files) in result.found
+
+
+def test_a_runs_directory_that_others_use_stays(tmp_path: Path) -> None:
+    with own_directory(tmp_path / "a" / "runs") as directory:
+        assert oct(directory.stat().st_mode)[-3:] == "700"
+        (tmp_path / "a" / "runs" / "another").mkdir()
+    assert os.listdir(tmp_path / "a" / "runs") == ["another"]

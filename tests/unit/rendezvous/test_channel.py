@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import hmac
 import os
 import pickle
 import queue
+import resource
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Client
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from liver_hpc.errors import DeadlineError, ProtocolError
+from liver_hpc.errors import DeadlineError, LiverError, ProtocolError
+from liver_hpc.host.descriptors import raise_descriptor_limit
 from liver_hpc.protocol.messages import AnyMessage, Heartbeat, Reply, StatusRequest
 from liver_hpc.rendezvous import wire as wire_module
 from liver_hpc.rendezvous.channel import (
@@ -26,6 +31,9 @@ from liver_hpc.rendezvous.channel import (
     ControlServer,
     connect,
 )
+from liver_hpc.rendezvous.handshake import GREETING
+from liver_hpc.rendezvous.proof import NONCE_BYTES, PROOF_BYTES
+from liver_hpc.rendezvous.wire import dial
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -226,7 +234,7 @@ def test_a_peer_that_stands_still_within_a_message_is_given_up(
     release, ended = threading.Event(), threading.Event()
 
     def stall(channel: Channel) -> None:
-        os.write(channel._wire._connection.fileno(), struct.pack("!i", 100) + b"only this")
+        channel._wire._socket.sendall(struct.pack("!I", 100) + b"only this")
         release.wait(10)
         ended.set()
 
@@ -283,21 +291,131 @@ def test_wrong_secret_is_refused_on_both_sides_and_others_are_served() -> None:
             assert channel.receive(5.0) == BEAT
 
 
-def test_a_server_that_does_not_hold_the_secret_is_refused() -> None:
-    """It accepts any answer, but cannot answer the client's challenge."""
-    listener = socket.create_server((HOST, 0))
+@contextmanager
+def impostor(*says: Callable[[bytes], bytes]) -> Iterator[tuple[str, int]]:
+    """A server that says one thing after the other, each made of what the client said last, and
+    hangs up on its first client."""
 
     def pretend() -> None:
-        with listener, listener.accept()[0] as sock:
-            for text in (b"#CHALLENGE#" + b"{sha256}" + b"0" * 20, b"#WELCOME#", b"0" * 32):
-                sock.sendall(struct.pack("!i", len(text)) + text)
-            wait_closed(sock)
+        said = b""
+        with listener, listener.accept()[0] as client:
+            for say in says:
+                client.sendall(say(said))
+                with contextlib.suppress(ConnectionResetError):  # it has heard enough
+                    said = client.recv(4096)
 
+    listener = socket.create_server((HOST, 0))
     thread = threading.Thread(target=pretend)
     thread.start()
-    with pytest.raises(ChannelRefused):
-        connect(listener.getsockname(), SECRET, 5.0, "the server")
+    yield listener.getsockname()
     thread.join()
+
+
+def challenge(said: bytes) -> bytes:
+    return GREETING + b"n" * NONCE_BYTES
+
+
+def test_a_server_that_does_not_hold_the_secret_is_refused() -> None:
+    """It accepts any answer, but has no proof of its own."""
+    forged = struct.pack("!I", PROOF_BYTES) + b"p" * PROOF_BYTES
+    with (
+        impostor(challenge, lambda said: forged) as address,
+        pytest.raises(ChannelRefused, match=r"the server at .*: .* not hold the same secret"),
+    ):
+        connect(address, SECRET, 5.0, "the server")
+
+
+def test_a_clients_own_proof_does_not_pass_as_the_servers() -> None:
+    """Who speaks is part of the proof, so that it cannot be reflected."""
+
+    def reflect(said: bytes) -> bytes:
+        return struct.pack("!I", PROOF_BYTES) + said[-PROOF_BYTES:]
+
+    with (
+        impostor(challenge, reflect) as address,
+        pytest.raises(ChannelRefused, match="do not hold the same secret"),
+    ):
+        connect(address, SECRET, 5.0, "the server")
+
+
+@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"\0" * 60, b"liver_hpc wire 2\0"])
+def test_a_server_of_another_protocol_is_no_wrong_secret(said: bytes) -> None:
+    with (
+        impostor(lambda _: said) as address,
+        pytest.raises(ChannelClosed, match="does not speak liver_hpc's protocol: it began") as info,
+    ):
+        connect(address, SECRET, 5.0, "the server")
+    assert not isinstance(info.value, ChannelRefused)
+
+
+@pytest.mark.parametrize("says", [(), (challenge,)], ids=["at once", "after the answer"])
+def test_a_server_that_hangs_up_is_tried_again_until_it_listens_no_more(
+    says: tuple[Callable[[bytes], bytes], ...],
+) -> None:
+    with (
+        impostor(*says) as address,
+        pytest.raises(ChannelClosed, match=f"the server at {HOST}.*: Connection refused"),
+    ):
+        connect(address, SECRET, 5.0, "the server")
+
+
+def test_a_server_that_hangs_up_each_time_is_told_of_at_the_deadline() -> None:
+    closed = threading.Event()
+
+    def hang_up() -> None:
+        while not closed.is_set():
+            listener.accept()[0].close()
+
+    with socket.create_server((HOST, 0)) as listener:
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        with pytest.raises(
+            DeadlineError, match=r"waited 0\.3 s for the server: .* before its proof"
+        ):
+            connect(listener.getsockname(), SECRET, 0.3, "the server")
+        closed.set()
+        with contextlib.suppress(OSError):
+            socket.create_connection(listener.getsockname()).close()
+        thread.join()
+
+
+def test_no_digest_but_sha256_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host in FIPS mode has no MD5, which the challenge of `multiprocessing` uses."""
+
+    def without_md5(name: str) -> None:
+        whole = getattr(hmac, name)
+
+        def strict(key: bytes, message: bytes | None = None, digest: object = "") -> object:
+            assert digest in ("sha256", hashlib.sha256), f"{digest} is not to be had"
+            return whole(key, message, digest)
+
+        monkeypatch.setattr(hmac, name, strict)
+
+    without_md5("new")
+    without_md5("digest")
+    with serving() as server, connected(server) as channel:
+        channel.send(BEAT)
+        assert channel.receive(5.0) == BEAT
+
+
+def test_a_thread_that_cannot_be_started_costs_that_try_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The acceptor lives; the client tries again within its deadline."""
+    start, failures = threading.Thread.start, iter([True, True])
+
+    def failing(thread: threading.Thread) -> None:
+        if thread.name.startswith("wire-") and next(failures, False):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", failing)
+    with serving() as server:
+        for _ in range(2):
+            with connected(server) as channel:
+                channel.send(BEAT)
+                assert channel.receive(5.0) == BEAT
+    assert caplog.text.count("turned away: can't start new thread") == 2
 
 
 def test_silent_strangers_hold_nobody_up_and_are_dropped() -> None:
@@ -322,17 +440,105 @@ def test_a_stranger_that_drips_bytes_is_dropped_at_the_same_deadline() -> None:
         assert time.monotonic() - started_s < 2.0
 
 
-def test_too_many_strangers_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire_module, "_MAX_PENDING_HANDSHAKES", 4)
-    with serving() as server:
-        strangers = [socket.create_connection(server.address, timeout=5.0) for _ in range(6)]
+def test_half_open_strangers_in_all_places_are_soon_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who is honest waits in the queue behind them, for no longer than a handshake may take."""
+    monkeypatch.setattr(wire_module, "MOST_STRANGERS", 4)
+    monkeypatch.setattr(wire_module, "CROWDED_S", 0.2)
+    with serving(handshake_timeout_s=5.0) as server, contextlib.ExitStack() as stack:
+        for _ in range(18):
+            stack.enter_context(raw_client(server))
+        started_s = time.monotonic()
         with connected(server) as channel:
             channel.send(BEAT)
             assert channel.receive(5.0) == BEAT
-        for stranger in strangers[:2]:
-            wait_closed(stranger)
-        for stranger in strangers:
-            stranger.close()
+        assert 0.2 < time.monotonic() - started_s < 5.0
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[int]:
+    """A soft limit of 1,024 for this test; the hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_thousand_clients_at_once_all_get_in(
+    few_descriptors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have connected before the first one answers its challenge, with half-open strangers
+    before them."""
+    number = 1000
+    raise_descriptor_limit()
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2 * number + 200:
+        pytest.skip(f"a hard limit of {few_descriptors} descriptors is too low for both ends")
+    together = threading.Barrier(number, timeout=20.0)
+    connected_once: set[threading.Thread] = set()
+    errors: list[Exception] = []
+    create_connection = socket.create_connection
+
+    def create_together(*arguments: Any, **options: Any) -> socket.socket:
+        made = create_connection(*arguments, **options)
+        if threading.current_thread() not in connected_once:
+            connected_once.add(threading.current_thread())
+            together.wait()
+        return made
+
+    def call() -> None:
+        try:
+            with contextlib.closing(connect(server.address, SECRET, 20.0, "the server")) as channel:
+                channel.send(BEAT)
+                assert channel.receive(20.0) == BEAT
+                together.wait()
+        except (LiverError, OSError, AssertionError, threading.BrokenBarrierError) as error:
+            errors.append(error)
+            together.abort()
+
+    with serving() as server, contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(raw_client(server))
+        monkeypatch.setattr(socket, "create_connection", create_together)
+        threads = [threading.Thread(target=call) for _ in range(number)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+
+
+def test_a_connection_takes_one_descriptor_at_each_end() -> None:
+    with serving() as server, contextlib.ExitStack() as stack:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(10):
+            channel = stack.enter_context(connected(server))
+            channel.send(BEAT)
+            assert channel.receive(5.0) == BEAT
+        assert len(list(Path("/proc/self/fd").iterdir())) == before + 20
+
+
+def test_a_server_out_of_descriptors_serves_again_once_there_are_some(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving() as server, contextlib.ExitStack() as stack:
+        client = stack.enter_context(socket.socket())
+        next_free = os.dup(client.fileno())
+        os.close(next_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_free, hard))
+        try:
+            client.connect(server.address)
+            end_s = time.monotonic() + 5
+            while "Too many open files" not in caplog.text and time.monotonic() < end_s:
+                time.sleep(0.01)
+            assert "Too many open files" in caplog.text
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with connected(server) as channel:
+            channel.send(BEAT)
+            assert channel.receive(5.0) == BEAT
+    assert caplog.text.count("Too many open files") < 20
 
 
 @pytest.mark.parametrize(
@@ -349,7 +555,8 @@ def test_too_many_strangers_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch)
 def test_junk_instead_of_a_proof_is_dropped(junk: bytes) -> None:
     with serving(handshake_timeout_s=0.5) as server:
         with raw_client(server) as stranger:
-            stranger.sendall(junk)
+            with contextlib.suppress(ConnectionError):  # it may know after the first bytes
+                stranger.sendall(junk)
             wait_closed(stranger)
         with connected(server) as channel:
             channel.send(BEAT)
@@ -366,7 +573,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("junk", ["a pickle", "text", "unknown type", "too long", "negative"])
+@pytest.mark.parametrize("junk", ["a pickle", "text", "unknown type", "too long"])
 def test_what_is_no_message_closes_that_channel_alone(
     junk: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -377,15 +584,13 @@ def test_what_is_no_message_closes_that_channel_alone(
         "unknown type": b'{"type": "nonsense"}',
     }
     with serving() as server, connected(server) as other:
-        with Client(server.address, authkey=SECRET) as client:
-            if junk == "too long":
-                os.write(client.fileno(), struct.pack("!i", wire_module.MAX_MESSAGE_BYTES + 1))
-            elif junk == "negative":
-                os.write(client.fileno(), struct.pack("!i", -5))
-            else:
-                client.send_bytes(data[junk])
-            with pytest.raises((EOFError, ConnectionResetError)):
-                client.recv_bytes()
+        wire = dial(server.address, SECRET, 5.0, "the server")
+        if junk == "too long":
+            wire._socket.sendall(struct.pack("!I", wire_module.MAX_MESSAGE_BYTES + 1))
+        else:
+            wire.send(data[junk])
+        with pytest.raises(ChannelClosed):
+            wire.receive(5.0)
         other.send(BEAT)
         assert other.receive(5.0) == BEAT
     assert not bait.exists()

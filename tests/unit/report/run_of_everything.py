@@ -41,7 +41,7 @@ def everything() -> RunRecords:
         steps,
         attempts,
         [baseline(), baseline(lost_s=11.0), baseline(method="torch dcp", lost_s=8.0)],
-        {"name": HOSTILE, "host": "n1", "config": f"name: {HOSTILE}\n", "torch": "2"},
+        {"config": f"name: {HOSTILE}\n", "host": "n1", "name": HOSTILE, "torch": "2"},
         notices=_notices(),
         worker_phases=phases,
         traffic=traffic,

@@ -10,6 +10,7 @@ import pytest
 
 from liver_hpc.errors import ConfigError
 from liver_hpc.report.compare import Costs, of_benchmark, of_run
+from liver_hpc.report.derive import run_figures
 from liver_hpc.run.records import RunRecords
 from tests.unit.report.rows import baseline, reconfiguration, step
 
@@ -18,7 +19,8 @@ def test_a_run_s_handoffs_stand_beside_the_restarts_of_the_same_change() -> None
     steps = [step(n, generation=1) for n in range(4)]
     times = {"source_last_step_ended_s": 100.0, "first_step_ended_s": 101.5}
     baselines = [baseline(), baseline(lost_s=10.0), baseline(method="old", lost_s=math.nan)]
-    (found,) = of_run(RunRecords(steps, [reconfiguration(**times)], baselines, {}))
+    records = RunRecords(steps, [reconfiguration(**times)], baselines, {})
+    (found,) = of_run(run_figures(records), records)
     assert found.change == "dp2 \u2192 tp2 dp2"
     assert found.costs == (
         Costs("live", (0.5,)),

@@ -1,16 +1,12 @@
-"""Which transports collectives used: through the file, in the report."""
+"""Which transports collectives used, in the report."""
 
 from __future__ import annotations
 
 import io
-from contextlib import closing
-from pathlib import Path
 
 from rich.console import Console
 
-from liver_hpc.config.schema import MetricsSection
 from liver_hpc.report.report import print_report, report_json
-from liver_hpc.report.store import MetricsWriter, read_run
 from liver_hpc.run.records import NetworkRecord, RunRecords
 from tests.unit.report.rows import step
 
@@ -24,14 +20,6 @@ def report(*networks: NetworkRecord) -> str:
     records = RunRecords([step(0)], [], [], {}, networks=list(networks))
     print_report(records, Console(file=text, width=100))
     return text.getvalue()
-
-
-def test_transports_come_back_as_they_were(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.h5"
-    with closing(MetricsWriter(path, MetricsSection(), {})) as writer:
-        for record in (GLOO, INFINIBAND):
-            writer.add_network(record)
-    assert read_run(path).networks == [GLOO, INFINIBAND]
 
 
 def test_the_report_names_the_transport_and_the_worlds_where_it_changed() -> None:

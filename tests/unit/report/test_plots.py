@@ -13,8 +13,8 @@ import matplotlib.image
 import pytest
 
 from liver_hpc.errors import ConfigError
+from liver_hpc.report.command import write_report
 from liver_hpc.report.plots import RED
-from liver_hpc.report.report_files import write_report
 from liver_hpc.run.records import RunRecords
 from tests.unit.report.rows import step
 from tests.unit.report.run_of_everything import everything

@@ -14,7 +14,7 @@ from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import encode
 from liver_hpc.run.entries import Entry, plain
-from liver_hpc.run.lifecycle import Run
+from liver_hpc.run.machine import Run
 from liver_hpc.run.node_events import Node, NodeGone, NodeGranted, PoolEvent
 from liver_hpc.run.state import Ending, RunState
 from tests.fakes import Fault

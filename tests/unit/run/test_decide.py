@@ -30,7 +30,7 @@ from liver_hpc.run.decide import (
     decide,
 )
 from liver_hpc.run.events import CoordinatorStarted
-from liver_hpc.run.lifecycle import Run
+from liver_hpc.run.machine import Run
 from liver_hpc.run.node_events import Node, NodeWarned
 from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.requests import GROWTH, OPERATOR, ReconfigurationRequest, RequestQueue

@@ -63,7 +63,7 @@ def test_read_refuses_a_file_of_another_user(
     create_secret(path)
     owner = path.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    with pytest.raises(ConfigError, match=f"belongs to user {owner}, this is user {owner + 1}"):
+    with pytest.raises(ConfigError, match=r"belongs to user .*, this is user "):
         read_secret(path)
 
 

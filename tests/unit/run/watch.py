@@ -16,7 +16,8 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.decide import PATIENT_EXITS
-from liver_hpc.run.lifecycle import EventClock, Run
+from liver_hpc.run.lifecycle import EventClock
+from liver_hpc.run.machine import Run
 from liver_hpc.run.node_events import NodeGone, NodeGranted, NodeWarned, Seat
 from liver_hpc.run.notices import GRANTED, LOST
 from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from liver_hpc.cluster.slurm.allocation import Component, OwnAllocation, Place
+from liver_hpc.cluster.slurm.allocation import own_allocations
+from liver_hpc.cluster.slurm.holdings import Holding, Place
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 
 
 def hostnames(nodelist: str) -> tuple[str, ...]:
     return {"n[2-3]": ("n2", "n3")}.get(nodelist, (nodelist,))
+
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "main": {"join": "asked"},  # which says nothing of the first one
+    "extra": {"join": "asked", "workers_per_node": 4},
+}
 
 
 def config(*components: str) -> RunConfig:
@@ -20,7 +27,10 @@ def config(*components: str) -> RunConfig:
             "train": {"steps": 1, "global_batch": 8},
             "workers": {"initial": 1, "max": 1},
             "layouts": {1: {}},
-            "cluster": {"slurm": {"components": [{"name": name} for name in components]}},
+            "cluster": {
+                "workers_per_node": 2,
+                "slurm": {"components": [{"name": name, **OPTIONS[name]} for name in components]},
+            },
         }
     )
 
@@ -40,31 +50,29 @@ PLAIN = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n[2-3]", "SLURM_JOB_PARTITI
 
 
 def test_a_het_job() -> None:
-    own = OwnAllocation.from_environment(HET, config("main", "extra"), hostnames)
-    assert own.components == (
-        Component(0, "1", ("n1",), "stable"),
-        Component(1, "2", ("n2", "n3"), "preempt"),
+    main, extra = own_allocations(HET, config("main", "extra"), hostnames)
+    assert main == Holding("main", Place("1", 0, "1"), ("n1",), 2, own=True, partition="stable")
+    assert extra == Holding(
+        "extra", Place("1", 1, "2"), ("n2", "n3"), 4, automatic=False, partition="preempt"
     )
     # srun knows a component by its leader, squeue lists its steps under its own id
-    assert own.place(own.components[1]) == Place("1", 1, "2")
-    assert own.place(own.components[1]).steps_of == "2"
+    assert (extra.place.job_id, extra.job) == ("1", "2")
 
 
 @pytest.mark.parametrize("names", [(), ("main",)])
 def test_a_plain_job(names: tuple[str, ...]) -> None:
-    own = OwnAllocation.from_environment(PLAIN, config(*names), hostnames)
-    assert own == OwnAllocation("5", (Component(0, "5", ("n2", "n3"), "stable"),))
-    assert own.place(own.components[0]) == Place("5")
-    assert own.place(own.components[0]).steps_of == "5"
+    (own,) = own_allocations(PLAIN, config(*names), hostnames)
+    assert own == Holding("main", Place("5"), ("n2", "n3"), 2, own=True, partition="stable")
+    assert own.job == "5"
 
 
 def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(ConfigError, match="this is no Slurm job"):
-        OwnAllocation.from_environment({}, config("main"), hostnames)
+        own_allocations({}, config("main"), hostnames)
     with pytest.raises(ConfigError, match=r"job 1 has 2 components, the run file 1 \(main\)"):
-        OwnAllocation.from_environment(HET, config("main"), hostnames)
+        own_allocations(HET, config("main"), hostnames)
     with pytest.raises(ConfigError, match=r"job 5 has 1 components, the run file 2"):
-        OwnAllocation.from_environment(PLAIN, config("main", "extra"), hostnames)
+        own_allocations(PLAIN, config("main", "extra"), hostnames)
     broken = {**HET, "SLURM_JOB_NODELIST_HET_GROUP_1": ""}
     with pytest.raises(ConfigError, match="has not set SLURM_JOB_NODELIST_HET_GROUP_1"):
-        OwnAllocation.from_environment(broken, config("main", "extra"), hostnames)
+        own_allocations(broken, config("main", "extra"), hostnames)

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from liver_hpc.cluster.slurm.allocation import Place
-from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Windows
+from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Place
 from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.errors import LiverError
 from liver_hpc.run.node_events import EndNear, NodeGone, NodeGranted, NodeWarned, PoolEvent
@@ -24,7 +23,7 @@ BURST = JobInfo("9", None, None, "RUNNING", "None", ("n4", "n5"), LIMIT_S, "run-
 @pytest.fixture
 def held() -> Holdings:
     """main: n1. extra: n2, n3, preemptible. burst-9: n4, n5."""
-    holdings = Holdings(Windows(end_s=100.0, kill_s=KILL_S))
+    holdings = Holdings(end_window_s=100.0, kill_s=KILL_S)
     holdings.enter(Holding("main", Place("1", 0, "1"), ("n1",), 2, own=True, ends_s=LIMIT_S))
     extra = Place("1", 1, "2")
     holdings.enter(Holding("extra", extra, ("n2", "n3"), 2, grace_s=GRACE_S, ends_s=LIMIT_S))
@@ -44,7 +43,7 @@ def warned(nodes: str, reason: str, at_s: float, deadline_s: float | None) -> li
 
 
 def test_grants_say_what_can_be_taken_unreachable() -> None:
-    holdings = Holdings(Windows(100.0, KILL_S))
+    holdings = Holdings(100.0, KILL_S)
     place = Place("9", burst=True)
     (event,) = holdings.enter(Holding("burst-9", place, ("n4",), 2, grace_s=None))
     assert isinstance(event, NodeGranted)

@@ -8,19 +8,22 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.allocation import Component, OwnAllocation
 from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands
+from liver_hpc.cluster.slurm.holdings import Holding, Place
 from liver_hpc.cluster.slurm.pool import SlurmPool
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.run.node_events import NodeGranted, NodeWarned, PoolEvent, PoolNote
 
 BURST = {"partition": "preempt", "max_nodes": 2, "backoff_s": 60.0}
-COMPONENTS = [{"name": name, "nodes": 1} for name in ("main", "left", "right")]
-OWN = OwnAllocation(
-    "1",
-    tuple(Component(n, str(n + 1), (f"n{n + 1}",), "stable") for n in range(3)),
-)
+NAMES = ("main", "left", "right")
 LIMIT_S = 10.0
+
+
+def own() -> list[Holding]:
+    return [
+        Holding(name, Place("1", n, str(n + 1)), (f"n{n + 1}",), 1, own=n == 0)
+        for n, name in enumerate(NAMES)
+    ]
 
 
 class Controller:
@@ -44,7 +47,8 @@ class Watched:
     """A pool and what it has told."""
 
     def __init__(self, run_directory: Path, controller: Controller, poll_s: float) -> None:
-        slurm = {"components": COMPONENTS, "burst": BURST, "poll_s": poll_s}
+        components = [{"name": name} for name in NAMES]
+        slurm = {"components": components, "burst": BURST, "poll_s": poll_s}
         config = RunConfig.model_validate(
             {
                 "data": {"text": "python-stdlib"},
@@ -57,7 +61,7 @@ class Watched:
         clock = SystemClock()
         commands = SlurmCommands(5.0, 0.0, clock, controller)
         self.told: list[PoolEvent] = []
-        self.pool = SlurmPool(config, commands, OWN, run_directory, clock)
+        self.pool = SlurmPool(config, commands, own(), run_directory, clock)
 
     def until(self, condition: Callable[[], object], waits_for: str) -> None:
         deadline = Deadline.after(SystemClock(), LIMIT_S, f"{waits_for}; told: {self.told}")

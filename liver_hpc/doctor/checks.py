@@ -1,0 +1,109 @@
+"""The words of an examination: what is examined, what a check is, how its result reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import Generic, TypeVar
+
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import LiverError
+
+NAME_WIDTH = 16
+
+Context = TypeVar("Context")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be examined: what a run wants of a cluster, and which nodes to try it on.
+
+    nodes: how many; 0: none, or those of the job around this process. account: beats the run's.
+    grant_s: the longest wait for them, in seconds.
+    """
+
+    config: RunConfig
+    nodes: int = 0
+    partition: str | None = None
+    account: str | None = None
+    gpus_per_node: int = 0
+    grant_s: float = 120.0
+
+
+class Level(StrEnum):
+    PASS = "PASS"
+    WARN = "WARN"  # a run works, but not as well as it could
+    FAIL = "FAIL"  # a run would not work
+    SKIP = "SKIP"  # not looked at, and why
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was found, and for WARN and FAIL what to do about it."""
+
+    level: Level
+    found: str
+    advice: str = ""
+
+    def line(self, check: str) -> str:
+        advice = f"; do: {self.advice}" if self.advice else ""
+        found = " ".join(f"{self.found}{advice}".split())
+        return f"{self.level:<4}  {check:<{NAME_WIDTH}}  {found}"
+
+    def json(self, check: str) -> dict[str, str]:
+        return {"check": check, **asdict(self)}
+
+
+passed = partial(Result, Level.PASS)
+warned = partial(Result, Level.WARN)
+failed = partial(Result, Level.FAIL)
+skipped = partial(Result, Level.SKIP)
+
+Finding = tuple[str, Result]
+"""The name of a check, and what it has found."""
+
+
+@dataclass(frozen=True)
+class Check(Generic[Context]):
+    """One row of a table of checks: what it looks at, and which others must not have failed.
+
+    advice: what to do when it could not even look, a LiverError.
+    """
+
+    name: str
+    look: Callable[[Context], Result]
+    needs: tuple[str, ...] = ()
+    advice: str = ""
+
+
+@dataclass
+class Examination:
+    """Checks one after the other; what a failed one stands in the way of is skipped."""
+
+    obstacles: dict[str, str] = field(default_factory=dict)
+    """What became of the checks that stand in the way of others."""
+
+    def run(self, checks: Sequence[Check[Context]], context: Context) -> Iterator[Finding]:
+        """Yields each finding as soon as there is one."""
+        for check in checks:
+            result = self.obstacle(check.needs)
+            if result is not None:
+                self.obstacles[check.name] = "was not made"
+                yield check.name, result
+                continue
+            try:
+                result = check.look(context)
+            except LiverError as error:
+                result = failed(str(error), check.advice)
+            if result.level is Level.FAIL:
+                self.obstacles[check.name] = "failed"
+            yield check.name, result
+
+    def obstacle(self, needs: Sequence[str]) -> Result | None:
+        """Why something that needs these checks cannot be done; None when it can."""
+        for name in needs:
+            if name in self.obstacles:
+                return skipped(f"needs the check of {name}, which {self.obstacles[name]}")
+        return None

@@ -1,0 +1,134 @@
+"""PMI-1 for one process: what makes it a world of its own to MPI, without an mpiexec.
+
+The process inherits one end of a socketpair; its parent answers at the other. So nothing listens,
+and nobody else can speak for either. Without a process manager two processes cannot meet over MPI,
+which takes them for one world: hence a random name for each.
+
+Lines of text, `cmd=NAME key=value ...`, one reply to each; see Flux RFC 13.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+from pathlib import Path
+
+from liver_hpc.clock import Deadline
+from liver_hpc.errors import DeadlineError, MeetingError
+
+MAX_LINE_BYTES = 4096
+MAX_KEYS = 256
+
+_NAME_BYTES, _KEY_BYTES, _VALUE_BYTES = 256, 64, 1024
+
+_log = logging.getLogger(__name__)
+
+
+class PmiError(MeetingError):
+    """What an MPI process said to its process manager is not PMI-1."""
+
+
+class PmiServer:
+    """The process manager of one process, without any I/O.
+
+    world: the random name of the process's MPI world, and of its key-value store.
+    """
+
+    def __init__(self) -> None:
+        self.world = f"liver_{secrets.token_hex(8)}"
+        self._values: dict[str, str] = {}
+        self._unread = b""
+
+    def answer(self, data: bytes) -> bytes:
+        """The replies to the lines that are whole once `data` has come.
+
+        Raises PmiError for what is no line of PMI-1; then the conversation is over.
+        """
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        if max(map(len, [*lines, self._unread])) > MAX_LINE_BYTES:
+            raise PmiError(f"a line of more than {MAX_LINE_BYTES} bytes")
+        return b"".join(map(self._reply, lines))
+
+    def _reply(self, line: bytes) -> bytes:
+        fields = _fields(line)
+        match fields["cmd"]:
+            case "init":
+                rc = 0 if fields.get("pmi_version") == "1" else -1
+                said = f"cmd=response_to_init pmi_version=1 pmi_subversion=1 rc={rc}"
+            case "get_maxes":
+                lengths = f"keylen_max={_KEY_BYTES} vallen_max={_VALUE_BYTES}"
+                said = f"cmd=maxes rc=0 kvsname_max={_NAME_BYTES} {lengths}"
+            case "get_appnum":
+                said = "cmd=appnum rc=0 appnum=0"
+            case "get_my_kvsname":
+                said = f"cmd=my_kvsname rc=0 kvsname={self.world}"
+            case "get_universe_size":
+                said = "cmd=universe_size rc=0 size=1"
+            case "barrier_in":
+                said = "cmd=barrier_out rc=0"
+            case "put":
+                said = f"cmd=put_result {self._put(fields)}"
+            case "get":
+                said = f"cmd=get_result {self._get(fields)}"
+            case "finalize":
+                said = "cmd=finalize_ack rc=0"
+            case "abort":
+                return b""  # the process ends now, and reads no more
+            case unknown:
+                said = f"cmd={unknown}_result rc=-1 msg=not_supported"
+        return f"{said}\n".encode("ascii")
+
+    def _put(self, fields: dict[str, str]) -> str:
+        key, value = fields.get("key", ""), fields.get("value", "")
+        if fields.get("kvsname") != self.world:
+            return "rc=-1 msg=kvs_not_found"
+        if not 0 < len(key) <= _KEY_BYTES or len(value) > _VALUE_BYTES:
+            return "rc=-1 msg=too_long"
+        if key not in self._values and len(self._values) == MAX_KEYS:
+            return "rc=-1 msg=too_many_keys"
+        self._values[key] = value
+        return "rc=0 msg=success"
+
+    def _get(self, fields: dict[str, str]) -> str:
+        value = self._values.get(fields.get("key", ""))
+        if fields.get("kvsname") != self.world or value is None:
+            return "rc=-1 msg=key_not_found value=unknown"
+        return f"rc=0 msg=success value={value}"
+
+
+def _fields(line: bytes) -> dict[str, str]:
+    """Keys and values of a line. A `value`, always the last one, may have spaces."""
+    text = line.decode("ascii", errors="replace")
+    head, _, value = text.partition(" value=")
+    fields = dict(word.split("=", 1) for word in head.split() if "=" in word)
+    name = fields.get("cmd", "").replace("_", "")
+    if not (text.isascii() and text.isprintable() and name.isalnum()):
+        raise PmiError(f"not a line of PMI-1: {line[:40]!r}")
+    return {**fields, "value": value}
+
+
+def serve(server: PmiServer, line: socket.socket, deadline: Deadline | None) -> None:
+    """Answers a process until it has ended, or until the deadline; then hangs up."""
+    with line:
+        try:
+            while True:
+                if deadline is not None:
+                    deadline.check()
+                    line.settimeout(deadline.remaining_s() or 0.001)
+                data = line.recv(MAX_LINE_BYTES)
+                if not data:
+                    return
+                line.sendall(server.answer(data))
+        except (PmiError, DeadlineError, TimeoutError) as error:
+            _log.warning("hanging up on an MPI process: %s", error)
+        except OSError:  # it was killed with a reply unread
+            pass
+
+
+def shared_memory_of(world: str) -> Path:
+    """The segment that MPICH makes for such a world: named by FNV-1a, 32 bits, of its name."""
+    number = 0x811C9DC5
+    for byte in world.encode("ascii"):
+        number = (number ^ byte) * 0x01000193 % 2**32
+    return Path(f"/dev/shm/mpich_shm_{number:x}_0")

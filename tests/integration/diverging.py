@@ -1,0 +1,20 @@
+"""A recipe whose loss is no number from a step on. Loaded by workers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tests.integration.random_tokens import RandomTokenGPT
+
+FIRST_STEP = 3
+
+
+class DivergingGPT(RandomTokenGPT):
+    """RandomTokenGPT that comes to NaN, in loss and gradients, from FIRST_STEP on."""
+
+    def loss(self, model: Any, samples: Sequence[Any]) -> tuple[Any, Any]:
+        output, loss = super().loss(model, samples)
+        if int(samples[0]) < FIRST_STEP * self.config.train.global_batch:
+            return output, loss
+        return output * float("nan"), loss

@@ -1,0 +1,192 @@
+"""PMI-1 as text, and the thread that speaks it over a socketpair."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.rendezvous.mpi.pmi import (
+    MAX_KEYS,
+    MAX_LINE_BYTES,
+    PmiError,
+    PmiServer,
+    serve,
+    shared_memory_of,
+)
+
+
+@pytest.fixture
+def pmi() -> PmiServer:
+    return PmiServer()
+
+
+def ask(pmi: PmiServer, line: str) -> str:
+    return pmi.answer(f"{line}\n".encode()).decode().removesuffix("\n")
+
+
+# ---- what MPICH says in its life
+
+
+def test_a_process_is_told_that_it_is_alone_in_a_world_of_its_own(pmi: PmiServer) -> None:
+    said = ask(pmi, "cmd=init pmi_version=1 pmi_subversion=1")
+    assert said == "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
+    said = ask(pmi, "cmd=get_maxes")
+    assert re.fullmatch(r"cmd=maxes rc=0 kvsname_max=(\d+) keylen_max=(\d+) vallen_max=(\d+)", said)
+    assert ask(pmi, "cmd=get_appnum") == "cmd=appnum rc=0 appnum=0"
+    assert ask(pmi, "cmd=get_universe_size") == "cmd=universe_size rc=0 size=1"
+    assert ask(pmi, "cmd=get_my_kvsname") == f"cmd=my_kvsname rc=0 kvsname={pmi.world}"
+    assert ask(pmi, "cmd=barrier_in") == "cmd=barrier_out rc=0"
+    assert ask(pmi, "cmd=finalize") == "cmd=finalize_ack rc=0"
+
+
+def test_no_two_worlds_have_one_name() -> None:
+    names = {PmiServer().world for _ in range(100)}
+    assert len(names) == 100
+    assert all(re.fullmatch(r"liver_[0-9a-f]{16}", name) for name in names)
+
+
+def test_another_version_is_refused(pmi: PmiServer) -> None:
+    assert ask(pmi, "cmd=init pmi_version=2 pmi_subversion=0").endswith("rc=-1")
+
+
+def test_a_process_that_aborts_waits_for_no_reply(pmi: PmiServer) -> None:
+    assert pmi.answer(b"cmd=abort exitcode=3\n") == b""
+
+
+@pytest.mark.parametrize("command", ["spawn", "publish_name", "lookup_name", "mcmd"])
+def test_what_is_not_known_is_refused_by_its_name(pmi: PmiServer, command: str) -> None:
+    said = ask(pmi, f"cmd={command} service=x")
+    assert said == f"cmd={command}_result rc=-1 msg=not_supported"
+
+
+# ---- the key-value store
+
+
+def test_what_is_put_can_be_got(pmi: PmiServer) -> None:
+    world = pmi.world
+    assert ask(pmi, f"cmd=put kvsname={world} key=card value=a=b c%20") == (
+        "cmd=put_result rc=0 msg=success"
+    )
+    assert ask(pmi, f"cmd=get kvsname={world} key=card") == (
+        "cmd=get_result rc=0 msg=success value=a=b c%20"
+    )
+
+
+def test_an_unknown_key_is_said_to_be_unknown(pmi: PmiServer) -> None:
+    said = ask(pmi, f"cmd=get kvsname={pmi.world} key=PMI_hwloc_xmlfile")
+    assert said == "cmd=get_result rc=-1 msg=key_not_found value=unknown"
+
+
+def test_there_is_no_other_store_than_its_own(pmi: PmiServer) -> None:
+    assert "rc=-1" in ask(pmi, "cmd=put kvsname=other key=k value=v")
+    ask(pmi, f"cmd=put kvsname={pmi.world} key=k value=v")
+    assert "rc=-1" in ask(pmi, "cmd=get kvsname=other key=k")
+
+
+def test_keys_and_values_have_the_lengths_that_were_told(pmi: PmiServer) -> None:
+    sizes = dict(re.findall(r"(\w+)_max=(\d+)", ask(pmi, "cmd=get_maxes")))
+    key, value = "k" * int(sizes["keylen"]), "v" * int(sizes["vallen"])
+    put = f"cmd=put kvsname={pmi.world} key="
+    assert "rc=0" in ask(pmi, f"{put}{key} value={value}")
+    assert "rc=-1 msg=too_long" in ask(pmi, f"{put}{key}k value=v")
+    assert "rc=-1 msg=too_long" in ask(pmi, f"{put}k value={value}v")
+    assert "rc=-1 msg=too_long" in ask(pmi, f"{put} value=v")
+
+
+def test_the_store_does_not_grow_without_end(pmi: PmiServer) -> None:
+    for number in range(MAX_KEYS):
+        assert "rc=0" in ask(pmi, f"cmd=put kvsname={pmi.world} key=k{number} value=v")
+    assert "too_many_keys" in ask(pmi, f"cmd=put kvsname={pmi.world} key=more value=v")
+    assert "rc=0" in ask(pmi, f"cmd=put kvsname={pmi.world} key=k0 value=again")
+
+
+# ---- lines
+
+
+def test_lines_may_come_in_pieces_and_together(pmi: PmiServer) -> None:
+    assert pmi.answer(b"cmd=get_app") == b""
+    assert pmi.answer(b"num\ncmd=barrier_in\ncmd=get_un") == (
+        b"cmd=appnum rc=0 appnum=0\ncmd=barrier_out rc=0\n"
+    )
+    assert pmi.answer(b"iverse_size\n") == b"cmd=universe_size rc=0 size=1\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"hello", b"cmd=", b"cmd==", b"key=value", b"cmd=a/../b", b"cmd=get key=\xff", b"\0" * 9],
+)
+def test_garbage_ends_the_conversation(pmi: PmiServer, line: bytes) -> None:
+    with pytest.raises(PmiError, match="not a line of PMI-1"):
+        pmi.answer(line + b"\n")
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_a_line_that_is_too_long_ends_the_conversation(pmi: PmiServer, end: bytes) -> None:
+    with pytest.raises(PmiError, match=f"more than {MAX_LINE_BYTES} bytes"):
+        pmi.answer(b"cmd=get_maxes x=" + b"y" * MAX_LINE_BYTES + end)
+
+
+@given(st.lists(st.binary(max_size=80)))
+def test_whatever_comes_is_answered_in_whole_lines_or_refused(pieces: list[bytes]) -> None:
+    pmi = PmiServer()
+    try:
+        replies = b"".join(map(pmi.answer, [b"cmd=", *pieces]))
+    except PmiError:
+        return
+    assert replies == b"" or replies.endswith(b"\n")
+    assert all(line.startswith(b"cmd=") for line in replies.split(b"\n")[:-1])
+
+
+def test_the_name_of_mpichs_segment_is_the_hash_of_the_world() -> None:
+    """As seen with MPICH 5.0.2; with the real one in tests/integration/test_meeting.py."""
+    assert str(shared_memory_of("liver_08647b19099ab4db")) == "/dev/shm/mpich_shm_4ab8fd58_0"
+
+
+# ---- over a socketpair
+
+
+def served(deadline: Deadline | None = None) -> tuple[socket.socket, threading.Thread]:
+    mine, theirs = socket.socketpair()
+    theirs.settimeout(5.0)
+    thread = threading.Thread(target=serve, args=(PmiServer(), mine, deadline))
+    thread.start()
+    return theirs, thread
+
+
+def test_a_process_is_answered_until_it_has_ended() -> None:
+    process, thread = served()
+    with process:
+        process.sendall(b"cmd=get_appnum\n")
+        assert process.recv(100) == b"cmd=appnum rc=0 appnum=0\n"
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
+def test_who_talks_no_pmi_is_hung_up_on() -> None:
+    process, thread = served()
+    with process:
+        process.sendall(b"GET / HTTP/1.1\n")
+        assert process.recv(100) == b""
+    thread.join(5.0)
+
+
+@pytest.mark.parametrize("chatty", [False, True])
+def test_at_the_deadline_the_service_ends_whatever_the_process_does(chatty: bool) -> None:
+    deadline = Deadline.after(SystemClock(), 0.2, "the joiner to end")
+    process, thread = served(deadline)
+    with process:
+        while chatty and thread.is_alive():
+            try:
+                process.sendall(b"cmd=barrier_in\n")
+                process.recv(100)
+            except OSError:
+                break
+        thread.join(5.0)
+        assert not thread.is_alive()
+        assert deadline.expired()

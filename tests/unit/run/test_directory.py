@@ -1,0 +1,166 @@
+"""Run directories: whose they are, what `latest` names, and where checkpoints lie."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from liver_hpc.clock import FakeClock
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.coordinator.checkpoints import Checkpoints
+from liver_hpc.errors import ConfigError
+from liver_hpc.run.directory import (
+    RunDirectory,
+    claim_checkpoints,
+    create_run_directory,
+    find_run,
+    point_latest,
+)
+from tests.fakes import tiny_recipe, tiny_run
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A scratch directory in which everybody may write."""
+    path = tmp_path / "scratch"
+    path.mkdir()
+    path.chmod(0o1777)
+    return path
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, shared: Path) -> RunConfig:
+    return tiny_run(runs_directory=tmp_path / "runs", checkpoint={"directory": shared})
+
+
+# ---- checkpoints
+
+
+def test_checkpoints_lie_in_the_run_directory(tmp_path: Path) -> None:
+    config = tiny_run(runs_directory=tmp_path)
+    run = create_run_directory(config)
+    assert claim_checkpoints(run, config) == run.path / "checkpoints"
+    assert not os.path.lexists(run.path / "checkpoints")
+
+
+def test_runs_of_one_name_do_not_share_a_directory(tmp_path: Path, shared: Path) -> None:
+    """As two that start in the same second with other `runs_directory`s."""
+    places = []
+    for runs in ("a", "b"):
+        config = tiny_run(runs_directory=tmp_path / runs, checkpoint={"directory": shared})
+        run = create_run_directory(config, "tiny-1")
+        places.append(claim_checkpoints(run, config).resolve())
+        assert places[-1].parent == shared
+        assert stat.S_IMODE(places[-1].stat().st_mode) == 0o700
+    assert places[0] != places[1]
+
+
+def test_nobody_can_plant_the_directory_of_a_run_to_come(
+    elsewhere: RunConfig, shared: Path
+) -> None:
+    (shared / "tiny-1").mkdir()
+    run = create_run_directory(elsewhere, "tiny-1")
+    assert claim_checkpoints(run, elsewhere).resolve() != shared / "tiny-1"
+
+
+def test_a_run_finds_its_directory_again(elsewhere: RunConfig) -> None:
+    run = create_run_directory(elsewhere)
+    place = claim_checkpoints(run, elsewhere).resolve()
+    assert claim_checkpoints(RunDirectory(run.path), elsewhere).resolve() == place
+
+
+def test_a_scratch_that_was_cleaned_is_no_obstacle(elsewhere: RunConfig) -> None:
+    run = create_run_directory(elsewhere)
+    place = claim_checkpoints(run, elsewhere).resolve()
+    place.rmdir()
+    assert claim_checkpoints(run, elsewhere).resolve() == place
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+
+
+def test_a_run_of_before_finds_the_directory_of_its_name(
+    elsewhere: RunConfig, shared: Path
+) -> None:
+    run = create_run_directory(elsewhere, "tiny-1")
+    run.checkpoints_path.unlink()
+    (shared / "tiny-1").mkdir(mode=0o755)
+    assert claim_checkpoints(run, elsewhere).resolve() == shared / "tiny-1"
+    assert stat.S_IMODE((shared / "tiny-1").stat().st_mode) == 0o700
+
+
+@as_root
+@pytest.mark.parametrize("planted", ["directory", "link"])
+def test_a_directory_of_another_user_is_refused(
+    elsewhere: RunConfig, shared: Path, tmp_path: Path, planted: str
+) -> None:
+    run = create_run_directory(elsewhere, "tiny-1")
+    run.checkpoints_path.unlink()
+    (tmp_path / "trap").mkdir()
+    if planted == "link":
+        (shared / "tiny-1").symlink_to(tmp_path / "trap")
+    else:
+        (shared / "tiny-1").mkdir()
+        os.chown(shared / "tiny-1", NOBODY, -1)
+    said = "wanted a directory, not a link" if planted == "link" else "belongs to user nobody"
+    checkpoints = Checkpoints(elsewhere, tiny_recipe(elsewhere), run.path, FakeClock())
+    with pytest.raises(ConfigError, match=rf"checkpoint.directory: .*tiny-1: .*{said}|{said}"):
+        checkpoints.open()
+
+
+def test_a_place_that_cannot_be_written_is_the_run_files_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = tiny_run(runs_directory=tmp_path, checkpoint={"directory": tmp_path / "file"})
+    with pytest.raises(ConfigError, match=r"^checkpoint.directory: .*file/.*: "):
+        create_run_directory(config)
+
+
+# ---- found
+
+
+@as_root
+def test_a_run_of_another_user_is_refused(tmp_path: Path) -> None:
+    run = create_run_directory(tiny_run(runs_directory=tmp_path), "tiny-1")
+    point_latest(run)
+    assert find_run("latest", tmp_path).path == run.path
+    os.chown(run.path, NOBODY, -1)
+    for name in ("latest", "tiny-1", str(run.path)):
+        with pytest.raises(ConfigError, match=r"tiny-1 belongs to user nobody, this is user root"):
+            find_run(name, tmp_path)
+
+
+@as_root
+def test_a_link_of_another_user_to_ones_own_run_is_refused(tmp_path: Path) -> None:
+    run = create_run_directory(tiny_run(runs_directory=tmp_path), "tiny-1")
+    point_latest(run)
+    os.lchown(tmp_path / "latest", NOBODY, -1)
+    with pytest.raises(ConfigError, match=r"latest belongs to user nobody, this is user root"):
+        find_run("latest", tmp_path)
+    assert find_run("tiny-1", tmp_path).path == run.path
+
+
+@pytest.fixture
+def as_nobody() -> Iterator[None]:
+    yield
+    os.seteuid(0)
+
+
+@as_root
+def test_latest_of_another_user_in_a_shared_directory_stays_and_is_told(
+    shared: Path, as_nobody: None, tmp_path: Path
+) -> None:
+    for directory in (tmp_path, *tmp_path.parents[:2]):
+        directory.chmod(directory.stat().st_mode | 0o011)
+    first = create_run_directory(tiny_run(runs_directory=shared), "tiny-1")
+    assert point_latest(first) == ""
+    os.seteuid(NOBODY)
+    second = create_run_directory(tiny_run(runs_directory=shared), "tiny-2")
+    problem = point_latest(second)
+    assert problem == f"{shared}/latest does not name this run: Operation not permitted"
+    assert (shared / "latest").readlink() == Path("tiny-1")
+    assert [path.name for path in shared.iterdir() if path.name.startswith(".")] == []

@@ -1,0 +1,125 @@
+"""A journal's lines: as they are written, as they are read, and what is said of damage."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from liver_hpc.errors import ConfigError
+from liver_hpc.run.entries import Entry, decode, encode, read_entries
+
+NAMES = st.text(st.characters(codec="utf-8"), max_size=5)
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+DOCUMENTS = st.dictionaries(NAMES, VALUES, max_size=3).map(lambda found: {**found, "type": "any"})
+
+
+def write(path: Path, *lines: bytes) -> Path:
+    path.write_bytes(b"".join(lines))
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.jsonl"
+
+
+def test_an_entry_is_a_line_of_plain_json_with_the_checksum_of_what_stands_before_it() -> None:
+    line = encode(17, 1763.125, {"type": "begun"}, [{"type": "told"}])
+    body = b'{"n":17,"t":1763.125,"event":{"type":"begun"},"actions":[{"type":"told"}]'
+    assert line == body + f',"crc":"{zlib.crc32(body):08x}"}}\n'.encode()
+    assert "actions" not in json.loads(encode(0, 1.0, {"type": "begun"}))
+
+
+@given(st.integers(0, 2**40), st.floats(0, 2e9), DOCUMENTS, st.lists(DOCUMENTS, max_size=3))
+def test_an_entry_comes_back_as_it_was(
+    number: int, at_s: float, event: dict[str, Any], actions: list[dict[str, Any]]
+) -> None:
+    line = encode(number, at_s, event, actions)
+    assert line.count(b"\n") == 1
+    assert [*decode([line], "here")] == [Entry(number, at_s, event, actions)]
+
+
+def test_a_number_that_is_not_finite_is_a_word() -> None:
+    event = {"type": "step_done", "loss": math.nan, "more": [math.inf, {"less": -math.inf}]}
+    (entry,) = decode([encode(0, 0.0, event)], "here")
+    assert entry.event["loss"] == "NaN"
+    assert entry.event["more"] == ["Infinity", {"less": "-Infinity"}]
+    assert math.isnan(float(entry.event["loss"]))
+
+
+def test_a_journal_cut_anywhere_opens(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = [encode(n, 1000.0 + n, {"type": "any", "name": "\u00fc"}) for n in range(6)]
+    whole = b"".join(lines)
+    ends = [sum(map(len, lines[:count])) for count in range(len(lines) + 1)]
+    for size in range(len(whole) + 1):
+        caplog.clear()
+        write(path, whole[:size])
+        numbers = [entry.number for entry in read_entries(path)]
+        assert numbers == [*range(sum(end <= size for end in ends[1:]))]
+        assert ("not written to its end" in caplog.text) == (size not in ends)
+        assert all(record.levelno == logging.WARNING for record in caplog.records)
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last", "checksum"])
+def test_a_changed_byte_is_told_with_its_line_and_both_checksums(path: Path, place: str) -> None:
+    lines = [bytearray(encode(n, 1.0, {"type": "any"})) for n in range(5)]
+    number = {"first": 0, "middle": 2, "last": 4, "checksum": 2}[place]
+    wanted = lines[number][-19:].decode().strip()
+    if place == "checksum":
+        lines[number][-5:-3] = b"zz"
+    else:
+        lines[number][7] ^= 1
+    write(path, *map(bytes, lines))
+    told = rf"journal\.jsonl, line {number + 1} is damaged: wanted it to end in ,.crc.*, got ,.crc"
+    with pytest.raises(ConfigError, match=told) as raised:
+        list(read_entries(path))
+    assert wanted in str(raised.value)
+
+
+def test_a_damaged_line_far_behind_is_told_with_its_number(path: Path) -> None:
+    lines = [encode(n, 1.0, {"type": "any"}) for n in range(30_000)]
+    lines[29_000] = lines[29_000].replace(b"any", b"ant")
+    write(path, *lines)
+    with pytest.raises(ConfigError, match="line 29001 is damaged"):
+        list(read_entries(path))
+
+
+def test_lines_that_are_missing_or_there_twice_are_told(path: Path) -> None:
+    lines = [encode(n, 1.0, {"type": "any"}) for n in range(4)]
+    write(path, lines[0], lines[2], lines[3])
+    with pytest.raises(ConfigError, match="wanted entry 1 after entry 0, got 2"):
+        list(read_entries(path))
+    write(path, lines[0], lines[1], lines[1])
+    with pytest.raises(ConfigError, match="wanted entry 2 after entry 1, got 1"):
+        list(read_entries(path))
+
+
+def test_steps_that_were_dropped_keep_their_numbers(path: Path) -> None:
+    event = {"type": "any"}
+    dropped = {"type": "steps_dropped", "count": 8}
+    write(path, encode(0, 1.0, event), encode(1, 1.0, dropped), encode(9, 2.0, event))
+    assert [(entry.number, entry.last) for entry in read_entries(path)] == [(0, 0), (1, 8), (9, 9)]
+
+
+def test_a_file_of_zeros_or_of_another_kind_is_told(path: Path) -> None:
+    for content in (b"\0" * 100 + b"\n", b"text\n", b"\n", b"{}\n", b"\xff" * 30 + b"\n"):
+        with pytest.raises(ConfigError, match="line 1 is damaged"):
+            list(read_entries(write(path, content)))
+
+
+def test_a_missing_file_is_told(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"journal\.jsonl cannot be read: No such file"):
+        list(read_entries(path))
