@@ -27,6 +27,7 @@ from liver_hpc.run.records import (
 )
 
 FULL_DIGEST = 0x1234_5678_9ABC_DEF0
+WRONG_DIGEST = "00000000000000ff"
 
 
 class Fault(StrEnum):
@@ -141,7 +142,7 @@ class WorkerScript:
         if fault is Fault.VOTE_NO:
             return [vote.model_copy(update={"ok": False, "reason": "told to"})]
         side = "source" if vote.source else "target"
-        wrong = getattr(vote, side)[0].model_copy(update={"value": "00000000000000ff"})
+        wrong = getattr(vote, side)[0].model_copy(update={"value": WRONG_DIGEST})
         return [vote.model_copy(update={side: (wrong, *getattr(vote, side)[1:])})]
 
     def _prepared(self) -> list[m.FromWorker]:

@@ -22,10 +22,13 @@ from liver_hpc.run.node_events import NodeGone, NodeGranted, NodeWarned, Seat
 from liver_hpc.run.notices import GRANTED, LOST
 from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord
 from liver_hpc.run.state import Ending, RunState
+from tests.fakes import WRONG_DIGEST
 
 AFTER_THE_END = (
     a.TurnAway, a.Answer, a.Disconnect, a.EndAgent, a.KillAgent, a.Log
 )  # fmt: skip
+
+STAGES = ("parameters", "optimizer")
 
 
 @dataclass
@@ -68,6 +71,8 @@ class Watch:
         self._wanted = -1
         self._answered: set[int] = set()
         self._journal_error = ""
+        self._prepared: set[int] = set()
+        self._yes: set[tuple[int, str, int]] = set()  # generation, stage, worker
         self._granted: dict[str, float] = {}
         self._known_workers = 0
         self._at_s = 0.0
@@ -88,6 +93,8 @@ class Watch:
                         agent.came.add(event.worker)
             case e.CheckpointWritten():
                 self.checkpointed = event
+            case m.Vote():
+                self._voted(event)
             case e.JournalFailed():
                 self._journal_error = event.reason
             case m.Finished():
@@ -136,11 +143,18 @@ class Watch:
         else:
             assert not meetings, meetings
 
+    def _voted(self, vote: m.Vote) -> None:
+        """Of what the played workers report all is well, or one digest is `WRONG_DIGEST`."""
+        right = all(digest.value != WRONG_DIGEST for digest in (*vote.source, *vote.target))
+        if vote.ok and right:
+            self._yes.add((vote.generation, vote.stage, vote.worker))
+
     def _drained(self, event: e.OperatorAsked, answer: a.Answer) -> None:
         request = event.request
         if not isinstance(request, m.DrainRequest) or not answer.ok:
             return
         if request.undo:
+            assert request.node in self.drains, f"{request.node} was not drained"
             del self.drains[request.node]
         else:
             self.drains.setdefault(request.node, None)
@@ -249,6 +263,9 @@ class Watch:
                 self._prepare(message, workers)
             case m.Verdict(stage="commit"):
                 self._verdict(message.generation, "commit")
+                wanted = {(stage, w) for stage in STAGES for w in self._prepared}
+                no = {each for each in wanted if (message.generation, *each) not in self._yes}
+                assert not no, f"committed, and {sorted(no)} did not say yes"
             case m.Abort():
                 self._verdict(message.generation, "abort")
             case m.Resume(rebuild_generation=int() as generation):
@@ -271,7 +288,8 @@ class Watch:
         assert world is not None
         assert prepare.source.rank_map() == world.rank_map
         assert prepare.source_generation == world.generation
-        assert {*workers} == {*prepare.source.workers, *prepare.target.workers}
+        self._prepared = {*workers}
+        assert self._prepared == {*prepare.source.workers, *prepare.target.workers}
         for worker in prepare.target.workers:
             node = self.node_of(worker)
             held = self.nodes.get(node)
