@@ -86,8 +86,8 @@ MUTATIONS = (
     ),
     Mutation(
         "run/agents.py",
-        "                del self._agents[name]\n            else:\n                self._retire(agent, 0.0)",
-        "                continue\n            else:\n                self._retire(agent, 0.0)",
+        "            if name in lost:\n                del self._agents[name]\n",
+        "            if name in lost:\n                continue\n",
         "agents that were never started keep their slots",
     ),
     Mutation(
