@@ -49,7 +49,7 @@ def new_parser() -> argparse.ArgumentParser:
         return added
 
     _submit(command("submit", "check a run file and launch the run"))
-    run = command("run", "live a run in this process, in a batch job of one's own")
+    run = command("run", "run in this process, in a batch job of one's own")
     _run_file(run)
     status = command("status", "what a run is doing", takes_run=True)
     status.add_argument("--json", action="store_true", help="the snapshot, for programs")

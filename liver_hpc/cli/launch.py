@@ -83,7 +83,7 @@ class CoordinatorJob:
         return {"_hosted": None}
 
     def __call__(self, run_directory: str) -> int:
-        """Runs a run's coordinator. Does not return when the job begins again."""
+        """Runs a run's coordinator. Does not return when the job is queued again."""
         from submitit.core.utils import UncompletedJobError
 
         run = RunDirectory(Path(run_directory))
@@ -99,7 +99,7 @@ class CoordinatorJob:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         outcome, config = hosted.outcome, run.config()
         if outcome is not None and outcome.goes_on(config):
-            _begin_again(config.cluster.slurm)
+            _queue_again(config.cluster.slurm)
         if outcome is None or outcome.state == "failed":
             # For Slurm the job has failed, and what depends on its success does not start.
             raise LiverError(outcome.reason if outcome is not None else "there is no outcome")
@@ -107,7 +107,7 @@ class CoordinatorJob:
 
     def checkpoint(self, run_directory: str) -> None:
         """In a signal handler, once the job's end is near. Returns when the run is over, and not at
-        all when the job begins again."""
+        all when the job is queued again."""
         run = RunDirectory(Path(run_directory))
         config, hosted = run.config(), self._hosted or HostedCoordinator(run.path)
         if hosted.started:
@@ -115,11 +115,11 @@ class CoordinatorJob:
         if hosted.outcome is not None and not hosted.outcome.goes_on(config):
             return
         if config.cluster.slurm.requeue:
-            _begin_again(config.cluster.slurm)
+            _queue_again(config.cluster.slurm)
         hosted.give_up()
 
 
-def _begin_again(slurm: SlurmSection) -> NoReturn:
+def _queue_again(slurm: SlurmSection) -> NoReturn:
     """By ourselves: submitit would write to the disk first, which may be full."""
     requeue(slurm, os.environ["SLURM_JOB_ID"])
     # Without a result: as far as submitit knows, the job is not over.

@@ -45,9 +45,10 @@ from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import encode
 from liver_hpc.run.journal import JournalFailed, Written
-from liver_hpc.run.lifecycle import Run
+from liver_hpc.run.machine import Run
 from liver_hpc.run.node_events import EndNear
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
+from liver_hpc.run.view import snapshot
 
 log = logging.getLogger(__name__)
 
@@ -462,10 +463,8 @@ class Coordinator:
 
     def _asked(self, asked: Asked) -> None:
         if isinstance(asked.request, StatusRequest):
-            snapshot = self._run.snapshot(
-                self._clock.now_s(), self._last_event, self._journal.error
-            )
-            asked.answer.set_result(Reply(ok=True, text="", data=snapshot.model_dump()))
+            shown = snapshot(self._run, self._clock.now_s(), self._last_event, self._journal.error)
+            asked.answer.set_result(Reply(ok=True, text="", data=shown.model_dump()))
             return
         number = self._next_request
         self._next_request += 1

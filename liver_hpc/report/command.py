@@ -99,8 +99,9 @@ def write_records(records: RunRecords, path: Path) -> None:
 def _records(run_directory: Path) -> RunRecords:
     from liver_hpc.report.store import read_run
 
-    gc.disable()  # of a million records that all stay, it would look for what can go
+    gc.disable()  # a million records come that all stay: it would look for what can go
     try:
         return read_run(run_directory)
     finally:
+        gc.freeze()
         gc.enable()

@@ -259,8 +259,9 @@ class Agents:
         """The handoff to this generation is off: its agents go, at once if not all booted yet."""
         for agent in list(self._agents.values()):
             if agent.generation == generation and agent.end_by is None:
-                reason = f"the handoff to generation {generation} is off"
-                self._out.append(EndAgent(agent.name, reason))
+                if agent.exit_code is None:
+                    reason = f"the handoff to generation {generation} is off"
+                    self._out.append(EndAgent(agent.name, reason))
                 self._retire(agent, self._exit_s if agent.complete else 0.0)
 
     def reap(self) -> list[int]:

@@ -136,7 +136,6 @@ class Journal(EventJournal):
             try:
                 if batch:
                     self._write(b"".join(map(_line, batch)))
-                    self._succeeded(batch[-1].last)
             except (OSError, LiverError) as error:
                 with self._changed:
                     self._waiting = self._bounded(batch + self._waiting)
@@ -145,6 +144,9 @@ class Journal(EventJournal):
                     with self._changed:
                         self._changed.wait_for(lambda: self._closing, RETRY_S)
                     continue
+            else:
+                if batch:
+                    self._succeeded(batch[-1].last)
             if closing:
                 return
 

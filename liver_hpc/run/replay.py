@@ -9,7 +9,7 @@ from typing import Any
 from liver_hpc.run.codec import decode_event, encode
 from liver_hpc.run.entries import Entry, plain
 from liver_hpc.run.events import CoordinatorStarted, Memory
-from liver_hpc.run.lifecycle import Run
+from liver_hpc.run.machine import Run
 
 
 def memory_of(entries: Iterable[Entry]) -> Memory:

@@ -17,8 +17,8 @@ from tests.unit.layout.models import TIED
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
 FAILS = (
-    "import pathlib; pathlib.Path(run_directory, 'outcome.json').write_text("
-    '\'{"state": "failed", "reason": "no luck", "step": 3}\'); return 1'
+    "from liver_hpc.run.outcome import Outcome; end = Outcome('failed', 'no luck', 3); "
+    "end.write(run_directory); return end"
 )
 HANGS = (
     "import pathlib, time; pathlib.Path(run_directory, 'coordinator.json').write_text('{}'); "
@@ -99,7 +99,7 @@ def test_a_job_that_may_not_be_queued_again_fails_when_its_window_was_too_short(
     assert json.loads((run / "outcome.json").read_text()) == {
         "state": "failed",
         "reason": "its job's time was up before its state was on disk",
-        "step": 7,
+        "step": 0,
     }
     log = (run / "submitit" / f"{job}_0_log.out").read_text()
     assert "not requeued because: checkpoint function returned None" in log

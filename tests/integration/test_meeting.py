@@ -130,6 +130,8 @@ class Coordinator:
             return Refusal(reason="not expected")
         if who.agent == "explosive":
             raise LiverError("the books do not balance")
+        if who.agent == "a fault":
+            raise KeyError(who.agent)
         self.met.append(who)
         first = 2 * (len(self.met) - 1)
         return Answer(worker_ids=(first, first + 1), control_host="node0", control_port=4711)
@@ -324,6 +326,15 @@ def test_joiners_that_come_together_are_all_met(
     assert ids == list(range(6))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_coordinator_that_fails_over_one_joiner_still_meets_the_next(
+    mpi_place: MpiPlace, coordinator: Coordinator
+) -> None:
+    joiner = start_joiner(mpi_place.directory, "a fault")
+    assert joiner.wait(20) == EXIT_RENDEZVOUS_LOST
+    assert mpi_place.join("a1").worker_ids == (0, 1)
+
+
 def test_a_secret_that_opens_the_queue_alone_does_not_pass_at_the_acceptor(
     mpi_place: MpiPlace, coordinator: Coordinator
 ) -> None:
@@ -402,6 +413,15 @@ def test_a_rendezvous_whose_mpi_does_not_start_says_where_to_look(
         rendezvous.start(coordinator.answer)
     rendezvous.close()
     assert (tmp_path / "logs" / "rendezvous.log").read_text()
+
+
+def test_a_rendezvous_at_an_address_that_is_not_this_hosts_says_so(
+    tmp_path: Path, coordinator: Coordinator
+) -> None:
+    rendezvous = MpiRendezvous(tmp_path, SECRET, MpiNetwork(host="203.0.113.9"))
+    with pytest.raises(MeetingError, match=r"cannot queue at 203\.0\.113\.9: Cannot assign"):
+        rendezvous.start(coordinator.answer)
+    assert rendezvous.pid is None
 
 
 def test_a_rendezvous_whose_acceptors_do_not_open_any_more_is_broken(

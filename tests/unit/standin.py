@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.coordinator.inbox import Inbox
 from liver_hpc.protocol.messages import (
     AnyMessage,
     DrainRequest,
@@ -26,6 +28,8 @@ from liver_hpc.protocol.messages import (
 )
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
+from liver_hpc.run.events import StopSignalled
+from liver_hpc.run.node_events import EndNear
 from liver_hpc.run.outcome import Outcome
 from liver_hpc.run.secret import read_secret
 
@@ -77,20 +81,20 @@ class StandIn:
     ) -> None:
         self._server.close()
 
-    steps_done = 7
-
-    def run(self, limit_s: float) -> Outcome:
+    def run(self, limit_s: float, inbox: Inbox | None = None) -> Outcome:
         """Until it is told to stop, or that the end is near."""
-        if not self._told.wait(limit_s):
-            self._end = ("failed", "nobody told the stand-in to end")
+        inbox = inbox or Inbox()
+        deadline = Deadline.after(SystemClock(), limit_s, "somebody to end the stand-in")
+        while not self._told.is_set():
+            event = inbox.get(0.02)
+            if isinstance(event, StopSignalled):
+                self._tell("stopped", event.reason)
+            elif isinstance(event, EndNear):
+                self._tell("requeue", event.reason)
+            elif deadline.expired():
+                self._tell("failed", "nobody told the stand-in to end")
         (self._directory / "coordinator.json").unlink()
         return self.end(*self._end)
-
-    def stop(self, why: str) -> None:
-        self._tell("stopped", why)
-
-    def end_near(self, reason: str, deadline_s: float) -> None:
-        self._tell("requeue", reason)
 
     def _tell(self, state: str, reason: str) -> None:
         self._end = (state, reason)
@@ -137,9 +141,10 @@ def run_standin(path: Path, control: Any) -> Outcome:
     (path / "outcome.json").unlink(missing_ok=True)
     on_node = "SLURM_JOB_ID" in os.environ
     with StandIn(path, socket.gethostname() if on_node else "127.0.0.1") as standin:
-        if control is not None:
-            control.attach(standin)
-        return standin.run(limit_s=60.0)
+        if control is None:
+            return standin.run(limit_s=60.0)
+        control.steps_done = 7
+        return standin.run(60.0, control.inbox)
 
 
 SITECUSTOMIZE = """

@@ -38,7 +38,6 @@ _RETRY_INTERVAL_S = 0.05
 _STUCK_MARGIN_S = 1.0
 
 log = logging.getLogger(__name__)
-_pause = threading.Event()  # never set
 
 
 def meet(run_directory: Path, identity: Identity, secret: bytes, timeout_s: float) -> Answer:
@@ -73,9 +72,10 @@ def meet(run_directory: Path, identity: Identity, secret: bytes, timeout_s: floa
 
 
 def _place(run_directory: Path, deadline: Deadline) -> RendezvousPlace:
+    pause = threading.Event()
     while (place := RendezvousPlace.read(run_directory)) is None:
         deadline.check()
-        _pause.wait(_RETRY_INTERVAL_S)
+        pause.wait(_RETRY_INTERVAL_S)
     return place
 
 
@@ -84,6 +84,7 @@ def _wait_for_turn(run_directory: Path, secret: bytes, deadline: Deadline) -> tu
 
     A rendezvous that has ended meanwhile may be followed by another one, at another place.
     """
+    pause = threading.Event()
     while True:
         place = _place(run_directory, deadline)
         address = (place.network.host, place.port)
@@ -95,7 +96,7 @@ def _wait_for_turn(run_directory: Path, secret: bytes, deadline: Deadline) -> tu
             raise MeetingError(str(error)) from error
         except ChannelClosed:
             deadline.check()
-            _pause.wait(_RETRY_INTERVAL_S)
+            pause.wait(_RETRY_INTERVAL_S)
 
 
 def _end_when_stuck(left: threading.Event, deadline: Deadline, name: str) -> None:

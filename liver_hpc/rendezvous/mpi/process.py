@@ -21,8 +21,7 @@ _END_S = 5.0
 class MpiProcess(subprocess.Popen[bytes]):
     """Runs this Python with `words`, and is its process manager for as long as it lives.
 
-    The child is to call `die_with_parent`: hence to be made by a thread that lives as long as the
-    child may. Raises OSError.
+    The child is to end itself with its parent. Raises OSError.
 
     variables: added to the environment, which is cleaned of other launches. descriptors: handed
     down. deadline: when the process manager hangs up on a child that still lives; None: never.

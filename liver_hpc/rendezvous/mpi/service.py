@@ -158,9 +158,12 @@ class MpiRendezvous(Rendezvous):
     def start(self, answer: Decide) -> None:
         self._network = self._network.decided(os.environ)
         self._acceptor = Acceptor(self._network, self._turn_s, self._log_file)
-        self._queue = WireServer(
-            self._network.host, self._secret, lambda joiner: self._line_up(joiner, answer)
-        )
+        host = self._network.host
+        try:
+            self._queue = WireServer(host, self._secret, lambda one: self._line_up(one, answer))
+        except OSError as error:
+            self.close()
+            raise MeetingError(f"joiners cannot queue at {host}: {error.strerror}") from error
         place = RendezvousPlace(network=self._network, port=self._queue.address[1])
         write_whole(self._place_file, place.model_dump_json(), mode=0o600)
 
@@ -186,14 +189,17 @@ class MpiRendezvous(Rendezvous):
         """Runs in the queue's thread of one joiner, which leaves the queue at its end."""
         with self._turn:
             if not _is_gone(joiner) and (acceptor := self._ready()) is not None:
-                side = AcceptorSide(self._secret)
+                side, through = AcceptorSide(self._secret), False
                 try:
                     acceptor.meet(joiner, side, answer)
+                    through = True
+                    if side.identity is not None:
+                        _log.info("agent %s has been met", side.identity.agent)
                 except (AcceptorEnded, ChannelClosed, DeadlineError) as error:
                     _log.warning("a meeting broke off: %s", error)
-                    self._discard()
-                if side.identity is not None:
-                    _log.info("agent %s has come", side.identity.agent)
+                finally:
+                    if not through:
+                        self._discard()
                 joiner.close("the meeting is over")
             self._ready()  # at once, for the next joiner
 
@@ -213,6 +219,6 @@ class MpiRendezvous(Rendezvous):
         return self._acceptor
 
     def _discard(self) -> None:
-        if self._acceptor is not None:
-            self._acceptor.close()
-        self._acceptor = None
+        acceptor, self._acceptor = self._acceptor, None
+        if acceptor is not None:
+            acceptor.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -362,6 +363,30 @@ print(repr(ours.error))
     assert "File too large" in first
     assert last == "''"
     assert numbers(path) == [*range(6)]
+
+
+@pytest.mark.parametrize("waiting_bytes", [2**20, 1000])
+def test_a_sync_that_fails_writes_all_of_it_again_in_order(
+    path: Path, monkeypatch: pytest.MonkeyPatch, waiting_bytes: int
+) -> None:
+    """Also where memory has become too small meanwhile, so that it is less than before."""
+    sync, disk = os.fsync, Disk(0)
+    with opened(path, disk, waiting_bytes=2**20) as journal:
+
+        def failing_sync(descriptor: int) -> None:
+            monkeypatch.setattr(os, "fsync", sync)
+            monkeypatch.setattr(journal, "_waiting_bytes", waiting_bytes)
+            journal.append(2.0, BEGUN)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        for number in range(100):
+            journal.append(1.0, step_done(number))
+        monkeypatch.setattr(os, "fsync", failing_sync)
+        disk.free_bytes = RESERVE_BYTES
+        until(lambda: path.read_bytes().count(b"begun"), "the entry that came meanwhile")
+    entries = list(read_entries(path))
+    assert entries[-1] == Entry(100, 2.0, BEGUN, [])
+    assert journal.dropped == (0 if waiting_bytes > 1000 else 101 - len(entries) + 1)
 
 
 @pytest.fixture

@@ -1,0 +1,395 @@
+"""The run as a state machine: events go in, actions come out; no I/O.
+
+One start of a run is one `Run`; what the next start needs to know is in `Memory`. What `handle`
+returns depends on the events and their times alone: a journal of them gives the same actions again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from liver_hpc.errors import LiverError, MeetingError, ProtocolError, RequestRefused
+from liver_hpc.protocol import messages as m
+from liver_hpc.run import events as e
+from liver_hpc.run.actions import Action, Admit, Answer, Log, StepPhase, TurnAway
+from liver_hpc.run.handoffs import OfAttempt
+from liver_hpc.run.lifecycle import (
+    ENDED,
+    HANDING_OVER,
+    OPERATORS_STOP,
+    STARTING,
+    STOPPING,
+    TRAINING,
+    Lifecycle,
+)
+from liver_hpc.run.node_events import EndNear, NodeGone, NodeGranted, NodeWarned, PoolNote
+from liver_hpc.run.requests import ReconfigurationRequest
+from liver_hpc.run.state import Ending, RunState
+
+
+class Run(Lifecycle):
+    """One start of a run, on every event that there is; see `Lifecycle` for what it is made of."""
+
+    # ---- one event
+
+    def handle(self, event: e.Event, at_s: float) -> list[Action]:
+        """The answer to one event at `at_s`, epoch seconds: what is to be done, in this order.
+
+        Whatever is wrong with an event ends the run with the reason; nothing is raised.
+        """
+        self._clock.at_s = at_s
+        state = self.state
+        if not isinstance(event, e.Tick):  # of which the journal leaves out most
+            self._history.append((state, event))
+        try:
+            handler = _TABLE.get((state, type(event)))
+            if handler is not None:
+                handler(self, event)
+                self._settle(event)
+            elif state is not ENDED:
+                raise ProtocolError(f"{type(event).__name__} while {state}; {self._story()}")
+        except LiverError as error:
+            self._fail(str(error))
+        actions = list(self._out)
+        self._out.clear()
+        return actions
+
+    def progress(self, message: m.Progress) -> None:
+        """How far a transfer has come: for the status alone, and never in the journal."""
+        self.handoffs.progress(message)
+
+    def _settle(self, event: e.Event) -> None:
+        """What follows from the event for nodes, launches and handoffs. A step changes none of
+        that, unless the run file asks for something after it, and there are many of them."""
+        if self._state is ENDED or (isinstance(event, m.StepDone) and not self.elastic.queue):
+            return
+        if self._state is STARTING and self._may_launch and not self._launched:
+            self._launch_first()
+        if self._state is TRAINING and not self._journal_error:
+            assert self.world is not None
+            to_disk = self.elastic.next_handoff(self.world)
+            if to_disk is not None:
+                self._stop(to_disk.reason, checkpoint=True, then=Ending.RESTART)
+        if self._may_launch:
+            busy = not self.handoffs.idle or bool(self.elastic.queue)
+            self.elastic.look_after_nodes(busy)
+
+    # ---- the start
+
+    def _coordinator_started(self, event: e.CoordinatorStarted) -> None:
+        self._checkpoints, self._resumed = event.checkpoints, event.resumed
+        known = [event.memory.last_generation]
+        if self._resumed is not None:
+            step = self._resumed.step
+            known.append(self._resumed.generation)
+            self._steps_done = self.recorder.first_step = step
+            self._checkpointed = step, self._resumed.path
+            self.elastic.queue.skip(step)
+            self._note(f"goes on from step {step}, saved at {self._resumed.layout}")
+        # A generation's number stands for one world in all starts of a run. One is left out: it
+        # may have been that of a world built anew, which recorded nothing.
+        self._first_generation = max(known) + 2 if max(known) >= 0 else 0
+        self.handoffs.generation = self._first_generation
+        self.elastic.recall(event.memory)
+
+    def _launch_allowed(self, event: e.LaunchAllowed) -> None:
+        self._may_launch = True
+        if not self._launch_first():
+            self._note(f"waiting for nodes; held: {self.elastic.nodes.text()}")
+
+    def _launch_failed(self, event: e.LaunchFailed) -> None:
+        generation, workers = self.agents.launch_failed(event.agents, event.lost)
+        what = f"cannot launch {workers} workers: {event.reason}"
+        if self._state is ENDED:
+            return
+        if self._state is STARTING and generation == self._first_generation:
+            self._start_failed(what)  # a node may be gone, which nobody has been told yet
+        elif generation == self.handoffs.generation and self.handoffs.attempt is not None:
+            self.handoffs.cancel_boot(what)
+
+    def _restored(self, message: m.Restored) -> None:
+        """A worker holds what it read; whether that is what was saved is found out elsewhere."""
+        self._have_restored.add(message.worker)
+
+    def _state_restored(self, event: e.StateRestored) -> None:
+        assert self.world is not None
+        self.agents.send(self.world.rank_map.workers, m.Proceed(generation=event.generation))
+        self._train()
+
+    # ---- agents
+
+    def _agent_met(self, event: e.AgentMet) -> None:
+        try:
+            workers = self.agents.meet(event.agent, event.workers)
+        except MeetingError as error:
+            self._out.append(TurnAway(event.agent, str(error)))
+        else:
+            self._out.append(Admit(event.agent, workers))
+
+    def _agent_ended(self, event: e.AgentEnded) -> None:
+        agent = self.agents.ended(event.agent, event.exit_code)
+        if agent is None or agent.complete or self._state is ENDED:
+            return
+        fallen = self.agents.fallen(agent.generation)
+        if self._state is STARTING and agent.generation == self._first_generation:
+            if self.agents.fallen_told(agent.generation):
+                self._end(Ending.RESTART, fallen)  # its node is being taken away
+            else:
+                self._start_failed(fallen)
+        elif fallen and agent.generation == self.handoffs.generation:
+            self.handoffs.cancel_boot(fallen)
+
+    def _rendezvous_failed(self, event: e.RendezvousFailed) -> None:
+        if self._state is STARTING:
+            self._fail(event.reason)
+        else:
+            self.handoffs.cancel_boot(event.reason)
+
+    # ---- workers
+
+    def _hello(self, hello: m.Hello) -> None:
+        """A worker has booted."""
+        if not self.agents.expects(hello.worker):
+            return
+        generation = self.agents.join(hello)
+        if self.world is not None:
+            self.handoffs.joined(hello, generation)
+        elif self._launched and not self.agents.missing(self._first_generation):
+            self._begin()
+
+    def _worker_gone(self, event: e.WorkerGone) -> None:
+        if self.agents.leave(event.worker):
+            self._lost(event.worker, event.reason)
+
+    def _lost(self, worker: int, reason: str) -> None:
+        """A worker has gone: as it should, or to the cost of a handoff, or of the run."""
+        if self._state is ENDED or self.agents.finished((worker,)):
+            return
+        if self._state is STARTING:
+            self._start_failed(f"worker {worker} lost before training began: {reason}")
+        elif self.world is not None and (
+            self.handoffs.involves(worker) or worker in self.world.rank_map.workers
+        ):
+            self.handoffs.lost(worker, reason)
+        else:
+            self._out.append(Log(f"worker {worker} has ended: {reason}"))
+
+    def _step_done(self, message: m.StepDone) -> None:
+        """A step, and with it perhaps scripted notices."""
+        record = self.recorder.step_done(message)
+        if record.phase:
+            self._out.append(StepPhase(record.phase))
+        if self.world is not None:
+            self.elastic.step_done(self.world, record)
+        for notice in self.elastic.queue.due(message.step):
+            try:
+                self._ask(self.elastic.queue.of_notice(notice, self._clock.now_s()))
+            except RequestRefused as error:
+                self._note(f"notice of step {notice.at_step} refused: {error}")
+
+    def _of_attempt(self, message: OfAttempt) -> None:
+        ours = self.world is not None and message.generation == self.world.generation
+        if isinstance(message, m.Failed) and ours:
+            self._fail(f"worker {message.worker}: {message.reason}")
+        else:
+            self.handoffs.message(message)
+
+    def _finished(self, message: m.Finished) -> None:
+        """A worker has done its last step; the others are about to."""
+        self.agents.finish(message.worker)
+        self._steps_done = message.step
+        if self._state is TRAINING:
+            self._state = STOPPING
+            self._set_deadline(self._limits.boundary_s)
+        self.handoffs.finished(message)
+        self._end_if_all_finished()
+
+    # ---- nodes
+
+    def _node_granted(self, event: NodeGranted) -> None:
+        self.elastic.granted(event, at_start=self.world is None)
+
+    def _node_warned(self, event: NodeWarned) -> None:
+        if not self.elastic.warned(event):
+            return
+        if self._state is STARTING:
+            if event.deadline_s is not None and self._begins_on(event.node):
+                self._end(Ending.RESTART, f"node {event.node} goes before training began")
+        elif self._state is TRAINING and self.world is not None:
+            self.elastic.overtake(self.world)
+
+    def _node_gone(self, event: NodeGone) -> None:
+        reason = f"node {event.node} is gone: {event.reason}"
+        if self._begins_on(event.node):
+            self._end(Ending.RESTART, f"{reason}, before training began")
+        elif self.agents.launched_on({event.node}, self.handoffs.generation):
+            self.handoffs.cancel_boot(reason)  # whoever has not come by now will not
+        for worker in self.elastic.gone(event):
+            if self.agents.leave(worker):  # what else is heard of it is heard too late
+                self._lost(worker, f"its {reason}")
+
+    def _begins_on(self, node: str) -> bool:
+        """Whether the run is starting, on this node among others."""
+        starting = self._state is STARTING
+        return starting and self.agents.launched_on({node}, self._first_generation)
+
+    def _end_near(self, event: EndNear) -> None:
+        """The coordinator's own allocation ends soon: state to disk, and again from there, unless
+        its job may not be queued again."""
+        again = self.config.cluster.slurm.requeue
+        then = Ending.REQUEUE if again else Ending.STOPPED
+        self._stop(event.reason, checkpoint=True, then=then)
+
+    # ---- operators
+
+    def _operator_asked(self, event: e.OperatorAsked) -> None:
+        try:
+            ok, text = True, self._reply(event.request)
+        except RequestRefused as error:
+            ok, text = False, str(error)
+        self._out.append(Answer(event.number, ok, text))
+
+    def _reply(
+        self, request: m.ResizeRequest | m.ReplaceRequest | m.DrainRequest | m.StopRequest
+    ) -> str:
+        """What an operator is told; RequestRefused when the answer is no."""
+        if isinstance(request, m.StopRequest):
+            return self._stop(OPERATORS_STOP, request.checkpoint)
+        if isinstance(request, m.DrainRequest):
+            self._check_open()
+            if request.undo:
+                return self.elastic.undo_drain(request.node, self.world)
+            reply = self.elastic.drain(request.node, request.within_s, self.world)
+            if self._begins_on(request.node):
+                self._end(Ending.RESTART, f"node {request.node} goes before training began")
+            return reply
+        return self._ask(self.elastic.queue.of_operator(request, self._clock.now_s()))
+
+    def _ask(self, request: ReconfigurationRequest) -> str:
+        self._check_open()
+        training = self._state is TRAINING
+        busy = self.handoffs.describe() if training else "the start of the run"
+        return self.elastic.ask(request, self.world, busy)
+
+    def _check_open(self) -> None:
+        if self._state not in (STARTING, TRAINING):
+            raise RequestRefused("the run is about to end")
+
+    # ---- checkpoints and the journal
+
+    def _checkpoint_written(self, event: e.CheckpointWritten) -> None:
+        self._checkpointed, self._checkpoint_failure = (event.step, event.path), ""
+        self.elastic.estimates.handoffs.observe_checkpoint(event.largest_bytes, event.took_s)
+        self._note(f"checkpoint of step {event.step}: {event.total_bytes} bytes")
+
+    def _checkpoint_failed(self, event: e.CheckpointFailed) -> None:
+        self._checkpoint_failure = event.reason
+        self._note(event.reason)
+
+    def _journal_failed(self, event: e.JournalFailed) -> None:
+        """Training goes on. No handoff begins that nobody could find out about afterwards."""
+        if event.reason and not self._journal_error and self.handoffs.can_be_cancelled:
+            self.handoffs.cancel(f"the journal cannot be written: {event.reason}")
+        self._journal_error = event.reason
+
+    # ---- time
+
+    def _tick(self, event: e.Tick) -> None:
+        if self._state is not ENDED:
+            self.handoffs.tick()
+        for worker in self.agents.reap():
+            self._lost(worker, "did not end by itself")
+        if self._state is ENDED or self._deadline is None or not self._deadline.expired():
+            return
+        late = f"waited {self._deadline.limit_s:g} s for {self._waits_for()}"
+        if self._state is STARTING:
+            self._start_failed(late)
+        else:
+            self._fail(late)
+
+    def _stop_signalled(self, event: e.StopSignalled) -> None:
+        # Whoever cancels a job may want to go on from where it was.
+        self._stop(event.reason, checkpoint=self.config.cluster.kind == "slurm")
+
+    # ---- after the end
+
+    def _turned_away(self, event: e.AgentMet) -> None:
+        self._out.append(TurnAway(event.agent, "the run has ended"))
+
+    def _refused(self, event: e.OperatorAsked) -> None:
+        self._out.append(Answer(event.number, False, "the run is about to end"))
+
+
+Handler = Callable[[Run, Any], None]
+OPEN = (STARTING, TRAINING, HANDING_OVER, STOPPING)
+WITH_WORLD = (TRAINING, HANDING_OVER, STOPPING)
+
+
+def _in(states: tuple[RunState, ...], handlers: dict[type, Handler]) -> dict[Any, Handler]:
+    return {(state, event): handler for state in states for event, handler in handlers.items()}
+
+
+_TABLE: dict[tuple[RunState, type], Handler] = {
+    **_in(
+        (STARTING,),
+        {
+            e.CoordinatorStarted: Run._coordinator_started,
+            e.LaunchAllowed: Run._launch_allowed,
+            e.StateRestored: Run._state_restored,
+            m.Restored: Run._restored,
+        },
+    ),
+    **_in(
+        OPEN,
+        {
+            NodeGranted: Run._node_granted,
+            NodeWarned: Run._node_warned,
+            NodeGone: Run._node_gone,
+            EndNear: Run._end_near,
+            PoolNote: lambda run, event: run._note(event.text),
+            e.AgentMet: Run._agent_met,
+            e.AgentListens: lambda run, event: run.agents.listens(event.agent),
+            e.AgentEnded: Run._agent_ended,
+            e.LaunchFailed: Run._launch_failed,
+            e.RendezvousFailed: Run._rendezvous_failed,
+            e.OperatorAsked: Run._operator_asked,
+            e.StopSignalled: Run._stop_signalled,
+            e.WorkerGone: Run._worker_gone,
+            e.CheckpointWritten: Run._checkpoint_written,
+            e.CheckpointFailed: Run._checkpoint_failed,
+            e.JournalFailed: Run._journal_failed,
+            e.ShellFailed: lambda run, event: run._fail(event.reason),
+            e.Tick: Run._tick,
+            m.Hello: Run._hello,
+            m.Transports: lambda run, event: run.recorder.connected(event),
+            m.Failed: Run._of_attempt,
+        },
+    ),
+    **_in(
+        WITH_WORLD,
+        {
+            m.StepDone: Run._step_done,
+            m.Finished: Run._finished,
+            m.Prepared: Run._of_attempt,
+            m.AtBoundary: Run._of_attempt,
+            m.Vote: Run._of_attempt,
+            m.FirstStep: Run._of_attempt,
+            m.Released: Run._of_attempt,
+            m.Aborted: Run._of_attempt,
+        },
+    ),
+    **_in(
+        (ENDED,),
+        {
+            e.LaunchFailed: Run._launch_failed,
+            e.AgentListens: lambda run, event: run.agents.listens(event.agent),
+            e.AgentEnded: Run._agent_ended,
+            e.WorkerGone: Run._worker_gone,
+            e.AgentMet: Run._turned_away,
+            e.OperatorAsked: Run._refused,
+            e.Tick: Run._tick,
+        },
+    ),
+}
+"""What is done on which event. After the end every other event is too late to matter."""

@@ -1,0 +1,260 @@
+"""The outside of a run, in memory: nodes, agents and workers that do what a run asks of them.
+
+Workers of one world train in step: a boundary, a stop and the end come to all of them with the
+same step, as they do where the flags ride on a reduction.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.attempt import Phase
+from liver_hpc.run.node_events import Node, Seat
+from tests.fakes import Fault, WorkerScript
+
+KILLED = 137
+
+
+class PlannedFaults:
+    """Faults to come, each to the first worker that reaches its phase."""
+
+    def __init__(self) -> None:
+        self.planned: list[tuple[Phase, Fault]] = []
+
+    def take(self, worker: int, phase: Phase) -> Fault | None:
+        for planned in self.planned:
+            if planned[0] is phase:
+                self.planned.remove(planned)
+                return planned[1]
+        return None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A worker's word to the shell that its part of a checkpoint is written, or is not."""
+
+    worker: int
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The end of a worker's channel."""
+
+    worker: int
+    reason: str
+
+
+@dataclass
+class PlayedWorker(WorkerScript):
+    """A scripted worker that trains.
+
+    doing: "nothing", "restoring", "training", "crossing" (at the boundary), "going back",
+    "finished" or "leaving".
+    """
+
+    doing: str = "nothing"
+    resumed_step: int = 0
+    preparing: bool = False
+    armed: bool = False
+    aborted: bool = False
+    stop: m.Stop | None = None
+    received: Any = field(default_factory=lambda: deque(maxlen=4))
+
+    def _answer(self, message: m.ToWorker) -> list[m.FromWorker]:
+        match message:
+            case m.Begin():
+                super()._answer(message)
+                return self._begun(message)
+            case m.Proceed():
+                self.doing = "training"
+            case m.Prepare():
+                super()._answer(message)
+                self.preparing, self.armed, self.aborted = True, False, False
+            case m.Arm() if message.generation == self.generation:
+                self.armed = True
+            case m.Verdict(stage="commit"):
+                return self._committed(message)
+            case m.Abort() if message.generation == self.generation:
+                return self._called_off()
+            case m.Resume() if message.generation == self.generation:
+                if self.doing == "going back":
+                    super()._answer(message)
+                    self.doing, self.armed, self.aborted = "training", False, False
+            case m.Stop():
+                self.stop = message
+            case m.Verdict(stage="forward"):
+                return super()._answer(message)
+        return []
+
+    def _begun(self, message: m.Begin) -> list[m.FromWorker]:
+        if message.checkpoint is None:
+            self.doing = "training"
+            return []
+        self.doing, self.step = "restoring", self.resumed_step
+        return [
+            m.Restored(
+                worker=self.worker,
+                generation=message.generation,
+                scalars=_scalars(self.step),
+                digests=(),
+            )
+        ]
+
+    @property
+    def joins(self) -> bool:
+        return self.source is not None and self.worker not in self.source.workers
+
+    def prepare(self) -> list[m.FromWorker]:
+        """PREPARE is over; says nothing where it was called off meanwhile."""
+        self.preparing = False
+        return [] if self.aborted or self.dead or self.mute else self._prepared()
+
+    def cross(self) -> list[m.FromWorker]:
+        """At the boundary that all have agreed on; a joiner, once that was reached."""
+        self.doing = "crossing"
+        said = self._stopped_at_boundary()
+        return said if not self.aborted else [*said, *self._called_off()]
+
+    def _called_off(self) -> list[m.FromWorker]:
+        self.aborted = True
+        if self.joins or self.doing != "crossing":
+            return []  # said at the next boundary; a joiner waits for its Exit
+        self.doing = "going back"
+        return [m.Aborted(worker=self.worker, generation=self.generation)]
+
+    def drop(self) -> list[m.FromWorker]:
+        """At a boundary that the handoff did not reach: called off, and clear of it."""
+        self.aborted, self.armed, self.preparing = False, False, False
+        return [m.Aborted(worker=self.worker, generation=self.generation)]
+
+    def _committed(self, message: m.Verdict) -> list[m.FromWorker]:
+        self.step = message.scalars.step
+        said = self.first_step()
+        self.armed = False
+        if self.dead or self.mute or not any(isinstance(each, m.FirstStep) for each in said):
+            self.doing = "leaving"
+            return said
+        self.doing, self.step = "training", self.step + 1
+        return said[:1] + self.report() + said[1:]
+
+    def report(self) -> list[m.FromWorker]:
+        """StepDone, from rank 0 alone."""
+        if self.world is None or self.world.workers[0] != self.worker:
+            return []
+        done = m.StepDone(
+            worker=self.worker,
+            generation=self.world_generation,
+            step=self.step - 1,
+            loss=float("nan") if self.step % 7 == 0 else 1.0,
+            grad_norm=1.0,
+            learning_rate=0.1,
+            tokens=64,
+            started_s=float(self.step),
+            ended_s=self.step + 0.5,
+        )
+        return [done]
+
+    def finish(self) -> list[m.FromWorker]:
+        self.doing = "finished"
+        return [m.Finished(worker=self.worker, step=self.step)]
+
+
+def _scalars(step: int) -> m.ScalarState:
+    return m.ScalarState(
+        step=step, consumed_samples=8 * step, optimizer_step=step, loss_scale=1.0, seed=1234
+    )
+
+
+@dataclass
+class PlayedAgent:
+    """An agent: what it will say next, and its workers once it has met."""
+
+    name: str
+    seat: Seat
+    says: deque[str] = field(default_factory=lambda: deque(["meets"]))
+    workers: list[PlayedWorker] = field(default_factory=list)
+    listens: bool = False
+    ended: bool = False
+    code: int = 0
+
+    def end(self, code: int) -> None:
+        """The agent and all its workers end."""
+        if not self.ended:
+            self.ended, self.code = True, code
+            for worker in self.workers:
+                worker.dead = True
+            self.says.clear()
+            self.says.append("ends")
+
+    def look(self) -> None:
+        """An agent ends with the last of its workers."""
+        if self.workers and all(worker.dead for worker in self.workers):
+            self.end(0)
+
+
+@dataclass
+class PlayedNode:
+    """A node that the run holds. deadline_s: when the cluster takes it."""
+
+    node: Node
+    deadline_s: float | None = None
+    returning: bool = False
+
+
+@dataclass
+class TrainingWorld:
+    """The workers that train, all of them able to."""
+
+    rank_map: RankMap
+    generation: int
+    members: list[PlayedWorker]
+
+    def step(self, last: int) -> dict[int, list[m.FromWorker | Saved]]:
+        """One step of all, and what they say then, by worker."""
+        said: dict[int, list[m.FromWorker | Saved]] = {}
+        members = self.members
+        for member in members:
+            member.step += 1
+            said[member.worker] = [*member.report()]
+        step = members[0].step
+        stops = all(member.stop is not None for member in members)
+        armed = step < last and all(member.armed for member in members)
+        for member in members:
+            words = said[member.worker]
+            if stops:
+                assert member.stop is not None
+                if member.stop.checkpoint is not None:
+                    words.append(Saved(member.worker, self.generation, step))
+                words += member.finish()
+            elif armed:
+                words += member.cross()
+            elif member.aborted:
+                words += member.drop()
+            if not stops and step >= last:
+                words += member.finish()
+        return said
+
+
+def training_world(workers: dict[int, PlayedWorker]) -> TrainingWorld | None:
+    """The world that can do a step now; None where somebody is missing or busy."""
+    able = [w for w in workers.values() if w.doing == "training" and not w.dead]
+    if not able:
+        return None
+    generation = max(worker.world_generation for worker in able)
+    world = next(w.world for w in able if w.world_generation == generation)
+    assert world is not None
+    members = [workers[worker] for worker in world.workers]
+    ready = all(
+        each.doing == "training"
+        and each.world_generation == generation
+        and not each.dead
+        and not each.mute
+        for each in members
+    )
+    return TrainingWorld(world, generation, members) if ready else None

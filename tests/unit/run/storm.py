@@ -1,0 +1,201 @@
+"""What may befall a run, drawn: nodes, operators, signals, deaths, faults, and time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from liver_hpc.protocol import messages as m
+from liver_hpc.run import events as e
+from liver_hpc.run.node_events import EndNear, NodeGranted, NodeWarned, PoolNote
+from liver_hpc.run.state import RunState
+from tests.unit.run.outside import KILLED
+from tests.unit.run.play import FAULTS, REASONS, WAITS_S, WINDOWS_S, Play
+
+Blow = Callable[[Play], None]
+
+
+def go_on(play: Play) -> None:
+    if not play.go_on():
+        play.train()
+
+
+def a_few_things(play: Play) -> None:
+    for _ in range(4):
+        go_on(play)
+
+
+def train(play: Play) -> None:
+    play.train()
+
+
+def wait(play: Play) -> None:
+    play.wait(play.choices.one_of(WAITS_S))
+
+
+def tick(play: Play) -> None:
+    play.wait(0.0)
+
+
+def grant(play: Play) -> None:
+    """A node comes, or comes again: a warning is lifted."""
+    node = play.choices.one_of([*play.scene.more, *play.scene.first])
+    known = play.nodes.get(node.name)
+    if known is None or not known.returning:
+        play.grant(node)
+
+
+def warn(play: Play) -> None:
+    nodes = [node for node in play.nodes.values() if not node.returning]
+    if nodes:
+        node, window_s = play.choices.one_of(nodes), play.choices.one_of(WINDOWS_S)
+        node.deadline_s = None if window_s is None else play.now_s + window_s
+        reason = play.choices.one_of(REASONS)
+        play.tell(NodeWarned(node.node.name, reason, play.now_s, node.deadline_s))
+
+
+def withdraw(play: Play) -> None:
+    if play.nodes:
+        play.withdraw(play.choices.one_of(sorted(play.nodes)), "it is down")
+
+
+def resize(play: Play) -> None:
+    play.ask(play.choices.one_of(play.scene.asks))
+
+
+def replace(play: Play) -> None:
+    world = play.run.world
+    workers = (*world.rank_map.workers, 99) if world is not None else (0, 99)
+    play.ask(m.ReplaceRequest(replace=play.choices.one_of(workers)))
+
+
+def drain(play: Play) -> None:
+    names = [node.name for node in (*play.scene.first, *play.scene.more)]
+    within_s = play.choices.one_of((None, 1.0, 30.0))
+    play.ask(m.DrainRequest(node=play.choices.one_of([*names, "n9"]), within_s=within_s))
+
+
+def undo_drain(play: Play) -> None:
+    names = [*play.run.elastic.drained, "n9"]
+    play.ask(m.DrainRequest(node=play.choices.one_of(names), undo=True))
+
+
+def stop(play: Play) -> None:
+    play.ask(m.StopRequest(checkpoint=play.choices.now_and_then(2)))
+
+
+def end_near(play: Play) -> None:
+    play.feed(EndNear("time limit", play.now_s, play.now_s + 60.0))
+
+
+def stop_signalled(play: Play) -> None:
+    play.feed(e.StopSignalled("SIGTERM", play.choices.now_and_then(2)))
+
+
+def worker_dies(play: Play) -> None:
+    living = [worker for worker in play.workers.values() if not worker.dead]
+    if living:
+        play.close(play.choices.one_of(living), "signal 9")
+
+
+def worker_is_silent(play: Play) -> None:
+    """Its machine has vanished, as far as the shell can tell."""
+    here = sorted(worker for worker in play.registered if play.run.agents.agent_of(worker))
+    if here:
+        play.feed(e.WorkerGone(play.choices.one_of(here), "silent for 30 s"))
+
+
+def agent_dies(play: Play) -> None:
+    living = [agent for agent in play.agents.values() if not agent.ended]
+    if living:
+        play.end_agent(play.choices.one_of(living), play.choices.one_of((87, 143, KILLED, 0)))
+
+
+def fault(play: Play) -> None:
+    play.faults.planned.append(play.choices.one_of(FAULTS))
+
+
+def launches_fail(play: Play) -> None:
+    play.launches_fail = True
+
+
+def journal(play: Play) -> None:
+    if play.journal_error:
+        play.journal_recovers()
+    else:
+        play.journal_error = "the disk is full"
+        play.feed(e.JournalFailed(play.journal_error))
+
+
+def checkpoint(play: Play) -> None:
+    """One of those that the run file asks for."""
+    step = play.run.steps_done
+    if play.run.world is not None and play.run.state is not RunState.ENDED:
+        play.feed(e.CheckpointWritten(step, f"/checkpoints/step-{step}", 100, 0.5, 200))
+
+
+def stranger(play: Play) -> None:
+    """Somebody meets whom nobody expects, or again."""
+    known = [agent for agent in play.agents.values() if agent.workers or agent.ended]
+    name = play.choices.one_of(["x", *(agent.name for agent in known)])
+    play.feed(e.AgentMet(name, "h", 1))
+
+
+def rendezvous_fails(play: Play) -> None:
+    if play.run.awaits_joiners:
+        play.feed(e.RendezvousFailed("the rendezvous has ended"))
+
+
+def shell_fails(play: Play) -> None:
+    play.feed(e.ShellFailed("worker 0 sent what it may not"))
+
+
+def pool_note(play: Play) -> None:
+    play.feed(PoolNote("the Slurm controller is away"))
+
+
+def lift(play: Play) -> None:
+    """The pool takes a warning back."""
+    for name, node in play.nodes.items():
+        if node.deadline_s is not None and not node.returning:
+            node.deadline_s = None
+            play.tell(NodeGranted(play.nodes[name].node))
+            return
+
+
+_WEIGHTS: tuple[tuple[int, Blow], ...] = (
+    (60, a_few_things),
+    (60, go_on),
+    (24, train),
+    (12, wait),
+    (6, tick),
+    (11, grant),
+    (13, warn),
+    (6, withdraw),
+    (15, resize),
+    (5, replace),
+    (6, drain),
+    (4, undo_drain),
+    (1, stop),
+    (1, end_near),
+    (1, stop_signalled),
+    (4, worker_dies),
+    (1, worker_is_silent),
+    (3, agent_dies),
+    (6, fault),
+    (2, launches_fail),
+    (3, journal),
+    (4, checkpoint),
+    (2, stranger),
+    (1, rendezvous_fails),
+    (1, shell_fails),
+    (1, pool_note),
+    (3, lift),
+)
+BLOWS: tuple[Blow, ...] = tuple(blow for weight, blow in _WEIGHTS for _ in range(weight))
+assert len(BLOWS) == 256
+
+
+def storm(play: Play) -> None:
+    """Whatever comes, until nothing is left to draw from."""
+    while not play.choices.used_up:
+        play.choices.one_of(BLOWS)(play)
