@@ -15,7 +15,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-model.md"
 
 def example() -> str:
     """The page's one Python block that defines a recipe."""
-    blocks = re.findall(r"^```python[^\n]*\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```python[^\n]*\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     recipes = [block for block in blocks if "(Recipe):" in block]
     assert len(recipes) == 1
     return str(recipes[0])
