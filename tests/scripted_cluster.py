@@ -1,4 +1,4 @@
-"""A cluster in memory: agents that meet at a desk, workers that follow a script."""
+"""A cluster in memory: agents that meet at a rendezvous, workers that follow a script."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class ScriptedCluster:
         self.secret = secret
         self.pool = ScriptedPool(nodes)
         self.faults = FaultInjector()
-        self.desk = MemoryRendezvous(secret)
+        self.rendezvous = MemoryRendezvous(secret)
         self.launcher = MemoryLauncher(self._start)
         self.launched: list[NodeRequest] = []
         self.fallen_agents: dict[str, int] = {}
@@ -152,7 +152,7 @@ class ScriptedCluster:
             return
         identity = Identity(agent=request.agent, host="test", pid=1, workers=request.workers)
         try:
-            answer = self.desk.meet(identity, self.secret)
+            answer = self.rendezvous.meet(identity, self.secret)
         except MeetingError as error:
             self.refusals.append(str(error))
             self.launcher.end(request.agent, 4)

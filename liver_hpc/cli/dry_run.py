@@ -120,8 +120,8 @@ def _next_rank_map(
         if notice.replace in available:
             available.remove(notice.replace)
     else:
-        wish = notice.layout
-        layout = wish.layout() if wish else config.allowed_layouts(notice.workers or 0)[0]
+        asked = notice.layout
+        layout = asked.layout() if asked else config.allowed_layouts(notice.workers or 0)[0]
         joiners = max(0, layout.workers - len(available))
     available += range(born, born + joiners)
     return place(model, rank_map, layout, available), born + joiners

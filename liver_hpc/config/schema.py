@@ -111,10 +111,10 @@ class NoticeSection(Section):
     replace: NonNegativeInt | None = None
 
     @model_validator(mode="after")
-    def _one_wish(self) -> NoticeSection:
-        wishes = [n for n in ("layout", "workers", "replace") if getattr(self, n) is not None]
-        if len(wishes) != 1:
-            raise ValueError(f"wanted exactly one of layout, workers, replace; got {wishes}")
+    def _one_request(self) -> NoticeSection:
+        asked = [n for n in ("layout", "workers", "replace") if getattr(self, n) is not None]
+        if len(asked) != 1:
+            raise ValueError(f"wanted exactly one of layout, workers, replace; got {asked}")
         return self
 
 
@@ -265,7 +265,7 @@ class RunConfig(Section):
     """One file = one whole run.
 
     `layouts` is "auto" only between loading and `layout.candidates.resolve_layouts`; whoever
-    launches or lives a run finds a table.
+    launches or runs a run finds a table.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"

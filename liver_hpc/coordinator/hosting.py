@@ -29,13 +29,12 @@ class HostedCoordinator(Control):
     """A run's coordinator in a thread of this process. Everything may be called from a signal
     handler.
 
-    started: whether it was. outcome: how it ended; None before that, and when it broke down.
+    started: whether it was.
     """
 
     def __init__(self, run_directory: Path) -> None:
         super().__init__()
         self.started = False
-        self.outcome: Outcome | None = None
         self._run_directory = run_directory
         self._ended, self._not_ended = os.pipe()
 

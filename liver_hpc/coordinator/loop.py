@@ -16,16 +16,24 @@ from pathlib import Path
 
 from liver_hpc.checkpoint.index import Checkpoint, complete_path
 from liver_hpc.clock import Deadline
-from liver_hpc.cluster.launcher import NodeRequest
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.address import control_address
 from liver_hpc.coordinator.checkpoints import Checkpoints
-from liver_hpc.coordinator.connections import ConnectionServer, WorkerRegistry
+from liver_hpc.coordinator.connections import (
+    Asked,
+    Closed,
+    ConnectionServer,
+    InboxEvent,
+    Met,
+    Opened,
+    Said,
+    WorkerRegistry,
+)
 from liver_hpc.coordinator.control import Control
-from liver_hpc.coordinator.inbox import Asked, Closed, InboxEvent, Met, Opened, Said
+from liver_hpc.coordinator.performer import Performer
 from liver_hpc.coordinator.services import Services
 from liver_hpc.coordinator.store import StoreService
-from liver_hpc.errors import CheckpointError, LiverError, MeetingError, RequestRefused
+from liver_hpc.errors import CheckpointError, LiverError
 from liver_hpc.protocol.messages import (
     AgentHello,
     AnyMessage,
@@ -39,7 +47,6 @@ from liver_hpc.protocol.messages import (
     Warned,
     WorkerEnded,
 )
-from liver_hpc.rendezvous.base import Answer as MeetingAnswer
 from liver_hpc.rendezvous.channel import Channel, ControlServer
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
@@ -86,19 +93,14 @@ class Coordinator:
         self._inbox = control.inbox
         self._store = StoreService()
         self._registry = WorkerRegistry(services.clock)
+        self._performer = Performer(services, self._registry, self._store)
         self._checkpoints = Checkpoints(config, services.recipe, run_directory, services.clock)
         self._journal = services.open_journal(self._inbox.put)
         self._held: deque[tuple[int, list[a.Action]]] = deque()
-        self._meetings: dict[str, Met] = {}
-        self._requests: dict[int, Asked] = {}
         self._next_request = 0
-        self._launched: set[str] = set()
         self._endings: dict[int, str] = {}
         self._unexplained: dict[int, tuple[Deadline, str]] = {}
         self._journal_failed = False
-        self._outcome: Outcome | None = None
-        self._last_event = ""
-        self._address = ("", 0)
         self._next_tick_s = 0.0
         self._last_tick_s = services.clock.now_s()
 
@@ -110,19 +112,19 @@ class Coordinator:
             with ExitStack() as stack:
                 try:
                     self._open(stack)
-                    while self._outcome is None:
+                    while self._performer.outcome is None:
                         self._turn()
                 except LiverError as error:
                     log.exception("the run failed")
                     self._feed(e.ShellFailed(str(error)))
                     self._perform_held()
         except (LiverError, OSError) as error:  # in closing: the run itself ended otherwise
-            if self._outcome is None:
+            if self._performer.outcome is None:
                 raise
             log.exception("not all that was launched or opened could be ended")
             left_over = f"; not all could be ended: {error}"
-        assert self._outcome is not None
-        return replace(self._outcome, reason=self._outcome.reason + left_over)
+        assert self._performer.outcome is not None
+        return replace(self._performer.outcome, reason=self._performer.outcome.reason + left_over)
 
     @property
     def memory(self) -> e.Memory:
@@ -151,7 +153,7 @@ class Coordinator:
         stack.callback(self._see_all_off)
         stack.callback(lambda: services.pool.want(0))
         self._inbox.reopen()
-        self._address = server.address
+        self._performer.address = server.address
         host, port = server.address
         here = {"host": host, "port": port, "pid": os.getpid(), "hostname": socket.gethostname()}
         write_private_json(self._run_directory / COORDINATOR_FILE, here)
@@ -194,7 +196,7 @@ class Coordinator:
             case Closed():
                 self._closed(event.channel, event.reason)
             case Met():
-                self._meetings[event.identity.agent] = event
+                self._performer.meetings[event.identity.agent] = event
                 who = event.identity
                 self._feed(e.AgentMet(who.agent, who.host, who.workers))
             case Asked():
@@ -234,10 +236,10 @@ class Coordinator:
     def _look_at_agents(self) -> None:
         """Tells the core of agents that have ended, and of a rendezvous that nobody can come to."""
         launcher = self._services.launcher
-        for agent in sorted(self._launched):
+        for agent in sorted(self._performer.launched):
             code = launcher.exit_code(agent)
             if code is not None:
-                self._launched.discard(agent)
+                self._performer.launched.discard(agent)
                 self._feed(e.AgentEnded(agent, code))
         if self._run.awaits_joiners:
             try:
@@ -266,81 +268,9 @@ class Coordinator:
         while self._held and (up_to is None or self._held[0][0] <= up_to):
             _, actions = self._held.popleft()
             for action in actions:
-                self._perform(action)
-
-    def _perform(self, action: a.Action) -> None:
-        services = self._services
-        match action:
-            case a.Send():
-                self._registry.send(action.workers, action.message)
-            case a.Launch():
-                self._launch(action)
-            case a.Admit():
-                self._admit(action)
-            case a.TurnAway():
-                log.warning("turned away: %s", action.reason)
-                self._meetings.pop(action.agent).answer.set_exception(MeetingError(action.reason))
-            case a.EndAgent():
-                self._registry.end_agent(action.agent, action.reason)
-            case a.KillAgent():
-                log.warning("agent %s has not ended by itself: killed", action.agent)
-                services.launcher.kill(action.agent)
-            case a.Disconnect():
-                self._unexplained.pop(action.worker, None)
-                self._registry.drop_worker(action.worker)
-            case a.Answer():
-                self._answer(action)
-            case a.WantWorkers():
-                services.pool.want(action.workers)
-            case a.GiveBack():
-                services.pool.give_back(action.node)
-            case a.Avoid():
-                services.pool.avoid(action.node)
-            case a.Readmit():
-                services.pool.readmit(action.node)
-            case a.ForgetGeneration():
-                self._store.forget(f"g{action.generation}/")
-            case a.Note():
-                log.info("%s", action.text)
-                self._last_event = action.text
-            case a.Log():
-                log.info("%s", action.text)
-            case a.End():
-                self._outcome = Outcome(str(action.state), action.reason, action.step)
-            case a.Record() | a.StepPhase() | a.Remember():
-                pass  # they are in the journal
-
-    def _launch(self, launch: a.Launch) -> None:
-        requests = [
-            NodeRequest(
-                each.agent, len(each.seat.slots), str(each.layout), each.seat.slots, each.seat.node
-            )
-            for each in launch.agents
-        ]
-        names = tuple(request.agent for request in requests)
-        try:
-            self._services.launcher.launch(requests)
-        except (LiverError, OSError) as error:
-            lost = tuple(name for name in names if not self._is_known(name))
-            self._launched.update({*names} - {*lost})
-            self._feed(e.LaunchFailed(names, lost, str(error)))
-        else:
-            self._launched.update(names)
-
-    def _is_known(self, agent: str) -> bool:
-        """Whether the launcher has anything of an agent, after a launch that failed half-way."""
-        try:
-            self._services.launcher.alive(agent)
-        except LiverError:
-            return False
-        return True
-
-    def _admit(self, admit: a.Admit) -> None:
-        met = self._meetings.pop(admit.agent)
-        log.info("agent %s on %s: workers %s", admit.agent, met.identity.host, list(admit.workers))
-        host, port = self._address
-        answer = MeetingAnswer(worker_ids=admit.workers, control_host=host, control_port=port)
-        met.answer.set_result(answer)
+                failed = self._performer.perform(action)
+                if failed is not None:
+                    self._feed(failed)
 
     # ---- connections
 
@@ -463,20 +393,15 @@ class Coordinator:
 
     def _asked(self, asked: Asked) -> None:
         if isinstance(asked.request, StatusRequest):
-            shown = snapshot(self._run, self._clock.now_s(), self._last_event, self._journal.error)
+            shown = snapshot(
+                self._run, self._clock.now_s(), self._performer.last_event, self._journal.error
+            )
             asked.answer.set_result(Reply(ok=True, text="", data=shown.model_dump()))
             return
         number = self._next_request
         self._next_request += 1
-        self._requests[number] = asked
+        self._performer.requests[number] = asked
         self._feed(e.OperatorAsked(number, asked.request))
-
-    def _answer(self, answer: a.Answer) -> None:
-        asked = self._requests.pop(answer.number)
-        if answer.ok:
-            asked.answer.set_result(Reply(ok=True, text=answer.text))
-        else:
-            asked.answer.set_exception(RequestRefused(answer.text))
 
     # ---- the end
 

@@ -28,11 +28,13 @@ from liver_hpc.coordinator.address import control_address
 from liver_hpc.coordinator.control import Control
 from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.services import Services
+from liver_hpc.errors import ConfigError
 from liver_hpc.host.descriptors import raise_descriptor_limit
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
-from liver_hpc.report.store import write_metrics
+from liver_hpc.report.hdf5 import read_hdf5
+from liver_hpc.report.store import METRICS_FILE, write_metrics
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, read_entries
 from liver_hpc.run.events import Memory
@@ -102,9 +104,10 @@ def run_coordinator(
     In a process's main thread SIGTERM and SIGINT stop the run; elsewhere only `control` does.
     """
     raise_descriptor_limit()
+    control = control or Control()
     with ExitStack() as stack:
         try:
-            outcome = _run(directory, build, control or Control(), stack)
+            outcome = _run(directory, build, control, stack)
         except Exception as error:
             log.exception("the coordinator failed")
             outcome = Outcome("failed", f"{type(error).__name__}: {error}", 0)
@@ -114,6 +117,8 @@ def run_coordinator(
             outcome.write(directory)
         except OSError as error:
             log.error("the outcome cannot be written: %s", error)
+        control.outcome = outcome  # from now on whoever is short of time may go
+        write_metrics(directory)
     return outcome
 
 
@@ -139,7 +144,6 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         coordinator = Coordinator(config, directory, secret, services, control, memory)
         resumed = newest_step(checkpoints)
         outcome = coordinator.run()
-        write_metrics(directory)
         if outcome.state != "restart":
             return outcome
         progress = outcome.step > furthest or newest_step(checkpoints) > resumed
@@ -152,9 +156,28 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
 
 
 def _memory(directory: Path) -> Memory:
-    """What the starts in other processes have left."""
-    path = directory / JOURNAL_FILE
-    return memory_of(read_entries(path)) if path.exists() else Memory()
+    """What the starts in other processes have left. What cannot be gone on with is kept under
+    another name: a damaged journal, and the metrics.h5 of a release that had no journal."""
+    journal, metrics = directory / JOURNAL_FILE, directory / METRICS_FILE
+    if not journal.exists():
+        if not metrics.exists():
+            return Memory()
+        generations = [step.generation for step in read_hdf5(metrics).steps]
+        _set_aside(metrics, "it is of an earlier release")
+        return Memory(max(generations, default=-1))
+    try:
+        return memory_of(read_entries(journal))
+    except ConfigError as error:
+        _set_aside(journal, str(error))
+        return Memory()
+
+
+def _set_aside(path: Path, why: str) -> None:
+    number = 1
+    while (kept := path.with_suffix(f".{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(kept)
+    log.error("%s is kept as %s: %s", path, kept.name, why)
 
 
 @contextmanager

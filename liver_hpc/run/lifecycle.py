@@ -72,7 +72,6 @@ class Lifecycle:
             raise ConfigError(f"layouts: none for workers.initial = {config.workers.initial}")
         self.world: WorldRef | None = None
         self.ending: End | None = None
-        self.last_event = ""
         self.config = config
         self._limits = config.deadlines
         self._clock = EventClock()
@@ -323,7 +322,9 @@ class Lifecycle:
     def memory(self) -> e.Memory:
         """What the next start is to know."""
         elastic = self.elastic
-        return e.Memory(self.handoffs.generation, elastic.queue.ceiling, tuple(elastic.drained))
+        return e.Memory(
+            self.handoffs.generation, elastic.queue.ceiling, tuple(sorted(elastic.drained))
+        )
 
     def expects(self, worker: int) -> bool:
         """Whether a worker that says Hello now is let in."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from liver_hpc.run.node_events import Node, NodeWarned
@@ -55,11 +55,10 @@ class NoticeBook:
     def granted(self, node: Node, at_s: float) -> None:
         self._open[node.name] = Notice(GRANTED, node.name, node.allocation, at_s)
 
-    def used(self, nodes: Iterable[str], action: str, generation: int) -> None:
-        """A handoff onto these nodes is complete."""
-        for name in nodes:
-            notice = self._open.get(name)
-            if notice is not None and notice.kind == GRANTED:
+    def used(self, nodes: Container[str], action: str, generation: int) -> None:
+        """A handoff onto these nodes is complete. Recorded in the order in which they came."""
+        for name, notice in list(self._open.items()):
+            if name in nodes and notice.kind == GRANTED:
                 notice.actions.append(action)
                 notice.generation = generation
                 self._close(name, "in use")
@@ -87,7 +86,8 @@ class NoticeBook:
         for name in nodes:
             notice = self._open.get(name)
             if notice is not None and notice.kind != GRANTED:
-                notice.actions.append(action)
+                if notice.actions[-1:] != [action] or notice.generation != generation:
+                    notice.actions.append(action)
                 notice.generation, notice.estimate_s = generation, estimate_s
 
     def left(self, node: str, at_s: float) -> None:

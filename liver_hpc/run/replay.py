@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from liver_hpc.run.codec import decode_event, encode
-from liver_hpc.run.entries import Entry, plain
+from liver_hpc.run.entries import STEPS_DROPPED, Entry, plain
 from liver_hpc.run.events import CoordinatorStarted, Memory
 from liver_hpc.run.machine import Run
 
@@ -16,17 +16,13 @@ def memory_of(entries: Iterable[Entry]) -> Memory:
     """What the starts that a journal tells of leave for the next one; of any release's journal."""
     last_generation, ceiling, drained = -1, None, ()
     for entry in entries:
-        last_generation = max(last_generation, _generation(entry.event))
+        last_generation = max(last_generation, entry.event.get("generation", -1))
         for action in entry.actions:
             if action["type"] == "remember":
                 ceiling, drained = action["ceiling"], tuple(action["drained"])
             elif action["type"] == "record" and action["table"] == "reconfigurations":
                 last_generation = max(last_generation, action["row"]["generation"])
     return Memory(last_generation, ceiling, drained)
-
-
-def _generation(event: Mapping[str, Any]) -> int:
-    return int(event["generation"]) if event["type"] == "step_done" else -1
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,8 @@ def differences(
     """
     run: Run | None = None
     for entry in entries:
+        if entry.event["type"] == STEPS_DROPPED:  # nothing but training steps
+            continue
         event = decode_event(entry.event)
         if isinstance(event, CoordinatorStarted):
             run = new_run(event)

@@ -22,8 +22,7 @@ from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.launcher import SlurmLauncher
 from liver_hpc.cluster.slurm.pool import SlurmPool
 from liver_hpc.config.load import load_run
-from liver_hpc.coordinator.connections import ConnectionServer
-from liver_hpc.coordinator.inbox import Inbox
+from liver_hpc.coordinator.connections import ConnectionServer, Inbox
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.rendezvous.channel import ControlServer
 from liver_hpc.run.node_events import PoolEvent

@@ -232,7 +232,12 @@ class SlurmRun:
     def holds(status: Status, node: str) -> bool:
         return any(line.split()[0] == node for line in status["nodes"])
 
-    def life(self) -> str:
+    def goes_on(self) -> bool:
+        """Whether a coordinator has ended for the run to go on when its job is queued again."""
+        last = self.directory.last_outcome()
+        return last is not None and last.goes_on(self.directory.config())
+
+    def speaker(self) -> str:
         """Which coordinator speaks for the run now; empty while there is none."""
         address = self.directory.coordinator()
         return f"{address.hostname}:{address.pid}" if address is not None else ""

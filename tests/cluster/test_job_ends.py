@@ -35,11 +35,11 @@ def paced(run_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def end_the_time(run: SlurmRun) -> None:
     """The job's time is about to be up; returns once it has begun again, with more of it."""
-    lived = run.life()
+    spoke = run.speaker()
     end = f"EndTime=now+{int(run.slurm['end_window_s']) + 4}"
     run.jobs.update(f"JobId={run.job}", end)
-    wait_for(run.directory.goes_on, BOOT_S, "the state to be on disk")
-    wait_for(lambda: run.life() not in ("", lived), BOOT_S, "the job to begin again")
+    wait_for(run.goes_on, BOOT_S, "the state to be on disk")
+    wait_for(lambda: run.speaker() not in ("", spoke), BOOT_S, "the job to begin again")
     run.jobs.update(f"JobId={run.job}", "TimeLimit=20")
 
 

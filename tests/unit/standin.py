@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.coordinator.inbox import Inbox
+from liver_hpc.coordinator.connections import Inbox
 from liver_hpc.protocol.messages import (
     AnyMessage,
     DrainRequest,
@@ -144,7 +144,8 @@ def run_standin(path: Path, control: Any) -> Outcome:
         if control is None:
             return standin.run(limit_s=60.0)
         control.steps_done = 7
-        return standin.run(60.0, control.inbox)
+        control.outcome = standin.run(60.0, control.inbox)
+        return control.outcome  # type: ignore[no-any-return]
 
 
 SITECUSTOMIZE = """

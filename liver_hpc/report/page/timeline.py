@@ -90,7 +90,7 @@ def _loss_points(points: Sequence[StepPoint]) -> list[StepPoint]:
 
 
 def _rate_corners(points: Sequence[StepPoint]) -> list[tuple[float, float]]:
-    """Two corners a step: its area is its tokens. Broken between two lives of a run."""
+    """Two corners a step: its area is its tokens. Broken between two starts of a run."""
     corners: list[tuple[float, float]] = []
     kept = thinned(points, lambda point: point.tokens_per_s)
     all_kept = len(kept) == len(points)

@@ -42,7 +42,7 @@ class LiveRun:
             clock=SystemClock(),
             recipe=tiny_recipe(config),
             launcher=self.cluster.launcher,
-            rendezvous=self.cluster.desk,
+            rendezvous=self.cluster.rendezvous,
             pool=self.cluster.pool,
             open_journal=self.metrics.open,
         )
@@ -112,7 +112,7 @@ class LiveRun:
         assert self.metrics.journal is not None
         assert self.metrics.journal._closed
         with pytest.raises(MeetingError):
-            self.cluster.desk.meet(Identity(agent="late", host="h", pid=1, workers=1), SECRET)
+            self.cluster.rendezvous.meet(Identity(agent="late", host="h", pid=1, workers=1), SECRET)
         return self.result
 
     def close(self) -> None:

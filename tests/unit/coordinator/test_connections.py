@@ -9,8 +9,15 @@ from typing import TypeVar, cast
 import pytest
 
 from liver_hpc.clock import FakeClock
-from liver_hpc.coordinator.connections import ConnectionServer, WorkerRegistry
-from liver_hpc.coordinator.inbox import Closed, Inbox, InboxEvent, Opened, Said
+from liver_hpc.coordinator.connections import (
+    Closed,
+    ConnectionServer,
+    Inbox,
+    InboxEvent,
+    Opened,
+    Said,
+    WorkerRegistry,
+)
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.protocol.messages import AgentHello, EndAgent, Hello, Stop, ToWorker, Warned
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer, connect

@@ -273,7 +273,7 @@ def test_a_broken_rendezvous_costs_only_the_attempt(make: Start) -> None:
     run.cluster.faults.fail_at(3, Phase.BOOT, Fault.SILENT)
     run.resize("tp=2,dp=2")
     run.until(lambda: 2 in run.cluster.workers, "the other joiner")
-    run.cluster.desk.break_down("test")
+    run.cluster.rendezvous.break_down("test")
     assert run.record(0).detail == "BOOT: the rendezvous is broken: test"
     assert run.status()["state"] == "training"
 

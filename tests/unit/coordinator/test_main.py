@@ -21,16 +21,20 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator import main as module
+from liver_hpc.coordinator.control import Control
 from liver_hpc.coordinator.main import run_coordinator
 from liver_hpc.coordinator.services import Services
 from liver_hpc.errors import LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.status import StatusSnapshot
+from liver_hpc.report.hdf5 import read_hdf5, write_hdf5
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.node_events import Node
 from liver_hpc.run.outcome import Outcome
+from liver_hpc.run.records import RunRecords
 from tests.fakes import JournalRecords, tiny_recipe, tiny_run
 from tests.scripted_cluster import ScriptedCluster
+from tests.unit.report.rows import step
 
 SECRET = b"s" * 32
 LIMIT_S = 10.0
@@ -43,12 +47,12 @@ def _write_run(directory: Path, **sections: Any) -> None:
 
 def _scripted(cluster: ScriptedCluster) -> Callable[[RunConfig, Path, bytes], Services]:
     def build(config: RunConfig, directory: Path, secret: bytes) -> Services:
-        cluster.secret = cluster.desk._secret = secret
+        cluster.secret = cluster.rendezvous._secret = secret
         return Services(
             clock=SystemClock(),
             recipe=tiny_recipe(config),
             launcher=cluster.launcher,
-            rendezvous=cluster.desk,
+            rendezvous=cluster.rendezvous,
             open_journal=JournalRecords().open,
         )
 
@@ -259,3 +263,29 @@ def test_what_operators_asked_for_holds_after_a_restart_of_the_same_job(tmp_path
     assert len(second.launched) == 2
     restarts.end()
     assert len(restarts.clusters) == 2
+
+
+# ---- what earlier starts have left
+
+
+def _stopped_at_once(directory: Path) -> Outcome:
+    """A run in a directory of an earlier start, which is stopped before it launches anything."""
+    control = Control()
+    control.stop("test")
+    return run_coordinator(directory, _scripted(ScriptedCluster(SECRET)), control)
+
+
+def test_a_damaged_journal_is_kept_and_the_run_goes_on(tmp_path: Path) -> None:
+    _write_run(tmp_path)
+    (tmp_path / "journal.jsonl").write_text('{"n":0}\n')
+    assert _stopped_at_once(tmp_path).state == "stopped"
+    assert (tmp_path / "journal.1.jsonl").read_text() == '{"n":0}\n'
+    assert "line 1 is damaged" in (tmp_path / "logs/coordinator.log").read_text()
+
+
+def test_the_metrics_of_a_release_without_a_journal_are_kept(tmp_path: Path) -> None:
+    _write_run(tmp_path)
+    earlier = RunRecords([step(3, generation=4)], [], [], {"host": "n1"})
+    write_hdf5(tmp_path / "metrics.h5", earlier)
+    assert _stopped_at_once(tmp_path).state == "stopped"
+    assert read_hdf5(tmp_path / "metrics.1.h5").steps == earlier.steps

@@ -14,7 +14,7 @@ import pytest
 from liver_hpc.clock import FakeClock
 from liver_hpc.config.schema import NetworkSection
 from liver_hpc.coordinator.address import control_address
-from liver_hpc.coordinator.inbox import Asked, Inbox, InboxClosed, StopSignalled
+from liver_hpc.coordinator.connections import Asked, Inbox, InboxClosed, StopSignalled
 from liver_hpc.errors import ConfigError, DeadlineError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.actions import Ended

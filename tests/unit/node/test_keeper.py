@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.coordinator.connections import ConnectionServer
-from liver_hpc.coordinator.inbox import Inbox
+from liver_hpc.coordinator.connections import ConnectionServer, Inbox
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.node.keeper import keep

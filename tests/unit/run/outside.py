@@ -60,6 +60,7 @@ class PlayedWorker(WorkerScript):
 
     doing: str = "nothing"
     resumed_step: int = 0
+    fails_to_restore: bool = False
     preparing: bool = False
     armed: bool = False
     aborted: bool = False
@@ -86,6 +87,8 @@ class PlayedWorker(WorkerScript):
                 if self.doing == "going back":
                     super()._answer(message)
                     self.doing, self.armed, self.aborted = "training", False, False
+                    if message.rebuild_generation is not None and self.world is not None:
+                        return self._connected(self.world_generation, len(self.world.workers))
             case m.Stop():
                 self.stop = message
             case m.Verdict(stage="forward"):
@@ -93,27 +96,57 @@ class PlayedWorker(WorkerScript):
         return []
 
     def _begun(self, message: m.Begin) -> list[m.FromWorker]:
+        said = self._connected(message.generation, len(message.rank_map.workers))
         if message.checkpoint is None:
             self.doing = "training"
-            return []
+            return said
+        if self.fails_to_restore:
+            reason = "the file is damaged"
+            failed = m.Failed(worker=self.worker, generation=message.generation, reason=reason)
+            return [*said, failed]
         self.doing, self.step = "restoring", self.resumed_step
-        return [
-            m.Restored(
-                worker=self.worker,
-                generation=message.generation,
-                scalars=_scalars(self.step),
-                digests=(),
-            )
-        ]
+        scalars = _scalars(self.step)
+        restored = m.Restored(
+            worker=self.worker, generation=message.generation, scalars=scalars, digests=()
+        )
+        return [*said, restored]
+
+    def _connected(self, generation: int, workers: int) -> list[m.FromWorker]:
+        """The groups of a world stand."""
+        kinds = ("gloo tcp",) if workers > 1 else ()
+        transports = m.Transports(
+            worker=self.worker,
+            generation=generation,
+            workers=workers,
+            host="h",
+            kinds=kinds,
+            detail="lo/127.0.0.1",
+        )
+        return [transports]
 
     @property
     def joins(self) -> bool:
         return self.source is not None and self.worker not in self.source.workers
 
+    def _prepared(self) -> list[m.FromWorker]:
+        """As the script, with bytes for another worker."""
+        said = super()._prepared()
+        return [
+            each.model_copy(update={"bytes_to": {self.worker + 1: 10}})
+            if isinstance(each, m.Prepared)
+            else each
+            for each in said
+        ]
+
     def prepare(self) -> list[m.FromWorker]:
         """PREPARE is over; says nothing where it was called off meanwhile."""
         self.preparing = False
-        return [] if self.aborted or self.dead or self.mute else self._prepared()
+        if self.aborted or self.dead or self.mute:
+            return []
+        said = self._prepared()
+        if self.target is None or self.worker not in self.target.workers or not said:
+            return said
+        return [*self._connected(self.generation, len(self.target.workers)), *said]
 
     def cross(self) -> list[m.FromWorker]:
         """At the boundary that all have agreed on; a joiner, once that was reached."""

@@ -6,7 +6,7 @@ What happens next is drawn; messages of one sender arrive in order, those of dif
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
@@ -16,7 +16,7 @@ from liver_hpc.run.codec import encode
 from liver_hpc.run.entries import Entry, plain
 from liver_hpc.run.machine import Run
 from liver_hpc.run.node_events import Node, NodeGone, NodeGranted, PoolEvent
-from liver_hpc.run.state import RunState
+from liver_hpc.run.state import Ending, RunState
 from tests.fakes import Fault
 from tests.unit.run.choices import Choices
 from tests.unit.run.outside import (
@@ -34,12 +34,13 @@ from tests.unit.run.watch import Watch, remembered
 
 EVENT_S = 2.0**-10
 """Time that one event takes."""
-WAITS_S = (0.1, 1.0, 2.5, 5.0, 7.0, 13.0, 31.0, LONGEST_WAIT_S)
-WINDOWS_S = (None, 0.5, 3.0, 10.0, 25.0, 100.0, 600.0)
+WAITS_S = (0.1, 1.0, 1.0, 2.5, 2.5, 5.0, 5.0, 7.0, 13.0, 31.0, LONGEST_WAIT_S)
+WINDOWS_S = (None, None, 0.5, 10.0, 25.0, 100.0, 600.0)
 REASONS = ("preempted", "time limit", "drained", "cancelled", "node hours")
 FAULTS = (
     (Phase.BOOT, Fault.DIE),
     (Phase.BOOT, Fault.SILENT),
+    (Phase.BOOT, Fault.FAIL),
     *((phase, fault) for phase in (Phase.PREPARE, Phase.ARMED, Phase.TRANSFER, Phase.COMMIT,
         Phase.RELEASE) for fault in (Fault.DIE, Fault.FAIL, Fault.SILENT)),
     *((phase, fault) for phase in (Phase.TRANSFER, Phase.COMMIT)
@@ -56,30 +57,35 @@ class Play:
     def __init__(self, scene: Scene, choices: Choices, compare_ticks: bool = True) -> None:
         self.scene = scene
         self.choices = choices
-        self.run: Run = scene.new_run()
-        self.watch = Watch(self.run, scene.config)
         self.now_s = 1_000.0
         self.entries: list[tuple[float, e.Event, list[a.Action]]] = []
         self.nodes: dict[str, PlayedNode] = {}
+        self.starts = 0
+        self._compare_ticks = compare_ticks
+        self._performing = False
+        self._asked = 0
+        self._turn = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        """All but the nodes is as at a start of the run."""
+        self.run: Run = self.scene.new_run()
+        self.watch = Watch(self.run, self.scene.config)
         self.agents: dict[str, PlayedAgent] = {}
         self.workers: dict[int, PlayedWorker] = {}
         self.faults = PlannedFaults()
         self.registered: set[int] = set()
         self.journal_error = ""
-        self._compare_ticks = compare_ticks
+        self.launches_fail = self.rogue = False
         self._slow_journal = False
-        self.launches_fail = False
         self._held: deque[a.Action] = deque()
-        self._performing = False
         self._pool: deque[PoolEvent] = deque()
         self._down: dict[int, deque[m.ToWorker]] = {}
         self._up: dict[int, deque[Said]] = {}
         self._crossed: set[int] = set()
         self._saved: dict[tuple[int, int], set[int]] = {}
         self._restored: set[int] = set()
-        self._asked = 0
         self._resumed: e.Resumed | None = None
-        self._turn = 0
 
     # ---- the shell
 
@@ -97,6 +103,9 @@ class Play:
         else:
             self.entries.append((self.now_s, event, actions))
         self.watch.did(event, actions)
+        for action in actions:
+            if isinstance(action, a.End) and not self.rogue:
+                assert "events so far" not in action.reason, action.reason
         self._held += actions
         if not self._slow_journal:
             self.perform()
@@ -116,12 +125,11 @@ class Play:
             case a.Launch():
                 self._launch(action)
             case a.Admit():
-                agent = self.agents[action.agent]
-                if not agent.ended:
-                    self._boot(agent, action.workers)
+                self._boot(self.agents[action.agent], action.workers)
             case a.TurnAway():
-                if action.agent in self.agents:
-                    self.agents[action.agent].end(4)
+                agent = self.agents.get(action.agent)  # else somebody who took its name
+                if agent is not None and not agent.workers:
+                    agent.end(4)
             case a.Send():
                 for worker in action.workers:
                     if worker in self.registered:
@@ -153,10 +161,13 @@ class Play:
             self.agents[each.agent] = PlayedAgent(each.agent, each.seat)
 
     def _boot(self, agent: PlayedAgent, workers: Sequence[int]) -> None:
+        if agent.ended:
+            return
         agent.says.append("listens")
         for number in workers:
             fault = self.faults.take(number, Phase.BOOT)
             worker = PlayedWorker(number, self.faults, mute=fault is Fault.SILENT)  # type: ignore[arg-type]
+            worker.fails_to_restore = fault is Fault.FAIL
             worker.resumed_step = self._resumed.step if self._resumed is not None else 0
             self.workers[number] = worker
             self._up[number], self._down[number] = deque(), deque()
@@ -325,21 +336,40 @@ class Play:
     # ---- what somebody does, drawn
 
     def begin(self) -> None:
-        """The start of the run, and what comes before its first launch."""
-        draw = self.choices
+        """The first start of the run, maybe one that goes on from another process's."""
+        draw, resumed, memory = self.choices, None, e.Memory()
         if draw.now_and_then(6):
-            self._resumed = e.Resumed("/checkpoints/step-5", 5, 3, "tp1 pp1 dp2")
-        memory = e.Memory()
+            resumed = e.Resumed("/checkpoints/step-5", 5, 3, "tp1 pp1 dp2")
         if draw.now_and_then(6):
             drained = (self.scene.first[-1].name,) if draw.now_and_then(3) else ()
             memory = e.Memory(4, draw.one_of((None, 1, 2, 4)), tuple(filter(None, drained)))
-        self._slow_journal = draw.now_and_then(4)
-        started = e.CoordinatorStarted({"name": "t"}, "/checkpoints", self._resumed, memory)
-        self.feed(started)
-        for node in self.scene.first:
+        self._start(resumed, memory, self.scene.first)
+
+    def _start(self, resumed: e.Resumed | None, memory: e.Memory, nodes: Iterable[Node]) -> None:
+        self.starts += 1
+        self._resumed = resumed
+        self._slow_journal = self.choices.now_and_then(4)
+        self.feed(e.CoordinatorStarted({"name": "t"}, "/checkpoints", resumed, memory))
+        for node in nodes:
             self.grant(node)
             self._hear_pool()
         self.feed(e.LaunchAllowed())
+
+    @property
+    def may_begin_again(self) -> bool:
+        ending = self.run.ending
+        return ending is not None and ending.state in (Ending.RESTART, Ending.REQUEUE)
+
+    def begin_again(self) -> None:
+        """The next start, from the last checkpoint, with what the one before has left."""
+        memory, written = self.run.memory, self.watch.checkpointed
+        resumed = self._resumed
+        if written is not None:
+            resumed = e.Resumed(written.path, written.step, memory.last_generation, "tp1 pp1 dp2")
+        nodes = [held.node for held in self.nodes.values() if not held.returning]
+        self._clear()
+        self.nodes.clear()
+        self._start(resumed, memory, nodes or self.scene.first)
 
     def grant(self, node: Node) -> None:
         self.nodes[node.name] = PlayedNode(node)
@@ -374,9 +404,12 @@ class Play:
 
     def calm(self, until_s: float = 0.0) -> None:
         """Nothing comes from outside any more; time passes until all is done that is to be."""
-        self._slow_journal = False
+        self._slow_journal = self.launches_fail = False
         self.faults.planned.clear()
         self.perform()
+        for worker in self.workers.values():
+            if worker.mute and not worker.dead:
+                self.close(worker, "it was stuck for too long")
         if self.journal_error:
             self.journal_recovers()
         idle_s = 0.0

@@ -10,8 +10,16 @@ from liver_hpc.run.node_events import EndNear, NodeGranted, NodeWarned, PoolNote
 from liver_hpc.run.state import RunState
 from tests.unit.run.outside import KILLED
 from tests.unit.run.play import FAULTS, REASONS, WAITS_S, WINDOWS_S, Play
+from tests.unit.run.watch import remembered
 
 Blow = Callable[[Play], None]
+
+
+def members(play: Play) -> set[int]:
+    """Whose death is the end of this start: spared as a rule, or little else would be played."""
+    world = play.run.handoffs.committed_world or play.run.world
+    spared = world is not None and not play.choices.now_and_then(8)
+    return {*world.rank_map.workers} if world is not None and spared else set()
 
 
 def go_on(play: Play) -> None:
@@ -54,8 +62,10 @@ def warn(play: Play) -> None:
 
 
 def withdraw(play: Play) -> None:
-    if play.nodes:
-        play.withdraw(play.choices.one_of(sorted(play.nodes)), "it is down")
+    used = {play.run.agents.node_of(worker) for worker in members(play)}
+    nodes = [name for name in play.nodes if name not in used]
+    if nodes:
+        play.withdraw(play.choices.one_of(nodes), "it is down")
 
 
 def resize(play: Play) -> None:
@@ -92,20 +102,27 @@ def stop_signalled(play: Play) -> None:
 
 
 def worker_dies(play: Play) -> None:
-    living = [worker for worker in play.workers.values() if not worker.dead]
+    spared = members(play)
+    living = [w for w in play.workers.values() if not w.dead and w.worker not in spared]
     if living:
         play.close(play.choices.one_of(living), "signal 9")
 
 
 def worker_is_silent(play: Play) -> None:
     """Its machine has vanished, as far as the shell can tell."""
-    here = sorted(worker for worker in play.registered if play.run.agents.agent_of(worker))
+    others = play.registered - members(play)
+    here = sorted(worker for worker in others if play.run.agents.agent_of(worker))
     if here:
         play.feed(e.WorkerGone(play.choices.one_of(here), "silent for 30 s"))
 
 
 def agent_dies(play: Play) -> None:
-    living = [agent for agent in play.agents.values() if not agent.ended]
+    spared = members(play)
+    living = [
+        agent
+        for agent in play.agents.values()
+        if not agent.ended and not {worker.worker for worker in agent.workers} & spared
+    ]
     if living:
         play.end_agent(play.choices.one_of(living), play.choices.one_of((87, 143, KILLED, 0)))
 
@@ -146,7 +163,33 @@ def rendezvous_fails(play: Play) -> None:
 
 
 def shell_fails(play: Play) -> None:
-    play.feed(e.ShellFailed("worker 0 sent what it may not"))
+    if play.choices.now_and_then(4):
+        play.feed(e.ShellFailed("worker 0 sent what it may not"))
+
+
+def rogue(play: Play) -> None:
+    """A worker says what nobody has asked it for."""
+    attempt = play.run.handoffs.attempt
+    here = sorted(play.registered)
+    if attempt is not None and here and play.choices.now_and_then(4):
+        worker, generation = play.choices.one_of(here), attempt.generation
+        play.rogue = True
+        play.feed(m.FirstStep(worker=worker, generation=generation, started_s=1.0, ended_s=2.0))
+
+
+def look(play: Play) -> None:
+    """Whoever asks how it stands changes nothing."""
+    before = remembered(play.run)
+    run = play.run
+    run.snapshot(play.now_s, "", "")
+    assert run.identity()
+    assert run.memory == run.memory
+    assert run.expects(99) is False
+    assert run.world_of(99) is None
+    assert remembered(run) == before
+    if run.state is RunState.HANDING_OVER:
+        generation = run.handoffs.generation
+        run.progress(m.Progress(worker=0, generation=generation, bytes_done=1))
 
 
 def pool_note(play: Play) -> None:
@@ -164,7 +207,7 @@ def lift(play: Play) -> None:
 
 _WEIGHTS: tuple[tuple[int, Blow], ...] = (
     (60, a_few_things),
-    (60, go_on),
+    (58, go_on),
     (24, train),
     (12, wait),
     (6, tick),
@@ -188,6 +231,8 @@ _WEIGHTS: tuple[tuple[int, Blow], ...] = (
     (2, stranger),
     (1, rendezvous_fails),
     (1, shell_fails),
+    (1, rogue),
+    (1, look),
     (1, pool_note),
     (3, lift),
 )
@@ -196,6 +241,12 @@ assert len(BLOWS) == 256
 
 
 def storm(play: Play) -> None:
-    """Whatever comes, until nothing is left to draw from."""
+    """Whatever comes, until nothing is left to draw from, over some starts of the run."""
     while not play.choices.used_up:
         play.choices.one_of(BLOWS)(play)
+        if play.run.state is RunState.ENDED:
+            play.choices.one_of(BLOWS)(play)
+            play.choices.one_of(BLOWS)(play)
+            if not play.may_begin_again:
+                return
+            play.begin_again()

@@ -83,3 +83,14 @@ def test_a_node_whose_warning_was_withdrawn_keeps_its_record(
     book.stays("n3")
     book.granted(BURST, 12.0)
     assert [(record.kind, record.outcome) for record in told] == [("drained", "not needed")]
+
+
+def test_nodes_that_come_into_use_together_are_recorded_in_the_order_in_which_they_came(
+    book: NoticeBook, told: list[NoticeRecord]
+) -> None:
+    """Not in that of a set, which differs from process to process."""
+    names = [f"n{number}" for number in (4, 1, 7, 3, 9, 2, 8, 5)]
+    for name in names:
+        book.granted(Node(name, "burst-7", slots=1), 10.0)
+    book.used(frozenset(names), "joined by tp1 pp1 dp8", 2)
+    assert [record.node for record in told] == names

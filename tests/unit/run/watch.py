@@ -58,12 +58,13 @@ class Watch:
         self.nodes: dict[str, SeenNode] = {}
         self.drains: dict[str, float | None] = {}
         self.finished: set[int] = set()
+        self.checkpointed: e.CheckpointWritten | None = None
         self.records: list[ReconfigurationRecord] = []
         self.notices: list[NoticeRecord] = []
         self.ends: list[a.End] = []
         self._verdicts: dict[int, str] = {}
         self._attempt = -1  # the generation whose Prepare has gone out, -1 for none
-        self._generations: list[int] = []
+        self.generations: list[int] = []
         self._wanted = -1
         self._answered: set[int] = set()
         self._known_workers = 0
@@ -76,13 +77,15 @@ class Watch:
         self._at_s = at_s
         match event:
             case e.CoordinatorStarted():
-                self._generations.append(event.memory.last_generation)
+                self.generations.append(event.memory.last_generation)
                 self.drains = dict.fromkeys(event.memory.drained)
             case m.Hello():
                 self.connected.add(event.worker)
                 for agent in self.agents.values():
                     if event.worker in agent.workers:
                         agent.came.add(event.worker)
+            case e.CheckpointWritten():
+                self.checkpointed = event
             case m.Finished():
                 self.finished.add(event.worker)
             case e.AgentEnded():
@@ -236,8 +239,8 @@ class Watch:
                 self._new_generation(generation)
 
     def _new_generation(self, generation: int) -> None:
-        assert generation > max(self._generations), f"{generation} after {self._generations}"
-        self._generations.append(generation)
+        assert generation > max(self.generations), f"{generation} after {self.generations}"
+        self.generations.append(generation)
 
     def _verdict(self, generation: int, verdict: str) -> None:
         assert generation == self._attempt

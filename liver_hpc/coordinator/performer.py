@@ -1,0 +1,123 @@
+"""What the run's core has decided, done: sent, launched, answered, asked of the pool."""
+
+from __future__ import annotations
+
+import logging
+from typing import assert_never
+
+from liver_hpc.cluster.launcher import NodeRequest
+from liver_hpc.coordinator.connections import Asked, Met, WorkerRegistry
+from liver_hpc.coordinator.services import Services
+from liver_hpc.coordinator.store import StoreService
+from liver_hpc.errors import LiverError, MeetingError, RequestRefused
+from liver_hpc.protocol.messages import Reply
+from liver_hpc.rendezvous.base import Answer as MeetingAnswer
+from liver_hpc.run import actions as a
+from liver_hpc.run.events import LaunchFailed
+from liver_hpc.run.outcome import Outcome
+
+log = logging.getLogger(__name__)
+
+
+class Performer:
+    """Performs one action after the other; used by the event loop alone.
+
+    address: of the control server. meetings, requests: who waits for an answer, agents by name and
+    operators by number. launched: agents that have not been seen to end. last_event: the newest
+    note. outcome: set once the run, or this start of it, is over.
+    """
+
+    def __init__(self, services: Services, registry: WorkerRegistry, store: StoreService) -> None:
+        self.address = ("", 0)
+        self.meetings: dict[str, Met] = {}
+        self.requests: dict[int, Asked] = {}
+        self.launched: set[str] = set()
+        self.last_event = ""
+        self.outcome: Outcome | None = None
+        self._services = services
+        self._registry = registry
+        self._store = store
+
+    def perform(self, action: a.Action) -> LaunchFailed | None:
+        """Returns what has come of it that the core has to hear of."""
+        services = self._services
+        match action:
+            case a.Send():
+                self._registry.send(action.workers, action.message)
+            case a.Launch():
+                return self._launch(action)
+            case a.Admit():
+                self._admit(action)
+            case a.TurnAway():
+                log.warning("turned away: %s", action.reason)
+                self.meetings.pop(action.agent).answer.set_exception(MeetingError(action.reason))
+            case a.EndAgent():
+                self._registry.end_agent(action.agent, action.reason)
+            case a.KillAgent():
+                log.warning("agent %s has not ended by itself: killed", action.agent)
+                services.launcher.kill(action.agent)
+            case a.Disconnect():
+                self._registry.drop_worker(action.worker)
+            case a.Answer():
+                self._answer(action)
+            case a.WantWorkers():
+                services.pool.want(action.workers)
+            case a.GiveBack():
+                services.pool.give_back(action.node)
+            case a.Avoid():
+                services.pool.avoid(action.node)
+            case a.Readmit():
+                services.pool.readmit(action.node)
+            case a.ForgetGeneration():
+                self._store.forget(f"g{action.generation}/")
+            case a.Note():
+                log.info("%s", action.text)
+                self.last_event = action.text
+            case a.Log():
+                log.info("%s", action.text)
+            case a.End():
+                self.outcome = Outcome(str(action.state), action.reason, action.step)
+            case a.Record() | a.StepPhase() | a.Remember():
+                pass  # they are in the journal
+            case _:
+                assert_never(action)
+        return None
+
+    def _launch(self, launch: a.Launch) -> LaunchFailed | None:
+        requests = [
+            NodeRequest(
+                each.agent, len(each.seat.slots), str(each.layout), each.seat.slots, each.seat.node
+            )
+            for each in launch.agents
+        ]
+        names = tuple(request.agent for request in requests)
+        try:
+            self._services.launcher.launch(requests)
+        except (LiverError, OSError) as error:
+            lost = tuple(name for name in names if not self._is_known(name))
+            self.launched.update({*names} - {*lost})
+            return LaunchFailed(names, lost, str(error))
+        self.launched.update(names)
+        return None
+
+    def _is_known(self, agent: str) -> bool:
+        """Whether the launcher has anything of an agent, after a launch that failed half-way."""
+        try:
+            self._services.launcher.alive(agent)
+        except LiverError:
+            return False
+        return True
+
+    def _admit(self, admit: a.Admit) -> None:
+        met = self.meetings.pop(admit.agent)
+        log.info("agent %s on %s: workers %s", admit.agent, met.identity.host, list(admit.workers))
+        host, port = self.address
+        answer = MeetingAnswer(worker_ids=admit.workers, control_host=host, control_port=port)
+        met.answer.set_result(answer)
+
+    def _answer(self, answer: a.Answer) -> None:
+        asked = self.requests.pop(answer.number)
+        if answer.ok:
+            asked.answer.set_result(Reply(ok=True, text=answer.text))
+        else:
+            asked.answer.set_exception(RequestRefused(answer.text))

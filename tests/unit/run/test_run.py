@@ -1,0 +1,198 @@
+"""The run's core, one event at a time: what playing whole runs has found, and what is simplest."""
+
+from __future__ import annotations
+
+import random
+
+from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.attempt import Phase
+from liver_hpc.run import actions as a
+from liver_hpc.run import events as e
+from liver_hpc.run.node_events import NodeGone, NodeGranted, NodeWarned
+from liver_hpc.run.state import Ending, RunState
+from tests.fakes import Fault
+from tests.unit.run.choices import Choices
+from tests.unit.run.play import Play
+from tests.unit.run.scenes import SCENES, burst
+from tests.unit.run.watch import remembered
+
+TWO_NODES, MACHINE = SCENES[0], SCENES[1]
+
+
+def training(scene: object = TWO_NODES) -> Play:
+    """Two workers that train; whatever is on its way has arrived."""
+    play = Play(scene, Choices(b""))  # type: ignore[arg-type]
+    play.begin()
+    play.settle()
+    assert play.run.state is RunState.TRAINING
+    return play
+
+
+def in_boot(scene: object = TWO_NODES) -> Play:
+    """A handoff to four workers, whose joiners have not said anything yet."""
+    play = training(scene)
+    assert play.ask(m.ResizeRequest(workers=4)).ok
+    assert play.run.handoffs.attempt is not None
+    assert play.run.handoffs.attempt.target is None
+    return play
+
+
+def of(kind: type[a.Action], actions: list[a.Action]) -> list[a.Action]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def test_a_tick_that_does_nothing_leaves_no_trace() -> None:
+    """The journal leaves it out, so a core that replays the journal never hears of it."""
+    play = training()
+    before = remembered(play.run)
+    play.now_s += 0.1
+    assert play.run.handle(e.Tick(), play.now_s) == []
+    assert remembered(play.run) == before
+
+
+def test_a_run_that_has_ended_ends_no_handoff_any_more() -> None:
+    """The deadline of the attempt in which it failed passes, and nothing comes of it."""
+    play = in_boot(MACHINE)
+    play.feed(e.ShellFailed("worker 0 sent what it may not"))
+    assert play.run.state is RunState.ENDED
+    play.now_s += 1_000.0
+    assert not of(a.Record, play.feed(e.Tick()))
+
+
+def test_agents_that_cannot_be_launched_after_the_end_are_not_killed() -> None:
+    play = in_boot(MACHINE)
+    (agent,) = [name for name, seen in play.watch.agents.items() if not seen.workers]
+    play.run.handle(e.ShellFailed("test"), play.now_s)
+    play.run.handle(e.LaunchFailed((agent,), (agent,), "no such node"), play.now_s)
+    assert agent not in str(play.run.handle(e.Tick(), play.now_s + 1_000.0))
+
+
+def test_an_agent_that_has_ended_is_not_asked_to_end() -> None:
+    play = in_boot(MACHINE)
+    (agent,) = [name for name, seen in play.watch.agents.items() if not seen.workers]
+    actions = play.run.handle(e.AgentEnded(agent, 87), play.now_s)
+    assert of(a.Record, actions), "the attempt is over"
+    assert not of(a.EndAgent, actions)
+
+
+def test_a_node_that_is_gone_takes_the_handoff_onto_it_with_it() -> None:
+    """Hellos of its workers may still be on their way: nobody waits for them to be lost."""
+    play = training()
+    play.grant(burst(3, 2))
+    play._hear_pool()
+    assert play.ask(m.ResizeRequest(workers=4)).ok
+    actions = play.feed(NodeGone("b3", "it is down"))
+    (row,) = [each.row for each in of(a.Record, actions) if each.row.generation == 1]  # type: ignore[attr-defined]
+    assert (row.outcome, row.detail) == ("aborted", "BOOT: node b3 is gone: it is down")
+    assert play.run.state is RunState.TRAINING
+
+
+def test_what_is_done_about_a_node_is_said_once() -> None:
+    play = training(SCENES[2])
+    play.ask(m.ResizeRequest(workers=4))
+    play.settle()
+    play.train()
+    play.settle()
+    assert len(play.run.world.rank_map.workers) == 4  # type: ignore[union-attr]
+    for window_s in (None, 50.0, 40.0):
+        deadline_s = None if window_s is None else play.now_s + window_s
+        play.feed(NodeWarned("w2", "preempted", play.now_s, deadline_s))
+    play.calm()
+    play.feed(NodeGone("w2", "given back"))
+    (row,) = [row for row in play.watch.notices if row.node == "w2"]
+    assert row.outcome == "in time"
+    assert len({*row.action.split("; ")}) == len(row.action.split("; ")), row.action
+
+
+def test_a_start_remembers_its_drains_in_one_order() -> None:
+    """The same whether it is asked or its journal is read."""
+    play = training(SCENES[2])
+    play.grant(burst(4))
+    play._hear_pool()
+    for node in ("w2", "b4"):
+        assert play.ask(m.DrainRequest(node=node)).ok
+    assert play.run.memory.drained == ("b4", "w2")
+
+
+# ---- the simplest of what may happen
+
+
+def test_the_first_world_begins_once_all_workers_are_there() -> None:
+    play = training()
+    assert play.run.world is not None
+    assert play.run.world.rank_map.workers == (0, 1)
+    play.train()
+    play.settle()
+    assert play.run.steps_done == 1
+
+
+def test_a_resize_is_granted_and_the_new_world_trains() -> None:
+    play = training(MACHINE)
+    answer = play.ask(m.ResizeRequest(workers=4))
+    assert answer.text == "started: resize to tp2 pp1 dp2 (operator)"
+    play.calm()
+    assert play.run.world is not None
+    assert (play.run.world.generation, play.run.world.rank_map.layout.workers) == (1, 4)
+    assert [row.outcome for row in play.watch.records] == ["completed"]
+
+
+def test_a_node_that_cannot_be_left_in_time_sends_the_state_to_disk() -> None:
+    play = training(SCENES[5])
+    actions = play.feed(NodeWarned("n2", "preempted", play.now_s, play.now_s + 100.0))
+    (stop,) = of(a.Send, actions)
+    assert isinstance(stop, a.Send)
+    assert stop.message == m.Stop(checkpoint="/checkpoints")
+    play.settle()
+    play.train()
+    play.settle()
+    assert play.run.ending is not None
+    assert play.run.ending.state is Ending.RESTART
+
+
+def test_a_worker_that_says_what_nobody_asked_for_ends_the_run_with_the_story() -> None:
+    play = in_boot(MACHINE)
+    play.rogue = True
+    play.feed(m.Vote(worker=0, generation=1, stage="parameters", ok=True))
+    assert play.run.ending is not None
+    assert "unexpected Vote in phase BOOT; events so far: " in play.run.ending.reason
+
+
+def test_no_handoff_begins_while_the_journal_cannot_be_written() -> None:
+    play = in_boot(MACHINE)
+    actions = play.feed(e.JournalFailed("the disk is full"))
+    assert play.run.handoffs.idle
+    assert "the journal cannot be written: the disk is full" in str(actions)
+    assert play.ask(m.ResizeRequest(workers=4)).ok
+    play.settle()
+    assert play.run.handoffs.idle
+    play.feed(e.JournalFailed(""))
+    assert not play.run.handoffs.idle
+
+
+def test_a_joiner_that_fails_costs_the_attempt_alone() -> None:
+    play = training(MACHINE)
+    play.faults.planned.append((Phase.COMMIT, Fault.VOTE_NO))
+    play.ask(m.ResizeRequest(workers=4))
+    play.settle()
+    play.train()
+    play.settle()
+    assert [row.outcome for row in play.watch.records] == ["aborted"]
+    assert play.run.state is RunState.TRAINING
+
+
+def test_nodes_that_come_are_grown_onto_in_order() -> None:
+    play = training(SCENES[2])
+    for node in (burst(3, 2), burst(4)):
+        play.feed(NodeGranted(node))
+    assert play.run.handoffs.idle, "more may come"
+    play.now_s += 5.0
+    launched = of(a.Launch, play.run.handle(e.Tick(), play.now_s))
+    assert "w2" in str(launched), "what lasts longer is filled first"
+
+
+def test_schedules_are_the_same_again() -> None:
+    """What shrinks a schedule that fails, and what finds it again."""
+    from tests.unit.run.endings import schedule
+
+    data = random.Random(5).randbytes(120)
+    assert repr(schedule(data).entries) == repr(schedule(data).entries)

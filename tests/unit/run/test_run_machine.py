@@ -1,0 +1,66 @@
+"""Whole runs, played: whatever comes in whatever order, the run keeps its promises.
+
+What is promised is in `watch.py` (after every event) and `endings.py` (at the end of a schedule).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.run.endings import schedule
+
+SCHEDULES = 10_000
+MANY_SCHEDULES = 40_000
+
+play_many = settings(
+    derandomize=True, database=None, deadline=None, phases=(Phase.generate, Phase.shrink)
+)
+
+
+@pytest.mark.timeout(600)
+@settings(play_many, max_examples=SCHEDULES)
+@given(st.binary(min_size=64, max_size=192))
+def test_whatever_comes_the_run_keeps_its_promises(data: bytes) -> None:
+    schedule(data)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(play_many, max_examples=MANY_SCHEDULES)
+@given(st.binary(min_size=192, max_size=600))
+def test_however_long_it_lasts_the_run_keeps_its_promises(data: bytes) -> None:
+    schedule(data)
+
+
+def journals_digest(schedules: int) -> str:
+    """Of what is decided in some schedules."""
+    found = hashlib.sha256()
+    for seed in range(schedules):
+        for entry in schedule(random.Random(seed).randbytes(160)).journal():
+            found.update(repr(entry).encode())
+    return found.hexdigest()
+
+
+def test_another_process_decides_the_same(repository: Path) -> None:
+    """The order of a set differs from process to process; no decision may depend on it."""
+    code = (
+        "from tests.unit.run.test_run_machine import journals_digest; print(journals_digest(200))"
+    )
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=repository,
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert elsewhere.stdout.strip() == journals_digest(200)
