@@ -54,8 +54,9 @@ class Performer:
             case a.EndAgent():
                 self._registry.end_agent(action.agent, action.reason)
             case a.KillAgent():
-                log.warning("agent %s has not ended by itself: killed", action.agent)
-                services.launcher.kill(action.agent)
+                if self._is_known(action.agent):  # its launch may have failed meanwhile
+                    log.warning("agent %s has not ended by itself: killed", action.agent)
+                    services.launcher.kill(action.agent)
             case a.Disconnect():
                 self._registry.drop_worker(action.worker)
             case a.Answer():

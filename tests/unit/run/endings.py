@@ -5,6 +5,7 @@ from __future__ import annotations
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol import messages as m
 from liver_hpc.run import events as e
+from liver_hpc.run.codec import decode_event
 from liver_hpc.run.decide import MOST_LEAVES
 from liver_hpc.run.elastic import MOST_PAUSE_DOUBLINGS
 from liver_hpc.run.replay import differences, memory_of
@@ -127,6 +128,8 @@ def forsaken(play: Play) -> None:
 def replays(play: Play) -> None:
     """A reader of the journal comes to the same decisions, and to the same memory."""
     entries = play.journal()
+    for entry, (_, event, _) in zip(entries, play.entries, strict=True):
+        assert repr(decode_event(entry.event)) == repr(event)  # in which NaN equals NaN
     different = [*differences(entries, play.scene.new_run)]
     assert not different, different[0]
     memory, found = play.run.memory, memory_of(entries)

@@ -186,10 +186,10 @@ class Play:
 
     def _given_back(self, name: str) -> None:
         node = self.nodes.get(name)
-        if node is not None and (node.node.burst or node.deadline_s is not None):
-            if not node.returning:
-                node.returning = True
-                self._pool.append(NodeGone(name, "given back"))
+        goes = node is not None and (node.node.burst or node.deadline_s is not None)
+        if node is not None and goes and not node.returning:
+            node.returning = True
+            self.tell(NodeGone(name, "given back"))
 
     # ---- what can happen next without anybody's doing
 
@@ -198,7 +198,7 @@ class Play:
         if self._held:
             yield self.perform
         if self._pool:
-            yield self._hear_pool
+            yield self.hear_pool
         for agent in self.agents.values():
             if agent.says:
                 yield lambda agent=agent: self._hear_agent(agent)  # type: ignore[misc]
@@ -210,7 +210,7 @@ class Play:
             if self.workers[number].preparing:
                 yield lambda number=number: self._prepare(number)  # type: ignore[misc]
 
-    def _hear_pool(self) -> None:
+    def hear_pool(self) -> None:
         event = self._pool.popleft()
         if isinstance(event, NodeGone):
             self.nodes.pop(event.node, None)
@@ -352,7 +352,7 @@ class Play:
         self.feed(e.CoordinatorStarted({"name": "t"}, "/checkpoints", resumed, memory))
         for node in nodes:
             self.grant(node)
-            self._hear_pool()
+            self.hear_pool()
         self.feed(e.LaunchAllowed())
 
     @property

@@ -79,7 +79,7 @@ def test_a_node_that_is_gone_takes_the_handoff_onto_it_with_it() -> None:
     """Hellos of its workers may still be on their way: nobody waits for them to be lost."""
     play = training()
     play.grant(burst(3, 2))
-    play._hear_pool()
+    play.hear_pool()
     assert play.ask(m.ResizeRequest(workers=4)).ok
     actions = play.feed(NodeGone("b3", "it is down"))
     (row,) = [each.row for each in of(a.Record, actions) if each.row.generation == 1]  # type: ignore[attr-defined]
@@ -108,7 +108,7 @@ def test_a_start_remembers_its_drains_in_one_order() -> None:
     """The same whether it is asked or its journal is read."""
     play = training(SCENES[2])
     play.grant(burst(4))
-    play._hear_pool()
+    play.hear_pool()
     for node in ("w2", "b4"):
         assert play.ask(m.DrainRequest(node=node)).ok
     assert play.run.memory.drained == ("b4", "w2")

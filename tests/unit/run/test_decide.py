@@ -1,0 +1,372 @@
+"""One decision at a time: what `decide` says of nodes, a world and a queue, and that it only says
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from liver_hpc.clock import FakeClock
+from liver_hpc.errors import ConfigError
+from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.layout.policy import LayoutPolicy
+from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.protocol.events import WorldRef
+from liver_hpc.protocol.messages import Exit, Hello, Prepare, ResizeRequest
+from liver_hpc.run import actions as a
+from liver_hpc.run.agents import Agents
+from liver_hpc.run.decide import (
+    MOST_LEAVES,
+    Decision,
+    Drop,
+    Estimates,
+    Grant,
+    Grow,
+    Leave,
+    NodesAtHand,
+    Stay,
+    ToDisk,
+    Wait,
+    decide,
+)
+from liver_hpc.run.events import CoordinatorStarted
+from liver_hpc.run.machine import Run
+from liver_hpc.run.node_events import Node, NodeWarned
+from liver_hpc.run.nodes import HeldNodes
+from liver_hpc.run.requests import GROWTH, OPERATOR, ReconfigurationRequest, RequestQueue
+from tests.fakes import tiny_recipe, tiny_run
+from tests.unit.coordinator.nodes import FixedEstimates
+from tests.unit.run.choices import Choices
+from tests.unit.run.play import Play
+from tests.unit.run.scenes import ANY_NUMBER, SCENES, SPEC, place_once
+from tests.unit.run.watch import remembered
+
+DP1, DP2, TP2, TP2_DP2 = Layout(1, 1, 1), Layout(1, 1, 2), Layout(2, 1, 1), Layout(2, 1, 2)
+N1, N2 = Node("n1", "main", 1), Node("n2", "main", 1)
+BURST = Node("b3", "burst-3", 2, preemptible=True, burst=True)
+ASKED = Node("s5", "spare", 2, automatic=False)
+NOW_S = 1_000.0
+
+
+class Situation:
+    """Two workers on n1 and n2, an empty queue, and estimates of 2 s, or 9 s with joiners, and of
+    4 s to the disk."""
+
+    def __init__(self, *more: Node, layouts: dict[int, Any] | None = None) -> None:
+        config = tiny_run(layouts=layouts or ANY_NUMBER)
+        self.clock = FakeClock(NOW_S)
+        self.agents = Agents(config.deadlines, self.clock, [])
+        held = HeldNodes(None)
+        for node in (N1, N2):
+            held.grant(node)
+        self.agents.launch(0, DP2, held.seats(2, {}))
+        for agent in ("a0", "a1"):
+            self.join(agent)
+        for node in more:
+            held.grant(node)
+        self.world = WorldRef(0, RankMap(DP2, (0, 1)))
+        self.nodes = NodesAtHand(held, self.agents, config.deadlines.exit_s)
+        self.queue = RequestQueue(config, tiny_recipe(config).check_layout)
+        estimator: Any = FixedEstimates()
+        self.estimates = Estimates(LayoutPolicy(config, SPEC), estimator, SPEC, place_once)
+
+    def join(self, agent: str) -> None:
+        (worker,) = self.agents.meet(agent, 1)
+        self.agents.join(Hello(worker=worker, pid=1, host="h", booted_s=0.0))
+
+    def warn(self, node: str, window_s: float | None = None) -> None:
+        deadline_s = None if window_s is None else NOW_S + window_s
+        assert self.nodes.held.warn(NodeWarned(node, "preempted", NOW_S - 1.0, deadline_s))
+
+    def ask(self, layout: Layout) -> ReconfigurationRequest:
+        request = ReconfigurationRequest(OPERATOR, NOW_S, layout=layout)
+        self.queue.add(request)
+        return request
+
+    def may_grow(self) -> None:
+        self.nodes.granted_s, self.nodes.grow_at_s = NOW_S - 5.0, NOW_S - 3.0
+
+    def agent_is_ending(self) -> None:
+        """A third worker is told to exit, and its agent holds a slot until it has ended."""
+        self.agents.launch(1, DP1, self.nodes.held.seats(1, self.agents.taken()))
+        self.join("a2")
+        self.agents.send((2,), Exit(reason="test"))
+
+    def decide(self) -> Decision:
+        """Which changes nothing, and says the same again."""
+        everything = (self.nodes, self.world, self.queue, self.estimates, self.agents)
+        before = [remembered(each) for each in everything]
+        args = (self.nodes, self.world, self.queue, self.estimates, self.clock.now_s())
+        decision = decide(*args)
+        assert decide(*args) == decision
+        assert [remembered(each) for each in everything] == before
+        return decision
+
+
+def test_nothing_is_done_without_a_reason() -> None:
+    assert Situation().decide() == Wait()
+
+
+# ---- growing
+
+
+def test_a_run_grows_onto_nodes_that_came() -> None:
+    situation = Situation(BURST)
+    situation.may_grow()
+    decision = situation.decide()
+    assert isinstance(decision, Grow)
+    assert decision.request == ReconfigurationRequest(GROWTH, NOW_S - 5.0, layout=Layout(1, 1, 4))
+    assert {*decision.target.workers} == {0, 1, 2, 3}
+
+
+def test_growing_waits_for_more_nodes_to_come() -> None:
+    situation = Situation(BURST)
+    situation.nodes.grow_at_s = NOW_S + 1.0
+    assert situation.decide() == Wait()
+    situation.clock.advance(1.0)
+    assert isinstance(situation.decide(), Grow)
+
+
+def test_a_run_does_not_grow_beyond_what_was_asked_for_last() -> None:
+    situation = Situation(BURST)
+    situation.may_grow()
+    situation.queue.ceiling = 2
+    assert situation.decide() == Wait()
+    situation.queue.ceiling = 3
+    decision = situation.decide()
+    assert isinstance(decision, Grow)
+    assert decision.target.layout.workers == 3
+
+
+def test_nodes_to_be_asked_for_are_not_grown_onto() -> None:
+    situation = Situation(ASKED)
+    situation.may_grow()
+    assert situation.decide() == Wait()
+
+
+def test_slots_of_agents_that_are_ending_are_not_grown_onto() -> None:
+    situation = Situation(Node("b3", "burst-3", 1, burst=True))
+    situation.agent_is_ending()
+    situation.may_grow()
+    assert situation.decide() == Wait()
+
+
+# ---- what was asked for
+
+
+def test_a_request_is_granted_before_the_run_grows() -> None:
+    situation = Situation(BURST)
+    situation.may_grow()
+    request = situation.ask(TP2)
+    assert situation.decide() == Grant(request, RankMap(TP2, (0, 1)))
+
+
+def test_a_replacement_takes_the_seat_of_whom_it_replaces() -> None:
+    situation = Situation(BURST)
+    request = ReconfigurationRequest(OPERATOR, NOW_S, replace=1)
+    situation.queue.add(request)
+    assert situation.decide() == Grant(request, RankMap(DP2, (0, 2)))
+
+
+def test_a_request_without_a_point_is_dropped() -> None:
+    situation = Situation()
+    request = situation.ask(DP2)
+    assert situation.decide() == Drop(request, "the run already has layout tp1 pp1 dp2")
+
+
+def test_a_request_that_cannot_be_placed_is_dropped() -> None:
+    situation = Situation(BURST)
+
+    def fails(model: ModelSpec, source: RankMap, target: Layout, who: Sequence[int]) -> RankMap:
+        raise ConfigError("there is no such seat")
+
+    situation.estimates.place = fails
+    request = situation.ask(TP2_DP2)
+    assert situation.decide() == Drop(request, "it cannot be placed: there is no such seat")
+
+
+def test_a_request_waits_for_agents_that_hold_the_slots_that_it_needs() -> None:
+    situation = Situation(BURST)
+    situation.agent_is_ending()
+    situation.ask(TP2_DP2)
+    decision = situation.decide()
+    assert isinstance(decision, Wait)
+    assert decision.reason.endswith("agents that are ending hold slots that it needs")
+    situation.agents.leave(2)
+    situation.agents.ended("a2", 0)
+    assert isinstance(situation.decide(), Grant)
+
+
+# ---- leaving
+
+
+def test_a_node_is_left_before_anything_is_granted() -> None:
+    situation = Situation()
+    situation.ask(TP2)
+    situation.warn("n2", 60.0)
+    decision = situation.decide()
+    assert isinstance(decision, Leave)
+    assert decision.target == RankMap(DP1, (0,))
+    assert decision.nodes == ("n2",)
+    assert (decision.action, decision.estimate_s, decision.late) == (
+        "live to tp1 pp1 dp1", 2.0, False,
+    )  # fmt: skip
+    request = decision.request
+    assert (request.origin, request.made_s) == ("leaving n2: preempted", NOW_S - 1.0)
+    assert (request.without, request.deadline_s) == ((1,), NOW_S + 60.0)
+
+
+def test_other_nodes_take_the_place_of_those_that_go_where_there_is_time_to_boot() -> None:
+    situation = Situation(BURST)
+    situation.warn("n2", 60.0)
+    decision = situation.decide()
+    assert isinstance(decision, Leave)
+    assert decision.target == RankMap(DP2, (0, 2))
+    situation.warn("n2", 15.0)  # 9 s are more than half of it
+    decision = situation.decide()
+    assert isinstance(decision, Leave)
+    assert decision.target == RankMap(DP1, (0,))
+
+
+def test_a_window_that_is_too_short_for_either_way_is_said_to_be() -> None:
+    situation = Situation()
+    situation.warn("n2", 1.0)
+    decision = situation.decide()
+    assert isinstance(decision, Leave)
+    assert decision.late
+    assert decision.action == "live to tp1 pp1 dp1, estimated 2.0 s for a window of 1.0 s"
+
+
+def test_the_state_goes_to_disk_where_only_that_is_in_time() -> None:
+    situation = Situation()
+    estimator: Any = situation.estimates.handoffs
+    estimator.checkpoint_s = lambda rank_map: 0.5
+    situation.warn("n2", 1.0)
+    decision = situation.decide()
+    assert isinstance(decision, ToDisk)
+    assert decision.action == "to disk (live: 2.0 s, disk: 0.5 s, window: 1.0 s)"
+    estimator.measured = False  # what is only assumed does not send a run to the disk
+    assert isinstance(situation.decide(), Leave)
+
+
+def test_the_state_goes_to_disk_where_no_layout_is_left() -> None:
+    situation = Situation(layouts={2: [{"dp": 2}]})
+    situation.warn("n2", 60.0)
+    decision = situation.decide()
+    assert isinstance(decision, ToDisk)
+    assert (decision.nodes, decision.estimate_s) == (("n2",), 4.0)
+    assert decision.action == "to disk (live: none, disk: 4.0 s, window: 60.0 s)"
+
+
+def test_the_state_goes_to_disk_after_handoffs_that_failed() -> None:
+    situation = Situation()
+    situation.warn("n2", 60.0)
+    situation.estimates.failed_leaves = MOST_LEAVES
+    decision = situation.decide()
+    assert isinstance(decision, ToDisk)
+    assert f"{MOST_LEAVES} handoffs have failed" in decision.reason
+
+
+def test_nodes_that_nobody_takes_are_stayed_on_where_there_is_nowhere_to_go() -> None:
+    situation = Situation(layouts={2: [{"dp": 2}, {"tp": 2}]})
+    situation.warn("n2")
+    decision = situation.decide()
+    assert isinstance(decision, Stay)
+    assert decision.nodes == ("n2",)
+    assert "stays: there is nowhere else to run" in decision.reason
+    situation.nodes.stuck = decision.situation
+    assert situation.decide() == Wait()
+    request = situation.ask(TP2)
+    assert isinstance(situation.decide(), Grant), f"{request} does not wait behind that"
+    situation.nodes.held.grant(BURST)
+    assert isinstance(situation.decide(), Leave), "there is somewhere to go now"
+
+
+def test_a_long_window_is_used_to_wait_for_agents_that_are_ending() -> None:
+    situation = Situation(BURST)
+    situation.agent_is_ending()
+    situation.warn("n2", 60.0)
+    decision = situation.decide()
+    assert decision == Wait("agents that are ending hold slots that may be needed")
+    situation.warn("n2", 39.0)  # four exits of 10 s do not fit
+    assert isinstance(situation.decide(), Leave)
+
+
+def test_an_empty_node_that_has_to_be_left_is_nobodys_concern() -> None:
+    situation = Situation(BURST)
+    situation.warn("b3", 1.0)
+    assert situation.decide() == Wait()
+
+
+# ---- what is estimated is what is done
+
+
+class Spied:
+    """A run of two workers whose every placement is noted."""
+
+    def __init__(self) -> None:
+        self.placed: list[RankMap] = []
+        scene = SCENES[2]
+        self.play = Play(scene, Choices(b""))
+        self.play.run = Run(scene.config, SPEC, place=self.place)
+        self.play.watch.run = self.play.run
+        self.play.begin()
+        self.play.settle()
+
+    def place(
+        self, model: ModelSpec, source: RankMap, target: Layout, available: Sequence[int]
+    ) -> RankMap:
+        self.placed.append(place_once(model, source, target, available))
+        return self.placed[-1]
+
+    def prepared(self) -> RankMap:
+        """The target that all are told to prepare."""
+        while self.play.go_on(draw=False):
+            for _, _, actions in self.play.entries[-1:]:
+                for action in actions:
+                    if isinstance(action, a.Send) and isinstance(action.message, Prepare):
+                        return action.message.target.rank_map()
+        raise AssertionError("nobody was told to prepare")
+
+
+def test_the_placement_of_a_request_is_made_once_and_is_the_one_that_is_used() -> None:
+    spied = Spied()
+    assert spied.play.ask(ResizeRequest(layout="tp=2,dp=2")).ok
+    (placed,) = spied.placed
+    assert spied.prepared() == placed
+    assert spied.placed == [placed]
+
+
+def test_joiners_take_the_seats_that_were_meant_for_them_under_the_ids_that_they_get() -> None:
+    spied = Spied()
+    assert spied.play.ask(ResizeRequest(layout="tp=2,dp=2")).ok
+    spied.play.run.agents._next_worker += 5  # somebody else has met before them
+    (placed,) = spied.placed
+    ids = {0: 0, 1: 1, 2: 7, 3: 8}
+    assert spied.prepared() == RankMap(placed.layout, tuple(ids[w] for w in placed.workers))
+
+
+def test_the_placement_of_a_growth_is_made_once_and_is_the_one_that_is_used() -> None:
+    spied = Spied()
+    spied.play.grant(BURST)
+    spied.play.hear_pool()
+    spied.play.wait(5.0)
+    assert spied.placed
+    before = [*spied.placed]
+    assert spied.prepared() == before[-1]
+    assert spied.placed == before
+
+
+def test_the_placement_that_is_estimated_for_a_way_out_is_the_one_that_is_used() -> None:
+    spied = Spied()
+    spied.play.feed(NodeWarned("w1", "preempted", spied.play.now_s, spied.play.now_s + 300.0))
+    tried = [*spied.placed]
+    assert tried
+    assert spied.prepared().layout in {placed.layout for placed in tried}
+    assert spied.placed == tried, "nothing is placed again"
+
+
+def test_a_core_without_a_placement_of_its_own_places_for_the_fewest_bytes() -> None:
+    run = Run(SCENES[0].config, SPEC)
+    assert run.handle(CoordinatorStarted(), NOW_S) is not None
+    assert run.elastic.estimates.place.__name__ == "place"
