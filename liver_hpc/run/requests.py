@@ -191,8 +191,10 @@ class RequestQueue:
         return None
 
     def put_back(self, request: ReconfigurationRequest) -> None:
-        """A request whose handoff was overtaken waits for its next turn, before all others."""
-        self._waiting.insert(0, request)
+        """A request whose handoff was called off waits for its next turn, before all others; not
+        where a later one has overtaken it meanwhile."""
+        if not any(later.overtakes(request) for later in self._waiting):
+            self._waiting.insert(0, request)
 
     def pop(self) -> ReconfigurationRequest:
         """Takes out the request whose turn it is; the queue must not be empty."""

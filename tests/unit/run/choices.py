@@ -1,4 +1,4 @@
-"""What a schedule draws from: bytes. A smaller schedule is one of fewer and smaller bytes."""
+"""What a schedule draws from: bytes; a smaller schedule is one of fewer and smaller bytes."""
 
 from __future__ import annotations
 

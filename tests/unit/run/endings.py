@@ -11,6 +11,7 @@ from liver_hpc.run.elastic import MOST_PAUSE_DOUBLINGS
 from liver_hpc.run.replay import differences, memory_of
 from liver_hpc.run.state import Ending, RunState
 from tests.unit.run.choices import Choices
+from tests.unit.run.outside import training_world
 from tests.unit.run.play import Play
 from tests.unit.run.scenes import LONGEST_WAIT_S, POLICY, SCENES
 from tests.unit.run.storm import storm
@@ -47,6 +48,7 @@ def _at_rest(play: Play) -> None:
     assert not elastic.queue, f"still waits: {elastic.queue.texts()}"
     assert not run.agents.ending()
     assert run.world is not None
+    assert training_world(play.workers) is not None, "nobody trains"
     members = {*run.world.rank_map.workers}
     for name, agent in play.watch.agents.items():
         idle = not agent.ended and not members & {*agent.workers}

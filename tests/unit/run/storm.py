@@ -8,6 +8,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.run import events as e
 from liver_hpc.run.node_events import EndNear, NodeGranted, NodeWarned, PoolNote
 from liver_hpc.run.state import RunState
+from liver_hpc.run.view import snapshot
 from tests.unit.run.outside import KILLED
 from tests.unit.run.play import FAULTS, REASONS, WAITS_S, WINDOWS_S, Play
 from tests.unit.run.watch import remembered
@@ -98,7 +99,7 @@ def end_near(play: Play) -> None:
 
 
 def stop_signalled(play: Play) -> None:
-    play.feed(e.StopSignalled("SIGTERM", play.choices.now_and_then(2)))
+    play.feed(e.StopSignalled("SIGTERM"))
 
 
 def worker_dies(play: Play) -> None:
@@ -181,7 +182,7 @@ def look(play: Play) -> None:
     """Whoever asks how it stands changes nothing."""
     before = remembered(play.run)
     run = play.run
-    run.snapshot(play.now_s, "", "")
+    snapshot(run, play.now_s, "", "")
     assert run.identity()
     assert run.memory == run.memory
     assert run.expects(99) is False

@@ -55,7 +55,7 @@ EVENTS: list[e.Event] = [
     e.OperatorAsked(3, m.DrainRequest(node="n1", within_s=2.5)),
     e.OperatorAsked(4, m.DrainRequest(node="n1", undo=True)),
     e.OperatorAsked(5, m.StopRequest(checkpoint=True)),
-    e.StopSignalled("SIGTERM", checkpoint=True),
+    e.StopSignalled("SIGTERM"),
     e.StateRestored(6),
     e.CheckpointWritten(5, "/checkpoints/step-5", 10, 0.1, 20),
     e.CheckpointFailed("the disk is full"),

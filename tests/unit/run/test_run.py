@@ -114,6 +114,20 @@ def test_a_start_remembers_its_drains_in_one_order() -> None:
     assert play.run.memory.drained == ("b4", "w2")
 
 
+def test_the_last_word_stands_though_an_earlier_one_was_called_off_for_a_node() -> None:
+    """The handoff of the first of three resizes gives way to a node that has to be left."""
+    play = training(SCENES[2])
+    assert play.ask(m.ResizeRequest(workers=4)).text.startswith("started")
+    play.settle()
+    assert play.ask(m.ResizeRequest(workers=3)).text.startswith("queued")
+    play.feed(NodeWarned("w2", "drained", play.now_s))
+    assert play.ask(m.ResizeRequest(workers=1)).text.startswith("merged")
+    play.feed(NodeGranted(play.nodes["w2"].node))
+    play.calm()
+    assert play.run.world is not None
+    assert play.run.world.rank_map.layout.workers == 1
+
+
 # ---- the simplest of what may happen
 
 

@@ -67,6 +67,8 @@ class Watch:
         self.generations: list[int] = []
         self._wanted = -1
         self._answered: set[int] = set()
+        self._journal_error = ""
+        self._granted: dict[str, float] = {}
         self._known_workers = 0
         self._at_s = 0.0
 
@@ -86,6 +88,8 @@ class Watch:
                         agent.came.add(event.worker)
             case e.CheckpointWritten():
                 self.checkpointed = event
+            case e.JournalFailed():
+                self._journal_error = event.reason
             case m.Finished():
                 self.finished.add(event.worker)
             case e.AgentEnded():
@@ -180,6 +184,7 @@ class Watch:
                 assert self._attempt in (-1, row.generation)
                 self._attempt = -1
                 self.records.append(row)
+                self._in_turn(row)
             case a.Record(row=NoticeRecord() as row):
                 self._notice(event, row)
             case a.StepPhase():
@@ -188,6 +193,15 @@ class Watch:
                 assert not self.ends, "ended twice"
                 assert action.reason
                 self.ends.append(action)
+
+    def _in_turn(self, row: ReconfigurationRecord) -> None:
+        """Who asked first is granted first; a later layout takes the place of an earlier one."""
+        what, _, origin = row.notice.rpartition(" (")
+        if origin.startswith(("operator", "step")):
+            of_one_kind = origin.split()[0] if origin.startswith("step") else what.split()[0]
+            before_s = self._granted.get(of_one_kind, 0.0)
+            assert row.notice_s >= before_s, f"{row.notice} comes after its turn"
+            self._granted[of_one_kind] = row.notice_s
 
     # ---- nodes and agents
 
@@ -199,6 +213,8 @@ class Watch:
 
     def _launch(self, launch: a.Launch) -> None:
         assert launch.agents
+        begins = self.run.world is not None
+        assert not (begins and self._journal_error), "a handoff, and nobody could read of it"
         for each in launch.agents:
             assert each.agent not in self.agents, "an agent's name came again"
             node = each.seat.node
