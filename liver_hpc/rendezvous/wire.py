@@ -10,25 +10,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import select
-import selectors
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError
-from liver_hpc.rendezvous.handshake import (
-    CHALLENGE_BYTES,
-    REFUSAL,
-    Challenge,
-    ChannelClosed,
-    ChannelRefused,
-    answer,
-    check_greeting,
-    check_proof,
-)
+from liver_hpc.rendezvous.handshake import ChannelClosed, ChannelRefused, introduce, welcome
 
 __all__ = ["ChannelClosed", "ChannelRefused", "Wire", "WireServer", "dial"]
 
@@ -52,7 +43,12 @@ _log = logging.getLogger(__name__)
 
 
 class Wire:
-    """One connection; `peer` names the other end in errors and logs and may be set anew."""
+    """One connection; `peer` names the other end in errors and logs and may be set anew.
+
+    key: a secret of this connection alone, which both ends know once each has been proved.
+    """
+
+    key = b""
 
     def __init__(self, connected: socket.socket, peer: str) -> None:
         _tune(connected)
@@ -63,11 +59,17 @@ class Wire:
         self._writing = threading.Lock()
         self._closed_because: str | None = None
 
+    def begin(self, handshake: Callable[[socket.socket], bytes]) -> None:
+        """The handshake, before all else; raises what that does, and leaves the wire open."""
+        with self._reading, self._writing:
+            self.key = handshake(self._socket)
+            self._socket.settimeout(None)
+
     def send(self, data: bytes) -> None:
         """Sends one message; from any thread. Raises ChannelClosed."""
         try:
             with self._writing:
-                self._socket.sendall(_framed(data))
+                self._socket.sendall(_LENGTH.pack(len(data)) + data)
             return
         except OSError as error:
             reason = _reason(error)
@@ -125,39 +127,6 @@ class Wire:
         return ChannelClosed(f"connection to {self.peer}: {self._closed_because}")
 
 
-class _Stranger:
-    """A connection to a server that has yet to prove the secret. Nothing here blocks."""
-
-    def __init__(self, connected: socket.socket, peer: str, secret: bytes) -> None:
-        connected.setblocking(False)
-        self.socket = connected
-        self.peer = peer
-        self._challenge = Challenge(secret)
-
-    def challenge(self) -> None:
-        """Raises OSError when it has gone already."""
-        self.socket.send(self._challenge.said)  # whole: nothing was sent before
-
-    def hear(self) -> bytes | None:
-        """Takes what has come: the server's proof in return for a good one, None before its end.
-
-        Raises ChannelClosed.
-        """
-        try:
-            part = self.socket.recv(self._challenge.wants_bytes)
-            if not part:
-                raise EOFError
-            return self._challenge.hear(part)
-        except BlockingIOError:
-            return None
-        except ChannelRefused:
-            with contextlib.suppress(OSError):
-                self.socket.send(_framed(REFUSAL))
-            raise
-        except (OSError, EOFError) as error:
-            raise ChannelClosed(f"{_reason(error)} before its proof") from error
-
-
 class WireServer:
     """Listens on `host` and runs `handle` for every authenticated wire in a thread of its own.
 
@@ -175,18 +144,15 @@ class WireServer:
     ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=_QUEUE)
-        self._listener.setblocking(False)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._secret = secret
         self._handle = handle
         self._handshake_timeout_s = handshake_timeout_s
-        self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._changed = threading.Condition()
+        """Held to see or change the two below."""
         self._threads: dict[threading.Thread, Wire] = {}
-        # Of the acceptor alone: who came when (monotonic), and until when nobody is let in.
-        self._strangers: dict[_Stranger, float] = {}
-        self._full_until_s = 0.0
-        self._selector = selectors.DefaultSelector()
+        self._strangers: dict[Wire, float] = {}  # since when (monotonic), the first comer first
         self._acceptor = threading.Thread(
             target=self._accept_all, name=f"accept-{self.address[1]}", daemon=True
         )
@@ -200,9 +166,11 @@ class WireServer:
         self._closing.set()
         with contextlib.suppress(OSError):  # closed before
             self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the acceptor
+        with self._changed:
+            self._changed.notify_all()
         end_s = time.monotonic() + _CLOSE_S
         self._acceptor.join(_CLOSE_S)
-        with self._lock:
+        with self._changed:
             threads = dict(self._threads)
         for wire in threads.values():
             wire.close("the server closed")
@@ -212,95 +180,80 @@ class WireServer:
                 if thread.is_alive():
                     _log.warning("handler %s still runs after %g s", thread.name, _CLOSE_S)
 
-    # ---- in the acceptor's thread
-
     def _accept_all(self) -> None:
-        with self._listener, self._selector:
-            self._selector.register(self._listener, selectors.EVENT_READ)
+        with self._listener:
             while not self._closing.is_set():
-                for key, _ in self._selector.select(self._make_room()):
-                    if key.data is None:
-                        self._accept()
-                    else:
-                        self._hear(key.data)
-            for stranger in [*self._strangers]:
-                self._turn_away(stranger, "the server closed")
+                try:
+                    self._make_room()
+                    connected, address = self._listener.accept()
+                except OSError as error:  # out of descriptors, or closing
+                    if not self._closing.is_set():
+                        _log.warning("accept on %s:%d: %s", *self.address, error.strerror)
+                        self._closing.wait(_AGAIN_S)
+                else:
+                    self._begin(connected, f"{address[0]}:{address[1]}")
 
-    def _make_room(self) -> float | None:
-        """Drops strangers whose time is over; seconds until there is something to do here again.
+    def _make_room(self) -> None:
+        """Returns once there is a place for one more, which the first comer may have to give."""
+        with self._changed:
+            while len(self._strangers) >= MOST_STRANGERS and not self._closing.is_set():
+                first, since_s = next(iter(self._strangers.items()))
+                left_s = since_s + CROWDED_S - time.monotonic()
+                if left_s <= 0:
+                    del self._strangers[first]
+                    break
+                self._changed.wait(left_s)
+            else:
+                return
+        first.close(f"no proof of the secret in {CROWDED_S:g} s")  # which its thread holds
 
-        Listens for more where there is a place for one.
-        """
-        now_s, limit_s = time.monotonic(), self._handshake_timeout_s
-        if self._is_full(now_s):
-            limit_s = min(limit_s, CROWDED_S)
-        for stranger in [s for s, came_s in self._strangers.items() if came_s + limit_s <= now_s]:
-            self._turn_away(stranger, f"no proof of the secret in {limit_s:g} s")
-        full = self._is_full(now_s)
-        # No listening socket is ever writable, but its end is told all the same.
-        wanted = selectors.EVENT_WRITE if full else selectors.EVENT_READ
-        self._selector.modify(self._listener, wanted)
-        left_s = [came_s + limit_s - now_s for came_s in self._strangers.values()]
-        return min(left_s + [_AGAIN_S] * full, default=None)
-
-    def _is_full(self, now_s: float) -> bool:
-        return len(self._strangers) >= MOST_STRANGERS or now_s < self._full_until_s
-
-    def _accept(self) -> None:
-        try:
-            connected, address = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:  # out of descriptors, or closing
-            if not self._closing.is_set():
-                _log.warning("accept on %s:%d: %s", *self.address, error.strerror)
-                self._full_until_s = time.monotonic() + _AGAIN_S
-            return
-        stranger = _Stranger(connected, f"{address[0]}:{address[1]}", self._secret)
-        try:
-            stranger.challenge()
-            self._selector.register(connected, selectors.EVENT_READ, stranger)
-            self._strangers[stranger] = time.monotonic()
-        except OSError as error:
-            self._turn_away(stranger, str(error))
-
-    def _hear(self, stranger: _Stranger) -> None:
+    def _begin(self, connected: socket.socket, peer: str) -> None:
         """A client that no thread can be started for tries again."""
         try:
-            proof = stranger.hear()
-            if proof is None:
-                return
-            self._forget(stranger)
-            wire = Wire(stranger.socket, stranger.peer)
+            wire = Wire(connected, peer)
             thread = threading.Thread(
-                target=self._serve, args=(wire, proof), name=f"wire-{wire.peer}", daemon=True
+                target=self._serve, args=(wire,), name=f"wire-{peer}", daemon=True
             )
-            with self._lock:  # which the thread needs to end
+            with self._changed:  # which the thread needs to end
                 thread.start()
                 self._threads[thread] = wire
-        except (ChannelClosed, OSError, RuntimeError) as error:
-            self._turn_away(stranger, str(error))
-
-    def _turn_away(self, stranger: _Stranger, why: str) -> None:
-        _log.warning("stranger %s turned away: %s", stranger.peer, why)
-        self._forget(stranger)
-        stranger.socket.close()
-
-    def _forget(self, stranger: _Stranger) -> None:
-        if self._strangers.pop(stranger, None) is not None:
-            self._selector.unregister(stranger.socket)
+                self._strangers[wire] = time.monotonic()
+        except (OSError, RuntimeError) as error:
+            _log.warning("stranger %s turned away: %s", peer, error)
+            connected.close()
 
     # ---- in a thread of the wire's own
 
-    def _serve(self, wire: Wire, proof: bytes) -> None:
+    def _serve(self, wire: Wire) -> None:
         try:
-            with contextlib.suppress(ChannelClosed):  # how a conversation usually ends
-                wire.send(proof)
-                self._handle(wire)
+            if self._admits(wire):
+                with contextlib.suppress(ChannelClosed):  # how a conversation usually ends
+                    self._handle(wire)
         finally:
             wire.close()
-            with self._lock:
+            with self._changed:
                 del self._threads[threading.current_thread()]
+
+    def _admits(self, wire: Wire) -> bool:
+        """Whether the stranger proves that it holds the secret, while it has a place."""
+        waits_for = f"{wire.peer}'s proof of the secret"
+        deadline = Deadline.after(SystemClock(), self._handshake_timeout_s, waits_for)
+        try:
+            wire.begin(partial(welcome, self._secret, deadline, partial(self._give_back, wire)))
+            return True
+        except (ChannelClosed, OSError, EOFError) as error:
+            why = str(error) if isinstance(error, ChannelClosed) else _reason(error)
+            _log.warning("stranger %s turned away: %s before its proof", wire.peer, why)
+            with contextlib.suppress(ChannelClosed):
+                self._give_back(wire)
+            return False
+
+    def _give_back(self, wire: Wire) -> None:
+        """Ends a stranger's stay; raises ChannelClosed where its place was taken from it."""
+        with self._changed:
+            if self._strangers.pop(wire, None) is None:
+                raise ChannelClosed("others waited for its place")
+            self._changed.notify_all()
 
 
 def dial(address: tuple[str, int], secret: bytes, timeout_s: float, waits_for: str) -> Wire:
@@ -331,49 +284,21 @@ def _dial_once(address: tuple[str, int], secret: bytes, deadline: Deadline) -> W
     """Raises OSError or EOFError when the server hung up before its proof, or time ran out."""
     place = f"{deadline.waits_for} at {address[0]}:{address[1]}"
     try:
-        connected = socket.create_connection(address, timeout=_left_s(deadline))
+        connected = socket.create_connection(address, timeout=max(deadline.remaining_s(), 1e-3))
     except TimeoutError:
         raise
     except OSError as error:
         raise ChannelClosed(f"{place}: {error.strerror or error}") from error
-    with contextlib.ExitStack() as unproven:
-        unproven.enter_context(connected)
-        try:
-            _introduce(connected, secret, deadline)
-        except ChannelClosed as error:
-            raise type(error)(f"{place}: {error}") from None
-        wire = Wire(connected, deadline.waits_for)
-        unproven.pop_all()
+    wire = Wire(connected, deadline.waits_for)
+    try:
+        wire.begin(partial(introduce, secret, deadline))
+    except ChannelClosed as error:
+        wire.close()
+        raise type(error)(f"{place}: {error}") from None
+    except (OSError, EOFError):
+        wire.close()
+        raise
     return wire
-
-
-def _introduce(connected: socket.socket, secret: bytes, deadline: Deadline) -> None:
-    """The client's side of the handshake."""
-
-    def read(size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            connected.settimeout(_left_s(deadline))
-            part = connected.recv(size - len(data))
-            if not part:
-                raise EOFError
-            data += part
-            if size == CHALLENGE_BYTES:
-                check_greeting(data)
-        return data
-
-    said, wanted = answer(secret, read(CHALLENGE_BYTES))
-    connected.sendall(said)
-    check_proof(read(_LENGTH.size + len(wanted)), _framed(wanted))
-
-
-def _left_s(deadline: Deadline) -> float:
-    """For a socket, to which 0 means that it does not wait at all."""
-    return max(deadline.remaining_s(), 1e-3)
-
-
-def _framed(data: bytes) -> bytes:
-    return _LENGTH.pack(len(data)) + data
 
 
 def _reason(error: OSError | EOFError) -> str:

@@ -20,7 +20,7 @@ from typing import NoReturn
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, MeetingError
 from liver_hpc.host.lifeline import die_with_parent, quiet_thread
-from liver_hpc.rendezvous.base import Answer, Identity, JoinerSide, accepted
+from liver_hpc.rendezvous.base import Answer, Identity, accepted, introduction, verdict_in
 from liver_hpc.rendezvous.mpi.network import RendezvousPlace
 from liver_hpc.rendezvous.wire import ChannelClosed, ChannelRefused, Wire, dial
 from liver_hpc.run.secret import read_secret
@@ -61,9 +61,8 @@ def meet(run_directory: Path, identity: Identity, secret: bytes, timeout_s: floa
     wire, port_name = _wait_for_turn(run_directory, secret, deadline)
     quiet_thread(lambda: _end_when_lost(left, wire, name), "rendezvous-watch")
     peer = MpiPeer.connected(port_name, deadline.remaining_s())
-    side = JoinerSide(identity, secret, peer.receive())
-    peer.send(side.introduction)
-    verdict = side.verdict(peer.receive())
+    peer.send(introduction(wire.key, identity))
+    verdict = verdict_in(wire.key, peer.receive())
     peer.leave()
     leave_mpi()
     left.set()

@@ -20,7 +20,7 @@ from pathlib import Path
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, MeetingError
 from liver_hpc.host.files import write_whole
-from liver_hpc.rendezvous.base import MAX_MESSAGE_BYTES, AcceptorSide, Decide, Rendezvous
+from liver_hpc.rendezvous.base import MAX_MESSAGE_BYTES, Decide, Identity, Rendezvous, reception
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
 from liver_hpc.rendezvous.mpi.process import MpiProcess
 from liver_hpc.rendezvous.wire import ChannelClosed, Wire, WireServer
@@ -68,20 +68,22 @@ class Acceptor:
             self.close()
             raise MeetingError(f"{error}; see {log}") from error
 
-    def meet(self, joiner: Wire, side: AcceptorSide, decide: Decide) -> None:
-        """The turn of the joiner at the other end of the wire.
+    def meet(self, joiner: Wire, decide: Decide) -> Identity | None:
+        """The turn of the joiner at the other end of the wire; who it is, where it proved it.
 
         Raises AcceptorEnded, ChannelClosed when the joiner has ended, and DeadlineError: then it is
         of no more use.
         """
         deadline = _deadline(self._turn_s, f"the joiner from {joiner.peer}")
         joiner.send(self.port_name)
-        self._say(side.challenge)
-        self._say(side.receive(self._hear(deadline, joiner), decide))
+        self._say(b"comes")
+        said, identity = reception(joiner.key, self._hear(deadline, joiner), decide)
+        self._say(said)
         self._hear(deadline)
         if not _is_gone(joiner, deadline.remaining_s()):
             raise deadline.error()
         self._say(b"through")
+        return identity
 
     def close(self) -> None:
         """Ends the process; nothing of it remains."""
@@ -189,12 +191,12 @@ class MpiRendezvous(Rendezvous):
         """Runs in the queue's thread of one joiner, which leaves the queue at its end."""
         with self._turn:
             if not _is_gone(joiner) and (acceptor := self._ready()) is not None:
-                side, through = AcceptorSide(self._secret), False
+                through = False
                 try:
-                    acceptor.meet(joiner, side, answer)
+                    met = acceptor.meet(joiner, answer)
                     through = True
-                    if side.identity is not None:
-                        _log.info("agent %s has been met", side.identity.agent)
+                    if met is not None:
+                        _log.info("agent %s has been met", met.agent)
                 except (AcceptorEnded, ChannelClosed, DeadlineError) as error:
                     _log.warning("a meeting broke off: %s", error)
                 finally:

@@ -31,8 +31,7 @@ from liver_hpc.rendezvous.channel import (
     ControlServer,
     connect,
 )
-from liver_hpc.rendezvous.handshake import GREETING
-from liver_hpc.rendezvous.proof import NONCE_BYTES, PROOF_BYTES
+from liver_hpc.rendezvous.handshake import GREETING, NONCE_BYTES, PROOF_BYTES
 from liver_hpc.rendezvous.wire import dial
 
 pytestmark = pytest.mark.timeout(30)
@@ -317,7 +316,7 @@ def challenge(said: bytes) -> bytes:
 
 def test_a_server_that_does_not_hold_the_secret_is_refused() -> None:
     """It accepts any answer, but has no proof of its own."""
-    forged = struct.pack("!I", PROOF_BYTES) + b"p" * PROOF_BYTES
+    forged = b"p" * PROOF_BYTES
     with (
         impostor(challenge, lambda said: forged) as address,
         pytest.raises(ChannelRefused, match=r"the server at .*: .* not hold the same secret"),
@@ -329,7 +328,7 @@ def test_a_clients_own_proof_does_not_pass_as_the_servers() -> None:
     """Who speaks is part of the proof, so that it cannot be reflected."""
 
     def reflect(said: bytes) -> bytes:
-        return struct.pack("!I", PROOF_BYTES) + said[-PROOF_BYTES:]
+        return said[-PROOF_BYTES:]
 
     with (
         impostor(challenge, reflect) as address,
@@ -338,7 +337,7 @@ def test_a_clients_own_proof_does_not_pass_as_the_servers() -> None:
         connect(address, SECRET, 5.0, "the server")
 
 
-@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"\0" * 60, b"liver_hpc wire 2\0"])
+@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"\0" * 60, b"liver_hpc wire 1\0"])
 def test_a_server_of_another_protocol_is_no_wrong_secret(said: bytes) -> None:
     with (
         impostor(lambda _: said) as address,
