@@ -305,6 +305,16 @@ class Stop(Message):
     checkpoint: str | None = None
 
 
+# ---- joiner <-> coordinator
+
+
+class YourTurn(Message):
+    """To a joiner that queues: meet the rendezvous over MPI, at this port."""
+
+    type: Literal["your_turn"] = "your_turn"
+    port_name: str
+
+
 # ---- agent <-> coordinator
 
 
@@ -431,7 +441,15 @@ ToWorker = Begin | Proceed | Prepare | Arm | Verdict | Abort | Resume | Exit | S
 FromAgent = AgentHello | Warned | WorkerEnded | KeeperHello
 FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
 AnyMessage = (
-    FromWorker | ToWorker | FromAgent | EndAgent | FromOperator | Reply | StoreRequest | StoreReply
+    FromWorker
+    | ToWorker
+    | YourTurn
+    | FromAgent
+    | EndAgent
+    | FromOperator
+    | Reply
+    | StoreRequest
+    | StoreReply
 )
 
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(discriminator="type")])

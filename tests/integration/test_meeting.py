@@ -19,17 +19,18 @@ import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError, LiverError, MeetingError
+from liver_hpc.protocol.messages import YourTurn
 from liver_hpc.rendezvous.base import (
     Answer,
     Identity,
     Refusal,
     Rendezvous,
 )
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.rendezvous.mpi.joiner import EXIT_RENDEZVOUS_LOST, EXIT_STUCK, meet
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
 from liver_hpc.rendezvous.mpi.process import MpiProcess
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
-from liver_hpc.rendezvous.wire import ChannelClosed, Wire, dial
 from tests.integration.agents import dead_port_name, queue_alone
 from tests.integration.leftovers import no_abandoned_files
 from tests.memory_rendezvous import MemoryRendezvous
@@ -435,7 +436,7 @@ def test_a_rendezvous_whose_acceptors_do_not_open_any_more_is_broken(
     assert place is not None
     for _ in range(4):  # each is tried for twice, and turned away
         with pytest.raises(ChannelClosed):
-            dial((place.network.host, place.port), SECRET, 5.0, "the rendezvous").receive(20.0)
+            connect((place.network.host, place.port), SECRET, 5.0, "the rendezvous").receive(20.0)
     broken = r"broken: 6 acceptors in a row did not open: .* see .*rendezvous\.log"
     with pytest.raises(MeetingError, match=broken):
         mpi_place.rendezvous.check()
@@ -514,8 +515,8 @@ def test_a_joiner_stuck_in_mpi_ends_with_the_rendezvous_or_at_its_deadline(
     ended = threading.Event()
     port_name = dead_port_name(tmp_path)
 
-    def line_up(joiner: Wire) -> None:
-        joiner.send(port_name)
+    def line_up(joiner: Channel) -> None:
+        joiner.send(YourTurn(port_name=port_name))
         try:
             joiner.receive(0.5 if rendezvous_ends else None)
         except (DeadlineError, ChannelClosed):

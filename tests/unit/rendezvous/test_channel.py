@@ -23,7 +23,7 @@ import pytest
 from liver_hpc.errors import DeadlineError, LiverError, ProtocolError
 from liver_hpc.host.descriptors import raise_descriptor_limit
 from liver_hpc.protocol.messages import AnyMessage, Heartbeat, Reply, StatusRequest
-from liver_hpc.rendezvous import wire as wire_module
+from liver_hpc.rendezvous import channel as channel_module
 from liver_hpc.rendezvous.channel import (
     Channel,
     ChannelClosed,
@@ -32,7 +32,6 @@ from liver_hpc.rendezvous.channel import (
     connect,
 )
 from liver_hpc.rendezvous.handshake import GREETING, NONCE_BYTES, PROOF_BYTES
-from liver_hpc.rendezvous.wire import dial
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -152,7 +151,7 @@ def test_many_threads_may_send_at_once() -> None:
 def test_too_long_a_message_is_refused_by_its_sender_and_the_channel_lives() -> None:
     with serving() as server, connected(server) as channel:
         with pytest.raises(ProtocolError, match="at most 16777216"):
-            channel.send(Reply(ok=True, text="x" * wire_module.MAX_MESSAGE_BYTES))
+            channel.send(Reply(ok=True, text="x" * channel_module.MAX_MESSAGE_BYTES))
         channel.send(BEAT)
         assert channel.receive(5.0) == BEAT
 
@@ -229,11 +228,11 @@ def test_close_unblocks_a_send_that_the_peer_does_not_read() -> None:
 def test_a_peer_that_stands_still_within_a_message_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wire_module, "STALL_S", 1.0)
+    monkeypatch.setattr(channel_module, "STALL_S", 1.0)
     release, ended = threading.Event(), threading.Event()
 
     def stall(channel: Channel) -> None:
-        channel._wire._socket.sendall(struct.pack("!I", 100) + b"only this")
+        channel._socket.sendall(struct.pack("!I", 100) + b"only this")
         release.wait(10)
         ended.set()
 
@@ -443,8 +442,8 @@ def test_half_open_strangers_in_all_places_are_soon_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Who is honest waits in the queue behind them, for no longer than a handshake may take."""
-    monkeypatch.setattr(wire_module, "MOST_STRANGERS", 4)
-    monkeypatch.setattr(wire_module, "CROWDED_S", 0.2)
+    monkeypatch.setattr(channel_module, "MOST_STRANGERS", 4)
+    monkeypatch.setattr(channel_module, "CROWDED_S", 0.2)
     with serving(handshake_timeout_s=5.0) as server, contextlib.ExitStack() as stack:
         for _ in range(18):
             stack.enter_context(raw_client(server))
@@ -583,13 +582,13 @@ def test_what_is_no_message_closes_that_channel_alone(
         "unknown type": b'{"type": "nonsense"}',
     }
     with serving() as server, connected(server) as other:
-        wire = dial(server.address, SECRET, 5.0, "the server")
+        channel = connect(server.address, SECRET, 5.0, "the server")
         if junk == "too long":
-            wire._socket.sendall(struct.pack("!I", wire_module.MAX_MESSAGE_BYTES + 1))
+            channel._socket.sendall(struct.pack("!I", channel_module.MAX_MESSAGE_BYTES + 1))
         else:
-            wire.send(data[junk])
+            channel._socket.sendall(struct.pack("!I", len(data[junk])) + data[junk])
         with pytest.raises(ChannelClosed):
-            wire.receive(5.0)
+            channel.receive(5.0)
         other.send(BEAT)
         assert other.receive(5.0) == BEAT
     assert not bait.exists()
