@@ -6,15 +6,13 @@ import logging
 import threading
 from pathlib import Path
 
-from liver_hpc.checkpoint.reader import restore
-from liver_hpc.checkpoint.writer import save
+from liver_hpc.checkpoint.parts import restore, save
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.handoff.crossing import FAILURES, Crossed, Crossing
 from liver_hpc.handoff.prepare import connect_groups, prepare, prepared_message
 from liver_hpc.handoff.release import release
 from liver_hpc.handoff.session import HandoffAborted, Session, Target, WorkerContext
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol import messages as m
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import Flags, StepResult, World
@@ -307,7 +305,7 @@ class Trainer:
     def _rebuild(self, rank_map: RankMap, generation: int, held: WorldState, step: int) -> None:
         """Builds the source layout again on fresh groups, filled from what this worker holds."""
         world = self._build(rank_map, generation)
-        for kind in (PARAMETER, *world.recipe.spec.optimizer_kinds):
+        for kind in world.recipe.spec.kinds:
             for index, box in held.boxes(kind):
                 world.state.view(kind, index, box).copy_(held.view(kind, index, box))
         log.info("generation %d: rebuilt %s", generation, rank_map)
