@@ -27,12 +27,11 @@ from liver_hpc.config.schema import (
     WorkersSection,
 )
 from liver_hpc.host.marks import marked_processes
-from liver_hpc.protocol.messages import AgentHello, AnyMessage
+from liver_hpc.protocol.messages import AgentHello, AnyMessage, YourTurn
 from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
 from liver_hpc.rendezvous.mpi.service import Acceptor, MpiRendezvous
-from liver_hpc.rendezvous.wire import Wire, WireServer
 from liver_hpc.run.secret import create_secret
 
 M = TypeVar("M")
@@ -104,7 +103,7 @@ def listens(pid: int) -> list[str]:
     ]
 
 
-def dead_port_name(directory: Path) -> bytes:
+def dead_port_name(directory: Path) -> str:
     """MPI's name of a port at which there is nobody any more."""
     acceptor = Acceptor(MpiNetwork(), 1.0, directory / "logs" / "dead.log")
     acceptor.close()
@@ -112,9 +111,11 @@ def dead_port_name(directory: Path) -> bytes:
 
 
 @contextmanager
-def queue_alone(directory: Path, secret: bytes, line_up: Callable[[Wire], None]) -> Iterator[None]:
-    """What a joiner finds of a rendezvous without an acceptor; `line_up` has each joiner's wire."""
-    queue = WireServer("127.0.0.1", secret, line_up)
+def queue_alone(
+    directory: Path, secret: bytes, line_up: Callable[[Channel], None]
+) -> Iterator[None]:
+    """What a joiner finds of a rendezvous without an acceptor; `line_up` has each joiner."""
+    queue = ControlServer("127.0.0.1", secret, line_up)
     place = RendezvousPlace(network=MpiNetwork(netmod="ofi"), port=queue.address[1])
     place_file(directory).write_text(place.model_dump_json())
     try:
@@ -202,16 +203,16 @@ class Run:
         self.rendezvous.start(self.answer)
 
     @contextmanager
-    def queue(self, tells: bytes = b"", then_hangs_up: bool = False) -> Iterator[threading.Event]:
+    def queue(self, tells: str = "", then_hangs_up: bool = False) -> Iterator[threading.Event]:
         """A rendezvous with a queue alone, where joiners wait, already in MPI; set once one does.
 
         It may tell a port name, and hang up at once.
         """
         came = threading.Event()
 
-        def line_up(joiner: Wire) -> None:
+        def line_up(joiner: Channel) -> None:
             if tells:
-                joiner.send(tells)
+                joiner.send(YourTurn(port_name=tells))
             came.set()
             if not then_hangs_up:
                 joiner.receive()
