@@ -23,6 +23,21 @@ AGENT_MODULE = "liver_hpc.node.agent"
 _log = logging.getLogger(__name__)
 
 
+def agent_log(run_directory: Path, agent: str) -> Path:
+    """To where all goes that an agent says."""
+    return run_directory / "logs" / f"agent-{agent}.log"
+
+
+def last_words(run_directory: Path, agent: str) -> str:
+    """The last error in an agent's log; empty where it has none, or cannot be read."""
+    try:
+        lines = agent_log(run_directory, agent).read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    errors = [line.partition(f" ERROR [agent {agent}] ")[2] for line in lines]
+    return next(filter(None, reversed(errors)), "")
+
+
 @dataclass(frozen=True)
 class NodeRequest:
     """One agent: how many workers it starts, the layout that they rehearse, where it runs.

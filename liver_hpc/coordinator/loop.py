@@ -16,7 +16,7 @@ from pathlib import Path
 
 from liver_hpc.checkpoint.index import Checkpoint, complete_path
 from liver_hpc.clock import Deadline
-from liver_hpc.cluster.launcher import NodeRequest
+from liver_hpc.cluster.launcher import NodeRequest, last_words
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.address import control_address
 from liver_hpc.coordinator.checkpoints import Checkpoints
@@ -238,7 +238,8 @@ class Coordinator:
             code = launcher.exit_code(agent)
             if code is not None:
                 self._launched.discard(agent)
-                self._feed(e.AgentEnded(agent, code))
+                said = last_words(self._run_directory, agent)
+                self._feed(e.AgentEnded(agent, code, said))
         if self._run.awaits_joiners:
             try:
                 self._services.rendezvous.check()

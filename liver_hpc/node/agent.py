@@ -34,6 +34,7 @@ from types import FrameType
 from typing import NoReturn
 
 from liver_hpc.clock import Clock, Deadline, SystemClock
+from liver_hpc.cluster.launcher import agent_log
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.lifeline import on_parent_exit, quiet_thread
@@ -364,7 +365,7 @@ def _slots(text: str | None, workers: int) -> tuple[int, ...]:
 
 def _log_to(plan: WorkerPlan) -> None:
     """Sends everything that this process prints to logs/agent-NAME.log, its launcher's too."""
-    path = plan.run_directory / "logs" / f"agent-{plan.agent}.log"
+    path = agent_log(plan.run_directory, plan.agent)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())

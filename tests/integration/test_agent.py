@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from liver_hpc.cluster.launcher import KILLED, Launcher, NodeRequest
+from liver_hpc.cluster.launcher import KILLED, Launcher, NodeRequest, last_words
+from liver_hpc.cluster.local import LocalLauncher
 from liver_hpc.errors import LiverError
 from liver_hpc.node.agent import EXIT_BOOT, parse_options
 from liver_hpc.rendezvous.base import Identity, Refusal
@@ -158,6 +159,7 @@ def test_the_rendezvous_learns_who_the_agent_is(run: Run) -> None:
     ("then", "said"),
     [
         ("boot fails", "worker 1 of agent a0 ended in boot (exit code 3)"),
+        ("boot is refused", "worker 1 of agent a0 failed in boot: PlanError: no (exit code 1)"),
         ("talks", "worker 1 of agent a0 said b'hello there\\n' instead of having booted"),
     ],
 )
@@ -170,6 +172,17 @@ def test_a_worker_that_fails_in_boot_fails_the_agent_which_says_who(
     assert said in run.log("agent-a0")
     assert str(run.directory / "logs" / "worker-a0-1.log") in run.log("agent-a0")
     assert run.alive() == []
+
+
+def test_an_agent_says_why_its_worker_refused_to_boot(run: Run) -> None:
+    run.set_network(interface="nope0")
+    launcher = LocalLauncher(run.directory)
+    run.launchers.append(launcher)
+    launcher.launch([request(workers=1)])
+    assert run.wait_ended(launcher) == EXIT_BOOT
+    wanted = "worker 0 of agent a0 failed in boot: ConfigError: network.interface: node"
+    assert wanted in last_words(run.directory, "a0")
+    assert "has no interface 'nope0'" in last_words(run.directory, "a0")
 
 
 def test_a_worker_that_boots_too_slowly_fails_the_agent(run: Run) -> None:

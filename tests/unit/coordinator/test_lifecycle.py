@@ -86,7 +86,7 @@ def test_a_first_worker_that_does_not_come_fails_the_run(make: Start, fault: Fau
         outcome.reason
         == {
             Fault.DIE: "agent a0 ended with exit code 5 before its workers were ready; "
-            "see logs/*-a0.log",
+            "see logs/*a0*.log",
             Fault.SILENT: "waited 0.5 s for Hello of workers [1]",
         }[fault]
     )
