@@ -36,7 +36,7 @@ class Login:
     )
 
     def setting(self, name: str) -> str:
-        return self.commands.setting(name, retry=False)
+        return self.commands.setting(name)
 
     @cached_property
     def complaint(self) -> str:
@@ -49,7 +49,7 @@ class Login:
 
     @cached_property
     def partitions(self) -> dict[str, PartitionInfo]:
-        return self.commands.partitions(retry=False)
+        return self.commands.partitions()
 
     @property
     def runs_directory(self) -> Path:

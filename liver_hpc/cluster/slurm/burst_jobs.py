@@ -11,12 +11,11 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from liver_hpc.clock import Clock
-from liver_hpc.cluster.slurm import words
 from liver_hpc.cluster.slurm.burst import BurstPolicy
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.reaper import Reaper, cancel_all
 from liver_hpc.cluster.slurm.replies import COMPLETING, PENDING, RUNNING, JobInfo
-from liver_hpc.cluster.slurm.script import BURST_SCRIPT, burst_script
+from liver_hpc.cluster.slurm.script import BURST_SCRIPT, burst_options, burst_script
 from liver_hpc.config.schema import BurstSection, RunConfig
 from liver_hpc.run.outcome import write_private_json
 
@@ -59,6 +58,7 @@ class BurstJobs:
         self._burst = burst
         self._script = burst_script(config.cluster)
         self._commands = commands
+        self._once = commands.once()
         self._run_directory = run_directory.absolute()
         self._record_path = run_directory / RECORD_FILE
         self.avoided: frozenset[str] = frozenset()  # no request names them; set by any thread
@@ -130,7 +130,7 @@ class BurstJobs:
         """Requests that Slurm has taken although its answer never came."""
         found = {
             job: info
-            for job, info in self._commands.named(self.name, retry=False).items()
+            for job, info in self._once.named(self.name).items()
             if not self.policy.knows(job) and info.state != COMPLETING
         }
         for job in found:
@@ -151,12 +151,11 @@ class BurstJobs:
             self._cancel(job)
             self.policy.ended(job, by_us=True)
         for request in self.policy.to_submit():
-            asked = words.burst(self._slurm, self._burst, request, self.name, self._run_directory)
+            asked = burst_options(self._slurm, self._burst, request, self.name, self._run_directory)
             script = self._run_directory / BURST_SCRIPT
             try:
-                job = self._commands.sbatch(
-                    [*asked, *self._exclusion()], script, [str(self._run_directory)], retry=False
-                )
+                told = [str(self._run_directory)]
+                job = self._once.sbatch([*asked, *self._exclusion()], script, told)
             except ControllerUnreachable:
                 self._unsure = True
                 raise
@@ -176,7 +175,7 @@ class BurstJobs:
         return [f"--exclude={','.join([*sorted(self.avoided), *([str(given)] if given else [])])}"]
 
     def _cancel(self, job: str) -> None:
-        self._commands.cancel(job, retry=False)
+        self._once.cancel(job)
         self._pending.pop(job, None)
 
     def close(self) -> None:

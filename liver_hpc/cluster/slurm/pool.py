@@ -51,6 +51,7 @@ class SlurmPool(NodePool):
         self._config = config
         self._slurm = config.cluster.slurm
         self._commands = commands
+        self._once = commands.once()
         self._own = own
         self._clock = clock
         burst = self._slurm.burst
@@ -203,10 +204,10 @@ class SlurmPool(NodePool):
             nodes = self._holdings.node_names()
         if self._burst is not None:
             ids += self._burst.pending
-        jobs = self._commands.jobs(ids, retry=False)
+        jobs = self._once.jobs(ids)
         self._observe(jobs)
         if with_nodes and nodes:
-            states = self._commands.node_states(nodes, retry=False)
+            states = self._once.node_states(nodes)
             with self._lock:
                 events = self._holdings.observe_nodes(states, self._clock.now_s())
             self._tell_all(events)
@@ -255,7 +256,7 @@ class SlurmPool(NodePool):
         with self._lock:
             returning = dict(self._returning)
         for job, reason in returning.items():
-            self._commands.cancel(job, retry=False)
+            self._once.cancel(job)
             with self._lock:
                 self._returning.pop(job, None)
                 events = self._holdings.strike(job, reason)
@@ -281,23 +282,23 @@ class SlurmPool(NodePool):
     # ---- the explaining thread
 
     def _explain(self) -> None:
-        with_timeout = self._commands.with_timeout(_ANSWER_S)
+        commands = self._commands.once(_ANSWER_S)
         ending = False
         while not ending:
             came = [self._warnings.get()]
             while not self._warnings.empty():
                 came.append(self._warnings.get())
             ending = None in came
-            self._explain_all(with_timeout, [warning for warning in came if warning is not None])
+            self._explain_all(commands, [warning for warning in came if warning is not None])
 
-    def _explain_all(self, with_timeout: SlurmCommands, warnings: list[_Warning]) -> None:
+    def _explain_all(self, commands: SlurmCommands, warnings: list[_Warning]) -> None:
         """Asks one question for all: their windows are too short for one each."""
         with self._lock:
             held = {node: self._holdings.of(node) for node, _, _ in warnings}
         asked = {node: holding.job for node, holding in held.items() if holding is not None}
         jobs: dict[str, JobInfo] | None = None
         try:
-            jobs = with_timeout.jobs(sorted(set(asked.values())))
+            jobs = commands.jobs(sorted(set(asked.values())))
         except LiverError as error:
             _log.warning("what signals on %s mean is not known: %s", sorted(asked), error)
         for node, signal, at_s in warnings:

@@ -16,7 +16,7 @@ from liver_hpc.cluster.slurm.commands import (
     SlurmError,
     run_command,
 )
-from liver_hpc.cluster.slurm.replies import JobInfo, StepInfo
+from liver_hpc.cluster.slurm.replies import JobInfo
 
 AWAY = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
 HET_JOB = """\
@@ -78,7 +78,7 @@ def test_an_absent_controller_is_asked_again(answer: Answer | BaseException) -> 
     with pytest.raises(
         ControllerUnreachable, match=r"squeue .*(Unable to contact|no answer in 5 s)"
     ):
-        SlurmCommands(5.0, 60.0, run=Played(answer)).jobs(["1"], retry=False)
+        SlurmCommands(5.0, 60.0, run=Played(answer)).once().jobs(["1"])
 
 
 def test_a_refusal_is_not_repeated_and_says_what_was_asked() -> None:
@@ -111,10 +111,9 @@ def test_sbatch_gives_the_id_and_hands_over_the_words() -> None:
 
 
 def test_steps_and_node_states() -> None:
-    assert commands(Answer(0, "2.1|n[2-3]|liver-a\n1.batch|n1|batch\n")).steps("1") == [
-        StepInfo("2.1", "liver-a", ("n2", "n3")),
-        StepInfo("1.batch", "batch", ("n1",)),
-    ]
+    listed = Answer(0, "2.1|liver-a\n1.batch|batch\n2.4|liver-a|b\n")
+    assert commands(listed).steps("1", "liver-a") == ["2.1"]
+    assert commands(listed).steps("1", "liver-a|b") == ["2.4"]
     states = "n1|idle+drain|\nn1|idle+drain|\nn2|allocated|\n"
     assert commands(Answer(0, states)).node_states(["n1", "n2"]) == {
         "n1": "idle+drain",
@@ -136,7 +135,6 @@ def test_partitions_and_settings() -> None:
         6.0,
         "REQUEUE",
     )
-    assert (partition.max_time_s, partition.priority_tier) == (26 * 3600.0, 1)
     config = Answer(0, "Configuration data as of now\nKillWait                = 5 sec\n")
     assert commands(config).setting("KillWait") == "5 sec"
     with pytest.raises(SlurmError, match="no setting 'Nonsense'"):
