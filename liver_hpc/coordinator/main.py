@@ -28,7 +28,7 @@ from liver_hpc.coordinator.address import control_address
 from liver_hpc.coordinator.control import Control
 from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.services import Services
-from liver_hpc.host.descriptors import raise_descriptor_limit
+from liver_hpc.host.process import raise_descriptor_limit
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.child import Child, Command, end_all, new_mark
-from liver_hpc.host.environment import clean_environment
+from liver_hpc.host.process import clean_environment
 from liver_hpc.rendezvous.base import Answer
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

@@ -25,7 +25,7 @@ from liver_hpc.cluster.network import (
 )
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
-from liver_hpc.host.importing import collector_paused
+from liver_hpc.host.process import collector_paused
 from liver_hpc.layout.coordinates import Layout
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from liver_hpc.cluster.slurm.replies import (
     parse_partition,
 )
 from liver_hpc.errors import LiverError
-from liver_hpc.host.environment import clean_environment
+from liver_hpc.host.process import clean_environment
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from liver_hpc.cluster.slurm.burst import Request
 from liver_hpc.config.schema import BurstSection, ClusterSection, ComponentSection, SlurmSection
 from liver_hpc.errors import ConfigError
-from liver_hpc.host.environment import clean_environment
+from liver_hpc.host.process import clean_environment
 
 END_SIGNAL = "USR2"
 """Tells the coordinator that the end of its job is near; submitit's name for it, too."""
