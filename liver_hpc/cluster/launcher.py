@@ -40,23 +40,21 @@ def last_words(run_directory: Path, agent: str) -> str:
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """One agent: how many workers it starts, the layout that they rehearse, where it runs.
+    """One agent: the layout that its workers rehearse, and where they run.
 
     slots: the worker places of the node that its workers take, one each; a slot is the number of
     an accelerator. node: the node's name; empty where there is no choice.
     """
 
     agent: str
-    workers: int
     layout: str
-    slots: tuple[int, ...] = ()
+    slots: tuple[int, ...]
     node: str = ""
 
     def options(self, run_directory: Path) -> list[str]:
         """The agent's command line after the program."""
         words = ["--run-directory", str(run_directory), "--agent", self.agent]
-        words += ["--workers", str(self.workers), "--layout", self.layout]
-        return [*words, "--slots", ",".join(map(str, self.slots))] if self.slots else words
+        return [*words, "--layout", self.layout, "--slots", ",".join(map(str, self.slots))]
 
 
 class LaunchedAgent:

@@ -59,7 +59,7 @@ def test_a_call_runs_once_in_a_job_of_two_components(
 
     await_that(lambda: len(running()) == 2, "both components to run")
     await_that((submission.folder / "end-awaited").exists, "the call to be made")
-    main, extra = sorted(running(), key=lambda info: info.het_offset or 0)
+    main, extra = sorted(running(), key=lambda info: int(info.job_id))
     assert len(main.nodes) == len(extra.nodes) == 1
     assert main.nodes != extra.nodes
     shown = slurm_cluster.run("squeue", "--noheader", "--format=%j|%k", f"--jobs={job.job_id}")

@@ -81,7 +81,7 @@ threading.Event().wait()
 
 
 def request(agent: str = "a0", workers: int = 2) -> NodeRequest:
-    return NodeRequest(agent=agent, workers=workers, layout=f"tp1 pp1 dp{workers}")
+    return NodeRequest(agent, f"tp1 pp1 dp{workers}", tuple(range(workers)))
 
 
 def wait_for(condition: Callable[[], bool], what: str, limit_s: float = 15.0) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -14,7 +14,7 @@ from liver_hpc.clock import Clock
 from liver_hpc.cluster.slurm.burst import BurstPolicy
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.reaper import Reaper, cancel_all
-from liver_hpc.cluster.slurm.replies import COMPLETING, PENDING, RUNNING, JobInfo
+from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo
 from liver_hpc.cluster.slurm.script import BURST_SCRIPT, burst_options, burst_script
 from liver_hpc.config.schema import BurstSection, RunConfig
 from liver_hpc.run.outcome import write_private_json
@@ -44,7 +44,8 @@ class _Record(BaseModel):
 
 
 class BurstJobs:
-    """Used by the pool's watching thread alone, but for `want`."""
+    """Used by the pool's watching thread alone, but for `want`; `note` gets what an operator is to
+    read."""
 
     def __init__(
         self,
@@ -53,7 +54,9 @@ class BurstJobs:
         commands: SlurmCommands,
         run_directory: Path,
         clock: Clock,
+        note: Callable[[str], None],
     ) -> None:
+        self._note = note
         self._slurm = config.cluster.slurm
         self._burst = burst
         self._script = burst_script(config.cluster)
@@ -72,7 +75,6 @@ class BurstJobs:
             spent_node_hours=earlier.node_hours,
             shortest_min=math.floor(self._slurm.end_window_s / 60) + 1,
         )
-        self._pending: dict[str, str] = {}  # with the reason that was last told
         self._reaper: Reaper | None = None
         self._unsure = False  # whether Slurm may have taken a request whose id never came
 
@@ -95,38 +97,28 @@ class BurstJobs:
         except OSError as error:
             log.warning("%s: %s", self._record_path, error)
 
-    @property
-    def pending(self) -> list[str]:
-        """Requests that Slurm has not answered."""
-        return list(self._pending)
-
-    def observe(self, jobs: Mapping[str, JobInfo], notes: list[str]) -> list[JobInfo]:
+    def observe(self, jobs: Mapping[str, JobInfo]) -> list[JobInfo]:
         """Takes in an answer about all pending requests; those that were granted."""
         if self._unsure:
-            jobs = {**jobs, **self._adopt(notes)}
+            jobs = {**jobs, **self._adopt()}
         granted = []
-        for job in self.pending:
+        for job in self.policy.pending:
             info = jobs.get(job)
             if info is not None and info.state == RUNNING and info.nodes:
-                del self._pending[job]
                 self.policy.granted(job, len(info.nodes))
                 granted.append(info)
             elif info is None or info.over:
-                del self._pending[job]
                 self.policy.ended(job, by_us=False)
-                notes.append(f"burst request {job} has ended without a grant")
+                self._note(f"burst request {job} has ended without a grant")
             elif info.hopeless:
-                self._cancel(job)
+                self._once.cancel(job)
                 self.policy.refused(job)
-                notes.append(f"burst request {job} was refused: {info.reason}")
-            elif info.state == PENDING and info.reason != self._pending[job]:
-                self._pending[job] = info.reason
-                log.info("burst request %s waits: %s", job, info.reason)
+                self._note(f"burst request {job} was refused: {info.reason}")
         if granted:
             self.save()
         return granted
 
-    def _adopt(self, notes: list[str]) -> dict[str, JobInfo]:
+    def _adopt(self) -> dict[str, JobInfo]:
         """Requests that Slurm has taken although its answer never came."""
         found = {
             job: info
@@ -134,9 +126,8 @@ class BurstJobs:
             if not self.policy.knows(job) and info.state != COMPLETING
         }
         for job in found:
-            self._pending[job] = ""
             self.policy.submitted(job, self._burst.nodes_per_request)
-            notes.append(f"burst request {job} was taken after all")
+            self._note(f"burst request {job} was taken after all")
         self._unsure = False
         return found
 
@@ -145,25 +136,23 @@ class BurstJobs:
         self.policy.ended(job, by_us)
         self.save()
 
-    def act(self, notes: list[str]) -> None:
+    def act(self) -> None:
         """Submits and cancels what the policy says. Raises ControllerUnreachable."""
         for job in self.policy.to_cancel():
-            self._cancel(job)
+            self._once.cancel(job)
             self.policy.ended(job, by_us=True)
+        script, told = self._run_directory / BURST_SCRIPT, [str(self._run_directory)]
         for request in self.policy.to_submit():
             asked = burst_options(self._slurm, self._burst, request, self.name, self._run_directory)
-            script = self._run_directory / BURST_SCRIPT
             try:
-                told = [str(self._run_directory)]
                 job = self._once.sbatch([*asked, *self._exclusion()], script, told)
             except ControllerUnreachable:
                 self._unsure = True
                 raise
             except SlurmError as error:
                 self.policy.refused()
-                notes.append(f"a request for {request.nodes} burst nodes was refused: {error}")
+                self._note(f"a request for {request.nodes} burst nodes was refused: {error}")
                 return
-            self._pending[job] = ""
             self.policy.submitted(job, request.nodes)
             log.info("asked for %d burst nodes: job %s", request.nodes, job)
 
@@ -173,10 +162,6 @@ class BurstJobs:
             return []
         given = self._burst.options.get("exclude")
         return [f"--exclude={','.join([*sorted(self.avoided), *([str(given)] if given else [])])}"]
-
-    def _cancel(self, job: str) -> None:
-        self._once.cancel(job)
-        self._pending.pop(job, None)
 
     def close(self) -> None:
         """Ends all burst jobs. Raises LiverError when that fails; the reaper does it then."""

@@ -130,16 +130,11 @@ class SlurmCommands:
         self._unreachable_s = unreachable_s
         self._clock = clock or SystemClock()
         self._run = run
-        self._closed = threading.Event()
         self._hosts: dict[str, tuple[str, ...]] = {}
 
     def once(self, command_s: float | None = None) -> SlurmCommands:
         """The same cluster, nothing repeated; `command_s` may be another."""
         return SlurmCommands(command_s or self._command_s, 0.0, self._clock, self._run)
-
-    def close(self) -> None:
-        """No call pauses or is repeated any more; those that pause now end at once."""
-        self._closed.set()
 
     # ---- jobs
 
@@ -233,8 +228,7 @@ class SlurmCommands:
                 if left_s <= 0:
                     raise
                 _log.warning("%s; again in %g s", error, pause_s)
-                if self._closed.wait(min(pause_s, left_s)):
-                    raise
+                threading.Event().wait(min(pause_s, left_s))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _once(self, line: Sequence[str], fine: Sequence[str]) -> str:

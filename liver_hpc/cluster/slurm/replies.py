@@ -43,14 +43,13 @@ Hostnames = Callable[[str], tuple[str, ...]]
 class JobInfo:
     """A job, or one component of a het job under its own id.
 
-    het_leader, het_offset: the het job's id and the component's index in it; None for a plain
-    job. state: in Slurm's long words, such as "RUNNING". ends_s: when its time is up, epoch
-    seconds; for a job under preemption, the end of its grace time. None where that is open.
+    het_leader: the het job's id; None for a plain job. state: in Slurm's long words, such as
+    "RUNNING". ends_s: when its time is up, epoch seconds; for a job under preemption, the end of
+    its grace time. None where that is open.
     """
 
     job_id: str
     het_leader: str | None
-    het_offset: int | None
     state: str
     reason: str
     nodes: tuple[str, ...]
@@ -98,11 +97,10 @@ def parse_job_line(line: str, hostnames: Hostnames) -> JobInfo:
     if len(fields) != 7:
         raise LiverError(f"squeue: wanted 7 fields, got {line!r}")
     job_id, shown, state, reason, end, nodes, name = fields
-    leader, plus, offset = shown.partition("+")
+    leader, plus, _ = shown.partition("+")
     return JobInfo(
         job_id=job_id,
         het_leader=leader if plus else None,
-        het_offset=int(offset) if plus else None,
         state=state,
         reason=reason,
         nodes=hostnames(nodes),

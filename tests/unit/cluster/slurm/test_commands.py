@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from liver_hpc.clock import Deadline, FakeClock, SystemClock, poll_until
+from liver_hpc.clock import FakeClock
 from liver_hpc.cluster.slurm.commands import (
     Answer,
     ControllerUnreachable,
@@ -50,9 +49,9 @@ def commands(*answers: Answer | BaseException, unreachable_s: float = 0.0) -> Sl
 
 def test_jobs_of_a_het_job_come_by_their_own_ids() -> None:
     assert commands(Answer(0, HET_JOB)).jobs(["1", "7"]) == {
-        "1": JobInfo("1", "1", 0, "RUNNING", "None", ("n1",), 1795264860.0, "a | name"),
-        "2": JobInfo("2", "1", 1, "RUNNING", "None", ("n2", "n3"), 1795264860.0, "a | name"),
-        "7": JobInfo("7", None, None, "PENDING", "Resources", (), None, "other"),
+        "1": JobInfo("1", "1", "RUNNING", "None", ("n1",), 1795264860.0, "a | name"),
+        "2": JobInfo("2", "1", "RUNNING", "None", ("n2", "n3"), 1795264860.0, "a | name"),
+        "7": JobInfo("7", None, "PENDING", "Resources", (), None, "other"),
     }
 
 
@@ -86,21 +85,6 @@ def test_a_refusal_is_not_repeated_and_says_what_was_asked() -> None:
     with pytest.raises(SlurmError, match=r"^sbatch --parsable -p nope /x/s: exit code 1: .*nope$"):
         SlurmCommands(5.0, 60.0, run=played).sbatch(["-p", "nope"], Path("/x/s"))
     assert len(played.asked) == 1
-
-
-def test_close_ends_a_pause() -> None:
-    slurm = SlurmCommands(5.0, 600.0, run=(played := Played(AWAY)))
-    failed = threading.Event()
-
-    def ask() -> None:
-        with pytest.raises(ControllerUnreachable):
-            slurm.requeue("1")
-        failed.set()
-
-    threading.Thread(target=ask, daemon=True).start()
-    poll_until(lambda: bool(played.asked), Deadline.after(SystemClock(), 5.0, "the first try"))
-    slurm.close()
-    assert failed.wait(5.0)
 
 
 def test_sbatch_gives_the_id_and_hands_over_the_words() -> None:
