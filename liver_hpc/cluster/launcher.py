@@ -15,8 +15,6 @@ from liver_hpc.host.child import Child, Command
 
 KILLED = 137
 """Exit code of an agent that was killed (128 + SIGKILL, as shells count)."""
-TERMINATED = 143
-"""Exit code of an agent that was told to end by SIGTERM before it had met."""
 
 AGENT_MODULE = "liver_hpc.node.agent"
 

@@ -21,7 +21,7 @@ from liver_hpc.checkpoint.index import newest_step
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.launcher import Launcher
 from liver_hpc.cluster.local import LocalLauncher
-from liver_hpc.cluster.pool import FixedPool, NodePool
+from liver_hpc.cluster.pool import NodePool, ThisMachine
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.address import control_address
@@ -75,7 +75,7 @@ def _mpi_network(config: RunConfig) -> MpiNetwork:
 
 def _here(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:
     """Workers on this machine."""
-    return LocalLauncher(run_directory, config.deadlines.exit_s), FixedPool()
+    return LocalLauncher(run_directory, config.deadlines.exit_s), ThisMachine()
 
 
 def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:

@@ -13,10 +13,11 @@ from pydantic import BaseModel, ValidationError
 from liver_hpc.clock import Clock
 from liver_hpc.cluster.slurm.burst import BurstPolicy
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, SlurmError
-from liver_hpc.cluster.slurm.reaper import Reaper, cancel_all
+from liver_hpc.cluster.slurm.reaper import cancel_all, start_reaper
 from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo
 from liver_hpc.cluster.slurm.script import BURST_SCRIPT, burst_options, burst_script
 from liver_hpc.config.schema import BurstSection, RunConfig
+from liver_hpc.host.child import Child
 from liver_hpc.run.outcome import write_private_json
 
 RECORD_FILE = "burst.json"
@@ -75,7 +76,7 @@ class BurstJobs:
             spent_node_hours=earlier.node_hours,
             shortest_min=math.floor(self._slurm.end_window_s / 60) + 1,
         )
-        self._reaper: Reaper | None = None
+        self._reaper: Child | None = None
         self._unsure = False  # whether Slurm may have taken a request whose id never came
 
     def open(self) -> None:
@@ -87,7 +88,8 @@ class BurstJobs:
             self._commands.cancel_named(self._earlier_name)
         self.save()
         log_path = self._run_directory / "logs" / "reaper.log"
-        self._reaper = Reaper(self.name, self._slurm.command_s, self._slurm.unreachable_s, log_path)
+        limits_s = (self._slurm.command_s, self._slurm.unreachable_s)
+        self._reaper = start_reaper(self.name, *limits_s, log_path)
 
     def save(self) -> None:
         """Notes what has been used of the cap; a full disk must not cost a grant, or its end."""
@@ -169,5 +171,5 @@ class BurstJobs:
             return
         self.save()
         cancel_all(self._commands, self.name)
-        self._reaper.dismiss()
+        self._reaper.end(0.0)
         self._reaper = None

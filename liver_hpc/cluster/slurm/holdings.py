@@ -26,13 +26,15 @@ class Place:
 
     job_id: what srun wants, for a component its leader's. het_group: the component's index, None
     in a plain job. own_id: the component's own job id, under which squeue lists its steps. burst:
-    whether it is an allocation that was asked for while the run goes on.
+    whether it is an allocation that was asked for while the run goes on. gpus_per_node: what
+    steps ask for.
     """
 
     job_id: str
     het_group: int | None = None
     own_id: str = ""
     burst: bool = False
+    gpus_per_node: int = 0
 
     @property
     def steps_of(self) -> str:

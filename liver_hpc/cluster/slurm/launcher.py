@@ -75,7 +75,7 @@ class SlurmLauncher(Launcher):
         if not request.node:
             raise LiverError(f"agent {request.agent}: a step of Slurm needs a node")
         place, name = self._where(request.node), f"liver-{request.agent}"
-        srun = srun_words(place, name, request.node, self._gpus_per_node(place))
+        srun = srun_words(place, name, request.node)
         agent = [*self._program, *request.options(self._run_directory), "--warnings"]
         command = Command(
             f"srun of agent {request.agent}",
@@ -87,14 +87,8 @@ class SlurmLauncher(Launcher):
         unreachable_s = self._slurm.unreachable_s
         return Step(request.agent, command, name, place.steps_of, self._commands, unreachable_s)
 
-    def _gpus_per_node(self, place: Place) -> int:
-        if place.burst:
-            return self._slurm.burst.gpus_per_node if self._slurm.burst else 0
-        index = place.het_group or 0
-        return self._slurm.components[index].gpus_per_node if self._slurm.components else 0
 
-
-def srun_words(place: Place, name: str, node: str, gpus_per_node: int) -> list[str]:
+def srun_words(place: Place, name: str, node: str) -> list[str]:
     """A step of one task on `node`, which sees all of it, whatever else runs there, and outlives
     the loss of another one. What the task runs follows."""
     words = ["srun", f"--jobid={place.job_id}"]
@@ -105,7 +99,9 @@ def srun_words(place: Place, name: str, node: str, gpus_per_node: int) -> list[s
     words += ["--kill-on-bad-exit=0", "--unbuffered"]
     # Left alone, an srun that has to wait asks again only after a minute.
     words += [f"--immediate={_IMMEDIATE_S}", "--mpi=none"]
-    return [*words, f"--gpus-per-node={gpus_per_node}"] if gpus_per_node else words
+    if place.gpus_per_node:
+        words.append(f"--gpus-per-node={place.gpus_per_node}")
+    return words
 
 
 class Step(LaunchedAgent):

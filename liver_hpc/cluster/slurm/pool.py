@@ -241,7 +241,7 @@ class SlurmPool(NodePool):
         assert burst is not None
         return Holding(
             name=f"burst-{info.job_id}",
-            place=Place(info.job_id, burst=True),
+            place=Place(info.job_id, burst=True, gpus_per_node=burst.gpus_per_node),
             nodes=info.nodes,
             slots=self._config.cluster.slots(burst),
             grace_s=self._grace_s(burst.partition),

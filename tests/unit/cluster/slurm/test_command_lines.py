@@ -34,8 +34,10 @@ LINES = {
     "a plain burst request": sbatch_words(
         burst_options(SlurmSection(), PLAIN, Request(1, 5), "run-burst-2", RUN), SCRIPT, [str(RUN)]
     ),
-    "an agent's step": srun_words(Place("12"), "liver-a0", "n1", 0),
-    "a component's step, with accelerators": srun_words(Place("12", 1), "liver-a1", "n2", 4),
+    "an agent's step": srun_words(Place("12"), "liver-a0", "n1"),
+    "a component's step, with accelerators": srun_words(
+        Place("12", 1, gpus_per_node=4), "liver-a1", "n2"
+    ),
 }
 CALLS = {
     "the end of a job": lambda slurm: slurm.cancel("12"),
