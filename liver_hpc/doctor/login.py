@@ -12,7 +12,7 @@ from pathlib import Path
 from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.replies import PartitionInfo
 from liver_hpc.config.schema import SlurmSection
-from liver_hpc.doctor.checks import Check, Order, Result, failed, passed, skipped, warned
+from liver_hpc.doctor.checks import Check, Order, Result, failed, passed, warned
 from liver_hpc.errors import ConfigError
 
 COMMANDS = ("sbatch", "srun", "scancel", "scontrol", "squeue", "sinfo")
@@ -34,15 +34,6 @@ class Login:
 
     def setting(self, name: str) -> str:
         return self.commands.setting(name)
-
-    @cached_property
-    def complaint(self) -> str:
-        """What the controller, or the way to it, says to a plain question; empty for none."""
-        try:
-            self.setting("SLURM_VERSION")
-        except SlurmError as error:
-            return error.complaint or str(error)
-        return ""
 
     @cached_property
     def partitions(self) -> dict[str, PartitionInfo]:
@@ -67,23 +58,18 @@ def _commands(login: Login) -> Result:
     return passed(f"in {Path(str(shutil.which('srun'))).parent}")
 
 
-def _munge(login: Login) -> Result:
-    if not login.complaint:
-        kind = login.setting("AuthType")
-        return passed(f"the controller takes this host's credentials ({kind})")
-    for line in login.complaint.splitlines():
-        if _AUTHENTICATION.search(line) and _HINT not in line:
-            return failed(
-                line, "start munged here and on the controller, with the same key and right time"
-            )
-    return skipped("the controller does not answer, and so says nothing of credentials")
-
-
 def _controller(login: Login) -> Result:
-    if login.complaint:
-        return failed(login.complaint, "ask for slurmctld; `scontrol ping` says where it should be")
-    cluster, version = login.setting("ClusterName"), login.setting("SLURM_VERSION")
-    return passed(f"cluster {cluster} answers, Slurm {version}")
+    try:
+        version = login.setting("SLURM_VERSION")
+    except SlurmError as error:
+        complaint = error.complaint or str(error)
+        for line in complaint.splitlines():
+            if _AUTHENTICATION.search(line) and _HINT not in line:
+                advice = "start munged here and on the controller, with the same key and right time"
+                return failed(line, advice)
+        return failed(complaint, "ask for slurmctld; `scontrol ping` says where it should be")
+    cluster, kind = login.setting("ClusterName"), login.setting("AuthType")
+    return passed(f"cluster {cluster} takes this host's credentials ({kind}), Slurm {version}")
 
 
 def _partitions(login: Login) -> Result:
@@ -161,8 +147,7 @@ _ASK = "ask the cluster's staff; this is Slurm's own word"
 
 LOGIN_CHECKS = (
     Check("commands", _commands),
-    Check("munge", _munge, ("commands",)),
-    Check("controller", _controller, ("munge",)),
+    Check("controller", _controller, ("commands",)),
     Check("partitions", _partitions, ("controller",), _ASK),
     Check("preemption", _preemption, ("partitions",), _ASK),
     Check("run directory", _runs_directory),

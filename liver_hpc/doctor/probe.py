@@ -15,7 +15,6 @@ import os
 import platform
 import resource
 import select
-import statistics
 import sys
 import tempfile
 import threading
@@ -44,7 +43,6 @@ PACKAGES = ("liver_hpc", "torch", "megatron-core", "mpi4py")
 ASKERS_TOKEN = "asker"
 BULK_BYTES = 64 * 2**20
 WARM_UP_BYTES = 2**20
-LATENCY_ROUNDS = 50
 
 ANSWER = "liver doctor: "
 """What a line begins with that is an answer; sites' profiles print others."""
@@ -181,7 +179,7 @@ def store(node: Node, within_s: float) -> Said:
 
 
 def measure(node: Node, rank_0: str, backend: str, at: tuple[str, int], within_s: float) -> Said:
-    """Bandwidth and latency from `rank_0` to the other node, and by which transport."""
+    """Bandwidth from `rank_0` to the other node, and by which transport."""
     import torch
 
     from liver_hpc.world.device import Device, Network, NetworkPlan, open_device
@@ -207,11 +205,9 @@ def measure(node: Node, rank_0: str, backend: str, at: tuple[str, int], within_s
         bulk = torch.zeros(BULK_BYTES, device=device.torch_device, dtype=torch.uint8)
         exchange_s(bulk[:WARM_UP_BYTES])
         bulk_s = exchange_s(bulk)
-        rounds_s = [exchange_s(bulk[:1]) for _ in range(LATENCY_ROUNDS)]
         transport = network.transports([opened])
     return {
         "megabytes_per_s": BULK_BYTES / bulk_s / 1e6,
-        "latency_s": statistics.median(rounds_s) / 2,
         "transport": f"{', '.join(transport.kinds)} ({transport.detail})",
     }
 

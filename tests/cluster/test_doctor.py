@@ -193,16 +193,16 @@ def test_a_broken_munge(unhealthy_cluster: SlurmCluster, tmp_path: Path) -> None
     report = examined(cluster, *words, before=other)
     end(tmp_path / "munged.pid")
     assert report.code == 1
-    assert report.at("FAIL") == ["munge"]
-    assert "the same key" in report.advice["munge"]
+    assert report.at("FAIL") == ["controller"]
+    assert "the same key" in report.advice["controller"]
     assert report.levels["nodes"] == "SKIP"
 
     end(cluster.place.run / "munged.pid")
     report = examined(cluster, *words)
     assert report.code == 1
-    assert report.at("FAIL") == ["munge"]
-    assert "Munge encode failed" in report.found["munge"]
-    assert {"controller", "partitions", "nodes"} <= set(report.at("SKIP"))
+    assert report.at("FAIL") == ["controller"]
+    assert "Munge encode failed" in report.found["controller"]
+    assert {"partitions", "nodes"} <= set(report.at("SKIP"))
     assert not runs.exists()
 
 

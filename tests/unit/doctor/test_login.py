@@ -86,7 +86,7 @@ def test_without_slurm_nothing_of_it_is_looked_at(
     assert found["commands"].level is Level.FAIL
     assert "sbatch" in found["commands"].found
     skipped = {check for check, result in found.items() if result.level is Level.SKIP}
-    assert skipped == {"munge", "controller", "partitions", "preemption"}
+    assert skipped == {"controller", "partitions", "preemption"}
 
 
 @pytest.mark.parametrize(
@@ -99,17 +99,15 @@ def test_without_slurm_nothing_of_it_is_looked_at(
 )
 def test_a_broken_munge_is_named_and_nothing_else(results: Any, complaint: str) -> None:
     found = results(cluster(), {"show config": Answer(1, "", f"scontrol: error: {complaint}")})
-    assert found["munge"].level is Level.FAIL
-    assert complaint in found["munge"].found
-    assert "munged" in found["munge"].advice
-    assert [c for c, result in found.items() if result.level is Level.FAIL] == ["munge"]
+    assert complaint in found["controller"].found
+    assert "munged" in found["controller"].advice
+    assert [c for c, result in found.items() if result.level is Level.FAIL] == ["controller"]
 
 
 def test_a_controller_that_does_not_answer_is_named_and_not_munge(results: Any) -> None:
-    """A check that does not apply stood in the way of all others: no line said FAIL."""
     complaint = "scontrol: error: Unable to contact slurm controller (connect failure)"
     found = results(cluster(), {"show config": Answer(1, "", complaint)})
-    assert found["munge"].level is Level.SKIP
+    assert "slurmctld" in found["controller"].advice
     assert [c for c, result in found.items() if result.level is Level.FAIL] == ["controller"]
 
 
