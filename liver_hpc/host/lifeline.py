@@ -5,6 +5,7 @@ Linux 5.3 or newer: `prctl(PR_SET_PDEATHSIG)` and process file descriptors.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -57,22 +58,14 @@ def on_parent_exit(act: Callable[[], None]) -> None:
     parent = os.getppid()
 
     def watch() -> None:
-        _wait_for_exit(parent)
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(parent)
+            poller = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            # A recycled number can only be watched if the parent has changed by now.
+            if os.getppid() == parent:
+                poller.poll()
+            os.close(descriptor)
         act()
 
     quiet_thread(watch, "parent-watch")
-
-
-def _wait_for_exit(parent: int) -> None:
-    try:
-        descriptor = os.pidfd_open(parent)
-    except ProcessLookupError:
-        return
-    try:
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        # A recycled number can only be watched if the parent has changed by now.
-        if os.getppid() == parent:
-            poller.poll()
-    finally:
-        os.close(descriptor)
