@@ -151,7 +151,7 @@ class ScriptedCluster:
         if request.agent in self.fallen_agents:
             self.launcher.end(request.agent, self.fallen_agents[request.agent])
             return
-        identity = Identity(agent=request.agent, host="test", pid=1, workers=request.workers)
+        identity = Identity(agent=request.agent, host="test", pid=1, workers=len(request.slots))
         try:
             answer = self.rendezvous.meet(identity, self.secret)
         except MeetingError as error:

@@ -18,7 +18,7 @@ from liver_hpc.config.problems import joined, parts
 from liver_hpc.config.schema import ClusterSection, RunConfig
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.errors import ConfigError, LiverError
-from liver_hpc.host.file_lock import file_lock
+from liver_hpc.host.files import file_lock
 from liver_hpc.layout.candidates import resolve_layouts
 from liver_hpc.recipes.base import Recipe, load_recipe
 from liver_hpc.recipes.text_data import pinned, prefix_of

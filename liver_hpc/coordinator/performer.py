@@ -86,9 +86,7 @@ class Performer:
 
     def _launch(self, launch: a.Launch) -> LaunchFailed | None:
         requests = [
-            NodeRequest(
-                each.agent, len(each.seat.slots), str(each.layout), each.seat.slots, each.seat.node
-            )
+            NodeRequest(each.agent, str(each.layout), each.seat.slots, each.seat.node)
             for each in launch.agents
         ]
         names = tuple(request.agent for request in requests)

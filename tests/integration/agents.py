@@ -18,10 +18,11 @@ import psutil
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.launcher import Launcher, NodeRequest
 from liver_hpc.cluster.local import LocalLauncher
-from liver_hpc.config.load import dump_run
+from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import (
     DeadlineSection,
     LayoutSection,
+    NetworkSection,
     RunConfig,
     TrainSection,
     WorkersSection,
@@ -47,6 +48,9 @@ directory, then = Path(sys.argv[1]), sys.argv[2]
 rank = os.environ["LIVER_LOCAL_RANK"]
 if then == "boot fails" and rank == "1":
     sys.exit(3)
+if then == "boot is refused" and rank == "1":
+    os.write(int(os.environ["LIVER_AGENT_WRITE_FD"]), b'{"failed": "PlanError: no"}' + b"\\n")
+    sys.exit(1)
 if then == "talks" and rank == "1":
     os.write(int(os.environ["LIVER_AGENT_WRITE_FD"]), b"hello there" + b"\\n")
 if then in ("stubborn", "never boots"):
@@ -76,7 +80,7 @@ threading.Event().wait()
 
 
 def request(agent: str = "a0", workers: int = 2) -> NodeRequest:
-    return NodeRequest(agent=agent, workers=workers, layout=f"tp1 pp1 dp{workers}")
+    return NodeRequest(agent, f"tp1 pp1 dp{workers}", tuple(range(workers)))
 
 
 def wait_for(condition: Callable[[], bool], what: str, limit_s: float = 15.0) -> None:
@@ -180,6 +184,12 @@ class Run:
         text, changed = re.subn(rf"\b{name}: [0-9.]+", f"{name}: {limit_s}", path.read_text())
         assert changed == 1
         path.write_text(text)
+
+    def set_network(self, **given: str) -> None:
+        path = self.directory / "run.yaml"
+        config = load_run(path)
+        network = NetworkSection(**given)  # type: ignore[arg-type]
+        path.write_text(dump_run(config.model_copy(update={"network": network})))
 
     def options(self, then: str) -> list[str]:
         command = [sys.executable, "-c", WORKER, str(self.directory), then]

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from liver_hpc.errors import DeadlineError, LiverError, ProtocolError
-from liver_hpc.host.descriptors import raise_descriptor_limit
+from liver_hpc.host.process import raise_descriptor_limit
 from liver_hpc.protocol.messages import AnyMessage, Heartbeat, Reply, StatusRequest
 from liver_hpc.rendezvous import channel as channel_module
 from liver_hpc.rendezvous.channel import (
