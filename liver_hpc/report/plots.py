@@ -15,7 +15,7 @@ from liver_hpc.report.derive import run_figures
 from liver_hpc.report.page.lanes import Lane, lanes_of
 from liver_hpc.report.page.series import Handoff, Story, story
 from liver_hpc.report.page.traffic import matrix
-from liver_hpc.report.wording import bytes_text, ids_text, layout_text
+from liver_hpc.report.wording import bytes_text, layout_text
 from liver_hpc.run.records import RunRecords
 
 # Okabe and Ito's palette; every colour comes with a hatch, a line style or a word.
@@ -123,7 +123,7 @@ def _handoff(handoff: Handoff, lanes: Sequence[Lane], records: RunRecords) -> Fi
     beside.set_title("beside training")
     crossing.set_title("the crossing")
     crossing.set_yticklabels([])
-    _bytes(sent, own.num_bytes, [ids_text(group) for group in own.groups])
+    _bytes(sent, own.num_bytes, own.names)
     return figure
 
 

@@ -40,8 +40,11 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True)
 class Cell:
+    """share: of the largest cell, where a page shades it; from 0 to 1."""
+
     text: str
     tone: Tone = Tone.PLAIN
+    share: float | None = None
 
 
 @dataclass(frozen=True)

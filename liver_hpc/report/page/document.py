@@ -13,7 +13,6 @@ from liver_hpc.report.compare import Comparison, of_run
 from liver_hpc.report.derive import RunFigures, run_figures
 from liver_hpc.report.page import bars, lanes, nodes, timeline, traffic
 from liver_hpc.report.page.series import Handoff, Story, not_finite, story, thinned
-from liver_hpc.report.page.svg import FORMS
 from liver_hpc.report.tables import Sheet, Tone, outcome_tone, remarks, sheets, summary_lines
 from liver_hpc.report.wording import bytes_text, duration_text, layout_text, number_text
 from liver_hpc.run.records import RunRecords
@@ -40,11 +39,11 @@ PHASES = {
 LANES = {
     "phase boot": "boot",
     "phase prepare": "prepare, alone",
-    "ground connect": "connect, with the others",
+    "phase connect": "connect, with the others",
     "phase transfer": "parameters",
     "phase first-step": "first step, optimizer state arriving",
     "phase update": "update",
-    "ground release": "old world freed",
+    "phase release": "old world freed",
     "train": "trains",
     "wait": "waits",
     "last": "the others waited for this one",
@@ -131,7 +130,7 @@ def _overview(main: Element, told: Story) -> None:
     if not told.points:
         SubElement(section, "p").text = "No step was recorded."
         return
-    _figure(section, *(timeline.training(told, form) for form in FORMS))
+    _scrolling(section, timeline.training(told), "Loss and tokens per second over time")
     entries = {}
     if not_finite(told.points):
         entries["not-finite"] = "the loss or the gradient norm is not finite"
@@ -163,7 +162,7 @@ def _nodes(main: Element, figures: RunFigures, told: Story) -> None:
     if not figures.notices:
         return
     section = _section(main, "Nodes")
-    _figure(section, *(nodes.draw(told, figures.notices, form) for form in FORMS))
+    _scrolling(section, nodes.draw(told, figures.notices), "Nodes over time")
     _legend(
         section,
         {
@@ -182,7 +181,7 @@ def _comparison(main: Element, comparisons: Sequence[Comparison]) -> None:
     if not comparisons:
         return
     section = _section(main, "Live against checkpoint and restart")
-    _figure(section, *(bars.draw(comparisons, form) for form in FORMS))
+    _scrolling(section, bars.draw(comparisons), "Lost time, live and by restart")
     SubElement(section, "p", {"class": "note"}).text = (
         "Lost time: median of each method, with the least and the greatest; in brackets also the "
         "number of measurements."
@@ -222,10 +221,10 @@ def _handoff(details: Element, handoff: Handoff, records: RunRecords) -> None:
     SubElement(details, "p", {"class": "note"}).text = " \u00b7 ".join(_facts(handoff))
     found = lanes.lanes_of(handoff, records.worker_phases)
     if found:
-        _figure(details, *(lanes.draw(handoff, found, form) for form in FORMS))
+        _scrolling(details, lanes.draw(handoff, found), f"Workers in handoff {handoff.number}")
     of = traffic.matrix(records.traffic, record.generation)
-    if of.groups and handoff.completed:
-        _scrolling(details, traffic.table(of), "Bytes between workers")
+    if of.names and handoff.completed:
+        _table(details, traffic.sheet(of))
 
 
 def _facts(handoff: Handoff) -> Iterator[str]:
@@ -250,12 +249,12 @@ def _tables(main: Element, records: RunRecords, figures: RunFigures) -> None:
     section = _section(main, "Tables")
     _terms(section, summary_lines(figures, records))
     for sheet in sheets(figures, records):
-        _scrolling(section, _table(sheet), sheet.title)
+        _table(section, sheet)
     for note in remarks(figures):
         SubElement(section, "p", {"class": "note"}).text = note.text
 
 
-def _table(sheet: Sheet) -> Element:
+def _table(parent: Element, sheet: Sheet) -> None:
     table = Element("table")
     SubElement(table, "caption").text = sheet.title
     head = SubElement(SubElement(table, "thead"), "tr")
@@ -271,7 +270,9 @@ def _table(sheet: Sheet) -> Element:
             element.text = cell.text.replace("\n", ", ")
             if cell.tone is not Tone.PLAIN:
                 element.set("class", f"{kind} tone {cell.tone}")
-    return table
+            if cell.share is not None:
+                element.set("style", f"--share:{cell.share:.3f}")
+    _scrolling(parent, table, sheet.title)
 
 
 def _closing(main: Element, records: RunRecords) -> None:
@@ -302,14 +303,10 @@ def _terms(parent: Element, terms: Mapping[str, str]) -> None:
         SubElement(listed, "dd").text = meaning
 
 
-def _figure(parent: Element, *forms: Element) -> None:
-    SubElement(parent, "figure").extend(forms)
-
-
-def _scrolling(parent: Element, table: Element, name: str) -> None:
-    """Wide tables scroll in their own box, which the keyboard reaches."""
+def _scrolling(parent: Element, wide: Element, name: str) -> None:
+    """A wide table or drawing scrolls in a box of its own, which the keyboard reaches."""
     box = {"class": "scroll", "role": "region", "aria-label": name, "tabindex": "0"}
-    SubElement(parent, "div", box).append(table)
+    SubElement(parent, "div", box).append(wide)
 
 
 def _legend(parent: Element, entries: dict[str, str]) -> None:
