@@ -93,7 +93,7 @@ def print_report(records: RunRecords, console: Console) -> None:
 
 def _fitting(sheet: Sheet, console: Console) -> RenderableType:
     unlimited = console.options.update(max_width=10 * console.width)
-    for form in (sheet, sheet.stacked()) if sheet.groups else (sheet,):
+    for form in (sheet, sheet.stacked()):
         table = _table(form)
         if console.measure(table, options=unlimited).minimum <= console.width:
             return table
