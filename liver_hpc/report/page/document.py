@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from liver_hpc.report.compare import Comparison, of_run
 from liver_hpc.report.derive import RunFigures, run_figures
 from liver_hpc.report.page import bars, lanes, nodes, timeline, traffic
-from liver_hpc.report.page.series import Handoff, Story, not_finite, story, thinned
+from liver_hpc.report.page.series import Handoff, Story, story, thinned
 from liver_hpc.report.tables import Sheet, Tone, outcome_tone, remarks, sheets, summary_lines
 from liver_hpc.report.wording import bytes_text, duration_text, layout_text, number_text
 from liver_hpc.run.records import RunRecords
@@ -30,13 +30,19 @@ WORDS = {
     "reconfiguration time": "from the notice to the end of the target's first step",
     "goodput": "steps done, each at the median of its world, over wall time",
 }
-PHASES = {
-    "boot": "joiners boot",
-    "prepare": "target prepared beside training",
-    "crossing": "crossing: last step of the old to the first of the new",
-    "release": "old world freed",
-}
-LANES = {
+LEGENDS = {
+    "not-finite": "the loss or the gradient norm is not finite",
+    "badge completed": "handoff, by the generation that it led to",
+    "badge not-completed": "one that was not completed",
+    "band boot": "joiners boot",
+    "band prepare": "target prepared beside training",
+    "band crossing": "crossing: last step of the old to the first of the new",
+    "band release": "old world freed",
+    "notice granted": "granted",
+    "answer granted": "until its first step",
+    "notice leave": "to be left",
+    "answer leave": "until it was left",
+    "deadline": "end of the window",
     "phase boot": "boot",
     "phase prepare": "prepare, alone",
     "phase connect": "connect, with the others",
@@ -45,9 +51,10 @@ LANES = {
     "phase update": "update",
     "phase release": "old world freed",
     "train": "trains",
-    "wait": "waits",
+    "wait": "waits, or what was over of a window",
     "last": "the others waited for this one",
 }
+"""What the classes of shapes mean, in the order of the legends."""
 
 
 def page(records: RunRecords, comparisons: Sequence[Comparison] = ()) -> str:
@@ -130,19 +137,9 @@ def _overview(main: Element, told: Story) -> None:
     if not told.points:
         SubElement(section, "p").text = "No step was recorded."
         return
-    _scrolling(section, timeline.training(told), "Loss and tokens per second over time")
-    entries = {}
-    if not_finite(told.points):
-        entries["not-finite"] = "the loss or the gradient norm is not finite"
-    if told.handoffs:
-        seen = {name for handoff in told.handoffs for name, _, _ in handoff.spans_s}
-        used = {f"band {name}": words for name, words in PHASES.items() if name in seen}
-        marks = {"badge completed": "handoff, by the generation that it led to"}
-        if not all(handoff.completed for handoff in told.handoffs):
-            marks["badge not-completed"] = "one that was not completed"
-        entries |= marks | used
-    if entries:
-        _legend(section, entries)
+    drawing = timeline.training(told)
+    _scrolling(section, drawing, "Loss and tokens per second over time")
+    _legend(section, [drawing])
 
 
 def _steps(told: Story) -> str:
@@ -162,19 +159,9 @@ def _nodes(main: Element, figures: RunFigures, told: Story) -> None:
     if not figures.notices:
         return
     section = _section(main, "Nodes")
-    _scrolling(section, nodes.draw(told, figures.notices), "Nodes over time")
-    _legend(
-        section,
-        {
-            "notice granted": "granted",
-            "answer granted": "until its first step",
-            "train": "trains",
-            "notice leave": "to be left",
-            "answer leave": "until it was left",
-            "wait": "what was over of its window",
-            "deadline": "end of the window",
-        },
-    )
+    drawing = nodes.draw(told, figures.notices)
+    _scrolling(section, drawing, "Nodes over time")
+    _legend(section, [drawing])
 
 
 def _comparison(main: Element, comparisons: Sequence[Comparison]) -> None:
@@ -192,8 +179,12 @@ def _handoffs(main: Element, records: RunRecords, told: Story) -> None:
     if not told.handoffs:
         return
     section = _section(main, "Each handoff")
-    if records.worker_phases:
-        _legend(section, LANES)
+    drawings = {
+        handoff: lanes.draw(handoff, found)
+        for handoff in told.handoffs
+        if (found := lanes.lanes_of(handoff, records.worker_phases))
+    }
+    _legend(section, list(drawings.values()))
     costliest = max(
         told.handoffs,
         key=lambda each: each.figures.lost_s if math.isfinite(each.figures.lost_s) else -1.0,
@@ -201,14 +192,16 @@ def _handoffs(main: Element, records: RunRecords, told: Story) -> None:
     for handoff in told.handoffs:
         unfolded = len(told.handoffs) <= MOST_OPEN or handoff is costliest
         details = SubElement(section, "details", {"open": ""} if unfolded else {})
-        _handoff(details, handoff, records)
+        _handoff(details, handoff, drawings.get(handoff), records)
 
 
-def _handoff(details: Element, handoff: Handoff, records: RunRecords) -> None:
+def _handoff(
+    details: Element, handoff: Handoff, drawing: Element | None, records: RunRecords
+) -> None:
     record = handoff.figures
     summary = SubElement(details, "summary")
-    badge = "completed" if handoff.completed else "not-completed"
-    SubElement(summary, "span", {"class": f"number {badge}"}).text = str(handoff.number)
+    badge = "completed" if record.completed else "not-completed"
+    SubElement(summary, "span", {"class": f"number {badge}"}).text = str(record.generation)
     change = f"{layout_text(record.source)} \u2192 {layout_text(record.target)}"
     SubElement(summary, "h3").text = change
     tone = outcome_tone(record.outcome)
@@ -219,18 +212,17 @@ def _handoff(details: Element, handoff: Handoff, records: RunRecords) -> None:
             words += f", {number_text(record.lost_steps)} steps"
         SubElement(summary, "span", {"class": "cost"}).text = words
     SubElement(details, "p", {"class": "note"}).text = " \u00b7 ".join(_facts(handoff))
-    found = lanes.lanes_of(handoff, records.worker_phases)
-    if found:
-        _scrolling(details, lanes.draw(handoff, found), f"Workers in handoff {handoff.number}")
+    if drawing is not None:
+        _scrolling(details, drawing, f"Workers in handoff {record.generation}")
     of = traffic.matrix(records.traffic, record.generation)
-    if of.names and handoff.completed:
+    if of.names and record.completed:
         _table(details, traffic.sheet(of))
 
 
 def _facts(handoff: Handoff) -> Iterator[str]:
     record = handoff.figures
     yield record.notice
-    yield f"after step {record.step}" if handoff.completed else f"at step {record.step}"
+    yield f"after step {record.step}" if record.completed else f"at step {record.step}"
     for name, seconds in (
         ("pause", record.pause_s),
         ("slowdown", record.slowdown_s),
@@ -238,7 +230,7 @@ def _facts(handoff: Handoff) -> Iterator[str]:
     ):
         if math.isfinite(seconds):
             yield f"{name} {number_text(seconds)} s"
-    if handoff.completed:
+    if record.completed:
         yield f"{bytes_text(record.bytes_moved)} moved"
         yield f"{bytes_text(record.bytes_local)} stayed"
     if record.detail:
@@ -309,8 +301,12 @@ def _scrolling(parent: Element, wide: Element, name: str) -> None:
     SubElement(parent, "div", box).append(wide)
 
 
-def _legend(parent: Element, entries: dict[str, str]) -> None:
-    listed = SubElement(parent, "ul", {"class": "legend"})
+def _legend(parent: Element, drawings: Sequence[Element]) -> None:
+    """Of the shapes that are drawn."""
+    used = {shape.get("class", "") for drawing in drawings for shape in drawing.iter()}
+    entries = {classes: words for classes, words in LEGENDS.items() if classes in used}
+    if entries:
+        listed = SubElement(parent, "ul", {"class": "legend"})
     for classes, words in entries.items():
         entry = SubElement(listed, "li")
         SubElement(entry, "i", {"class": f"key {classes}", "aria-hidden": "true"})

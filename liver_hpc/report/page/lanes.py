@@ -44,10 +44,6 @@ class Lane:
     role: str
     phases: tuple[WorkerPhaseRecord, ...]
 
-    def last_end_s(self, names: Sequence[str]) -> float:
-        ends_s = [p.ended_s for p in self.phases if p.phase in names and math.isfinite(p.ended_s)]
-        return max(ends_s, default=-math.inf)
-
 
 @dataclass(frozen=True)
 class Panel:
@@ -77,9 +73,14 @@ def lanes_of(handoff: Handoff, phases: Sequence[WorkerPhaseRecord]) -> list[Lane
             role = "leaves"
         lanes.append(Lane(worker, found[0].node, role, tuple(found)))
     if len(lanes) > MOST_WORKERS:
-        lanes.sort(key=lambda lane: -lane.last_end_s((*BESIDE, *CROSSING[:3])))
-        lanes = lanes[:MOST_WORKERS]
+        lanes = sorted(lanes, key=_last_end_s, reverse=True)[:MOST_WORKERS]
     return sorted(lanes, key=lambda lane: lane.worker)
+
+
+def _last_end_s(lane: Lane) -> float:
+    """Of what it did but the release."""
+    ends_s = [phase.ended_s for phase in lane.phases if phase.phase != "release"]
+    return max(filter(math.isfinite, ends_s), default=-math.inf)
 
 
 def draw(handoff: Handoff, lanes: Sequence[Lane]) -> Element:
@@ -90,7 +91,7 @@ def draw(handoff: Handoff, lanes: Sequence[Lane]) -> Element:
     told = ", ".join(f"{panel.title} {duration_text(panel.span_s)}" for panel in panels)
     svg = drawing(
         HEAD + ROW * len(lanes) + AXIS,
-        f"Workers in handoff {handoff.number}",
+        f"Workers in handoff {handoff.figures.generation}",
         f"{len(lanes)} lanes; {told}",
     )
     for index, name in enumerate(names):
@@ -108,7 +109,7 @@ def _middle(index: int) -> float:
 def _panels(handoff: Handoff, lanes: Sequence[Lane], left: float) -> list[Panel]:
     record = handoff.figures
     crossing_s = [p.started_s for lane in lanes for p in lane.phases if p.phase in CROSSING]
-    begin_s, boundary_s, end_s = _bounds(handoff, lanes)
+    begin_s, boundary_s, end_s = bounds(handoff, lanes)
     room = WIDTH - left - 8
     right = left + (0.46 * room - GAP / 2 if crossing_s else room)
     beside = Panel("beside training", BESIDE, Scale(begin_s, boundary_s, left, right))
@@ -122,7 +123,7 @@ def _panels(handoff: Handoff, lanes: Sequence[Lane], left: float) -> list[Panel]
     return [beside, Panel("the crossing", CROSSING, time)]
 
 
-def _bounds(handoff: Handoff, lanes: Sequence[Lane]) -> tuple[float, float, float]:
+def bounds(handoff: Handoff, lanes: Sequence[Lane]) -> tuple[float, float, float]:
     """Of what is drawn: its begin, the boundary (or the end of the attempt), its end."""
     record = handoff.figures
     phases = [phase for lane in lanes for phase in lane.phases]

@@ -20,7 +20,7 @@ from liver_hpc.report.page.svg import (
     ticks,
     time_axis,
 )
-from liver_hpc.report.wording import duration_text, layout_text, number_text
+from liver_hpc.report.wording import duration_text, layout_text
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,9 @@ def _not_finite(svg: Element, points: Sequence[StepPoint], time: Scale) -> None:
 def _phases(svg: Element, handoffs: Sequence[Handoff], time: Scale) -> None:
     for handoff in handoffs:
         for name, begin_s, end_s in handoff.spans_s:
-            title = f"handoff {handoff.number}, {name}: {duration_text(end_s - begin_s)}"
+            title = (
+                f"handoff {handoff.figures.generation}, {name}: {duration_text(end_s - begin_s)}"
+            )
             place = (LOSS.top, BOTTOM - LOSS.top)
             bar(svg, f"band {name}", time, (begin_s, end_s), place, title)
 
@@ -122,7 +124,7 @@ def _marks(svg: Element, handoffs: Sequence[Handoff], time: Scale) -> None:
     """Numbered, round for a completed handoff and square for another; near ones share a mark."""
     groups: list[list[Handoff]] = []
     for handoff in sorted(handoffs, key=lambda each: each.at_s):
-        kind = "completed" if handoff.completed else "not-completed"
+        kind = "completed" if handoff.figures.completed else "not-completed"
         x = time(handoff.at_s)
         add(svg, "line", f"mark {kind}", x1=x, x2=x, y1=BADGES, y2=BOTTOM)
         if groups and x - time(groups[-1][-1].at_s) < 2 * RADIUS + 3:
@@ -131,26 +133,20 @@ def _marks(svg: Element, handoffs: Sequence[Handoff], time: Scale) -> None:
             groups.append([handoff])
     for group in groups:
         first, last = group[0], group[-1]
-        words = str(first.number) if first is last else f"{first.number}\u2013{last.number}"
+        words = str(first.figures.generation)
+        if last is not first:
+            words += f"\u2013{last.figures.generation}"
         middle = (time(first.at_s) + time(last.at_s)) / 2
         half = RADIUS if len(words) < 3 else 4.0 * len(words)
-        done = all(handoff.completed for handoff in group)
+        done = all(handoff.figures.completed for handoff in group)
         kind, radius = ("completed", RADIUS) if done else ("not-completed", 2.0)
-        title = "; ".join(map(_handoff_text, group))
+        title = "; ".join(map(str, group))
         places = {"x": middle - half, "y": BADGES - 2 * RADIUS, "rx": radius}
         badge = add(
             svg, "rect", f"badge {kind}", title, **places, width=2 * half, height=2 * RADIUS
         )
         badge.set("tabindex", "0")
         label(svg, middle, BADGES - RADIUS + 4, words, "badge-text", "middle")
-
-
-def _handoff_text(handoff: Handoff) -> str:
-    """`2: tp2 dp2 to pp2 dp2, completed, lost 0.120 s`."""
-    record = handoff.figures
-    ends = f"{layout_text(record.source)} to {layout_text(record.target)}"
-    lost = number_text(record.lost_s)
-    return f"{handoff.number}: {ends}, {record.outcome}, lost {lost} s"
 
 
 def _layouts(svg: Element, story: Story, time: Scale) -> None:
