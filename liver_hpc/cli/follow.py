@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 from rich.console import Console, RenderableType
 from rich.constrain import Constrain
@@ -54,33 +55,20 @@ def follow(
     Returns the last snapshot, None if there never was one. Ctrl-C restores the terminal, leaves
     the run alone, and goes on to the caller as KeyboardInterrupt; so do errors of `snapshots`.
     """
-    if not console.is_terminal or console.is_dumb_terminal:
-        lines = PlainLines()
-        return _watch(snapshots, lambda s: _print(lines.of(s), console), interval_s, wait)
+    is_plain = not console.is_terminal or console.is_dumb_terminal
+    lines, last = PlainLines(), None
     # Redrawn with each snapshot and at no other time: nothing blinks or spins.
-    with Live(console=console, auto_refresh=False) as live:
-        return _watch(snapshots, lambda s: live.update(view(s), refresh=True), interval_s, wait)
-
-
-def _watch(
-    snapshots: Callable[[], StatusSnapshot | None],
-    show: Callable[[StatusSnapshot], None],
-    interval_s: float,
-    wait: Callable[[float], None],
-) -> StatusSnapshot | None:
-    last = None
-    while (snapshot := snapshots()) is not None:
-        last = snapshot
-        show(snapshot)
-        if snapshot.state in FINAL_STATES:
-            break
-        wait(interval_s)
+    with nullcontext() if is_plain else Live(console=console, auto_refresh=False) as live:
+        while (snapshot := snapshots()) is not None:
+            last = snapshot
+            if live is not None:
+                live.update(view(snapshot), refresh=True)
+            for line in lines.of(snapshot) if live is None else ():
+                console.print(Text(line), soft_wrap=True)
+            if snapshot.state in FINAL_STATES:
+                break
+            wait(interval_s)
     return last
-
-
-def _print(lines: Iterator[str], console: Console) -> None:
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
 
 
 # ---- in a terminal

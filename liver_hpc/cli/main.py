@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from liver_hpc.cli.arguments import EXIT_BAD_INPUT, parse
@@ -27,6 +28,7 @@ EXIT_REFUSED = 3
 EXIT_INTERRUPTED = 130
 
 _FOLLOW_INTERVAL_S = 0.2
+_say = partial(print, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,10 +112,6 @@ def _follow(run: RunDirectory) -> int:
     if outcome is None:
         raise LiverError(f"run {run} ended without an outcome; {run.where_logs_are()}")
     return _tell(run, outcome)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def _tell(run: RunDirectory, outcome: Outcome) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 
 import matplotlib.style as mpl_style
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-from liver_hpc.report.compare import Comparison, of_run
+from liver_hpc.report.compare import Comparison, Costs, of_run
 from liver_hpc.report.derive import run_figures
 from liver_hpc.report.page.lanes import BESIDE, CROSSING, Lane, bounds, lanes_of
 from liver_hpc.report.page.series import Handoff, Story, story
@@ -20,7 +21,11 @@ from liver_hpc.run.records import RunRecords
 
 # Okabe and Ito's palette, which the colour-blind tell apart.
 BLUE, ORANGE, GREEN, RED, GRAY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#8a939c"
-BANDS = {"boot": (GRAY, 0.2), "prepare": (ORANGE, 0.3), "crossing": ("black", 0.5)}
+BANDS: dict[str, Any] = {
+    "boot": {"color": GRAY, "alpha": 0.2, "linewidth": 0},
+    "prepare": {"color": ORANGE, "alpha": 0.3, "linewidth": 0},
+    "crossing": {"color": "black", "alpha": 0.5, "linewidth": 0},
+}
 PHASES = {
     "boot": GRAY,
     "prepare": ORANGE,
@@ -65,6 +70,7 @@ def _training(told: Story) -> Figure:
             marked_s, [0.97] * len(marked_s), "x", color=RED, markersize=4,
             transform=loss.get_xaxis_transform(), label="loss or gradient norm not finite",
         )  # fmt: skip
+        loss.legend()
     rates = [point.tokens_per_s for point in told.points]
     edges_s = [*(point.began_s for point in told.points), *ends_s[-1:]]
     if rates:
@@ -73,25 +79,18 @@ def _training(told: Story) -> Figure:
     rate.set_ylabel("tokens/s", color=RED)
     rate.set_ylim(bottom=0)
     rate.set_xlabel("seconds")
-    seen: set[str] = set()
     for handoff in told.handoffs:
         for name, begin_s, end_s in handoff.spans_s:
-            if name in BANDS:
-                color, alpha = BANDS[name]
-                known = None if name in seen else name
-                for axes in (loss, rate):
-                    axes.axvspan(begin_s, end_s, color=color, alpha=alpha, linewidth=0, label=known)
-                    known = None
-                seen.add(name)
+            for axes in (loss, rate) if name in BANDS else ():
+                axes.axvspan(begin_s, end_s, **BANDS[name])
         style = "-" if handoff.figures.completed else ":"
         loss.axvline(handoff.at_s, color="black", linewidth=0.6, linestyle=style)
         loss.annotate(
             str(handoff.figures.generation), (handoff.at_s, 1.02), ha="center", weight="bold",
             xycoords=("data", "axes fraction"),
         )  # fmt: skip
-    entries = len(seen) + bool(marked_s)
-    if entries:
-        figure.legend(loc="outside lower center", ncols=entries)
+    entries = [Patch(label=name, **style) for name, style in BANDS.items()]
+    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries))
     return figure
 
 
@@ -120,12 +119,12 @@ def _bars(axes: Any, lanes: Sequence[Lane], names: Sequence[str], zero_s: float)
                     index, phase.ended_s - phase.started_s, left=phase.started_s - zero_s,
                     height=0.62, color=PHASES[phase.phase],
                 )  # fmt: skip
-    for name in names:  # by itself, so that the legend has a phase that nobody was in
-        axes.barh(0, 0, color=PHASES[name], label=name)
     axes.set_yticks(range(len(lanes)), [f"worker {lane.worker}" for lane in lanes])
     axes.invert_yaxis()
     axes.set_xlabel("seconds from the boundary")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=len(names), fontsize=8)
+    entries = [Patch(color=PHASES[name], label=name) for name in names]
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.28)}
+    axes.legend(handles=entries, ncols=len(names), fontsize=8, **place)
 
 
 def _bytes(axes: Any, num_bytes: Sequence[Sequence[int]], names: Sequence[str]) -> None:
@@ -144,23 +143,23 @@ def _bytes(axes: Any, num_bytes: Sequence[Sequence[int]], names: Sequence[str]) 
 
 
 def _baselines(comparisons: Sequence[Comparison]) -> Figure:
-    rows = sum(len(each.costs) + 1 for each in comparisons)
-    figure = Figure(figsize=(9, 0.8 + 0.24 * rows), layout="constrained")
-    axes = figure.subplots()
-    places, names, row = [], [], 0
+    """A row for each change's name, then one for each of its methods."""
+    rows: list[str | Costs] = []
     for each in comparisons:
-        axes.text(0, row, each.change, weight="bold", va="center")
-        row += 1
-        for costs in each.costs:
-            low, high = costs.median_s - min(costs.lost_s), max(costs.lost_s) - costs.median_s
-            axes.barh(
-                row, costs.median_s, xerr=[[low], [high]], height=0.7, capsize=2,
-                color=BLUE if costs.is_live else ORANGE, error_kw={"linewidth": 0.9},
-            )  # fmt: skip
-            places.append(row)
-            names.append(costs.method)
-            row += 1
-    axes.set_yticks(places, names)
+        rows += [each.change, *each.costs]
+    figure = Figure(figsize=(9, 0.8 + 0.24 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for place, row in enumerate(rows):
+        if isinstance(row, str):
+            axes.text(0, place, row, weight="bold", va="center")
+            continue
+        low, high = row.median_s - min(row.lost_s), max(row.lost_s) - row.median_s
+        axes.barh(
+            place, row.median_s, xerr=[[low], [high]], height=0.7, capsize=2,
+            color=BLUE if row.is_live else ORANGE, error_kw={"linewidth": 0.9},
+        )  # fmt: skip
+    names = ["" if isinstance(row, str) else row.method for row in rows]
+    axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
     axes.set_xlabel("lost time in seconds: median, least and greatest")
     axes.set_xlim(left=0)
