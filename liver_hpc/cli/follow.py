@@ -150,7 +150,6 @@ def _handoff(status: StatusSnapshot) -> Iterator[tuple[str, RenderableType]]:
 
 
 def _phases(handoff: HandoffStatus) -> Text:
-    """All phases in their order, the present one marked."""
     if handoff.phase not in _PHASES:
         return Text(handoff.phase.lower(), "bold yellow")
     present = _PHASES.index(handoff.phase)

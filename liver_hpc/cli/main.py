@@ -160,7 +160,6 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace) -> int:
-    """What an operator asks of a run that trains."""
     from liver_hpc.cli.client import request
     from liver_hpc.layout.coordinates import Layout
     from liver_hpc.protocol.messages import (

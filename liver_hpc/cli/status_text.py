@@ -79,7 +79,6 @@ def _phase(status: StatusSnapshot | None) -> tuple[int, str] | None:
 
 
 def figure_texts(status: StatusSnapshot) -> list[str]:
-    """What is known of the last step."""
     figures = []
     if status.loss is not None:
         figures.append(f"loss {status.loss:.4f}")

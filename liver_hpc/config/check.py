@@ -53,7 +53,6 @@ def check_run(config: RunConfig, recipe: ChecksLayouts, found: Sequence[str] = (
 
 
 def local_workers_limit() -> int:
-    """Workers that a local run on this machine may have."""
     return max(_LOCAL_WORKERS, _LOCAL_WORKERS_PER_CORE * (os.cpu_count() or 1))
 
 

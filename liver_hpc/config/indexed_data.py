@@ -29,8 +29,6 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class IndexedData:
-    """What a `.bin/.idx` pair says of itself."""
-
     prefix: Path
     token_type: str
     sequences: int

@@ -47,7 +47,6 @@ def joined(problems: Sequence[str]) -> str:
 
 
 def parts(error: Exception) -> list[str]:
-    """The problems that `joined` has put together."""
     first, *lines = str(error).splitlines()
     return (
         [line.strip() for line in lines] if re.fullmatch(r"\d+ problems", first) else [str(error)]

@@ -95,7 +95,6 @@ def _training(told: Story) -> Figure:
 
 
 def _handoff(handoff: Handoff, lanes: Sequence[Lane], records: RunRecords) -> Figure:
-    """Its workers' phases around the boundary, and the bytes between them."""
     own = matrix(records.traffic, handoff.figures.generation)
     height = 1.4 + 0.28 * max(len(lanes), 5)
     figure = Figure(figsize=(11, height), layout="constrained")

@@ -101,7 +101,6 @@ def _fitting(sheet: Sheet, console: Console) -> RenderableType:
 
 
 def _table(sheet: Sheet) -> Table:
-    """A table of aligned figures."""
     table = Table(
         title=f"\n{sheet.title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD
     )
@@ -135,7 +134,6 @@ def _listed(sheet: Sheet) -> Table:
 
 
 def _grid() -> Table:
-    """Names beside what they name."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")

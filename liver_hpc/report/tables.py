@@ -69,8 +69,6 @@ class Column:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A titled table."""
-
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]

@@ -137,9 +137,7 @@ def _overview(main: Element, told: Story) -> None:
     if not told.points:
         SubElement(section, "p").text = "No step was recorded."
         return
-    drawing = timeline.training(told)
-    _scrolling(section, drawing, "Loss and tokens per second over time")
-    _legend(section, [drawing])
+    _drawing(section, timeline.training(told))
 
 
 def _steps(told: Story) -> str:
@@ -159,16 +157,14 @@ def _nodes(main: Element, figures: RunFigures, told: Story) -> None:
     if not figures.notices:
         return
     section = _section(main, "Nodes")
-    drawing = nodes.draw(told, figures.notices)
-    _scrolling(section, drawing, "Nodes over time")
-    _legend(section, [drawing])
+    _drawing(section, nodes.draw(told, figures.notices))
 
 
 def _comparison(main: Element, comparisons: Sequence[Comparison]) -> None:
     if not comparisons:
         return
     section = _section(main, "Live against checkpoint and restart")
-    _scrolling(section, bars.draw(comparisons), "Lost time, live and by restart")
+    _drawing(section, bars.draw(comparisons))
     SubElement(section, "p", {"class": "note"}).text = (
         "Lost time: median of each method, with the least and the greatest; in brackets also the "
         "number of measurements."
@@ -299,6 +295,11 @@ def _scrolling(parent: Element, wide: Element, name: str) -> None:
     """A wide table or drawing scrolls in a box of its own, which the keyboard reaches."""
     box = {"class": "scroll", "role": "region", "aria-label": name, "tabindex": "0"}
     SubElement(parent, "div", box).append(wide)
+
+
+def _drawing(parent: Element, drawing: Element) -> None:
+    _scrolling(parent, drawing, drawing.get("aria-label", "").partition(".")[0])
+    _legend(parent, [drawing])
 
 
 def _legend(parent: Element, drawings: Sequence[Element]) -> None:

@@ -15,7 +15,6 @@ FONT = 12.0
 
 
 def text_width(text: str) -> float:
-    """About how wide a text will be."""
     return 0.56 * FONT * len(text)
 
 
