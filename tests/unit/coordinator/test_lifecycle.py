@@ -92,6 +92,17 @@ def test_a_first_worker_that_does_not_come_fails_the_run(make: Start, fault: Fau
     )
 
 
+def test_a_run_whose_worker_refused_to_boot_says_why(make: Start) -> None:
+    run = make(begin=False)
+    run.cluster.faults.fail_at(1, Phase.BOOT, Fault.DIE)
+    log = run.directory / "logs" / "agent-a0.log"
+    log.parent.mkdir(exist_ok=True)
+    why = "worker 1 of agent a0 failed in boot: PlanError: no (exit code 1)"
+    log.write_text(f"10:00 INFO [agent a0] starts\n10:01 ERROR [agent a0] {why}\nTraceback\n")
+    run.start_only()
+    assert f"were ready: {why}; see logs/*a0*.log" in run.outcome().reason
+
+
 def test_workers_that_end_too_early_fail_the_run(make: Start) -> None:
     run = make()
     run.cluster.train(3, last=True)
