@@ -39,7 +39,8 @@ def main() -> NoReturn:
     options = parser.parse_args()
     _quieten()
     try:
-        read_fd, write_fd = _agent_lines()
+        read_fd = int(os.environ["LIVER_AGENT_READ_FD"])
+        write_fd = int(os.environ["LIVER_AGENT_WRITE_FD"])
         _choose_network(options.run_directory)
         with collector_paused():
             from liver_hpc.world.device import open_device
@@ -85,13 +86,6 @@ def _quieten() -> None:
     for package in ("megatron", "torch"):
         for category in (UserWarning, FutureWarning, DeprecationWarning):
             warnings.filterwarnings("ignore", category=category, module=package)
-
-
-def _agent_lines() -> tuple[int, int]:
-    try:
-        return int(os.environ["LIVER_AGENT_READ_FD"]), int(os.environ["LIVER_AGENT_WRITE_FD"])
-    except KeyError as error:
-        raise LiverError(f"a worker is started by an agent: {error} is not set") from error
 
 
 if __name__ == "__main__":
