@@ -48,7 +48,14 @@ def reads(model: ModelSpec, saved: Layout, layout: Layout, at: Coordinate) -> li
     for kind in model.kinds:
         for index in model.stage_tensors(layout.pp, at.pp):
             needed = owned_boxes(model, layout, at, kind, index)
-            parts = list(_parts(model, saved, kind, index, needed))
+            copy = copies(model, saved, kind, index)[0]
+            parts = [
+                Read(saved.rank(source), kind, index, own, part)
+                for source in copy_coordinates(model, saved, index, copy, needed)
+                for own in owned_boxes(model, saved, source, kind, index)
+                for box in needed
+                if (part := own.intersect(box)) is not None
+            ]
             got, wanted = sum(r.part.elements for r in parts), sum(box.elements for box in needed)
             if got != wanted:
                 raise PlanError(
@@ -57,17 +64,3 @@ def reads(model: ModelSpec, saved: Layout, layout: Layout, at: Coordinate) -> li
                 )
             found += parts
     return sorted(found)
-
-
-def _parts(
-    model: ModelSpec, saved: Layout, kind: str, index: int, needed: tuple[Box, ...]
-) -> Iterator[Read]:
-    if not needed:
-        return
-    copy = copies(model, saved, kind, index)[0]
-    for source in copy_coordinates(model, saved, index, copy, needed):
-        for own in owned_boxes(model, saved, source, kind, index):
-            for box in needed:
-                part = own.intersect(box)
-                if part is not None:
-                    yield Read(saved.rank(source), kind, index, own, part)

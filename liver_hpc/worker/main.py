@@ -46,7 +46,8 @@ def main() -> NoReturn:
     options = parser.parse_args()
     _quieten()
     try:
-        read_fd, write_fd = _agent_lines()
+        read_fd = int(os.environ["LIVER_AGENT_READ_FD"])
+        write_fd = int(os.environ["LIVER_AGENT_WRITE_FD"])
         with open(write_fd, "w") as to_agent:
             try:
                 start = _boot(options.run_directory, Layout.parse(options.layout))
@@ -102,13 +103,6 @@ def _quieten() -> None:
     for package in ("megatron", "torch"):
         for category in (UserWarning, FutureWarning, DeprecationWarning):
             warnings.filterwarnings("ignore", category=category, module=package)
-
-
-def _agent_lines() -> tuple[int, int]:
-    try:
-        return int(os.environ["LIVER_AGENT_READ_FD"]), int(os.environ["LIVER_AGENT_WRITE_FD"])
-    except KeyError as error:
-        raise LiverError(f"a worker is started by an agent: {error} is not set") from error
 
 
 if __name__ == "__main__":
