@@ -12,11 +12,12 @@ from liver_hpc.errors import DeadlineError, MeetingError
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
-from liver_hpc.rendezvous.base import Identity, MemoryRendezvous
+from liver_hpc.rendezvous.base import Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.run.node_events import Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
 from tests.fakes import Fault, FaultInjector, WorkerScript
 from tests.memory_launcher import MemoryLauncher
+from tests.memory_rendezvous import MemoryRendezvous
 
 
 class ScriptedWorker:
@@ -150,7 +151,7 @@ class ScriptedCluster:
         if request.agent in self.fallen_agents:
             self.launcher.end(request.agent, self.fallen_agents[request.agent])
             return
-        identity = Identity(agent=request.agent, host="test", pid=1, workers=request.workers)
+        identity = Identity(agent=request.agent, host="test", pid=1, workers=len(request.slots))
         try:
             answer = self.rendezvous.meet(identity, self.secret)
         except MeetingError as error:

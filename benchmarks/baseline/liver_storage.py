@@ -18,8 +18,7 @@ from liver_hpc.checkpoint.index import (
     read_index,
     write_index,
 )
-from liver_hpc.checkpoint.reader import read_parts
-from liver_hpc.checkpoint.writer import write_part
+from liver_hpc.checkpoint.parts import read_parts, write_part
 from liver_hpc.clock import SystemClock
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.files import flush_to_disk

@@ -15,8 +15,8 @@ from typing import NoReturn
 from benchmarks.baseline.lines import HOST, Entered, Writer
 from benchmarks.baseline.methods import Method
 from liver_hpc.clock import SystemClock
-from liver_hpc.host.importing import collector_paused
 from liver_hpc.host.interfaces import interface_addresses, interface_holding
+from liver_hpc.host.process import collector_paused
 from liver_hpc.layout.coordinates import Layout
 
 EXIT_FAILED = 1

@@ -18,7 +18,7 @@ from benchmarks.peers.events import JOIN, LEAVE, Change, Step, merged, settled
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import LiverError
 from liver_hpc.host.child import Child, Command, end_all
-from liver_hpc.host.environment import clean_environment
+from liver_hpc.host.process import clean_environment
 
 MARK = "LIVER_PEER_JOB"
 """A variable with such a name is in the environment of every process of a job."""

@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-from liver_hpc.host.importing import collector_paused
+from liver_hpc.host.process import collector_paused
 
 EXIT_SAVED = 3
 

@@ -11,7 +11,7 @@ from benchmarks.reconfigure.cells import Rows, measure
 from benchmarks.reconfigure.sweep import Cell, Sweep
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.errors import LiverError
-from liver_hpc.host.environment import clean_environment
+from liver_hpc.host.process import clean_environment
 
 _POLL_S = 2.0
 _COMMAND_S = 30.0

@@ -1,1 +1,1 @@
-"""The results of several benchmarks as one section of the README."""
+"""The results of several benchmarks as one section of a page."""

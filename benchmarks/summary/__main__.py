@@ -1,4 +1,5 @@
-"""`python -m benchmarks.summary r.json ... --readme README.md`: results as a section of it."""
+"""`python -m benchmarks.summary r.json ... --page docs/explanation/performance.md`: results as a
+section of it."""
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ Result = Mapping[str, Any]
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.summary", description=__doc__)
     parser.add_argument("results", nargs="+", type=Path, metavar="FILE", help="what --json wrote")
-    parser.add_argument("--readme", type=Path, help="rewrite the section there; else print it")
+    parser.add_argument("--page", type=Path, help="rewrite the section there; else print it")
     given = parser.parse_args(arguments)
     try:
         text = section([read_result(path) for path in given.results])
-        if given.readme is None:
+        if given.page is None:
             print(text)
         else:
-            given.readme.write_text(replaced(given.readme, text), encoding="utf-8")
+            given.page.write_text(replaced(given.page, text), encoding="utf-8")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -56,12 +57,12 @@ def read_result(path: Path) -> Result:
     return dict(found)
 
 
-def replaced(readme: Path, text: str) -> str:
+def replaced(page: Path, text: str) -> str:
     """The file with its section made anew. Raises ConfigError where it has none."""
-    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ConfigError(f"{readme}: wanted the lines {BEGIN!r} and {END!r}")
+        raise ConfigError(f"{page}: wanted the lines {BEGIN!r} and {END!r}")
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 

@@ -1,4 +1,4 @@
-"""The figures that the README tells of, by benchmark, and what each of them says."""
+"""The figures that are told of, by benchmark, and what each of them says."""
 
 FIGURES: dict[str, dict[str, str]] = {
     "reconfigure": {

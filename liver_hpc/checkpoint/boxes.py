@@ -13,14 +13,14 @@ from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.plan import copies, copy_coordinates
-from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec
+from liver_hpc.layout.tensors import Box, ModelSpec
 
 
 def written_boxes(
     model: ModelSpec, layout: Layout, at: Coordinate
 ) -> Iterator[tuple[str, int, Box]]:
     """(kind, tensor index, box) of everything that a coordinate writes."""
-    for kind in _kinds(model):
+    for kind in model.kinds:
         for index in model.stage_tensors(layout.pp, at.pp):
             copy = copies(model, layout, kind, index)[0]
             if at.pp == copy.stage and copy.tp in (None, at.tp) and copy.dp in (None, at.dp):
@@ -45,10 +45,17 @@ def reads(model: ModelSpec, saved: Layout, layout: Layout, at: Coordinate) -> li
     Raises PlanError where the checkpoint does not hold all that the coordinate needs.
     """
     found: list[Read] = []
-    for kind in _kinds(model):
+    for kind in model.kinds:
         for index in model.stage_tensors(layout.pp, at.pp):
             needed = owned_boxes(model, layout, at, kind, index)
-            parts = list(_parts(model, saved, kind, index, needed))
+            copy = copies(model, saved, kind, index)[0]
+            parts = [
+                Read(saved.rank(source), kind, index, own, part)
+                for source in copy_coordinates(model, saved, index, copy, needed)
+                for own in owned_boxes(model, saved, source, kind, index)
+                for box in needed
+                if (part := own.intersect(box)) is not None
+            ]
             got, wanted = sum(r.part.elements for r in parts), sum(box.elements for box in needed)
             if got != wanted:
                 raise PlanError(
@@ -57,21 +64,3 @@ def reads(model: ModelSpec, saved: Layout, layout: Layout, at: Coordinate) -> li
                 )
             found += parts
     return sorted(found)
-
-
-def _parts(
-    model: ModelSpec, saved: Layout, kind: str, index: int, needed: tuple[Box, ...]
-) -> Iterator[Read]:
-    if not needed:
-        return
-    copy = copies(model, saved, kind, index)[0]
-    for source in copy_coordinates(model, saved, index, copy, needed):
-        for own in owned_boxes(model, saved, source, kind, index):
-            for box in needed:
-                part = own.intersect(box)
-                if part is not None:
-                    yield Read(saved.rank(source), kind, index, own, part)
-
-
-def _kinds(model: ModelSpec) -> tuple[str, ...]:
-    return (PARAMETER, *model.optimizer_kinds)

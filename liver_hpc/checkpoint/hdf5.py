@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import h5py
@@ -49,14 +48,9 @@ class BoxesWriter:
     def __enter__(self) -> BoxesWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         if kind is not None:
-            self._sink.take_no_more()
+            self._sink.takes_more = False
         with self._sink:
             self._file.close()
             if kind is None:
@@ -71,27 +65,24 @@ class _Sink(FileIO):
     def __init__(self, path: Path) -> None:
         super().__init__(path, "w+")
         self._error: OSError | None = None
-        self._closed_to_more = False
+        self.takes_more = True
 
     def check(self) -> None:
         """Raises what the first failure was."""
         if self._error is not None:
             raise self._error
 
-    def take_no_more(self) -> None:
-        self._closed_to_more = True
-
     def write(self, data: Any, /) -> int:
         rest = memoryview(data)
         length = len(rest)
         with self._failures_kept():
-            while rest and not self._closed_to_more:
+            while rest and self.takes_more:
                 rest = rest[super().write(rest) :]
         return length
 
     def truncate(self, size: int | None = None, /) -> int:
         with self._failures_kept():
-            if not self._closed_to_more:
+            if self.takes_more:
                 super().truncate(size)
         return size or 0
 
@@ -101,7 +92,7 @@ class _Sink(FileIO):
             yield
         except OSError as error:
             self._error = self._error or error
-            self._closed_to_more = True
+            self.takes_more = False
 
 
 class BoxesReader:
@@ -139,12 +130,7 @@ class BoxesReader:
     def __enter__(self) -> BoxesReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         self._file.close()
 
 

@@ -33,7 +33,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def new_parser() -> argparse.ArgumentParser:
-    """The whole command line of `liver`."""
     parser = _Parser(
         prog="liver",
         description="Train on a Slurm cluster (or this machine), and reshape the job as it runs.",
@@ -151,14 +150,12 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"wanted a whole number of at least 1, got {text!r}")
     return int(text)
 
 
 def worker_id(text: str) -> int:
-    """A whole number."""
     if not text.isdecimal():
         raise ArgumentTypeError(f"wanted a worker id such as 3, got {text!r}")
     return int(text)

@@ -6,12 +6,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from liver_hpc.cluster.slurm import words
 from liver_hpc.cluster.slurm.burst import Request
+from liver_hpc.cluster.slurm.commands import sbatch_words
 from liver_hpc.cluster.slurm.script import (
     BURST_SCRIPT,
     Submission,
     batch_script,
+    burst_options,
     burst_script,
     coordinator_command,
 )
@@ -56,17 +57,17 @@ def _submissions(config: RunConfig) -> list[str]:
     parts = [
         *_file(submission.script_path, batch_script(submission, coordinator_command(submission))),
         "# submitted by",
-        _indented([shlex.join(words.sbatch([], submission.script_path))]),
+        _indented([shlex.join(sbatch_words([], submission.script_path))]),
     ]
     slurm = config.cluster.slurm
     if (burst := slurm.burst) is not None:
         request = Request(burst.nodes_per_request, burst.time_min)
-        options = words.burst(slurm, burst, request, f"{run.name}-burst-{TOKEN}", run)
+        options = burst_options(slurm, burst, request, f"{run.name}-burst-{TOKEN}", run)
         script = run / BURST_SCRIPT
         parts += [
             *_file(script, burst_script(config.cluster)),
             "# submitted by the coordinator, whenever it could use more workers, by",
-            _indented([shlex.join(words.sbatch(options, script, [str(run)]))]),
+            _indented([shlex.join(sbatch_words(options, script, [str(run)]))]),
         ]
     return parts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 from rich.console import Console, RenderableType
 from rich.constrain import Constrain
@@ -13,7 +14,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from liver_hpc.cli.status_text import FINAL_STATES, PlainLines, moved_text, waits_text
+from liver_hpc.cli.status_text import (
+    FINAL_STATES,
+    PlainLines,
+    figure_texts,
+    handoffs_text,
+    moved_text,
+    waits_text,
+)
 from liver_hpc.protocol.status import HandoffStatus, StatusSnapshot
 from liver_hpc.report.wording import (
     duration_text,
@@ -47,27 +55,19 @@ def follow(
     Returns the last snapshot, None if there never was one. Ctrl-C restores the terminal, leaves
     the run alone, and goes on to the caller as KeyboardInterrupt; so do errors of `snapshots`.
     """
-    if not console.is_terminal or console.is_dumb_terminal:
-        lines = PlainLines()
-        return _watch(snapshots, lambda s: _print(lines.of(s), console), interval_s, wait)
+    is_plain = not console.is_terminal or console.is_dumb_terminal
+    lines, last = PlainLines(), None
     # Redrawn with each snapshot and at no other time: nothing blinks or spins.
-    with Live(console=console, auto_refresh=False) as live:
-        return _watch(snapshots, lambda s: live.update(view(s), refresh=True), interval_s, wait)
-
-
-def _watch(
-    snapshots: Callable[[], StatusSnapshot | None],
-    show: Callable[[StatusSnapshot], None],
-    interval_s: float,
-    wait: Callable[[float], None],
-) -> StatusSnapshot | None:
-    last = None
-    while (snapshot := snapshots()) is not None:
-        last = snapshot
-        show(snapshot)
-        if snapshot.state in FINAL_STATES:
-            break
-        wait(interval_s)
+    with nullcontext() if is_plain else Live(console=console, auto_refresh=False) as live:
+        while (snapshot := snapshots()) is not None:
+            last = snapshot
+            if live is not None:
+                live.update(view(snapshot), refresh=True)
+            for line in lines.of(snapshot) if live is None else ():
+                console.print(Text(line), soft_wrap=True)
+            if snapshot.state in FINAL_STATES:
+                break
+            wait(interval_s)
     return last
 
 
@@ -79,34 +79,38 @@ def view(status: StatusSnapshot) -> RenderableType:
     lines = Table.grid(expand=True, padding=(0, 1))
     lines.add_column(style="dim", width=LABEL_COLUMNS, no_wrap=True)
     lines.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    lines.add_row("progress", _bar(status.step, status.steps, _progress(status), "green"))
-    lines.add_row("training", _training(status))
-    lines.add_row("layout", _layout(status))
-    lines.add_row("handoffs", _line(_handoffs(status)))
-    for label, line in _handoff(status):
-        lines.add_row(label, line)
-    lines.add_row("event", _line(status.last_event))
+    queued = f"; queued: {'; '.join(status.queued)}" if status.queued else ""
+    for name, line in (
+        ("progress", _bar(status.step, status.steps, _progress(status), "green")),
+        ("training", _training(status)),
+        ("layout", _layout(status)),
+        ("handoffs", handoffs_text(status) + queued),
+        *_handoff(status),
+        ("event", " ".join(status.last_event.split())),
+    ):
+        lines.add_row(name, Text(line) if isinstance(line, str) else line)
     if status.metrics_error:
-        lines.add_row(Text("metrics", "bold red"), _line(status.metrics_error, "red"))
+        lines.add_row(
+            Text("metrics", "bold red"), Text(" ".join(status.metrics_error.split()), "red")
+        )
     state = Text(status.state, _STATE_STYLES.get(status.state, ""))
-    panel = Panel(
-        lines,
-        title=Text.assemble((status.run, "bold"), " ", state),
-        title_align="left",
-        border_style="dim",
-        padding=(1, 1),
-    )
+    title = Text.assemble((status.run, "bold"), " ", state)
+    panel = Panel(lines, title=title, title_align="left", border_style="dim", padding=(1, 1))
     return Constrain(panel, MOST_COLUMNS)
 
 
 def _bar(done: int, total: int, text: str, style: str) -> RenderableType:
     """A bar that keeps its length while the text beside it changes."""
-    row = Table.grid(expand=True, padding=(0, 1))
-    row.add_column(ratio=1)
-    row.add_column(justify="right", no_wrap=True, min_width=BESIDE_BAR_COLUMNS)
     whole = max(total, 1)
     bar = ProgressBar(whole, min(done, whole), complete_style=style, finished_style=style)
-    row.add_row(bar, text)
+    return _beside(bar, text, BESIDE_BAR_COLUMNS)
+
+
+def _beside(left: RenderableType, right: str, min_width: int | None = None) -> RenderableType:
+    row = Table.grid(expand=True, padding=(0, 1))
+    row.add_column(ratio=1)
+    row.add_column(justify="right", no_wrap=True, min_width=min_width)
+    row.add_row(left, right)
     return row
 
 
@@ -117,37 +121,16 @@ def _progress(status: StatusSnapshot) -> str:
     return text
 
 
-def _training(status: StatusSnapshot) -> Text:
-    figures = [
-        ("loss ", None if status.loss is None else f"{status.loss:.4f}", ""),
-        ("gradient norm ", None if status.grad_norm is None else f"{status.grad_norm:.3f}", ""),
-        (
-            "",
-            None if status.tokens_per_s is None else number_text(status.tokens_per_s),
-            " tokens/s",
-        ),
-        ("", None if status.step_s is None else number_text(status.step_s), " s a step"),
-    ]
-    parts = [
-        Text.assemble((before, "dim"), (value, "bold"), (after, "dim"))
-        for before, value, after in figures
-        if value is not None
-    ]
-    return _joined(parts) if parts else Text("no step yet", "dim")
+def _training(status: StatusSnapshot) -> str:
+    figures = figure_texts(status)
+    if status.step_s is not None:
+        figures.append(f"{number_text(status.step_s)} s a step")
+    return "  ".join(figures) or "no step yet"
 
 
-def _layout(status: StatusSnapshot) -> Text:
-    parts = [
-        Text(layout_text(status.layout), "bold"),
-        Text.assemble(("generation ", "dim"), str(status.generation)),
-        Text.assemble(("workers ", "dim"), ids_text(status.workers)),
-    ]
-    return _joined(parts)
-
-
-def _handoffs(status: StatusSnapshot) -> str:
-    text = f"{status.handoffs_done} done, {status.handoffs_aborted} aborted"
-    return f"{text}; queued: {'; '.join(status.queued)}" if status.queued else text
+def _layout(status: StatusSnapshot) -> str:
+    workers = f"workers {ids_text(status.workers)}"
+    return f"{layout_text(status.layout)}  generation {status.generation}  {workers}"
 
 
 def _handoff(status: StatusSnapshot) -> Iterator[tuple[str, RenderableType]]:
@@ -158,40 +141,18 @@ def _handoff(status: StatusSnapshot) -> Iterator[tuple[str, RenderableType]]:
         yield "handoff", Text("none in progress", "dim")
         yield from [("", "")] * 3
     else:
-        ends = Text(f"{layout_text(handoff.source)} to {layout_text(handoff.target)}", "bold")
-        generation = Text(f"generation {handoff.generation}", "dim")
-        yield "handoff", _joined([ends, generation, Text(handoff.notice, "dim")])
-        yield "", _phases(handoff, status.now_s)
+        ends = f"{layout_text(handoff.source)} to {layout_text(handoff.target)}"
+        yield "handoff", f"{ends}  generation {handoff.generation}  {handoff.notice}"
+        yield "", _beside(_phases(handoff), duration_text(status.now_s - handoff.since_s))
         yield "", _bar(handoff.bytes_done, handoff.bytes_total, moved_text(handoff), "cyan")
-        yield "", Text(waits_text(handoff), "dim")
+        yield "", waits_text(handoff)
     yield "", ""
 
 
-def _phases(handoff: HandoffStatus, now_s: float) -> RenderableType:
-    """All phases in their order, the present one marked, and how long ago the notice was."""
-    if handoff.phase in _PHASES:
-        present = _PHASES.index(handoff.phase)
-        styles = ["green"] * present + ["bold cyan"] + ["dim"] * (len(_PHASES) - present - 1)
-        names = [Text(name.lower(), style) for name, style in zip(_PHASES, styles, strict=True)]
-    else:
-        names = [Text(handoff.phase.lower(), "bold yellow")]
-    row = Table.grid(expand=True, padding=(0, 1))
-    row.add_column(ratio=1)
-    row.add_column(justify="right", no_wrap=True)
-    row.add_row(_joined(names), duration_text(now_s - handoff.since_s))
-    return row
-
-
-def _line(text: str, style: str = "") -> Text:
-    return Text(" ".join(text.split()), style, no_wrap=True, overflow="ellipsis")
-
-
-def _joined(parts: list[Text]) -> Text:
-    text = Text("  ").join(parts)
-    text.no_wrap, text.overflow = True, "ellipsis"
-    return text
-
-
-def _print(lines: Iterator[str], console: Console) -> None:
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
+def _phases(handoff: HandoffStatus) -> Text:
+    if handoff.phase not in _PHASES:
+        return Text(handoff.phase.lower(), "bold yellow")
+    present = _PHASES.index(handoff.phase)
+    styles = ["green"] * present + ["bold cyan"] + ["dim"] * (len(_PHASES) - present - 1)
+    names = [Text(name.lower(), style) for name, style in zip(_PHASES, styles, strict=True)]
+    return Text("  ", no_wrap=True, overflow="ellipsis").join(names)

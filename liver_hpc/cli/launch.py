@@ -55,7 +55,6 @@ def launch_detached(run: RunDirectory) -> str:
 
 
 def submit_to_cluster(run: RunDirectory, config: RunConfig) -> str:
-    """Submits in this process; returns the job id."""
     executor: Any
     if config.cluster.kind == "slurm":
         from liver_hpc.cluster.slurm.executor import HetExecutor

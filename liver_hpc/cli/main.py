@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from liver_hpc.cli.arguments import EXIT_BAD_INPUT, parse
@@ -27,6 +28,7 @@ EXIT_REFUSED = 3
 EXIT_INTERRUPTED = 130
 
 _FOLLOW_INTERVAL_S = 0.2
+_say = partial(print, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,10 +114,6 @@ def _follow(run: RunDirectory) -> int:
     return _tell(run, outcome)
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
 def _tell(run: RunDirectory, outcome: Outcome) -> int:
     print(f"run {run}: {outcome}")
     if outcome.state != "failed":
@@ -162,7 +160,6 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace) -> int:
-    """What an operator asks of a run that trains."""
     from liver_hpc.cli.client import request
     from liver_hpc.layout.coordinates import Layout
     from liver_hpc.protocol.messages import (

@@ -80,8 +80,8 @@ def _open_run(config: RunConfig, job: OwnJob | None, tell: Callable[[str], None]
     run = create_run_directory(with_prepared_data(config), name)
     if job is not None:
         job.note(run.path)
-    if job is not None and kind == "slurm":
-        run.note_job_id(job.job_id)
+        if kind == "slurm":
+            run.note_job_id(job.job_id)
     note_latest(run)
     tell(f"run {run}")
     return run

@@ -17,7 +17,7 @@ def status_text(status: StatusSnapshot) -> str:
     lines = [
         f"run {status.run}: {status.state}, {_step_text(status)}",
         f"workers {ids_text(status.workers)}{over}",
-        f"handoffs: {status.handoffs_done} done, {status.handoffs_aborted} aborted",
+        f"handoffs: {handoffs_text(status)}",
     ]
     if status.handoff is not None:
         lines.append(_handoff_text(status.handoff, status.now_s))
@@ -78,7 +78,7 @@ def _phase(status: StatusSnapshot | None) -> tuple[int, str] | None:
     return status.handoff.generation, status.handoff.phase
 
 
-def _step_text(status: StatusSnapshot) -> str:
+def figure_texts(status: StatusSnapshot) -> list[str]:
     figures = []
     if status.loss is not None:
         figures.append(f"loss {status.loss:.4f}")
@@ -86,8 +86,16 @@ def _step_text(status: StatusSnapshot) -> str:
         figures.append(f"gradient norm {status.grad_norm:.3f}")
     if status.tokens_per_s is not None:
         figures.append(f"{number_text(status.tokens_per_s)} tokens/s")
-    figures.append(f"{status.layout} (generation {status.generation})")
-    return f"step {status.step} of {status.steps}: {', '.join(figures)}"
+    return figures
+
+
+def handoffs_text(status: StatusSnapshot) -> str:
+    return f"{status.handoffs_done} done, {status.handoffs_aborted} aborted"
+
+
+def _step_text(status: StatusSnapshot) -> str:
+    world = f"{status.layout} (generation {status.generation})"
+    return f"step {status.step} of {status.steps}: {', '.join([*figure_texts(status), world])}"
 
 
 def _handoff_text(handoff: HandoffStatus, now_s: float) -> str:

@@ -15,10 +15,10 @@ from liver_hpc.config.check import check_run
 from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.config.load import absolute_paths, dump_run
 from liver_hpc.config.problems import joined, parts
-from liver_hpc.config.schema import ClusterSection, RunConfig
+from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.errors import ConfigError, LiverError
-from liver_hpc.host.file_lock import file_lock
+from liver_hpc.host.files import file_lock
 from liver_hpc.layout.candidates import resolve_layouts
 from liver_hpc.recipes.base import Recipe, load_recipe
 from liver_hpc.recipes.text_data import pinned, prefix_of
@@ -37,8 +37,12 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
 
     `cluster` beats the run file. Raises ConfigError with everything that is wrong.
     """
-    wanted = {"kind": cluster} if cluster is not None else {}
-    kind, found = _resolve_cluster(config.cluster.model_copy(update=wanted))
+    kind, found = cluster or config.cluster.kind, list[str]()
+    has_slurm = shutil.which("sbatch") is not None
+    if kind == "auto":  # Slurm where there is sbatch and the run file has components for a job
+        kind = "slurm" if has_slurm and config.cluster.slurm.components else "local"
+    elif kind == "slurm" and not has_slurm:
+        found.append("cluster slurm: there is no sbatch on the path")
     section = config.cluster.model_copy(update={"kind": kind})
     config = absolute_paths(config.model_copy(update={"cluster": section}))
     try:
@@ -53,19 +57,6 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
             found += parts(error)
     check_run(config, recipe, found)
     return config, recipe
-
-
-def _resolve_cluster(cluster: ClusterSection) -> tuple[str, list[str]]:
-    """ "local" or "slurm" for "auto", and what stands against it.
-
-    "auto" is Slurm where there is sbatch and the run file has components for a job.
-    """
-    has_slurm = shutil.which("sbatch") is not None
-    if cluster.kind == "slurm" and not has_slurm:
-        return "slurm", ["cluster slurm: there is no sbatch on the path"]
-    if cluster.kind == "auto":
-        return ("slurm" if has_slurm and cluster.slurm.components else "local"), []
-    return cluster.kind, []
 
 
 # ---- a launch
@@ -167,32 +158,28 @@ def check_partitions(config: RunConfig, commands: SlurmCommands | None = None) -
     """
     slurm = config.cluster.slurm
     commands = commands or SlurmCommands(slurm.command_s, slurm.unreachable_s)
+    asked = [
+        (f"cluster.slurm.components.{index}", part.partition, part.nodes, part.nodes)
+        for index, part in enumerate(slurm.components)
+        if part.partition is not None
+    ]
+    if (burst := slurm.burst) is not None:
+        where = "cluster.slurm.burst"
+        asked.append((where, burst.partition, burst.nodes_per_request, burst.max_nodes))
     known = commands.partitions()
     problems = []
-
-    def check(where: str, name: str, together: int, in_all: int) -> None:
-        """A job gets its nodes from one of several partitions, the next job from another one."""
+    for where, name, together, in_all in asked:
+        # A job gets its nodes from one of several partitions, the next job from another one.
         parts = name.split(",")
         if any(part not in known for part in parts):
             there = ", ".join(sorted(known)) or "none"
             problems.append(f"{where}.partition: Slurm has no partition {name!r}; it has {there}")
-            return
-        nodes = [commands.hostnames(known[part].nodes) for part in parts]
-        for wanted, has in (
-            (together, max(map(len, nodes))),
-            (in_all, len({node for some in nodes for node in some})),
-        ):
-            if wanted > has:
-                problems.append(f"{where}: wanted {wanted} nodes, partition {name} has {has}")
-                return
-
-    for index, part in enumerate(slurm.components):
-        if part.partition is not None:
-            where = f"cluster.slurm.components.{index}"
-            check(where, part.partition, part.nodes, part.nodes)
-    if (burst := slurm.burst) is not None:
-        where = "cluster.slurm.burst"
-        check(where, burst.partition, burst.nodes_per_request, burst.max_nodes)
+            continue
+        nodes = [set(commands.hostnames(known[part].nodes)) for part in parts]
+        limits = (together, max(map(len, nodes))), (in_all, len(set.union(*nodes)))
+        wanted, has = next((limit for limit in limits if limit[0] > limit[1]), (0, 0))
+        if wanted:
+            problems.append(f"{where}: wanted {wanted} nodes, partition {name} has {has}")
     if problems:
         raise ConfigError(joined(problems))
 

@@ -15,33 +15,44 @@ from liver_hpc.host.child import Child, Command
 
 KILLED = 137
 """Exit code of an agent that was killed (128 + SIGKILL, as shells count)."""
-TERMINATED = 143
-"""Exit code of an agent that was told to end by SIGTERM before it had met."""
 
 AGENT_MODULE = "liver_hpc.node.agent"
 
 _log = logging.getLogger(__name__)
 
 
+def agent_log(run_directory: Path, agent: str) -> Path:
+    """To where all goes that an agent says."""
+    return run_directory / "logs" / f"agent-{agent}.log"
+
+
+def last_words(run_directory: Path, agent: str) -> str:
+    """The last error in an agent's log; empty where it has none, or cannot be read."""
+    try:
+        lines = agent_log(run_directory, agent).read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    errors = [line.partition(f" ERROR [agent {agent}] ")[2] for line in lines]
+    return next(filter(None, reversed(errors)), "")
+
+
 @dataclass(frozen=True)
 class NodeRequest:
-    """One agent: how many workers it starts, the layout that they rehearse, where it runs.
+    """One agent: the layout that its workers rehearse, and where they run.
 
     slots: the worker places of the node that its workers take, one each; a slot is the number of
     an accelerator. node: the node's name; empty where there is no choice.
     """
 
     agent: str
-    workers: int
     layout: str
-    slots: tuple[int, ...] = ()
+    slots: tuple[int, ...]
     node: str = ""
 
     def options(self, run_directory: Path) -> list[str]:
         """The agent's command line after the program."""
         words = ["--run-directory", str(run_directory), "--agent", self.agent]
-        words += ["--workers", str(self.workers), "--layout", self.layout]
-        return [*words, "--slots", ",".join(map(str, self.slots))] if self.slots else words
+        return [*words, "--layout", self.layout, "--slots", ",".join(map(str, self.slots))]
 
 
 class LaunchedAgent:

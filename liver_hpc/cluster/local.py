@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from liver_hpc.cluster.launcher import AGENT_MODULE, LaunchedAgent, Launcher, NodeRequest
+from liver_hpc.cluster.launcher import AGENT_MODULE, LaunchedAgent, Launcher, NodeRequest, agent_log
 from liver_hpc.host.child import Command
 
 _SWEEP_S = 20.0
@@ -36,7 +36,7 @@ class LocalLauncher(Launcher):
 
     def _prepare(self, request: NodeRequest) -> LaunchedAgent:
         words = [sys.executable, "-P", "-m", AGENT_MODULE, *request.options(self._run_directory)]
-        log = self._run_directory / "logs" / f"agent-{request.agent}.log"
+        log = agent_log(self._run_directory, request.agent)
         name = f"agent {request.agent}"
         command = Command(name, [*words, *self._agent_options], log=log, apart="session")
         return LaunchedAgent(request.agent, command, self._exit_s)

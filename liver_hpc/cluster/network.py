@@ -15,10 +15,11 @@ from pathlib import Path
 from liver_hpc.config.schema import NetworkSection
 from liver_hpc.errors import ConfigError
 from liver_hpc.host.interfaces import (
-    default_route_interface,
+    SOMEWHERE,
     hostname_addresses,
     interface_addresses,
     interface_holding,
+    interface_towards,
 )
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -68,7 +69,7 @@ def node_facts() -> NodeFacts:
         host=host,
         interfaces=interfaces,
         host_interface=next(filter(None, holders), None),
-        route_interface=default_route_interface(),
+        route_interface=interface_towards(SOMEWHERE),
         hca_ports=tuple(active_hca_ports()),
     )
 

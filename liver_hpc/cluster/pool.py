@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from liver_hpc.run.node_events import Node, NodeGranted, PoolEvent
 
@@ -44,12 +44,8 @@ class NodePool:
         """Everything that was asked for while the run went on is returned. Idempotent."""
 
 
-class FixedPool(NodePool):
-    """Nodes that are simply there; by default this machine, with any number of slots."""
-
-    def __init__(self, nodes: Sequence[Node] = (Node("", "machine"),)) -> None:
-        self._nodes = tuple(nodes)
+class ThisMachine(NodePool):
+    """It is simply there, with any number of slots."""
 
     def start(self, tell: Callable[[PoolEvent], None]) -> None:
-        for node in self._nodes:
-            tell(NodeGranted(node))
+        tell(NodeGranted(Node("", "machine")))

@@ -53,22 +53,7 @@ def check_run(config: RunConfig, recipe: ChecksLayouts, found: Sequence[str] = (
 
 
 def local_workers_limit() -> int:
-    """Workers that a local run on this machine may have."""
     return max(_LOCAL_WORKERS, _LOCAL_WORKERS_PER_CORE * (os.cpu_count() or 1))
-
-
-def check_allowed(config: RunConfig, layout: Layout) -> None:
-    """Raises ConfigError when the run file does not allow a layout, with those that it allows."""
-    if layout.workers > config.workers.max:
-        raise ConfigError(
-            f"layout {layout} wants {layout.workers} workers, workers.max is {config.workers.max}"
-        )
-    allowed = config.allowed_layouts(layout.workers)
-    if layout not in allowed:
-        valid = ", ".join(map(str, allowed)) or "none"
-        raise ConfigError(
-            f"layout {layout} is not allowed; layouts.{layout.workers} allows: {valid}"
-        )
 
 
 def _check_counts(config: RunConfig) -> Iterator[str]:
@@ -141,12 +126,22 @@ def _wished_layout(config: RunConfig, notice: NoticeSection) -> Layout:
     """The layout that a notice leads to; raises ConfigError when there is none."""
     if notice.layout is not None:
         layout = notice.layout.layout()
-        check_allowed(config, layout)
+        allowed = config.allowed_layouts(layout.workers)
+        if layout.workers > config.workers.max:
+            raise ConfigError(
+                f"layout {layout} wants {layout.workers} workers, "
+                f"workers.max is {config.workers.max}"
+            )
+        if layout not in allowed:
+            valid = ", ".join(map(str, allowed)) or "none"
+            raise ConfigError(
+                f"layout {layout} is not allowed; layouts.{layout.workers} allows: {valid}"
+            )
         return layout
     workers = notice.workers or 0
+    allowed = config.allowed_layouts(workers)
     if workers > config.workers.max:
         raise ConfigError(f"{workers} workers are more than workers.max, {config.workers.max}")
-    allowed = config.allowed_layouts(workers)
     if not allowed:
         counts = ", ".join(map(str, config.worker_counts))
         raise ConfigError(f"layouts has no entry for {workers} workers (entries: {counts})")

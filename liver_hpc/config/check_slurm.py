@@ -33,7 +33,6 @@ OWN_OPTIONS = {
 
 
 def check_slurm(config: RunConfig) -> Iterator[str]:
-    """Every problem with `cluster.slurm` and what depends on it."""
     slurm = config.cluster.slurm
     yield from _check_texts("cluster.slurm", slurm)
     for index, component in enumerate(slurm.components):
@@ -70,12 +69,9 @@ def _check_burst(burst: BurstSection) -> Iterator[str]:
     where = "cluster.slurm.burst"
     yield from _check_texts(where, burst)
     yield from _check_options(where, burst)
-    for key, value in (
-        ("min_nodes", burst.min_nodes),
-        ("nodes_per_request", burst.nodes_per_request),
-    ):
-        if value > burst.max_nodes:
-            yield f"{where}.{key} is {value}, more than max_nodes, {burst.max_nodes}"
+    for key in ("min_nodes", "nodes_per_request"):
+        if getattr(burst, key) > burst.max_nodes:
+            yield f"{where}.{key} is {getattr(burst, key)}, more than max_nodes, {burst.max_nodes}"
     if burst.backoff_s > burst.backoff_max_s:
         yield (
             f"{where}.backoff_s is {burst.backoff_s:g}, more than backoff_max_s, "
@@ -86,20 +82,16 @@ def _check_burst(burst: BurstSection) -> Iterator[str]:
 def _check_slots(config: RunConfig) -> Iterator[str]:
     """The nodes must carry the workers that the run file promises."""
     cluster, burst = config.cluster, config.cluster.slurm.burst
-    held = [
-        (f"{component.nodes} x {cluster.slots(component)} of {component.name}", component)
-        for component in cluster.slurm.components
-    ]
-    slots = sum(component.nodes * cluster.slots(component) for _, component in held)
-    told = [text for text, _ in held]
+    held = [(part.nodes, cluster.slots(part), part.name) for part in cluster.slurm.components]
     if burst is not None:
-        slots += burst.max_nodes * cluster.slots(burst)
-        told.append(f"{burst.max_nodes} x {cluster.slots(burst)} of burst")
+        held.append((burst.max_nodes, cluster.slots(burst), "burst"))
+    slots = sum(nodes * workers for nodes, workers, _ in held)
+    told = " + ".join(f"{nodes} x {workers} of {name}" for nodes, workers, name in held)
     for key, workers in (("initial", config.workers.initial), ("max", config.workers.max)):
         if workers > slots:
             yield (
                 f"workers.{key} is {workers}, but the nodes asked for take {slots} "
-                f"({' + '.join(told)}, as nodes x workers)"
+                f"({told}, as nodes x workers)"
             )
 
 

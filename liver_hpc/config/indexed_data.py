@@ -25,17 +25,12 @@ _TYPES = {
     7: ("float32", 4),
     8: ("uint16", 2),
 }
-_LENGTH = struct.Struct("<i")
-_OFFSET = struct.Struct("<q")
 
 
 @dataclass(frozen=True)
 class IndexedData:
-    """What a `.bin/.idx` pair says of itself."""
-
     prefix: Path
     token_type: str
-    token_bytes: int
     sequences: int
     documents: int
     tokens: int
@@ -48,18 +43,17 @@ def read_indexed_data(prefix: Path) -> IndexedData:
     index_bytes, held_bytes = _file_bytes(index), _file_bytes(tokens)
     try:
         with index.open("rb") as stream:
-            header = stream.read(_HEADER.size)
-            sequences, documents, code = _unpack_header(index, header)
+            sequences, documents, code = _unpack_header(index, stream.read(_HEADER.size))
             wanted_index = _HEADER.size + sequences * 12 + documents * 8
             if index_bytes < wanted_index:
                 raise ConfigError(
                     f"{index} is truncated: {sequences} sequences and {documents} document ends "
                     f"want {wanted_index} bytes, the file has {index_bytes}"
                 )
-            stream.seek(_HEADER.size + (sequences - 1) * _LENGTH.size)
-            (last_length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
-            stream.seek(_HEADER.size + sequences * _LENGTH.size + (sequences - 1) * _OFFSET.size)
-            (last_offset,) = _OFFSET.unpack(stream.read(_OFFSET.size))
+            stream.seek(_HEADER.size + (sequences - 1) * 4)
+            (last_length,) = struct.unpack("<i", stream.read(4))
+            stream.seek(_HEADER.size + sequences * 4 + (sequences - 1) * 8)
+            (last_offset,) = struct.unpack("<q", stream.read(8))
     except OSError as error:
         raise ConfigError(f"{index} cannot be read: {error.strerror}") from None
     name, token_bytes = _TYPES[code]
@@ -73,7 +67,7 @@ def read_indexed_data(prefix: Path) -> IndexedData:
             f"({wanted_bytes // token_bytes} tokens of {name}), the file has {held_bytes}"
         )
     ends = max(documents - 1, 0)
-    return IndexedData(prefix, name, token_bytes, sequences, ends, wanted_bytes // token_bytes)
+    return IndexedData(prefix, name, sequences, ends, wanted_bytes // token_bytes)
 
 
 def _file_bytes(path: Path) -> int:

@@ -37,7 +37,7 @@ def parse_run(text: str, name: str = "run.yaml") -> RunConfig:
 
 def dump_run(config: RunConfig) -> str:
     """The whole run as YAML, defaults included; `load_run` reads an equal object from it."""
-    return dump_document(_plain(config.model_dump()))
+    return dump_document(config.model_dump())
 
 
 def absolute_paths(config: RunConfig) -> RunConfig:
@@ -67,9 +67,7 @@ def _absolute(path: Path) -> Path:
 
 
 def _run_of(document: Document, overrides: Sequence[str]) -> RunConfig:
-    set_by: dict[KeyPath, str] = {}
-    for override in overrides:
-        set_by[_override(document.values, override)] = override
+    set_by = {_override(document.values, override): override for override in overrides}
     try:
         return RunConfig.model_validate(document.values)
     except ValidationError as error:
@@ -118,12 +116,3 @@ def _check_entry(section: Any, part: str | int, override: str, name: str) -> Non
             raise ConfigError(f"{override}: {name} is a list of {len(section)}, without {part!r}")
     elif not isinstance(section, dict):
         raise ConfigError(f"{override}: {name} is {section!r}, not a section")
-
-
-def _plain(value: Any) -> Any:
-    """Only what YAML's safe dumper knows."""
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return str(value) if isinstance(value, Path) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -20,6 +20,22 @@ REMOVED = {
     "cluster.slurm.mpi": "nodes meet over MPI without a plugin of Slurm's",
 }
 """Keys of earlier releases, and what holds now."""
+_BOUNDS = {
+    "greater_than": ("gt", "more than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "path": "a path",
+    "list": "a list",
+    "dict": "keys and values",
+    "model": "a section of keys and values",
+}
 _QUANTITY = re.compile(r"^\s*([0-9]+)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
 
@@ -31,7 +47,6 @@ def joined(problems: Sequence[str]) -> str:
 
 
 def parts(error: Exception) -> list[str]:
-    """The problems that `joined` has put together."""
     first, *lines = str(error).splitlines()
     return (
         [line.strip() for line in lines] if re.fullmatch(r"\d+ problems", first) else [str(error)]
@@ -95,35 +110,19 @@ def _text(details: list[ErrorDetails], path: KeyPath, model: type[BaseModel]) ->
 
 def _wanted(detail: ErrorDetails, key: str) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
-    bounds = {
-        "greater_than": ("gt", "more than"),
-        "greater_than_equal": ("ge", "at least"),
-        "less_than": ("lt", "less than"),
-        "less_than_equal": ("le", "at most"),
-    }
-    if kind in bounds:
-        name, word = bounds[kind]
+    if kind in _BOUNDS:
+        name, word = _BOUNDS[kind]
         return f"a number {word} {context[name]:g}"
     if kind == "literal_error":
         return f"one of {context['expected']}"
     if kind == "string_pattern_mismatch":
         return f"text that matches {context['pattern']}"
-    if kind.startswith("int_"):
-        return "a whole number of bytes" if key.endswith("_bytes") else "a whole number"
-    if kind.startswith("float_"):
-        return "a number of seconds" if key.endswith("_s") else "a number"
-    plain = {
-        "bool_": "true or false",
-        "string_": "text",
-        "path_": "a path",
-        "list_": "a list",
-        "dict_": "keys and values",
-        "model_": "a section of keys and values",
-    }
-    for prefix, words in plain.items():
-        if kind.startswith(prefix):
-            return words
-    return detail["msg"][:1].lower() + detail["msg"][1:]
+    basic = kind.partition("_")[0]
+    if basic == "int" and key.endswith("_bytes"):
+        return "a whole number of bytes"
+    if basic == "float" and key.endswith("_s"):
+        return "a number of seconds"
+    return _KINDS.get(basic) or detail["msg"][:1].lower() + detail["msg"][1:]
 
 
 def _short(got: Any) -> str:
@@ -140,37 +139,15 @@ def _hint(key: str, got: Any) -> str:
     return f"; write {count * (1024 if binary else 1000) ** power}"
 
 
-def _fields_at(model: type[BaseModel], path: KeyPath) -> list[str]:
-    """Keys that the section at a path may have."""
-    annotation: Any = model
-    for part in path:
-        found = _model_in(annotation)
-        if found is not None and part in found.model_fields:
-            annotation = found.model_fields[str(part)].annotation
-        else:
-            arguments = get_args(_container_in(annotation))
-            annotation = arguments[-1] if arguments else None
-    found = _model_in(annotation)
-    return list(found.model_fields) if found is not None else []
-
-
-def _members(annotation: Any) -> Iterator[Any]:
-    """The annotation itself, and what Annotated and unions hold."""
-    if get_origin(annotation) is Annotated:
-        yield from _members(get_args(annotation)[0])
-    elif get_origin(annotation) in (list, dict) or not get_args(annotation):
-        yield annotation
-    else:
-        for member in get_args(annotation):
-            yield from _members(member)
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    for member in _members(annotation):
-        if isinstance(member, type) and issubclass(member, BaseModel):
-            return member
-    return None
-
-
-def _container_in(annotation: Any) -> Any:
-    return next((m for m in _members(annotation) if get_origin(m) in (list, dict)), None)
+def _fields_at(annotation: Any, path: KeyPath) -> list[str]:
+    """Keys that the section at a path below a type may have."""
+    arguments = get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if not path:
+            return list(annotation.model_fields)
+        field = annotation.model_fields.get(str(path[0]))
+        return _fields_at(field.annotation, path[1:]) if field is not None else []
+    if get_origin(annotation) in (list, dict):
+        return _fields_at(arguments[-1], path[1:])
+    # What Annotated and unions hold.
+    return next(filter(None, (_fields_at(argument, path) for argument in arguments)), [])

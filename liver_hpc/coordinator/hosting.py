@@ -94,7 +94,7 @@ def _left_s(slurm: SlurmSection, job_id: str, now_s: float) -> float:
     """
     commands = SlurmCommands(min(_ASK_S, slurm.command_s), unreachable_s=0.0)
     try:
-        info = commands.jobs([job_id], retry=False).get(job_id)
+        info = commands.jobs([job_id]).get(job_id)
     except SlurmError:
         info = None
     if info is None or info.ends_s is None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from liver_hpc.checkpoint.index import Checkpoint, complete_path
 from liver_hpc.clock import Deadline
+from liver_hpc.cluster.launcher import last_words
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.address import control_address
 from liver_hpc.coordinator.checkpoints import Checkpoints
@@ -240,7 +241,8 @@ class Coordinator:
             code = launcher.exit_code(agent)
             if code is not None:
                 self._performer.launched.discard(agent)
-                self._feed(e.AgentEnded(agent, code))
+                said = last_words(self._run_directory, agent)
+                self._feed(e.AgentEnded(agent, code, said))
         if self._run.awaits_joiners:
             try:
                 self._services.rendezvous.check()

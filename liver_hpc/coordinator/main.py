@@ -21,7 +21,7 @@ from liver_hpc.checkpoint.index import newest_step
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.launcher import Launcher
 from liver_hpc.cluster.local import LocalLauncher
-from liver_hpc.cluster.pool import FixedPool, NodePool
+from liver_hpc.cluster.pool import NodePool, ThisMachine
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.address import control_address
@@ -29,7 +29,7 @@ from liver_hpc.coordinator.control import Control
 from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.services import Services
 from liver_hpc.errors import ConfigError
-from liver_hpc.host.descriptors import raise_descriptor_limit
+from liver_hpc.host.process import raise_descriptor_limit
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
@@ -77,7 +77,7 @@ def _mpi_network(config: RunConfig) -> MpiNetwork:
 
 def _here(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:
     """Workers on this machine."""
-    return LocalLauncher(run_directory, config.deadlines.exit_s), FixedPool()
+    return LocalLauncher(run_directory, config.deadlines.exit_s), ThisMachine()
 
 
 def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:

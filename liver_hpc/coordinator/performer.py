@@ -53,9 +53,10 @@ class Performer:
                 self.meetings.pop(action.agent).answer.set_exception(MeetingError(action.reason))
             case a.EndAgent():
                 self._registry.end_agent(action.agent, action.reason)
-            case a.KillAgent() if self._is_known(action.agent):
-                log.warning("agent %s has not ended by itself: killed", action.agent)
-                services.launcher.kill(action.agent)
+            case a.KillAgent():
+                if self._is_known(action.agent):  # its launch may have failed meanwhile
+                    log.warning("agent %s has not ended by itself: killed", action.agent)
+                    services.launcher.kill(action.agent)
             case a.Disconnect():
                 self._registry.drop_worker(action.worker)
             case a.Answer():
@@ -79,17 +80,13 @@ class Performer:
                 self.outcome = Outcome(str(action.state), action.reason, action.step)
             case a.Record() | a.StepPhase() | a.Remember():
                 pass  # they are in the journal
-            case a.KillAgent():
-                pass  # its launch has failed meanwhile
             case _:
                 assert_never(action)
         return None
 
     def _launch(self, launch: a.Launch) -> LaunchFailed | None:
         requests = [
-            NodeRequest(
-                each.agent, len(each.seat.slots), str(each.layout), each.seat.slots, each.seat.node
-            )
+            NodeRequest(each.agent, str(each.layout), each.seat.slots, each.seat.node)
             for each in launch.agents
         ]
         names = tuple(request.agent for request in requests)

@@ -19,7 +19,7 @@ from liver_hpc.doctor.nodes import NODE_CHECKS, PAIR_CHECKS, Nodes, own_director
 from liver_hpc.doctor.step import probes_on_nodes
 from liver_hpc.errors import LiverError
 
-_NEEDED = ("commands", "munge", "controller", "partitions", "run directory")
+_NEEDED = ("commands", "controller", "partitions", "run directory")
 _LEAST = {
     "train": {"steps": 1, "global_batch": 1},
     "workers": {"initial": 1, "max": 1},

@@ -10,20 +10,17 @@ from functools import cached_property
 from pathlib import Path
 
 from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
-from liver_hpc.cluster.slurm.replies import PartitionInfo, parse_setting_s
+from liver_hpc.cluster.slurm.replies import PartitionInfo
 from liver_hpc.config.schema import SlurmSection
-from liver_hpc.doctor.checks import Check, Order, Result, failed, passed, skipped, warned
+from liver_hpc.doctor.checks import Check, Order, Result, failed, passed, warned
 from liver_hpc.errors import ConfigError
 
 COMMANDS = ("sbatch", "srun", "scancel", "scontrol", "squeue", "sinfo")
-LEAST_FREE_BYTES = 2**30
-LEAST_FREE_INODES = 10_000
 
 _COMMAND_S = 20.0
 # A controller that does not trust this host's credentials hangs up.
 _AUTHENTICATION = re.compile(r"munge|credential|authenticat|Zero Bytes", re.I)
 _HINT = "If munged is up"
-_DEFAULT_KILL_WAIT_S = 30.0
 
 
 @dataclass
@@ -36,20 +33,11 @@ class Login:
     )
 
     def setting(self, name: str) -> str:
-        return self.commands.setting(name, retry=False)
-
-    @cached_property
-    def complaint(self) -> str:
-        """What the controller, or the way to it, says to a plain question; empty for none."""
-        try:
-            self.setting("SLURM_VERSION")
-        except SlurmError as error:
-            return error.complaint or str(error)
-        return ""
+        return self.commands.setting(name)
 
     @cached_property
     def partitions(self) -> dict[str, PartitionInfo]:
-        return self.commands.partitions(retry=False)
+        return self.commands.partitions()
 
     @property
     def runs_directory(self) -> Path:
@@ -70,23 +58,18 @@ def _commands(login: Login) -> Result:
     return passed(f"in {Path(str(shutil.which('srun'))).parent}")
 
 
-def _munge(login: Login) -> Result:
-    if not login.complaint:
-        kind = login.setting("AuthType")
-        return passed(f"the controller takes this host's credentials ({kind})")
-    for line in login.complaint.splitlines():
-        if _AUTHENTICATION.search(line) and _HINT not in line:
-            return failed(
-                line, "start munged here and on the controller, with the same key and right time"
-            )
-    return skipped("the controller does not answer, and so says nothing of credentials")
-
-
 def _controller(login: Login) -> Result:
-    if login.complaint:
-        return failed(login.complaint, "ask for slurmctld; `scontrol ping` says where it should be")
-    cluster, version = login.setting("ClusterName"), login.setting("SLURM_VERSION")
-    return passed(f"cluster {cluster} answers, Slurm {version}")
+    try:
+        version = login.setting("SLURM_VERSION")
+    except SlurmError as error:
+        complaint = error.complaint or str(error)
+        for line in complaint.splitlines():
+            if _AUTHENTICATION.search(line) and _HINT not in line:
+                advice = "start munged here and on the controller, with the same key and right time"
+                return failed(line, advice)
+        return failed(complaint, "ask for slurmctld; `scontrol ping` says where it should be")
+    cluster, kind = login.setting("ClusterName"), login.setting("AuthType")
+    return passed(f"cluster {cluster} takes this host's credentials ({kind}), Slurm {version}")
 
 
 def _partitions(login: Login) -> Result:
@@ -107,109 +90,65 @@ def _partitions(login: Login) -> Result:
 
 def _preemption(login: Login) -> Result:
     """Whether what is meant to be preempted is, and with time enough to leave."""
-    burst, kind = login.slurm.burst, login.setting("PreemptType")
-    name = burst.partition if burst else login.order.partition
-    named = login.partitions[name] if name else None
-    mode, grace_s = (named.preempt_mode, named.grace_s) if named else ("", 0.0)
-    is_preempted = mode not in ("", "OFF")
-    need_s = (named and needed_s(login.runs_directory)) or 0.0
     # Slurm preempts a het job only when every component may be.
     parts = [part for part in login.slurm.components if part.partition is not None]
     modes = {part.name: login.partitions[str(part.partition)].preempt_mode for part in parts}
-    shields = sorted(part for part, its in modes.items() if its == "OFF")
-    shielded = sorted(modes.keys() - set(shields)) if shields else []
-    cases = (
-        (
-            bool(shielded),
+    shields = sorted(part for part, mode in modes.items() if mode == "OFF")
+    shielded = sorted(modes.keys() - set(shields))
+    if shields and shielded:
+        return warned(
             f"components {', '.join(shielded)} are never preempted: {', '.join(shields)} of the "
             "same job cannot be",
             "move what is to be preempted to cluster.slurm.burst, a job of its own",
-        ),
-        (
-            mode == "OFF",
-            f"jobs in {name} are never preempted (PreemptMode OFF)",
-            f"nothing, or take a partition for burst nodes that can be preempted; {name} works",
-        ),
-        (
-            is_preempted and grace_s <= 0,
+        )
+    burst, kind = login.slurm.burst, login.setting("PreemptType")
+    name = burst.partition if burst else login.order.partition
+    if name is None:
+        return passed(f"{kind}; no burst partition is named")
+    mode, grace_s = login.partitions[name].preempt_mode, login.partitions[name].grace_s
+    if mode == "OFF":
+        return passed(f"{kind}; jobs in {name} are never preempted (PreemptMode OFF)")
+    if grace_s <= 0:
+        return warned(
             f"{name} gives no grace time: its nodes are lost without a warning",
             "ask for GraceTime on it; until then a preemption ends in the last resort",
-        ),
-        (
-            is_preempted and 0 < grace_s < need_s,
+        )
+    took_s = slowest_handoff_s(login.runs_directory)
+    if grace_s < took_s:
+        return warned(
             f"{name} gives {grace_s:g} s of grace, the slowest handoff measured took "
-            f"{need_s:.1f} s",
+            f"{took_s:.1f} s",
             "ask for a longer GraceTime, or for layouts that move less",
-        ),
-    )
-    problems = [(found, advice) for is_so, found, advice in cases if is_so]
-    if problems:
-        return warned("; ".join(found for found, _ in problems), problems[0][1])
-    if named is None:
-        return passed(f"{kind}; no burst partition is named")
+        )
     return passed(f"{kind}; {name}: {mode} with {grace_s:g} s of grace")
 
 
-def needed_s(runs_directory: Path) -> float | None:
-    """Notice to release of the slowest handoff in the newest run here; None when none is known."""
+def slowest_handoff_s(runs_directory: Path) -> float:
+    """Notice to release of the slowest handoff in the newest run here; 0 when none is known."""
     from liver_hpc.report.store import read_run
 
     try:
         records = read_run(runs_directory / "latest")
     except (ConfigError, OSError):
-        return None
-    took_s = [
-        record.released_s - record.notice_s
-        for record in records.reconfigurations
-        if record.outcome == "completed"
-    ]
-    return max(took_s, default=None)
-
-
-def _kill_wait(login: Login) -> Result:
-    exit_s = login.order.config.deadlines.exit_s
-    kill_wait_s = parse_setting_s(login.setting("KillWait"), _DEFAULT_KILL_WAIT_S)
-    if kill_wait_s < exit_s:
-        return warned(
-            f"{kill_wait_s:g} s from SIGTERM to SIGKILL, less than deadlines.exit_s ({exit_s:g} s)",
-            f"set deadlines.exit_s below {kill_wait_s:g}, or have KillWait raised",
-        )
-    return passed(f"{kill_wait_s:g} s from SIGTERM to SIGKILL")
+        return 0.0
+    done = [record for record in records.reconfigurations if record.outcome == "completed"]
+    return max((record.released_s - record.notice_s for record in done), default=0.0)
 
 
 def _runs_directory(login: Login) -> Result:
     directory = login.runs_directory
-    there = _nearest(directory)
+    there = next(path for path in (directory, *directory.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return failed(f"{there} cannot be written to", "name another by --runs-directory")
     return passed(str(directory) if there == directory else f"{directory}, which can be made")
-
-
-def _nearest(directory: Path) -> Path:
-    """A directory, or what there is on the way to it."""
-    return next(path for path in (directory, *directory.parents) if path.exists())
-
-
-def _space(login: Login) -> Result:
-    status = os.statvfs(_nearest(login.runs_directory))
-    free_bytes, free_inodes = status.f_bavail * status.f_frsize, status.f_favail
-    found = f"{free_bytes / 2**30:.1f} GiB free"
-    if status.f_files:
-        found += f", {free_inodes} inodes"
-    if free_bytes < LEAST_FREE_BYTES or (status.f_files and free_inodes < LEAST_FREE_INODES):
-        return warned(found, "make room: metrics pause and checkpoints fail on a full disk")
-    return passed(found)
 
 
 _ASK = "ask the cluster's staff; this is Slurm's own word"
 
 LOGIN_CHECKS = (
     Check("commands", _commands),
-    Check("munge", _munge, ("commands",)),
-    Check("controller", _controller, ("munge",)),
+    Check("controller", _controller, ("commands",)),
     Check("partitions", _partitions, ("controller",), _ASK),
     Check("preemption", _preemption, ("partitions",), _ASK),
-    Check("kill wait", _kill_wait, ("controller",), _ASK),
     Check("run directory", _runs_directory),
-    Check("space", _space, ("run directory",)),
 )

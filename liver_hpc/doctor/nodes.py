@@ -14,10 +14,9 @@ from typing import Any
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.doctor.checks import Check, Level, Result, failed, passed, skipped, warned
-from liver_hpc.doctor.probe import ASKERS_TOKEN, LOCK_FILE, Said, versions
+from liver_hpc.doctor.probe import ASKERS_TOKEN, Said, versions
 from liver_hpc.doctor.step import Probes
 from liver_hpc.errors import LiverError
-from liver_hpc.host.file_lock import file_lock
 from liver_hpc.run.secret import create_secret
 
 MOST_SKEW_S = 0.5
@@ -86,11 +85,6 @@ def _shared(nodes: Nodes) -> Result:
     return result
 
 
-def _locking(nodes: Nodes) -> Result:
-    with file_lock(nodes.directory / LOCK_FILE):
-        return nodes.each("lock")
-
-
 def _clocks(nodes: Nodes) -> Result:
     """All are asked at once: what they say is apart by no more than their clocks and the wait."""
     began_s = time.monotonic()
@@ -123,8 +117,7 @@ def _bandwidth(backend: str, nodes: Nodes) -> Result:
     asked["at"] = opened[first]["at"]
     said = nodes.probes.ask(pair, "measure", _BYTES_S, **asked)[second]
     return passed(
-        f"{said['megabytes_per_s']:.0f} MB/s, {1e6 * said['latency_s']:.0f} us from {first} "
-        f"to {second} by {said['transport']}"
+        f"{said['megabytes_per_s']:.0f} MB/s from {first} to {second} by {said['transport']}"
     )
 
 
@@ -133,10 +126,9 @@ _MOUNT = "put it on a file system that all nodes mount"
 
 NODE_CHECKS: tuple[Check[Nodes], ...] = (
     Check("versions", lambda nodes: nodes.each("same_versions", wanted=versions())),
-    Check("limits", lambda nodes: nodes.each("limits")),
+    Check("locked memory", lambda nodes: nodes.each("locked_memory")),
     Check("interfaces", lambda nodes: nodes.each("interfaces")),
     Check("shared directory", _shared, (), _MOUNT),
-    Check("locking", _locking, ("shared directory",), "see how the runs directory is mounted"),
 )
 PAIR_CHECKS: tuple[Check[Nodes], ...] = (
     Check("clocks", _clocks),

@@ -15,7 +15,6 @@ import os
 import platform
 import resource
 import select
-import statistics
 import sys
 import tempfile
 import threading
@@ -39,15 +38,11 @@ from liver_hpc.cluster.network import (
 from liver_hpc.config.schema import NetworkSection
 from liver_hpc.doctor.checks import Result, failed, passed, warned
 from liver_hpc.errors import ConfigError, DeadlineError, LiverError
-from liver_hpc.host.file_lock import file_lock
 
 PACKAGES = ("liver_hpc", "torch", "megatron-core", "mpi4py")
 ASKERS_TOKEN = "asker"
-LOCK_FILE = "lock"
-LEAST_FILES = 4096
 BULK_BYTES = 64 * 2**20
 WARM_UP_BYTES = 2**20
-LATENCY_ROUNDS = 50
 
 ANSWER = "liver doctor: "
 """What a line begins with that is an answer; sites' profiles print others."""
@@ -108,22 +103,16 @@ def same_versions(node: Node, wanted: dict[str, str]) -> Result:
     return failed(f"not as on the asking host: {'; '.join(wrong)}", advice)
 
 
-def limits(node: Node) -> Result:
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    locked_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    ports = [f"{port}/{port.link_layer}" for port in node.facts.hca_ports]
-    found = f"{'unlimited' if files == resource.RLIM_INFINITY else files} open files"
-    if files != resource.RLIM_INFINITY and files < LEAST_FILES:
+def locked_memory(node: Node) -> Result:
+    if not node.facts.hca_ports:
+        return passed("no RDMA adapters, which need it")
+    ports = ", ".join(f"{port}/{port.link_layer}" for port in node.facts.hca_ports)
+    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
         return warned(
-            f"{found}, wanted {LEAST_FILES}",
-            "raise it in the setup lines (`ulimit -n`), or Slurm's PropagateResourceLimits",
-        )
-    if ports and locked_bytes != resource.RLIM_INFINITY:
-        return warned(
-            f"locked memory is limited beside the adapters {', '.join(ports)}",
+            f"locked memory is limited beside the adapters {ports}",
             "have memlock made unlimited for slurmd (LimitMEMLOCK); NCCL over InfiniBand needs it",
         )
-    return passed(f"{found}, {'adapters ' + ', '.join(ports) if ports else 'no RDMA adapters'}")
+    return passed(f"unlimited beside the adapters {ports}")
 
 
 def interfaces(node: Node) -> Result:
@@ -144,19 +133,6 @@ def shared(node: Node, token: str) -> Result:
         return passed("what one host writes the others read")
     there = f"{node.directory.parent} as the asking host has it is not there"
     return failed(f"{there} ({read})", "put it on a file system that all nodes mount")
-
-
-def lock(node: Node) -> Result:
-    """Whether a lock that the asker holds is respected here."""
-    try:
-        with file_lock(node.directory / LOCK_FILE, limit_s=0.0):
-            pass
-    except DeadlineError:
-        return passed("a lock that is held elsewhere is respected")
-    return failed(
-        "a lock that another host holds is not respected",
-        "mount it with locks (NFS: not `nolock` or `local_lock`; Lustre: `flock`)",
-    )
 
 
 # ---- two nodes
@@ -203,7 +179,7 @@ def store(node: Node, within_s: float) -> Said:
 
 
 def measure(node: Node, rank_0: str, backend: str, at: tuple[str, int], within_s: float) -> Said:
-    """Bandwidth and latency from `rank_0` to the other node, and by which transport."""
+    """Bandwidth from `rank_0` to the other node, and by which transport."""
     import torch
 
     from liver_hpc.world.device import Device, Network, NetworkPlan, open_device
@@ -229,11 +205,9 @@ def measure(node: Node, rank_0: str, backend: str, at: tuple[str, int], within_s
         bulk = torch.zeros(BULK_BYTES, device=device.torch_device, dtype=torch.uint8)
         exchange_s(bulk[:WARM_UP_BYTES])
         bulk_s = exchange_s(bulk)
-        rounds_s = [exchange_s(bulk[:1]) for _ in range(LATENCY_ROUNDS)]
         transport = network.transports([opened])
     return {
         "megabytes_per_s": BULK_BYTES / bulk_s / 1e6,
-        "latency_s": statistics.median(rounds_s) / 2,
         "transport": f"{', '.join(transport.kinds)} ({transport.detail})",
     }
 
@@ -254,7 +228,7 @@ def now(node: Node) -> Said:
     return {"s": time.time()}
 
 
-_ALONE = (hello, now, same_versions, limits, interfaces, shared, lock)
+_ALONE = (hello, now, same_versions, locked_memory, interfaces, shared)
 _TOGETHER = (rendezvous, join, store, measure)
 PROBES: dict[str, Callable[..., Result | Said]] = {
     probe.__name__: probe for probe in (*_ALONE, *_TOGETHER)

@@ -136,7 +136,7 @@ def probes_on_nodes(
     finally:
         probes.close()
         if not around:
-            commands.cancel_named(name, retry=False)
+            commands.cancel_named(name)
 
 
 def _srun(order: Order, count: int, name: str, around: str) -> list[str]:
@@ -159,7 +159,7 @@ def _greetings(probes: Probes, order: Order, commands: SlurmCommands, name: str)
     try:
         return probes.ask((), "hello", order.grant_s)
     except DeadlineError as error:
-        waiting = [job for job in commands.named(name, retry=False).values() if not job.nodes]
+        waiting = [job for job in commands.named(name).values() if not job.nodes]
         if waiting:
             where = f"partition {order.partition}" if order.partition else "the default partition"
             raise DeadlineError(

@@ -6,25 +6,16 @@ meanwhile and stays whole until the coordinator's commit, so that every earlier 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError, ProtocolError
 from liver_hpc.handoff.session import HandoffAborted, Session, Target
 from liver_hpc.layout.tensors import PARAMETER
-from liver_hpc.protocol.messages import (
-    AtBoundary,
-    ClassDigest,
-    FirstStep,
-    Progress,
-    ScalarState,
-    Verdict,
-    Vote,
-)
+from liver_hpc.protocol import messages as m
 from liver_hpc.transport.stream import Prepared
-from liver_hpc.world.device import Device
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import Flags, Gradients, StepResult, World
 
@@ -49,48 +40,18 @@ FAILURES = (
 class Digests:
     """Digests of the state that one stage moved: as this worker held it, and as it holds it now."""
 
-    source: tuple[ClassDigest, ...]
-    target: tuple[ClassDigest, ...]
+    source: tuple[m.ClassDigest, ...]
+    target: tuple[m.ClassDigest, ...]
 
 
 @dataclass(frozen=True)
 class Crossed:
     """The target world's first step; `first_step` is None on a leaver."""
 
-    scalars: ScalarState
+    scalars: m.ScalarState
     first_step: StepResult | None
     started_s: float
     ended_s: float
-
-
-@dataclass
-class _Background:
-    """Work in a thread of its own, whose failure is raised at `join`."""
-
-    work: Callable[[], Digests]
-    device: Device
-    result: Digests | None = None
-    failure: str = ""
-    thread: threading.Thread = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._run, name="optimizer-transfer", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        self.device.enter()
-        try:
-            self.result = self.work()
-        except FAILURES as error:
-            self.failure = f"{type(error).__name__}: {error}"
-
-    def join(self, deadline: Deadline) -> Digests:
-        self.thread.join(deadline.remaining_s())
-        if self.failure:
-            raise LiverError(self.failure)
-        if self.result is None:
-            raise deadline.error()
-        return self.result
 
 
 class Crossing:
@@ -104,7 +65,7 @@ class Crossing:
         self._bytes_done = 0
         self._last_progress_s = -PROGRESS_INTERVAL_S
 
-    def run(self, boundary: AtBoundary | None) -> Crossed:
+    def run(self, boundary: m.AtBoundary | None) -> Crossed:
         """Crosses, or raises HandoffAborted with the source world untouched.
 
         Collective over source and target workers. boundary: where the source world stopped, which
@@ -128,7 +89,7 @@ class Crossing:
         ended_s = context.clock.now_s()
         if world is not None:
             context.send(
-                FirstStep(
+                m.FirstStep(
                     worker=context.worker,
                     generation=session.generation,
                     started_s=started_s,
@@ -144,20 +105,23 @@ class Crossing:
         waits_s = self._limits.boundary_s if self._source is None else 0.0
         return self._move((PARAMETER,), self._target.parameters, "parameters", waits_s)
 
-    def _first_gradients(self, scalars: ScalarState, gradients: list[Gradients]) -> Digests:
+    def _first_gradients(self, scalars: m.ScalarState, gradients: list[Gradients]) -> Digests:
         """Computes the target's first forward and backward while optimizer state moves."""
         kinds = self._session.context.recipe.spec.optimizer_kinds
-        moving = _Background(
-            lambda: self._move(kinds, self._target.optimizer, "optimizer state"),
-            self._session.context.device,
-        )
-        self._target.moving = moving.thread
+        device = self._session.context.device
+        thread = ThreadPoolExecutor(1, "optimizer-transfer", initializer=device.enter)
+        moving = thread.submit(self._move, kinds, self._target.optimizer, "optimizer state")
+        thread.shutdown(wait=False)
+        self._target.moving = moving
         deadline = self._deadline("the optimizer state to arrive")
         try:
             if self._target.world is not None:
                 gradients.append(self._target.world.forward_backward(scalars.step))
         finally:
-            digests = moving.join(deadline)
+            wait([moving], deadline.remaining_s())
+            if not moving.done():
+                raise deadline.error()
+            digests = moving.result()
         if self._target.world is not None:
             self._target.world.load_scalar_state(scalars)
         return digests
@@ -182,7 +146,7 @@ class Crossing:
             return
         self._last_progress_s = now_s
         context.send(
-            Progress(
+            m.Progress(
                 worker=context.worker,
                 generation=self._session.generation,
                 bytes_done=self._bytes_done,
@@ -202,7 +166,7 @@ class Crossing:
             # Peers that wait for bytes from here must not wait until their deadline.
             self._target.drop_transfer()
         context.send(
-            Vote(
+            m.Vote(
                 worker=context.worker,
                 generation=generation,
                 stage=stage,  # type: ignore[arg-type]
@@ -213,10 +177,10 @@ class Crossing:
             )
         )
 
-    def _verdict(self, stage: str) -> Verdict:
+    def _verdict(self, stage: str) -> m.Verdict:
         limit_s = self._limits.transfer_s + self._limits.control_s
-        verdict: Verdict = self._session.wait(
-            Verdict, limit_s, f"the coordinator's verdict on {stage}"
+        verdict: m.Verdict = self._session.wait(
+            m.Verdict, limit_s, f"the coordinator's verdict on {stage}"
         )
         if verdict.stage != stage:
             raise ProtocolError(f"wanted the verdict {stage!r}, got {verdict.stage!r}")
@@ -227,5 +191,5 @@ class Crossing:
         return Deadline.after(self._session.context.clock, limit_s, waits_for)
 
 
-def _digests(state: WorldState | None, kinds: tuple[str, ...]) -> tuple[ClassDigest, ...]:
+def _digests(state: WorldState | None, kinds: tuple[str, ...]) -> tuple[m.ClassDigest, ...]:
     return state.digests(kinds) if state is not None else ()

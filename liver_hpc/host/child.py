@@ -1,7 +1,7 @@
 """Child processes: one ends with this process, and once it was ended nothing of it is left.
 
 Linux only. Each child runs below a short interpreter of its own, which sets what has to be set
-between fork and exec (`lifeline.guarded`), and has a mark in its environment by which its whole
+between fork and exec, and has a mark in its environment by which its whole
 tree is found (`marks`).
 """
 
@@ -16,6 +16,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,13 +25,32 @@ from typing import IO, Literal
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.host.environment import clean_environment
-from liver_hpc.host.lifeline import guarded, quiet_thread
+from liver_hpc.host.lifeline import EXIT_ORPHANED, PR_SET_PDEATHSIG, quiet_thread
 from liver_hpc.host.marks import kill_marked
+from liver_hpc.host.process import clean_environment
 
 _START_S = 30.0
 _KILL_S = 5.0
 _SET = "1"  # what a mark is set to
+
+# Runs in an interpreter of its own between the parent and the command: the parent may have
+# threads, so nothing may run between its fork and the exec. What the thread that forked had
+# blocked would stay blocked in the whole tree; what came meanwhile is dropped if it is ignored.
+_GUARD = f"""
+import ctypes, os, signal, sys
+parent, number, ignored, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
+for one in filter(None, ignored.split(",")):
+    signal.signal(int(one), signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+if number:
+    ctypes.CDLL(None).prctl(*map(ctypes.c_ulong, ({PR_SET_PDEATHSIG}, number, 0, 0, 0)))
+    if os.getppid() != parent:
+        sys.exit({EXIT_ORPHANED})
+try:
+    os.execv(command[0], command)
+except OSError as error:
+    sys.exit(f"{{command[0]}}: {{error.strerror}}")
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -228,7 +248,7 @@ def _popen(command: Command) -> subprocess.Popen[str]:
             command.log.parent.mkdir(parents=True, exist_ok=True)
             output = stack.enter_context(command.log.open("ab"))
         return subprocess.Popen(
-            guarded([program, *command.words[1:]], command.orphan_signal, command.ignored),
+            [*_guard(command), program, *command.words[1:]],
             env={**environment, command.mark: _SET},
             stdin=command.stdin,
             stdout=output if command.stdout is None else command.stdout,
@@ -239,3 +259,10 @@ def _popen(command: Command) -> subprocess.Popen[str]:
             encoding="utf-8",
             errors="replace",
         )
+
+
+def _guard(command: Command) -> list[str]:
+    """What the command line begins with: the interpreter below which the command runs."""
+    ignored = ",".join(str(int(one)) for one in command.ignored)
+    words = [str(os.getpid()), str(int(command.orphan_signal or 0)), ignored]
+    return [sys.executable, "-I", "-S", "-c", _GUARD, *words]

@@ -1,11 +1,21 @@
-"""Files that readers find whole or not at all, that survive a loss of power; and whose they are."""
+"""Files that readers find whole or not at all, that survive a loss of power; whose they are; and
+locks on them."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import pwd
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
+
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.errors import ConfigError
+
+LOCK_LIMIT_S = 300.0
+"""The longest wait for a lock: whoever holds it is tokenizing text or shuffling samples."""
 
 
 def write_whole(path: Path, data: str | bytes, mode: int = 0o666, sync: bool = False) -> None:
@@ -38,6 +48,32 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def file_lock(path: Path, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
+    """Holds an exclusive lock on `path`, which is created and left behind.
+
+    The lock ends with its process, however that ends. Raises DeadlineError after `limit_s`, and
+    ConfigError where the file cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("ab")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    with stream:
+
+        def taken() -> bool:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+        deadline = Deadline.after(SystemClock(), limit_s, f"the process that has locked {path}")
+        poll_until(taken, deadline)
+        yield
 
 
 def whose(status: os.stat_result) -> str:

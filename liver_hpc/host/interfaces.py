@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from pathlib import Path
 
 import psutil
 
-_ROUTES = Path("/proc/net/route")
+SOMEWHERE = "203.0.113.1"
+"""An address that nobody has (RFC 5737): the way to it is the default route."""
+
 _DISCARD_PORT = 9
 
 
@@ -51,22 +52,6 @@ def hostname_addresses(host: str) -> list[str]:
         return []
     addresses = [str(entry[4][0]) for entry in found]
     return [address for address in addresses if not is_loopback(address)]
-
-
-def default_route_interface(table: str | None = None) -> str | None:
-    """The interface of the default route with the least metric; `table` as in /proc/net/route."""
-    if table is None:
-        try:
-            table = _ROUTES.read_text(encoding="ascii")
-        except OSError:
-            return None
-    routes = []
-    for line in table.splitlines()[1:]:
-        fields = line.split()
-        # interface, destination, gateway, flags, references, use, metric, mask, ...
-        if len(fields) > 7 and fields[1] == fields[7] == "00000000":
-            routes.append((int(fields[6]), fields[0]))
-    return min(routes)[1] if routes else None
 
 
 def is_loopback(host: str) -> bool:

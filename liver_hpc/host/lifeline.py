@@ -5,37 +5,18 @@ Linux 5.3 or newer: `prctl(PR_SET_PDEATHSIG)` and process file descriptors.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
 import signal
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 EXIT_ORPHANED = 86
 """Exit code of a process that found its parent already gone when it started."""
 
-_PR_SET_PDEATHSIG = 1
-
-# Runs in an interpreter of its own between the parent and the command: the parent may have
-# threads, so nothing may run between its fork and the exec. What the thread that forked had
-# blocked would stay blocked in the whole tree; what came meanwhile is dropped if it is ignored.
-_GUARD = f"""
-import ctypes, os, signal, sys
-parent, number, ignored, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
-for one in filter(None, ignored.split(",")):
-    signal.signal(int(one), signal.SIG_IGN)
-signal.pthread_sigmask(signal.SIG_SETMASK, ())
-if number:
-    ctypes.CDLL(None).prctl(*map(ctypes.c_ulong, ({_PR_SET_PDEATHSIG}, number, 0, 0, 0)))
-    if os.getppid() != parent:
-        sys.exit({EXIT_ORPHANED})
-try:
-    os.execv(command[0], command)
-except OSError as error:
-    sys.exit(f"{{command[0]}}: {{error.strerror}}")
-"""
+PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int, signum: signal.Signals) -> None:
@@ -46,34 +27,17 @@ def die_with_parent(parent: int, signum: signal.Signals) -> None:
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})
     libc = ctypes.CDLL(None, use_errno=True)
-    arguments = (_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+    arguments = (PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
     if libc.prctl(*map(ctypes.c_ulong, arguments)) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os._exit(EXIT_ORPHANED)
 
 
-def guarded(
-    command: Sequence[str],
-    signum: signal.Signals | None = signal.SIGKILL,
-    ignored: Sequence[signal.Signals] = (),
-) -> list[str]:
-    """`command` (its first word an absolute path), made to get `signum` when its parent ends.
-
-    To be started by this process, from a thread that lives as long as the child may (`child.Child`
-    sees to that): the kernel takes the end of the thread that started a process for the end of its
-    parent. Without a `signum` the command outlives its parent. The command, and what it starts,
-    ignores the `ignored` signals unless it handles them itself; if they are blocked where it is
-    started, from its first instruction on.
-    """
-    words = [str(os.getpid()), str(int(signum or 0)), ",".join(str(int(one)) for one in ignored)]
-    return [sys.executable, "-I", "-S", "-c", _GUARD, *words, *command]
-
-
 def quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:
     """Starts a daemon thread to which the kernel delivers no signal of the process.
 
-    Not for a thread that starts processes, unless they are `guarded`: others would inherit its
+    Not for a thread that starts processes, unless by `child.Child`: others would inherit its
     blocked signals.
     """
     thread = threading.Thread(target=target, name=name, daemon=True)
@@ -94,22 +58,14 @@ def on_parent_exit(act: Callable[[], None]) -> None:
     parent = os.getppid()
 
     def watch() -> None:
-        _wait_for_exit(parent)
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(parent)
+            poller = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            # A recycled number can only be watched if the parent has changed by now.
+            if os.getppid() == parent:
+                poller.poll()
+            os.close(descriptor)
         act()
 
     quiet_thread(watch, "parent-watch")
-
-
-def _wait_for_exit(parent: int) -> None:
-    try:
-        descriptor = os.pidfd_open(parent)
-    except ProcessLookupError:
-        return
-    try:
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        # A recycled number can only be watched if the parent has changed by now.
-        if os.getppid() == parent:
-            poller.poll()
-    finally:
-        os.close(descriptor)

@@ -33,10 +33,6 @@ class Slab:
     local_row: int
     local_col: int
 
-    def local_box(self) -> Box:
-        height, width = self.box.row1 - self.box.row0, self.box.col1 - self.box.col0
-        return Box(self.local_row, self.local_row + height, self.local_col, self.local_col + width)
-
     def to_local(self, box: Box) -> Box:
         """A global box, inside this slab, in coordinates of the local matrix."""
         up, left = self.box.row0 - self.local_row, self.box.col0 - self.local_col
@@ -168,7 +164,7 @@ def optimizer_boxes(
         slab.to_global(part)
         for local in interval_boxes(start, end, cols)
         for slab in slabs(tensor, layout.tp, at.tp)
-        if (part := slab.local_box().intersect(local)) is not None
+        if (part := slab.to_local(slab.box).intersect(local)) is not None
     )
 
 

@@ -111,7 +111,7 @@ class Handoff:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return (PARAMETER, *self.model.optimizer_kinds)
+        return self.model.kinds
 
     def incoming(self, kind: str, tensor_index: int, to: Coordinate) -> list[Move]:
         """How a target coordinate gets its boxes of one tensor; sender == receiver is a copy."""

@@ -110,6 +110,10 @@ class ModelSpec:
         """Kinds of optimizer state that exist apart from the parameters."""
         return OPTIMIZER_KINDS[1:] if self.main_is_parameter else OPTIMIZER_KINDS
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return (PARAMETER, *self.optimizer_kinds)
+
     def stage_layers(self, pp: int) -> tuple[int, ...]:
         """Layers on each of `pp` stages; raises ConfigError where they do not divide."""
         if pp == 1:

@@ -34,6 +34,7 @@ from types import FrameType
 from typing import NoReturn
 
 from liver_hpc.clock import Clock, Deadline, SystemClock
+from liver_hpc.cluster.launcher import agent_log
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.lifeline import on_parent_exit, quiet_thread
@@ -328,43 +329,32 @@ def parse_options(arguments: list[str] | None = None) -> WorkerPlan:
     parser = argparse.ArgumentParser(prog="liver_hpc.node.agent", description=__doc__)
     parser.add_argument("--run-directory", type=Path, required=True)
     parser.add_argument("--agent", required=True, help="this agent's name, used once in a run")
-    parser.add_argument("--workers", type=int, required=True, help="how many workers to start")
     parser.add_argument("--layout", required=True, help="what they rehearse, as tp2 pp1 dp2")
-    parser.add_argument("--slots", help="the node's places that they take, as 2,3; default: 0,1,..")
+    parser.add_argument(
+        "--slots", type=_slots, required=True, help="the node's places, one for each worker, as 2,3"
+    )
     parser.add_argument(
         "--warnings", action="store_true", help="TERM, USR1 and USR2 announce the end of the node"
     )
     parser.add_argument("--worker-command", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    try:
-        slots = _slots(given.slots, given.workers)
-    except ValueError as error:
-        parser.error(f"--slots {given.slots}: {error}")
     return WorkerPlan(
         run_directory=given.run_directory.absolute(),
         agent=given.agent,
-        slots=slots,
+        slots=given.slots,
         layout=str(Layout.parse(given.layout)),
         command=tuple(given.worker_command or ()),
         sheltered=given.warnings,
     )
 
 
-def _slots(text: str | None, workers: int) -> tuple[int, ...]:
-    if text is None:
-        return tuple(range(workers))
-    words = text.split(",")
-    if not all(word.isdecimal() for word in words):
-        raise ValueError("wanted numbers, as 2,3")
-    slots = tuple(map(int, words))
-    if len(set(slots)) != workers or len(slots) != workers:
-        raise ValueError(f"wanted {workers} different numbers, one for each worker")
-    return slots
+def _slots(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def _log_to(plan: WorkerPlan) -> None:
     """Sends everything that this process prints to logs/agent-NAME.log, its launcher's too."""
-    path = plan.run_directory / "logs" / f"agent-{plan.agent}.log"
+    path = agent_log(plan.run_directory, plan.agent)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())

@@ -9,13 +9,13 @@ import os
 import selectors
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.child import Child, Command, end_all, new_mark
-from liver_hpc.host.environment import clean_environment
+from liver_hpc.host.process import clean_environment
 from liver_hpc.rendezvous.base import Answer
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -158,6 +158,7 @@ class NodeWorkers:
         finally:
             os.close(read_by_worker)
             os.close(written_by_worker)
+        os.set_blocking(from_worker, False)
         worker = _Worker(index, process, from_worker, to_worker)
         self._selector.register(from_worker, selectors.EVENT_READ, lambda: self._listen(worker))
         self._selector.register(process, selectors.EVENT_READ, lambda: self._ended(worker))
@@ -165,14 +166,19 @@ class NodeWorkers:
 
     def _listen(self, worker: _Worker) -> None:
         """Reads what a worker wrote; its end of the pipe is of no more use once it has booted."""
-        data = os.read(worker.from_worker, _MAX_LINE_BYTES)
+        data = b""
+        with contextlib.suppress(BlockingIOError):  # it has ended, what it started holds the pipe
+            data = os.read(worker.from_worker, _MAX_LINE_BYTES)
         worker.said += data
         line, newline, _ = worker.said.partition(b"\n")
         if data and not newline and len(worker.said) < _MAX_LINE_BYTES:
             return
         self._selector.unregister(worker.from_worker)
         os.close(worker.from_worker)
-        worker.booted = bool(newline) and _says_booted(line)
+        said = _parsed(line) if newline else {}
+        worker.booted = said.get("booted") is True
+        if "failed" in said:
+            raise BootError(self._obituary(worker, f"failed in boot: {said['failed']}"))
         if not worker.booted:
             what = (
                 f"said {worker.said[:80]!r} instead of having booted" if data else "ended in boot"
@@ -185,6 +191,8 @@ class NodeWorkers:
             return
         self._selector.unregister(worker.process)
         if worker.number is None:
+            if not worker.booted:
+                self._listen(worker)  # it may have said why
             raise BootError(self._obituary(worker, "ended in boot"))
         log.info("worker %d ended: %s", worker.index, worker.process.how())
         if code != 0:
@@ -200,9 +208,10 @@ class NodeWorkers:
         )
 
 
-def _says_booted(line: bytes) -> bool:
+def _parsed(line: bytes) -> dict[str, object]:
+    """What a worker says of its boot: {"booted": true} or {"failed": why}; else empty."""
     try:
         said = json.loads(line)
     except ValueError:
-        return False
-    return isinstance(said, Mapping) and said.get("booted") is True
+        return {}
+    return said if isinstance(said, dict) else {}

@@ -5,17 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.protocol.messages import (
-    Aborted,
-    AtBoundary,
-    Failed,
-    Finished,
-    FirstStep,
-    Hello,
-    Prepared,
-    Released,
-    Vote,
-)
+from liver_hpc.protocol import messages as m
 
 
 @dataclass(frozen=True)
@@ -71,6 +61,14 @@ class DeadlinePassed:
 
 
 FromParticipant = (
-    Hello | Prepared | AtBoundary | Vote | FirstStep | Released | Aborted | Failed | Finished
+    m.Hello
+    | m.Prepared
+    | m.AtBoundary
+    | m.Vote
+    | m.FirstStep
+    | m.Released
+    | m.Aborted
+    | m.Failed
+    | m.Finished
 )
 Event = FromParticipant | Requested | TargetFixed | WorkerLost | Cancelled | DeadlinePassed

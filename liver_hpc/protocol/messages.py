@@ -63,29 +63,42 @@ class ClassDigest(Message):
     value: str
 
 
+class _OfWorker(Message):
+    """What one worker says."""
+
+    worker: int
+
+
+class _OfWorld(Message):
+    """What is about one world, be it only attempted."""
+
+    generation: int
+
+
+class _InWorld(_OfWorker, _OfWorld):
+    """What one worker says about one world."""
+
+
 # ---- worker -> coordinator
 
 
-class Hello(Message):
+class Hello(_OfWorker):
     """First message of a worker: it has booted and is ready to PREPARE.
 
     boot_timings_s: the time from the start of its process to `booted_s`, by what took it.
     """
 
     type: Literal["hello"] = "hello"
-    worker: int
     pid: int
     host: str
     booted_s: float
     boot_timings_s: dict[str, float] = {}
 
 
-class StepDone(Message):
+class StepDone(_InWorld):
     """From rank 0 of the world that trains, after every step."""
 
     type: Literal["step_done"] = "step_done"
-    worker: int
-    generation: int
     step: int
     loss: Measured
     grad_norm: Measured
@@ -95,15 +108,13 @@ class StepDone(Message):
     ended_s: float
 
 
-class Prepared(Message):
+class Prepared(_InWorld):
     """The target world stands here: groups connected, buffers touched, plan made, warmed up.
 
     bytes_to: what this worker is about to send, by receiver; `bytes_out` is its sum.
     """
 
     type: Literal["prepared"] = "prepared"
-    worker: int
-    generation: int
     timings_s: dict[str, float] = {}
     bytes_out: int = 0
     bytes_in: int = 0
@@ -112,91 +123,74 @@ class Prepared(Message):
     kept_groups: int = 0
 
 
-class AtBoundary(Message):
+class AtBoundary(_InWorld):
     """A source worker has stopped at the agreed step boundary; its state is frozen."""
 
     type: Literal["at_boundary"] = "at_boundary"
-    worker: int
-    generation: int
     scalars: ScalarState
     last_step_ended_s: float
 
 
-class Progress(Message):
+class Progress(_InWorld):
     type: Literal["progress"] = "progress"
-    worker: int
-    generation: int
     bytes_done: int
 
 
-class Vote(Message):
+class Vote(_InWorld):
     """A worker's word on one stage: "parameters" before the first forward, "optimizer" before
     the first optimizer step. Digests of what it held as source, and of what it holds as target."""
 
     type: Literal["vote"] = "vote"
-    worker: int
-    generation: int
     stage: Literal["parameters", "optimizer"]
     ok: bool
     reason: str = ""
     source: tuple[ClassDigest, ...] = ()
     target: tuple[ClassDigest, ...] = ()
-    timings_s: dict[str, float] = {}
 
 
-class FirstStep(Message):
+class FirstStep(_InWorld):
     """A target worker has finished its first step in the new world."""
 
     type: Literal["first_step"] = "first_step"
-    worker: int
-    generation: int
     started_s: float
     ended_s: float
 
 
-class Released(Message):
+class Released(_InWorld):
     """The source world is gone from this worker: groups, buffers, sockets."""
 
     type: Literal["released"] = "released"
-    worker: int
-    generation: int
     file_descriptors: int
     resident_bytes: int
     released_s: float
 
 
-class Aborted(Message):
+class Aborted(_InWorld):
     """This worker has let the target world go; a source worker is ready to resume."""
 
     type: Literal["aborted"] = "aborted"
-    worker: int
-    generation: int
 
 
-class Failed(Message):
+class Failed(_InWorld):
     """Something went wrong in the handoff of this generation; the source world is intact here."""
 
     type: Literal["failed"] = "failed"
-    worker: int
-    generation: int
     reason: str
 
 
-class Heartbeat(Message):
+class Heartbeat(_OfWorker):
     type: Literal["heartbeat"] = "heartbeat"
-    worker: int
     step: int
 
 
-class Finished(Message):
+class Finished(_OfWorker):
     """The worker has done its last step, or reached the boundary at which it was told to stop."""
 
     type: Literal["finished"] = "finished"
-    worker: int
     step: int
 
 
-class Saved(Message):
+class Saved(_InWorld):
     """This worker's part of the checkpoint of step `scalars.step` is on disk, flushed.
 
     digests: of all it holds. num_bytes, checksum: of its file (`checkpoint/index.py`). took_s: how
@@ -205,8 +199,6 @@ class Saved(Message):
     """
 
     type: Literal["saved"] = "saved"
-    worker: int
-    generation: int
     scalars: ScalarState
     num_bytes: int = 0
     checksum: str = ""
@@ -215,23 +207,19 @@ class Saved(Message):
     error: str = ""
 
 
-class Restored(Message):
+class Restored(_InWorld):
     """The first world stands, filled from a checkpoint. Digests of all it holds now."""
 
     type: Literal["restored"] = "restored"
-    worker: int
-    generation: int
     scalars: ScalarState
     digests: tuple[ClassDigest, ...]
 
 
-class Transports(Message):
+class Transports(_InWorld):
     """The groups of a world are connected here. kinds: the transports that they use, such as
     "gloo tcp" or "NET/IB"; none in a world of one. workers: how many that world has."""
 
     type: Literal["transports"] = "transports"
-    worker: int
-    generation: int
     workers: int
     host: str
     kinds: tuple[str, ...]
@@ -241,68 +229,61 @@ class Transports(Message):
 # ---- coordinator -> worker
 
 
-class Begin(Message):
+class Begin(_OfWorld):
     """Build the first world and start to train: from the seed, or from `checkpoint`, a directory.
 
     A worker that has read a checkpoint answers Restored and waits for Proceed.
     """
 
     type: Literal["begin"] = "begin"
-    generation: int
     rank_map: WireRankMap
     checkpoint: str | None = None
 
 
-class Proceed(Message):
+class Proceed(_OfWorld):
     """What all workers restored equals what was saved: train."""
 
     type: Literal["proceed"] = "proceed"
-    generation: int
 
 
-class Prepare(Message):
+class Prepare(_OfWorld):
     """Build the target world beside what runs; answer with Prepared or Failed."""
 
     type: Literal["prepare"] = "prepare"
-    generation: int
     source: WireRankMap
     source_generation: int
     target: WireRankMap
 
 
-class Arm(Message):
+class Arm(_OfWorld):
     """All are prepared: raise the ready flag; joiners wait for the transfer."""
 
     type: Literal["arm"] = "arm"
-    generation: int
 
 
-class Verdict(Message):
+class Verdict(_OfWorld):
     """All voted yes and the digests agree: "forward" = compute the first step on the received
     parameters, "commit" = the target world is the world."""
 
     type: Literal["verdict"] = "verdict"
-    generation: int
     stage: Literal["forward", "commit"]
     scalars: ScalarState
 
 
-class Abort(Message):
+class Abort(_OfWorld):
     """Drop the target world. With `rebuild`, source groups that the target shared may hold
     half-done collectives: rebuild the source world's groups too before resuming."""
 
     type: Literal["abort"] = "abort"
-    generation: int
     reason: str
     rebuild: bool = False
 
 
-class Resume(Message):
+class Resume(_OfWorld):
     """All source workers have aborted: train on from the boundary. With `rebuild`, build the
     source layout anew under this (fresh) generation from the state that is still held."""
 
     type: Literal["resume"] = "resume"
-    generation: int
     rebuild_generation: int | None = None
 
 
@@ -322,6 +303,16 @@ class Stop(Message):
 
     type: Literal["stop"] = "stop"
     checkpoint: str | None = None
+
+
+# ---- joiner <-> coordinator
+
+
+class YourTurn(Message):
+    """To a joiner that queues: meet the rendezvous over MPI, at this port."""
+
+    type: Literal["your_turn"] = "your_turn"
+    port_name: str
 
 
 # ---- agent <-> coordinator
@@ -450,7 +441,15 @@ ToWorker = Begin | Proceed | Prepare | Arm | Verdict | Abort | Resume | Exit | S
 FromAgent = AgentHello | Warned | WorkerEnded | KeeperHello
 FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
 AnyMessage = (
-    FromWorker | ToWorker | FromAgent | EndAgent | FromOperator | Reply | StoreRequest | StoreReply
+    FromWorker
+    | ToWorker
+    | YourTurn
+    | FromAgent
+    | EndAgent
+    | FromOperator
+    | Reply
+    | StoreRequest
+    | StoreReply
 )
 
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(discriminator="type")])

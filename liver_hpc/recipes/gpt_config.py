@@ -84,10 +84,8 @@ def gpt_tensors(config: GPTConfig) -> ModelSpec:
 
 def _layer_tensors(config: GPTConfig, layer: int) -> list[TensorSpec]:
     prefix, hidden = f"decoder.layers.{layer}", config.hidden
-    gated = config.activation == "swiglu"
+    blocks = 2 if config.activation == "swiglu" else 1
     qkv_rows = (config.heads + 2 * config.groups) * config.head_dim
-    fc1_rows = config.ffn_hidden * (2 if gated else 1)
-    blocks = 2 if gated else 1
 
     def linear(name: str, shape: tuple[int, int], tp_dim: int, tp_blocks: int = 1) -> None:
         weight = f"{prefix}.{name}.weight"
@@ -104,7 +102,7 @@ def _layer_tensors(config: GPTConfig, layer: int) -> list[TensorSpec]:
     linear("self_attention.linear_proj", (hidden, hidden), tp_dim=1)
     linear("self_attention.linear_qkv", (qkv_rows, hidden), tp_dim=0)
     tensors.extend(_norm(config, f"{prefix}.pre_mlp_layernorm", layer))
-    linear("mlp.linear_fc1", (fc1_rows, hidden), tp_dim=0, tp_blocks=blocks)
+    linear("mlp.linear_fc1", (config.ffn_hidden * blocks, hidden), tp_dim=0, tp_blocks=blocks)
     linear("mlp.linear_fc2", (hidden, config.ffn_hidden), tp_dim=1)
     return tensors
 

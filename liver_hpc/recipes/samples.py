@@ -17,7 +17,7 @@ from megatron.core.datasets.utils import Split
 
 from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.errors import ConfigError
-from liver_hpc.host.file_lock import file_lock
+from liver_hpc.host.files import file_lock
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

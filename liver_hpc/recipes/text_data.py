@@ -26,7 +26,7 @@ from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import DataSection
 from liver_hpc.errors import ConfigError, LiverError
-from liver_hpc.host.file_lock import file_lock
+from liver_hpc.host.files import file_lock
 
 END_OF_DOCUMENT = 256
 VOCABULARY = 257

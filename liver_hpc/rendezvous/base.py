@@ -1,33 +1,29 @@
 """The rendezvous: where joiners meet the coordinator; identities, mutual proof, answer.
 
-Each side of a meeting is pure: bytes in, bytes out. MPI and the in-memory twin carry the same three
-messages:
+Each side of a meeting is pure: bytes in, bytes out. A meeting has two messages:
 
-    acceptor -> joiner   challenge: a nonce
-    joiner -> acceptor   introduction: its own nonce, a proof, its identity
+    joiner -> acceptor   introduction: a proof, its identity
     acceptor -> joiner   reception: a proof, and the answer or the refusal
 
-A proof is that of `proof.py`, over what is said.
+A proof is that of `handshake.py`, over what is said, under a key that both sides have already: that
+of the connection in which the joiner waits for its turn, and of one meeting alone.
 """
 
 from __future__ import annotations
 
 import hmac
 import logging
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
 from liver_hpc.errors import LiverError, MeetingError
-from liver_hpc.rendezvous.proof import NONCE_BYTES, PROOF_BYTES, new_nonce, prove
+from liver_hpc.rendezvous.handshake import PROOF_BYTES, prove
 
 MAX_MESSAGE_BYTES = 64 * 1024
 
-_PURPOSE = b"liver_hpc meeting 2\0"
 _JOINER, _ACCEPTOR = b"J", b"A"
 
 M = TypeVar("M", bound=BaseModel)
@@ -70,87 +66,38 @@ Decide = Callable[[Identity], Answer | Refusal]
 """The coordinator's decision about a joiner; a LiverError from it is a refusal."""
 
 
-@dataclass(frozen=True)
-class _Seal:
-    """Proofs within one meeting. nonces: the acceptor's and the joiner's, each of fixed length, so
-    that no two inputs of a proof read the same."""
-
-    secret: bytes
-    nonces: bytes
-
-    def close(self, speaker: bytes, said: BaseModel) -> bytes:
-        payload = said.model_dump_json().encode()
-        return self._proof(speaker, payload) + payload
-
-    def open(self, speaker: bytes, message: bytes, complaint: str) -> bytes:
-        """What was said; raises MeetingError with the complaint where the proof is wrong."""
-        proof, payload = message[:PROOF_BYTES], message[PROOF_BYTES:]
-        if not hmac.compare_digest(proof, self._proof(speaker, payload)):
-            raise MeetingError(complaint)
-        return payload
-
-    def _proof(self, speaker: bytes, payload: bytes) -> bytes:
-        return prove(self.secret, _PURPOSE, speaker, self.nonces, payload)
+def introduction(key: bytes, identity: Identity) -> bytes:
+    """What a joiner says."""
+    return _sealed(key, _JOINER, identity)
 
 
-class JoinerSide:
-    """A joiner in one meeting; `introduction` is what it sends.
+def reception(key: bytes, said: bytes, decide: Decide) -> tuple[bytes, Identity | None]:
+    """What the acceptor says to a joiner's introduction, and who the joiner is.
 
-    Raises MeetingError when the challenge is none.
+    `decide` is only asked about a joiner that has proved that it holds the key. To any other the
+    reception proves nothing either: it is empty.
     """
-
-    def __init__(self, identity: Identity, secret: bytes, challenge: bytes) -> None:
-        if len(challenge) != NONCE_BYTES:
-            raise MeetingError(
-                f"the rendezvous's challenge has {len(challenge)} bytes, wanted {NONCE_BYTES}"
-            )
-        nonce = new_nonce()
-        self._seal = _Seal(secret, challenge + nonce)
-        self.introduction = nonce + self._seal.close(_JOINER, identity)
-
-    def verdict(self, reception: bytes) -> Answer | Refusal:
-        """Raises MeetingError when the acceptor cannot prove that it is the run's."""
-        complaint = "the rendezvous and this joiner do not hold the same secret"
-        payload = self._seal.open(_ACCEPTOR, reception, complaint)
-        return _read(Verdict, payload, "the rendezvous's answer").root
-
-
-class AcceptorSide:
-    """The acceptor in one meeting. identity: who has come, once that is proved."""
-
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-        self.challenge = new_nonce()
-        self.identity: Identity | None = None
-
-    def receive(self, introduction: bytes, decide: Decide) -> bytes:
-        """The reception of a joiner.
-
-        `decide` is only asked about a joiner that has proved that it holds the secret. To any other
-        the reception proves nothing either: it is empty.
-        """
-        nonce, message = introduction[:NONCE_BYTES], introduction[NONCE_BYTES:]
-        seal = _Seal(self._secret, self.challenge + nonce)
-        complaint = "it could not prove that it holds the run's secret"
-        try:
-            payload = seal.open(_JOINER, message, complaint)
-            self.identity = _read(Identity, payload, "its identity")
-        except MeetingError as error:
-            _log.warning("a joiner was turned away: %s", error)
-            return b""
-        try:
-            verdict = decide(self.identity)
-        except LiverError as error:
-            verdict = Refusal(reason=str(error))
-        return seal.close(_ACCEPTOR, verdict)
-
-
-def _read(model: type[M], data: bytes, source: str) -> M:
     try:
-        return model.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        raise MeetingError(f"{source}: {first['msg']}") from None
+        payload = _opened(key, _JOINER, said, "it could not prove that it holds the run's secret")
+        identity = _read(Identity, payload, "its identity")
+    except MeetingError as error:
+        _log.warning("a joiner was turned away: %s", error)
+        return b"", None
+    try:
+        verdict = decide(identity)
+    except LiverError as error:
+        verdict = Refusal(reason=str(error))
+    return _sealed(key, _ACCEPTOR, verdict), identity
+
+
+def verdict_in(key: bytes, said: bytes) -> Answer | Refusal:
+    """What a joiner reads in its reception.
+
+    Raises MeetingError when the acceptor cannot prove that it is the run's.
+    """
+    complaint = "the rendezvous and this joiner do not hold the same secret"
+    payload = _opened(key, _ACCEPTOR, said, complaint)
+    return _read(Verdict, payload, "the rendezvous's answer").root
 
 
 def accepted(verdict: Answer | Refusal, identity: Identity) -> Answer:
@@ -163,6 +110,26 @@ def accepted(verdict: Answer | Refusal, identity: Identity) -> Answer:
             f"{list(verdict.worker_ids)}"
         )
     return verdict
+
+
+def _sealed(key: bytes, speaker: bytes, said: BaseModel) -> bytes:
+    payload = said.model_dump_json().encode()
+    return prove(key, speaker, payload) + payload
+
+
+def _opened(key: bytes, speaker: bytes, message: bytes, complaint: str) -> bytes:
+    proof, payload = message[:PROOF_BYTES], message[PROOF_BYTES:]
+    if not hmac.compare_digest(proof, prove(key, speaker, payload)):
+        raise MeetingError(complaint)
+    return payload
+
+
+def _read(model: type[M], data: bytes, source: str) -> M:
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        raise MeetingError(f"{source}: {first['msg']}") from None
 
 
 class Rendezvous(ABC):
@@ -183,39 +150,3 @@ class Rendezvous(ABC):
     @abstractmethod
     def close(self) -> None:
         """Closes the rendezvous; nothing of it remains. Idempotent."""
-
-
-class MemoryRendezvous(Rendezvous):
-    """The in-memory twin: joiners of the same process come by `meet`."""
-
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-        self._lock = threading.Lock()
-        self._answer: Decide | None = None
-        self._broken = ""
-
-    def start(self, answer: Decide) -> None:
-        self._answer = answer
-
-    def check(self) -> None:
-        if self._broken:
-            raise MeetingError(f"the rendezvous is broken: {self._broken}")
-
-    def close(self) -> None:
-        self._answer = None
-
-    def break_down(self, reason: str) -> None:
-        """From now on nobody is met and `check` raises; for tests."""
-        self._broken = reason
-        self._answer = None
-
-    def meet(self, identity: Identity, secret: bytes) -> Answer:
-        """What a joiner does. Raises MeetingError when refused or when the rendezvous is closed."""
-        with self._lock:
-            answer = self._answer  # it may be closed in the middle
-            if answer is None:
-                raise MeetingError("the rendezvous is closed")
-            acceptor = AcceptorSide(self._secret)
-            joiner = JoinerSide(identity, secret, acceptor.challenge)
-            verdict = joiner.verdict(acceptor.receive(joiner.introduction, answer))
-        return accepted(verdict, identity)

@@ -1,23 +1,28 @@
-"""What the two ends of a connection say before its first message, as pure functions of bytes:
+"""How the two ends of a connection prove to each other that they hold the run's secret, unsaid:
 
 server -> client   greeting, the server's nonce
 client -> server   greeting, the client's nonce, the client's proof
 server -> client   the server's proof; zeros after a bad proof
+
+A proof is HMAC-SHA256 under the secret over who speaks and both nonces: neither an overheard proof
+nor one's own, sent back, proves anything. Both ends take a key of this one connection from it.
 """
 
 from __future__ import annotations
 
 import hmac
+import secrets
+import socket
+from collections.abc import Callable
 
+from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError
-from liver_hpc.rendezvous.proof import NONCE_BYTES, PROOF_BYTES, new_nonce, prove
 
-GREETING = b"liver_hpc wire 1\0"
-CHALLENGE_BYTES = len(GREETING) + NONCE_BYTES
-REFUSAL = bytes(PROOF_BYTES)
+GREETING = b"liver_hpc wire 2\0"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
 
-_ANSWER_BYTES = CHALLENGE_BYTES + PROOF_BYTES
-_CLIENT, _SERVER = b"C", b"S"
+_CLIENT, _SERVER, _KEY = b"C", b"S", b"K"
 
 
 class ChannelClosed(LiverError):
@@ -28,53 +33,60 @@ class ChannelRefused(ChannelClosed):
     """One side could not prove that it holds the run's secret."""
 
 
-class Challenge:
-    """The server's side with one client."""
-
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-        self._nonce = new_nonce()
-        self._heard = b""
-
-    @property
-    def said(self) -> bytes:
-        return GREETING + self._nonce
-
-    @property
-    def wants_bytes(self) -> int:
-        """How much of the client's answer is still to come."""
-        return _ANSWER_BYTES - len(self._heard)
-
-    def hear(self, part: bytes) -> bytes | None:
-        """Takes what came, no more than is wanted; at the end of a good answer the server's proof.
-
-        Raises ChannelRefused for a bad proof, ChannelClosed for a client that says something else.
-        """
-        self._heard += part
-        check_greeting(self._heard)
-        if self.wants_bytes:
-            return None
-        nonces = self._nonce + self._heard[len(GREETING) : CHALLENGE_BYTES]
-        wanted = prove(self._secret, GREETING, _CLIENT, nonces)
-        check_proof(self._heard[CHALLENGE_BYTES:], wanted)
-        return prove(self._secret, GREETING, _SERVER, nonces)
+def prove(secret: bytes, speaker: bytes, said: bytes) -> bytes:
+    """The proof, of PROOF_BYTES. `speaker` is one byte, and each of them has another one."""
+    return hmac.digest(secret, GREETING + speaker + said, "sha256")
 
 
-def answer(secret: bytes, challenge: bytes) -> tuple[bytes, bytes]:
-    """The client's side: what to say to a challenge, and the proof that must come in return."""
-    nonce = new_nonce()
-    nonces = challenge[len(GREETING) :] + nonce
-    said = GREETING + nonce + prove(secret, GREETING, _CLIENT, nonces)
-    return said, prove(secret, GREETING, _SERVER, nonces)
+def welcome(
+    secret: bytes, deadline: Deadline, admit: Callable[[], None], client: socket.socket
+) -> bytes:
+    """The server's side; returns the connection's key. It calls `admit`, which may raise, before it
+    proves anything itself.
+
+    Raises ChannelRefused for a bad proof, ChannelClosed for a client that says something else, and
+    OSError or EOFError when it has gone or time runs out. So does `introduce` of a server.
+    """
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    client.sendall(GREETING + nonce)
+    nonces = nonce + _nonce_of(client, deadline)
+    try:
+        _check_proof(_heard(client, PROOF_BYTES, deadline), prove(secret, _CLIENT, nonces))
+    except ChannelRefused:
+        client.sendall(bytes(PROOF_BYTES))
+        raise
+    admit()
+    client.sendall(prove(secret, _SERVER, nonces))
+    return prove(secret, _KEY, nonces)
 
 
-def check_greeting(said: bytes) -> None:
-    """Raises ChannelClosed as soon as `said` cannot be the beginning of a handshake."""
-    if not GREETING.startswith(said[: len(GREETING)]):
-        raise ChannelClosed(f"does not speak liver_hpc's protocol: it began with {said!r}")
+def introduce(secret: bytes, deadline: Deadline, server: socket.socket) -> bytes:
+    """The client's side; returns the connection's key. Raises what `welcome` does."""
+    theirs, nonce = _nonce_of(server, deadline), secrets.token_bytes(NONCE_BYTES)
+    nonces = theirs + nonce
+    server.sendall(GREETING + nonce + prove(secret, _CLIENT, nonces))
+    _check_proof(_heard(server, PROOF_BYTES, deadline), prove(secret, _SERVER, nonces))
+    return prove(secret, _KEY, nonces)
 
 
-def check_proof(got: bytes, wanted: bytes) -> None:
-    """Raises ChannelRefused where they differ."""
+def _nonce_of(peer: socket.socket, deadline: Deadline) -> bytes:
+    greeting = _heard(peer, len(GREETING), deadline)
+    if greeting != GREETING:
+        raise ChannelClosed(f"does not speak liver_hpc's protocol: it began with {greeting!r}")
+    return _heard(peer, NONCE_BYTES, deadline)
+
+
+def _check_proof(got: bytes, wanted: bytes) -> None:
     if not hmac.compare_digest(got, wanted):
         raise ChannelRefused("the two sides do not hold the same secret")
+
+
+def _heard(peer: socket.socket, size: int, deadline: Deadline) -> bytes:
+    data = b""
+    while len(data) < size:
+        peer.settimeout(max(deadline.remaining_s(), 1e-3))  # 0 means not to wait at all
+        part = peer.recv(size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data

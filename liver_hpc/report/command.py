@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +41,10 @@ def report(run_directory: Path, options: argparse.Namespace) -> None:
     for path in write_report(records, options.html, options.png, options.baselines):
         print(path)
     if options.hdf5 is not None:
-        write_records(records, options.hdf5)
+        from liver_hpc.report.hdf5 import write_hdf5
+
+        with _writing(options.hdf5):
+            write_hdf5(options.hdf5, records)
         print(options.hdf5)
 
 
@@ -70,30 +75,28 @@ def write_report(
 
     comparisons = of_benchmark(baselines) if baselines is not None else []
     written: list[Path] = []
-    try:
-        if html is not None:
+    if html is not None:
+        with _writing(html):
             write_whole(html, page(records, comparisons).encode(errors="replace"))
-            written.append(html)
-        if png is not None:
-            # Imports matplotlib, which takes longer than all the rest of a report.
-            from liver_hpc.report.plots import write_plots
+        written.append(html)
+    if png is not None:
+        # Imports matplotlib, which takes longer than all the rest of a report.
+        from liver_hpc.report.plots import write_plots
 
+        with _writing(png):
             png.mkdir(parents=True, exist_ok=True)
             written += write_plots(records, comparisons, png)
-    except OSError as error:
-        where = png if html is None or html in written else html
-        raise ConfigError(f"{where} cannot be written: {error.strerror}") from None
     return written
 
 
-def write_records(records: RunRecords, path: Path) -> None:
-    """As an HDF5 file. Raises ConfigError for a place that cannot be written to."""
-    from liver_hpc.report.hdf5 import failure_text, write_hdf5
+@contextmanager
+def _writing(where: Path) -> Iterator[None]:
+    from liver_hpc.report.hdf5 import failure_text
 
     try:
-        write_hdf5(path, records)
+        yield
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {failure_text(error)}") from None
+        raise ConfigError(f"{where} cannot be written: {failure_text(error)}") from None
 
 
 def _records(run_directory: Path) -> RunRecords:

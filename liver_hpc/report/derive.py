@@ -120,7 +120,6 @@ class RunFigures:
 
 
 def run_figures(records: RunRecords) -> RunFigures:
-    """Everything that is derived of a run."""
     worlds = _worlds(records)
     attempts = _attempts(records, worlds)
     completed = [attempt for attempt in attempts if attempt.completed]

@@ -7,41 +7,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+import matplotlib.style as mpl_style
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-from liver_hpc.report.compare import Comparison, of_run
+from liver_hpc.report.compare import Comparison, Costs, of_run
 from liver_hpc.report.derive import run_figures
-from liver_hpc.report.page.lanes import Lane, lanes_of
+from liver_hpc.report.page.lanes import BESIDE, CROSSING, Lane, bounds, lanes_of
 from liver_hpc.report.page.series import Handoff, Story, story
 from liver_hpc.report.page.traffic import matrix
-from liver_hpc.report.wording import bytes_text, ids_text, layout_text
+from liver_hpc.report.wording import bytes_text
 from liver_hpc.run.records import RunRecords
 
-# Okabe and Ito's palette; every colour comes with a hatch, a line style or a word.
-BLUE, ORANGE, GREEN, RED, PURPLE, GRAY = (
-    "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#8a939c"
-)  # fmt: skip
-BANDS = {"boot": (GRAY, 0.2), "prepare": (ORANGE, 0.3), "crossing": ("black", 0.5)}
+# Okabe and Ito's palette, which the colour-blind tell apart.
+BLUE, ORANGE, GREEN, RED, GRAY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#8a939c"
+BANDS: dict[str, Any] = {
+    "boot": {"color": GRAY, "alpha": 0.2, "linewidth": 0},
+    "prepare": {"color": ORANGE, "alpha": 0.3, "linewidth": 0},
+    "crossing": {"color": "black", "alpha": 0.5, "linewidth": 0},
+}
 PHASES = {
-    "boot": (GRAY, ""),
-    "prepare": (ORANGE, ""),
-    "connect": (ORANGE, "////"),
-    "transfer": (BLUE, ""),
-    "first step": (GREEN, ""),
-    "update": (RED, ""),
-    "release": (PURPLE, "...."),
+    "boot": GRAY,
+    "prepare": ORANGE,
+    "connect": "#f7e0ac",
+    "transfer": BLUE,
+    "first step": GREEN,
+    "update": RED,
+    "release": "#eed0e2",
 }
-STYLE: Any = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#dfe3e8",
-    "legend.frameon": False,
-    "hatch.linewidth": 0.6,
-}
+STYLE = ("seaborn-v0_8-whitegrid", {"font.size": 9})
 DPI = 160
 
 
@@ -52,12 +46,12 @@ def write_plots(
     and baselines.png where there is something to compare; returns their paths."""
     derived = run_figures(records)
     told, comparisons = story(records, derived), comparisons or of_run(derived, records)
-    with mpl.rc_context(STYLE):
+    with mpl_style.context(STYLE):
         figures = {"training.png": _training(told)}
         for handoff in told.handoffs:
-            lanes = lanes_of(handoff, records.worker_phases)
-            if lanes:
-                figures[f"handoff-{handoff.number}.png"] = _handoff(handoff, lanes, records)
+            name = f"handoff-{handoff.figures.generation}.png"
+            if lanes := lanes_of(handoff, records.worker_phases):
+                figures[name] = _handoff(handoff, lanes, records)
         if comparisons:
             figures["baselines.png"] = _baselines(comparisons)
         for name, figure in figures.items():
@@ -76,6 +70,7 @@ def _training(told: Story) -> Figure:
             marked_s, [0.97] * len(marked_s), "x", color=RED, markersize=4,
             transform=loss.get_xaxis_transform(), label="loss or gradient norm not finite",
         )  # fmt: skip
+        loss.legend()
     rates = [point.tokens_per_s for point in told.points]
     edges_s = [*(point.began_s for point in told.points), *ends_s[-1:]]
     if rates:
@@ -84,46 +79,34 @@ def _training(told: Story) -> Figure:
     rate.set_ylabel("tokens/s", color=RED)
     rate.set_ylim(bottom=0)
     rate.set_xlabel("seconds")
-    seen: set[str] = set()
     for handoff in told.handoffs:
         for name, begin_s, end_s in handoff.spans_s:
-            if name in BANDS:
-                color, alpha = BANDS[name]
-                known = None if name in seen else name
-                for axes in (loss, rate):
-                    axes.axvspan(begin_s, end_s, color=color, alpha=alpha, linewidth=0, label=known)
-                    known = None
-                seen.add(name)
-        style = "-" if handoff.completed else ":"
+            for axes in (loss, rate) if name in BANDS else ():
+                axes.axvspan(begin_s, end_s, **BANDS[name])
+        style = "-" if handoff.figures.completed else ":"
         loss.axvline(handoff.at_s, color="black", linewidth=0.6, linestyle=style)
         loss.annotate(
-            str(handoff.number), (handoff.at_s, 1.02), xycoords=("data", "axes fraction"),
-            ha="center", weight="bold",
+            str(handoff.figures.generation), (handoff.at_s, 1.02), ha="center", weight="bold",
+            xycoords=("data", "axes fraction"),
         )  # fmt: skip
-    entries = len(seen) + bool(marked_s)
-    if entries:
-        figure.legend(loc="outside lower center", ncols=entries)
+    entries = [Patch(label=name, **style) for name, style in BANDS.items()]
+    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries))
     return figure
 
 
 def _handoff(handoff: Handoff, lanes: Sequence[Lane], records: RunRecords) -> Figure:
-    """Its workers' phases around the boundary, and the bytes between them."""
-    own = matrix(records.traffic, handoff.number)
+    own = matrix(records.traffic, handoff.figures.generation)
     height = 1.4 + 0.28 * max(len(lanes), 5)
     figure = Figure(figsize=(11, height), layout="constrained")
-    record = handoff.figures
-    change = f"{layout_text(record.source)} to {layout_text(record.target)}"
-    figure.suptitle(f"generation {handoff.number}: {change}, {record.outcome}", fontsize=10)
+    figure.suptitle(f"generation {handoff}", fontsize=10)
     beside, crossing, sent = figure.subplots(1, 3, width_ratios=(5, 6, 4))
-    zero_s = record.source_last_step_ended_s
-    if math.isnan(zero_s):
-        zero_s = max((p.ended_s for lane in lanes for p in lane.phases), default=record.notice_s)
-    for axes, names in ((beside, list(PHASES)[:3]), (crossing, list(PHASES)[3:])):
-        _bars(axes, lanes, names, zero_s)
+    _, zero_s, _ = bounds(handoff, lanes)
+    _bars(beside, lanes, BESIDE, zero_s)
+    _bars(crossing, lanes, CROSSING, zero_s)
     beside.set_title("beside training")
     crossing.set_title("the crossing")
     crossing.set_yticklabels([])
-    _bytes(sent, own.num_bytes, [ids_text(group) for group in own.groups])
+    _bytes(sent, own.num_bytes, own.names)
     return figure
 
 
@@ -131,18 +114,16 @@ def _bars(axes: Any, lanes: Sequence[Lane], names: Sequence[str], zero_s: float)
     for index, lane in enumerate(lanes):
         for phase in lane.phases:
             if phase.phase in names and math.isfinite(phase.ended_s):
-                color, hatch = PHASES[phase.phase]
                 axes.barh(
                     index, phase.ended_s - phase.started_s, left=phase.started_s - zero_s,
-                    height=0.62, color=color, hatch=hatch, edgecolor="white", linewidth=0,
+                    height=0.62, color=PHASES[phase.phase],
                 )  # fmt: skip
-    for name in names:  # by itself, so that the legend has a phase that nobody was in
-        color, hatch = PHASES[name]
-        axes.barh(0, 0, color=color, hatch=hatch, edgecolor="white", linewidth=0, label=name)
     axes.set_yticks(range(len(lanes)), [f"worker {lane.worker}" for lane in lanes])
     axes.invert_yaxis()
     axes.set_xlabel("seconds from the boundary")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=len(names), fontsize=8)
+    entries = [Patch(color=PHASES[name], label=name) for name in names]
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.28)}
+    axes.legend(handles=entries, ncols=len(names), fontsize=8, **place)
 
 
 def _bytes(axes: Any, num_bytes: Sequence[Sequence[int]], names: Sequence[str]) -> None:
@@ -161,23 +142,23 @@ def _bytes(axes: Any, num_bytes: Sequence[Sequence[int]], names: Sequence[str]) 
 
 
 def _baselines(comparisons: Sequence[Comparison]) -> Figure:
-    rows = sum(len(each.costs) + 1 for each in comparisons)
-    figure = Figure(figsize=(9, 0.8 + 0.24 * rows), layout="constrained")
-    axes = figure.subplots()
-    places, names, row = [], [], 0
+    """A row for each change's name, then one for each of its methods."""
+    rows: list[str | Costs] = []
     for each in comparisons:
-        axes.text(0, row, each.change, weight="bold", va="center")
-        row += 1
-        for costs in each.costs:
-            low, high = costs.median_s - min(costs.lost_s), max(costs.lost_s) - costs.median_s
-            axes.barh(
-                row, costs.median_s, xerr=[[low], [high]], height=0.7, capsize=2,
-                color=BLUE if costs.is_live else ORANGE, error_kw={"linewidth": 0.9},
-            )  # fmt: skip
-            places.append(row)
-            names.append(costs.method)
-            row += 1
-    axes.set_yticks(places, names)
+        rows += [each.change, *each.costs]
+    figure = Figure(figsize=(9, 0.8 + 0.24 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for place, row in enumerate(rows):
+        if isinstance(row, str):
+            axes.text(0, place, row, weight="bold", va="center")
+            continue
+        low, high = row.median_s - min(row.lost_s), max(row.lost_s) - row.median_s
+        axes.barh(
+            place, row.median_s, xerr=[[low], [high]], height=0.7, capsize=2,
+            color=BLUE if row.is_live else ORANGE, error_kw={"linewidth": 0.9},
+        )  # fmt: skip
+    names = ["" if isinstance(row, str) else row.method for row in rows]
+    axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
     axes.set_xlabel("lost time in seconds: median, least and greatest")
     axes.set_xlim(left=0)

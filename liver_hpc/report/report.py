@@ -93,7 +93,7 @@ def print_report(records: RunRecords, console: Console) -> None:
 
 def _fitting(sheet: Sheet, console: Console) -> RenderableType:
     unlimited = console.options.update(max_width=10 * console.width)
-    for form in (sheet, sheet.stacked()) if sheet.groups else (sheet,):
+    for form in (sheet, sheet.stacked()):
         table = _table(form)
         if console.measure(table, options=unlimited).minimum <= console.width:
             return table
@@ -101,7 +101,6 @@ def _fitting(sheet: Sheet, console: Console) -> RenderableType:
 
 
 def _table(sheet: Sheet) -> Table:
-    """A table of aligned figures."""
     table = Table(
         title=f"\n{sheet.title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD
     )
@@ -135,7 +134,6 @@ def _listed(sheet: Sheet) -> Table:
 
 
 def _grid() -> Table:
-    """Names beside what they name."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")

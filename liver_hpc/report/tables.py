@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, TypeVar
 
 from liver_hpc.report.derive import (
     ABORTED,
     COMPLETED,
     GenerationFigures,
     NoticeFigures,
+    PhaseFigures,
     ReconfigurationFigures,
     RunFigures,
 )
@@ -40,17 +44,22 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True)
 class Cell:
+    """share: of the largest cell, where a page shades it; from 0 to 1."""
+
     text: str
     tone: Tone = Tone.PLAIN
+    share: float | None = None
 
 
 @dataclass(frozen=True)
 class Column:
-    """name: a line break where a narrow head may have one. is_text: aligned to the left."""
+    """name: a line break where a narrow head may have one. is_text: aligned to the left. stack: the
+    name of what it makes with its neighbours of the same stack, where there is little room."""
 
     name: str
     is_text: bool = False
     may_wrap: bool = False
+    stack: str = ""
 
     @property
     def title(self) -> str:
@@ -60,41 +69,50 @@ class Column:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A titled table. groups: columns that a narrow form puts above each other, and the name and
-    alignment of what they make; every column is in one group, in order."""
-
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     gap: int = 2
-    groups: tuple[tuple[Column, int], ...] = ()
 
     def stacked(self) -> Sheet:
-        """The narrow form: a row of several lines, one for each column of a group."""
-        rows = [tuple(self._stacked_cells(row)) for row in self.rows]
-        return Sheet(self.title, tuple(column for column, _ in self.groups), tuple(rows), gap=1)
+        """The narrow form: a row of several lines, one for each column of a stack."""
+        by_stack = groupby(enumerate(self.columns), lambda each: each[1].stack or each[1].name)
+        groups = [(name, list(group)) for name, group in by_stack]
+        columns = tuple(replace(group[0][1], name=name) for name, group in groups)
+        rows = tuple(
+            tuple(_above([row[index] for index, _ in group]) for _, group in groups)
+            for row in self.rows
+        )
+        return Sheet(self.title, columns, rows, gap=1)
 
-    def _stacked_cells(self, row: tuple[Cell, ...]) -> Iterator[Cell]:
-        start = 0
-        for _, count in self.groups:
-            cells, start = row[start : start + count], start + count
-            tone = cells[0].tone if count == 1 else Tone.PLAIN
-            yield Cell("\n".join(cell.text for cell in cells), tone)
+
+def _above(cells: Sequence[Cell]) -> Cell:
+    return cells[0] if len(cells) == 1 else Cell("\n".join(cell.text for cell in cells))
+
+
+Row = TypeVar("Row")
+Columns = Sequence[tuple[Column, Callable[[Row], str | Cell]]]
+"""A table's columns, and what each has in a row."""
+
+
+def _sheet(title: str, columns: Columns[Row], rows: Iterable[Row], gap: int = 2) -> Sheet:
+    def cell(content: str | Cell) -> Cell:
+        return Cell(content) if isinstance(content, str) else content
+
+    cells = tuple(tuple(cell(content(row)) for _, content in columns) for row in rows)
+    return Sheet(title, tuple(column for column, _ in columns), cells, gap)
 
 
 def sheets(figures: RunFigures, records: RunRecords) -> list[Sheet]:
     """All tables that a run has rows for."""
-    found = []
-    if figures.generations:
-        found.append(_worlds(figures.generations))
-    if figures.reconfigurations:
-        found.append(_reconfigurations(figures.reconfigurations))
-        found.append(_phases(figures.reconfigurations))
-    if figures.notices:
-        found.append(_notices(figures.notices))
-    if records.baselines:
-        found.append(_baselines(records.baselines))
-    return found
+    found = [
+        _sheet("Worlds", _WORLDS, figures.generations),
+        _sheet("Reconfigurations", _RECONFIGURATIONS, figures.reconfigurations),
+        _sheet("Seconds in each phase", _PHASES, figures.reconfigurations),
+        _sheet("Nodes", _NOTICES, figures.notices, gap=1),
+        _sheet("Checkpoint and restart, seconds in each phase", _RESTARTS, records.baselines, 1),
+    ]
+    return [sheet for sheet in found if sheet.rows]
 
 
 def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
@@ -159,122 +177,6 @@ def _transports(networks: Sequence[NetworkRecord]) -> str:
     return "; ".join(f"{used} (gen {', '.join(worlds)})" for used, worlds in users.items())
 
 
-def _worlds(worlds: Sequence[GenerationFigures]) -> Sheet:
-    columns = (
-        Column("generation"),
-        Column("layout", is_text=True),
-        Column("steps"),
-        Column("median step s"),
-        Column("tokens/s"),
-    )
-    rows = [
-        _cells(
-            str(world.generation),
-            layout_text(world.layout),
-            str(world.steps),
-            _marked(world.median_step_s, world.median_is_disturbed),
-            number_text(world.tokens_per_s),
-        )
-        for world in worlds
-    ]
-    return Sheet("Worlds", columns, tuple(rows))
-
-
-def _reconfigurations(attempts: Sequence[ReconfigurationFigures]) -> Sheet:
-    """One line an attempt where there is room, else what belongs together is stacked."""
-    ends = [Column("from", is_text=True), Column("to", is_text=True)]
-    stacks: list[tuple[Column, list[Column]]] = [
-        (Column("gen"), []),
-        (Column("from\nto", is_text=True), ends),
-        (Column("pause\ns"), []),
-        (Column("lost s\nsteps"), [Column("lost\ns"), Column("lost\nsteps")]),
-        (Column("slow-\ndown s"), []),
-        (Column("reconf.\ns"), []),
-        (Column("moved\nstayed"), [Column("bytes\nmoved"), Column("bytes\nstayed")]),
-        (Column("digest\nequal", is_text=True), []),
-        (Column("outcome", is_text=True), []),
-    ]
-    columns = tuple(column for head, own in stacks for column in own or [head])
-    groups = tuple((head, len(own) or 1) for head, own in stacks)
-    rows = tuple(tuple(_attempt_cells(attempt)) for attempt in attempts)
-    return Sheet("Reconfigurations", columns, rows, groups=groups)
-
-
-def _attempt_cells(attempt: ReconfigurationFigures) -> Iterator[Cell]:
-    moved = [NOTHING, NOTHING, NOTHING]
-    if attempt.completed:
-        moved = [bytes_text(attempt.bytes_moved), bytes_text(attempt.bytes_local)]
-        moved.append("yes" if attempt.digest_equal else "NO")
-    yield from _cells(
-        str(attempt.generation),
-        layout_text(attempt.source),
-        layout_text(attempt.target),
-        number_text(attempt.pause_s),
-        number_text(attempt.lost_s),
-        _marked(attempt.lost_steps, attempt.median_is_disturbed),
-        number_text(attempt.slowdown_s),
-        number_text(attempt.reconfiguration_s),
-        *moved[:2],
-    )
-    yield Cell(moved[2], Tone.BAD if moved[2] == "NO" else Tone.PLAIN)
-    yield Cell(attempt.outcome, outcome_tone(attempt.outcome))
-
-
-def _phases(attempts: Sequence[ReconfigurationFigures]) -> Sheet:
-    names = ("boot", "prepare", "boundary", "transfer", "commit", "release")
-    columns = (Column("gen"), Column("notice", is_text=True, may_wrap=True), *map(Column, names))
-    rows = [
-        _cells(
-            str(attempt.generation),
-            attempt.notice,
-            *map(number_text, asdict(attempt.phases).values()),
-        )
-        for attempt in attempts
-    ]
-    return Sheet("Seconds in each phase", columns, tuple(rows))
-
-
-def _notices(notices: Sequence[NoticeFigures]) -> Sheet:
-    names = ["window\ns", "left or\njoined s", "gen", "pause\ns", "lost\nsteps", "steps\nagain"]
-    text = (Column("notice", is_text=True), Column("node", is_text=True))
-    columns = (*text, *map(Column, names), Column("outcome", is_text=True))
-    tones = {"in time": Tone.GOOD, "in use": Tone.GOOD, "not needed": Tone.DIM}
-    rows = [
-        (
-            *_cells(
-                record.kind,
-                record.node or NOTHING,
-                number_text(notice.window_s),
-                number_text(notice.left_s),
-                str(record.generation) if record.generation >= 0 else NOTHING,
-                number_text(notice.pause_s),
-                number_text(notice.lost_steps),
-                str(notice.repeated_steps),
-            ),
-            Cell(record.outcome, tones.get(record.outcome, Tone.BAD)),
-        )
-        for notice in notices
-        for record in [notice.record]
-    ]
-    return Sheet("Nodes", columns, tuple(rows), gap=1)
-
-
-def _baselines(baselines: Sequence[BaselineRecord]) -> Sheet:
-    phases = ["save", "stop", "launch", "import", "groups", "load", "first step", "total"]
-    names = [phase.replace(" ", "\n") for phase in phases]
-    columns = (Column("method, from, to", is_text=True), *map(Column, names))
-    rows = []
-    for baseline in baselines:
-        took_s = [getattr(baseline, f"{phase.replace(' ', '_')}_s") for phase in phases]
-        ends = f"{layout_text(baseline.source)}, {layout_text(baseline.target)}"
-        rows.append(_cells(f"{baseline.method}\n{ends}", *map(number_text, took_s)))
-    return Sheet("Checkpoint and restart, seconds in each phase", columns, tuple(rows), gap=1)
-
-
-def _cells(*texts: str) -> tuple[Cell, ...]:
-    return tuple(map(Cell, texts))
-
-
 def _cut(detail: str) -> str:
     """The JSON has all of it."""
     return detail if len(detail) <= DETAIL_LENGTH else f"{detail[:DETAIL_LENGTH].rstrip()} ..."
@@ -283,3 +185,92 @@ def _cut(detail: str) -> str:
 def _marked(value: float, disturbed: bool) -> str:
     text = number_text(value)
     return text + _DISTURBED if disturbed and text != NOTHING else text
+
+
+# ---- the tables' columns
+
+
+def _moved(attempt: ReconfigurationFigures, num_bytes: int) -> str:
+    return bytes_text(num_bytes) if attempt.completed else NOTHING
+
+
+def _digest(attempt: ReconfigurationFigures) -> str | Cell:
+    if not attempt.completed:
+        return NOTHING
+    return "yes" if attempt.digest_equal else Cell("NO", Tone.BAD)
+
+
+def _notice_outcome(notice: NoticeFigures) -> Cell:
+    tones = {"in time": Tone.GOOD, "in use": Tone.GOOD, "not needed": Tone.DIM}
+    return Cell(notice.record.outcome, tones.get(notice.record.outcome, Tone.BAD))
+
+
+def _method(baseline: BaselineRecord) -> str:
+    ends = f"{layout_text(baseline.source)}, {layout_text(baseline.target)}"
+    return f"{baseline.method}\n{ends}"
+
+
+def _figure(
+    name: str, path: str, text: Callable[[Any], str] = number_text, stack: str = ""
+) -> tuple[Column, Callable[[Any], str]]:
+    """A column of one attribute, such as `phases.boot_s`."""
+    get = attrgetter(path)
+    return Column(name, stack=stack), lambda row: text(get(row))
+
+
+def _words(
+    name: str, path: str, text: Callable[[Any], str] = str, stack: str = ""
+) -> tuple[Column, Callable[[Any], str]]:
+    column, content = _figure(name, path, text, stack)
+    return replace(column, is_text=True), content
+
+
+_WORLDS: Columns[GenerationFigures] = (
+    _figure("generation", "generation", str),
+    _words("layout", "layout", layout_text),
+    _figure("steps", "steps", str),
+    (Column("median step s"), lambda row: _marked(row.median_step_s, row.median_is_disturbed)),
+    _figure("tokens/s", "tokens_per_s"),
+)
+_ENDS, _LOST, _BYTES = "from\nto", "lost s\nsteps", "moved\nstayed"
+_RECONFIGURATIONS: Columns[ReconfigurationFigures] = (
+    _figure("gen", "generation", str),
+    _words("from", "source", layout_text, _ENDS),
+    _words("to", "target", layout_text, _ENDS),
+    _figure("pause\ns", "pause_s"),
+    _figure("lost\ns", "lost_s", stack=_LOST),
+    (
+        Column("lost\nsteps", stack=_LOST),
+        lambda row: _marked(row.lost_steps, row.median_is_disturbed),
+    ),
+    _figure("slow-\ndown s", "slowdown_s"),
+    _figure("reconf.\ns", "reconfiguration_s"),
+    (Column("bytes\nmoved", stack=_BYTES), lambda row: _moved(row, row.bytes_moved)),
+    (Column("bytes\nstayed", stack=_BYTES), lambda row: _moved(row, row.bytes_local)),
+    (Column("digest\nequal", is_text=True), _digest),
+    (Column("outcome", is_text=True), lambda row: Cell(row.outcome, outcome_tone(row.outcome))),
+)
+_PHASES: Columns[ReconfigurationFigures] = (
+    _figure("gen", "generation", str),
+    (Column("notice", is_text=True, may_wrap=True), lambda row: row.notice),
+    *(
+        _figure(each.name.removesuffix("_s"), f"phases.{each.name}")
+        for each in fields(PhaseFigures)
+    ),
+)
+_NOTICES: Columns[NoticeFigures] = (
+    _words("notice", "record.kind"),
+    _words("node", "record.node", lambda node: node or NOTHING),
+    _figure("window\ns", "window_s"),
+    _figure("left or\njoined s", "left_s"),
+    _figure("gen", "record.generation", lambda number: str(number) if number >= 0 else NOTHING),
+    _figure("pause\ns", "pause_s"),
+    _figure("lost\nsteps", "lost_steps"),
+    _figure("steps\nagain", "repeated_steps", str),
+    (Column("outcome", is_text=True), _notice_outcome),
+)
+_STAGES = ("save", "stop", "launch", "import", "groups", "load", "first_step", "total")
+_RESTARTS: Columns[BaselineRecord] = (
+    (Column("method, from, to", is_text=True), _method),
+    *(_figure(stage.replace("_", "\n"), f"{stage}_s") for stage in _STAGES),
+)

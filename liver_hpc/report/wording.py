@@ -32,9 +32,13 @@ def duration_text(seconds: float) -> str:
         return NOTHING
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    minutes, rest_s = divmod(round(seconds), 60)
-    if minutes == 0:
-        return f"{rest_s} s"
+    whole_s = round(seconds)
+    return f"{whole_s} s" if whole_s < 60 else clock_text(whole_s)
+
+
+def clock_text(seconds: int) -> str:
+    """`0:15`, `4:05` (minutes) or `1:02:03` (hours)."""
+    minutes, rest_s = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest_s:02}" if hours else f"{minutes}:{rest_s:02}"
 

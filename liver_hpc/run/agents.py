@@ -22,7 +22,8 @@ class Agent:
     """One launched agent and the ids of its workers, which it gets at the meeting.
 
     generation: the world that it was launched for. exit_code: set once nothing of it runs any
-    more. end_by: set once it is of no more use; killed: once it was ended by force.
+    more; said: its last error then. end_by: set once it is of no more use; killed: once it was
+    ended by force.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Agent:
     workers: tuple[int, ...] = ()
     arrived: set[int] = field(default_factory=set)
     exit_code: int | None = None
+    said: str = ""
     end_by: Deadline | None = None
     killed: bool = False
 
@@ -150,7 +152,7 @@ class Agents:
         """Agents that ended before all their workers had come, as text; empty when none."""
         return ", ".join(
             f"agent {agent.name} ended with exit code {agent.exit_code} before its workers were "
-            f"ready; see logs/*-{agent.name}.log"
+            f"ready{f': {agent.said}' if agent.said else ''}; see logs/*{agent.name}*.log"
             for agent in self._incomplete(generation)
             if agent.exit_code is not None
         )
@@ -246,11 +248,11 @@ class Agents:
         self._see_off_agent(member.agent)
         return True
 
-    def ended(self, name: str, exit_code: int) -> Agent | None:
+    def ended(self, name: str, exit_code: int, said: str = "") -> Agent | None:
         """Nothing of an agent runs any more; None for one that was struck off before."""
         agent = self._agents.get(name)
         if agent is not None:
-            agent.exit_code = exit_code
+            agent.exit_code, agent.said = exit_code, said
             if agent.end_by is not None:
                 del self._agents[name]
         return agent

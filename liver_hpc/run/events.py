@@ -90,10 +90,12 @@ class AgentListens:
 
 @dataclass(frozen=True)
 class AgentEnded:
-    """Nothing of an agent runs any more; `exit_code` as `cluster/launcher.py` has it."""
+    """Nothing of an agent runs any more; `exit_code` as `cluster/launcher.py` has it. said: its
+    last error."""
 
     agent: str
     exit_code: int
+    said: str = ""
 
 
 @dataclass(frozen=True)

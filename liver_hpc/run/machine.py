@@ -128,7 +128,7 @@ class Run(Lifecycle):
             self._out.append(Admit(event.agent, workers))
 
     def _agent_ended(self, event: e.AgentEnded) -> None:
-        agent = self.agents.ended(event.agent, event.exit_code)
+        agent = self.agents.ended(event.agent, event.exit_code, event.said)
         if agent is None or agent.complete or self._state is ENDED:
             return
         fallen = self.agents.fallen(agent.generation)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from liver_hpc.errors import ConfigError, PlanError
+from liver_hpc.errors import PlanError
 from liver_hpc.layout.tensors import Box, Move, TransferPlan
 
 ALIGNMENT_BYTES = 16
@@ -100,19 +100,6 @@ def aligned(num_bytes: int) -> int:
 def whole_units(num_bytes: int) -> int:
     """Rounded down to a multiple of ALIGNMENT_BYTES."""
     return num_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-
-
-def check_budget(staging_bytes: int, bucket_bytes: int) -> None:
-    """Raises ConfigError when no bucket fits into the staging memory, or nothing into a bucket."""
-    if bucket_bytes < ALIGNMENT_BYTES:
-        raise ConfigError(
-            f"handoff.bucket_bytes is {bucket_bytes}; wanted at least {ALIGNMENT_BYTES}"
-        )
-    if staging_bytes < bucket_bytes:
-        raise ConfigError(
-            f"handoff.staging_bytes is {staging_bytes}, below one bucket "
-            f"(handoff.bucket_bytes is {bucket_bytes})"
-        )
 
 
 def cut_moves(

@@ -24,7 +24,6 @@ from liver_hpc.transport.buckets import (
     Piece,
     Placed,
     Step,
-    check_budget,
     cut_moves,
     group_steps,
     plan_buckets,
@@ -67,13 +66,11 @@ class Moved:
 class Transport:
     """Moves boxes between the workers of one handoff over a wire, within a bounded staging memory.
 
-    The constructor allocates and touches all staging memory; it raises ConfigError when the
-    budget holds no bucket. After an error the transport is broken: it holds no unfinished work,
-    refuses to stream, and wants to be closed.
+    The constructor allocates and touches all staging memory. After an error the transport is
+    broken: it holds no unfinished work, refuses to stream, and wants to be closed.
     """
 
     def __init__(self, wire: Wire, model: ModelSpec, handoff: HandoffSection) -> None:
-        check_budget(handoff.staging_bytes, handoff.bucket_bytes)
         self._wire = wire
         self._model = model
         self._bucket_bytes = whole_units(handoff.bucket_bytes)

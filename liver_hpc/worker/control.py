@@ -23,20 +23,7 @@ from liver_hpc.handoff.release import return_free_memory
 from liver_hpc.handoff.session import WorkerContext
 from liver_hpc.host.interfaces import address_towards
 from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.protocol.messages import (
-    Abort,
-    Arm,
-    Begin,
-    Exit,
-    FromWorker,
-    Heartbeat,
-    Hello,
-    Prepare,
-    Proceed,
-    Resume,
-    Stop,
-    Verdict,
-)
+from liver_hpc.protocol import messages as m
 from liver_hpc.recipes.base import Recipe, load_recipe
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.run.directory import RunDirectory
@@ -112,7 +99,7 @@ class Worker:
         self._address = address
         self._secret = read_secret(booted.run_directory / "secret")
         self._channel = self._connect("the coordinator's control channel")
-        self._first: queue.Queue[Begin | Prepare] = queue.Queue()
+        self._first: queue.Queue[m.Begin | m.Prepare] = queue.Queue()
         install_sentinel(worker)
         self._trainer = Trainer(
             WorkerContext(
@@ -132,7 +119,7 @@ class Worker:
         """Serves until the coordinator says Exit, which ends the process."""
         now_s = self._booted.clock.now_s()
         self._send(
-            Hello(
+            m.Hello(
                 worker=self._worker,
                 pid=os.getpid(),
                 host=socket.gethostname(),
@@ -145,7 +132,7 @@ class Worker:
         # Without a deadline: the coordinator has one for every phase, and ends us when it passes.
         first = self._first.get()
         try:
-            if isinstance(first, Begin):
+            if isinstance(first, m.Begin):
                 self._trainer.begin(first)
             else:
                 self._trainer.join()
@@ -168,7 +155,7 @@ class Worker:
         channel = self._connect("the coordinator's store")
         return ControlStore(channel, self._deadlines.prepare_s)
 
-    def _send(self, message: FromWorker) -> None:
+    def _send(self, message: m.FromWorker) -> None:
         try:
             self._channel.send(message)
         except ChannelClosed as error:
@@ -182,7 +169,7 @@ class Worker:
         """Sends heartbeats: a machine may vanish without closing its sockets."""
         pause = threading.Event()
         while not pause.wait(self._deadlines.heartbeat_s / 4):
-            self._send(Heartbeat(worker=self._worker, step=self._trainer.step))
+            self._send(m.Heartbeat(worker=self._worker, step=self._trainer.step))
 
     def _serve_control(self) -> None:
         """The control thread; a worker that no longer hears the coordinator must not train on."""
@@ -199,22 +186,22 @@ class Worker:
                 message = self._channel.receive()
             except ChannelClosed as error:
                 self._coordinator_gone(error)
-            if isinstance(message, Exit):
+            if isinstance(message, m.Exit):
                 log.info("exit: %s", message.reason)
                 leave(0)
-            elif isinstance(message, Stop):
+            elif isinstance(message, m.Stop):
                 self._trainer.ask_to_stop(message)
-            elif isinstance(message, Proceed):
+            elif isinstance(message, m.Proceed):
                 self._trainer.proceed.set()
-            elif isinstance(message, Arm | Verdict | Abort | Resume):
+            elif isinstance(message, m.Arm | m.Verdict | m.Abort | m.Resume):
                 session = self._trainer.session
                 if session is not None and session.generation == message.generation:
                     session.deliver(message)
-            elif isinstance(message, Prepare):
+            elif isinstance(message, m.Prepare):
                 session = self._trainer.open_session(message)
                 if not session.is_source:
                     self._first.put(message)
-            elif isinstance(message, Begin):
+            elif isinstance(message, m.Begin):
                 self._first.put(message)
             else:
                 raise ProtocolError(f"worker {self._worker}: unexpected {message.type}")

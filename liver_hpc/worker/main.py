@@ -12,8 +12,10 @@ import json
 import logging
 import os
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from liver_hpc.cluster.network import (
     NCCL_LOG,
@@ -23,12 +25,17 @@ from liver_hpc.cluster.network import (
 )
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
-from liver_hpc.host.importing import collector_paused
+from liver_hpc.host.process import collector_paused
 from liver_hpc.layout.coordinates import Layout
+
+if TYPE_CHECKING:
+    from liver_hpc.worker.control import Worker
 
 log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
+_MOST_SAID = 1000
+"""Characters of its error that a worker hands its agent."""
 
 
 def main() -> NoReturn:
@@ -39,29 +46,40 @@ def main() -> NoReturn:
     options = parser.parse_args()
     _quieten()
     try:
-        read_fd, write_fd = _agent_lines()
-        _choose_network(options.run_directory)
-        with collector_paused():
-            from liver_hpc.world.device import open_device
-
-            # Before megatron is imported: where there is no CUDA, the device brings the stand-in.
-            device = open_device(int(os.environ.get("LIVER_LOCAL_RANK", "0")))
-            from liver_hpc.worker.control import Worker, boot
-
-        booted = boot(options.run_directory, Layout.parse(options.layout), device)
+        read_fd = int(os.environ["LIVER_AGENT_READ_FD"])
+        write_fd = int(os.environ["LIVER_AGENT_WRITE_FD"])
         with open(write_fd, "w") as to_agent:
+            try:
+                start = _boot(options.run_directory, Layout.parse(options.layout))
+            except Exception as error:
+                why = " ".join(f"{type(error).__name__}: {error}".split())
+                to_agent.write(json.dumps({"failed": why[:_MOST_SAID]}) + "\n")
+                raise
             to_agent.write(json.dumps({"booted": True}) + "\n")
         with open(read_fd) as from_agent:
             line = from_agent.readline()
         if not line:
             raise LiverError("the agent closed before it gave this worker an id")
         told = json.loads(line)
-        Worker(booted, int(told["worker"]), (told["host"], int(told["port"]))).run()
+        start(int(told["worker"]), (told["host"], int(told["port"]))).run()
     except Exception:
         log.exception("worker failed")
         logging.shutdown()
         # Not sys.exit: blocked collectives and native threads must not hold the process up.
         os._exit(EXIT_FAILED)
+
+
+def _boot(run_directory: Path, layout: Layout) -> Callable[[int, tuple[str, int]], Worker]:
+    """What makes this process's worker once its id and the coordinator's address are known."""
+    _choose_network(run_directory)
+    with collector_paused():
+        from liver_hpc.world.device import open_device
+
+        # Before megatron is imported: where there is no CUDA, the device brings the stand-in.
+        device = open_device(int(os.environ.get("LIVER_LOCAL_RANK", "0")))
+        from liver_hpc.worker.control import Worker, boot
+
+    return partial(Worker, boot(run_directory, layout, device))
 
 
 def _choose_network(run_directory: Path) -> None:
@@ -85,13 +103,6 @@ def _quieten() -> None:
     for package in ("megatron", "torch"):
         for category in (UserWarning, FutureWarning, DeprecationWarning):
             warnings.filterwarnings("ignore", category=category, module=package)
-
-
-def _agent_lines() -> tuple[int, int]:
-    try:
-        return int(os.environ["LIVER_AGENT_READ_FD"]), int(os.environ["LIVER_AGENT_WRITE_FD"])
-    except KeyError as error:
-        raise LiverError(f"a worker is started by an agent: {error} is not set") from error
 
 
 if __name__ == "__main__":

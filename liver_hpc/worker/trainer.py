@@ -6,28 +6,14 @@ import logging
 import threading
 from pathlib import Path
 
-from liver_hpc.checkpoint.reader import restore
-from liver_hpc.checkpoint.writer import save
+from liver_hpc.checkpoint.parts import restore, save
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.handoff.crossing import FAILURES, Crossed, Crossing
 from liver_hpc.handoff.prepare import connect_groups, prepare, prepared_message
 from liver_hpc.handoff.release import release
 from liver_hpc.handoff.session import HandoffAborted, Session, Target, WorkerContext
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.layout.tensors import PARAMETER
-from liver_hpc.protocol.messages import (
-    Abort,
-    Aborted,
-    Arm,
-    AtBoundary,
-    Begin,
-    Failed,
-    Finished,
-    Prepare,
-    Resume,
-    StepDone,
-    Stop,
-)
+from liver_hpc.protocol import messages as m
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import Flags, StepResult, World
 
@@ -59,7 +45,7 @@ class Trainer:
 
     # ---- the ways in
 
-    def begin(self, message: Begin) -> None:
+    def begin(self, message: m.Begin) -> None:
         """Builds the first world and fills it from the seed, or from a checkpoint.
 
         Collective over its rank map. Raises LeftWorld when it cannot be filled.
@@ -95,7 +81,7 @@ class Trainer:
         self._prepare(session)
         try:
             limit_s = self._limits.prepare_s + self._limits.boundary_s
-            session.wait(Arm, limit_s, "all workers to be prepared")
+            session.wait(m.Arm, limit_s, "all workers to be prepared")
             assert session.prepared is not None
             crossed = Crossing(session, session.prepared, None).run(None)
         except HandoffAborted as aborted:
@@ -103,12 +89,12 @@ class Trainer:
         self._arrive(session, crossed, None)
         self._save_if_due(crossed.scalars.step)
 
-    def ask_to_stop(self, message: Stop) -> None:
+    def ask_to_stop(self, message: m.Stop) -> None:
         """Stops at the next boundary that all workers agree on; saves there if told to."""
         self._stop_saves_in = Path(message.checkpoint) if message.checkpoint else None
         self._stop.set()
 
-    def open_session(self, message: Prepare) -> Session:
+    def open_session(self, message: m.Prepare) -> Session:
         """Opens a handoff attempt; a source worker starts PREPARE beside its training thread."""
         session = self.session = Session(message, self._context)
         if session.is_source:
@@ -159,7 +145,7 @@ class Trainer:
             elif session is not None and session.aborted is not None:
                 self._drop(session)
             self._save_if_due(boundary)
-        self._context.send(Finished(worker=self._context.worker, step=self.step))
+        self._context.send(m.Finished(worker=self._context.worker, step=self.step))
 
     def _save_if_due(self, since: int) -> None:
         """Saves where the run file wants a checkpoint at a boundary from `since` to now.
@@ -181,7 +167,7 @@ class Trainer:
         if world.rank_map.workers[0] != context.worker:
             return
         context.send(
-            StepDone(
+            m.StepDone(
                 worker=context.worker,
                 generation=world.generation,
                 step=self.step - 1,
@@ -232,7 +218,9 @@ class Trainer:
                 session.preparing.join(self._limits.prepare_s)
             if session.prepared is not None:
                 session.prepared.drop()
-            self._context.send(Aborted(worker=self._context.worker, generation=session.generation))
+            self._context.send(
+                m.Aborted(worker=self._context.worker, generation=session.generation)
+            )
 
         threading.Thread(target=clear_up, name="drop", daemon=True).start()
 
@@ -246,7 +234,7 @@ class Trainer:
     def _hand_off(self, session: Session, source: World, ended_s: float) -> None:
         """Crosses to the target world at the agreed boundary, or goes back to this one."""
         assert session.prepared is not None
-        boundary = AtBoundary(
+        boundary = m.AtBoundary(
             worker=self._context.worker,
             generation=session.generation,
             scalars=source.scalar_state(self.step),
@@ -288,9 +276,9 @@ class Trainer:
 
     def _fail(self, generation: int, reason: str) -> None:
         worker = self._context.worker
-        self._context.send(Failed(worker=worker, generation=generation, reason=reason))
+        self._context.send(m.Failed(worker=worker, generation=generation, reason=reason))
 
-    def _go_back(self, session: Session, source: World, abort: Abort) -> None:
+    def _go_back(self, session: Session, source: World, abort: m.Abort) -> None:
         """Goes on with the source world after an attempt was called off at the boundary.
 
         The world is rebuilt where its groups may hold half a collective of the target's first step.
@@ -305,9 +293,9 @@ class Trainer:
             self._world = None
         session.prepared.drop()
         session.prepared = None
-        self._context.send(Aborted(worker=self._context.worker, generation=session.generation))
-        resume: Resume = session.wait(
-            Resume, self._limits.boundary_s + self._limits.control_s, "all workers to go back"
+        self._context.send(m.Aborted(worker=self._context.worker, generation=session.generation))
+        resume: m.Resume = session.wait(
+            m.Resume, self._limits.boundary_s + self._limits.control_s, "all workers to go back"
         )
         if held is not None:
             assert resume.rebuild_generation is not None
@@ -317,7 +305,7 @@ class Trainer:
     def _rebuild(self, rank_map: RankMap, generation: int, held: WorldState, step: int) -> None:
         """Builds the source layout again on fresh groups, filled from what this worker holds."""
         world = self._build(rank_map, generation)
-        for kind in (PARAMETER, *world.recipe.spec.optimizer_kinds):
+        for kind in world.recipe.spec.kinds:
             for index, box in held.boxes(kind):
                 world.state.view(kind, index, box).copy_(held.view(kind, index, box))
         log.info("generation %d: rebuilt %s", generation, rank_map)

@@ -191,18 +191,6 @@ def _is_own_part(part: torch.Tensor, whole: torch.Tensor, group: Any) -> bool:
     )
 
 
-def _redirect_collectives() -> None:
-    """Before megatron is imported, which keeps the functions that it finds."""
-    module: Any = dist
-    module.all_gather_into_tensor = _gather_in_place(module.all_gather_into_tensor)
-    module.reduce_scatter_tensor = _reduce_in_place(module.reduce_scatter_tensor)
-
-
-def _redirect_optimizer() -> None:
-    module: Any = torch.optim
-    module.AdamW = _FusedAdamW
-
-
 class _FusedAdamW(torch.optim.AdamW):
     """torch's AdamW, fused unless told otherwise: one pass over memory in place of a dozen.
 
@@ -215,7 +203,7 @@ class _FusedAdamW(torch.optim.AdamW):
         super().__init__(*args, **options)
 
 
-def _redirect_megatron() -> None:
+def _import_megatron() -> None:
     with import_only_triton():
         importlib.import_module("megatron.core.models.gpt.gpt_model")
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
@@ -242,6 +230,8 @@ def install() -> None:
     put_identity_dynamo()
     _redirect_cuda_module()
     _redirect_tensors()
-    _redirect_collectives()
-    _redirect_optimizer()
-    _redirect_megatron()
+    torch_distributed: Any = dist
+    torch_distributed.all_gather_into_tensor = _gather_in_place(dist.all_gather_into_tensor)
+    torch_distributed.reduce_scatter_tensor = _reduce_in_place(dist.reduce_scatter_tensor)
+    torch.optim.AdamW = _FusedAdamW  # type: ignore[misc]
+    _import_megatron()  # which keeps the functions that it finds

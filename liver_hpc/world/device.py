@@ -83,13 +83,9 @@ class Network:
 
     def _gloo_devices(self) -> list[Any]:
         if not self._gloo:
-            create, plan = dist.ProcessGroupGloo.create_device, self._plan
-            if plan.gloo_interfaces:
-                self._gloo = [
-                    create(interface=name, lazy_init=False) for name in plan.gloo_interfaces
-                ]
-            else:
-                self._gloo = [create(hostname=plan.hostname, lazy_init=False)]
+            names, create = self._plan.gloo_interfaces, dist.ProcessGroupGloo.create_device
+            wheres = [{"interface": name} for name in names] or [{"hostname": self._plan.hostname}]
+            self._gloo = [create(**where, lazy_init=False) for where in wheres]
         return self._gloo
 
     def open_backend(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:

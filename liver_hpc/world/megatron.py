@@ -74,9 +74,9 @@ _ZEROS: dict[str, Callable[..., Any]] = {
 }
 
 
-class _NoDraws(TorchFunctionMode):
-    """On its thread, filling a tensor with random numbers leaves it as it is, and one that is made
-    of random numbers is made of zeros."""
+class NoDraws(TorchFunctionMode):
+    """While a recipe builds its model, whose values are filled in later: on its thread, filling a
+    tensor with random numbers leaves it as it is, and one made of them is made of zeros."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -100,11 +100,6 @@ def rehearsal() -> Iterator[None]:
         yield
     finally:
         _thread.rehearsing = False
-
-
-def without_random_draws() -> contextlib.AbstractContextManager[Any]:
-    """While a recipe builds its model, whose values are filled in later: nothing draws."""
-    return _NoDraws()
 
 
 def _is_rehearsing() -> bool:

@@ -112,7 +112,7 @@ class World:
         seed_dropout = partial(megatron.seed_dropout, tp_rank=self.at.tp)
         context = BuildContext(self.rank_map.layout, self.at, self.groups, seed_dropout)
         spec = self.recipe.spec
-        with megatron.without_random_draws():
+        with megatron.NoDraws():
             module = described = self.recipe.build(context).to(self.device.torch_device)
         config = module.config
         megatron.complete_for_schedules(module)

@@ -1,4 +1,4 @@
-"""Results as a section of the README."""
+"""Results as a section of a page."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def sweep_json(configs: Path, tmp_path: Path) -> Path:
 
 
 def test_the_section_is_written_between_its_lines(sweep_json: Path, tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"# Before\n{BEGIN}\nold\n{END}\n# After\n", encoding="utf-8")
-    assert main([str(sweep_json), "--readme", str(readme)]) == 0
-    text = readme.read_text(encoding="utf-8")
+    page = tmp_path / "performance.md"
+    page.write_text(f"# Before\n{BEGIN}\nold\n{END}\n# After\n", encoding="utf-8")
+    assert main([str(sweep_json), "--page", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
     assert text.startswith(f"# Before\n{BEGIN}\nMeasured on: ")
     assert text.endswith(f"{END}\n# After\n")
     assert "old" not in text
@@ -53,12 +53,15 @@ def test_the_section_is_written_between_its_lines(sweep_json: Path, tmp_path: Pa
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[2:7] == ["0.025 (0.02 to 0.03)", "0.25", "10 (10 to 10)", "400.2", "8.00"]
     assert "| `speedup_min` | 400.2 |" in text
-    assert main([str(sweep_json), "--readme", str(readme)]) == 0
-    assert readme.read_text(encoding="utf-8") == text
+    assert main([str(sweep_json), "--page", str(page)]) == 0
+    assert page.read_text(encoding="utf-8") == text
 
 
-def test_the_readme_has_the_section(repository: Path) -> None:
-    assert "Measured on: " in (repository / "README.md").read_text(encoding="utf-8")
+def test_the_page_on_performance_has_the_section(repository: Path) -> None:
+    page = repository / "docs" / "explanation" / "performance.md"
+    _, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    assert begin
+    assert "Measured on: " in rest.partition(END)[0]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "stream"}'])
@@ -71,11 +74,11 @@ def test_what_is_no_result_is_told(
     assert f"error: {path}: wanted a benchmark's result" in capsys.readouterr().err
 
 
-def test_a_readme_without_the_lines_is_left_alone(sweep_json: Path, tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("# Mine\n", encoding="utf-8")
-    assert main([str(sweep_json), "--readme", str(readme)]) == 2
-    assert readme.read_text(encoding="utf-8") == "# Mine\n"
+def test_a_page_without_the_lines_is_left_alone(sweep_json: Path, tmp_path: Path) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text("# Mine\n", encoding="utf-8")
+    assert main([str(sweep_json), "--page", str(page)]) == 2
+    assert page.read_text(encoding="utf-8") == "# Mine\n"
 
 
 def figures_of(benchmark: str, document: dict[str, Any]) -> set[str]:

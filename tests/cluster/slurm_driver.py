@@ -65,7 +65,7 @@ class Driver:
         say(type(event).__name__, **asdict(event))
 
     def launch(self, agent: str, node: str) -> None:
-        self.launcher.launch([NodeRequest(agent, 1, "tp1 pp1 dp1", (0,), node)])
+        self.launcher.launch([NodeRequest(agent, "tp1 pp1 dp1", (0,), node)])
 
     def close(self) -> None:
         self.launcher.close()

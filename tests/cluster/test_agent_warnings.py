@@ -99,7 +99,7 @@ def prepare(directory: Path) -> None:
 
 def start_agent(cluster: SlurmCluster, directory: Path, job: str) -> subprocess.Popen[str]:
     worker = [sys.executable, "-c", WORKER, str(directory)]
-    words = ["--run-directory", str(directory), "--agent", "a0", "--workers", "2"]
+    words = ["--run-directory", str(directory), "--agent", "a0"]
     words += ["--layout", "dp2", "--slots", "1,3", "--warnings"]
     return cluster.start(
         *("env", f"{MARK}={directory}", "srun", f"--jobid={job}", "--overlap", "--mpi=none"),

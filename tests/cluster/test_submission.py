@@ -6,6 +6,7 @@ Where a run is needed its coordinator is a stand-in, which trains nothing.
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,10 +14,10 @@ from typing import Any
 import pytest
 
 from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands, SlurmError
-from liver_hpc.cluster.slurm.executor import OVER, HetExecutor, HetJob, SqueueWatcher
+from liver_hpc.cluster.slurm.executor import HetExecutor
+from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.cluster.slurm.script import Submission
 from liver_hpc.config.schema import ClusterSection
-from liver_hpc.errors import ConfigError
 from tests.cluster.calls import wait_for
 from tests.cluster.harness import REPOSITORY, SlurmCluster, command_line
 from tests.cluster.sites import AGAIN_S, COMPONENTS, Site, await_coordinator, await_that
@@ -47,59 +48,31 @@ def submission(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> S
     return Submission(cluster, directory.name, """it's "this" run, \\ # $HOME""", directory)
 
 
-@pytest.fixture
-def job(submission: Submission, commands: SlurmCommands, monkeypatch: pytest.MonkeyPatch) -> HetJob:
-    """A job of two components that runs until `end` is in its folder."""
-    monkeypatch.setattr(HetJob, "watcher", SqueueWatcher(commands))
-    job = HetExecutor(submission, commands).submit(wait_for, str(submission.folder / "end"))
-    assert isinstance(job, HetJob)
-    await_that(lambda: running(job) == ["main", "extra"], "both components to run")
-    await_that((submission.folder / "end-awaited").exists, "the call to be made")
-    return job
-
-
-def running(job: HetJob) -> list[str]:
-    return [part.name for part in job.components if part.state == "RUNNING"]
-
-
-def test_components_have_states_nodes_and_a_log(
-    job: HetJob, submission: Submission, slurm_cluster: SlurmCluster
+def test_a_call_runs_once_in_a_job_of_two_components(
+    submission: Submission, commands: SlurmCommands, slurm_cluster: SlurmCluster
 ) -> None:
-    main, extra = job.components
-    assert (main.offset, main.state, len(main.nodes)) == (0, "RUNNING", 1)
-    assert (extra.offset, extra.state, len(extra.nodes)) == (1, "RUNNING", 1)
+    end = submission.folder / "end"
+    job = HetExecutor(submission, commands).submit(wait_for, str(end))
+
+    def running() -> list[JobInfo]:
+        return [info for info in commands.jobs([job.job_id]).values() if info.state == "RUNNING"]
+
+    await_that(lambda: len(running()) == 2, "both components to run")
+    await_that((submission.folder / "end-awaited").exists, "the call to be made")
+    main, extra = sorted(running(), key=lambda info: int(info.job_id))
+    assert len(main.nodes) == len(extra.nodes) == 1
     assert main.nodes != extra.nodes
-    assert not job.done(force_check=True)
-    assert job.state == "RUNNING"
     shown = slurm_cluster.run("squeue", "--noheader", "--format=%j|%k", f"--jobs={job.job_id}")
     assert set(shown.splitlines()) == {f"{submission.name}|{submission.comment}"}
 
-    (submission.folder / "end").touch()
-    environment = job.result()
+    end.touch()
+    await_that(job.paths.result_pickle.exists, "the call's result")
+    outcome, environment = pickle.loads(job.paths.result_pickle.read_bytes())
+    assert outcome == "success"
     assert environment["SLURM_HET_SIZE"] == "2"
     assert environment["SAID"] == "a b"
-    assert "it waits" in main.log.read_text()
-    await_that(lambda: {part.state for part in job.components} == {OVER}, "the job's end")
-    assert job.done(force_check=True)
-
-
-def test_one_component_is_cancelled_and_the_other_works_on(
-    job: HetJob, submission: Submission
-) -> None:
-    job.cancel(component=1)
-    await_that(lambda: running(job) == ["main"], "the component to be cancelled")
-    (submission.folder / "end").touch()
-    assert job.result()["SLURM_JOB_ID"] == job.job_id
-
-
-def test_the_whole_job_is_cancelled(job: HetJob) -> None:
-    with pytest.raises(ConfigError, match="where the coordinator is: cancel the job"):
-        job.cancel(component=0)
-    with pytest.raises(ConfigError, match="no component 2; there are main, extra"):
-        job.cancel(component=2)
-    job.cancel()
-    await_that(lambda: not running(job), "the job to be cancelled")
-    await_that(lambda: job.done(force_check=True), "Slurm to forget it")
+    assert "it waits" in job.paths.stdout.read_text()
+    await_that(lambda: not running(), "the job's end")
 
 
 def test_slurm_says_why_it_refuses(submission: Submission, commands: SlurmCommands) -> None:

@@ -18,21 +18,21 @@ import psutil
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.launcher import Launcher, NodeRequest
 from liver_hpc.cluster.local import LocalLauncher
-from liver_hpc.config.load import dump_run
+from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import (
     DeadlineSection,
     LayoutSection,
+    NetworkSection,
     RunConfig,
     TrainSection,
     WorkersSection,
 )
 from liver_hpc.host.marks import marked_processes
-from liver_hpc.protocol.messages import AgentHello, AnyMessage
+from liver_hpc.protocol.messages import AgentHello, AnyMessage, YourTurn
 from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
 from liver_hpc.rendezvous.mpi.service import Acceptor, MpiRendezvous
-from liver_hpc.rendezvous.wire import Wire, WireServer
 from liver_hpc.run.secret import create_secret
 
 M = TypeVar("M")
@@ -48,6 +48,9 @@ directory, then = Path(sys.argv[1]), sys.argv[2]
 rank = os.environ["LIVER_LOCAL_RANK"]
 if then == "boot fails" and rank == "1":
     sys.exit(3)
+if then == "boot is refused" and rank == "1":
+    os.write(int(os.environ["LIVER_AGENT_WRITE_FD"]), b'{"failed": "PlanError: no"}' + b"\\n")
+    sys.exit(1)
 if then == "talks" and rank == "1":
     os.write(int(os.environ["LIVER_AGENT_WRITE_FD"]), b"hello there" + b"\\n")
 if then in ("stubborn", "never boots"):
@@ -77,7 +80,7 @@ threading.Event().wait()
 
 
 def request(agent: str = "a0", workers: int = 2) -> NodeRequest:
-    return NodeRequest(agent=agent, workers=workers, layout=f"tp1 pp1 dp{workers}")
+    return NodeRequest(agent, f"tp1 pp1 dp{workers}", tuple(range(workers)))
 
 
 def wait_for(condition: Callable[[], bool], what: str, limit_s: float = 15.0) -> None:
@@ -104,7 +107,7 @@ def listens(pid: int) -> list[str]:
     ]
 
 
-def dead_port_name(directory: Path) -> bytes:
+def dead_port_name(directory: Path) -> str:
     """MPI's name of a port at which there is nobody any more."""
     acceptor = Acceptor(MpiNetwork(), 1.0, directory / "logs" / "dead.log")
     acceptor.close()
@@ -112,9 +115,11 @@ def dead_port_name(directory: Path) -> bytes:
 
 
 @contextmanager
-def queue_alone(directory: Path, secret: bytes, line_up: Callable[[Wire], None]) -> Iterator[None]:
-    """What a joiner finds of a rendezvous without an acceptor; `line_up` has each joiner's wire."""
-    queue = WireServer("127.0.0.1", secret, line_up)
+def queue_alone(
+    directory: Path, secret: bytes, line_up: Callable[[Channel], None]
+) -> Iterator[None]:
+    """What a joiner finds of a rendezvous without an acceptor; `line_up` has each joiner."""
+    queue = ControlServer("127.0.0.1", secret, line_up)
     place = RendezvousPlace(network=MpiNetwork(netmod="ofi"), port=queue.address[1])
     place_file(directory).write_text(place.model_dump_json())
     try:
@@ -180,6 +185,12 @@ class Run:
         assert changed == 1
         path.write_text(text)
 
+    def set_network(self, **given: str) -> None:
+        path = self.directory / "run.yaml"
+        config = load_run(path)
+        network = NetworkSection(**given)  # type: ignore[arg-type]
+        path.write_text(dump_run(config.model_copy(update={"network": network})))
+
     def options(self, then: str) -> list[str]:
         command = [sys.executable, "-c", WORKER, str(self.directory), then]
         return ["--worker-command", json.dumps(command)]
@@ -202,16 +213,16 @@ class Run:
         self.rendezvous.start(self.answer)
 
     @contextmanager
-    def queue(self, tells: bytes = b"", then_hangs_up: bool = False) -> Iterator[threading.Event]:
+    def queue(self, tells: str = "", then_hangs_up: bool = False) -> Iterator[threading.Event]:
         """A rendezvous with a queue alone, where joiners wait, already in MPI; set once one does.
 
         It may tell a port name, and hang up at once.
         """
         came = threading.Event()
 
-        def line_up(joiner: Wire) -> None:
+        def line_up(joiner: Channel) -> None:
             if tells:
-                joiner.send(tells)
+                joiner.send(YourTurn(port_name=tells))
             came.set()
             if not then_hangs_up:
                 joiner.receive()

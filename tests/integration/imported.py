@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from liver_hpc.host.importing import collector_paused
+from liver_hpc.host.process import collector_paused
 
 with collector_paused():
     import torch

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from liver_hpc.host.importing import collector_paused
+from liver_hpc.host.process import collector_paused
 
 JOIN_S = 150.0
 

@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from liver_hpc.cluster.launcher import KILLED, Launcher, NodeRequest
+from liver_hpc.cluster.launcher import KILLED, Launcher, NodeRequest, last_words
+from liver_hpc.cluster.local import LocalLauncher
 from liver_hpc.errors import LiverError
-from liver_hpc.node.agent import EXIT_BOOT, parse_options
+from liver_hpc.node.agent import EXIT_BOOT
 from liver_hpc.rendezvous.base import Identity, Refusal
 from liver_hpc.rendezvous.mpi.joiner import EXIT_NOT_MET
 from tests.integration.agents import Run, request, wait_for
@@ -113,28 +114,9 @@ def test_workers_get_their_ids_their_environment_and_their_logs(
 def test_workers_take_the_slots_that_they_are_given(run: Run) -> None:
     run.open_rendezvous()
     launcher = run.launcher("ends")
-    launcher.launch([NodeRequest("a0", 2, "tp1 pp1 dp2", slots=(5, 2))])
+    launcher.launch([NodeRequest("a0", "tp1 pp1 dp2", slots=(5, 2))])
     assert [note["told"]["worker"] for note in run.notes((5, 2))] == [4, 5]  # type: ignore[index]
     assert run.wait_ended(launcher) == 5
-
-
-@pytest.mark.parametrize(
-    ("slots", "complaint"),
-    [
-        ("0", "wanted 2 different numbers"),
-        ("1,1", "wanted 2 different numbers"),
-        ("0,1,2", "wanted 2 different numbers"),
-        ("0,-1", "wanted numbers"),
-        ("0,", "wanted numbers"),
-    ],
-)
-def test_slots_are_as_many_different_numbers_as_workers(
-    capsys: pytest.CaptureFixture[str], slots: str, complaint: str
-) -> None:
-    words = ["--run-directory", "r", "--agent", "a0", "--workers", "2", "--layout", "dp2"]
-    with pytest.raises(SystemExit):
-        parse_options([*words, f"--slots={slots}"])
-    assert f"--slots {slots}: {complaint}" in capsys.readouterr().err
 
 
 def test_the_rendezvous_learns_who_the_agent_is(run: Run) -> None:
@@ -158,6 +140,7 @@ def test_the_rendezvous_learns_who_the_agent_is(run: Run) -> None:
     ("then", "said"),
     [
         ("boot fails", "worker 1 of agent a0 ended in boot (exit code 3)"),
+        ("boot is refused", "worker 1 of agent a0 failed in boot: PlanError: no (exit code 1)"),
         ("talks", "worker 1 of agent a0 said b'hello there\\n' instead of having booted"),
     ],
 )
@@ -170,6 +153,17 @@ def test_a_worker_that_fails_in_boot_fails_the_agent_which_says_who(
     assert said in run.log("agent-a0")
     assert str(run.directory / "logs" / "worker-a0-1.log") in run.log("agent-a0")
     assert run.alive() == []
+
+
+def test_an_agent_says_why_its_worker_refused_to_boot(run: Run) -> None:
+    run.set_network(interface="nope0")
+    launcher = LocalLauncher(run.directory)
+    run.launchers.append(launcher)
+    launcher.launch([request(workers=1)])
+    assert run.wait_ended(launcher) == EXIT_BOOT
+    wanted = "worker 0 of agent a0 failed in boot: ConfigError: network.interface: node"
+    assert wanted in last_words(run.directory, "a0")
+    assert "has no interface 'nope0'" in last_words(run.directory, "a0")
 
 
 def test_a_worker_that_boots_too_slowly_fails_the_agent(run: Run) -> None:

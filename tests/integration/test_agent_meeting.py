@@ -36,7 +36,7 @@ from liver_hpc.cluster.launcher import NodeRequest
 from liver_hpc.cluster.local import LocalLauncher
 directory, *options = sys.argv[1:]
 launcher = LocalLauncher(Path(directory), agent_options=options)
-launcher.launch([NodeRequest(agent="a0", workers=2, layout="tp1 pp1 dp2")])
+launcher.launch([NodeRequest("a0", "tp1 pp1 dp2", (0, 1))])
 threading.Event().wait()
 """
 
@@ -109,7 +109,7 @@ def test_the_joiner_gets_no_secret_and_is_gone_once_the_agent_has_met(run: Run) 
 def test_a_process_manager_around_the_agent_is_not_asked(run: Run) -> None:
     """As under srun --mpi=pmi2, or in a world of several tasks."""
     agent = [sys.executable, "-m", "liver_hpc.node.agent", "--run-directory", str(run.directory)]
-    work = ["--agent", "a0", "--workers", "2", "--layout", "tp1 pp1 dp2", *run.options("ends")]
+    work = ["--agent", "a0", "--slots", "0,1", "--layout", "tp1 pp1 dp2", *run.options("ends")]
     foreign = {
         "PMI_FD": "99",
         "PMI_RANK": "3",

@@ -80,7 +80,7 @@ def test_a_signal_to_the_whole_tree_is_a_warning_and_ends_nothing(run: Run, name
 
 def test_workers_do_not_mind_signals_from_their_first_moment_on(run: Run) -> None:
     run.open_rendezvous()
-    agent = ["--agent", "a0", "--workers", "2", "--layout", "dp2", "--warnings"]
+    agent = ["--agent", "a0", "--slots", "0,1", "--layout", "dp2", "--warnings"]
     line = [
         sys.executable,
         "-m",

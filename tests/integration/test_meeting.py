@@ -19,20 +19,21 @@ import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError, LiverError, MeetingError
+from liver_hpc.protocol.messages import YourTurn
 from liver_hpc.rendezvous.base import (
     Answer,
     Identity,
-    MemoryRendezvous,
     Refusal,
     Rendezvous,
 )
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.rendezvous.mpi.joiner import EXIT_RENDEZVOUS_LOST, EXIT_STUCK, meet
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
 from liver_hpc.rendezvous.mpi.process import MpiProcess
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
-from liver_hpc.rendezvous.wire import ChannelClosed, Wire, dial
 from tests.integration.agents import dead_port_name, queue_alone
 from tests.integration.leftovers import no_abandoned_files
+from tests.memory_rendezvous import MemoryRendezvous
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -56,15 +57,15 @@ except LiverError as error:
 """
 
 # A joiner that, step by step, gets as far as it is told and then dies or stands still. It may
-# queue with one secret and introduce itself with another.
+# introduce itself under another key than that of its place in the queue.
 BAD_JOINER = """
 import os, signal, sys, threading
 from pathlib import Path
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.rendezvous.base import Identity, JoinerSide
+from liver_hpc.rendezvous.base import Identity, introduction
 from liver_hpc.rendezvous.mpi.joiner import _wait_for_turn
 from liver_hpc.rendezvous.mpi.network import RendezvousPlace
-directory, end, how, queue_secret, secret = sys.argv[1:6]
+directory, end, how, secret, key = sys.argv[1:6]
 
 def reach(step):
     if step != end:
@@ -78,13 +79,12 @@ os.environ.update(RendezvousPlace.read(Path(directory)).network.variables(os.env
 from liver_hpc.rendezvous.mpi.calls import MpiPeer, start_mpi
 start_mpi()
 deadline = Deadline.after(SystemClock(), 20.0, "the rendezvous")
-wire, port_name = _wait_for_turn(Path(directory), bytes.fromhex(queue_secret), deadline)
+wire, port_name = _wait_for_turn(Path(directory), bytes.fromhex(secret), deadline)
 reach("turn")
 peer = MpiPeer.connected(port_name, 20.0)
 reach("connected")
 who = Identity(agent="bad", host="here", pid=1, workers=2)
-side = JoinerSide(who, bytes.fromhex(secret), peer.receive())
-peer.send(side.introduction)
+peer.send(introduction(bytes.fromhex(key) or wire.key, who))
 reach("introduced")
 peer.receive()
 reach("answered")
@@ -163,8 +163,8 @@ class MpiPlace(Place):
     def join(self, agent: str, secret: bytes = SECRET) -> Answer:
         return result(start_joiner(self.directory, agent, secret))
 
-    def bad_joiner(self, end: str, how: str = "die", secret: bytes = SECRET) -> MpiProcess:
-        return mpi_process(BAD_JOINER, str(self.directory), end, how, SECRET.hex(), secret.hex())
+    def bad_joiner(self, end: str, how: str = "die", key: bytes = b"") -> MpiProcess:
+        return mpi_process(BAD_JOINER, str(self.directory), end, how, SECRET.hex(), key.hex())
 
 
 STARTED: list[MpiProcess] = []
@@ -339,7 +339,7 @@ def test_a_secret_that_opens_the_queue_alone_does_not_pass_at_the_acceptor(
     mpi_place: MpiPlace, coordinator: Coordinator
 ) -> None:
     before = mpi_place.rendezvous.pid
-    mpi_place.bad_joiner("left", secret=WRONG).wait(30)
+    mpi_place.bad_joiner("left", key=WRONG).wait(30)
     assert mpi_place.join("a0").worker_ids == (0, 1)
     assert coordinator.met == [identity("a0")]
     assert mpi_place.rendezvous.pid == before
@@ -436,7 +436,7 @@ def test_a_rendezvous_whose_acceptors_do_not_open_any_more_is_broken(
     assert place is not None
     for _ in range(4):  # each is tried for twice, and turned away
         with pytest.raises(ChannelClosed):
-            dial((place.network.host, place.port), SECRET, 5.0, "the rendezvous").receive(20.0)
+            connect((place.network.host, place.port), SECRET, 5.0, "the rendezvous").receive(20.0)
     broken = r"broken: 6 acceptors in a row did not open: .* see .*rendezvous\.log"
     with pytest.raises(MeetingError, match=broken):
         mpi_place.rendezvous.check()
@@ -515,8 +515,8 @@ def test_a_joiner_stuck_in_mpi_ends_with_the_rendezvous_or_at_its_deadline(
     ended = threading.Event()
     port_name = dead_port_name(tmp_path)
 
-    def line_up(joiner: Wire) -> None:
-        joiner.send(port_name)
+    def line_up(joiner: Channel) -> None:
+        joiner.send(YourTurn(port_name=port_name))
         try:
             joiner.receive(0.5 if rendezvous_ends else None)
         except (DeadlineError, ChannelClosed):

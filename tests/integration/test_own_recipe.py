@@ -1,4 +1,4 @@
-"""The README's example of a user's own recipe, taken from there, trained and reshaped."""
+"""The recipe of docs/how-to/own-model.md, taken from there, trained and reshaped."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import pytest
 
 from tests.integration.runs import ENDLESS, run_config, start, stop_and_read, watch
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-model.md"
 
 
 def example() -> str:
-    """The README's one Python block that defines a recipe."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    """The page's one Python block that defines a recipe."""
+    blocks = re.findall(
+        r"^```python[^\n]*\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     recipes = [block for block in blocks if "(Recipe):" in block]
     assert len(recipes) == 1
     return str(recipes[0])

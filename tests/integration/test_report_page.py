@@ -41,7 +41,12 @@ parent.document.body.dataset.seen = JSON.stringify({
   dark: matchMedia("(prefers-color-scheme: dark)").matches,
   width: innerWidth,
   overflow: page.scrollWidth - page.clientWidth,
-  cut: texts.filter((t) => box(t).left < 0 || box(t).right > innerWidth).map((t) => t.textContent),
+  cut: texts.filter((t) => {
+    const [own, whole] = [box(t), box(t.closest("svg"))];
+    return own.left < whole.left - 1 || own.right > whole.right + 1;
+  }).map((t) => t.textContent),
+  scrolled: [...document.querySelectorAll(".scroll")].filter(
+    (b) => b.querySelector("svg") && b.scrollWidth > b.clientWidth).length,
   small: Math.min(...texts.map((t) => box(t).height)),
   shown: [...document.querySelectorAll("svg")].filter((s) => box(s).width > 0).length,
   loaded: performance.getEntriesByType("resource").map((e) => e.name),
@@ -120,7 +125,8 @@ def test_the_page_in_a_browser(browser: str, site: Site, tmp_path: Path, view: V
     assert seen["overlaps"] == []
     assert seen["cut"] == []
     assert seen["small"] > 10  # pixels, of a line of text
-    assert seen["shown"] == 6  # one form of each drawing
+    assert seen["shown"] == 6
+    assert seen["scrolled"] == (0 if view.width > 1000 else 6)  # in boxes of their own
     assert re.fullmatch(r"step \d+, generation \d: loss [\d.]+, \d+ tokens/s", seen["hover"])
 
 

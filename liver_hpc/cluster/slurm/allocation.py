@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from liver_hpc.cluster.slurm.holdings import Holding, Place
 from liver_hpc.cluster.slurm.replies import Hostnames
@@ -24,29 +25,29 @@ def own_allocations(
             "cluster.kind is slurm, but this is no Slurm job (SLURM_JOB_ID is not set); "
             "start the run with `liver submit` or sbatch"
         )
-    cluster = config.cluster
-    suffixes, sections = [""], cluster.slurm.components
+    suffixes, sections = [""], config.cluster.slurm.components
     if "SLURM_HET_SIZE" in environ:
         size = int(_wanted(environ, "SLURM_HET_SIZE", job_id))
         suffixes = [f"_HET_GROUP_{index}" for index in range(size)]
-    if len(suffixes) != max(1, len(sections)):
-        names = ", ".join(section.name for section in sections) or "the default one"
+    if len(suffixes) != len(sections):
         raise ConfigError(
             f"cluster.slurm.components: job {job_id} has {len(suffixes)} components, the "
-            f"run file {max(1, len(sections))} ({names})"
+            f"run file {len(sections)} ({', '.join(section.name for section in sections)})"
         )
     found = []
-    for index, suffix in enumerate(suffixes):
-        section = sections[index] if sections else None
-        own_id = _wanted(environ, f"SLURM_JOB_ID{suffix}", job_id)
+    for index, (suffix, section) in enumerate(zip(suffixes, sections, strict=True)):
+        place = Place(job_id, gpus_per_node=section.gpus_per_node)
+        if len(suffixes) > 1:
+            own_id = _wanted(environ, f"SLURM_JOB_ID{suffix}", job_id)
+            place = replace(place, het_group=index, own_id=own_id)
         found.append(
             Holding(
-                name=section.name if section else "main",
-                place=Place(job_id, index, own_id) if len(suffixes) > 1 else Place(job_id),
+                name=section.name,
+                place=place,
                 nodes=hostnames(_wanted(environ, f"SLURM_JOB_NODELIST{suffix}", job_id)),
-                slots=cluster.slots(section) if section else cluster.workers_per_node or 1,
+                slots=config.cluster.slots(section),
                 own=index == 0,
-                automatic=index == 0 or section is None or section.join == "auto",
+                automatic=index == 0 or section.join == "auto",
                 partition=environ.get(f"SLURM_JOB_PARTITION{suffix}", ""),
             )
         )

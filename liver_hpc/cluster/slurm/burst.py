@@ -107,6 +107,11 @@ class BurstPolicy:
         """Before this time nothing is asked for; -inf after no refusal."""
         return self._not_before_s
 
+    @property
+    def pending(self) -> list[str]:
+        """Requests that stand, the oldest first."""
+        return list(self._pending)
+
     def knows(self, job: str) -> bool:
         """Whether it stands or is held."""
         return job in self._pending or job in self._held

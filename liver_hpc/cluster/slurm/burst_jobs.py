@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
 from liver_hpc.clock import Clock
-from liver_hpc.cluster.slurm import words
 from liver_hpc.cluster.slurm.burst import BurstPolicy
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, SlurmError
-from liver_hpc.cluster.slurm.reaper import Reaper, cancel_all
-from liver_hpc.cluster.slurm.replies import COMPLETING, PENDING, RUNNING, JobInfo
-from liver_hpc.cluster.slurm.script import BURST_SCRIPT, burst_script
+from liver_hpc.cluster.slurm.reaper import cancel_all, start_reaper
+from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo
+from liver_hpc.cluster.slurm.script import BURST_SCRIPT, burst_options, burst_script
 from liver_hpc.config.schema import BurstSection, RunConfig
+from liver_hpc.host.child import Child
 from liver_hpc.run.outcome import write_private_json
 
 RECORD_FILE = "burst.json"
@@ -45,7 +45,8 @@ class _Record(BaseModel):
 
 
 class BurstJobs:
-    """Used by the pool's watching thread alone, but for `want`."""
+    """Used by the pool's watching thread alone, but for `want`; `note` gets what an operator is to
+    read."""
 
     def __init__(
         self,
@@ -54,11 +55,14 @@ class BurstJobs:
         commands: SlurmCommands,
         run_directory: Path,
         clock: Clock,
+        note: Callable[[str], None],
     ) -> None:
+        self._note = note
         self._slurm = config.cluster.slurm
         self._burst = burst
         self._script = burst_script(config.cluster)
         self._commands = commands
+        self._once = commands.once()
         self._run_directory = run_directory.absolute()
         self._record_path = run_directory / RECORD_FILE
         self.avoided: frozenset[str] = frozenset()  # no request names them; set by any thread
@@ -72,8 +76,7 @@ class BurstJobs:
             spent_node_hours=earlier.node_hours,
             shortest_min=math.floor(self._slurm.end_window_s / 60) + 1,
         )
-        self._pending: dict[str, str] = {}  # with the reason that was last told
-        self._reaper: Reaper | None = None
+        self._reaper: Child | None = None
         self._unsure = False  # whether Slurm may have taken a request whose id never came
 
     def open(self) -> None:
@@ -85,7 +88,8 @@ class BurstJobs:
             self._commands.cancel_named(self._earlier_name)
         self.save()
         log_path = self._run_directory / "logs" / "reaper.log"
-        self._reaper = Reaper(self.name, self._slurm.command_s, self._slurm.unreachable_s, log_path)
+        limits_s = (self._slurm.command_s, self._slurm.unreachable_s)
+        self._reaper = start_reaper(self.name, *limits_s, log_path)
 
     def save(self) -> None:
         """Notes what has been used of the cap; a full disk must not cost a grant, or its end."""
@@ -95,48 +99,37 @@ class BurstJobs:
         except OSError as error:
             log.warning("%s: %s", self._record_path, error)
 
-    @property
-    def pending(self) -> list[str]:
-        """Requests that Slurm has not answered."""
-        return list(self._pending)
-
-    def observe(self, jobs: Mapping[str, JobInfo], notes: list[str]) -> list[JobInfo]:
+    def observe(self, jobs: Mapping[str, JobInfo]) -> list[JobInfo]:
         """Takes in an answer about all pending requests; those that were granted."""
         if self._unsure:
-            jobs = {**jobs, **self._adopt(notes)}
+            jobs = {**jobs, **self._adopt()}
         granted = []
-        for job in self.pending:
+        for job in self.policy.pending:
             info = jobs.get(job)
             if info is not None and info.state == RUNNING and info.nodes:
-                del self._pending[job]
                 self.policy.granted(job, len(info.nodes))
                 granted.append(info)
             elif info is None or info.over:
-                del self._pending[job]
                 self.policy.ended(job, by_us=False)
-                notes.append(f"burst request {job} has ended without a grant")
+                self._note(f"burst request {job} has ended without a grant")
             elif info.hopeless:
-                self._cancel(job)
+                self._once.cancel(job)
                 self.policy.refused(job)
-                notes.append(f"burst request {job} was refused: {info.reason}")
-            elif info.state == PENDING and info.reason != self._pending[job]:
-                self._pending[job] = info.reason
-                log.info("burst request %s waits: %s", job, info.reason)
+                self._note(f"burst request {job} was refused: {info.reason}")
         if granted:
             self.save()
         return granted
 
-    def _adopt(self, notes: list[str]) -> dict[str, JobInfo]:
+    def _adopt(self) -> dict[str, JobInfo]:
         """Requests that Slurm has taken although its answer never came."""
         found = {
             job: info
-            for job, info in self._commands.named(self.name, retry=False).items()
+            for job, info in self._once.named(self.name).items()
             if not self.policy.knows(job) and info.state != COMPLETING
         }
         for job in found:
-            self._pending[job] = ""
             self.policy.submitted(job, self._burst.nodes_per_request)
-            notes.append(f"burst request {job} was taken after all")
+            self._note(f"burst request {job} was taken after all")
         self._unsure = False
         return found
 
@@ -145,26 +138,23 @@ class BurstJobs:
         self.policy.ended(job, by_us)
         self.save()
 
-    def act(self, notes: list[str]) -> None:
+    def act(self) -> None:
         """Submits and cancels what the policy says. Raises ControllerUnreachable."""
         for job in self.policy.to_cancel():
-            self._cancel(job)
+            self._once.cancel(job)
             self.policy.ended(job, by_us=True)
+        script, told = self._run_directory / BURST_SCRIPT, [str(self._run_directory)]
         for request in self.policy.to_submit():
-            asked = words.burst(self._slurm, self._burst, request, self.name, self._run_directory)
-            script = self._run_directory / BURST_SCRIPT
+            asked = burst_options(self._slurm, self._burst, request, self.name, self._run_directory)
             try:
-                job = self._commands.sbatch(
-                    [*asked, *self._exclusion()], script, [str(self._run_directory)], retry=False
-                )
+                job = self._once.sbatch([*asked, *self._exclusion()], script, told)
             except ControllerUnreachable:
                 self._unsure = True
                 raise
             except SlurmError as error:
                 self.policy.refused()
-                notes.append(f"a request for {request.nodes} burst nodes was refused: {error}")
+                self._note(f"a request for {request.nodes} burst nodes was refused: {error}")
                 return
-            self._pending[job] = ""
             self.policy.submitted(job, request.nodes)
             log.info("asked for %d burst nodes: job %s", request.nodes, job)
 
@@ -175,15 +165,11 @@ class BurstJobs:
         given = self._burst.options.get("exclude")
         return [f"--exclude={','.join([*sorted(self.avoided), *([str(given)] if given else [])])}"]
 
-    def _cancel(self, job: str) -> None:
-        self._commands.cancel(job, retry=False)
-        self._pending.pop(job, None)
-
     def close(self) -> None:
         """Ends all burst jobs. Raises LiverError when that fails; the reaper does it then."""
         if self._reaper is None:
             return
         self.save()
         cancel_all(self._commands, self.name)
-        self._reaper.dismiss()
+        self._reaper.end(0.0)
         self._reaper = None

@@ -1,6 +1,6 @@
 """Slurm's commands: a deadline on every call, retries while the controller does not answer.
 
-Nothing here decides anything. `words` has the command lines, `replies` takes apart what they print.
+Nothing here decides anything. `replies` takes apart what the commands print.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from liver_hpc.clock import Clock, SystemClock
-from liver_hpc.cluster.slurm import words
 from liver_hpc.cluster.slurm.replies import (
+    JOB_FORMAT,
+    STEP_FORMAT,
     JobInfo,
     PartitionInfo,
-    StepInfo,
     is_one_host,
     parse_config,
     parse_job_id,
     parse_job_line,
     parse_node_states,
     parse_partition,
-    parse_step_line,
 )
 from liver_hpc.errors import LiverError
-from liver_hpc.host.environment import clean_environment
+from liver_hpc.host.process import clean_environment
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
@@ -107,12 +106,17 @@ def run_command(
     return Answer(done.returncode, output, complaint)
 
 
+def sbatch_words(options: Sequence[str], script: Path, told: Sequence[str] = ()) -> list[str]:
+    """The command line that submits `script`, which is told `told`."""
+    return ["sbatch", "--parsable", *options, str(script), *told]
+
+
 class SlurmCommands:
     """The cluster by its commands; any thread may call.
 
     command_s: the longest that one command may take. unreachable_s: how long a call is repeated
-    while the controller does not answer, unless it says `retry=False`. Every call raises
-    ControllerUnreachable when that was not enough, and SlurmError when Slurm refuses.
+    while the controller does not answer. Every call raises ControllerUnreachable when that was not
+    enough, and SlurmError when Slurm refuses.
     """
 
     def __init__(
@@ -126,101 +130,93 @@ class SlurmCommands:
         self._unreachable_s = unreachable_s
         self._clock = clock or SystemClock()
         self._run = run
-        self._closed = threading.Event()
         self._hosts: dict[str, tuple[str, ...]] = {}
 
-    def with_timeout(self, command_s: float) -> SlurmCommands:
-        """The same cluster asked with another deadline, and nothing repeated."""
-        return SlurmCommands(command_s, 0.0, self._clock, self._run)
-
-    def close(self) -> None:
-        """No call pauses or is repeated any more; those that pause now end at once."""
-        self._closed.set()
+    def once(self, command_s: float | None = None) -> SlurmCommands:
+        """The same cluster, nothing repeated; `command_s` may be another."""
+        return SlurmCommands(command_s or self._command_s, 0.0, self._clock, self._run)
 
     # ---- jobs
 
-    def sbatch(
-        self,
-        arguments: Sequence[str],
-        script: Path,
-        told: Sequence[str] = (),
-        retry: bool = True,
-    ) -> str:
+    def sbatch(self, options: Sequence[str], script: Path, told: Sequence[str] = ()) -> str:
         """Submits `script`, which is told `told`; the job's id (a het job's leader)."""
-        return parse_job_id(self._call(words.sbatch(arguments, script, told), retry))
+        return parse_job_id(self._call(sbatch_words(options, script, told)))
 
-    def cancel(self, job: str, signal: str = "", retry: bool = True) -> None:
+    def cancel(self, job: str, signal: str = "") -> None:
         """Ends a job, a component ("123+1", or its own id) or a step ("123.4").
 
         With `signal`, that signal is sent instead. What is over already is fine.
         """
-        self._call(words.cancel(job, signal), retry, fine=_OVER)
+        self._call(["scancel", *([f"--signal={signal}"] if signal else []), job], _OVER)
 
-    def cancel_named(self, name: str, retry: bool = True) -> None:
+    def cancel_named(self, name: str) -> None:
         """Ends all jobs of this user that have this name, also pending ones."""
-        self._call(words.cancel_named(name, os.geteuid()), retry, fine=_OVER)
+        self._call(["scancel", f"--user={os.geteuid()}", f"--name={name}"], _OVER)
 
-    def requeue(self, job: str, retry: bool = True) -> None:
+    def requeue(self, job: str) -> None:
         """Ends a job and has it start again later."""
-        self._call(words.requeue(job), retry)
+        self._call(["scontrol", "requeue", job])
 
-    def jobs(self, ids: Sequence[str], retry: bool = True) -> dict[str, JobInfo]:
+    def jobs(self, ids: Sequence[str]) -> dict[str, JobInfo]:
         """Those of `ids` that are not over, by their own id; a leader's id means all components.
 
         Jobs that nobody knows, or knows no longer, are absent.
         """
-        if not ids:
-            return {}
-        return self._squeue(words.jobs(ids), retry)
+        return self._squeue(f"--jobs={','.join(ids)}") if ids else {}
 
-    def named(self, name: str, retry: bool = True) -> dict[str, JobInfo]:
+    def named(self, name: str) -> dict[str, JobInfo]:
         """The jobs of this user with this name that are not over."""
-        return self._squeue(words.jobs_named(name, os.geteuid()), retry)
+        return self._squeue(f"--user={os.geteuid()}", f"--name={name}")
 
-    def _squeue(self, line: Sequence[str], retry: bool) -> dict[str, JobInfo]:
-        lines = self._call(line, retry, fine=_UNKNOWN_JOB).splitlines()
+    def _squeue(self, *which: str) -> dict[str, JobInfo]:
+        asked = ["squeue", "--noheader", *which, f"--format={JOB_FORMAT}"]
+        lines = self._call(asked, _UNKNOWN_JOB).splitlines()
         found = [parse_job_line(line, self.hostnames) for line in lines if line.strip()]
         return {job.job_id: job for job in found}
 
-    def steps(self, job: str, retry: bool = True) -> list[StepInfo]:
-        """The steps of a job that have not ended; a component is asked for by its own id."""
-        lines = self._call(words.steps(job), retry, fine=_UNKNOWN_JOB).splitlines()
-        return [parse_step_line(line, self.hostnames) for line in lines if line.strip()]
+    def steps(self, job: str, name: str) -> list[str]:
+        """The ids, such as "123.4", of a job's steps of this name that have not ended; a component
+        is asked for by its own id."""
+        asked = ["squeue", "--noheader", "--steps", f"--jobs={job}", f"--format={STEP_FORMAT}"]
+        lines = self._call(asked, _UNKNOWN_JOB).splitlines()
+        found = [line.strip().partition("|") for line in lines]
+        return [step_id for step_id, _, its_name in found if its_name == name]
 
     # ---- the cluster
 
-    def node_states(self, names: Sequence[str], retry: bool = True) -> dict[str, str]:
+    def node_states(self, names: Sequence[str]) -> dict[str, str]:
         """Each node's state with its flags, such as "allocated+drain", "idle" or "down"."""
-        if not names:
-            return {}
-        return parse_node_states(self._call(words.node_states(names), retry))
+        which = ["--noheader", "--Node", f"--nodes={','.join(names)}"]
+        asked = ["sinfo", *which, "--Format=NodeList:|,StateComplete:|"]
+        return parse_node_states(self._call(asked)) if names else {}
 
     def hostnames(self, nodelist: str) -> tuple[str, ...]:
         """The nodes of "n[1-3,7]", in order; asks no controller."""
         if is_one_host(nodelist):
             return (nodelist,) if nodelist else ()
         if nodelist not in self._hosts:
-            self._hosts[nodelist] = tuple(self._call(words.hostnames(nodelist), True).split())
+            named = self._call(["scontrol", "show", "hostnames", nodelist])
+            self._hosts[nodelist] = tuple(named.split())
         return self._hosts[nodelist]
 
-    def partitions(self, retry: bool = True) -> dict[str, PartitionInfo]:
+    def partitions(self) -> dict[str, PartitionInfo]:
         """All partitions by name, hidden ones too: a job may be submitted to them."""
-        lines = self._call(words.partitions(), retry).splitlines()
+        lines = self._call(["scontrol", "--all", "--oneliner", "show", "partition"]).splitlines()
         found = [parse_partition(line) for line in lines if "PartitionName=" in line]
         return {partition.name: partition for partition in found}
 
-    def setting(self, name: str, retry: bool = True) -> str:
+    def setting(self, name: str) -> str:
         """A value of Slurm's configuration as Slurm shows it: setting("KillWait") == "30 sec"."""
-        line = words.configuration()
-        settings = parse_config(self._call(line, retry))
+        asked = ["scontrol", "show", "config"]
+        settings = parse_config(self._call(asked))
         try:
             return settings[name.lower()]
         except KeyError:
-            raise SlurmError(line, 0, f"there is no setting {name!r}") from None
+            raise SlurmError(asked, 0, f"there is no setting {name!r}") from None
 
     # ---- how
 
-    def _call(self, line: Sequence[str], retry: bool, fine: Sequence[str] = ()) -> str:
+    def _call(self, line: Sequence[str], fine: Sequence[str] = ()) -> str:
         """What the command prints; a complaint that contains one of `fine` is none."""
         began_s = self._clock.now_s()
         pause_s = _FIRST_PAUSE_S
@@ -229,11 +225,10 @@ class SlurmCommands:
                 return self._once(line, fine)
             except ControllerUnreachable as error:
                 left_s = self._unreachable_s - (self._clock.now_s() - began_s)
-                if not retry or left_s <= 0:
+                if left_s <= 0:
                     raise
                 _log.warning("%s; again in %g s", error, pause_s)
-                if self._closed.wait(min(pause_s, left_s)):
-                    raise
+                threading.Event().wait(min(pause_s, left_s))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _once(self, line: Sequence[str], fine: Sequence[str]) -> str:

@@ -26,13 +26,15 @@ class Place:
 
     job_id: what srun wants, for a component its leader's. het_group: the component's index, None
     in a plain job. own_id: the component's own job id, under which squeue lists its steps. burst:
-    whether it is an allocation that was asked for while the run goes on.
+    whether it is an allocation that was asked for while the run goes on. gpus_per_node: what
+    steps ask for.
     """
 
     job_id: str
     het_group: int | None = None
     own_id: str = ""
     burst: bool = False
+    gpus_per_node: int = 0
 
     @property
     def steps_of(self) -> str:
@@ -58,7 +60,6 @@ class Holding:
     partition: str = ""
     grace_s: float | None = None
     ends_s: float | None = None
-    gone: set[str] = field(default_factory=set)
     warned: dict[str, NodeWarned] = field(default_factory=dict)
     end_told: tuple[str, float] | None = None
     given_back: set[str] = field(default_factory=set)
@@ -73,9 +74,6 @@ class Holding:
         burst = self.place.burst
         preemptible = not self.own and (burst or self.grace_s is not None)
         return Node(name, self.name, self.slots, preemptible, self.automatic, burst)
-
-    def left(self) -> list[str]:
-        return [node for node in self.nodes if node not in self.gone]
 
 
 class Holdings:
@@ -100,12 +98,12 @@ class Holdings:
         return [job for job, holding in self._held.items() if holding.place.burst]
 
     def node_names(self) -> list[str]:
-        return sorted({node for holding in self._held.values() for node in holding.left()})
+        return sorted({node for holding in self._held.values() for node in holding.nodes})
 
     def of(self, node: str) -> Holding | None:
         """The newest allocation that holds the node."""
         for holding in reversed(self._held.values()):
-            if node in holding.left():
+            if node in holding.nodes:
                 return holding
         return None
 
@@ -120,14 +118,14 @@ class Holdings:
 
     def enter(self, holding: Holding) -> list[PoolEvent]:
         self._held[holding.job] = holding
-        return [NodeGranted(holding.node(name)) for name in holding.left()]
+        return [NodeGranted(holding.node(name)) for name in holding.nodes]
 
     def strike(self, job: str, reason: str) -> list[PoolEvent]:
         """The allocation has ended."""
         holding = self._held.pop(job, None)
         if holding is None:
             return []
-        return [NodeGone(node, reason) for node in holding.left()]
+        return [NodeGone(node, reason) for node in holding.nodes]
 
     # ---- what Slurm says when it is asked now and then
 
@@ -147,13 +145,13 @@ class Holdings:
 
     def _ending(self, holding: Holding, now_s: float) -> Iterator[PoolEvent]:
         """Its processes are being ended. Whoever ends the own job tells the coordinator itself."""
-        for node in holding.left():
+        for node in holding.nodes:
             warning = holding.warned.get(node)
             if not holding.own and (warning is None or warning.reason not in _TAKEN):
                 yield from _warn_node(holding, node, CANCELLED, now_s, now_s + self._kill_s)
 
     def _shrunk(self, holding: Holding, info: JobInfo) -> Iterator[PoolEvent]:
-        for node in holding.left():
+        for node in holding.nodes:
             if info.nodes and node not in info.nodes:
                 yield _remove(holding, node, "taken out of its allocation")
 
@@ -169,13 +167,13 @@ class Holdings:
             return _warn_all(holding, TIME_LIMIT, now_s, ends_s)
         # Somebody has extended the limit.
         holding.end_told = None
-        return _lift(holding, holding.left(), TIME_LIMIT)
+        return _lift(holding, holding.nodes, TIME_LIMIT)
 
     def observe_nodes(self, states: Mapping[str, str], now_s: float) -> list[PoolEvent]:
         """Takes in the states of nodes; those that are not mentioned are as before."""
         events: list[PoolEvent] = []
         for holding in self._held.values():
-            for node in holding.left():
+            for node in holding.nodes:
                 state = states.get(node, "")
                 if is_down(state):
                     events.append(_remove(holding, node, f"Slurm says {state}"))
@@ -239,12 +237,10 @@ class Holdings:
         if holding is None:
             return None
         holding.given_back.add(node)
-        left = holding.left()
-        if holding.own or not holding.given_back >= set(left):
+        if holding.own or not holding.given_back >= set(holding.nodes):
             return None
-        taken = all(
-            name in holding.warned and holding.warned[name].reason in _TAKEN for name in left
-        )
+        warnings = [holding.warned.get(name) for name in holding.nodes]
+        taken = all(warning and warning.reason in _TAKEN for warning in warnings)
         if not holding.place.burst and not taken:
             return None
         holding.returning = True
@@ -262,7 +258,7 @@ def _is_preemption(holding: Holding, ends_s: float, now_s: float) -> bool:
 def _warn_all(holding: Holding, reason: str, at_s: float, deadline_s: float) -> Iterator[PoolEvent]:
     """Warns of every node of the allocation; the end of the own one is the end of the run."""
     if not holding.own:
-        for node in holding.left():
+        for node in holding.nodes:
             yield from _warn_node(holding, node, reason, at_s, deadline_s)
     elif not _same(holding.end_told, (reason, deadline_s)):
         holding.end_told = (reason, deadline_s)
@@ -298,7 +294,7 @@ def _lift(holding: Holding, nodes: Iterable[str], reason: str) -> Iterator[PoolE
 
 
 def _remove(holding: Holding, node: str, reason: str) -> NodeGone:
-    holding.gone.add(node)
+    holding.nodes = tuple(name for name in holding.nodes if name != node)
     return NodeGone(node, reason)
 
 

@@ -31,26 +31,20 @@ class OwnJob(BaseModel):
     def of(cls, environment: Mapping[str, str]) -> OwnJob | None:
         """None outside of a job."""
         job_id = environment.get("SLURM_JOB_ID", "")
-        restarts = environment.get("SLURM_RESTART_COUNT", "")
-        return (
-            None
-            if not job_id
-            else cls(
-                job_id=job_id,
-                cluster=environment.get("SLURM_CLUSTER_NAME", ""),
-                started=environment.get("SLURM_JOB_START_TIME", ""),
-                restarts=int(restarts) if restarts.isdecimal() else 0,
-            )
+        if not job_id:
+            return None
+        return cls(
+            job_id=job_id,
+            cluster=environment.get("SLURM_CLUSTER_NAME", ""),
+            started=environment.get("SLURM_JOB_START_TIME", ""),
+            restarts=int(environment.get("SLURM_RESTART_COUNT") or 0),
         )
 
     def made(self, run_directory: Path) -> bool:
-        """Whether this start of the job, or an earlier one, noted itself in `run_directory`. Before
-        jobs did so, one that was queued again finds the directory that is named after it."""
+        """Whether this start of the job, or an earlier one, noted itself in `run_directory`."""
         try:
             noted = OwnJob.model_validate_json((run_directory / JOB_FILE).read_bytes())
-        except FileNotFoundError:
-            return self.restarts > 0 and run_directory.name.endswith(f"-{self.job_id}")
-        except ValidationError:
+        except (FileNotFoundError, ValidationError):
             return False
         if (noted.job_id, noted.cluster) != (self.job_id, self.cluster):
             return False
@@ -59,8 +53,7 @@ class OwnJob(BaseModel):
     @staticmethod
     def noted_s(run_directory: Path) -> float:
         """When a job last noted itself there: of several jobs of one id the last one still runs."""
-        path = run_directory / JOB_FILE
-        return path.stat().st_mtime if path.exists() else 0.0
+        return (run_directory / JOB_FILE).stat().st_mtime
 
     def note(self, run_directory: Path) -> None:
         """Raises OSError."""

@@ -51,12 +51,12 @@ class SlurmPool(NodePool):
         self._config = config
         self._slurm = config.cluster.slurm
         self._commands = commands
+        self._once = commands.once()
         self._own = own
         self._clock = clock
-        burst = self._slurm.burst
-        self._burst = (
-            BurstJobs(config, burst, commands, run_directory, clock) if burst is not None else None
-        )
+        self._burst: BurstJobs | None = None
+        if (burst := self._slurm.burst) is not None:
+            self._burst = BurstJobs(config, burst, commands, run_directory, clock, self._note)
         self._partitions: dict[str, PartitionInfo] = {}
         self._lock = threading.RLock()
         self._holdings = Holdings(self._slurm.end_window_s, _KILL_WAIT_S)
@@ -77,13 +77,13 @@ class SlurmPool(NodePool):
             kill_s = parse_setting_s(self._commands.setting("KillWait"), _KILL_WAIT_S)
             self._holdings = Holdings(self._slurm.end_window_s, kill_s)
         except LiverError as error:
-            tell(PoolNote(f"Slurm's partitions are unknown: {error}"))
+            self._note(f"Slurm's partitions are unknown: {error}")
         self._enter_own()
         if self._burst is not None:
             try:
                 self._burst.open()
             except (LiverError, OSError) as error:
-                tell(PoolNote(f"no burst nodes will be asked for: {error}"))
+                self._note(f"no burst nodes will be asked for: {error}")
                 self._burst = None
         for target, name in ((self._watch, "slurm-pool"), (self._explain, "slurm-warnings")):
             thread = threading.Thread(target=target, name=name, daemon=True)
@@ -141,11 +141,11 @@ class SlurmPool(NodePool):
         try:
             jobs = self._commands.jobs([holding.job for holding in self._own])
         except LiverError as error:
-            self._tell(PoolNote(f"the own job is taken as it was submitted: {error}"))
+            self._note(f"the own job is taken as it was submitted: {error}")
         for holding in self._own:
             info = jobs.get(holding.job) if jobs is not None else None
             if jobs is not None and not holding.own and (info is None or info.over):
-                self._tell(PoolNote(f"component {holding.name} has ended before"))
+                self._note(f"component {holding.name} has ended before")
                 continue
             holding.grace_s = self._grace_s(holding.partition)
             if info is not None:
@@ -182,12 +182,12 @@ class SlurmPool(NodePool):
                 self._ask_for_more()
             except ControllerUnreachable as error:
                 if not self._unreachable:
-                    self._tell(PoolNote(f"the Slurm controller does not answer: {error}"))
+                    self._note(f"the Slurm controller does not answer: {error}")
                 self._unreachable = True
             except LiverError as error:
-                self._tell(PoolNote(str(error)))
+                self._note(str(error))
             except OSError as error:
-                self._tell(PoolNote(f"the run directory: {error}"))
+                self._note(f"the run directory: {error}")
 
     def _pause_s(self, next_poll_s: float) -> float:
         until_s = next_poll_s
@@ -202,17 +202,17 @@ class SlurmPool(NodePool):
             ids = self._holdings.jobs
             nodes = self._holdings.node_names()
         if self._burst is not None:
-            ids += self._burst.pending
-        jobs = self._commands.jobs(ids, retry=False)
+            ids += self._burst.policy.pending
+        jobs = self._once.jobs(ids)
         self._observe(jobs)
         if with_nodes and nodes:
-            states = self._commands.node_states(nodes, retry=False)
+            states = self._once.node_states(nodes)
             with self._lock:
                 events = self._holdings.observe_nodes(states, self._clock.now_s())
             self._tell_all(events)
         if self._unreachable:
             self._unreachable = False
-            self._tell(PoolNote("the Slurm controller answers again"))
+            self._note("the Slurm controller answers again")
 
     def _observe(self, jobs: dict[str, JobInfo]) -> None:
         with self._lock:
@@ -222,8 +222,7 @@ class SlurmPool(NodePool):
         if self._burst is not None:
             for job in ended:
                 self._burst.ended(job, by_us=False)
-            notes: list[str] = []
-            for info in self._burst.observe(jobs, notes):
+            for info in self._burst.observe(jobs):
                 with self._lock:
                     shared = sorted({*info.nodes} & {*self._holdings.node_names()})
                     if shared:
@@ -231,11 +230,10 @@ class SlurmPool(NodePool):
                     else:
                         events += self._holdings.enter(self._granted(info))
                 if shared:
-                    notes.append(
+                    self._note(
                         f"burst job {info.job_id} goes back: {', '.join(shared)} held already; "
                         "cluster.slurm.burst.options wants exclusive: true"
                     )
-            self._tell_all(map(PoolNote, notes))
         self._tell_all(events)
 
     def _granted(self, info: JobInfo) -> Holding:
@@ -243,7 +241,7 @@ class SlurmPool(NodePool):
         assert burst is not None
         return Holding(
             name=f"burst-{info.job_id}",
-            place=Place(info.job_id, burst=True),
+            place=Place(info.job_id, burst=True, gpus_per_node=burst.gpus_per_node),
             nodes=info.nodes,
             slots=self._config.cluster.slots(burst),
             grace_s=self._grace_s(burst.partition),
@@ -255,7 +253,7 @@ class SlurmPool(NodePool):
         with self._lock:
             returning = dict(self._returning)
         for job, reason in returning.items():
-            self._commands.cancel(job, retry=False)
+            self._once.cancel(job)
             with self._lock:
                 self._returning.pop(job, None)
                 events = self._holdings.strike(job, reason)
@@ -272,32 +270,28 @@ class SlurmPool(NodePool):
                 deadline_s = now_s + self._config.policy.drain_window_s
                 events = self._holdings.spent(now_s, deadline_s)
             self._tell_all(events)
-        notes: list[str] = []
-        try:
-            self._burst.act(notes)
-        finally:
-            self._tell_all(map(PoolNote, notes))
+        self._burst.act()
 
     # ---- the explaining thread
 
     def _explain(self) -> None:
-        with_timeout = self._commands.with_timeout(_ANSWER_S)
+        commands = self._commands.once(_ANSWER_S)
         ending = False
         while not ending:
             came = [self._warnings.get()]
             while not self._warnings.empty():
                 came.append(self._warnings.get())
             ending = None in came
-            self._explain_all(with_timeout, [warning for warning in came if warning is not None])
+            self._explain_all(commands, [warning for warning in came if warning is not None])
 
-    def _explain_all(self, with_timeout: SlurmCommands, warnings: list[_Warning]) -> None:
+    def _explain_all(self, commands: SlurmCommands, warnings: list[_Warning]) -> None:
         """Asks one question for all: their windows are too short for one each."""
         with self._lock:
             held = {node: self._holdings.of(node) for node, _, _ in warnings}
         asked = {node: holding.job for node, holding in held.items() if holding is not None}
         jobs: dict[str, JobInfo] | None = None
         try:
-            jobs = with_timeout.jobs(sorted(set(asked.values())))
+            jobs = commands.jobs(sorted(set(asked.values())))
         except LiverError as error:
             _log.warning("what signals on %s mean is not known: %s", sorted(asked), error)
         for node, signal, at_s in warnings:
@@ -309,6 +303,9 @@ class SlurmPool(NodePool):
                 else:
                     events = self._holdings.signalled(node, signal, at_s, jobs.get(asked[node]))
             self._tell_all(events)
+
+    def _note(self, text: str) -> None:
+        self._tell(PoolNote(text))
 
     def _tell_all(self, events: Iterable[PoolEvent]) -> None:
         for event in events:

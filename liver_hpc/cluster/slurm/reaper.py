@@ -1,11 +1,12 @@
-"""A child that outlives a killed coordinator for as long as it takes to cancel its burst jobs.
+"""`python -m liver_hpc.cluster.slurm.reaper NAME COMMAND_S UNREACHABLE_S`.
+
+A child that outlives a killed coordinator for as long as it takes to cancel its burst jobs.
 
 Keepers end with the coordinator, but a request that is still pending has none yet.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import signal
 import subprocess
@@ -26,26 +27,19 @@ _CANCEL_S = 30.0
 log = logging.getLogger(__name__)
 
 
-class Reaper:
-    """The reaper of one job name, from the side of the process that it watches."""
-
-    def __init__(self, name: str, command_s: float, unreachable_s: float, log_path: Path) -> None:
-        words = [sys.executable, "-P", "-m", "liver_hpc.cluster.slurm.reaper", "--name", name]
-        words += ["--command-s", str(command_s), "--unreachable-s", str(unreachable_s)]
-        self._child = Child(
-            Command(
-                "the reaper of burst jobs",
-                words,
-                orphan_signal=None,
-                stdin=subprocess.PIPE,
-                log=log_path,
-                apart="session",
-            )
+def start_reaper(name: str, command_s: float, unreachable_s: float, log_path: Path) -> Child:
+    """The reaper of all jobs called `name`; `end` dismisses it, when nothing is left to cancel."""
+    program = [sys.executable, "-P", "-m", "liver_hpc.cluster.slurm.reaper"]
+    return Child(
+        Command(
+            "the reaper of burst jobs",
+            [*program, name, str(command_s), str(unreachable_s)],
+            orphan_signal=None,
+            stdin=subprocess.PIPE,
+            log=log_path,
+            apart="session",
         )
-
-    def dismiss(self) -> None:
-        """There is nothing left to cancel."""
-        self._child.end(0.0)
+    )
 
 
 def cancel_all(
@@ -67,20 +61,16 @@ def cancel_all(
         pause.wait(_LOOK_S)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="liver_hpc.cluster.slurm.reaper", description=__doc__)
-    parser.add_argument("--name", required=True, help="of the jobs to be cancelled")
-    parser.add_argument("--command-s", type=float, required=True)
-    parser.add_argument("--unreachable-s", type=float, required=True)
-    given = parser.parse_args(arguments)
+def main() -> int:
+    name, command_s, unreachable_s = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s [reaper] %(message)s")
     # Whoever ends the coordinator politely ends it first, and it dismisses the reaper.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()  # until the coordinator, which alone holds the other end, is gone
-    log.info("the coordinator is gone; cancels all jobs named %s", given.name)
+    log.info("the coordinator is gone; cancels all jobs named %s", name)
     try:
-        cancel_all(SlurmCommands(given.command_s, given.unreachable_s), given.name, _SETTLE_S)
+        cancel_all(SlurmCommands(command_s, unreachable_s), name, _SETTLE_S)
     except LiverError as error:
         log.error("%s", error)
         return 1

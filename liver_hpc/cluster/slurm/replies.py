@@ -10,13 +10,13 @@ from liver_hpc.errors import LiverError
 
 # The name comes last: it is the only field that may contain a separator.
 JOB_FORMAT = "%A|%i|%T|%r|%e|%N|%j"
-STEP_FORMAT = "%i|%N|%j"
+STEP_FORMAT = "%i|%j"
 
 PENDING = "PENDING"
 RUNNING = "RUNNING"
 COMPLETING = "COMPLETING"
-_LASTING = frozenset({PENDING, "CONFIGURING", RUNNING, COMPLETING, "SUSPENDED", "STOPPED"})
-_LASTING_TOO = frozenset({"SIGNALING", "STAGE_OUT", "RESIZING", "REQUEUED", "REQUEUE_HOLD"})
+_LASTING = {PENDING, "CONFIGURING", RUNNING, COMPLETING, "SUSPENDED", "STOPPED", "SIGNALING"}
+_LASTING |= {"STAGE_OUT", "RESIZING", "REQUEUED", "REQUEUE_HOLD"}
 
 # Reasons for which a request would stay pending for ever.
 _HOPELESS = (
@@ -35,8 +35,6 @@ _HOPELESS = (
     "launch failed",
 )
 
-_NEVER = frozenset({"UNLIMITED", "INFINITE", "NONE", "N/A", "INVALID", "UNKNOWN", ""})
-
 Hostnames = Callable[[str], tuple[str, ...]]
 """Expands a node list such as "n[1-3]"."""
 
@@ -45,14 +43,13 @@ Hostnames = Callable[[str], tuple[str, ...]]
 class JobInfo:
     """A job, or one component of a het job under its own id.
 
-    het_leader, het_offset: the het job's id and the component's index in it; None for a plain
-    job. state: in Slurm's long words, such as "RUNNING". ends_s: when its time is up, epoch
-    seconds; for a job under preemption, the end of its grace time. None where that is open.
+    het_leader: the het job's id; None for a plain job. state: in Slurm's long words, such as
+    "RUNNING". ends_s: when its time is up, epoch seconds; for a job under preemption, the end of
+    its grace time. None where that is open.
     """
 
     job_id: str
     het_leader: str | None
-    het_offset: int | None
     state: str
     reason: str
     nodes: tuple[str, ...]
@@ -62,7 +59,7 @@ class JobInfo:
     @property
     def over(self) -> bool:
         """Whether nothing of it is left on its nodes."""
-        return self.state not in _LASTING | _LASTING_TOO
+        return self.state not in _LASTING
 
     @property
     def hopeless(self) -> bool:
@@ -71,24 +68,13 @@ class JobInfo:
 
 
 @dataclass(frozen=True)
-class StepInfo:
-    """A step that has not ended; step_id is "123.4", or "123.batch" for the batch script."""
-
-    step_id: str
-    name: str
-    nodes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class PartitionInfo:
     """grace_s: seconds between a preemption's warning and its kill. preempt_mode: "OFF" where
-    jobs are not preempted. max_time_s: None without limit. nodes: Slurm's node list."""
+    jobs are not preempted. nodes: Slurm's node list."""
 
     name: str
     grace_s: float
     preempt_mode: str
-    priority_tier: int
-    max_time_s: float | None
     nodes: str
 
 
@@ -111,25 +97,16 @@ def parse_job_line(line: str, hostnames: Hostnames) -> JobInfo:
     if len(fields) != 7:
         raise LiverError(f"squeue: wanted 7 fields, got {line!r}")
     job_id, shown, state, reason, end, nodes, name = fields
-    leader, plus, offset = shown.partition("+")
+    leader, plus, _ = shown.partition("+")
     return JobInfo(
         job_id=job_id,
         het_leader=leader if plus else None,
-        het_offset=int(offset) if plus else None,
         state=state,
         reason=reason,
         nodes=hostnames(nodes),
         ends_s=float(end) if end.isdecimal() and int(end) > 0 else None,
         name=name,
     )
-
-
-def parse_step_line(line: str, hostnames: Hostnames) -> StepInfo:
-    """One line of squeue --steps in STEP_FORMAT."""
-    fields = line.strip().split("|", maxsplit=2)
-    if len(fields) != 3:
-        raise LiverError(f"squeue --steps: wanted 3 fields, got {line!r}")
-    return StepInfo(step_id=fields[0], name=fields[2], nodes=hostnames(fields[1]))
 
 
 def parse_node_states(printed: str) -> dict[str, str]:
@@ -162,25 +139,12 @@ def parse_partition(line: str) -> PartitionInfo:
     try:
         return PartitionInfo(
             name=values["PartitionName"],
-            grace_s=parse_duration_s(values.get("GraceTime", "0")) or 0.0,
+            grace_s=float(values.get("GraceTime", "0")),
             preempt_mode=values.get("PreemptMode", "OFF"),
-            priority_tier=int(values.get("PriorityTier", "1")),
-            max_time_s=parse_duration_s(values.get("MaxTime", "UNLIMITED")),
             nodes="" if values.get("Nodes") == "(null)" else values.get("Nodes", ""),
         )
     except (KeyError, ValueError) as error:
         raise LiverError(f"scontrol show partition: {error!r} in {line!r}") from error
-
-
-def parse_duration_s(text: str) -> float | None:
-    """ "1-12:00:00", "02:30:00" or plain seconds; None for a time without end."""
-    if text.upper() in _NEVER:
-        return None
-    days, dash, rest = text.rpartition("-")
-    seconds = 0
-    for part in rest.split(":"):
-        seconds = 60 * seconds + int(part)
-    return float(seconds + (int(days) * 86400 if dash else 0))
 
 
 def parse_config(printed: str) -> dict[str, str]:

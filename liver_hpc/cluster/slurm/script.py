@@ -1,5 +1,5 @@
-"""Pure: the two batch scripts. That of a run is a heterogeneous job of one block of options per
-component, that of a burst allocation keeps its nodes."""
+"""Pure: the two batch scripts and their options. That of a run is a heterogeneous job of one block
+of options per component, that of a burst allocation keeps its nodes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from liver_hpc.cluster.slurm.words import Option, paid_by, resources
-from liver_hpc.config.schema import ClusterSection, ComponentSection
+from liver_hpc.cluster.slurm.burst import Request
+from liver_hpc.config.schema import BurstSection, ClusterSection, ComponentSection, SlurmSection
 from liver_hpc.errors import ConfigError
-from liver_hpc.host.environment import clean_environment
+from liver_hpc.host.process import clean_environment
 
 END_SIGNAL = "USR2"
 """Tells the coordinator that the end of its job is near; submitit's name for it, too."""
 
 BURST_SCRIPT = "burst.sbatch"
+
+Option = tuple[str, str | int | bool]
+"""An option by its long name; True for one that takes no value."""
 
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 
@@ -107,6 +110,19 @@ def job_options(submission: Submission) -> list[list[Option]]:
     ]
 
 
+def burst_options(
+    slurm: SlurmSection, part: BurstSection, request: Request, name: str, run_directory: Path
+) -> list[str]:
+    """A burst job's options for sbatch. It survives the loss of one of its nodes and is never
+    requeued. What the section itself says comes last and wins."""
+    logs = str(run_directory / "logs").replace("%", "%%")
+    asked: list[Option] = [("job-name", name), ("partition", part.partition)]
+    asked += [("nodes", request.nodes), ("time", request.time_min)]
+    asked += [("no-requeue", True), ("no-kill", True)]
+    asked += [("output", f"{logs}/burst-%j.log"), ("open-mode", "append"), ("export", "ALL")]
+    return _words([*asked, *_paid_by(slurm), *_resources(part)])
+
+
 def sbatch_environment(
     environment: Mapping[str, str], options: Sequence[Sequence[Option]]
 ) -> dict[str, str]:
@@ -141,7 +157,7 @@ def _of_job(submission: Submission) -> list[Option]:
         ("comment", submission.comment),
         ("time", cluster.timeout_min),
         ("requeue" if slurm.requeue else "no-requeue", True),
-        *paid_by(slurm),
+        *_paid_by(slurm),
     ]
 
 
@@ -149,7 +165,7 @@ def _of_component(component: ComponentSection) -> list[Option]:
     options: list[Option] = [("nodes", component.nodes)]
     if component.partition is not None:
         options.append(("partition", component.partition))
-    return [*options, *resources(component)]
+    return [*options, *_resources(component)]
 
 
 def _directive(option: Option) -> str:
@@ -168,3 +184,26 @@ def _quoted(text: str) -> str:
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
+
+
+def _words(given: Iterable[Option]) -> list[str]:
+    """As words; of an option that is given twice the later one holds."""
+    return [
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in dict(given).items()
+    ]
+
+
+def _resources(part: ComponentSection | BurstSection) -> list[Option]:
+    """One task a node, with the accelerators and processors asked for, and further options."""
+    asked: list[Option] = [("ntasks-per-node", 1)]
+    if part.cpus_per_node is not None:
+        asked.append(("cpus-per-task", part.cpus_per_node))
+    if part.gpus_per_node:
+        asked.append(("gpus-per-node", part.gpus_per_node))
+    return [*asked, *part.options.items()]
+
+
+def _paid_by(slurm: SlurmSection) -> list[Option]:
+    """The account and the quality of service of a run's jobs."""
+    named = (("account", slurm.account), ("qos", slurm.qos))
+    return [(name, value) for name, value in named if value is not None]

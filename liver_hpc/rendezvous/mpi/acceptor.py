@@ -3,7 +3,7 @@
 Started by `MpiRendezvous`, with which it talks over the inherited FD (a multiprocessing.Connection
 that carries bytes): first it says its port name. Then, for each turn:
 
-    parent   -> acceptor   the challenge: a joiner is about to connect
+    parent   -> acceptor   a joiner is about to connect
     acceptor -> parent     the joiner's introduction
     parent   -> acceptor   the reception for the joiner
     acceptor -> parent     disconnected; but MPI goes on to answer the joiner until
@@ -33,9 +33,8 @@ _log = logging.getLogger(__name__)
 
 def meet(parent: Connection, port_name: str) -> None:
     """One turn. Raises EOFError once the parent has gone."""
-    challenge = parent.recv_bytes()
+    parent.recv_bytes()
     joiner = MpiPeer.accepted(port_name)
-    joiner.send(challenge)
     parent.send_bytes(joiner.receive())
     joiner.send(parent.recv_bytes())
     joiner.leave()

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.errors import DeadlineError, MeetingError
+from liver_hpc.errors import DeadlineError, MeetingError, ProtocolError
 from liver_hpc.host.lifeline import die_with_parent, quiet_thread
-from liver_hpc.rendezvous.base import Answer, Identity, JoinerSide, accepted
+from liver_hpc.protocol.messages import YourTurn
+from liver_hpc.rendezvous.base import Answer, Identity, accepted, introduction, verdict_in
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ChannelRefused, connect
 from liver_hpc.rendezvous.mpi.network import RendezvousPlace
-from liver_hpc.rendezvous.wire import ChannelClosed, ChannelRefused, Wire, dial
 from liver_hpc.run.secret import read_secret
 
 EXIT_FAILED = 1
@@ -58,16 +59,15 @@ def meet(run_directory: Path, identity: Identity, secret: bytes, timeout_s: floa
     from liver_hpc.rendezvous.mpi.calls import MpiPeer, leave_mpi, start_mpi
 
     start_mpi()
-    wire, port_name = _wait_for_turn(run_directory, secret, deadline)
-    quiet_thread(lambda: _end_when_lost(left, wire, name), "rendezvous-watch")
+    queue, port_name = _wait_for_turn(run_directory, secret, deadline)
+    quiet_thread(lambda: _end_when_lost(left, queue, name), "rendezvous-watch")
     peer = MpiPeer.connected(port_name, deadline.remaining_s())
-    side = JoinerSide(identity, secret, peer.receive())
-    peer.send(side.introduction)
-    verdict = side.verdict(peer.receive())
+    peer.send(introduction(queue.key, identity))
+    verdict = verdict_in(queue.key, peer.receive())
     peer.leave()
     leave_mpi()
     left.set()
-    wire.close()
+    queue.close()
     return accepted(verdict, identity)
 
 
@@ -79,7 +79,7 @@ def _place(run_directory: Path, deadline: Deadline) -> RendezvousPlace:
     return place
 
 
-def _wait_for_turn(run_directory: Path, secret: bytes, deadline: Deadline) -> tuple[Wire, str]:
+def _wait_for_turn(run_directory: Path, secret: bytes, deadline: Deadline) -> tuple[Channel, str]:
     """Queues until it is this joiner's turn; the place in the queue, and MPI's port name.
 
     A rendezvous that has ended meanwhile may be followed by another one, at another place.
@@ -90,13 +90,17 @@ def _wait_for_turn(run_directory: Path, secret: bytes, deadline: Deadline) -> tu
         address = (place.network.host, place.port)
         try:
             limit_s = max(deadline.remaining_s(), 0.001)
-            wire = dial(address, secret, limit_s, deadline.waits_for)
-            return wire, wire.receive(deadline.remaining_s()).decode()
+            queue = connect(address, secret, limit_s, deadline.waits_for)
+            told = queue.receive(deadline.remaining_s())
         except ChannelRefused as error:
             raise MeetingError(str(error)) from error
         except ChannelClosed:
             deadline.check()
             pause.wait(_RETRY_INTERVAL_S)
+        else:
+            if not isinstance(told, YourTurn):
+                raise ProtocolError(f"{deadline.waits_for}: wanted its turn, got {told.type}")
+            return queue, told.port_name
 
 
 def _end_when_stuck(left: threading.Event, deadline: Deadline, name: str) -> None:
@@ -104,10 +108,10 @@ def _end_when_stuck(left: threading.Event, deadline: Deadline, name: str) -> Non
         _end_process(f"[{name}] stuck in MPI: {deadline.error()}", EXIT_STUCK)
 
 
-def _end_when_lost(left: threading.Event, wire: Wire, name: str) -> None:
+def _end_when_lost(left: threading.Event, queue: Channel, name: str) -> None:
     """MPI would never come back from a rendezvous that has ended."""
     try:
-        wire.receive()
+        queue.receive()
     except ChannelClosed as error:
         if not left.is_set():
             _end_process(f"[{name}] {error}", EXIT_RENDEZVOUS_LOST)

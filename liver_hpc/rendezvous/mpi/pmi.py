@@ -18,9 +18,14 @@ from liver_hpc.clock import Deadline
 from liver_hpc.errors import DeadlineError, MeetingError
 
 MAX_LINE_BYTES = 4096
-MAX_KEYS = 256
 
-_NAME_BYTES, _KEY_BYTES, _VALUE_BYTES = 256, 64, 1024
+_REPLIES = {
+    "get_maxes": "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024",
+    "get_appnum": "cmd=appnum rc=0 appnum=0",
+    "get_universe_size": "cmd=universe_size rc=0 size=1",
+    "barrier_in": "cmd=barrier_out rc=0",
+    "finalize": "cmd=finalize_ack rc=0",
+}
 
 _log = logging.getLogger(__name__)
 
@@ -56,45 +61,22 @@ class PmiServer:
             case "init":
                 rc = 0 if fields.get("pmi_version") == "1" else -1
                 said = f"cmd=response_to_init pmi_version=1 pmi_subversion=1 rc={rc}"
-            case "get_maxes":
-                lengths = f"keylen_max={_KEY_BYTES} vallen_max={_VALUE_BYTES}"
-                said = f"cmd=maxes rc=0 kvsname_max={_NAME_BYTES} {lengths}"
-            case "get_appnum":
-                said = "cmd=appnum rc=0 appnum=0"
             case "get_my_kvsname":
                 said = f"cmd=my_kvsname rc=0 kvsname={self.world}"
-            case "get_universe_size":
-                said = "cmd=universe_size rc=0 size=1"
-            case "barrier_in":
-                said = "cmd=barrier_out rc=0"
+            case "put" | "get" as verb if fields.get("kvsname") != self.world:
+                said = f"cmd={verb}_result rc=-1 msg=kvs_not_found"
             case "put":
-                said = f"cmd=put_result {self._put(fields)}"
+                self._values[fields.get("key", "")] = fields["value"]
+                said = "cmd=put_result rc=0 msg=success"
+            case "get" if (value := self._values.get(fields.get("key", ""))) is not None:
+                said = f"cmd=get_result rc=0 msg=success value={value}"
             case "get":
-                said = f"cmd=get_result {self._get(fields)}"
-            case "finalize":
-                said = "cmd=finalize_ack rc=0"
+                said = "cmd=get_result rc=-1 msg=key_not_found value=unknown"
             case "abort":
                 return b""  # the process ends now, and reads no more
-            case unknown:
-                said = f"cmd={unknown}_result rc=-1 msg=not_supported"
+            case other:
+                said = _REPLIES.get(other, f"cmd={other}_result rc=-1 msg=not_supported")
         return f"{said}\n".encode("ascii")
-
-    def _put(self, fields: dict[str, str]) -> str:
-        key, value = fields.get("key", ""), fields.get("value", "")
-        if fields.get("kvsname") != self.world:
-            return "rc=-1 msg=kvs_not_found"
-        if not 0 < len(key) <= _KEY_BYTES or len(value) > _VALUE_BYTES:
-            return "rc=-1 msg=too_long"
-        if key not in self._values and len(self._values) == MAX_KEYS:
-            return "rc=-1 msg=too_many_keys"
-        self._values[key] = value
-        return "rc=0 msg=success"
-
-    def _get(self, fields: dict[str, str]) -> str:
-        value = self._values.get(fields.get("key", ""))
-        if fields.get("kvsname") != self.world or value is None:
-            return "rc=-1 msg=key_not_found value=unknown"
-        return f"rc=0 msg=success value={value}"
 
 
 def _fields(line: bytes) -> dict[str, str]:

@@ -11,8 +11,8 @@ from typing import IO
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import DeadlineError
-from liver_hpc.host.environment import clean_environment
 from liver_hpc.host.lifeline import quiet_thread
+from liver_hpc.host.process import clean_environment
 from liver_hpc.rendezvous.mpi.pmi import PmiServer, serve, shared_memory_of
 
 _END_S = 5.0

@@ -20,10 +20,11 @@ from pathlib import Path
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, MeetingError
 from liver_hpc.host.files import write_whole
-from liver_hpc.rendezvous.base import MAX_MESSAGE_BYTES, AcceptorSide, Decide, Rendezvous
+from liver_hpc.protocol.messages import YourTurn
+from liver_hpc.rendezvous.base import MAX_MESSAGE_BYTES, Decide, Identity, Rendezvous, reception
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
 from liver_hpc.rendezvous.mpi.process import MpiProcess
-from liver_hpc.rendezvous.wire import ChannelClosed, Wire, WireServer
 
 _OPEN_S = 30.0
 _CLOSE_S = 10.0
@@ -63,25 +64,28 @@ class Acceptor:
         except OSError as error:
             raise MeetingError(f"no acceptor can be started: {error}") from error
         try:
-            self.port_name = self._hear(_deadline(_OPEN_S, "the acceptor to open its port"))
+            opens = _deadline(_OPEN_S, "the acceptor to open its port")
+            self.port_name = self._hear(opens).decode()
         except (AcceptorEnded, DeadlineError) as error:
             self.close()
             raise MeetingError(f"{error}; see {log}") from error
 
-    def meet(self, joiner: Wire, side: AcceptorSide, decide: Decide) -> None:
-        """The turn of the joiner at the other end of the wire.
+    def meet(self, joiner: Channel, decide: Decide) -> Identity | None:
+        """The turn of the joiner at the other end of the channel; who it is, where it proved it.
 
         Raises AcceptorEnded, ChannelClosed when the joiner has ended, and DeadlineError: then it is
         of no more use.
         """
         deadline = _deadline(self._turn_s, f"the joiner from {joiner.peer}")
-        joiner.send(self.port_name)
-        self._say(side.challenge)
-        self._say(side.receive(self._hear(deadline, joiner), decide))
+        joiner.send(YourTurn(port_name=self.port_name))
+        self._say(b"comes")
+        said, identity = reception(joiner.key, self._hear(deadline, joiner), decide)
+        self._say(said)
         self._hear(deadline)
         if not _is_gone(joiner, deadline.remaining_s()):
             raise deadline.error()
         self._say(b"through")
+        return identity
 
     def close(self) -> None:
         """Ends the process; nothing of it remains."""
@@ -94,7 +98,7 @@ class Acceptor:
         except OSError as error:
             raise self._ended() from error
 
-    def _hear(self, deadline: Deadline, joiner: Wire | None = None) -> bytes:
+    def _hear(self, deadline: Deadline, joiner: Channel | None = None) -> bytes:
         """What it says next, for as long as there is the joiner that it speaks of."""
         try:
             while not self._line.poll(_LOOK_S):
@@ -113,7 +117,7 @@ def _deadline(limit_s: float, waits_for: str) -> Deadline:
     return Deadline.after(SystemClock(), limit_s, waits_for)
 
 
-def _is_gone(joiner: Wire, limit_s: float = 0.0) -> bool:
+def _is_gone(joiner: Channel, limit_s: float = 0.0) -> bool:
     """Whether it leaves the queue within a time. It has nothing to say there."""
     try:
         joiner.receive(limit_s)
@@ -146,7 +150,7 @@ class MpiRendezvous(Rendezvous):
         self._turn = threading.RLock()
         """Whoever holds it has the acceptor."""
         self._acceptor: Acceptor | None = None
-        self._queue: WireServer | None = None
+        self._queue: ControlServer | None = None
         self._closing = threading.Event()
         self._failures: list[str] = []
 
@@ -160,7 +164,7 @@ class MpiRendezvous(Rendezvous):
         self._acceptor = Acceptor(self._network, self._turn_s, self._log_file)
         host = self._network.host
         try:
-            self._queue = WireServer(host, self._secret, lambda one: self._line_up(one, answer))
+            self._queue = ControlServer(host, self._secret, lambda one: self._line_up(one, answer))
         except OSError as error:
             self.close()
             raise MeetingError(f"joiners cannot queue at {host}: {error.strerror}") from error
@@ -185,16 +189,16 @@ class MpiRendezvous(Rendezvous):
             self._turn.release()
         self._place_file.unlink(missing_ok=True)
 
-    def _line_up(self, joiner: Wire, answer: Decide) -> None:
+    def _line_up(self, joiner: Channel, answer: Decide) -> None:
         """Runs in the queue's thread of one joiner, which leaves the queue at its end."""
         with self._turn:
             if not _is_gone(joiner) and (acceptor := self._ready()) is not None:
-                side, through = AcceptorSide(self._secret), False
+                through = False
                 try:
-                    acceptor.meet(joiner, side, answer)
+                    met = acceptor.meet(joiner, answer)
                     through = True
-                    if side.identity is not None:
-                        _log.info("agent %s has been met", side.identity.agent)
+                    if met is not None:
+                        _log.info("agent %s has been met", met.agent)
                 except (AcceptorEnded, ChannelClosed, DeadlineError) as error:
                     _log.warning("a meeting broke off: %s", error)
                 finally:

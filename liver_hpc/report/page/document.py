@@ -12,8 +12,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from liver_hpc.report.compare import Comparison, of_run
 from liver_hpc.report.derive import RunFigures, run_figures
 from liver_hpc.report.page import bars, lanes, nodes, timeline, traffic
-from liver_hpc.report.page.series import Handoff, Story, not_finite, story, thinned
-from liver_hpc.report.page.svg import FORMS
+from liver_hpc.report.page.series import Handoff, Story, story, thinned
 from liver_hpc.report.tables import Sheet, Tone, outcome_tone, remarks, sheets, summary_lines
 from liver_hpc.report.wording import bytes_text, duration_text, layout_text, number_text
 from liver_hpc.run.records import RunRecords
@@ -31,24 +30,31 @@ WORDS = {
     "reconfiguration time": "from the notice to the end of the target's first step",
     "goodput": "steps done, each at the median of its world, over wall time",
 }
-PHASES = {
-    "boot": "joiners boot",
-    "prepare": "target prepared beside training",
-    "crossing": "crossing: last step of the old to the first of the new",
-    "release": "old world freed",
-}
-LANES = {
+LEGENDS = {
+    "not-finite": "the loss or the gradient norm is not finite",
+    "badge completed": "handoff, by the generation that it led to",
+    "badge not-completed": "one that was not completed",
+    "band boot": "joiners boot",
+    "band prepare": "target prepared beside training",
+    "band crossing": "crossing: last step of the old to the first of the new",
+    "band release": "old world freed",
+    "notice granted": "granted",
+    "answer granted": "until its first step",
+    "notice leave": "to be left",
+    "answer leave": "until it was left",
+    "deadline": "end of the window",
     "phase boot": "boot",
     "phase prepare": "prepare, alone",
-    "ground connect": "connect, with the others",
+    "phase connect": "connect, with the others",
     "phase transfer": "parameters",
     "phase first-step": "first step, optimizer state arriving",
     "phase update": "update",
-    "ground release": "old world freed",
+    "phase release": "old world freed",
     "train": "trains",
-    "wait": "waits",
+    "wait": "waits, or what was over of a window",
     "last": "the others waited for this one",
 }
+"""What the classes of shapes mean, in the order of the legends."""
 
 
 def page(records: RunRecords, comparisons: Sequence[Comparison] = ()) -> str:
@@ -131,19 +137,7 @@ def _overview(main: Element, told: Story) -> None:
     if not told.points:
         SubElement(section, "p").text = "No step was recorded."
         return
-    _figure(section, *(timeline.training(told, form) for form in FORMS))
-    entries = {}
-    if not_finite(told.points):
-        entries["not-finite"] = "the loss or the gradient norm is not finite"
-    if told.handoffs:
-        seen = {name for handoff in told.handoffs for name, _, _ in handoff.spans_s}
-        used = {f"band {name}": words for name, words in PHASES.items() if name in seen}
-        marks = {"badge completed": "handoff, by the generation that it led to"}
-        if not all(handoff.completed for handoff in told.handoffs):
-            marks["badge not-completed"] = "one that was not completed"
-        entries |= marks | used
-    if entries:
-        _legend(section, entries)
+    _drawing(section, timeline.training(told))
 
 
 def _steps(told: Story) -> str:
@@ -163,26 +157,14 @@ def _nodes(main: Element, figures: RunFigures, told: Story) -> None:
     if not figures.notices:
         return
     section = _section(main, "Nodes")
-    _figure(section, *(nodes.draw(told, figures.notices, form) for form in FORMS))
-    _legend(
-        section,
-        {
-            "notice granted": "granted",
-            "answer granted": "until its first step",
-            "train": "trains",
-            "notice leave": "to be left",
-            "answer leave": "until it was left",
-            "wait": "what was over of its window",
-            "deadline": "end of the window",
-        },
-    )
+    _drawing(section, nodes.draw(told, figures.notices))
 
 
 def _comparison(main: Element, comparisons: Sequence[Comparison]) -> None:
     if not comparisons:
         return
     section = _section(main, "Live against checkpoint and restart")
-    _figure(section, *(bars.draw(comparisons, form) for form in FORMS))
+    _drawing(section, bars.draw(comparisons))
     SubElement(section, "p", {"class": "note"}).text = (
         "Lost time: median of each method, with the least and the greatest; in brackets also the "
         "number of measurements."
@@ -193,8 +175,12 @@ def _handoffs(main: Element, records: RunRecords, told: Story) -> None:
     if not told.handoffs:
         return
     section = _section(main, "Each handoff")
-    if records.worker_phases:
-        _legend(section, LANES)
+    drawings = {
+        handoff: lanes.draw(handoff, found)
+        for handoff in told.handoffs
+        if (found := lanes.lanes_of(handoff, records.worker_phases))
+    }
+    _legend(section, list(drawings.values()))
     costliest = max(
         told.handoffs,
         key=lambda each: each.figures.lost_s if math.isfinite(each.figures.lost_s) else -1.0,
@@ -202,14 +188,16 @@ def _handoffs(main: Element, records: RunRecords, told: Story) -> None:
     for handoff in told.handoffs:
         unfolded = len(told.handoffs) <= MOST_OPEN or handoff is costliest
         details = SubElement(section, "details", {"open": ""} if unfolded else {})
-        _handoff(details, handoff, records)
+        _handoff(details, handoff, drawings.get(handoff), records)
 
 
-def _handoff(details: Element, handoff: Handoff, records: RunRecords) -> None:
+def _handoff(
+    details: Element, handoff: Handoff, drawing: Element | None, records: RunRecords
+) -> None:
     record = handoff.figures
     summary = SubElement(details, "summary")
-    badge = "completed" if handoff.completed else "not-completed"
-    SubElement(summary, "span", {"class": f"number {badge}"}).text = str(handoff.number)
+    badge = "completed" if record.completed else "not-completed"
+    SubElement(summary, "span", {"class": f"number {badge}"}).text = str(record.generation)
     change = f"{layout_text(record.source)} \u2192 {layout_text(record.target)}"
     SubElement(summary, "h3").text = change
     tone = outcome_tone(record.outcome)
@@ -220,18 +208,17 @@ def _handoff(details: Element, handoff: Handoff, records: RunRecords) -> None:
             words += f", {number_text(record.lost_steps)} steps"
         SubElement(summary, "span", {"class": "cost"}).text = words
     SubElement(details, "p", {"class": "note"}).text = " \u00b7 ".join(_facts(handoff))
-    found = lanes.lanes_of(handoff, records.worker_phases)
-    if found:
-        _figure(details, *(lanes.draw(handoff, found, form) for form in FORMS))
+    if drawing is not None:
+        _scrolling(details, drawing, f"Workers in handoff {record.generation}")
     of = traffic.matrix(records.traffic, record.generation)
-    if of.groups and handoff.completed:
-        _scrolling(details, traffic.table(of), "Bytes between workers")
+    if of.names and record.completed:
+        _table(details, traffic.sheet(of))
 
 
 def _facts(handoff: Handoff) -> Iterator[str]:
     record = handoff.figures
     yield record.notice
-    yield f"after step {record.step}" if handoff.completed else f"at step {record.step}"
+    yield f"after step {record.step}" if record.completed else f"at step {record.step}"
     for name, seconds in (
         ("pause", record.pause_s),
         ("slowdown", record.slowdown_s),
@@ -239,7 +226,7 @@ def _facts(handoff: Handoff) -> Iterator[str]:
     ):
         if math.isfinite(seconds):
             yield f"{name} {number_text(seconds)} s"
-    if handoff.completed:
+    if record.completed:
         yield f"{bytes_text(record.bytes_moved)} moved"
         yield f"{bytes_text(record.bytes_local)} stayed"
     if record.detail:
@@ -250,12 +237,12 @@ def _tables(main: Element, records: RunRecords, figures: RunFigures) -> None:
     section = _section(main, "Tables")
     _terms(section, summary_lines(figures, records))
     for sheet in sheets(figures, records):
-        _scrolling(section, _table(sheet), sheet.title)
+        _table(section, sheet)
     for note in remarks(figures):
         SubElement(section, "p", {"class": "note"}).text = note.text
 
 
-def _table(sheet: Sheet) -> Element:
+def _table(parent: Element, sheet: Sheet) -> None:
     table = Element("table")
     SubElement(table, "caption").text = sheet.title
     head = SubElement(SubElement(table, "thead"), "tr")
@@ -271,7 +258,9 @@ def _table(sheet: Sheet) -> Element:
             element.text = cell.text.replace("\n", ", ")
             if cell.tone is not Tone.PLAIN:
                 element.set("class", f"{kind} tone {cell.tone}")
-    return table
+            if cell.share is not None:
+                element.set("style", f"--share:{cell.share:.3f}")
+    _scrolling(parent, table, sheet.title)
 
 
 def _closing(main: Element, records: RunRecords) -> None:
@@ -302,18 +291,23 @@ def _terms(parent: Element, terms: Mapping[str, str]) -> None:
         SubElement(listed, "dd").text = meaning
 
 
-def _figure(parent: Element, *forms: Element) -> None:
-    SubElement(parent, "figure").extend(forms)
-
-
-def _scrolling(parent: Element, table: Element, name: str) -> None:
-    """Wide tables scroll in their own box, which the keyboard reaches."""
+def _scrolling(parent: Element, wide: Element, name: str) -> None:
+    """A wide table or drawing scrolls in a box of its own, which the keyboard reaches."""
     box = {"class": "scroll", "role": "region", "aria-label": name, "tabindex": "0"}
-    SubElement(parent, "div", box).append(table)
+    SubElement(parent, "div", box).append(wide)
 
 
-def _legend(parent: Element, entries: dict[str, str]) -> None:
-    listed = SubElement(parent, "ul", {"class": "legend"})
+def _drawing(parent: Element, drawing: Element) -> None:
+    _scrolling(parent, drawing, drawing.get("aria-label", "").partition(".")[0])
+    _legend(parent, [drawing])
+
+
+def _legend(parent: Element, drawings: Sequence[Element]) -> None:
+    """Of the shapes that are drawn."""
+    used = {shape.get("class", "") for drawing in drawings for shape in drawing.iter()}
+    entries = {classes: words for classes, words in LEGENDS.items() if classes in used}
+    if entries:
+        listed = SubElement(parent, "ul", {"class": "legend"})
     for classes, words in entries.items():
         entry = SubElement(listed, "li")
         SubElement(entry, "i", {"class": f"key {classes}", "aria-hidden": "true"})

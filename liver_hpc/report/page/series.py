@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from liver_hpc.report.derive import GenerationFigures, ReconfigurationFigures, RunFigures
+from liver_hpc.report.wording import layout_text, number_text
 from liver_hpc.run.records import RunRecords, StepRecord
 
 POINTS = 700
@@ -30,7 +31,7 @@ class StepPoint:
 
 @dataclass(frozen=True)
 class Handoff:
-    """One attempt; its number is the generation that it led to, or would have led to.
+    """One attempt.
 
     spans_s: its phases beside training and at the boundary, each with start and end; one that was
     not reached is left out. at_s: where it is marked.
@@ -40,13 +41,12 @@ class Handoff:
     at_s: float
     spans_s: tuple[tuple[str, float, float], ...]
 
-    @property
-    def number(self) -> int:
-        return self.figures.generation
-
-    @property
-    def completed(self) -> bool:
-        return self.figures.completed
+    def __str__(self) -> str:
+        """`2: tp2 dp2 to pp2 dp2, completed, lost 0.120 s`."""
+        record = self.figures
+        ends = f"{layout_text(record.source)} to {layout_text(record.target)}"
+        lost = number_text(record.lost_s)
+        return f"{record.generation}: {ends}, {record.outcome}, lost {lost} s"
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,13 @@ def _points(steps: Sequence[StepRecord], start_s: float) -> list[StepPoint]:
 
 
 def _handoff(record: ReconfigurationFigures, start_s: float) -> Handoff:
+    boundary_s = record.source_last_step_ended_s
+    # PREPARE ends with the wait for the boundary, as far as the attempt has come.
+    prepared_s = _known(boundary_s, record.armed_s, record.prepare_ended_s)
     edges = (
         ("boot", record.boot_ended_s - record.phases.boot_s, record.boot_ended_s),
-        ("prepare", record.prepare_started_s, _first(record.source_last_step_ended_s, record)),
-        ("crossing", record.source_last_step_ended_s, record.first_step_ended_s),
+        ("prepare", record.prepare_started_s, prepared_s),
+        ("crossing", boundary_s, record.first_step_ended_s),
         ("release", record.first_step_ended_s, record.released_s),
     )
     spans_s = tuple(
@@ -138,12 +141,10 @@ def _handoff(record: ReconfigurationFigures, start_s: float) -> Handoff:
         for name, begin_s, end_s in edges
         if end_s >= begin_s  # false where either is NaN
     )
-    marks_s = (record.source_last_step_ended_s, record.prepare_started_s, record.notice_s)
-    at_s = next((time_s for time_s in marks_s if math.isfinite(time_s)), start_s)
+    at_s = _known(boundary_s, record.prepare_started_s, record.notice_s, start_s)
     return Handoff(record, at_s - start_s, spans_s)
 
 
-def _first(boundary_s: float, record: ReconfigurationFigures) -> float:
-    """The end of PREPARE and of the wait for the boundary, as far as the attempt has come."""
-    times_s = (boundary_s, record.armed_s, record.prepare_ended_s)
-    return next((time_s for time_s in times_s if math.isfinite(time_s)), math.nan)
+def _known(*times_s: float) -> float:
+    """The first that is."""
+    return next(filter(math.isfinite, times_s), math.nan)

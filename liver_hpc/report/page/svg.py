@@ -3,81 +3,57 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element, SubElement
 
+from liver_hpc.report.wording import clock_text
 
-@dataclass(frozen=True)
-class Form:
-    """A drawing is made once for each width of page, so that its text stays readable.
-
-    width: in the drawing's own units, which are about the pixels of a screen. name: the CSS class.
-    """
-
-    name: str
-    width: float
-    font: float
-
-    @property
-    def is_narrow(self) -> bool:
-        return self.width < 600
-
-    def text_width(self, text: str) -> float:
-        """About how wide a text will be."""
-        return 0.56 * self.font * len(text)
-
-    def fitting(self, text: str, width: float) -> str:
-        """The text, or as much of its begin as there is room for."""
-        if self.text_width(text) <= width:
-            return text
-        return text[: max(int(width / self.text_width("x")) - 1, 1)] + "\u2026"
+WIDTH = 960.0
+"""Of every drawing, in units that are about the pixels of a screen; a narrow page scrolls it."""
+FONT = 12.0
 
 
-WIDE = Form("wide", 960.0, 12.0)
-NARROW = Form("narrow", 380.0, 11.5)
-FORMS = (WIDE, NARROW)
+def text_width(text: str) -> float:
+    return 0.56 * FONT * len(text)
 
 
-def drawing(form: Form, height: float, title: str, description: str) -> Element:
+def fitting(text: str, width: float) -> str:
+    """The text, or as much of its begin as there is room for."""
+    if text_width(text) <= width:
+        return text
+    return text[: max(int(width / text_width("x")) - 1, 1)] + "\u2026"
+
+
+def drawing(height: float, title: str, description: str) -> Element:
     """An empty drawing that tells its name and content to those who do not see it."""
     return Element(
         "svg",
         {
-            "viewBox": f"0 0 {number(form.width)} {number(height)}",
-            "class": form.name,
+            "viewBox": f"0 0 {number(WIDTH)} {number(height)}",
             "role": "img",
             "aria-label": f"{title}. {description}",
-            "font-size": number(form.font),
+            "font-size": number(FONT),
         },
     )
 
 
 def add(parent: Element, tag: str, classes: str, title: str = "", **places: float) -> Element:
-    """A shape; an underscore in a place's name stands for a hyphen."""
-    attributes = {name.replace("_", "-"): number(value) for name, value in places.items()}
+    """A shape with its places; what points at it is told the title."""
+    attributes = {name: number(value) for name, value in places.items()}
     shape = SubElement(parent, tag, {"class": classes, **attributes})
     if title:
         SubElement(shape, "title").text = title
     return shape
 
 
-def rect(
-    parent: Element, classes: str, place: tuple[float, float, float, float], title: str = ""
-) -> Element:
-    """place: x and y of the upper left corner, width, height."""
-    x, y, width, height = place
-    return add(parent, "rect", classes, title, x=x, y=y, width=width, height=height)
-
-
 def label(
     parent: Element, x: float, y: float, words: str, classes: str = "", anchor: str = "start"
-) -> Element:
+) -> None:
     """A text whose baseline is at y."""
     places = {"x": number(x), "y": number(y), "class": classes, "text-anchor": anchor}
     text = SubElement(parent, "text", {name: value for name, value in places.items() if value})
     text.text = words
-    return text
 
 
 def path(parent: Element, points: Iterable[tuple[float, float]], classes: str) -> Element:
@@ -116,11 +92,36 @@ class Scale:
         return self.start + min(max(share, 0.0), 1.0) * (self.end - self.start)
 
 
+def bar(
+    parent: Element,
+    classes: str,
+    scale: Scale,
+    ends: tuple[float, float],
+    place: tuple[float, float],
+    title: str = "",
+) -> None:
+    """A rectangle, a unit wide at least. ends: values on the scale. place: its top and height."""
+    x, end = map(scale, ends)
+    y, height = place
+    add(parent, "rect", classes, title, x=x, y=y, width=max(end - x, 1.0), height=height)
+
+
+def time_axis(parent: Element, time: Scale, top: float, bottom: float, count: int = 10) -> None:
+    """Lines from top to bottom at round times since the scale's begin, and their names below."""
+    values = _time_ticks(time.high - time.low, count)
+    for value in values:
+        x = time(time.low + value)
+        add(parent, "line", "grid", x1=x, x2=x, y1=top, y2=bottom)
+        text = clock_text(round(value)) if values[-1] >= 60 else f"{value:g} s"
+        near_end = x + text_width(text) / 2 > WIDTH
+        label(parent, x, bottom + 13, text, "axis", "end" if near_end else "middle")
+
+
 def ticks(low: float, high: float, count: int) -> list[float]:
     """At most about `count` round values within the bounds."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low] if math.isfinite(low) else []
-    rough = (high - low) / max(count, 1)
+    rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
     return _multiples(low, high, step)
@@ -129,22 +130,13 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 _TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
 
 
-def time_ticks(high_s: float, count: int) -> list[float]:
-    """Round times from 0 on; fractions of a second where the span is that short."""
-    rough = high_s / max(count, 1)
+def _time_ticks(high_s: float, count: int) -> list[float]:
+    """Fractions of a second where the span is that short."""
+    rough = high_s / count
     if rough < _TIME_STEPS_S[0] or not math.isfinite(rough):
         return ticks(0.0, high_s, count)
-    fitting = (step for step in _TIME_STEPS_S if step >= rough)
-    return _multiples(0.0, high_s, next(fitting, 86400 * math.ceil(rough / 86400)))
-
-
-def time_text(seconds: float, ticks_s: Sequence[float]) -> str:
-    """A tick's text: `0.2 s` or `15 s` in a short span, else `2:30` or `1:05:00`."""
-    if not ticks_s or ticks_s[-1] < 60:
-        return f"{seconds:g} s"
-    minutes, rest_s = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest_s:02}" if hours else f"{minutes}:{rest_s:02}"
+    fitting_steps = (step for step in _TIME_STEPS_S if step >= rough)
+    return _multiples(0.0, high_s, next(fitting_steps, 86400 * math.ceil(rough / 86400)))
 
 
 def tick_text(value: float) -> str:

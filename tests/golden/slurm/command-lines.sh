@@ -13,9 +13,6 @@ srun --jobid=12 --job-name=liver-a0 --nodelist=n1 --nodes=1 --ntasks=1 --overlap
 # a component's step, with accelerators
 srun --jobid=12 --het-group=1 --job-name=liver-a1 --nodelist=n2 --nodes=1 --ntasks=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --unbuffered --immediate=5 --mpi=none --gpus-per-node=4
 
-# a step on several nodes
-srun --jobid=12 --job-name=doctor-look --nodelist=n1,n2 --nodes=2 --ntasks=2 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --unbuffered --immediate=5 --mpi=none
-
 # the end of a job
 scancel 12
 
@@ -35,7 +32,7 @@ squeue --noheader --jobs=12,15 '--format=%A|%i|%T|%r|%e|%N|%j'
 squeue --noheader --user=1000 --name=run-burst-1 '--format=%A|%i|%T|%r|%e|%N|%j'
 
 # a job's steps
-squeue --noheader --steps --jobs=12 '--format=%i|%N|%j'
+squeue --noheader --steps --jobs=12 '--format=%i|%j'
 
 # states of nodes
 sinfo --noheader --Node --nodes=n1,n2 '--Format=NodeList:|,StateComplete:|'

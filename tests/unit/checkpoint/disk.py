@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from liver_hpc.checkpoint.writer import write_part
+from liver_hpc.checkpoint.parts import write_part
 from liver_hpc.clock import FakeClock
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.checkpoints import Checkpoints

@@ -16,7 +16,7 @@ from liver_hpc.checkpoint.index import (
     newest_step,
     read_index,
 )
-from liver_hpc.checkpoint.writer import write_part
+from liver_hpc.checkpoint.parts import write_part
 from liver_hpc.coordinator import checkpoints as module
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.errors import CheckpointError

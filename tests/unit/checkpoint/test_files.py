@@ -13,8 +13,7 @@ import torch
 
 from liver_hpc.checkpoint.hdf5 import BoxesReader
 from liver_hpc.checkpoint.index import part_name, read_index
-from liver_hpc.checkpoint.reader import read_parts
-from liver_hpc.checkpoint.writer import write_part
+from liver_hpc.checkpoint.parts import read_parts, write_part
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec
@@ -80,7 +79,7 @@ def test_a_state_that_was_written_can_still_be_released(tmp_path: Path) -> None:
 FULL = """
 import resource, signal, sys
 from pathlib import Path
-from liver_hpc.checkpoint.writer import write_part
+from liver_hpc.checkpoint.parts import write_part
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from tests.unit.checkpoint.disk import filled
 from tests.unit.layout.models import TIED

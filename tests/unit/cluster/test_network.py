@@ -18,7 +18,7 @@ from liver_hpc.cluster.network import (
 )
 from liver_hpc.config.schema import NetworkSection
 from liver_hpc.errors import ConfigError
-from liver_hpc.host.interfaces import default_route_interface, interface_towards
+from liver_hpc.host.interfaces import interface_towards
 
 IB = (HcaPort("mlx5_0", 1, "InfiniBand"), HcaPort("mlx5_1", 1, "InfiniBand"))
 ROCE = (HcaPort("mlx5_2", 1, "Ethernet"),)
@@ -159,19 +159,6 @@ def test_only_active_ports_count(tmp_path: Path) -> None:
         HcaPort("mlx5_1", 1, "Ethernet"),
     ]
     assert list(active_hca_ports(tmp_path / "none")) == []
-
-
-ROUTES = """\
-Iface	Destination	Gateway	Flags	RefCnt	Use	Metric	Mask	MTU	Window	IRTT
-ib0	00000000	0101000A	0003	0	0	200	00000000	0	0	0
-eth0	00000000	0100000A	0003	0	0	100	00000000	0	0	0
-eth1	0000000A	00000000	0001	0	0	0	00FFFFFF	0	0	0
-"""
-
-
-def test_the_default_route_is_that_of_the_least_metric() -> None:
-    assert default_route_interface(ROUTES) == "eth0"
-    assert default_route_interface(ROUTES.splitlines()[0]) is None
 
 
 def test_the_way_to_loopback_is_the_loopback_interface() -> None:

@@ -261,7 +261,7 @@ def test_an_agent_that_dies_in_boot_costs_only_the_attempt(make: Start) -> None:
     run.cluster.fallen_agents["a1"] = 3
     run.resize("tp=2,dp=2")
     wanted = (
-        "BOOT: agent a1 ended with exit code 3 before its workers were ready; see logs/*-a1.log"
+        "BOOT: agent a1 ended with exit code 3 before its workers were ready; see logs/*a1*.log"
     )
     assert run.record(0).detail == wanted
     run.resize("tp=2,dp=2")

@@ -41,7 +41,7 @@ def test_where_the_coordinator_is_stands_in_a_private_file(make: Start) -> None:
 
 def test_agents_are_launched_with_the_workers_of_a_node(make: Start) -> None:
     run = make(workers={"initial": 4, "max": 4}, cluster={"workers_per_node": 3})
-    assert [(r.agent, r.workers, r.layout) for r in run.cluster.launched] == [
+    assert [(r.agent, len(r.slots), r.layout) for r in run.cluster.launched] == [
         ("a0", 3, "tp2 pp1 dp2"),
         ("a1", 1, "tp2 pp1 dp2"),
     ]
@@ -86,10 +86,21 @@ def test_a_first_worker_that_does_not_come_fails_the_run(make: Start, fault: Fau
         outcome.reason
         == {
             Fault.DIE: "agent a0 ended with exit code 5 before its workers were ready; "
-            "see logs/*-a0.log",
+            "see logs/*a0*.log",
             Fault.SILENT: "waited 0.5 s for Hello of workers [1]",
         }[fault]
     )
+
+
+def test_a_run_whose_worker_refused_to_boot_says_why(make: Start) -> None:
+    run = make(begin=False)
+    run.cluster.faults.fail_at(1, Phase.BOOT, Fault.DIE)
+    log = run.directory / "logs" / "agent-a0.log"
+    log.parent.mkdir(exist_ok=True)
+    why = "worker 1 of agent a0 failed in boot: PlanError: no (exit code 1)"
+    log.write_text(f"10:00 INFO [agent a0] starts\n10:01 ERROR [agent a0] {why}\nTraceback\n")
+    run.start_only()
+    assert f"were ready: {why}; see logs/*a0*.log" in run.outcome().reason
 
 
 def test_workers_that_end_too_early_fail_the_run(make: Start) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.cluster.launcher import TERMINATED
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.channel import Channel, connect
+from liver_hpc.run.agents import TERMINATED
 from liver_hpc.run.node_events import EndNear, NodeGone
 from liver_hpc.run.outcome import Outcome
 from tests.fakes import Fault

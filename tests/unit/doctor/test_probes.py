@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from liver_hpc.cluster.network import HcaPort, NodeFacts
 from liver_hpc.config.schema import NetworkSection
 from liver_hpc.doctor import probe
 from liver_hpc.doctor.checks import Examination, Level, Result
@@ -56,7 +58,7 @@ def found(nodes: Nodes, *names: str) -> dict[str, Result]:
 
 def test_two_nodes_on_which_all_is_well(nodes: Nodes) -> None:
     results = found(nodes)
-    levels = {name: result.level for name, result in results.items() if name != "limits"}
+    levels = {name: result.level for name, result in results.items() if name != "locked memory"}
     assert levels.pop("nccl") in (Level.SKIP, Level.PASS)
     assert set(levels.values()) == {Level.PASS}, results
     assert "n1, n2: control traffic by lo 127.0.0.1" in results["interfaces"].found
@@ -71,13 +73,6 @@ def test_a_directory_of_one_host_alone(nodes: Nodes, tmp_path: Path) -> None:
     assert result.level is Level.FAIL
     assert f"n1, n2: {tmp_path}/runs as the asking host has it is not there" in result.found
     assert "all nodes mount" in result.advice
-
-
-def test_a_lock_that_is_not_respected(nodes: Nodes, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    elsewhere = Nodes(nodes.probes, nodes.names, tmp_path / "other")
-    assert found(nodes, "locking")["locking"].level is Level.PASS
-    assert found(elsewhere, "locking")["locking"].level is Level.FAIL
 
 
 def test_what_one_node_lacks_is_told_of_it(nodes: Nodes) -> None:
@@ -105,17 +100,21 @@ def test_a_probe_that_hangs_holds_up_no_other(nodes: Nodes) -> None:
     waits = {"rank_0": "n1", "backend": "gloo", "at": at, "within_s": LIMIT_S}
     with pytest.raises(LiverError, match=r"waited 0.1 s for the measure probe on n1"):
         nodes.probes.ask(["n1"], "measure", 0.1, **waits)
-    assert nodes.probes.ask(["n1"], "limits", LIMIT_S).keys() == {"n1"}
+    assert nodes.probes.ask(["n1"], "now", LIMIT_S).keys() == {"n1"}
 
 
-@pytest.mark.parametrize("files", [1024, 1_048_576])
-def test_few_open_files_are_a_warning(
-    files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("limit_bytes", "level"), [(2**16, Level.WARN), (resource.RLIM_INFINITY, Level.PASS)]
+)
+def test_limited_memory_beside_an_adapter_is_a_warning(
+    limit_bytes: int, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe.resource, "getrlimit", lambda which: (files, files))
-    result = probe.limits(probe.Node("n1", tmp_path, NetworkSection()))
-    assert result.level is (Level.WARN if files < probe.LEAST_FILES else Level.PASS)
-    assert str(files) in result.found
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit_bytes, limit_bytes))
+    node = probe.Node("n1", tmp_path, NetworkSection())
+    node.facts = NodeFacts("n1", {}, hca_ports=(HcaPort("mlx5_0", 1, "InfiniBand"),))
+    result = probe.locked_memory(node)
+    assert result.level is level
+    assert "mlx5_0:1/InfiniBand" in result.found
 
 
 def test_a_runs_directory_that_others_use_stays(tmp_path: Path) -> None:

@@ -1,15 +1,13 @@
-"""What workers hold of seats: arrays over all pairs against boxes of one pair."""
+"""What workers hold of seats: all pairs at once against the boxes of one pair."""
 
 from __future__ import annotations
 
 import time
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from liver_hpc.layout import overlap
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.memory import handoff_bytes
 from liver_hpc.layout.overlap import overlap_matrix
@@ -49,13 +47,6 @@ def test_every_pair_as_its_boxes_say(source: Layout, target: Layout, model: Mode
         for at in source.coordinates()
     ]
     assert (overlap_matrix(model, source, target) == np.array(expected)).all()
-
-
-def test_in_small_batches_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target = Layout(2, 2, 3), Layout(4, 1, 2)
-    whole = overlap_matrix(TIED, source, target)
-    monkeypatch.setattr(overlap, "PAIRS_AT_ONCE", 7)
-    assert (overlap_matrix(TIED, source, target) == whole).all()
 
 
 def test_overlap_is_the_local_part_of_the_plan() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from liver_hpc.config.schema import DataSection
 from liver_hpc.errors import ConfigError, DeadlineError
-from liver_hpc.host.file_lock import file_lock
+from liver_hpc.host.files import file_lock
 from liver_hpc.recipes import text_data
 from liver_hpc.recipes.cpu_modules import import_only_triton
 from liver_hpc.recipes.text_data import END_OF_DOCUMENT, pinned, prefix_of, prepare, text_files

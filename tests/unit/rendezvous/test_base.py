@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 from liver_hpc.errors import LiverError, MeetingError
 from liver_hpc.rendezvous.base import (
-    AcceptorSide,
     Answer,
     Identity,
-    JoinerSide,
     Refusal,
     accepted,
+    introduction,
+    reception,
+    verdict_in,
 )
 
-SECRET = bytes(range(32))
+KEY = bytes(range(32))
 IDENTITY = Identity(agent="a0", host="node1", pid=17, workers=2)
 ANSWER = Answer(worker_ids=(4, 5), control_host="node0", control_port=4711)
 
@@ -27,21 +28,19 @@ Met = tuple[Answer | Refusal | MeetingError, Identity | None]
 
 
 def meet(
-    joiner_secret: bytes = SECRET,
+    joiner_key: bytes = KEY,
     answer: Callable[[Identity], Answer | Refusal] = lambda identity: ANSWER,
     tamper: Callable[[int, bytes], bytes] = lambda position, data: data,
 ) -> Met:
     """What the joiner ended with, and whom the acceptor believes to have met.
 
-    `tamper` may change message 0, 1 or 2.
+    `tamper` may change message 0 or 1.
     """
-    acceptor = AcceptorSide(SECRET)
+    said, met = reception(KEY, tamper(0, introduction(joiner_key, IDENTITY)), answer)
     try:
-        joiner = JoinerSide(IDENTITY, joiner_secret, tamper(0, acceptor.challenge))
-        reception = acceptor.receive(tamper(1, joiner.introduction), answer)
-        return joiner.verdict(tamper(2, reception)), acceptor.identity
+        return verdict_in(joiner_key, tamper(1, said)), met
     except MeetingError as error:
-        return error, acceptor.identity
+        return error, met
 
 
 def test_both_sides_learn_what_the_other_said() -> None:
@@ -60,27 +59,27 @@ def test_an_error_of_the_coordinator_is_a_refusal() -> None:
     assert meet(answer=answer) == (Refusal(reason="no such agent"), IDENTITY)
 
 
-def test_joiner_with_another_secret_is_turned_away_unasked(
+def test_joiner_with_another_key_is_turned_away_unasked(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def answer(identity: Identity) -> Answer:
         raise AssertionError("asked about a stranger")
 
     with caplog.at_level(logging.WARNING):
-        said, met = meet(joiner_secret=b"?" * 32, answer=answer)
+        said, met = meet(joiner_key=b"?" * 32, answer=answer)
     assert isinstance(said, MeetingError)
     assert "do not hold the same secret" in str(said)
     assert met is None
     assert "could not prove that it holds the run's secret" in caplog.text
 
 
-def test_acceptor_that_does_not_hold_the_secret_is_not_believed() -> None:
+def test_acceptor_that_does_not_hold_the_key_is_not_believed() -> None:
     forged = Answer(worker_ids=(0, 1), control_host="evil", control_port=1).model_dump_json()
-    said, _ = meet(tamper=lambda at, data: bytes(32) + forged.encode() if at == 2 else data)
+    said, _ = meet(tamper=lambda at, data: bytes(32) + forged.encode() if at == 1 else data)
     assert isinstance(said, MeetingError)
 
 
-@given(st.integers(0, 2), st.data())
+@given(st.integers(0, 1), st.data())
 def test_a_change_to_any_byte_is_noticed(position: int, data: st.DataObject) -> None:
     def change(at: int, message: bytes) -> bytes:
         if at != position:
@@ -92,10 +91,10 @@ def test_a_change_to_any_byte_is_noticed(position: int, data: st.DataObject) -> 
     said, met = meet(tamper=change)
     assert isinstance(said, MeetingError)
     # The acceptor cannot know what became of its last message.
-    assert (met is None) == (position < 2)
+    assert (met is None) == (position == 0)
 
 
-@given(st.integers(0, 2), st.data())
+@given(st.integers(0, 1), st.data())
 def test_a_message_that_is_cut_or_grows_is_noticed(position: int, data: st.DataObject) -> None:
     def change(at: int, message: bytes) -> bytes:
         if at != position:
@@ -106,64 +105,26 @@ def test_a_message_that_is_cut_or_grows_is_noticed(position: int, data: st.DataO
     assert isinstance(said, MeetingError)
 
 
-def test_an_overheard_introduction_is_of_no_use_later() -> None:
-    overheard: list[bytes] = []
-
-    def listen(position: int, data: bytes) -> bytes:
-        if position == 1:
-            overheard.append(data)
-        return data
-
-    assert meet(tamper=listen)[1] == IDENTITY
-    _, met = meet(tamper=lambda position, data: overheard[0] if position == 1 else data)
-    assert met is None
+def test_an_overheard_introduction_is_of_no_use_in_another_place_of_the_queue() -> None:
+    overheard = introduction(b"another connection's key", IDENTITY)
+    assert reception(KEY, overheard, lambda identity: ANSWER) == (b"", None)
 
 
 def test_a_joiners_own_proof_does_not_pass_as_the_acceptors() -> None:
     """The speaker is part of the proof: nothing can be reflected."""
-    introductions: list[bytes] = []
-
-    def reflect(position: int, data: bytes) -> bytes:
-        if position == 1:
-            introductions.append(data)
-        return introductions[0][32:] if position == 2 else data
-
-    said, _ = meet(tamper=reflect)
-    assert isinstance(said, MeetingError)
-    assert "do not hold the same secret" in str(said)
-
-
-def test_two_meetings_never_use_the_same_nonce() -> None:
-    nonces: list[bytes] = []
-
-    def listen(position: int, data: bytes) -> bytes:
-        if position < 2:
-            nonces.append(data[:32])
-        return data
-
-    for _ in range(3):
-        meet(tamper=listen)
-    assert len(set(nonces)) == 6
+    with pytest.raises(MeetingError, match="do not hold the same secret"):
+        verdict_in(KEY, introduction(KEY, IDENTITY))
 
 
 @given(st.binary(max_size=300))
 def test_junk_from_a_joiner_gets_an_empty_reception(junk: bytes) -> None:
-    acceptor = AcceptorSide(SECRET)
-    assert acceptor.receive(junk, lambda identity: ANSWER) == b""
-    assert acceptor.identity is None
+    assert reception(KEY, junk, lambda identity: ANSWER) == (b"", None)
 
 
 @given(st.binary(max_size=300))
 def test_junk_from_an_acceptor_is_a_meeting_error(junk: bytes) -> None:
-    joiner = JoinerSide(IDENTITY, SECRET, bytes(32))
     with pytest.raises(MeetingError, match="do not hold the same secret"):
-        joiner.verdict(junk)
-
-
-@pytest.mark.parametrize("size", [0, 31, 33])
-def test_a_challenge_of_another_length_is_none(size: int) -> None:
-    with pytest.raises(MeetingError, match=f"challenge has {size} bytes, wanted 32"):
-        JoinerSide(IDENTITY, SECRET, bytes(size))
+        verdict_in(KEY, junk)
 
 
 def test_accepted_wants_one_id_per_worker() -> None:

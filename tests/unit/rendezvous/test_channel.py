@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from liver_hpc.errors import DeadlineError, LiverError, ProtocolError
-from liver_hpc.host.descriptors import raise_descriptor_limit
+from liver_hpc.host.process import raise_descriptor_limit
 from liver_hpc.protocol.messages import AnyMessage, Heartbeat, Reply, StatusRequest
-from liver_hpc.rendezvous import wire as wire_module
+from liver_hpc.rendezvous import channel as channel_module
 from liver_hpc.rendezvous.channel import (
     Channel,
     ChannelClosed,
@@ -31,9 +31,7 @@ from liver_hpc.rendezvous.channel import (
     ControlServer,
     connect,
 )
-from liver_hpc.rendezvous.handshake import GREETING
-from liver_hpc.rendezvous.proof import NONCE_BYTES, PROOF_BYTES
-from liver_hpc.rendezvous.wire import dial
+from liver_hpc.rendezvous.handshake import GREETING, NONCE_BYTES, PROOF_BYTES
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -153,7 +151,7 @@ def test_many_threads_may_send_at_once() -> None:
 def test_too_long_a_message_is_refused_by_its_sender_and_the_channel_lives() -> None:
     with serving() as server, connected(server) as channel:
         with pytest.raises(ProtocolError, match="at most 16777216"):
-            channel.send(Reply(ok=True, text="x" * wire_module.MAX_MESSAGE_BYTES))
+            channel.send(Reply(ok=True, text="x" * channel_module.MAX_MESSAGE_BYTES))
         channel.send(BEAT)
         assert channel.receive(5.0) == BEAT
 
@@ -230,11 +228,11 @@ def test_close_unblocks_a_send_that_the_peer_does_not_read() -> None:
 def test_a_peer_that_stands_still_within_a_message_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wire_module, "STALL_S", 1.0)
+    monkeypatch.setattr(channel_module, "STALL_S", 1.0)
     release, ended = threading.Event(), threading.Event()
 
     def stall(channel: Channel) -> None:
-        channel._wire._socket.sendall(struct.pack("!I", 100) + b"only this")
+        channel._socket.sendall(struct.pack("!I", 100) + b"only this")
         release.wait(10)
         ended.set()
 
@@ -317,7 +315,7 @@ def challenge(said: bytes) -> bytes:
 
 def test_a_server_that_does_not_hold_the_secret_is_refused() -> None:
     """It accepts any answer, but has no proof of its own."""
-    forged = struct.pack("!I", PROOF_BYTES) + b"p" * PROOF_BYTES
+    forged = b"p" * PROOF_BYTES
     with (
         impostor(challenge, lambda said: forged) as address,
         pytest.raises(ChannelRefused, match=r"the server at .*: .* not hold the same secret"),
@@ -329,7 +327,7 @@ def test_a_clients_own_proof_does_not_pass_as_the_servers() -> None:
     """Who speaks is part of the proof, so that it cannot be reflected."""
 
     def reflect(said: bytes) -> bytes:
-        return struct.pack("!I", PROOF_BYTES) + said[-PROOF_BYTES:]
+        return said[-PROOF_BYTES:]
 
     with (
         impostor(challenge, reflect) as address,
@@ -338,7 +336,7 @@ def test_a_clients_own_proof_does_not_pass_as_the_servers() -> None:
         connect(address, SECRET, 5.0, "the server")
 
 
-@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"\0" * 60, b"liver_hpc wire 2\0"])
+@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"\0" * 60, b"liver_hpc wire 1\0"])
 def test_a_server_of_another_protocol_is_no_wrong_secret(said: bytes) -> None:
     with (
         impostor(lambda _: said) as address,
@@ -444,8 +442,8 @@ def test_half_open_strangers_in_all_places_are_soon_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Who is honest waits in the queue behind them, for no longer than a handshake may take."""
-    monkeypatch.setattr(wire_module, "MOST_STRANGERS", 4)
-    monkeypatch.setattr(wire_module, "CROWDED_S", 0.2)
+    monkeypatch.setattr(channel_module, "MOST_STRANGERS", 4)
+    monkeypatch.setattr(channel_module, "CROWDED_S", 0.2)
     with serving(handshake_timeout_s=5.0) as server, contextlib.ExitStack() as stack:
         for _ in range(18):
             stack.enter_context(raw_client(server))
@@ -584,13 +582,13 @@ def test_what_is_no_message_closes_that_channel_alone(
         "unknown type": b'{"type": "nonsense"}',
     }
     with serving() as server, connected(server) as other:
-        wire = dial(server.address, SECRET, 5.0, "the server")
+        channel = connect(server.address, SECRET, 5.0, "the server")
         if junk == "too long":
-            wire._socket.sendall(struct.pack("!I", wire_module.MAX_MESSAGE_BYTES + 1))
+            channel._socket.sendall(struct.pack("!I", channel_module.MAX_MESSAGE_BYTES + 1))
         else:
-            wire.send(data[junk])
+            channel._socket.sendall(struct.pack("!I", len(data[junk])) + data[junk])
         with pytest.raises(ChannelClosed):
-            wire.receive(5.0)
+            channel.receive(5.0)
         other.send(BEAT)
         assert other.receive(5.0) == BEAT
     assert not bait.exists()

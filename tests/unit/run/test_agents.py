@@ -178,6 +178,12 @@ def test_fallen_agents_are_named(scene: Scene) -> None:
     scene.agents.ended("a0", 1)
     assert scene.agents.fallen(0) == "", "its workers had come; their connections tell"
     scene.agents.ended("a1", TERMINATED)
-    wanted = "agent a1 ended with exit code 143 before its workers were ready; see logs/*-a1.log"
+    wanted = "agent a1 ended with exit code 143 before its workers were ready; see logs/*a1*.log"
     assert scene.agents.fallen(0) == wanted
     assert scene.agents.fallen_told(0)
+
+
+def test_fallen_agents_say_why(scene: Scene) -> None:
+    scene.launch(0, 4)
+    scene.agents.ended("a0", 87, "worker 0 failed in boot: PlanError: no")
+    assert "were ready: worker 0 failed in boot: PlanError: no; see" in scene.agents.fallen(0)

@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liver_hpc.errors import ConfigError, PlanError
+from liver_hpc.errors import PlanError
 from liver_hpc.layout.tensors import EXP_AVG, PARAMETER, Box, ModelSpec, Move, TransferPlan
 from liver_hpc.transport.buckets import (
     Action,
     Bucket,
     Piece,
     Step,
-    check_budget,
     cut_moves,
     group_steps,
     plan_buckets,
@@ -252,11 +251,3 @@ def test_a_plan_of_somebody_else_is_refused() -> None:
     within = Move(0, PARAMETER, Box(0, 1, 0, 1), 1, 1)
     with pytest.raises(PlanError, match="not mine"):
         plan_buckets(TransferPlan(1, (within,), (), ()), lambda _kind: 4, 64)
-
-
-def test_a_budget_without_room_for_a_bucket_is_refused() -> None:
-    check_budget(64, 64)
-    with pytest.raises(ConfigError, match=r"staging_bytes is 63, below one bucket .* is 64"):
-        check_budget(63, 64)
-    with pytest.raises(ConfigError, match="bucket_bytes is 15; wanted at least 16"):
-        check_budget(63, 15)

@@ -59,9 +59,8 @@ def test_a_het_job() -> None:
     assert (extra.place.job_id, extra.job) == ("1", "2")
 
 
-@pytest.mark.parametrize("names", [(), ("main",)])
-def test_a_plain_job(names: tuple[str, ...]) -> None:
-    (own,) = own_allocations(PLAIN, config(*names), hostnames)
+def test_a_plain_job() -> None:
+    (own,) = own_allocations(PLAIN, config("main"), hostnames)
     assert own == Holding("main", Place("5"), ("n2", "n3"), 2, own=True, partition="stable")
     assert own.job == "5"
 

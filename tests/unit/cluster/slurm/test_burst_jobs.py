@@ -31,6 +31,7 @@ class Cluster:
     def __init__(self) -> None:
         self.answers: dict[str, Answer | BaseException] = {}
         self.asked: list[list[str]] = []
+        self.notes: list[str] = []
 
     def __call__(self, words: Sequence[str], limit_s: float) -> Answer:
         self.asked.append(list(words))
@@ -49,7 +50,7 @@ def burst_jobs(cluster: Cluster, clock: FakeClock, run_directory: Path) -> Burst
     burst = CONFIG.cluster.slurm.burst
     assert burst is not None
     commands = SlurmCommands(5.0, 0.0, clock, cluster)
-    return BurstJobs(CONFIG, burst, commands, run_directory, clock)
+    return BurstJobs(CONFIG, burst, commands, run_directory, clock, cluster.notes.append)
 
 
 @pytest.fixture
@@ -64,29 +65,27 @@ def test_a_request_whose_answer_was_lost_is_found_by_its_name(
 ) -> None:
     cluster.answers["sbatch"] = TimeoutError()
     with pytest.raises(ControllerUnreachable):
-        jobs.act([])
-    assert jobs.pending == []
+        jobs.act()
+    assert jobs.policy.pending == []
     # It runs already when the controller answers again.
     cluster.answers["squeue"] = Answer(0, f"7|7|RUNNING|None|9999|n4|{jobs.name}\n")
-    notes: list[str] = []
-    (granted,) = jobs.observe({}, notes)
+    (granted,) = jobs.observe({})
     assert (granted.job_id, granted.nodes) == ("7", ("n4",))
-    assert notes == ["burst request 7 was taken after all"]
-    jobs.act(notes)
+    assert cluster.notes == ["burst request 7 was taken after all"]
+    jobs.act()
     assert [words[0] for words in cluster.asked].count("sbatch") == 1
 
 
 def test_a_request_that_can_never_start_is_a_refused_one(cluster: Cluster, jobs: BurstJobs) -> None:
     cluster.answers["sbatch"] = Answer(0, "7\n")
-    jobs.act([])
-    assert jobs.pending == ["7"]
+    jobs.act()
+    assert jobs.policy.pending == ["7"]
     cluster.answers["squeue"] = Answer(0, f"7|7|PENDING|PartitionTimeLimit|N/A||{jobs.name}\n")
-    notes: list[str] = []
-    assert jobs.observe(_now(cluster), notes) == []
-    assert notes == ["burst request 7 was refused: PartitionTimeLimit"]
+    assert jobs.observe(_now(cluster)) == []
+    assert cluster.notes == ["burst request 7 was refused: PartitionTimeLimit"]
     assert cluster.asked[-1] == ["scancel", "7"]
-    jobs.act(notes)
-    assert jobs.pending == [], "not before the back-off is over"
+    jobs.act()
+    assert jobs.policy.pending == [], "not before the back-off is over"
 
 
 def _now(cluster: Cluster) -> dict[str, JobInfo]:
@@ -108,17 +107,17 @@ def test_a_disk_that_is_full_does_not_cost_a_grant(
     cluster: Cluster, jobs: BurstJobs, tmp_path: Path
 ) -> None:
     cluster.answers["sbatch"] = Answer(0, "7\n")
-    jobs.act([])
+    jobs.act()
     (tmp_path / "burst.json").mkdir()  # where the record would be
     cluster.answers["squeue"] = Answer(0, f"7|7|RUNNING|None|9999|n4|{jobs.name}\n")
-    assert [info.job_id for info in jobs.observe(_now(cluster), [])] == ["7"]
+    assert [info.job_id for info in jobs.observe(_now(cluster))] == ["7"]
 
 
 def test_a_node_that_was_drained_is_not_asked_for_again(cluster: Cluster, jobs: BurstJobs) -> None:
     cluster.answers["sbatch"] = Answer(0, "8\n")
     jobs.avoided |= {"n4"}
     jobs.avoided |= {"n3"}
-    jobs.act([])
+    jobs.act()
     (asked,) = [words for words in cluster.asked if words[0] == "sbatch"]
     assert "--exclude=n3,n4" in asked
 
@@ -130,6 +129,6 @@ def test_a_node_that_is_drained_no_longer_is_asked_for_again(
     jobs.avoided |= {"n4"}
     jobs.avoided -= {"n4"}
     jobs.avoided -= {"n9"}
-    jobs.act([])
+    jobs.act()
     (asked,) = [words for words in cluster.asked if words[0] == "sbatch"]
     assert not [word for word in asked if word.startswith("--exclude")]

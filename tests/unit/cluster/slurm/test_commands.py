@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from liver_hpc.clock import Deadline, FakeClock, SystemClock, poll_until
+from liver_hpc.clock import FakeClock
 from liver_hpc.cluster.slurm.commands import (
     Answer,
     ControllerUnreachable,
@@ -16,7 +15,7 @@ from liver_hpc.cluster.slurm.commands import (
     SlurmError,
     run_command,
 )
-from liver_hpc.cluster.slurm.replies import JobInfo, StepInfo
+from liver_hpc.cluster.slurm.replies import JobInfo
 
 AWAY = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
 HET_JOB = """\
@@ -50,9 +49,9 @@ def commands(*answers: Answer | BaseException, unreachable_s: float = 0.0) -> Sl
 
 def test_jobs_of_a_het_job_come_by_their_own_ids() -> None:
     assert commands(Answer(0, HET_JOB)).jobs(["1", "7"]) == {
-        "1": JobInfo("1", "1", 0, "RUNNING", "None", ("n1",), 1795264860.0, "a | name"),
-        "2": JobInfo("2", "1", 1, "RUNNING", "None", ("n2", "n3"), 1795264860.0, "a | name"),
-        "7": JobInfo("7", None, None, "PENDING", "Resources", (), None, "other"),
+        "1": JobInfo("1", "1", "RUNNING", "None", ("n1",), 1795264860.0, "a | name"),
+        "2": JobInfo("2", "1", "RUNNING", "None", ("n2", "n3"), 1795264860.0, "a | name"),
+        "7": JobInfo("7", None, "PENDING", "Resources", (), None, "other"),
     }
 
 
@@ -78,7 +77,7 @@ def test_an_absent_controller_is_asked_again(answer: Answer | BaseException) -> 
     with pytest.raises(
         ControllerUnreachable, match=r"squeue .*(Unable to contact|no answer in 5 s)"
     ):
-        SlurmCommands(5.0, 60.0, run=Played(answer)).jobs(["1"], retry=False)
+        SlurmCommands(5.0, 60.0, run=Played(answer)).once().jobs(["1"])
 
 
 def test_a_refusal_is_not_repeated_and_says_what_was_asked() -> None:
@@ -86,21 +85,6 @@ def test_a_refusal_is_not_repeated_and_says_what_was_asked() -> None:
     with pytest.raises(SlurmError, match=r"^sbatch --parsable -p nope /x/s: exit code 1: .*nope$"):
         SlurmCommands(5.0, 60.0, run=played).sbatch(["-p", "nope"], Path("/x/s"))
     assert len(played.asked) == 1
-
-
-def test_close_ends_a_pause() -> None:
-    slurm = SlurmCommands(5.0, 600.0, run=(played := Played(AWAY)))
-    failed = threading.Event()
-
-    def ask() -> None:
-        with pytest.raises(ControllerUnreachable):
-            slurm.requeue("1")
-        failed.set()
-
-    threading.Thread(target=ask, daemon=True).start()
-    poll_until(lambda: bool(played.asked), Deadline.after(SystemClock(), 5.0, "the first try"))
-    slurm.close()
-    assert failed.wait(5.0)
 
 
 def test_sbatch_gives_the_id_and_hands_over_the_words() -> None:
@@ -111,10 +95,9 @@ def test_sbatch_gives_the_id_and_hands_over_the_words() -> None:
 
 
 def test_steps_and_node_states() -> None:
-    assert commands(Answer(0, "2.1|n[2-3]|liver-a\n1.batch|n1|batch\n")).steps("1") == [
-        StepInfo("2.1", "liver-a", ("n2", "n3")),
-        StepInfo("1.batch", "batch", ("n1",)),
-    ]
+    listed = Answer(0, "2.1|liver-a\n1.batch|batch\n2.4|liver-a|b\n")
+    assert commands(listed).steps("1", "liver-a") == ["2.1"]
+    assert commands(listed).steps("1", "liver-a|b") == ["2.4"]
     states = "n1|idle+drain|\nn1|idle+drain|\nn2|allocated|\n"
     assert commands(Answer(0, states)).node_states(["n1", "n2"]) == {
         "n1": "idle+drain",
@@ -136,7 +119,6 @@ def test_partitions_and_settings() -> None:
         6.0,
         "REQUEUE",
     )
-    assert (partition.max_time_s, partition.priority_tier) == (26 * 3600.0, 1)
     config = Answer(0, "Configuration data as of now\nKillWait                = 5 sec\n")
     assert commands(config).setting("KillWait") == "5 sec"
     with pytest.raises(SlurmError, match="no setting 'Nonsense'"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from liver_hpc.cluster.slurm.commands import (
     SlurmCommands,
     SlurmError,
 )
-from liver_hpc.cluster.slurm.executor import OVER, HetJob, SqueueWatcher, submit_once
+from liver_hpc.cluster.slurm.executor import submit_once
 
 AWAY = Answer(1, "", "sbatch: error: Unable to contact slurm controller (connect failure)")
 
@@ -67,36 +66,3 @@ def test_a_refusal_is_not_repeated() -> None:
 def test_a_controller_that_stays_unreachable_is_an_error() -> None:
     with pytest.raises(ControllerUnreachable, match="Unable to contact"):
         submit_once(commands(Played(AWAY, AWAY)), Path("batch.sh"), "run-1")
-
-
-@pytest.fixture
-def job(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Job 12 of two components whose squeue answers are the test's parameter."""
-    monkeypatch.setattr(HetJob, "watcher", SqueueWatcher(commands(Played(*request.param))))
-    job = HetJob(tmp_path, "12")
-    job.component_names = ("main", "extra")
-    return job
-
-
-@pytest.mark.parametrize("job", [[queued(12), Answer(0, "")]], indirect=True)
-def test_a_job_that_is_listed_no_more_is_over(job: HetJob) -> None:
-    assert not job.done(force_check=True)
-    assert job.watcher.get_state("12", mode="cache") == "PENDING"
-    job.watcher.update()
-    assert job.done()
-    assert job.state == OVER
-
-
-@pytest.mark.parametrize("job", [[queued(12), AWAY]], indirect=True)
-def test_an_absent_controller_ends_no_job(job: HetJob) -> None:
-    job.watcher.update()
-    job.watcher.update()
-    assert job.watcher.get_state("12", mode="cache") == "PENDING"
-
-
-@pytest.mark.parametrize("job", [[queued(12, "12+0", "RUNNING")]], indirect=True)
-def test_a_component_that_is_listed_no_more_is_over(job: HetJob) -> None:
-    assert [(part.name, part.state) for part in job.components] == [
-        ("main", "RUNNING"),
-        ("extra", OVER),
-    ]

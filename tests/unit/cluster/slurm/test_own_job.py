@@ -45,15 +45,8 @@ def test_a_second_restart_is_told_from_the_first(tmp_path: Path) -> None:
     assert not job(started="3000", restarts="1").made(tmp_path)
 
 
-def test_a_directory_of_before_jobs_were_noted(tmp_path: Path) -> None:
-    path = tmp_path / "run-77"
-    path.mkdir()
-    assert job(restarts="1").made(path)
-    assert not job().made(path)
-    assert not job(job_id="7", restarts="1").made(path)
-
-
 def test_a_note_that_cannot_be_read_is_nobodys(tmp_path: Path) -> None:
+    assert not job(restarts="1").made(tmp_path)
     (tmp_path / "job.json").write_text("{")
     assert not job(restarts="1").made(tmp_path)
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.rendezvous.mpi.pmi import (
-    MAX_KEYS,
     MAX_LINE_BYTES,
     PmiError,
     PmiServer,
@@ -87,23 +86,6 @@ def test_there_is_no_other_store_than_its_own(pmi: PmiServer) -> None:
     assert "rc=-1" in ask(pmi, "cmd=put kvsname=other key=k value=v")
     ask(pmi, f"cmd=put kvsname={pmi.world} key=k value=v")
     assert "rc=-1" in ask(pmi, "cmd=get kvsname=other key=k")
-
-
-def test_keys_and_values_have_the_lengths_that_were_told(pmi: PmiServer) -> None:
-    sizes = dict(re.findall(r"(\w+)_max=(\d+)", ask(pmi, "cmd=get_maxes")))
-    key, value = "k" * int(sizes["keylen"]), "v" * int(sizes["vallen"])
-    put = f"cmd=put kvsname={pmi.world} key="
-    assert "rc=0" in ask(pmi, f"{put}{key} value={value}")
-    assert "rc=-1 msg=too_long" in ask(pmi, f"{put}{key}k value=v")
-    assert "rc=-1 msg=too_long" in ask(pmi, f"{put}k value={value}v")
-    assert "rc=-1 msg=too_long" in ask(pmi, f"{put} value=v")
-
-
-def test_the_store_does_not_grow_without_end(pmi: PmiServer) -> None:
-    for number in range(MAX_KEYS):
-        assert "rc=0" in ask(pmi, f"cmd=put kvsname={pmi.world} key=k{number} value=v")
-    assert "too_many_keys" in ask(pmi, f"cmd=put kvsname={pmi.world} key=more value=v")
-    assert "rc=0" in ask(pmi, f"cmd=put kvsname={pmi.world} key=k0 value=again")
 
 
 # ---- lines

@@ -1,23 +1,27 @@
-"""A worker's part of a checkpoint: the boxes that are its to write, flushed to the disk."""
+"""A worker's part of a checkpoint: it writes the boxes that are its to write, flushed to the disk,
+and reads those that its world needs, alone."""
 
 from __future__ import annotations
 
 import logging
+from itertools import groupby
 from pathlib import Path
 
-from liver_hpc.checkpoint.boxes import written_boxes
-from liver_hpc.checkpoint.hdf5 import BoxesWriter, dataset_name
+from liver_hpc.checkpoint.boxes import reads, written_boxes
+from liver_hpc.checkpoint.hdf5 import BoxesReader, BoxesWriter, dataset_name
 from liver_hpc.checkpoint.index import (
+    CheckpointIndex,
     Part,
+    SavedModel,
     checksum,
     part_name,
     partial_path,
+    read_index,
 )
 from liver_hpc.clock import Clock
-from liver_hpc.errors import LiverError
+from liver_hpc.errors import CheckpointError, LiverError
 from liver_hpc.host.files import flush_to_disk
-from liver_hpc.layout.tensors import PARAMETER
-from liver_hpc.protocol.messages import Saved
+from liver_hpc.protocol.messages import Restored, Saved
 from liver_hpc.report.hdf5 import HDF5_ERRORS, failure_text
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import World
@@ -33,7 +37,7 @@ def save(world: World, step: int, directory: Path, clock: Clock) -> Saved:
     started_s, scalars = clock.now_s(), world.scalar_state(step)
     try:
         part = write_part(world.state, step, directory)
-        digests = world.state.digests((PARAMETER, *world.recipe.spec.optimizer_kinds))
+        digests = world.state.digests(world.recipe.spec.kinds)
     except (*HDF5_ERRORS, LiverError) as error:
         log.exception("step %d cannot be saved in %s", step, directory)
         text = failure_text(error)
@@ -62,3 +66,34 @@ def write_part(state: WorldState, step: int, directory: Path) -> Part:
             file.write(name, state.view(kind, index, box))
     flush_to_disk(partial)
     return Part(file=path.name, num_bytes=path.stat().st_size, checksum=checksum(path))
+
+
+def restore(world: World, path: Path) -> Restored:
+    """Fills a world, of whatever layout, from the checkpoint in `path`; what it now holds.
+
+    Not collective. Raises CheckpointError, naming the file, where that cannot be done.
+    """
+    index = read_index(path)
+    read_parts(world.state, index, path)
+    world.load_scalar_state(index.scalars)
+    return Restored(
+        worker=world.worker,
+        generation=world.generation,
+        scalars=world.scalar_state(index.scalars.step),
+        digests=world.state.digests(world.recipe.spec.kinds),
+    )
+
+
+def read_parts(state: WorldState, index: CheckpointIndex, path: Path) -> None:
+    """All boxes of a state, from the files that hold them; raises CheckpointError."""
+    difference = index.model.difference(SavedModel.of(state.model))
+    if difference:
+        raise CheckpointError(f"{path} is of another model: {difference}")
+    wanted = reads(state.model, index.rank_map.rank_map().layout, state.layout, state.at)
+    for rank, group in groupby(wanted, key=lambda read: read.rank):
+        with BoxesReader(path / index.parts[rank].file) as file:
+            for read in group:
+                tensor = state.model.tensors[read.tensor_index]
+                name = dataset_name(read.kind, tensor.name, read.saved)
+                view = state.view(read.kind, read.tensor_index, read.part)
+                file.read(name, read.saved, read.part, view)

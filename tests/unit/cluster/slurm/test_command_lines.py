@@ -1,0 +1,75 @@
+"""Every command line of Slurm, whole."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from liver_hpc.cluster.slurm.burst import Request
+from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands, sbatch_words
+from liver_hpc.cluster.slurm.holdings import Place
+from liver_hpc.cluster.slurm.launcher import srun_words
+from liver_hpc.cluster.slurm.script import burst_options
+from liver_hpc.config.schema import BurstSection, SlurmSection
+from tests.golden_files import Golden
+
+RUN = Path("/runs/a b%")
+SCRIPT = RUN / "burst.sbatch"
+PART = BurstSection(
+    partition="preempt",
+    max_nodes=4,
+    gpus_per_node=8,
+    cpus_per_node=32,
+    options={"constraint": "ib&gold", "exclusive": True, "qos": "cheap"},
+)
+PLAIN = BurstSection(partition="preempt", max_nodes=4)
+PAID = SlurmSection(account="physics", qos="normal")
+LINES = {
+    "a run": sbatch_words([], RUN / "batch.sh"),
+    "a burst request": sbatch_words(
+        burst_options(PAID, PART, Request(2, 60), "run-burst-1", RUN), SCRIPT, [str(RUN)]
+    ),
+    "a plain burst request": sbatch_words(
+        burst_options(SlurmSection(), PLAIN, Request(1, 5), "run-burst-2", RUN), SCRIPT, [str(RUN)]
+    ),
+    "an agent's step": srun_words(Place("12"), "liver-a0", "n1"),
+    "a component's step, with accelerators": srun_words(
+        Place("12", 1, gpus_per_node=4), "liver-a1", "n2"
+    ),
+}
+CALLS = {
+    "the end of a job": lambda slurm: slurm.cancel("12"),
+    "a step's signal": lambda slurm: slurm.cancel("12.3", "KILL"),
+    "the end of all jobs of a name": lambda slurm: slurm.cancel_named("run-burst-1"),
+    "a requeue": lambda slurm: slurm.requeue("12"),
+    "some jobs": lambda slurm: slurm.jobs(["12", "15"]),
+    "jobs of a name": lambda slurm: slurm.named("run-burst-1"),
+    "a job's steps": lambda slurm: slurm.steps("12", "liver-a0"),
+    "states of nodes": lambda slurm: slurm.node_states(["n1", "n2"]),
+    "names of nodes": lambda slurm: slurm.hostnames("n[1-3]"),
+    "partitions": lambda slurm: slurm.partitions(),
+    "the configuration": lambda slurm: slurm.setting("KillWait"),
+}
+
+
+def test_every_command_line(golden: Golden) -> None:
+    asked: list[Sequence[str]] = []
+
+    def run(words: Sequence[str], limit_s: float) -> Answer:
+        asked.append(words)
+        return Answer(0, "KillWait = 30 sec" if words[-1] == "config" else "")
+
+    for call in CALLS.values():
+        call(SlurmCommands(1.0, 0.0, run=run))
+    every = LINES | dict(zip(CALLS, asked, strict=True))
+    lines = [f"# {what}\n{shlex.join(line)}\n" for what, line in every.items()]
+    golden.check(
+        "slurm/command-lines.sh", "\n".join(lines).replace(f"--user={os.geteuid()}", "--user=1000")
+    )
+
+
+def test_what_the_run_file_says_of_burst_nodes_wins() -> None:
+    line = burst_options(PAID, PART, Request(2, 60), "run-burst-1", RUN)
+    assert [word for word in line if word.startswith("--qos")] == ["--qos=cheap"]

@@ -1,0 +1,102 @@
+"""What this process hands on, and what it takes and leaves alone."""
+
+from __future__ import annotations
+
+import gc
+import resource
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from liver_hpc.host.process import (
+    ENOUGH,
+    clean_environment,
+    collector_paused,
+    raise_descriptor_limit,
+)
+
+FOREIGN = [
+    "SLURM_JOB_ID",
+    "SLURM_CONF_SERVER",
+    "SLURM_HET_SIZE",
+    "PMI_FD",
+    "PMI2_FD",
+    "PMIX_RANK",
+    "OMPI_COMM_WORLD_RANK",
+    "HYDRA_LAUNCHER",
+    "HYDI_CONTROL_FD",
+    "MPI_LOCALRANKID",
+]
+OURS = ["SLURM_CONF", "PATH", "HOME", "FI_PROVIDER", "MPIR_CVAR_CH4_NETMOD", "LIVER_LOCAL_RANK"]
+
+
+def test_takes_away_the_launch_and_keeps_the_rest() -> None:
+    environment = {name: name.lower() for name in FOREIGN + OURS}
+    assert clean_environment(environment) == {name: name.lower() for name in OURS}
+
+
+def test_leaves_its_argument_alone() -> None:
+    environment = {"PMI_FD": "3", "PATH": "/bin"}
+    clean_environment(environment)
+    assert environment == {"PMI_FD": "3", "PATH": "/bin"}
+
+
+@given(st.dictionaries(st.sampled_from(FOREIGN + OURS) | st.text(min_size=1), st.text()))
+def test_what_is_left_is_a_part_and_clean_already(environment: dict[str, str]) -> None:
+    clean = clean_environment(environment)
+    assert clean.items() <= environment.items()
+    assert clean_environment(clean) == clean
+    assert not clean.keys() & set(FOREIGN)
+
+
+# ---- descriptors
+
+UNLIMITED = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted"),
+    [
+        (1024, 4096, [(4096, 4096)]),
+        (1024, 2**20, [(ENOUGH, 2**20)]),
+        (1024, UNLIMITED, [(ENOUGH, UNLIMITED)]),
+        (4096, 4096, []),
+        (2**20, 2**20, []),
+        (UNLIMITED, UNLIMITED, []),
+    ],
+)
+def test_the_soft_limit_is_raised_towards_the_hard_one(
+    soft: int, hard: int, wanted: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: made.append(limits))
+    raise_descriptor_limit()
+    assert made == wanted
+
+
+# ---- the collector
+
+
+def test_nothing_is_collected_inside_and_what_was_made_is_not_walked_afterwards() -> None:
+    frozen, kept = gc.get_freeze_count(), []
+    try:
+        with collector_paused():
+            assert not gc.isenabled()
+            kept += [[] for _ in range(1000)]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > frozen + len(kept)
+    finally:
+        gc.unfreeze()
+
+
+def test_the_collector_goes_on_where_an_import_fails() -> None:
+    def imports() -> None:
+        with collector_paused():
+            raise ImportError
+
+    with pytest.raises(ImportError):
+        imports()
+    assert gc.isenabled()
+    gc.unfreeze()
