@@ -18,6 +18,7 @@ from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.report.store import RunRecords, read_run
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import Outcome
+from tests.integration.replay import check_replay
 
 ENDLESS = 100_000
 """Steps of a run that a test stops itself."""
@@ -72,9 +73,10 @@ def worst_difference(
 
 
 def stop_and_read(run: RunDirectory) -> RunRecords:
-    """Stops a run at its next step boundary; returns its records."""
+    """Stops a run at its next step boundary; returns its records. Its journal is played again."""
     outcome = stop(run)
     assert outcome.state == "stopped", f"{outcome.reason}\n{tails(run)}"
+    check_replay(run.path)
     return read_run(run.path)
 
 
@@ -104,10 +106,12 @@ def wait_for_end(run: RunDirectory, timeout_s: float = 300.0) -> Outcome:
 
 
 def finish(run: RunDirectory, timeout_s: float = 300.0) -> Any:
-    """Waits for the end of a run that must finish; returns its records."""
+    """Waits for the end of a run that must finish; returns its records. Its journal, of all its
+    starts, is played again."""
     outcome = wait_for_end(run, timeout_s)
     assert outcome.state == "finished", f"{outcome.reason}\n{tails(run)}"
     wait_until(lambda: not processes_of(run), 20.0, f"processes {processes_of(run)}")
+    check_replay(run.path)
     return read_run(run.path)
 
 

@@ -238,7 +238,8 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_run(
 def test_sigkill_of_the_coordinator_leaves_a_run_that_goes_on(
     tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Metrics of the life before are kept; the steps after its last checkpoint are there twice."""
+    """Metrics of the life before are kept; the steps after its last checkpoint are there twice. The
+    journal of both lives is played again by `finish`."""
     run = start(short_run(tmp_path, checkpoint={"every_steps": 5}))
     watch(run, lambda status: len(read_run(run.path).steps) >= 7, 60.0)
     address = run.coordinator()

@@ -15,7 +15,7 @@ from tests.unit.coordinator.live import LiveRun, Start
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Start]:
-    """Makes a run, by default starts it, and sees to its end."""
+    """Makes a run, by default starts it, and sees to its end; its journal is played again."""
     runs: list[LiveRun] = []
 
     def make(begin: bool = True, nodes: Sequence[Node] = (), **sections: Any) -> LiveRun:
@@ -28,3 +28,4 @@ def make(tmp_path: Path) -> Iterator[Start]:
     yield make
     for run in runs:
         run.close()
+        run.check_replay()

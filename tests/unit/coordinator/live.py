@@ -20,10 +20,13 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.base import Identity
 from liver_hpc.rendezvous.channel import Channel, connect
-from liver_hpc.run.events import Memory
+from liver_hpc.run.estimates import HandoffEstimator
+from liver_hpc.run.events import CoordinatorStarted, Memory
+from liver_hpc.run.machine import Run
 from liver_hpc.run.node_events import Node
 from liver_hpc.run.outcome import Outcome
 from liver_hpc.run.records import ReconfigurationRecord
+from liver_hpc.run.replay import differences
 from tests.fakes import Fault, JournalRecords, tiny_recipe
 from tests.scripted_cluster import ScriptedCluster
 
@@ -32,12 +35,16 @@ LIMIT_S = 10.0
 
 
 class LiveRun:
-    """A coordinator in a thread, its scripted cluster, and an operator."""
+    """A coordinator in a thread, its scripted cluster, and an operator.
+
+    core_was_told_more: the test has put something into the core that its journal knows nothing of.
+    """
 
     def __init__(self, directory: Path, config: RunConfig, nodes: Sequence[Node] = ()) -> None:
         self.directory = directory
         self.cluster = ScriptedCluster(SECRET, nodes or (Node("", "machine"),))
         self.metrics = JournalRecords()
+        self.core_was_told_more = False
         services = Services(
             clock=SystemClock(),
             recipe=tiny_recipe(config),
@@ -123,6 +130,26 @@ class LiveRun:
                 played.channel.close()
             self._thread.join(LIMIT_S)
             assert not self._thread.is_alive(), "the coordinator still runs"
+
+    def fail_leaves(self, number: int) -> None:
+        """The run believes that so many handoffs away from nodes have failed."""
+        self.coordinator._run.elastic.estimates.failed_leaves = number
+        self.core_was_told_more = True
+
+    def check_replay(self) -> None:
+        """Another core decides the same, given nothing but the journal."""
+        if self.core_was_told_more:
+            return
+        different = [*differences(self.metrics.entries, self._new_core)]
+        assert not different, different[0]
+
+    def _new_core(self, event: CoordinatorStarted) -> Run:
+        played = self.coordinator._run
+        recipe = tiny_recipe(played.config)
+        core = Run(played.config, recipe.spec, recipe.check_layout)
+        if not isinstance(played.elastic.estimates.handoffs, HandoffEstimator):
+            core.elastic.estimates.handoffs = played.elastic.estimates.handoffs
+        return core
 
 
 Start = Callable[..., LiveRun]

@@ -13,6 +13,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.base import Identity
 from liver_hpc.rendezvous.channel import ChannelClosed, connect
+from liver_hpc.run.events import CheckpointWritten
 from liver_hpc.run.outcome import Outcome
 from tests.fakes import Fault
 from tests.unit.coordinator.live import LIMIT_S, SECRET, Start
@@ -123,7 +124,7 @@ def test_a_worker_that_is_lost_as_the_run_ends_does_not_make_it_begin_again(
 ) -> None:
     """Also where there is a checkpoint to begin again from."""
     run = make(checkpoint={"keep": 1})
-    run.coordinator._run._checkpointed = (1, "a directory")
+    run.coordinator._inbox.put(CheckpointWritten(1, "a directory", 1, 0.1, 1))  # type: ignore[arg-type]
     for played in run.cluster.workers.values():
         played.script.mute = True  # the boundary is far
     if ending == "stopped":

@@ -229,7 +229,7 @@ def test_a_warning_with_a_deadline_hurries_one_without(make: Start) -> None:
 
 def test_a_node_that_nobody_takes_is_kept_when_handoffs_away_from_it_fail(make: Start) -> None:
     run = on_two_nodes(make, layouts={1: [{}], 2: [{"dp": 2}], 4: [{"dp": 4}]})
-    run.coordinator._run.elastic.estimates.failed_leaves = 3
+    run.fail_leaves(3)
     run.cluster.pool.warn("n2", "drained")
     run.until(lambda: run.coordinator._run.elastic.nodes.stuck is not None, "the run to stay")
     assert run.status()["state"] == "training"
@@ -242,7 +242,7 @@ def test_an_operator_can_stop_a_run_that_is_about_to_begin_again(make: Start) ->
     run = grown(make)
     for played in run.cluster.workers.values():
         played.script.mute = True  # the boundary is far
-    run.coordinator._run.elastic.estimates.failed_leaves = 3
+    run.fail_leaves(3)
     run.cluster.pool.warn("burst3", window_s=0.001)
     run.until(lambda: run.status()["state"] == "stopping", "the way to the disk")
     assert run.ask(m.StopRequest()).text == "stopping at the next step boundary"

@@ -65,3 +65,4 @@ def test_an_agent_is_killed_only_where_it_was_launched(
         assert run.status()["state"] == "training"
     finally:
         run.close()
+    run.check_replay()

@@ -1,0 +1,129 @@
+"""A journal played again: to the same decisions, or said to be otherwise; and what it leaves for
+the next start."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from liver_hpc.errors import ConfigError
+from liver_hpc.run.entries import Entry
+from liver_hpc.run.events import Memory
+from liver_hpc.run.replay import differences, memory_of
+from tests.unit.run.choices import Choices
+from tests.unit.run.endings import schedule
+from tests.unit.run.play import Play
+from tests.unit.run.scenes import SCENES
+
+
+def entry(number: int, event: dict[str, Any], *actions: dict[str, Any]) -> Entry:
+    return Entry(number, 1_000.0 + number, event, [*actions])
+
+
+def remember(ceiling: int, *drained: str) -> dict[str, Any]:
+    return {"type": "remember", "ceiling": ceiling, "drained": [*drained]}
+
+
+def row(generation: int) -> dict[str, Any]:
+    return {"type": "record", "table": "reconfigurations", "row": {"generation": generation}}
+
+
+TICK = {"type": "tick"}
+STARTED = {"type": "coordinator_started", "attributes": {}, "checkpoints": ""}
+
+
+# ---- the same again
+
+
+@pytest.fixture
+def played() -> Play:
+    """A run that trains, told of in a journal."""
+    play = Play(SCENES[0], Choices(b""))
+    play.begin()
+    play.settle()
+    for _ in range(3):
+        play.train()
+        play.settle()
+    return play
+
+
+def test_a_journal_leads_to_the_same_decisions(played: Play) -> None:
+    assert not [*differences(played.journal(), played.scene.new_run)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_so_does_one_of_several_starts(seed: int) -> None:
+    found = schedule(random.Random(seed).randbytes(300))
+    assert not [*differences(found.journal(), found.scene.new_run)]
+
+
+def test_what_was_decided_otherwise_is_told_with_its_entry(played: Play) -> None:
+    journal = played.journal()
+    at = next(n for n, each in enumerate(journal) if each.event["type"] == "agent_met")
+    wanted = journal[at].actions[0]
+    agent, wanted["workers"] = wanted["agent"], [7]
+    (found,) = differences(journal, played.scene.new_run)
+    assert found.number == at
+    assert found.wanted == [{"type": "admit", "agent": agent, "workers": [7]}]
+    assert found.got == [{"type": "admit", "agent": agent, "workers": [0]}]
+
+
+def test_a_core_of_another_run_file_decides_otherwise(played: Play) -> None:
+    assert [*differences(played.journal(), SCENES[3].new_run)]
+
+
+def test_an_event_that_nobody_knows_is_refused(played: Play) -> None:
+    journal = [*played.journal(), entry(99, {"type": "of_next_year"})]
+    with pytest.raises(ConfigError, match="of_next_year"):
+        [*differences(journal, played.scene.new_run)]
+
+
+def test_steps_that_a_full_disk_has_cost_are_passed_over(played: Play) -> None:
+    journal = played.journal()
+    steps = [n for n, each in enumerate(journal) if each.event["type"] == "step_done"]
+    kept = [each for n, each in enumerate(journal) if n not in steps[1:]]
+    kept.insert(steps[1], entry(steps[1], {"type": "steps_dropped", "count": 2}))
+    assert not [*differences(kept, played.scene.new_run)]
+
+
+# ---- what the next start is to know
+
+
+def test_an_empty_journal_leaves_nothing() -> None:
+    assert memory_of([]) == Memory()
+
+
+def test_what_was_remembered_last_counts() -> None:
+    journal = [
+        entry(0, STARTED),
+        entry(1, TICK, remember(4, "n1")),
+        entry(2, TICK, remember(2, "n1", "n2")),
+        entry(3, STARTED),
+    ]
+    assert memory_of(journal) == Memory(-1, 2, ("n1", "n2"))
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        entry(1, {"type": "step_done", "generation": 7}),
+        entry(1, {"type": "transports", "generation": 7}),
+        entry(1, TICK, row(7)),
+    ],
+    ids=["a step", "a world that stood", "an attempt"],
+)
+def test_no_number_of_a_world_or_an_attempt_is_used_again(last: Entry) -> None:
+    journal = [entry(0, STARTED, row(3)), last, entry(2, STARTED)]
+    assert memory_of(journal).last_generation == 7
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_journal_remembers_what_the_core_does(seed: int) -> None:
+    play = schedule(bytes([seed]) + random.Random(seed).randbytes(200))
+    found, known = memory_of(play.journal()), play.run.memory
+    if any(each["type"] == "remember" for e in play.journal() for each in e.actions):
+        assert found.ceiling == known.ceiling
+        assert found.drained == known.drained
+    assert found.last_generation <= known.last_generation
