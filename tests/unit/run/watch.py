@@ -69,6 +69,7 @@ class Watch:
         self._attempt = -1  # the generation whose Prepare has gone out, -1 for none
         self.generations: list[int] = []
         self._wanted = -1
+        self._to_be_recorded: set[str] = set()  # nodes whose notices are open
         self._answered: set[int] = set()
         self._journal_error = ""
         self._prepared: set[int] = set()
@@ -108,6 +109,8 @@ class Watch:
                 self.nodes[event.node.name] = SeenNode()
             case NodeWarned() if event.node in self.nodes:
                 self.nodes[event.node].warned = event
+                if not self.ends:
+                    self._to_be_recorded.add(event.node)
             case NodeGone():
                 self.nodes.pop(event.node, None)
 
@@ -118,6 +121,8 @@ class Watch:
         for action in actions:
             assert not ended or isinstance(action, AFTER_THE_END), f"after the end: {action}"
             self._action(event, action)
+        if isinstance(event, NodeGranted) and event.node.name in self.drains and not ended:
+            self._to_be_recorded.add(event.node.name)  # what it was told of before is recorded
         assert (self.run.state is RunState.ENDED) == bool(self.ends)
         if not self.ends:
             self._world()
@@ -158,6 +163,7 @@ class Watch:
             del self.drains[request.node]
         else:
             self.drains.setdefault(request.node, None)
+            self._to_be_recorded.add(request.node)
 
     def to_be_left(self, node: str) -> bool:
         return node in self.drains or self.nodes[node].warned is not None
@@ -206,6 +212,7 @@ class Watch:
             case a.End():
                 assert not self.ends, "ended twice"
                 assert action.reason
+                assert not self._to_be_recorded, f"of {self._to_be_recorded} nothing is recorded"
                 self.ends.append(action)
 
     def _in_turn(self, row: ReconfigurationRecord) -> None:
@@ -339,8 +346,10 @@ class Watch:
     def _notice(self, event: e.Event, row: NoticeRecord) -> None:
         """No window is missed without a word."""
         self.notices.append(row)
-        if row.kind in (GRANTED, LOST) or not row.node:
+        if row.kind in (GRANTED, LOST) or row.kind in (Ending.RESTART, Ending.REQUEUE):
             return
+        assert row.node in self._to_be_recorded, f"{row} is recorded again"
+        self._to_be_recorded.discard(row.node)
         if row.outcome == "in time":
             assert not row.left_s > row.deadline_s
         if row.outcome in ("in time", "late"):
