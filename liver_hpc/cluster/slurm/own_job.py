@@ -41,10 +41,14 @@ class OwnJob(BaseModel):
         )
 
     def made(self, run_directory: Path) -> bool:
-        """Whether this start of the job, or an earlier one, noted itself in `run_directory`."""
+        """Whether this start of the job, or an earlier one, noted itself in `run_directory`. One
+        that was queued again also finds a directory of its name in which nobody has: its first
+        start was killed before it could, or was an earlier release's."""
         try:
             noted = OwnJob.model_validate_json((run_directory / JOB_FILE).read_bytes())
-        except (FileNotFoundError, ValidationError):
+        except FileNotFoundError:
+            return self.restarts > 0 and run_directory.name.endswith(f"-{self.job_id}")
+        except ValidationError:
             return False
         if (noted.job_id, noted.cluster) != (self.job_id, self.cluster):
             return False
@@ -53,7 +57,8 @@ class OwnJob(BaseModel):
     @staticmethod
     def noted_s(run_directory: Path) -> float:
         """When a job last noted itself there: of several jobs of one id the last one still runs."""
-        return (run_directory / JOB_FILE).stat().st_mtime
+        path = run_directory / JOB_FILE
+        return path.stat().st_mtime if path.exists() else 0.0
 
     def note(self, run_directory: Path) -> None:
         """Raises OSError."""

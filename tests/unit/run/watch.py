@@ -216,10 +216,12 @@ class Watch:
                 self.ends.append(action)
 
     def _in_turn(self, row: ReconfigurationRecord) -> None:
-        """Who asked first is granted first; a later layout takes the place of an earlier one."""
+        """Who asked first is granted first; but a later request takes the place in the queue of an
+        earlier one of a layout, or of the same worker."""
         what, _, origin = row.notice.rpartition(" (")
         if origin.startswith(("operator", "step")):
-            of_one_kind = origin.split()[0] if origin.startswith("step") else what.split()[0]
+            asked = "resize" if what.startswith("resize") else what
+            of_one_kind = "step" if origin.startswith("step") else asked
             before_s = self._granted.get(of_one_kind, 0.0)
             assert row.notice_s >= before_s, f"{row.notice} comes after its turn"
             self._granted[of_one_kind] = row.notice_s
