@@ -28,7 +28,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo slurm-demo test check docs format clean
+.PHONY: help install demo slurm-demo test test-all check docs format clean
 .PHONY: cluster-up cluster-down cluster-shell
 
 help: ## what there is
@@ -57,6 +57,9 @@ slurm-demo: $(INSTALLED) ## the same on a test cluster whose nodes come and go; 
 test: $(INSTALLED) ## the whole test suite; more flags for pytest in PYTEST_ARGS
 	$(BIN)/python -m pytest -q -rs --durations=15 -n $(PYTEST_WORKERS) --dist loadfile \
 		--no-loadscope-reorder $(PYTEST_ARGS)
+
+test-all: ## the test suite with what takes minutes: mistakes made in the core, many more schedules
+	$(MAKE) test PYTEST_ARGS="-m 'long or not long' $(PYTEST_ARGS)"
 
 # The cluster needs nothing from the environment, and as root only: its jobs may use it.
 TESTBED = $(PYTHON) -m slurm.testbed --name $(CLUSTER)

@@ -15,7 +15,7 @@ def test_there_is_something_to_change(mutation: Mutation) -> None:
     assert mutated(mutation, text) != text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(700)
 @mutations
 def test_a_mistake_shows_in_some_schedule(mutation: Mutation) -> None:

@@ -38,7 +38,7 @@ def test_whatever_comes_the_run_keeps_its_promises(data: bytes) -> None:
     schedule(data)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 @settings(play_many, max_examples=MANY_SCHEDULES)
 @given(st.binary(min_size=192, max_size=600))
