@@ -29,8 +29,9 @@ from tests.unit.run.outside import (
     Saved,
     training_world,
 )
+from tests.unit.run.remembered import remembered
 from tests.unit.run.scenes import LONGEST_WAIT_S, Scene
-from tests.unit.run.watch import Watch, remembered
+from tests.unit.run.watch import Watch
 
 EVENT_S = 2.0**-10
 """Time that one event takes."""

@@ -11,7 +11,7 @@ from liver_hpc.run.state import RunState
 from liver_hpc.run.view import snapshot
 from tests.unit.run.outside import KILLED
 from tests.unit.run.play import FAULTS, REASONS, WAITS_S, WINDOWS_S, Play
-from tests.unit.run.watch import remembered
+from tests.unit.run.remembered import remembered
 
 Blow = Callable[[Play], None]
 

@@ -38,8 +38,8 @@ from tests.fakes import tiny_recipe, tiny_run
 from tests.unit.coordinator.nodes import FixedEstimates
 from tests.unit.run.choices import Choices
 from tests.unit.run.play import Play
+from tests.unit.run.remembered import remembered
 from tests.unit.run.scenes import ANY_NUMBER, SCENES, SPEC, place_once
-from tests.unit.run.watch import remembered
 
 DP1, DP2, TP2, TP2_DP2 = Layout(1, 1, 1), Layout(1, 1, 2), Layout(2, 1, 1), Layout(2, 1, 2)
 N1, N2 = Node("n1", "main", 1), Node("n2", "main", 1)

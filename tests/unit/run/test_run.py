@@ -13,8 +13,8 @@ from liver_hpc.run.state import Ending, RunState
 from tests.fakes import Fault
 from tests.unit.run.choices import Choices
 from tests.unit.run.play import Play
+from tests.unit.run.remembered import remembered
 from tests.unit.run.scenes import SCENES, burst
-from tests.unit.run.watch import remembered
 
 TWO_NODES, MACHINE = SCENES[0], SCENES[1]
 

@@ -10,16 +10,21 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from liver_hpc.run import actions as a
+from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord
+from liver_hpc.run.state import Ending
 from tests.unit.run.endings import schedule
 
 SCHEDULES = 10_000
 MANY_SCHEDULES = 40_000
+SEEN = ReconfigurationRecord | NoticeRecord
 
 play_many = settings(
     derandomize=True, database=None, deadline=None, phases=(Phase.generate, Phase.shrink)
@@ -39,6 +44,24 @@ def test_whatever_comes_the_run_keeps_its_promises(data: bytes) -> None:
 @given(st.binary(min_size=192, max_size=600))
 def test_however_long_it_lasts_the_run_keeps_its_promises(data: bytes) -> None:
     schedule(data)
+
+
+def test_schedules_show_all_that_can_become_of_a_run() -> None:
+    """Or their promises would be cheap."""
+    outcomes: Counter[str] = Counter()
+    for seed in range(400):
+        play = schedule(random.Random(seed).randbytes(160))
+        outcomes[f"{play.starts} starts"] += 1
+        for _, _, actions in play.entries:
+            for action in actions:
+                if isinstance(action, a.End):
+                    outcomes[action.state] += 1
+                elif isinstance(action, a.Record) and isinstance(action.row, SEEN):
+                    outcomes[f"{type(action.row).__name__} {action.row.outcome}"] += 1
+    handoffs = {f"ReconfigurationRecord {how}" for how in ("completed", "aborted", "failed")}
+    notices = {"in time", "late", "lost", "in use", "not needed", "to disk", "open"}
+    wanted = {*Ending, *handoffs, *(f"NoticeRecord {how}" for how in notices), "2 starts"}
+    assert not {what for what in wanted if outcomes[what] < 3}, outcomes
 
 
 def journals_digest(schedules: int) -> str:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
-from types import FunctionType, MethodType
-from typing import Any
-
-from pydantic import BaseModel
 
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.protocol import messages as m
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.decide import PATIENT_EXITS
-from liver_hpc.run.lifecycle import EventClock
 from liver_hpc.run.machine import Run
 from liver_hpc.run.node_events import NodeGone, NodeGranted, NodeWarned, Seat
 from liver_hpc.run.notices import GRANTED, LOST
@@ -216,15 +209,18 @@ class Watch:
                 self.ends.append(action)
 
     def _in_turn(self, row: ReconfigurationRecord) -> None:
-        """Who asked first is granted first; but a later request takes the place in the queue of an
-        earlier one of a layout, or of the same worker."""
+        """Who asked first is granted first. A later layout takes the place of an earlier one, a
+        replacement that of one of the same worker."""
         what, _, origin = row.notice.rpartition(" (")
-        if origin.startswith(("operator", "step")):
-            asked = "resize" if what.startswith("resize") else what
-            of_one_kind = "step" if origin.startswith("step") else asked
-            before_s = self._granted.get(of_one_kind, 0.0)
-            assert row.notice_s >= before_s, f"{row.notice} comes after its turn"
-            self._granted[of_one_kind] = row.notice_s
+        if not origin.startswith(("operator", "step")):
+            return
+        if origin.startswith("step"):
+            what = "scripted"
+        elif what.startswith("resize"):
+            what = "resize"
+        before_s = self._granted.get(what, 0.0)
+        assert row.notice_s >= before_s, f"{row.notice} comes after its turn"
+        self._granted[what] = row.notice_s
 
     # ---- nodes and agents
 
@@ -361,37 +357,3 @@ class Watch:
         if row.outcome == "to disk":
             assert self.run.ending is not None
             assert self.run.ending.state in (Ending.REQUEUE, Ending.RESTART)
-
-
-# ---- all that a run remembers
-
-IMMUTABLE = (str, int, float, bool, bytes, type(None), Enum, BaseModel, frozenset, type)
-NOT_STATE = (EventClock, FunctionType, MethodType, RunConfig)
-
-
-def remembered(value: Any) -> Any:
-    """A value for `==` that holds all that may change within an object, however deep."""
-    return _frozen(value, {})
-
-
-def _frozen(value: Any, seen: dict[int, int]) -> Any:
-    if isinstance(value, IMMUTABLE):
-        return value
-    if isinstance(value, NOT_STATE):
-        return None
-    kind = type(value)
-    parameters = getattr(kind, "__dataclass_params__", None)
-    if parameters is not None and parameters.frozen:
-        return value
-    if id(value) in seen:
-        return ("again", seen[id(value)])
-    seen[id(value)] = len(seen)
-    if isinstance(value, dict):
-        return tuple((key, _frozen(inner, seen)) for key, inner in value.items())
-    if isinstance(value, list | tuple | deque):
-        return tuple(_frozen(inner, seen) for inner in value)
-    if isinstance(value, set):
-        return frozenset(value)
-    if hasattr(value, "__dict__"):
-        return (kind, tuple((k, _frozen(v, seen)) for k, v in vars(value).items()))
-    return value
