@@ -6,9 +6,9 @@ meanwhile and stays whole until the coordinator's commit, so that every earlier 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError, ProtocolError
@@ -16,6 +16,7 @@ from liver_hpc.handoff.session import HandoffAborted, Session, Target
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol import messages as m
 from liver_hpc.transport.stream import Prepared
+from liver_hpc.world.device import Device
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import Flags, Gradients, StepResult, World
 
@@ -52,6 +53,40 @@ class Crossed:
     first_step: StepResult | None
     started_s: float
     ended_s: float
+
+
+@dataclass
+class _Background:
+    """Work in a thread of its own, whose failure is raised at `join`.
+
+    Not a Future: that one keeps the failure's traceback, and with it the group's connections; and
+    the interpreter waits at its end for every thread of a pool, also for one that is stuck.
+    """
+
+    work: Callable[[], Digests]
+    device: Device
+    result: Digests | None = None
+    failure: str = ""
+    thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, name="optimizer-transfer", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.device.enter()
+        try:
+            self.result = self.work()
+        except FAILURES as error:
+            self.failure = f"{type(error).__name__}: {error}"
+
+    def join(self, deadline: Deadline) -> Digests:
+        self.thread.join(deadline.remaining_s())
+        if self.failure:
+            raise LiverError(self.failure)
+        if self.result is None:
+            raise deadline.error()
+        return self.result
 
 
 class Crossing:
@@ -108,20 +143,17 @@ class Crossing:
     def _first_gradients(self, scalars: m.ScalarState, gradients: list[Gradients]) -> Digests:
         """Computes the target's first forward and backward while optimizer state moves."""
         kinds = self._session.context.recipe.spec.optimizer_kinds
-        device = self._session.context.device
-        thread = ThreadPoolExecutor(1, "optimizer-transfer", initializer=device.enter)
-        moving = thread.submit(self._move, kinds, self._target.optimizer, "optimizer state")
-        thread.shutdown(wait=False)
-        self._target.moving = moving
+        moving = _Background(
+            lambda: self._move(kinds, self._target.optimizer, "optimizer state"),
+            self._session.context.device,
+        )
+        self._target.moving = moving.thread
         deadline = self._deadline("the optimizer state to arrive")
         try:
             if self._target.world is not None:
                 gradients.append(self._target.world.forward_backward(scalars.step))
         finally:
-            wait([moving], deadline.remaining_s())
-            if not moving.done():
-                raise deadline.error()
-            digests = moving.result()
+            digests = moving.join(deadline)
         if self._target.world is not None:
             self._target.world.load_scalar_state(scalars)
         return digests

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ class Target:
     """What PREPARE made on this worker.
 
     world: None on a leaver. parameters, optimizer: this worker's part of the two halves of
-    TRANSFER. moving: of optimizer state, once that has been started.
+    TRANSFER. moving: the thread that moves optimizer state, once it has been started.
     """
 
     world: World | None
@@ -66,7 +65,7 @@ class Target:
     transport: Transport
     kept_groups: int
     timings_s: dict[str, float]
-    moving: Future[Any] | None = None
+    moving: threading.Thread | None = None
 
     def drop_transfer(self) -> None:
         """Frees staging and closes the transfer group's connections."""
@@ -77,10 +76,10 @@ class Target:
         """Frees everything, because the attempt is off. Takes up to MOVING_ENDS_S."""
         self.drop_transfer()
         if self.moving is not None:
-            wait([self.moving], MOVING_ENDS_S)  # its stream ends at its next message
+            self.moving.join(MOVING_ENDS_S)  # its stream ends at its next message
         if self.world is not None:
-            if self.moving is not None and not self.moving.done():
-                self.world.abandon()  # its thread may still write to the state's memory
+            if self.moving is not None and self.moving.is_alive():
+                self.world.abandon()  # the thread may still write to the state's memory
             else:
                 self.world.close()
             self.world = None
