@@ -197,7 +197,7 @@ class Coordinator:
             case Closed():
                 self._closed(event.channel, event.reason)
             case Met():
-                self._performer.meetings[event.identity.agent] = event
+                self._performer.meetings.append(event)
                 who = event.identity
                 self._feed(e.AgentMet(who.agent, who.host, who.workers))
             case Asked():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import assert_never
 
 from liver_hpc.cluster.launcher import NodeRequest
@@ -22,14 +23,14 @@ log = logging.getLogger(__name__)
 class Performer:
     """Performs one action after the other; used by the event loop alone.
 
-    address: of the control server. meetings, requests: who waits for an answer, agents by name and
-    operators by number. launched: agents that have not been seen to end. last_event: the newest
-    note. outcome: set once the run, or this start of it, is over.
+    address: of the control server. meetings, requests: who waits for an answer, agents in the order
+    in which they came and operators by number. launched: agents that have not been seen to end.
+    last_event: the newest note. outcome: set once the run, or this start of it, is over.
     """
 
     def __init__(self, services: Services, registry: WorkerRegistry, store: StoreService) -> None:
         self.address = ("", 0)
-        self.meetings: dict[str, Met] = {}
+        self.meetings: deque[Met] = deque()
         self.requests: dict[int, Asked] = {}
         self.launched: set[str] = set()
         self.last_event = ""
@@ -50,7 +51,7 @@ class Performer:
                 self._admit(action)
             case a.TurnAway():
                 log.warning("turned away: %s", action.reason)
-                self.meetings.pop(action.agent).answer.set_exception(MeetingError(action.reason))
+                self.meetings.popleft().answer.set_exception(MeetingError(action.reason))
             case a.EndAgent():
                 self._registry.end_agent(action.agent, action.reason)
             case a.KillAgent():
@@ -108,7 +109,7 @@ class Performer:
         return True
 
     def _admit(self, admit: a.Admit) -> None:
-        met = self.meetings.pop(admit.agent)
+        met = self.meetings.popleft()
         log.info("agent %s on %s: workers %s", admit.agent, met.identity.host, list(admit.workers))
         host, port = self.address
         answer = MeetingAnswer(worker_ids=admit.workers, control_host=host, control_port=port)
