@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import threading
 
 import pytest
 
@@ -201,24 +200,3 @@ def test_a_run_that_is_to_be_queued_again_is_also_without_a_checkpoint(make: Sta
     outcome = run.outcome()
     assert outcome.state == "requeue"
     assert outcome.reason.endswith("; no checkpoint is left")
-
-
-def test_an_agent_that_comes_twice_at_once_is_answered_twice(make: Start) -> None:
-    run = make()
-    identity = Identity(agent="a9", host="h", pid=1, workers=1)
-    refused: list[str] = []
-
-    def come() -> None:
-        try:
-            run.cluster.rendezvous.meet(identity, SECRET)
-        except MeetingError as error:
-            refused.append(str(error))
-
-    both = [threading.Thread(target=come) for _ in range(8)]
-    for thread in both:
-        thread.start()
-    for thread in both:
-        thread.join(LIMIT_S)
-    assert len(refused) == 8
-    assert all("agent a9 is not expected" in text for text in refused)
-    assert run.status()["state"] == "training"

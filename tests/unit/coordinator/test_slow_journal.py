@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.cluster.launcher import NodeRequest
-from liver_hpc.errors import LiverError
+from liver_hpc.coordinator.connections import Met
+from liver_hpc.errors import LiverError, MeetingError
+from liver_hpc.rendezvous.base import Identity
 from liver_hpc.run.entries import Event
 from liver_hpc.run.journal import MemoryJournal, Written
 from tests.fakes import tiny_run
-from tests.unit.coordinator.live import LiveRun
+from tests.unit.coordinator.live import LIMIT_S, LiveRun
 from tests.unit.coordinator.nodes import MAIN, POLICY, burst
 
 pytestmark = pytest.mark.timeout(60)
@@ -66,3 +68,26 @@ def test_an_agent_is_killed_only_where_it_was_launched(
     finally:
         run.close()
     run.check_replay()
+
+
+def test_two_agents_of_one_name_that_wait_for_the_disk_are_both_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.fakes.MemoryJournal", SlowJournal)
+    run = LiveRun(tmp_path, tiny_run())
+    try:
+        run.start()
+        journal = run.metrics.journal
+        assert isinstance(journal, SlowJournal)
+        journal.held = True
+        both = [Met(Identity(agent="a9", host="h", pid=1, workers=1)) for _ in range(2)]
+        for met in both:
+            run.control.inbox.put(met)
+        run.until(lambda: str(journal.entries).count("turn_away") == 2, "both to be judged")
+        journal.release()
+        for met in both:
+            with pytest.raises(MeetingError, match="agent a9 is not expected"):
+                met.answer.result(LIMIT_S)
+        assert run.status()["state"] == "training"
+    finally:
+        run.close()
