@@ -4,6 +4,7 @@ between CUDA devices."""
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,9 +15,6 @@ import torch
 
 from liver_hpc.clock import Deadline, poll_until
 from liver_hpc.errors import DeadlineError, LiverError, PlanError, TransferError
-
-_SHORTEST_WAIT_S = 0.001
-"""c10d counts in milliseconds and takes 0 to mean for ever."""
 
 _DEVICE_POLL_S = 0.0002
 
@@ -161,7 +159,9 @@ class _Started:
             if deadline.expired():
                 raise late(deadline, _together(self._parcels))
             if self._blocking:
-                work.wait(timedelta(seconds=max(deadline.remaining_s(), _SHORTEST_WAIT_S)))
+                # c10d cuts down to whole milliseconds and takes 0 to mean for ever; one more, so
+                # that the deadline has passed when c10d gives up.
+                work.wait(timedelta(milliseconds=1 + math.ceil(deadline.remaining_s() * 1000)))
             else:
                 work.wait()
         except RuntimeError as error:
