@@ -46,7 +46,7 @@ def _boxes(
     model: ModelSpec, layout: Layout, kind: str, index: int
 ) -> Iterator[tuple[Coordinate, Box]]:
     """All boxes of one kind of one tensor, and who owns them; parameters of the first dp rank."""
-    for stage in model.stages_of(model.tensors[index], layout.pp):
+    for stage in model.stages_of(index, layout.pp):
         owners = stage_shards(model, layout, stage).owners(index)
         for dp in (0,) if kind == PARAMETER else owners:
             for tp in range(layout.tp):

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, TensorSpec
 
@@ -45,15 +44,9 @@ class Slab:
 
 
 def local_shape(tensor: TensorSpec, tp: int) -> tuple[int, int]:
-    """Rows and columns of one tp rank's share; raises ConfigError where tp does not divide."""
-    if tensor.tp_dim is None or tp == 1:
+    """Rows and columns of one tp rank's share of a tensor that tp divides."""
+    if tensor.tp_dim is None:
         return tensor.rows, tensor.cols
-    size = tensor.shape[tensor.tp_dim]
-    if size % (tp * tensor.tp_blocks):
-        raise ConfigError(
-            f"tensor {tensor.name}: dim {tensor.tp_dim} is {size}, "
-            f"which tp={tp} x {tensor.tp_blocks} blocks does not divide"
-        )
     if tensor.tp_dim == 0:
         return tensor.rows // tp, tensor.cols
     return tensor.rows, tensor.cols // tp
@@ -65,12 +58,16 @@ def slabs(tensor: TensorSpec, tp: int, tp_rank: int) -> tuple[Slab, ...]:
     rows, cols = local_shape(tensor, tp)
     if tensor.tp_dim is None or tp == 1:
         return (Slab(tensor.whole, 0, 0),)
-    block = tensor.shape[tensor.tp_dim] // tensor.tp_blocks
-    share = block // tp
-    starts = [(index * share, index * block + tp_rank * share) for index in range(tensor.tp_blocks)]
-    if tensor.tp_dim == 0:
-        return tuple(Slab(Box(start, start + share, 0, cols), own, 0) for own, start in starts)
-    return tuple(Slab(Box(0, rows, start, start + share), 0, own) for own, start in starts)
+    found, begin = [], 0
+    for block in tensor.blocks:
+        share = block // tp
+        start, own = begin + tp_rank * share, begin // tp
+        if tensor.tp_dim == 0:
+            found.append(Slab(Box(start, start + share, 0, cols), own, 0))
+        else:
+            found.append(Slab(Box(0, rows, start, start + share), 0, own))
+        begin += block
+    return tuple(found)
 
 
 def interval_boxes(start: int, end: int, cols: int) -> tuple[Box, ...]:
@@ -136,7 +133,7 @@ def stage_shards(model: ModelSpec, layout: Layout, stage: int) -> StageShards:
     for index in reversed(model.stage_tensors(layout.pp, stage)):
         tensor = model.tensors[index]
         rows, cols = local_shape(tensor, layout.tp)
-        shared = len(model.stages_of(tensor, layout.pp)) > 1
+        shared = len(model.stages_of(index, layout.pp)) > 1
         start = _round_up(start, PARAMETER_ALIGNMENT)
         if shared and filled:
             close_bucket(start)
@@ -172,10 +169,10 @@ def owned_boxes(
     model: ModelSpec, layout: Layout, at: Coordinate, kind: str, tensor_index: int
 ) -> tuple[Box, ...]:
     """Global boxes of one kind of one tensor that a coordinate owns; () when its stage lacks it."""
-    tensor = model.tensors[tensor_index]
-    if at.pp not in model.stages_of(tensor, layout.pp):
+    if at.pp not in model.stages_of(tensor_index, layout.pp):
         return ()
     if kind == PARAMETER:
+        tensor = model.tensors[tensor_index]
         return tuple(slab.box for slab in slabs(tensor, layout.tp, at.tp))
     return optimizer_boxes(model, layout, at, tensor_index)
 

@@ -77,7 +77,7 @@ def copies(model: ModelSpec, layout: Layout, kind: str, tensor_index: int) -> Co
     """All copies of one kind of one tensor."""
     tensor = model.tensors[tensor_index]
     return Copies(
-        model.stages_of(tensor, layout.pp),
+        model.stages_of(tensor_index, layout.pp),
         tp=layout.tp if tensor.tp_dim is None else None,
         dp=layout.dp if kind == PARAMETER else None,
     )
@@ -179,7 +179,7 @@ class Handoff:
         layout, model = self.target.layout, self.model
         choices = copies(model, self.source.layout, kind, tensor_index)
         number, turns = choices.number_at(at), len(choices)
-        for stage in model.stages_of(model.tensors[tensor_index], layout.pp):
+        for stage in model.stages_of(tensor_index, layout.pp):
             for tp in range(layout.tp):
                 seat = Coordinate(tp, stage, 0)
                 first = (number - _turn(tensor_index, seat)) % turns

@@ -5,9 +5,11 @@ Every tensor is seen as a matrix: a 1-D tensor of n elements is [n, 1].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from liver_hpc.errors import ConfigError
 
@@ -47,33 +49,36 @@ class Box(NamedTuple):
 class TensorSpec:
     """One logical tensor of the model, the same for all layouts.
 
-    name: global name; a layer's tensors carry the global layer number between dots.
-    shape: global shape, 1-D or 2-D, in elements.
-    stage: a layer number, or "first" / "last" for the first / last pipeline stage.
-    tp_dim: the dimension that tensor parallelism splits; None = a copy on every tp rank.
-    tp_blocks: along `tp_dim` the tensor is this many equal blocks, each split over tp on its own
-        (a SwiGLU fc1 holds gate and up: 2).
-    tied_last: a second copy lives on the last stage (tied embeddings), after all its tensors.
+    name: its parameter's name at tp=pp=1. shape: global shape, in elements; any rank.
+    tp_dim: the dimension that tensor parallelism splits; None: a copy on every tp rank.
+    tp_blocks: sizes of the blocks along `tp_dim`, each of which is split over tp on its own (a
+        SwiGLU fc1 holds gate and up); () means one block.
+    tied: several stages hold a copy of it in some layout of the run (tied embeddings).
+
+    Seen as a matrix, the dimensions from `tp_dim` on (from the second on, where it is 0 or None)
+    are the columns.
     """
 
     name: str
     shape: tuple[int, ...]
-    stage: int | Literal["first", "last"]
     tp_dim: int | None = None
-    tp_blocks: int = 1
-    tied_last: bool = False
-
-    def __post_init__(self) -> None:
-        if len(self.shape) not in (1, 2):
-            raise ConfigError(f"tensor {self.name}: wanted a 1-D or 2-D shape, got {self.shape}")
+    tp_blocks: tuple[int, ...] = ()
+    tied: bool = False
 
     @property
     def rows(self) -> int:
-        return self.shape[0]
+        return math.prod(self.shape[: self.tp_dim or 1])
 
     @property
     def cols(self) -> int:
-        return self.shape[1] if len(self.shape) == 2 else 1
+        return math.prod(self.shape[self.tp_dim or 1 :])
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Sizes of the blocks that tensor parallelism splits, in rows (tp_dim 0) or columns."""
+        assert self.tp_dim is not None
+        inner = 1 if self.tp_dim == 0 else math.prod(self.shape[self.tp_dim + 1 :])
+        return tuple(size * inner for size in self.tp_blocks or (self.shape[self.tp_dim],))
 
     @property
     def elements(self) -> int:
@@ -86,20 +91,19 @@ class TensorSpec:
 
 @dataclass(frozen=True, eq=False)
 class ModelSpec:
-    """The tensors, in the order in which `module.parameters()` yields them, and the layers.
+    """The tensors of a model, and which of them each pipeline stage holds.
 
+    stages: by pp, the tensors of each stage by index, in the order of its `module.parameters()`.
     parameter_bytes: bytes of one model parameter (4 in fp32, 2 in bf16). The optimizer's main
     copy and moments are fp32; in fp32 runs the main copy is the parameter itself.
-    first_stage_layers, last_stage_layers: layers of the end stages where pp > 1, when they differ
-    from an even split (Megatron's num_layers_in_first/last_pipeline_stage).
+    refused: why the model cannot be laid out so, by `axes`.
     Compared and hashed by identity: ownership is memoized per model.
     """
 
     tensors: tuple[TensorSpec, ...]
-    layers: int
+    stages: Mapping[int, tuple[tuple[int, ...], ...]]
     parameter_bytes: int
-    first_stage_layers: int | None = None
-    last_stage_layers: int | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def main_is_parameter(self) -> bool:
@@ -114,60 +118,45 @@ class ModelSpec:
     def kinds(self) -> tuple[str, ...]:
         return (PARAMETER, *self.optimizer_kinds)
 
-    def stage_layers(self, pp: int) -> tuple[int, ...]:
-        """Layers on each of `pp` stages; raises ConfigError where they do not divide."""
-        if pp == 1:
-            return (self.layers,)
-        ends = {0: self.first_stage_layers, pp - 1: self.last_stage_layers}
-        fixed = {stage: count for stage, count in ends.items() if count is not None}
-        rest, free = self.layers - sum(fixed.values()), pp - len(fixed)
-        if rest < free or (free == 0 and rest != 0) or (free and rest % free):
-            raise ConfigError(
-                f"pp={pp} does not divide {rest} layers over {free} stages"
-                + (f" beside fixed end stages {fixed}" if fixed else "")
-            )
-        return tuple(fixed.get(stage, rest // max(free, 1)) for stage in range(pp))
+    def check_layout(self, tp: int, pp: int) -> None:
+        """Raises ConfigError where the model cannot be split so."""
+        refused = self.refused.get(axes(tp, pp))
+        if refused:
+            raise ConfigError(refused)
+        if pp not in self.stages:
+            raise ConfigError(f"pp={pp}: the model's spec has pp {sorted(self.stages)} only")
+        for tensor in self.tensors:
+            if tensor.tp_dim is not None and any(block % tp for block in tensor.blocks):
+                raise ConfigError(
+                    f"tensor {tensor.name}: dimension {tensor.tp_dim} is "
+                    f"{tensor.shape[tensor.tp_dim]}, in blocks of {tensor.tp_blocks}, which tp={tp} "
+                    "does not divide"
+                )
 
-    def stages_of(self, tensor: TensorSpec, pp: int) -> tuple[int, ...]:
-        """The pipeline stages that hold the tensor: one, or first and last for tied copies."""
-        if tensor.stage == "first":
-            return (0, pp - 1) if tensor.tied_last and pp > 1 else (0,)
-        if tensor.stage == "last":
-            return (pp - 1,)
-        stages = _stages_of_layers(self, pp)
-        if not 0 <= tensor.stage < len(stages):
-            raise ConfigError(f"tensor {tensor.name} names layer {tensor.stage} of {self.layers}")
-        return (stages[tensor.stage],)
+    def stages_of(self, tensor_index: int, pp: int) -> tuple[int, ...]:
+        """The pipeline stages that hold a tensor: one, or several for tied copies."""
+        return _stages_of_tensors(self, pp)[tensor_index]
 
     def stage_tensors(self, pp: int, stage: int) -> tuple[int, ...]:
-        """Indices of a stage's tensors in the order of its `module.parameters()`.
-
-        A tied copy comes last on the last stage (Megatron's output_layer).
-        """
-        return _tensors_of_stages(self, pp)[stage]
+        """Indices of a stage's tensors in the order of its `module.parameters()`."""
+        return self.stages[pp][stage]
 
     def element_bytes(self, kind: str) -> int:
         return self.parameter_bytes if kind == PARAMETER else 4
 
 
-@lru_cache(maxsize=256)
-def _stages_of_layers(model: ModelSpec, pp: int) -> tuple[int, ...]:
-    """The stage of every layer."""
-    counts = model.stage_layers(pp)
-    return tuple(stage for stage, count in enumerate(counts) for _ in range(count))
+def axes(tp: int, pp: int) -> str:
+    """The key of `ModelSpec.refused`."""
+    return f"tp{tp} pp{pp}"
 
 
 @lru_cache(maxsize=256)
-def _tensors_of_stages(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
-    """The tensors of every stage; see `ModelSpec.stage_tensors`."""
-    own: list[list[int]] = [[] for _ in range(pp)]
-    tied: list[list[int]] = [[] for _ in range(pp)]
-    for index, tensor in enumerate(model.tensors):
-        first, *others = model.stages_of(tensor, pp)
-        own[first].append(index)
-        for stage in others:
-            tied[stage].append(index)
-    return tuple((*mine, *copies) for mine, copies in zip(own, tied, strict=True))
+def _stages_of_tensors(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
+    held: list[list[int]] = [[] for _ in model.tensors]
+    for stage in range(pp):
+        for index in model.stage_tensors(pp, stage):
+            held[index].append(stage)
+    return tuple(map(tuple, held))
 
 
 @dataclass(frozen=True, order=True)

@@ -11,7 +11,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,7 +20,6 @@ from liver_hpc.config.problems import joined, key_text, problems_of
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
-from liver_hpc.layout.ownership import local_shape
 from liver_hpc.layout.tensors import ModelSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -68,15 +66,7 @@ class Recipe(ABC):
     def __init__(self, options: Any, config: RunConfig) -> None:
         self.options = options
         self.config = config
-
-    @abstractmethod
-    def describe(self) -> ModelSpec:
-        """The tensors, in the order and with the names of `module.named_parameters()`.
-
-        A layer's tensor has the layer's global number between dots: `layers.7.fc1.weight`. A stage
-        may count its own layers from 0, as Megatron's modules do. Parameters are all that moves: a
-        model with frozen ones, persistent buffers or extra state is refused as it is built.
-        """
+        self._spec: ModelSpec | None = None
 
     @abstractmethod
     def build(self, context: BuildContext) -> MegatronModule:
@@ -128,16 +118,20 @@ class Recipe(ABC):
         """Facts for `--dry-run`, name -> text."""
         return {}
 
-    @cached_property
+    @property
     def spec(self) -> ModelSpec:
-        """`describe()`, once."""
-        return self.describe()
+        """The spec of the model. It is derived before a run (`specs.py`), and set by who reads it."""
+        if self._spec is None:
+            raise ConfigError(f"recipe {type(self).__name__}: the spec of its model is not known yet")
+        return self._spec
+
+    @spec.setter
+    def spec(self, spec: ModelSpec) -> None:
+        self._spec = spec
 
     def check_layout(self, layout: Layout) -> None:
         """Raises ConfigError when the model cannot be laid out so."""
-        self.spec.stage_layers(layout.pp)
-        for tensor in self.spec.tensors:
-            local_shape(tensor, layout.tp)
+        self.spec.check_layout(layout.tp, layout.pp)
 
 
 def load_recipe(config: RunConfig) -> Recipe:

@@ -65,6 +65,10 @@ _DRAWS = frozenset({
     "xavier_normal_", "xavier_uniform_", "orthogonal_", "sparse_", "random_", "bernoulli_",
     "exponential_",
 })
+_FACTORIES = frozenset({
+    "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye",
+    "empty_strided", "linspace",
+})
 # fmt: on
 _ZEROS: dict[str, Callable[..., Any]] = {
     "rand": torch.zeros,
@@ -91,6 +95,19 @@ class NoDraws(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+class OnMeta(TorchFunctionMode):
+    """While a model is built that only its shapes are asked of: on its thread, tensors are made on
+    the meta device, whatever device is named."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if getattr(function, "__name__", "") in _FACTORIES:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
     """Marks this thread as one that works beside a training thread: of the random streams of this
@@ -114,6 +131,25 @@ def groups_in_use(groups: ProcessGroupCollection) -> Iterator[None]:
         yield
     finally:
         _thread.groups = None
+
+
+@contextlib.contextmanager
+def lent(groups: ProcessGroupCollection) -> Iterator[None]:
+    """Lends `parallel_state` the groups that `sharded_state_dict` still asks it for. Not for a
+    process in which another world works at the same time."""
+    mine = {"_TENSOR_MODEL_PARALLEL_GROUP": groups.tp, "_DATA_PARALLEL_GROUP_WITH_CP": groups.dp_cp}
+    before = {name: getattr(parallel_state, name) for name in mine}
+    vars(parallel_state).update(mine)
+    try:
+        yield
+    finally:
+        vars(parallel_state).update(before)
+
+
+def sharding_metadata(groups: ProcessGroupCollection) -> dict[str, Any]:
+    """What `sharded_state_dict` wants to be told. Each layer is a tensor of its own."""
+    names = ("dp_cp_group", "dp_cp_group_gtp_remat")
+    return {**dict.fromkeys(names, groups.dp_cp), "non_homogeneous_layers": True}
 
 
 class _LocalDistributed:

@@ -56,8 +56,10 @@ class WorldState:
             held = self._held.get(index)
             if held is None:
                 raise PlanError(f"{self._where()}: the model has no tensor {tensor.name!r}")
-            wanted = local_shape(tensor, self.layout.tp)[: len(tensor.shape)]
-            shape = tuple(held.parameter.shape)
+            wanted = list(tensor.shape)
+            if tensor.tp_dim is not None:
+                wanted[tensor.tp_dim] //= self.layout.tp
+            shape = list(held.parameter.shape)
             if shape != wanted:
                 raise PlanError(
                     f"{self._where()}: {tensor.name!r} is {shape}, the layout wants {wanted}"
@@ -117,7 +119,7 @@ class WorldState:
         for kind in kinds:
             for index, box in self.boxes(kind):
                 tensor = self.model.tensors[index]
-                key = (kind, tensor.tp_dim is None, tensor.tied_last)
+                key = (kind, tensor.tp_dim is None, tensor.tied)
                 value = box_digest(self.view(kind, index, box), tensor.name, box)
                 totals[key] = (totals.get(key, 0) + value) % 2**64
         return tuple(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +30,12 @@ from liver_hpc.layout.tensors import OPTIMIZER_KINDS
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import BuildContext, Recipe
 from liver_hpc.world import megatron
-from liver_hpc.world.described import described_parameters
+from liver_hpc.world.derive import Derivation
 from liver_hpc.world.device import Device
 from liver_hpc.world.groups import GroupBook
+from liver_hpc.world.sharded import Frame
 from liver_hpc.world.state import HeldTensor, WorldState
+from liver_hpc.world.verified import verified_parameters
 
 
 class Flags(NamedTuple):
@@ -63,12 +65,18 @@ class Gradients:
     micro_batches: int
 
 
+@cache
+def _frame_of(recipe: Recipe, worker: int) -> Frame:
+    """The frame of a process's recipe."""
+    return Derivation(recipe, worker).frame
+
+
 class World:
     """A layout's groups, model and optimizer on one worker.
 
     Construction does not communicate: groups carry stand-in backends until `book.connect`.
     Weights are undefined until `state` has been filled. Raises PlanError where the recipe's model
-    is not what the recipe describes, or has state that is not moved.
+    is not what the run's spec says, or has state that is not moved.
     """
 
     def __init__(
@@ -113,12 +121,14 @@ class World:
         context = BuildContext(self.rank_map.layout, self.at, self.groups, seed_dropout)
         spec = self.recipe.spec
         with megatron.NoDraws():
-            module = described = self.recipe.build(context).to(self.device.torch_device)
+            module = built = self.recipe.build(context).to(self.device.torch_device)
         config = module.config
         megatron.complete_for_schedules(module)
         if not spec.main_is_parameter:
-            module = Float16Module(config, described)
-        self._parameters = described_parameters(spec, context.layout, self.at.pp, described)
+            module = Float16Module(config, built)
+        self._parameters = verified_parameters(
+            spec, context.layout, self.at, built, self.groups, _frame_of(self.recipe, self.worker)
+        )
         for index, parameter in self._parameters.items():
             megatron.mark_tensor_parallel(parameter, spec.tensors[index])
         config.finalize_model_grads_func = finalize_model_grads

@@ -1,0 +1,176 @@
+"""Which part of the model each parameter of a module is, as the module itself says.
+
+Megatron's modules tell in `sharded_state_dict` which box of which global tensor each of their
+parameters holds. Its keys are those of checkpoints, and differ from parameter names; the names and
+shapes of the module at tp=pp=1 are the ones that people see, so every other module's boxes are
+given in terms of those.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+from liver_hpc.errors import PlanError
+from liver_hpc.world import megatron
+
+Range = tuple[int, int]
+"""Start and length along one dimension, in elements."""
+NBox = tuple[Range, ...]
+
+
+class Part(NamedTuple):
+    """A box of one parameter of a module, and the box of the whole model's tensor that it is."""
+
+    local: NBox
+    name: str
+    whole: NBox
+
+
+class _Sharded(NamedTuple):
+    """A box of a parameter, and where it lies under a checkpoint's key. The last dimensions of
+    `at` are the parameter's own; others may come before (a layer's number, say)."""
+
+    local: NBox
+    key: str
+    shape: tuple[int, ...]
+    at: NBox
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The module at tp=pp=1: shapes of its parameters by name in order, and what lies where under
+    each key."""
+
+    shapes: dict[str, tuple[int, ...]]
+    places: dict[str, list[tuple[str, _Sharded]]]
+
+
+def frame_of(module: torch.nn.Module, groups: Any) -> Frame:
+    """The frame that a whole module gives. Raises PlanError as `parts_of` does."""
+    places: dict[str, list[tuple[str, _Sharded]]] = {}
+    for name, pieces in _sharded(module, groups).items():
+        for piece in pieces:
+            places.setdefault(piece.key, []).append((name, piece))
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    return Frame(shapes, places)
+
+
+def parts_of(module: torch.nn.Module, groups: Any, frame: Frame) -> dict[str, tuple[Part, ...]]:
+    """What each parameter of a module is of the whole model, by name, in the module's order.
+
+    groups: those that the module was built with. Does not communicate. Raises PlanError where the
+    module does not say it, or says what cannot be: a parameter that it leaves out, parts that do
+    not fill a parameter, a tensor that the whole model does not have.
+    """
+    parameters = dict(module.named_parameters())
+    found: dict[str, tuple[Part, ...]] = {}
+    for name, pieces in _sharded(module, groups).items():
+        parts = tuple(dict.fromkeys(part for p in pieces for part in _placed(name, p, frame)))
+        held = sum(math.prod(length for _, length in part.local) for part in parts)
+        if held != parameters[name].numel():
+            raise PlanError(
+                f"{name}: sharded_state_dict places {held} of its {parameters[name].numel()} "
+                f"elements in the model at tp=pp=1"
+            )
+        found[name] = parts
+    return {name: found[name] for name in parameters}
+
+
+def whole_of(name: str, parts: tuple[Part, ...]) -> str:
+    """The one tensor of the whole model that a parameter is a share of."""
+    wholes = {part.name for part in parts}
+    if len(wholes) != 1:
+        raise PlanError(f"{name} holds parts of several tensors: {sorted(wholes)}")
+    return wholes.pop()
+
+
+def _placed(name: str, piece: _Sharded, frame: Frame) -> Iterator[Part]:
+    if piece.key not in frame.places:
+        raise PlanError(f"{name}: {piece.key!r}, by its sharded_state_dict, is not in the model")
+    for whole_name, whole in frame.places[piece.key]:
+        if whole.shape != piece.shape:
+            raise PlanError(
+                f"{name}: its sharded_state_dict says that the whole is {piece.shape}, at tp=pp=1 "
+                f"it is {whole.shape}: the module does not say how it is split"
+            )
+        common = _intersection(piece.at, whole.at)
+        if common is not None:
+            yield Part(_inside(piece, common), whole_name, _inside(whole, common))
+
+
+def _inside(piece: _Sharded, box: NBox) -> NBox:
+    """A box of the global tensor, inside the piece, in coordinates of the piece's parameter."""
+    own = len(piece.local)
+    return tuple(
+        (local + start - begin, length)
+        for (local, _), (begin, _), (start, length) in zip(
+            piece.local, piece.at[-own:], box[-own:], strict=True
+        )
+    )
+
+
+def _intersection(one: NBox, other: NBox) -> NBox | None:
+    common = []
+    for (start, length), (begin, size) in zip(one, other, strict=True):
+        low, high = max(start, begin), min(start + length, begin + size)
+        if low >= high:
+            return None
+        common.append((low, high - low))
+    return tuple(common)
+
+
+def _sharded(module: Any, groups: Any) -> dict[str, list[_Sharded]]:
+    """What `sharded_state_dict` says of each parameter, by name."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    found: dict[str, list[_Sharded]] = {name: [] for name in names.values()}
+    with megatron.lent(groups):
+        state = module.sharded_state_dict(metadata=megatron.sharding_metadata(groups))
+    for item in _leaves(state):
+        data = getattr(item, "data", None)
+        name = names.get(id(data))
+        if name is None:
+            continue  # a buffer, or extra state: `described_parameters` judges those
+        assert isinstance(data, torch.Tensor)
+        if isinstance(item, ShardedTensorFactory):
+            built = item.build_fn(item.key, data, item.replica_id, item.flattened_range)
+            found[name] += [_piece(part, _box_of_view(name, part.data, data)) for part in _leaves(built)]
+        elif isinstance(item, ShardedTensor):
+            found[name].append(_piece(item, tuple((0, size) for size in data.shape)))
+    left_out = [name for name, pieces in found.items() if not pieces]
+    if left_out:
+        raise PlanError(f"sharded_state_dict of the model leaves out {', '.join(left_out)}")
+    return found
+
+
+def _piece(item: ShardedTensor, local: NBox) -> _Sharded:
+    lengths = (*itertools.repeat(1, item.prepend_axis_num), *item.local_shape)
+    at = tuple(zip(item.global_offset, lengths, strict=True))
+    return _Sharded(local, item.key, tuple(item.global_shape), at)
+
+
+def _box_of_view(name: str, view: torch.Tensor, whole: torch.Tensor) -> NBox:
+    """The box of a contiguous tensor that a view of it shows."""
+    offset, box = view.storage_offset() - whole.storage_offset(), []
+    if view.stride() != whole.stride() or view.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+        raise PlanError(f"{name}: sharded_state_dict splits it into parts that are no views of it")
+    for stride, length in zip(whole.stride(), view.shape, strict=True):
+        box.append((offset // stride, length))
+        offset %= stride
+    return tuple(box)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        for each in tree:
+            yield from _leaves(each)
+    else:
+        yield tree
