@@ -16,6 +16,7 @@ from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.votes import restored_disagrees
+from liver_hpc.recipes.specs import load_run_recipe
 from liver_hpc.report.hdf5 import write_hdf5
 from liver_hpc.report.store import METRICS_FILE
 from liver_hpc.run.records import RunRecords, StepRecord
@@ -33,6 +34,7 @@ class RestartJob:
     def __init__(self, run_directory: Path, digests: bool = False) -> None:
         self._directory = run_directory
         self._config = load_run(run_directory / "run.yaml")
+        load_run_recipe(self._config, run_directory)  # derives what the workers read
         self._limits = self._config.deadlines
         self._digests = digests
         self._clock: Clock = SystemClock()

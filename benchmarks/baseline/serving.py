@@ -33,7 +33,7 @@ from liver_hpc.errors import DeadlineError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.messages import ClassDigest
-from liver_hpc.recipes.base import load_recipe
+from liver_hpc.recipes.specs import load_run_recipe
 from liver_hpc.world import megatron
 from liver_hpc.world.device import Device, Network, NetworkPlan
 from liver_hpc.world.world import Flags, StepResult, World
@@ -118,7 +118,7 @@ class BaselineWorker:
 
     def _build(self, store: Any) -> World:
         orders, device, config = self._orders, self._device, self._config
-        recipe = load_recipe(config)
+        recipe = load_run_recipe(config, orders.run_directory)
         recipe.open(orders.run_directory)
         collective_s = config.deadlines.collective_s
         dist.init_process_group(

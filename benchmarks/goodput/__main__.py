@@ -24,14 +24,13 @@ from benchmarks.goodput.trace import (
 from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
 from benchmarks.live_runs import LiveRun
 from benchmarks.models import MODEL_25M, text_data
-from liver_hpc.cli.submission import checked_run, with_prepared_data
+from liver_hpc.cli.submission import checked_run, new_run
 from liver_hpc.clock import SystemClock
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.report.derive import run_figures
 from liver_hpc.report.store import read_run
-from liver_hpc.run.directory import create_run_directory
 from liver_hpc.run.records import RunRecords
 
 SMALL, LARGE = Layout(1, 1, 2), Layout(2, 1, 2)
@@ -131,8 +130,7 @@ def live_run(scale: Scale) -> Lived:
 
 def restarting_run(scale: Scale) -> Lived:
     """The same job and trace; every change is a checkpoint, a stop and a start."""
-    config, _ = checked_run(config_of(scale), "local")
-    run = create_run_directory(with_prepared_data(config))
+    run = new_run(*checked_run(config_of(scale), "local"))
     costs = []
     with RestartJob(run.path) as job:
         job.begin(SMALL)

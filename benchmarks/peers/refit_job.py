@@ -11,6 +11,7 @@ from benchmarks.peers.jobs import PeerJob, free_port
 from benchmarks.peers.trial import BYTES_PER_PARAMETER, Effort, Row, Trial, prepared, state_bytes
 from liver_hpc.config.load import dump_run
 from liver_hpc.errors import LiverError
+from liver_hpc.recipes.specs import load_run_recipe
 
 REFIT = "refit"
 FOUND = "refit.json"
@@ -49,9 +50,10 @@ def try_refit(effort: Effort, directory: Path) -> Trial:
     """Two rows a change of layout: refit, and ours; the median of the calls, the first left
     out."""
     config = prepared(effort, directory)
-    parameters = state_bytes(config) // BYTES_PER_PARAMETER * BYTES_OF_VALUE
     with tempfile.TemporaryDirectory(dir=directory) as own:
         (Path(own) / "run.yaml").write_text(dump_run(config), encoding="utf-8")
+        recipe = load_run_recipe(config, Path(own))
+        parameters = state_bytes(recipe) // BYTES_PER_PARAMETER * BYTES_OF_VALUE
         job = RefitJob(Path(own), effort.event_s, max(effort.repeats, 5))
         with job:
             job.begin()

@@ -28,7 +28,8 @@ from liver_hpc.config.schema import HandoffSection
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Move, TransferPlan
-from liver_hpc.recipes.base import Recipe, load_recipe
+from liver_hpc.recipes.base import Recipe
+from liver_hpc.recipes.specs import load_run_recipe
 from liver_hpc.transport.stream import Transport
 from liver_hpc.transport.wire import group_wire
 
@@ -44,7 +45,7 @@ def main() -> None:
     open_worker()
     store = dist.TCPStore("127.0.0.1", port, WORKERS, is_master=rank == 0, timeout=LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORKERS, timeout=LIMIT)
-    recipe = load_recipe(load_run(directory / "run.yaml"))
+    recipe = load_run_recipe(load_run(directory / "run.yaml"), directory)
     found = [_measure(recipe, *layouts, repeats) for layouts in ((DP, TP), (TP, DP))]
     if rank == 0:
         part = directory / f"{FOUND}.part"

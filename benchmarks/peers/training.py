@@ -22,7 +22,7 @@ from benchmarks.steady_state.plain import filled_module
 from liver_hpc.config.load import load_run
 from liver_hpc.host.lifeline import on_parent_exit
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.recipes.base import load_recipe
+from liver_hpc.recipes.specs import load_run_recipe
 from liver_hpc.world.device import Device, open_device
 
 LIMIT = timedelta(seconds=120)
@@ -60,7 +60,7 @@ class Training:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
-        self.recipe = load_recipe(config)
+        self.recipe = load_run_recipe(config, directory)
         self.recipe.open(directory)
         self.module = filled_module(self.recipe, Layout(1, 1, dist.get_world_size()))
         options = config.optimizer

@@ -22,7 +22,8 @@ from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.recipes.base import load_recipe
+from liver_hpc.recipes.base import Recipe
+from liver_hpc.recipes.specs import load_run_recipe
 from liver_hpc.report.derive import run_figures
 
 LIVE = "live"
@@ -102,6 +103,7 @@ def try_peer(name: str, effort: Effort, directory: Path) -> Trial:
     kind = PEERS[name].job
     with tempfile.TemporaryDirectory(dir=directory) as own:
         (Path(own) / "run.yaml").write_text(dump_run(config), encoding="utf-8")
+        recipe = load_run_recipe(config, Path(own))
         with kind(Path(own), effort.event_s) as job:
             job.begin()
             workers, changes = kind.first_workers, []
@@ -118,7 +120,7 @@ def try_peer(name: str, effort: Effort, directory: Path) -> Trial:
                 system=name,
                 event=change.event,
                 workers=f"{change.source} -> {change.target}",
-                state_bytes=state_bytes(config),
+                state_bytes=state_bytes(recipe),
                 lost_s=cost.lost_s,
                 notice_to_first_step_s=cost.notice_to_first_step_s,
                 steps_again=cost.steps_again,
@@ -138,6 +140,7 @@ def try_live(effort: Effort, directory: Path) -> Trial:
             run.resize(Layout(1, 1, workers))
             run.await_handoffs()
             run.settle(effort.settle_steps)
+    recipe = load_run_recipe(config, run.run.path)
     figures = run_figures(run.records())
     medians = {world.generation: world.median_step_s for world in figures.generations}
     done = [one for one in figures.reconfigurations if one.completed]
@@ -148,7 +151,7 @@ def try_live(effort: Effort, directory: Path) -> Trial:
             system=LIVE,
             event=event,
             workers=workers,
-            state_bytes=state_bytes(config),
+            state_bytes=state_bytes(recipe),
             lost_s=one.lost_s,
             notice_to_first_step_s=one.reconfiguration_s,
             detail=f"median step {medians[one.generation]:.3g} s, "
@@ -177,7 +180,6 @@ def prepared(effort: Effort, directory: Path) -> RunConfig:
     return with_prepared_data(checked_run(config, "local")[0])
 
 
-def state_bytes(config: RunConfig) -> int:
+def state_bytes(recipe: Recipe) -> int:
     """Of the whole training state, once."""
-    parameters = sum(math.prod(tensor.shape) for tensor in load_recipe(config).spec.tensors)
-    return BYTES_PER_PARAMETER * parameters
+    return BYTES_PER_PARAMETER * sum(tensor.elements for tensor in recipe.spec.tensors)

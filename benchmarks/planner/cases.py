@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from benchmarks.gpt_spec import gpt_spec
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.placement import place
 from liver_hpc.layout.tensors import ModelSpec
-from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
+from liver_hpc.recipes.gpt_config import GPTConfig
 
 STAGES = 16
 TENSOR_RANKS = 8
@@ -31,7 +32,7 @@ MODEL = GPTConfig(
 
 def fresh_model() -> ModelSpec:
     """A new object each time: nothing is remembered about it."""
-    return gpt_tensors(MODEL)
+    return gpt_spec(MODEL)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def _of_rank(
                 element_size=2,
                 is_tp=split,
                 partition_dim=tensor.tp_dim or 0,
-                partition_stride=tensor.tp_blocks,
+                partition_stride=len(tensor.tp_blocks) or 1,
                 owner_rank=workers[layout.rank(at)],
                 tensor_parallel_group_ranks=tp_ranks if split else None,
                 data_parallel_group_ranks=dp_ranks,

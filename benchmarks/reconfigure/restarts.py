@@ -6,8 +6,7 @@ from benchmarks.baseline.job import RestartJob
 from benchmarks.baseline.methods import Method
 from benchmarks.baseline.phases import Restart, as_if_saved_before
 from benchmarks.reconfigure.sweep import Cell, Sweep, Transition
-from liver_hpc.cli.submission import checked_run, with_prepared_data
-from liver_hpc.run.directory import create_run_directory
+from liver_hpc.cli.submission import checked_run, new_run
 from liver_hpc.run.records import BaselineRecord
 
 PHASES = ("save_s", "stop_s", "launch_s", "import_s", "groups_s", "load_s", "first_step_s")
@@ -15,8 +14,7 @@ PHASES = ("save_s", "stop_s", "launch_s", "import_s", "groups_s", "load_s", "fir
 
 def measure(sweep: Sweep, cell: Cell) -> list[dict[str, float | int | str]]:
     """Two rows a claimed transition: as it was, and as if the checkpoint had existed already."""
-    config, _ = checked_run(sweep.run_config(cell.size), "local")
-    run = create_run_directory(with_prepared_data(config))
+    run = new_run(*checked_run(sweep.run_config(cell.size), "local"))
     found: list[dict[str, float | int | str]] = []
     with RestartJob(run.path) as job:
         job.begin(sweep.start.layout())

@@ -14,7 +14,7 @@ from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.load import parse_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
-from liver_hpc.recipes.base import load_recipe
+from liver_hpc.recipes.specs import load_run_recipe
 from liver_hpc.report.store import read_run
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import Outcome
@@ -42,7 +42,7 @@ def handoffs_of(directories: Sequence[Path]) -> list[Measured]:
     for directory in directories:
         records = read_run(directory)
         config = parse_run(records.attributes["config"], str(directory))
-        found += measured_handoffs(load_recipe(config).spec, records)
+        found += measured_handoffs(load_run_recipe(config, directory).spec, records)
     return found
 
 

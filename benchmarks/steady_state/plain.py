@@ -16,7 +16,8 @@ from typing import Any
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.ownership import stage_shards
-from liver_hpc.recipes.base import BuildContext, Recipe, load_recipe
+from liver_hpc.recipes.base import BuildContext, Recipe
+from liver_hpc.recipes.specs import load_run_recipe
 
 LIMIT = timedelta(minutes=30)
 
@@ -40,7 +41,7 @@ def run_rank(rank: int, layout: Layout, config: RunConfig, directory: Path) -> N
 
     parallel_state.initialize_model_parallel(layout.tp, layout.pp)
     tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
-    recipe = load_recipe(config)
+    recipe = load_run_recipe(config, directory)
     recipe.open(directory / f"rank-{rank}")
     loop = _Loop(recipe, layout, device.torch_device)
     log = os.open(directory / "steps", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -108,7 +109,6 @@ def filled_module(recipe: Recipe, layout: Layout) -> Any:
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from liver_hpc.world.described import described_parameters
     from liver_hpc.world.megatron import complete_for_schedules, mark_tensor_parallel
     from liver_hpc.world.state import HeldTensor, WorldState
 
@@ -117,8 +117,8 @@ def filled_module(recipe: Recipe, layout: Layout) -> Any:
     module = recipe.build(BuildContext(layout, at, groups, lambda seed: None))
     complete_for_schedules(module)
     shards = stage_shards(recipe.spec, layout, at.pp)
-    held = {}
-    for index, parameter in described_parameters(recipe.spec, layout, at.pp, module).items():
+    indices, held = recipe.spec.stage_tensors(layout.pp, at.pp), {}
+    for index, parameter in zip(indices, module.parameters(), strict=True):
         mark_tensor_parallel(parameter, recipe.spec.tensors[index])
         held[index] = HeldTensor(parameter.data, shards.interval(index, at.dp), {})
     state = WorldState(recipe.spec, layout, at, held)

@@ -25,6 +25,7 @@ from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.recipes.specs import load_run_recipe
 from liver_hpc.report.store import read_run
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE
@@ -112,6 +113,7 @@ class PlainLoop(Side):
 
     def __init__(self, config: RunConfig, layout: Layout, directory: Path) -> None:
         self._steps_path = directory / "steps"
+        load_run_recipe(config, directory)  # derives what the ranks read
         context = multiprocessing.get_context("spawn")
         self._ranks: Sequence[Any] = [
             context.Process(target=run_rank, args=(rank, layout, config, directory), daemon=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.gpt_spec import gpt_spec
 from liver_hpc.config.schema import HandoffSection
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.placement import place
 from liver_hpc.layout.plan import common_boxes, transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec
-from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
+from liver_hpc.recipes.gpt_config import GPTConfig
 from liver_hpc.transport.buckets import plan_buckets
 
 LARGE = GPTConfig(layers=8, hidden=512, ffn_hidden=1408, heads=8, vocab_size=8192, seq_length=128)
@@ -33,14 +34,14 @@ class Transfer:
         return len({*self.source.workers, *self.target.workers})
 
     def spec(self) -> ModelSpec:
-        return gpt_tensors(self.model)
+        return gpt_spec(self.model)
 
 
 def transfers(model: GPTConfig, handoff: HandoffSection) -> list[Transfer]:
     """One way between two; both grow and reshape among four, seated by placement."""
 
     def seated(name: str, source: RankMap, target: Layout) -> Transfer:
-        people = place(gpt_tensors(model), source, target, range(4))
+        people = place(gpt_spec(model), source, target, range(4))
         return Transfer(name, model, source, people, handoff)
 
     one = RankMap(Layout(1, 1, 1), (0,))

@@ -12,14 +12,14 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from liver_hpc.cli.submission import checked_run, note_latest, with_prepared_data
+from liver_hpc.cli.submission import checked_run, new_run, note_latest
 from liver_hpc.cluster.slurm.own_job import OwnJob
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import RunConfig, SlurmSection
 from liver_hpc.coordinator.hosting import HostedCoordinator, checkpoint_in_time, requeue
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import whose
-from liver_hpc.run.directory import RunDirectory, create_run_directory
+from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import Outcome
 
 _END_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -76,8 +76,7 @@ def _open_run(config: RunConfig, job: OwnJob | None, tell: Callable[[str], None]
         return known
     if kind == "auto":
         kind = "slurm" if job is not None and config.cluster.slurm.components else "local"
-    config, _ = checked_run(config, kind)
-    run = create_run_directory(with_prepared_data(config), name)
+    run = new_run(*checked_run(config, kind), name)
     if job is not None:
         job.note(run.path)
         if kind == "slurm":

@@ -21,6 +21,7 @@ from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import file_lock
 from liver_hpc.layout.candidates import resolve_layouts
 from liver_hpc.recipes.base import Recipe, load_recipe
+from liver_hpc.recipes.specs import derive_spec, keep_spec
 from liver_hpc.recipes.text_data import pinned, prefix_of
 from liver_hpc.run.directory import (
     RunDirectory,
@@ -46,8 +47,11 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
     section = config.cluster.model_copy(update={"kind": kind})
     config = absolute_paths(config.model_copy(update={"cluster": section}))
     try:
-        config = resolve_layouts(config, load_recipe(config))
+        recipe = load_recipe(config)
+        spec = recipe.spec = derive_spec(config)
+        config = resolve_layouts(config, recipe)
         recipe = load_recipe(config)  # it knows the run as it is resolved
+        recipe.spec = spec
     except ConfigError as error:
         raise ConfigError(joined([*found, *parts(error)])) from error
     if config.data is not None:
@@ -68,10 +72,10 @@ def submit_run(config: RunConfig, cluster: str | None = None) -> RunDirectory:
     On Slurm it returns when the job is queued. The run does not depend on this process.
     Raises ConfigError before anything is launched, LiverError when the launch failed.
     """
-    config, _ = checked_run(config, cluster)
+    config, recipe = checked_run(config, cluster)
     if config.cluster.kind == "slurm":
         check_partitions(config)
-    run = create_run_directory(with_prepared_data(config))
+    run = new_run(config, recipe)
     try:
         _launch(run)
     except LiverError as error:
@@ -149,6 +153,14 @@ def _check_over(run: RunDirectory) -> None:
 
 
 # ---- what else a run needs
+
+
+def new_run(config: RunConfig, recipe: Recipe, name: str | None = None) -> RunDirectory:
+    """The directory of a run that has passed its checks, with its data and its model's spec."""
+    config = with_prepared_data(config)
+    run = create_run_directory(config, name)
+    keep_spec(config, recipe.spec, run.path)
+    return run
 
 
 def check_partitions(config: RunConfig, commands: SlurmCommands | None = None) -> None:

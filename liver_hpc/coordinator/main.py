@@ -30,7 +30,7 @@ from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.services import Services
 from liver_hpc.errors import ConfigError
 from liver_hpc.host.process import raise_descriptor_limit
-from liver_hpc.recipes.base import load_recipe
+from liver_hpc.recipes.specs import load_run_recipe
 from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
 from liver_hpc.report.hdf5 import read_hdf5
@@ -58,7 +58,7 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
     launcher, pool = (_on_slurm if config.cluster.kind == "slurm" else _here)(config, run_directory)
     return Services(
         clock=SystemClock(),
-        recipe=load_recipe(config),
+        recipe=load_run_recipe(config, run_directory),
         launcher=launcher,
         pool=pool,
         rendezvous=MpiRendezvous(run_directory, secret, _mpi_network(config)),

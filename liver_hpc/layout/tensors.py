@@ -129,8 +129,8 @@ class ModelSpec:
             if tensor.tp_dim is not None and any(block % tp for block in tensor.blocks):
                 raise ConfigError(
                     f"tensor {tensor.name}: dimension {tensor.tp_dim} is "
-                    f"{tensor.shape[tensor.tp_dim]}, in blocks of {tensor.tp_blocks}, which tp={tp} "
-                    "does not divide"
+                    f"{tensor.shape[tensor.tp_dim]}, in blocks of {tensor.tp_blocks}, which "
+                    f"tp={tp} does not divide"
                 )
 
     def stages_of(self, tensor_index: int, pp: int) -> tuple[int, ...]:

@@ -120,9 +120,11 @@ class Recipe(ABC):
 
     @property
     def spec(self) -> ModelSpec:
-        """The spec of the model. It is derived before a run (`specs.py`), and set by who reads it."""
+        """The spec of the model, which is derived before a run (`specs.py`)."""
         if self._spec is None:
-            raise ConfigError(f"recipe {type(self).__name__}: the spec of its model is not known yet")
+            raise ConfigError(
+                f"recipe {type(self).__name__}: the spec of its model is not known yet"
+            )
         return self._spec
 
     @spec.setter

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.layout.tensors import ModelSpec, TensorSpec
+from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe
-from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
+from liver_hpc.recipes.gpt_config import GPTConfig
 from liver_hpc.recipes.text_data import VOCABULARY, prefix_of
 
 if TYPE_CHECKING:
@@ -36,13 +36,9 @@ class GPT(Recipe):
         # Per thread: a world may be rehearsed beside the one that trains.
         self._micro_batch = threading.local()
 
-    def describe(self) -> ModelSpec:
-        return gpt_tensors(self.options)
-
     def check_layout(self, layout: Layout) -> None:
-        for name, size in (("heads", self.options.heads), ("query groups", self.options.groups)):
-            if size % layout.tp:
-                raise ConfigError(f"tp={layout.tp} does not divide {size} {name}")
+        if self.options.groups % layout.tp:
+            raise ConfigError(f"tp={layout.tp} does not divide {self.options.groups} query groups")
         super().check_layout(layout)
 
     def hidden_shape(self) -> tuple[int, ...]:

@@ -1,12 +1,10 @@
-"""The `model` section of the GPT recipe, and its tensors. Imports no torch."""
+"""The `model` section of the GPT recipe. Imports no torch."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from liver_hpc.layout.tensors import ModelSpec, TensorSpec
 
 PositiveInt = Annotated[int, Field(gt=0, strict=True)]
 
@@ -50,63 +48,3 @@ class GPTConfig(BaseModel):
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
-
-
-def gpt_tensors(config: GPTConfig) -> ModelSpec:
-    """The tensors in the order of GPTModel.parameters() (megatron-core's local layer spec)."""
-    hidden = config.hidden
-    tensors = [
-        TensorSpec(
-            "embedding.word_embeddings.weight",
-            (config.vocab_size, hidden),
-            "first",
-            tp_dim=0,
-            tied_last=config.tied_embeddings,
-        )
-    ]
-    if config.position == "learned":
-        shape = (config.seq_length, hidden)
-        tensors.append(TensorSpec("embedding.position_embeddings.weight", shape, "first"))
-    for layer in range(config.layers):
-        tensors.extend(_layer_tensors(config, layer))
-    tensors.extend(_norm(config, "decoder.final_layernorm", "last"))
-    if not config.tied_embeddings:
-        shape = (config.vocab_size, hidden)
-        tensors.append(TensorSpec("output_layer.weight", shape, "last", tp_dim=0))
-    return ModelSpec(
-        tuple(tensors),
-        config.layers,
-        parameter_bytes=4 if config.dtype == "fp32" else 2,
-        first_stage_layers=config.first_stage_layers,
-        last_stage_layers=config.last_stage_layers,
-    )
-
-
-def _layer_tensors(config: GPTConfig, layer: int) -> list[TensorSpec]:
-    prefix, hidden = f"decoder.layers.{layer}", config.hidden
-    blocks = 2 if config.activation == "swiglu" else 1
-    qkv_rows = (config.heads + 2 * config.groups) * config.head_dim
-
-    def linear(name: str, shape: tuple[int, int], tp_dim: int, tp_blocks: int = 1) -> None:
-        weight = f"{prefix}.{name}.weight"
-        tensors.append(TensorSpec(weight, shape, layer, tp_dim=tp_dim, tp_blocks=tp_blocks))
-        if config.bias:
-            # A row-parallel layer adds its bias after the reduction: a copy on every tp rank.
-            split = 0 if tp_dim == 0 else None
-            bias = f"{prefix}.{name}.bias"
-            tensors.append(
-                TensorSpec(bias, shape[:1], layer, split, tp_blocks if split == 0 else 1)
-            )
-
-    tensors = _norm(config, f"{prefix}.input_layernorm", layer)
-    linear("self_attention.linear_proj", (hidden, hidden), tp_dim=1)
-    linear("self_attention.linear_qkv", (qkv_rows, hidden), tp_dim=0)
-    tensors.extend(_norm(config, f"{prefix}.pre_mlp_layernorm", layer))
-    linear("mlp.linear_fc1", (config.ffn_hidden * blocks, hidden), tp_dim=0, tp_blocks=blocks)
-    linear("mlp.linear_fc2", (hidden, config.ffn_hidden), tp_dim=1)
-    return tensors
-
-
-def _norm(config: GPTConfig, name: str, stage: int | Literal["last"]) -> list[TensorSpec]:
-    parts = ["weight"] if config.normalization == "rmsnorm" else ["weight", "bias"]
-    return [TensorSpec(f"{name}.{part}", (config.hidden,), stage) for part in parts]

@@ -24,7 +24,8 @@ from liver_hpc.handoff.session import WorkerContext
 from liver_hpc.host.interfaces import address_towards
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
-from liver_hpc.recipes.base import Recipe, load_recipe
+from liver_hpc.recipes.base import Recipe
+from liver_hpc.recipes.specs import load_run_recipe
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.secret import read_secret
@@ -66,7 +67,7 @@ def boot(run_directory: Path, layout: Layout, device: Device) -> Booted:
     clock = SystemClock()
     imported_s, started_s = process_age_s(), clock.now_s()
     config = load_run(run_directory / "run.yaml")
-    recipe = load_recipe(config)
+    recipe = load_run_recipe(config, run_directory)
     recipe.open(run_directory)
     opened_s = clock.now_s()
     # Megatron asks for a rank before the worker id is known.

@@ -25,7 +25,15 @@ from liver_hpc.world.device import Device
 from liver_hpc.world.groups import GroupBook, install_sentinel
 from liver_hpc.world.sharded import Part, frame_of, parts_of, whole_of
 
-REFUSALS = (LiverError, ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
+MODELS_ERRORS = (
+    LiverError,
+    ArithmeticError,
+    AssertionError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 """What a model's own code raises where it cannot be laid out so."""
 
 NO_GENERATION = -2
@@ -59,7 +67,7 @@ class Derivation:
         pairs = sorted({(layout.tp, layout.pp) for layout in layouts})
         refused: dict[str, str] = {}
         splits: Splits = {}
-        stages = {1: (tuple(self._numbers.values()),)}
+        stages: dict[int, tuple[tuple[int, ...], ...]] = {1: (tuple(self._numbers.values()),)}
         for tp, pp in sorted({(tp, 1) for tp, _ in pairs} | {(1, pp) for _, pp in pairs}):
             with _refusal(refused, tp, pp):
                 if tp > 1:
@@ -74,21 +82,17 @@ class Derivation:
                 with _refusal(refused, tp, pp):
                     self._parts(Layout(tp, pp, 1), Coordinate(tp - 1, pp - 1, 0))
         held = [collections.Counter(itertools.chain(*table)) for table in stages.values()]
-        tensors = tuple(
-            TensorSpec(
-                name,
-                shape,
-                *splits.get(name, (None, ())),
-                tied=any(counts[number] > 1 for counts in held),
-            )
-            for number, (name, shape) in enumerate(self.frame.shapes.items())
-        )
-        return ModelSpec(tensors, stages, self._parameter_bytes, refused)
+        tensors = []
+        for number, (name, shape) in enumerate(self.frame.shapes.items()):
+            dim, blocks = splits.get(name, (None, ()))
+            tied = any(counts[number] > 1 for counts in held)
+            tensors.append(TensorSpec(name, shape, dim, blocks, tied))
+        return ModelSpec(tuple(tensors), stages, self._parameter_bytes, refused)
 
     # ---- what seats hold
 
     def _splits(self, tp: int, known: Splits) -> Splits:
-        """How `tp` ranks share each tensor that they share; the first rank and the last are asked."""
+        """How `tp` ranks share tensors; the first rank and the last are asked."""
         layout = Layout(tp, 1, 1)
         first, last = (self._parts(layout, Coordinate(rank, 0, 0)) for rank in (0, tp - 1))
         found: Splits = {}
@@ -145,7 +149,7 @@ def _refusal(refused: dict[str, str], tp: int, pp: int) -> Iterator[None]:
     """Notes what the model's own code raises where it cannot be laid out so."""
     try:
         yield
-    except REFUSALS as error:
+    except MODELS_ERRORS as error:
         refused[axes(tp, pp)] = str(error) or type(error).__name__
 
 

@@ -140,7 +140,9 @@ def _sharded(module: Any, groups: Any) -> dict[str, list[_Sharded]]:
         assert isinstance(data, torch.Tensor)
         if isinstance(item, ShardedTensorFactory):
             built = item.build_fn(item.key, data, item.replica_id, item.flattened_range)
-            found[name] += [_piece(part, _box_of_view(name, part.data, data)) for part in _leaves(built)]
+            found[name] += [
+                _piece(part, _box_of_view(name, part.data, data)) for part in _leaves(built)
+            ]
         elif isinstance(item, ShardedTensor):
             found[name].append(_piece(item, tuple((0, size) for size in data.shape)))
     left_out = [name for name, pieces in found.items() if not pieces]
@@ -158,7 +160,10 @@ def _piece(item: ShardedTensor, local: NBox) -> _Sharded:
 def _box_of_view(name: str, view: torch.Tensor, whole: torch.Tensor) -> NBox:
     """The box of a contiguous tensor that a view of it shows."""
     offset, box = view.storage_offset() - whole.storage_offset(), []
-    if view.stride() != whole.stride() or view.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+    if (
+        view.stride() != whole.stride()
+        or view.untyped_storage()._cdata != whole.untyped_storage()._cdata
+    ):
         raise PlanError(f"{name}: sharded_state_dict splits it into parts that are no views of it")
     for stride, length in zip(whole.stride(), view.shape, strict=True):
         box.append((offset // stride, length))

@@ -22,7 +22,12 @@ NAMED = 8
 
 
 def verified_parameters(
-    spec: ModelSpec, layout: Layout, at: Coordinate, module: torch.nn.Module, groups: Any, frame: Frame
+    spec: ModelSpec,
+    layout: Layout,
+    at: Coordinate,
+    module: torch.nn.Module,
+    groups: Any,
+    frame: Frame,
 ) -> dict[int, torch.nn.Parameter]:
     """A seat's parameters by tensor index, in the module's order.
 

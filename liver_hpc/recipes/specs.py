@@ -1,0 +1,90 @@
+"""The spec of a run's model: derived by a child process, kept in the run directory.
+
+Deriving imports torch and megatron, which `submit` and the coordinator never do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from liver_hpc.config.load import dump_run
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.host.files import write_whole
+from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.recipes.base import Recipe, load_recipe
+
+SPEC_FILE = "spec.json"
+_VERSIONS = ("liver-hpc", "torch", "megatron-core")
+
+
+class _Kept(BaseModel):
+    """spec.json. key: what the spec depends on; see `_key`."""
+
+    key: str
+    spec: ModelSpec
+
+
+def load_run_recipe(config: RunConfig, run_directory: Path) -> Recipe:
+    """A run's recipe with its spec, from the run directory; it is derived, and put there, where
+    what is there is of another recipe, other options, layouts or versions.
+
+    Raises ConfigError as `load_recipe` does, and as `derive_spec` does.
+    """
+    recipe, path = load_recipe(config), run_directory / SPEC_FILE
+    try:
+        kept = _Kept.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        kept = None
+    if kept is None or kept.key != _key(config):
+        keep_spec(config, derive_spec(config), run_directory)
+        return load_run_recipe(config, run_directory)
+    recipe.spec = kept.spec
+    return recipe
+
+
+def keep_spec(config: RunConfig, spec: ModelSpec, run_directory: Path) -> None:
+    """Puts a run's spec into its directory. Raises OSError."""
+    kept = _Kept(key=_key(config), spec=spec)
+    write_whole(run_directory / SPEC_FILE, kept.model_dump_json())
+
+
+def _key(config: RunConfig) -> str:
+    layouts = {str(one) for n in config.worker_counts for one in config.allowed_layouts(n)}
+    depends_on = (config.recipe, config.model, sorted(layouts), [*map(version, _VERSIONS)])
+    return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
+
+
+def derive_spec(config: RunConfig) -> ModelSpec:
+    """What the run's recipe builds in the run's layouts, by `liver_hpc.worker.derive` in a child.
+
+    Takes some seconds. Raises ConfigError for a recipe whose model cannot be built or moved,
+    LiverError where the child fails otherwise.
+    """
+    limit_s = config.deadlines.boot_s
+    with tempfile.TemporaryDirectory() as directory:
+        run, spec = Path(directory, "run.yaml"), Path(directory, SPEC_FILE)
+        run.write_text(dump_run(config), encoding="utf-8")
+        words = [sys.executable, "-P", "-m", "liver_hpc.worker.derive", str(run), str(spec)]
+        try:
+            done = subprocess.run(
+                words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+                timeout=limit_s,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise LiverError(
+                f"recipe {config.recipe}: waited {limit_s:g} s (deadlines.boot_s) for the spec of "
+                "its model to be derived"
+            ) from None
+        if done.returncode == 0:
+            return TypeAdapter(ModelSpec).validate_json(spec.read_bytes())
+    said = done.stderr.strip().rpartition("error: ")[2] or f"exit code {done.returncode}"
+    raise (ConfigError if done.returncode == 2 else LiverError)(f"recipe {config.recipe}: {said}")

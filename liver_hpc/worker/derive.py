@@ -1,0 +1,60 @@
+"""Derives the spec of a run's model: `python -m liver_hpc.worker.derive RUN.yaml SPEC.json`.
+
+A process of its own because it imports torch; `recipes/specs.py` starts it. It needs no device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from liver_hpc.config.load import load_run
+from liver_hpc.config.schema import AUTO, RunConfig
+from liver_hpc.layout.candidates import layouts_up_to, workers_of_a_node
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.recipes.base import load_recipe
+
+
+def main() -> int:
+    """Exit status 2 for a model that cannot be built or moved, with the reason on stderr."""
+    parser = argparse.ArgumentParser(prog="liver_hpc.worker.derive", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("spec", type=Path)
+    options = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the login node's devices are not ours
+    warnings.simplefilter("ignore")
+    from liver_hpc.world.device import open_device
+
+    open_device(0)  # before megatron is imported: it brings the stand-in for CUDA
+    from liver_hpc.world.derive import MODELS_ERRORS, Derivation
+    from liver_hpc.world.groups import install_sentinel
+    from liver_hpc.world.megatron import prepare_process
+
+    config = load_run(options.run)
+    install_sentinel(0)
+    prepare_process(config.train.seed)
+    try:
+        spec = Derivation(load_recipe(config)).spec(_layouts(config))
+    except MODELS_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    options.spec.write_bytes(TypeAdapter(ModelSpec).dump_json(spec))
+    return 0
+
+
+def _layouts(config: RunConfig) -> list[Layout]:
+    """The layouts of a run; with `layouts: auto`, all that it may choose from."""
+    if config.layouts != AUTO:
+        return [one for count in config.worker_counts for one in config.allowed_layouts(count)]
+    node = workers_of_a_node(config) or config.workers.max
+    return [one for one in layouts_up_to(config.workers.max) if one.dp == 1 and one.tp <= node]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
