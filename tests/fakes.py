@@ -230,12 +230,10 @@ class WorkerScript:
 class TinyRecipe(Recipe):
     """Two layers of one matrix each; has tensors, but nothing to train."""
 
-    def describe(self) -> ModelSpec:
-        tensors = (
-            TensorSpec("layers.0.weight", (8, 4), stage=0, tp_dim=0),
-            TensorSpec("layers.1.weight", (8, 4), stage=1, tp_dim=0),
-        )
-        return ModelSpec(tensors, layers=2, parameter_bytes=4)
+    def __init__(self, options: Any, config: RunConfig) -> None:
+        super().__init__(options, config)
+        tensors = tuple(TensorSpec(f"layers.{n}.weight", (8, 4), 0) for n in range(2))
+        self.spec = ModelSpec(tensors, {1: ((0, 1),), 2: ((0,), (1,))}, parameter_bytes=4)
 
     def build(self, context: object) -> NoReturn:
         raise NotImplementedError

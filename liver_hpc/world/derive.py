@@ -36,8 +36,8 @@ MODELS_ERRORS = (
 )
 """What a model's own code raises where it cannot be laid out so."""
 
-NO_GENERATION = -2
-"""Of groups that no world has."""
+_generations = itertools.count(-2, -1)
+"""Of groups that no world has: their names are in use once a process."""
 
 Splits = dict[str, tuple[int, tuple[int, ...]]]
 """By tensor: the dimension that is split, and the sizes of its blocks along it."""
@@ -132,7 +132,7 @@ class Derivation:
         """The module at one seat, on the meta device, and its stand-in groups."""
         at = rank_map.coordinate_of(worker)
         assert at is not None
-        book = GroupBook(NO_GENERATION, worker, self._device)
+        book = GroupBook(next(_generations), worker, self._device)
         try:
             groups = megatron.group_collection(rank_map, worker, book)
             context = BuildContext(rank_map.layout, at, groups, lambda _seed: None)

@@ -60,7 +60,8 @@ def _not_as_derived(
     for (name, held), index in zip(parts.items(), indices, strict=True):
         tensor, whole = spec.tensors[index], whole_of(name, held)
         if whole != tensor.name:
-            yield f"{name} is {whole}, where the run's spec has {tensor.name}"
+            called = "" if name == whole else f", as {name},"
+            yield f"the model yields {whole}{called} where the run's spec has {tensor.name}"
             continue
         split = None if tensor.tp_dim is None else (tensor.tp_dim, tensor.tp_blocks)
         if not is_share(held, tensor.shape, split, layout.tp, at.tp):

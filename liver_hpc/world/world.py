@@ -124,7 +124,7 @@ class World:
             module = built = self.recipe.build(context).to(self.device.torch_device)
         config = module.config
         megatron.complete_for_schedules(module)
-        if not spec.main_is_parameter:
+        if config.bf16:
             module = Float16Module(config, built)
         self._parameters = verified_parameters(
             spec, context.layout, self.at, built, self.groups, _frame_of(self.recipe, self.worker)

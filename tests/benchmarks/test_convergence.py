@@ -8,8 +8,8 @@ from benchmarks.convergence.__main__ import FULL, config_of, differences, result
 from liver_hpc.config.check import check_run
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.recipes.base import load_recipe
 from liver_hpc.run.records import RunRecords
+from tests.unit.layout.models import gpt_recipe
 from tests.unit.report.rows import reconfiguration, step
 
 
@@ -51,4 +51,4 @@ def test_an_aborted_handoff_is_no_measurement() -> None:
 def test_the_runs_pass_the_checks_and_begin_where_they_shall(first: str) -> None:
     config = config_of(FULL, Layout.parse(first))
     assert config.allowed_layouts(2)[0] == Layout.parse(first)
-    check_run(config, load_recipe(config), [])
+    check_run(config, gpt_recipe(config), [])

@@ -30,8 +30,8 @@ from benchmarks.goodput.trace import (
 )
 from liver_hpc.config.check import check_run
 from liver_hpc.errors import LiverError
-from liver_hpc.recipes.base import load_recipe
 from liver_hpc.run.records import RunRecords
+from tests.unit.layout.models import gpt_recipe
 from tests.unit.report.rows import reconfiguration, step
 
 
@@ -111,4 +111,4 @@ def test_an_aborted_handoff_is_no_measurement() -> None:
 
 def test_the_run_passes_the_checks() -> None:
     config = config_of(QUICK)
-    check_run(config, load_recipe(config), [])
+    check_run(config, gpt_recipe(config), [])

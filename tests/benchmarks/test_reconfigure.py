@@ -16,8 +16,8 @@ from benchmarks.reconfigure.live import rows as live_rows
 from benchmarks.reconfigure.sweep import Cell, Sweep, cells, load_sweep
 from liver_hpc.config.check import check_run
 from liver_hpc.errors import ConfigError, LiverError
-from liver_hpc.recipes.base import load_recipe
 from liver_hpc.run.records import RunRecords
+from tests.unit.layout.models import gpt_recipe
 from tests.unit.report.rows import reconfiguration, step
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
@@ -54,13 +54,13 @@ def test_every_run_of_the_shipped_sweeps_passes_the_checks(name: str) -> None:
     sweep = load_sweep(CONFIGS / name)
     for size in sweep.models:
         config = sweep.run_config(size)
-        check_run(config, load_recipe(config), [])
+        check_run(config, gpt_recipe(config), [])
 
 
 def test_the_shipped_sizes_are_what_their_names_say() -> None:
     sweep = load_sweep(CONFIGS / "local.yaml")
     for size, millions in (("25m", 25e6), ("100m", 100e6)):
-        spec = load_recipe(sweep.run_config(size)).spec
+        spec = gpt_recipe(sweep.run_config(size)).spec
         assert sum(tensor.elements for tensor in spec.tensors) == pytest.approx(millions, rel=0.03)
 
 

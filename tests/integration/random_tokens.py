@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpt_spec import gpt_spec
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.recipes.gpt import GPT
 from liver_hpc.recipes.gpt_config import GPTConfig
@@ -69,5 +70,6 @@ def tiny_recipe(**model: Any) -> RandomTokenGPT:
     """The recipe of `tiny_config`, opened."""
     config = tiny_config(**model)
     recipe = RandomTokenGPT(GPTConfig.model_validate(config.model), config)
+    recipe.spec = gpt_spec(recipe.options)
     recipe.open(Path())
     return recipe

@@ -8,25 +8,27 @@ says how many entries it has, and every decision that a core would take otherwis
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from liver_hpc.config.load import parse_run
-from liver_hpc.recipes.base import load_recipe
+from liver_hpc.recipes.specs import load_run_recipe
 from liver_hpc.run.entries import JOURNAL_FILE, read_entries
 from liver_hpc.run.events import CoordinatorStarted
 from liver_hpc.run.machine import Run
 from liver_hpc.run.replay import Difference, differences, memory_of
 
 
-def core_of(started: CoordinatorStarted) -> Run:
+def core_of(run_directory: Path, started: CoordinatorStarted) -> Run:
     """What a coordinator makes of the same run file, with the same model."""
     config = parse_run(started.attributes["config"])
-    recipe = load_recipe(config)
+    recipe = load_run_recipe(config, run_directory)
     return Run(config, recipe.spec, recipe.check_layout)
 
 
 def played_again(run_directory: Path) -> list[Difference]:
-    return [*differences(read_entries(run_directory / JOURNAL_FILE), core_of)]
+    core = partial(core_of, run_directory)
+    return [*differences(read_entries(run_directory / JOURNAL_FILE), core)]
 
 
 def check_replay(run_directory: Path) -> None:

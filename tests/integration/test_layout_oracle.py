@@ -17,7 +17,8 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.tensors import PARAMETER, Box
 from liver_hpc.recipes.gpt import GPT
-from liver_hpc.recipes.gpt_config import GPTConfig
+from tests.integration.toys import derived
+from tests.unit.layout.models import gpt_recipe
 
 MODELS = {
     "tied-swiglu-gqa": {"heads": 8, "query_groups": 4, "dtype": "fp32"},
@@ -51,7 +52,7 @@ def recipe_of(model: dict[str, Any]) -> GPT:
             "data": {"prefix": "unread"},
         }
     )
-    return GPT(GPTConfig.model_validate(config.model), config)
+    return gpt_recipe(config)
 
 
 def worlds(recipe: GPT, layout: Layout, device: Any) -> Iterator[Any]:
@@ -158,12 +159,29 @@ def test_optimizer_shards_tile_every_parameter_once_over_data_parallel_ranks(dev
         assert ends[::2] == ends[1::2], key
 
 
-def test_layouts_that_do_not_divide_the_model_are_refused() -> None:
+@pytest.mark.parametrize("model", [*MODELS.values(), UNEVEN])
+def test_the_derived_spec_is_the_one_by_rule(model: dict[str, Any], device: Any) -> None:
+    recipe = recipe_of(model)
+    by_rule = recipe.spec
+    found = derived(recipe, *(f"tp{tp} pp{pp}" for tp in (1, 2, 4) for pp in (1, 2, 3, 4)))
+    assert found.tensors == by_rule.tensors
+    assert found.stages == by_rule.stages
+    assert found.parameter_bytes == by_rule.parameter_bytes
+    assert {*found.refused} == {
+        f"tp{tp} pp{pp}" for tp in (1, 2, 4) for pp in {2, 3, 4} - {*by_rule.stages}
+    }
+
+
+def test_layouts_that_do_not_divide_the_model_are_refused(device: Any) -> None:
     recipe = recipe_of(MODELS["tied-swiglu-gqa"])
+    recipe.spec = derived(recipe, "tp8", "tp16", "pp3", "tp2 pp3")
     with pytest.raises(ConfigError, match="tp=8 does not divide 4 query groups"):
         recipe.check_layout(Layout(8, 1, 1))
-    with pytest.raises(ConfigError, match="pp=3 does not divide 4 layers"):
-        recipe.check_layout(Layout(1, 3, 1))
+    with pytest.raises(ConfigError, match=r"num_attention_heads \(8\)"):
+        recipe.spec.check_layout(16, 1)
+    for tp in (1, 2):
+        with pytest.raises(ConfigError, match="num_layers should be divisible by pipeline"):
+            recipe.check_layout(Layout(tp, 3, 1))
 
 
 def test_building_a_world_draws_no_random_numbers(device: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +13,11 @@ import torch
 
 from liver_hpc.errors import ConfigError, PlanError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.layout.tensors import TensorSpec
-from liver_hpc.recipes.base import BuildContext, Recipe
+from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.recipes.base import BuildContext
 from liver_hpc.recipes.gpt_config import GPTConfig
 from tests.integration.random_tokens import RandomTokenGPT, tiny_config, tiny_recipe
-from tests.integration.toys import Toy, build_world
-
-MATRIX = TensorSpec("body.weight", (8, 8), "first")
+from tests.integration.toys import Toy, build_world, derived
 
 
 class Router(torch.nn.Linear):
@@ -59,14 +58,12 @@ def test_state_that_is_not_moved_is_refused_by_name(
     part: Callable[[], Any], named: str, device: Any
 ) -> None:
     with pytest.raises(PlanError, match=rf"{named} .*not moved.*persistent=False"):
-        build_world(Toy([MATRIX], lambda _: {"body": part()}), device)
+        build_world(Toy(lambda _: {"body": part()}), device)
 
 
 def test_statistics_of_batches_are_refused_each_by_name(device: Any) -> None:
-    tensors = [TensorSpec(f"norm.{part}", (8,), "first") for part in ("weight", "bias")]
-    recipe = Toy(tensors, lambda _: {"norm": torch.nn.BatchNorm1d(8)})
     with pytest.raises(PlanError) as refused:
-        build_world(recipe, device)
+        build_world(Toy(lambda _: {"norm": torch.nn.BatchNorm1d(8)}), device)
     for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
         assert name in str(refused.value)
 
@@ -76,73 +73,118 @@ def test_statistics_of_batches_are_refused_each_by_name(device: Any) -> None:
     [lambda: Router(persistent=False), lambda: Scaled(None), lambda: Scaled(torch.empty(0))],
 )
 def test_what_is_recomputed_or_empty_is_no_state(part: Callable[[], Any], device: Any) -> None:
-    build_world(Toy([MATRIX], lambda _: {"body": part()}), device).close()
+    build_world(Toy(lambda _: {"body": part()}), device).close()
 
 
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_frozen_parameter_is_refused_by_name(worker: int, device: Any) -> None:
     """On every seat, also on one whose share of the optimizer would not show it."""
-    tensors = [MATRIX, TensorSpec("head.weight", (8, 8), "first")]
-    parts = {"body": frozen(), "head": torch.nn.Linear(8, 8, bias=False)}
+    recipe = Toy(lambda _: {"body": frozen(), "head": torch.nn.Linear(8, 8, bias=False)})
     with pytest.raises(PlanError, match=r"body\.weight is frozen"):
-        build_world(Toy(tensors, lambda _: parts), device, "dp2", worker)
+        build_world(recipe, device, "dp2", worker)
 
 
 def test_a_parameter_of_another_precision_is_refused_by_name(device: Any) -> None:
-    tensors = [MATRIX, TensorSpec("head.weight", (8, 8), "first")]
     head = torch.nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
-    recipe = Toy(tensors, lambda _: {"body": torch.nn.Linear(8, 8, bias=False), "head": head})
+    recipe = Toy(lambda _: {"body": torch.nn.Linear(8, 8, bias=False), "head": head})
     with pytest.raises(PlanError, match=r"head\.weight is torch\.bfloat16, .* torch\.float32"):
         build_world(recipe, device)
 
 
-def test_a_tensor_that_is_no_vector_and_no_matrix_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"conv\.weight.*1-D or 2-D.*\(4, 2, 3\)"):
-        TensorSpec("conv.weight", (4, 2, 3), "first")
+def test_a_tensor_of_more_dimensions_is_held_as_it_is(device: Any) -> None:
+    recipe = Toy(lambda _: {"conv": torch.nn.Conv2d(2, 4, 3, bias=False)})
+    world = build_world(recipe, device)
+    assert recipe.spec.tensors[0].shape == (4, 2, 3, 3)
+    held = world.state.view("parameter", 0, recipe.spec.tensors[0].whole)
+    assert torch.equal(held, world.model.module.conv.weight.detach().view(4, 18))
+    world.close()
 
 
-def test_a_matrix_where_a_vector_is_described_is_refused(device: Any) -> None:
-    recipe = Toy(
-        [TensorSpec("body.weight", (8,), "first")],
-        lambda _: {"body": torch.nn.Linear(1, 8, bias=False)},
-    )
-    with pytest.raises(PlanError, match=r"body\.weight.* is \(8, 1\), .* \(8,\)"):
-        build_world(recipe, device)
+# ---- what the worker's module is, against the spec that was derived before
 
 
-# ---- names
-
-
-def layers(order: list[int]) -> Recipe:
-    """Four layers alike, two a stage at pp=2, described and yielded in their local `order`."""
-    tensors = [TensorSpec(f"layers.{n}.weight", (8, 8), n) for n in range(4)]
+def layers(order: list[int]) -> Toy:
+    """Four layers alike, two a stage at pp=2, with global numbers, yielded in their `order`."""
 
     def parts(context: BuildContext) -> dict[str, Any]:
-        count = 4 // context.layout.pp
-        made = {str(n): torch.nn.Linear(8, 8, bias=False) for n in order if n < count}
+        size = 4 // context.layout.pp
+        here = range(context.at.pp * size, (context.at.pp + 1) * size)
+        made = {str(n): torch.nn.Linear(8, 8, bias=False) for n in order if n in here}
         return {"layers": torch.nn.ModuleDict(made)}
 
-    return Toy(tensors, parts, layers=4)
+    return Toy(parts)
 
 
 @pytest.mark.parametrize(("layout", "worker"), [("dp1", 0), ("pp2", 0), ("pp2", 1)])
 def test_layers_of_the_same_shape_in_another_order_are_refused(
     layout: str, worker: int, device: Any
 ) -> None:
-    build_world(layers([0, 1, 2, 3]), device, layout, worker).close()
-    with pytest.raises(PlanError, match=r"yields layers\.1\.weight where .* layers\.[02]\.weight"):
-        build_world(layers([1, 0, 3, 2]), device, layout, worker)
+    first, then = layers([0, 1, 2, 3]), layers([1, 0, 3, 2])
+    then.spec = first.spec = derived(first, layout)
+    build_world(first, device, layout, worker).close()
+    with pytest.raises(PlanError, match=r"yields layers\.\d\.weight where .* layers\.\d\.weight"):
+        build_world(then, device, layout, worker)
 
 
-def test_a_stage_may_name_its_layers_by_their_global_numbers(device: Any) -> None:
+def test_layers_that_are_numbered_anew_on_each_stage_are_refused(device: Any) -> None:
+    """Nothing says which of the model's layers they are."""
+
     def parts(context: BuildContext) -> dict[str, Any]:
-        numbers = range(2 * context.at.pp, 2 * context.at.pp + 2)
-        made = {str(n): torch.nn.Linear(8, 8, bias=False) for n in numbers}
-        return {"layers": torch.nn.ModuleDict(made)}
+        made = [torch.nn.Linear(8, 8, bias=False) for _ in range(4 // context.layout.pp)]
+        return {"layers": torch.nn.ModuleList(made)}
 
-    tensors = [TensorSpec(f"layers.{n}.weight", (8, 8), n) for n in range(4)]
-    for worker in (0, 1):
-        build_world(Toy(tensors, parts, layers=4), device, "pp2", worker).close()
+    with pytest.raises(ConfigError, match=r"pp=2 no stage holds layers\.2\.weight, layers\.3"):
+        derived(Toy(parts), "pp2").check_layout(1, 2)
+
+
+def test_a_split_that_the_module_does_not_declare_is_refused(device: Any) -> None:
+    def parts(context: BuildContext) -> dict[str, Any]:
+        return {"body": torch.nn.Linear(8, 8 // context.layout.tp, bias=False)}
+
+    spec = derived(Toy(parts), "tp2")
+    with pytest.raises(ConfigError, match=r"body\.weight.* does not say how it is split"):
+        spec.check_layout(2, 1)
+
+
+def wrong_dim(spec: ModelSpec) -> dict[str, Any]:
+    tensors = tuple(replace(t, tp_dim=1) if t.tp_dim == 0 else t for t in spec.tensors)
+    return {"tensors": tensors}
+
+
+def wrong_blocks(spec: ModelSpec) -> dict[str, Any]:
+    return {"tensors": tuple(replace(t, tp_blocks=(32, 32)) if t.tp_blocks == (64,) else t
+            for t in spec.tensors)}  # fmt: skip
+
+
+def swapped(spec: ModelSpec) -> dict[str, Any]:
+    first, *rest, last = spec.stages[1][0]
+    return {"stages": {**spec.stages, 1: ((last, *rest, first),)}}
+
+
+def a_tensor_less(spec: ModelSpec) -> dict[str, Any]:
+    return {"stages": {**spec.stages, 1: (spec.stages[1][0][:-1],)}}
+
+
+def other_bytes(spec: ModelSpec) -> dict[str, Any]:
+    return {"parameter_bytes": 2}
+
+
+def another_shape(spec: ModelSpec) -> dict[str, Any]:
+    first, *rest = spec.tensors
+    return {"tensors": (replace(first, shape=(first.shape[0], 65)), *rest)}
+
+
+@pytest.mark.parametrize(
+    "wrong", [wrong_dim, wrong_blocks, swapped, a_tensor_less, other_bytes, another_shape]
+)
+def test_a_spec_that_is_not_of_this_model_is_refused_as_a_world_is_built(
+    wrong: Callable[[ModelSpec], dict[str, Any]], device: Any
+) -> None:
+    recipe = tiny_recipe()
+    build_world(recipe, device, "tp2").close()
+    recipe.spec = replace(recipe.spec, **wrong(recipe.spec))
+    with pytest.raises(PlanError):
+        build_world(recipe, device, "tp2")
 
 
 # ---- marks
@@ -156,11 +198,6 @@ def test_shards_are_marked_whatever_class_their_layer_has(layout: str, device: A
     class Own(ColumnParallelLinear):  # type: ignore[misc]
         pass
 
-    class Plain(torch.nn.Module):
-        def __init__(self, rows: int) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(8, 8 // rows))
-
     def parts(context: BuildContext) -> dict[str, Any]:
         from megatron.core.transformer import TransformerConfig
 
@@ -169,15 +206,11 @@ def test_shards_are_marked_whatever_class_their_layer_has(layout: str, device: A
             perform_initialization=False,
         )  # fmt: skip
         own = Own(8, 8, config=config, init_method=None, bias=True, tp_group=context.groups.tp)
-        return {"own": own, "plain": Plain(context.layout.tp), "norm": torch.nn.RMSNorm(8)}
+        return {"own": own, "norm": torch.nn.RMSNorm(8)}
 
-    tensors = [
-        TensorSpec("own.weight", (8, 8), "first", tp_dim=0),
-        TensorSpec("own.bias", (8,), "first", tp_dim=0),
-        TensorSpec("plain.weight", (8, 8), "first", tp_dim=1),
-        TensorSpec("norm.weight", (8,), "first"),
-    ]
-    world = build_world(Toy(tensors, parts), device, layout)
+    recipe = Toy(parts)
+    recipe.spec = derived(recipe, "tp1", "tp2")
+    world = build_world(recipe, device, layout)
     marks = {
         name: (getattr(parameter, "tensor_model_parallel", False), parameter.partition_dim)
         for name, parameter in world.model.module.named_parameters()
@@ -185,7 +218,7 @@ def test_shards_are_marked_whatever_class_their_layer_has(layout: str, device: A
     }
     world.close()
     marks.pop("norm.weight", None)
-    assert marks == {"own.weight": (True, 0), "own.bias": (True, 0), "plain.weight": (True, 1)}
+    assert marks == {"own.weight": (True, 0), "own.bias": (True, 0)}
 
 
 # ---- beside training

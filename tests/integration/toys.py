@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.layout.tensors import ModelSpec, TensorSpec
+from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import BuildContext, NoOptions, Recipe
 from tests.integration.random_tokens import tiny_config
 
@@ -15,20 +15,11 @@ _generations = itertools.count()
 
 
 class Toy(Recipe):
-    """A recipe of the tensors and the parts that a test gives: `parts(context)` -> name -> part."""
+    """A recipe of the parts that a test gives: `parts(context)` -> name -> part."""
 
-    def __init__(
-        self,
-        tensors: Sequence[TensorSpec],
-        parts: Callable[[BuildContext], dict[str, Any]],
-        layers: int = 1,
-    ) -> None:
+    def __init__(self, parts: Callable[[BuildContext], dict[str, Any]]) -> None:
         super().__init__(NoOptions(), tiny_config())
-        self._described = ModelSpec(tuple(tensors), layers, parameter_bytes=4)
-        self._parts = parts
-
-    def describe(self) -> ModelSpec:
-        return self._described
+        self.parts = parts
 
     def build(self, context: BuildContext) -> Any:
         from megatron.core.transformer import TransformerConfig
@@ -36,7 +27,7 @@ class Toy(Recipe):
 
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
         model = MegatronModule(config)
-        for name, part in self._parts(context).items():
+        for name, part in self.parts(context).items():
             setattr(model, name, part)
         return model
 
@@ -47,13 +38,27 @@ class Toy(Recipe):
         raise NotImplementedError
 
 
+def derived(recipe: Recipe, *layouts: str) -> ModelSpec:
+    """The spec of what a recipe builds, for some layouts; the process must have its device."""
+    from liver_hpc.world.derive import Derivation
+    from liver_hpc.world.groups import install_sentinel
+
+    install_sentinel(0)
+    return Derivation(recipe).spec(map(Layout.parse, layouts))
+
+
 def build_world(recipe: Recipe, device: Any, layout: str = "dp1", worker: int = 0) -> Any:
-    """The world of one worker, whose id is its rank."""
+    """The world of one worker, whose id is its rank; by the recipe's spec, or the derived one."""
+    from liver_hpc.errors import ConfigError
     from liver_hpc.world.groups import install_sentinel
     from liver_hpc.world.world import World
 
-    install_sentinel(worker)
     sizes = Layout.parse(layout)
+    try:
+        recipe.spec.check_layout(sizes.tp, sizes.pp)
+    except ConfigError:
+        recipe.spec = derived(recipe, layout)
+    install_sentinel(worker)
     rank_map = RankMap(sizes, tuple(range(sizes.workers)))
     # A generation of its own: a test that fails may leave a world open.
     return World(recipe, rank_map, worker, next(_generations), device)

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from benchmarks.gpt_spec import gpt_spec
 from benchmarks.simulate.play import ControlLink
 from benchmarks.simulate.scenario import Machine, Simulated, simulate
 from benchmarks.simulate.timings import Timings
@@ -14,10 +15,10 @@ from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.memory import handoff_bytes
-from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
+from liver_hpc.recipes.gpt_config import GPTConfig
 from tests.unit.layout.models import TIED, rank_map
 
-MODEL = gpt_tensors(
+MODEL = gpt_spec(
     GPTConfig(layers=4, hidden=64, heads=4, ffn_hidden=96, vocab_size=512, tied_embeddings=False)
 )
 MACHINE = Machine(

@@ -58,10 +58,7 @@ class ModelOnly(TinyRecipe):
 
     def __init__(self, model: ModelSpec, config: RunConfig) -> None:
         super().__init__(NoOptions(), config)
-        self._model = model
-
-    def describe(self) -> ModelSpec:
-        return self._model
+        self.spec = model
 
 
 class Disk:

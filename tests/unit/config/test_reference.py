@@ -22,8 +22,8 @@ from liver_hpc.config.schema import (
     RunConfig,
     WorkersSection,
 )
-from liver_hpc.recipes.base import load_recipe
 from liver_hpc.recipes.gpt_config import GPTConfig
+from tests.unit.layout.models import gpt_recipe
 
 LISTED = {"layouts", "notices", "cluster.slurm.components"}
 """Sections whose entries are compared on their own."""
@@ -117,7 +117,7 @@ def test_every_key_has_a_comment(configs: Path) -> None:
 )  # fmt: skip
 def test_the_shipped_files_pass_all_checks(configs: Path, name: str, kind: str) -> None:
     config = load_run(configs / name, [f"cluster.kind={kind}"])
-    check_run(config, load_recipe(config))
+    check_run(config, gpt_recipe(config))
 
 
 def test_the_demo_shows_every_kind_of_change(configs: Path) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from benchmarks.gpt_spec import gpt_spec
+from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec
-from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
+from liver_hpc.recipes.base import load_recipe
+from liver_hpc.recipes.gpt import GPT
+from liver_hpc.recipes.gpt_config import GPTConfig
 
-TIED = gpt_tensors(
-    GPTConfig(layers=4, hidden=16, ffn_hidden=24, heads=4, seq_length=8, vocab_size=40)
-)
-UNTIED_BF16 = gpt_tensors(
+TIED = gpt_spec(GPTConfig(layers=4, hidden=16, ffn_hidden=24, heads=4, seq_length=8, vocab_size=40))
+UNTIED_BF16 = gpt_spec(
     GPTConfig(
         layers=4,
         hidden=16,
@@ -45,3 +47,11 @@ def state_bytes(model: ModelSpec) -> int:
 def rank_map(layout: Layout, first: int = 0) -> RankMap:
     """Workers first, first+1, ... in rank order."""
     return RankMap(layout, tuple(range(first, first + layout.workers)))
+
+
+def gpt_recipe(config: RunConfig) -> GPT:
+    """The recipe of a run of a GPT, with its spec by rule: no model is built."""
+    recipe = load_recipe(config)
+    assert isinstance(recipe, GPT)
+    recipe.spec = gpt_spec(recipe.options)
+    return recipe

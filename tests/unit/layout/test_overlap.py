@@ -8,13 +8,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpt_spec import gpt_spec
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.memory import handoff_bytes
 from liver_hpc.layout.overlap import overlap_matrix
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.placement import place
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec
-from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
+from liver_hpc.recipes.gpt_config import GPTConfig
 from tests.unit.layout.models import LAYOUTS, MODELS, TIED, rank_map
 
 
@@ -62,7 +63,7 @@ def test_overlap_is_the_local_part_of_the_plan() -> None:
 
 
 def test_a_large_model_on_many_workers_is_placed_while_the_coordinator_waits() -> None:
-    model = gpt_tensors(
+    model = gpt_spec(
         GPTConfig(
             layers=32,
             hidden=4096,

@@ -37,7 +37,7 @@ def test_every_data_parallel_rank_holds_every_parameter_once(
     layout: Layout, model: ModelSpec
 ) -> None:
     for index, tensor in enumerate(model.tensors):
-        copies = len(model.stages_of(tensor, layout.pp))
+        copies = len(model.stages_of(index, layout.pp))
         copies *= layout.tp if tensor.tp_dim is None else 1
         for dp in range(layout.dp):
             boxes = [
@@ -54,7 +54,7 @@ def test_optimizer_state_is_sharded_over_data_parallel_ranks(
     layout: Layout, model: ModelSpec
 ) -> None:
     for index, tensor in enumerate(model.tensors):
-        copies = len(model.stages_of(tensor, layout.pp))
+        copies = len(model.stages_of(index, layout.pp))
         copies *= layout.tp if tensor.tp_dim is None else 1
         boxes = [
             box
@@ -65,7 +65,7 @@ def test_optimizer_state_is_sharded_over_data_parallel_ranks(
 
 
 def test_swiglu_halves_are_split_each_on_its_own() -> None:
-    gate_and_up = TensorSpec("fc1", (8, 3), 0, tp_dim=0, tp_blocks=2)
+    gate_and_up = TensorSpec("fc1", (8, 3), 0, (4, 4))
     first, second = slabs(gate_and_up, tp=2, tp_rank=1)
     assert first.box == Box(2, 4, 0, 3)
     assert first.local_row == 0
@@ -73,19 +73,31 @@ def test_swiglu_halves_are_split_each_on_its_own() -> None:
     assert second.local_row == 2
 
 
-def test_uneven_end_stages() -> None:
-    model = ModelSpec(MODELS[0].tensors, 4, 4, first_stage_layers=1, last_stage_layers=1)
-    assert model.stage_layers(3) == (1, 2, 1)
-    assert model.stage_layers(1) == (4,)
-    with pytest.raises(ConfigError, match="pp=2"):
-        model.stage_layers(2)
+def test_blocks_of_several_sizes_are_split_each_on_its_own() -> None:
+    """As the input projection of a Mamba layer."""
+    projection = TensorSpec("in_proj", (14, 3), 0, (8, 4, 2))
+    found = [(slab.box.row0, slab.box.row1, slab.local_row) for slab in slabs(projection, 2, 1)]
+    assert found == [(4, 8, 0), (10, 12, 4), (13, 14, 6)]
+
+
+def test_a_tensor_of_any_rank_is_a_matrix_along_the_dimension_that_is_split() -> None:
+    kernel = TensorSpec("conv", (3, 8, 5), 1, (6, 2))
+    assert (kernel.rows, kernel.cols) == (3, 40)
+    assert [slab.box for slab in slabs(kernel, 2, 1)] == [Box(0, 3, 15, 30), Box(0, 3, 35, 40)]
+    whole = TensorSpec("conv", (4, 2, 3))
+    assert (whole.rows, whole.cols, whole.elements) == (4, 6, 24)
 
 
 def test_a_layout_that_does_not_divide_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"fc1.*dim 0 is 10, which tp=4 x 2 blocks"):
-        slabs(TensorSpec("fc1", (10, 3), 0, tp_dim=0, tp_blocks=2), tp=4, tp_rank=0)
-    with pytest.raises(ConfigError, match="pp=3"):
-        MODELS[0].stage_layers(3)
+    tensors = (TensorSpec("fc1", (10, 3), 0, (6, 4)),)
+    model = ModelSpec(tensors, {1: ((0,),)}, 4, {"tp1 pp3": "3 stages of 4 layers"})
+    model.check_layout(2, 1)
+    with pytest.raises(ConfigError, match=r"fc1: dimension 0 is 10, .*\(6, 4\), which tp=4"):
+        model.check_layout(4, 1)
+    with pytest.raises(ConfigError, match="3 stages of 4 layers"):
+        model.check_layout(1, 3)
+    with pytest.raises(ConfigError, match=r"pp=2: .* has pp \[1\] only"):
+        model.check_layout(1, 2)
 
 
 def test_tied_copy_comes_last_on_the_last_stage() -> None:

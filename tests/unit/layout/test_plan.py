@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpt_spec import gpt_spec
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.memory import handoff_bytes, worker_bytes
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.placement import place
 from liver_hpc.layout.plan import subtract, transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, TransferPlan
-from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
+from liver_hpc.recipes.gpt_config import GPTConfig
 from tests.unit.layout.models import LAYOUTS, MODELS, TIED, rank_map, state_bytes
 
 BOXES = st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 5), st.integers(1, 5)).map(
@@ -159,7 +160,7 @@ def test_the_work_does_not_grow_with_the_workers(monkeypatch: pytest.MonkeyPatch
     """Counted in boxes looked at, for a worker in the middle of a growing world."""
 
     def looked_at(dp: int) -> int:
-        model = gpt_tensors(GPTConfig(layers=4, hidden=64, heads=4, ffn_hidden=96, vocab_size=512))
+        model = gpt_spec(GPTConfig(layers=4, hidden=64, heads=4, ffn_hidden=96, vocab_size=512))
         source, target = rank_map(Layout(2, 2, dp)), rank_map(Layout(2, 2, dp + 1))
         counted = 0
         intersect = Box.intersect

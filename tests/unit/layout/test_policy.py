@@ -23,7 +23,6 @@ from liver_hpc.layout.memory import worker_bytes
 from liver_hpc.layout.ownership import PARAMETER_ALIGNMENT
 from liver_hpc.layout.policy import MARGIN, REMEMBERED_STEPS, LayoutPolicy
 from liver_hpc.layout.tensors import ModelSpec, TensorSpec
-from liver_hpc.recipes.base import load_recipe
 from tests.unit.config.runs import minimal
 from tests.unit.layout.models import LAYOUTS, MODELS, TIED
 
@@ -42,7 +41,7 @@ class Described:
     def check_layout(self, layout: Layout) -> None:
         if 4 % layout.tp:
             raise ConfigError(f"tp={layout.tp} does not divide 4 heads")
-        self.spec.stage_layers(layout.pp)
+        self.spec.check_layout(layout.tp, layout.pp)
 
     def hidden_shape(self) -> tuple[int, ...]:
         if not self._stages:
@@ -142,7 +141,7 @@ def test_no_layout_for_the_first_workers_says_why() -> None:
     assert str(raised.value) == (
         "layouts: auto finds nothing for workers.initial = 3 (worker counts with a layout: "
         "1, 2, 4): tp1 pp1 dp3: train.global_batch 8 is not a multiple of micro_batch x dp = "
-        "1 x 3; tp1 pp3 dp1: pp=3 does not divide 4 layers over 3 stages; "
+        "1 x 3; tp1 pp3 dp1: pp=3: the model's spec has pp [1, 2, 4] only; "
         "tp3 pp1 dp1: tp=3 does not divide 4 heads"
     )
 
@@ -160,15 +159,10 @@ def test_tensor_parallelism_stays_on_a_node() -> None:
 
 
 def test_axes_that_the_recipe_does_not_know() -> None:
-    copied = ModelSpec((TensorSpec("weight", (4, 4), 0),), layers=4, parameter_bytes=4)
+    copied = ModelSpec((TensorSpec("weight", (4, 4)),), {1: ((0,),)}, parameter_bytes=4)
     candidates = Candidates(auto(), Described(copied, stages=False))
     assert candidates.table() == {1: [DP1], 2: [DP2], 4: [DP4]}
     assert candidates.fault(TP2) == "no tensor of the model is split over tp"
-
-
-def test_a_real_recipe_describes_itself() -> None:
-    config = auto()
-    assert resolve_layouts(config, load_recipe(config)).worker_counts == [1, 2, 4]
 
 
 def test_a_thousand_workers_take_no_time() -> None:

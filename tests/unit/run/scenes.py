@@ -77,7 +77,7 @@ def _slurm(burst_nodes: int = 0, **slurm: Any) -> dict[str, Any]:
     return {"kind": "slurm", "slurm": {"burst": burst_section, **slurm}}
 
 
-SPEC: ModelSpec = tiny_recipe(tiny_run()).describe()
+SPEC: ModelSpec = tiny_recipe(tiny_run()).spec
 
 SCENES = (
     Scene("two nodes", _config(layouts=ANY_NUMBER), (N1, N2), (burst(3), burst(4), SPARE)),

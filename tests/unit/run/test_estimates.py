@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpt_spec import gpt_spec
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.memory import handoff_bytes, move_bytes, worker_bytes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec
-from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
+from liver_hpc.recipes.gpt_config import GPTConfig
 from liver_hpc.run import estimates as module
 from liver_hpc.run.estimates import (
     ASSUMED_BOOT_S,
@@ -57,7 +58,7 @@ def completed(**fields: Any) -> ReconfigurationRecord:
 
 
 def model(width: int) -> ModelSpec:
-    return gpt_tensors(
+    return gpt_spec(
         GPTConfig(layers=4, hidden=4 * width, ffn_hidden=8 * width, heads=4, vocab_size=8 * width)
     )
 

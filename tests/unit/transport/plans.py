@@ -42,8 +42,8 @@ def random_plans(draw: st.DrawFn) -> RandomPlans:
     shapes = draw(
         st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), min_size=1, max_size=4)
     )
-    tensors = tuple(TensorSpec(f"t{index}", shape, 0) for index, shape in enumerate(shapes))
-    model = ModelSpec(tensors, layers=1, parameter_bytes=2)
+    tensors = tuple(TensorSpec(f"t{index}", shape) for index, shape in enumerate(shapes))
+    model = ModelSpec(tensors, {1: (tuple(range(len(tensors))),)}, parameter_bytes=2)
     ids = st.integers(0, workers - 1)
     moves = []
     for index, (rows, cols) in enumerate(shapes):
