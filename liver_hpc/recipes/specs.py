@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
+import os
 import sys
 import tempfile
 from importlib.metadata import version
@@ -18,11 +18,14 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.host.child import Child, Command
 from liver_hpc.host.files import write_whole
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import Recipe, load_recipe
 
 SPEC_FILE = "spec.json"
+EXIT_REFUSED = 2
+"""Exit status of the child for a model that cannot be built or moved."""
 _VERSIONS = ("liver-hpc", "torch", "megatron-core")
 
 
@@ -71,20 +74,17 @@ def derive_spec(config: RunConfig) -> ModelSpec:
     """
     limit_s = config.deadlines.boot_s
     with tempfile.TemporaryDirectory() as directory:
-        run, spec = Path(directory, "run.yaml"), Path(directory, SPEC_FILE)
+        run, spec, log = (Path(directory, name) for name in ("run.yaml", SPEC_FILE, "log"))
         run.write_text(dump_run(config), encoding="utf-8")
         words = [sys.executable, "-P", "-m", "liver_hpc.worker.derive", str(run), str(spec)]
+        name = f"the derivation of the model's spec (deadlines.boot_s), recipe {config.recipe},"
+        child = Child(Command(name, words, log=log, environment=os.environ))
         try:
-            done = subprocess.run(
-                words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-                timeout=limit_s,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise LiverError(
-                f"recipe {config.recipe}: waited {limit_s:g} s (deadlines.boot_s) for the spec of "
-                "its model to be derived"
-            ) from None
-        if done.returncode == 0:
+            code = child.wait(limit_s)
+        finally:
+            child.end(0.0)
+        if code == 0:
             return TypeAdapter(ModelSpec).validate_json(spec.read_bytes())
-    said = done.stderr.strip().rpartition("error: ")[2] or f"exit code {done.returncode}"
-    raise (ConfigError if done.returncode == 2 else LiverError)(f"recipe {config.recipe}: {said}")
+        said = log.read_text(errors="replace").strip().rpartition("error: ")[2]
+    kind = ConfigError if code == EXIT_REFUSED else LiverError
+    raise kind(f"recipe {config.recipe}: {said or f'deriving its spec: exit code {code}'}")

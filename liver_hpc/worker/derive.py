@@ -19,10 +19,11 @@ from liver_hpc.layout.candidates import layouts_up_to, workers_of_a_node
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import load_recipe
+from liver_hpc.recipes.specs import EXIT_REFUSED
 
 
 def main() -> int:
-    """Exit status 2 for a model that cannot be built or moved, with the reason on stderr."""
+    """EXIT_REFUSED for a model that cannot be built or moved, with the reason on stderr."""
     parser = argparse.ArgumentParser(prog="liver_hpc.worker.derive", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("spec", type=Path)
@@ -42,8 +43,8 @@ def main() -> int:
     try:
         spec = Derivation(load_recipe(config)).spec(_layouts(config))
     except MODELS_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_REFUSED
     options.spec.write_bytes(TypeAdapter(ModelSpec).dump_json(spec))
     return 0
 

@@ -21,7 +21,13 @@ RECIPE = """
 from tests.fakes import TinyRecipe
 
 class Mine(TinyRecipe):
-    pass
+    def build(self, context):
+        import torch
+        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer.module import MegatronModule
+        model = MegatronModule(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1))
+        model.body = torch.nn.Linear(8, 8)
+        return model
 """
 LIMIT_S = 60.0
 

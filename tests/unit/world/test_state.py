@@ -76,7 +76,7 @@ def test_memory_that_is_not_what_the_layout_says_is_refused() -> None:
     good = state_at(TIED, layout, at)._held
     wrong_shape = dict(good)
     wrong_shape[0] = HeldTensor(torch.zeros(3, 3), good[0].interval, good[0].optimizer)
-    with pytest.raises(PlanError, match=r"is \(3, 3\), the layout wants \(40, 16\)"):
+    with pytest.raises(PlanError, match=r"is \[3, 3\], the layout wants \[40, 16\]"):
         WorldState(TIED, layout, at, wrong_shape)
     wrong_interval = dict(good)
     wrong_interval[0] = HeldTensor(good[0].parameter, (0, 8), good[0].optimizer)

@@ -1,0 +1,19 @@
+"""No test of the commands waits for a model to be built, but those that start them as processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.gpt_spec import gpt_spec
+from liver_hpc.cli import submission
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.recipes.gpt_config import GPTConfig
+
+
+@pytest.fixture(autouse=True)
+def spec_by_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_rule(config: RunConfig) -> ModelSpec:
+        return gpt_spec(GPTConfig.model_validate(config.model))
+
+    monkeypatch.setattr(submission, "derive_spec", by_rule)
