@@ -25,7 +25,8 @@ class Mine(TinyRecipe):
         import torch
         from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.module import MegatronModule
-        model = MegatronModule(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1))
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+        model = MegatronModule(config)
         model.body = torch.nn.Linear(8, 8)
         return model
 """
