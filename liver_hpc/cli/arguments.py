@@ -60,6 +60,7 @@ def new_parser() -> argparse.ArgumentParser:
     add_report_options(command("report", "what a run's reconfigurations cost", takes_run=True))
     _doctor(command("doctor", "whether this cluster has what a run needs"))
     _run_file(command("prepare-data", "tokenize the text that a run file names"))
+    _run_file(command("check-model", "compare the model's loss in all tp and pp of a run, here"))
     return parser
 
 

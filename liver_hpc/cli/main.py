@@ -215,6 +215,14 @@ def _prepare_data(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _check_model(options: argparse.Namespace) -> int:
+    from liver_hpc.cli.check_model import check_model
+    from liver_hpc.config.load import load_run
+
+    equal = check_model(load_run(options.config, options.set), _say)
+    return EXIT_OK if equal else EXIT_FAILED
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "submit": _submit,
     "run": _run,
@@ -226,4 +234,5 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "report": _report,
     "doctor": _doctor,
     "prepare-data": _prepare_data,
+    "check-model": _check_model,
 }

@@ -1,0 +1,93 @@
+"""`liver check-model`: a model's loss and gradient norm in each of a run's layouts.
+
+What a module says of itself can be wrong: one that declares an even split of a tensor in which
+several blocks lie one behind the other is another model at tp=2 than at tp=1. Only the numbers
+show it, so a few steps are trained in each pair of tp and pp, and compared with tp=pp=1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from liver_hpc.cli.client import stop
+from liver_hpc.cli.submission import submit_run
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.config.schema import AUTO, RunConfig
+from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.recipes.specs import load_run_recipe
+from liver_hpc.report.store import read_run
+
+STEPS = 3
+LIMITS = {4: 1e-4, 2: 2e-2}
+"""How far apart values may be, relatively, by the bytes of a parameter: some ten times as much as
+another order of summation makes."""
+STEP_S = 60.0
+"""The longest that a step may take; such a model is too large to be checked so."""
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a few steps in one layout came to: loss and gradient norm of each, in turn."""
+
+    layout: Layout
+    values: tuple[float, ...]
+
+    def apart(self, other: Trained) -> float:
+        """The largest relative difference to another's values; NaN where one is not finite."""
+        both = zip(self.values, other.values, strict=True)
+        return max(abs(mine - theirs) / max(abs(theirs), 1e-30) for mine, theirs in both)
+
+
+def check_model(config: RunConfig, tell: Callable[[str], None]) -> bool:
+    """Trains STEPS steps on this machine in each pair of tp and pp that the run's layouts have, and
+    says how far each is from tp=pp=1; whether all are near enough.
+
+    Raises ConfigError for a run that cannot be run here, LiverError where one fails.
+    """
+    if config.layouts == AUTO:
+        raise ConfigError("check-model compares the layouts that `layouts` lists, got auto")
+    listed = (one for n in config.worker_counts for one in config.allowed_layouts(n))
+    whole, *others = sorted({Layout(1, 1, 1), *(Layout(one.tp, one.pp, 1) for one in listed)})
+    wanted, limit = _train(config, whole)
+    tell(f"{whole}: loss {', '.join(f'{loss:.6g}' for loss in wanted.values[::2])}")
+    equal = True
+    for layout in others:
+        found, _ = _train(config, layout)
+        apart = found.apart(wanted)
+        near = apart <= limit  # false for NaN
+        verdict = "the same" if near else f"ANOTHER MODEL (at most {limit:g} apart is the same)"
+        tell(f"{layout}: at most {apart:.2g} apart: {verdict}")
+        equal &= near
+    return equal
+
+
+def _train(config: RunConfig, layout: Layout) -> tuple[Trained, float]:
+    """The first steps in one layout, and how far others may be apart from them."""
+    run = submit_run(_alone(config, layout), "local")
+    limit_s = config.deadlines.boot_s + STEPS * STEP_S
+    try:
+        deadline = Deadline.after(SystemClock(), limit_s, f"{STEPS} steps of {run} in {layout}")
+        poll_until(lambda: run.outcome() is not None, deadline, POLL_S)
+    finally:
+        outcome = run.outcome() or stop(run)
+    if outcome.state != "finished":
+        raise LiverError(f"{layout}: {outcome}; {run.where_logs_are()}")
+    steps = read_run(run.path).steps
+    values = tuple(value for step in steps for value in (step.loss, step.grad_norm))
+    size = load_run_recipe(run.config(), run.path).spec.parameter_bytes
+    return Trained(layout, values), LIMITS[size]
+
+
+def _alone(config: RunConfig, layout: Layout) -> RunConfig:
+    """A short run that has this layout only, in a directory of its own beside other runs."""
+    values = config.model_dump()
+    workers = layout.workers
+    values["runs_directory"] = config.runs_directory / "check-model"
+    values["train"]["steps"] = STEPS
+    values["workers"] = {"initial": workers, "max": workers}
+    values["layouts"] = {workers: [{"tp": layout.tp, "pp": layout.pp}]}
+    values["notices"] = []
+    return RunConfig.model_validate(values)
