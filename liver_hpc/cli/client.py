@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmError
-from liver_hpc.cluster.slurm.run_job import RunJob, gone, is_queued, job_of, job_text
+from liver_hpc.cluster.slurm.run_job import RunJob, gone, job_of
 from liver_hpc.errors import DeadlineError, LiverError, RequestRefused
 from liver_hpc.protocol.messages import FromOperator, Reply, StatusRequest, StopRequest
 from liver_hpc.protocol.status import StatusSnapshot
@@ -125,7 +125,7 @@ def _state(run: RunDirectory, job: RunJob) -> tuple[str, bool]:
     except ControllerUnreachable as error:
         return f"job {job.job_id}: {error.complaint}", True
     if info is not None:
-        return job_text(info), is_queued(info)
+        return str(info), info.queued
     outcome = run.outcome()
     if outcome is None:
         raise gone(run, job)
@@ -188,7 +188,7 @@ def is_queued_again(run: RunDirectory) -> bool:
         return False
     deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"job {job.job_id} to be queued again")
     try:
-        poll_until(job.is_out_of_work, deadline, _JOB_POLL_S)
+        poll_until(lambda: job.is_over(or_queued=True), deadline, _JOB_POLL_S)
     except DeadlineError:  # it has come back within a moment
         return True
     return not job.is_over()
@@ -199,7 +199,7 @@ def _coordinator_lives(run: RunDirectory) -> bool:
     address, job = run.coordinator(), job_of(run)
     if address is not None and address.is_here:
         return process_lives(address.pid)
-    return job is None or not job.is_out_of_work()
+    return job is None or not job.is_over(or_queued=True)
 
 
 def _ask(channel: Channel, message: FromOperator) -> Reply:
@@ -219,8 +219,8 @@ def _silence(run: RunDirectory) -> LiverError:
         info = job.find() if job is not None else None
     except SlurmError as error:
         return LiverError(f"run {run}: its coordinator does not answer, and Slurm neither: {error}")
-    if info is not None and (is_queued(info) or address is None):
-        return RunWaits(f"run {run}: {job_text(info)}")
+    if info is not None and (info.queued or address is None):
+        return RunWaits(f"run {run}: {info}")
     if address is None and job is not None:
         return gone(run, job)
     if address is None:

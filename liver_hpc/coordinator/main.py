@@ -82,8 +82,8 @@ def _here(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:
 
 def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:
     """Workers on the nodes of the Slurm job that this process runs in, and on burst nodes."""
-    from liver_hpc.cluster.slurm.allocation import own_allocations
     from liver_hpc.cluster.slurm.commands import SlurmCommands
+    from liver_hpc.cluster.slurm.holdings import own_allocations
     from liver_hpc.cluster.slurm.launcher import SlurmLauncher
     from liver_hpc.cluster.slurm.pool import SlurmPool
 
@@ -91,7 +91,7 @@ def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePoo
     commands = SlurmCommands(slurm.command_s, slurm.unreachable_s)
     own = own_allocations(os.environ, config, commands.hostnames)
     pool = SlurmPool(config, commands, own, run_directory, SystemClock())
-    return SlurmLauncher(run_directory, config, commands, pool.place_of), pool
+    return SlurmLauncher(run_directory, config, commands, pool.use), pool
 
 
 def run_coordinator(

@@ -17,8 +17,8 @@ from typing import Any
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.launcher import NodeRequest
-from liver_hpc.cluster.slurm.allocation import own_allocations
 from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.holdings import own_allocations
 from liver_hpc.cluster.slurm.launcher import SlurmLauncher
 from liver_hpc.cluster.slurm.pool import SlurmPool
 from liver_hpc.config.load import load_run
@@ -50,7 +50,7 @@ class Driver:
         own = own_allocations(environment, config, commands.hostnames)
         self.pool = SlurmPool(config, commands, own, run_directory, SystemClock())
         agent = (sys.executable, str(run_directory / "agent.py"))
-        self.launcher = SlurmLauncher(run_directory, config, commands, self.pool.place_of, agent)
+        self.launcher = SlurmLauncher(run_directory, config, commands, self.pool.use, agent)
         secret = read_secret(run_directory / "secret")
         connections = ConnectionServer(Inbox(), StoreService(), control_s=10.0)
         self.server = ControlServer(CONTROL_ADDRESS, secret, connections.handle)

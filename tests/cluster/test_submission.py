@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands, SlurmError
+from liver_hpc.cluster.slurm.commands import JobInfo, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.executor import HetExecutor
-from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.cluster.slurm.script import Submission
 from liver_hpc.config.schema import ClusterSection
 from tests.cluster.calls import wait_for
@@ -31,10 +31,9 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 def commands(slurm_cluster: SlurmCluster) -> SlurmCommands:
     """As they are on the control host."""
 
-    def run(words: Any, limit_s: float) -> Answer:
+    def run(words: Any, limit_s: float) -> subprocess.CompletedProcess[str]:
         line = command_line(slurm_cluster.name, "exec", "--", *words)
-        done = slurm_cluster.attempt(line, limit_s)
-        return Answer(done.returncode, done.stdout, done.stderr)
+        return slurm_cluster.attempt(line, limit_s)
 
     return SlurmCommands(command_s=20.0, unreachable_s=20.0, run=run)
 

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.launcher import AGENT_MODULE, KILLED, LaunchedAgent, Launcher, NodeRequest
-from liver_hpc.cluster.slurm.commands import SlurmCommands
-from liver_hpc.cluster.slurm.holdings import Place
-from liver_hpc.cluster.slurm.replies import RUNNING
+from liver_hpc.cluster.slurm.commands import RUNNING, SlurmCommands
+from liver_hpc.cluster.slurm.holdings import Allocation
 from liver_hpc.cluster.slurm.script import python_words
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
@@ -51,7 +50,7 @@ _log = logging.getLogger(__name__)
 class SlurmLauncher(Launcher):
     """Runs agents on the nodes of Slurm jobs.
 
-    where: the place of a node that is held; raises LiverError for another one. program: what a
+    use: the allocation of a node that is held; raises LiverError for another one. program: what a
     step runs, to which the request's options are added; without it the agent. What srun prints,
     and an agent before it has a log of its own, goes to logs/srun-NAME.log of the run directory.
     """
@@ -61,21 +60,21 @@ class SlurmLauncher(Launcher):
         run_directory: Path,
         config: RunConfig,
         commands: SlurmCommands,
-        where: Callable[[str], Place],
+        use: Callable[[str], Allocation],
         program: Sequence[str] = (),
     ) -> None:
         self._slurm = config.cluster.slurm
         super().__init__(self._slurm.unreachable_s + self._slurm.command_s + _CLOSE_MARGIN_S)
         self._run_directory = run_directory.absolute()
         self._commands = commands.once()
-        self._where = where
+        self._use = use
         self._program = program or (*python_words(config.cluster), "-m", AGENT_MODULE)
 
     def _prepare(self, request: NodeRequest) -> Step:
         if not request.node:
             raise LiverError(f"agent {request.agent}: a step of Slurm needs a node")
-        place, name = self._where(request.node), f"liver-{request.agent}"
-        srun = srun_words(place, name, request.node)
+        held, name = self._use(request.node), f"liver-{request.agent}"
+        srun = srun_words(held, name, request.node)
         agent = [*self._program, *request.options(self._run_directory), "--warnings"]
         command = Command(
             f"srun of agent {request.agent}",
@@ -85,22 +84,23 @@ class SlurmLauncher(Launcher):
             apart="session",
         )
         unreachable_s = self._slurm.unreachable_s
-        return Step(request.agent, command, name, place.steps_of, self._commands, unreachable_s)
+        return Step(request.agent, command, name, held.job, self._commands, unreachable_s)
 
 
-def srun_words(place: Place, name: str, node: str) -> list[str]:
+def srun_words(held: Allocation, name: str, node: str) -> list[str]:
     """A step of one task on `node`, which sees all of it, whatever else runs there, and outlives
     the loss of another one. What the task runs follows."""
-    words = ["srun", f"--jobid={place.job_id}"]
-    if place.het_group is not None:
-        words.append(f"--het-group={place.het_group}")
+    words = ["srun", f"--jobid={held.job}"]
+    if held.het is not None:
+        leader, index = held.het
+        words = ["srun", f"--jobid={leader}", f"--het-group={index}"]
     words += [f"--job-name={name}", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
     words += ["--overlap", "--cpu-bind=none", "--input=none", "--no-kill"]
     words += ["--kill-on-bad-exit=0", "--unbuffered"]
     # Left alone, an srun that has to wait asks again only after a minute.
     words += [f"--immediate={_IMMEDIATE_S}", "--mpi=none"]
-    if place.gpus_per_node:
-        words.append(f"--gpus-per-node={place.gpus_per_node}")
+    if held.gpus_per_node:
+        words.append(f"--gpus-per-node={held.gpus_per_node}")
     return words
 
 

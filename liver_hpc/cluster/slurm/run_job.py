@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
-from liver_hpc.cluster.slurm.replies import JobInfo
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, JobInfo, SlurmCommands
 from liver_hpc.errors import LiverError
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import Outcome
 
 _POLL_S = 0.5
-_QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
-_CANCELLED = "cancelled before it trained"
 
 
 class RunJob:
@@ -24,24 +21,16 @@ class RunJob:
 
     def find(self) -> JobInfo | None:
         """The job's first component; None once Slurm lists it no more."""
-        listed = self._commands.jobs([self.job_id])
-        return listed.get(self.job_id)
+        return self._commands.jobs([self.job_id]).get(self.job_id)
 
-    def is_over(self) -> bool:
-        """Whether Slurm lists the job no more; False while the controller does not answer."""
-        try:
-            return self.find() is None
-        except ControllerUnreachable:
-            return False
-
-    def is_out_of_work(self) -> bool:
-        """Whether nothing of the job runs: it is over, or queued again. False while the controller
-        does not answer."""
+    def is_over(self, or_queued: bool = False) -> bool:
+        """Whether Slurm lists the job no more, or has it in its queue again where that is as good;
+        False while the controller does not answer."""
         try:
             info = self.find()
         except ControllerUnreachable:
             return False
-        return info is None or is_queued(info)
+        return info is None or (or_queued and info.queued)
 
     def await_end(self, deadline: Deadline) -> None:
         """Returns when Slurm lists the job no more; raises DeadlineError."""
@@ -58,7 +47,8 @@ class RunJob:
         if (outcome := self._run.outcome()) is not None:
             return outcome
         before = self._run.last_outcome()
-        outcome = Outcome("stopped", _CANCELLED, before.step if before is not None else 0)
+        step = before.step if before is not None else 0
+        outcome = Outcome("stopped", "cancelled before it trained", step)
         outcome.write(self._run.path)
         return outcome
 
@@ -72,19 +62,6 @@ def job_of(run: RunDirectory) -> RunJob | None:
     if config.cluster.kind != "slurm" or job_id is None:
         return None
     return RunJob(run, job_id, SlurmCommands(config.cluster.slurm.command_s, unreachable_s=0.0))
-
-
-def is_queued(info: JobInfo) -> bool:
-    """Whether a job has not started, or will start again."""
-    return info.state in _QUEUED
-
-
-def job_text(info: JobInfo) -> str:
-    """`queued as job 12: PENDING (Resources)`, `job 12 is RUNNING on n1`."""
-    if is_queued(info):
-        reason = f" ({info.reason})" if info.reason not in ("", "None") else ""
-        return f"queued as job {info.job_id}: {info.state}{reason}"
-    return f"job {info.job_id} is {info.state} on {','.join(info.nodes) or 'no node'}"
 
 
 def gone(run: RunDirectory, job: RunJob | None) -> LiverError:

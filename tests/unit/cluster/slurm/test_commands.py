@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 import pytest
 
 from liver_hpc.clock import FakeClock
 from liver_hpc.cluster.slurm.commands import (
-    Answer,
     ControllerUnreachable,
+    JobInfo,
     SlurmCommands,
     SlurmError,
     run_command,
 )
-from liver_hpc.cluster.slurm.replies import JobInfo
+from tests.slurm_answers import Answer
 
 AWAY = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
 HET_JOB = """\
@@ -69,7 +70,7 @@ def test_what_is_over_needs_no_cancelling() -> None:
         commands(Answer(1, "", complaint)).cancel("77.1", signal="KILL")
 
 
-@pytest.mark.parametrize("answer", [AWAY, TimeoutError()])
+@pytest.mark.parametrize("answer", [AWAY, TimeoutExpired("slurm", 5.0)])
 def test_an_absent_controller_is_asked_again(answer: Answer | BaseException) -> None:
     played = Played(answer, Answer(0, HET_JOB))
     assert len(SlurmCommands(5.0, 60.0, run=played).jobs(["1"])) == 3
@@ -127,10 +128,10 @@ def test_partitions_and_settings() -> None:
 
 def test_a_command_runs_in_the_environment_of_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "5")
-    printed = run_command(["env"], 5.0).output.splitlines()
+    printed = run_command(["env"], 5.0).stdout.splitlines()
     assert "SLURM_TIME_FORMAT=%s" in printed
     assert not any(line.startswith("SLURM_JOB_ID") for line in printed)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutExpired):
         run_command(["sleep", "5"], 0.1)
     with pytest.raises(SlurmError, match="squeue"):
         commands(FileNotFoundError("no such file")).jobs(["1"])

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Place
-from liver_hpc.cluster.slurm.replies import JobInfo
+from liver_hpc.cluster.slurm.commands import JobInfo
+from liver_hpc.cluster.slurm.holdings import GIVEN_BACK, Allocation, Holdings
 from liver_hpc.errors import LiverError
 from liver_hpc.run.node_events import EndNear, NodeGone, NodeGranted, NodeWarned, PoolEvent
 
@@ -23,12 +23,13 @@ BURST = JobInfo("9", None, "RUNNING", "None", ("n4", "n5"), LIMIT_S, "run-burst"
 @pytest.fixture
 def held() -> Holdings:
     """main: n1. extra: n2, n3, preemptible. burst-9: n4, n5."""
-    holdings = Holdings(end_window_s=100.0, kill_s=KILL_S)
-    holdings.enter(Holding("main", Place("1", 0, "1"), ("n1",), 2, own=True, ends_s=LIMIT_S))
-    extra = Place("1", 1, "2")
-    holdings.enter(Holding("extra", extra, ("n2", "n3"), 2, grace_s=GRACE_S, ends_s=LIMIT_S))
-    burst = Place("9", burst=True)
-    holdings.enter(Holding("burst-9", burst, ("n4", "n5"), 2, grace_s=GRACE_S, ends_s=LIMIT_S))
+    holdings = Holdings(end_window_s=100.0, kill_s=KILL_S, grace_s={"preempt": GRACE_S})
+    main = Allocation("main", "1", ("n1",), 2, ("1", 0), own=True)
+    extra = Allocation("extra", "2", ("n2", "n3"), 2, ("1", 1), partition="preempt")
+    burst = Allocation("burst-9", "9", ("n4", "n5"), 2, partition="preempt", burst=True)
+    for allocation in (main, extra, burst):
+        allocation.ends_s = LIMIT_S
+        holdings.enter(allocation)
     return holdings
 
 
@@ -44,13 +45,13 @@ def warned(nodes: str, reason: str, at_s: float, deadline_s: float | None) -> li
 
 def test_grants_say_what_can_be_taken_unreachable() -> None:
     holdings = Holdings(100.0, KILL_S)
-    place = Place("9", burst=True)
-    (event,) = holdings.enter(Holding("burst-9", place, ("n4",), 2, grace_s=None))
+    burst = Allocation("burst-9", "9", ("n4",), 2, burst=True)
+    (event,) = holdings.enter(burst)
     assert isinstance(event, NodeGranted)
     assert (event.node.preemptible, event.node.burst, event.node.slots) == (True, True, 2)
-    assert holdings.place_of("n4") == place
+    assert holdings.use("n4") is burst
     with pytest.raises(LiverError, match=r"'n9' is not held .*nodes are n4"):
-        holdings.place_of("n9")
+        holdings.use("n9")
 
 
 def test_as_long_as_nothing_changes_there_is_nothing_to_tell(held: Holdings) -> None:
@@ -166,23 +167,27 @@ def test_a_drain_is_told_once_and_never_beats_a_deadline(held: Holdings) -> None
 
 
 def test_a_burst_job_goes_back_when_all_its_nodes_are_empty(held: Holdings) -> None:
-    assert held.give_back("n4") is None
-    held.place_of("n4")  # used again
-    assert held.give_back("n5") is None
-    assert held.give_back("n4") == "9"
+    held.give_back("n4")
+    held.use("n4")  # used again
+    held.give_back("n5")
+    assert held.returning() == []
+    held.give_back("n4")
+    assert [(back.job, back.returning) for back in held.returning()] == [("9", GIVEN_BACK)]
     with pytest.raises(LiverError, match="not held"):
-        held.place_of("n4")
+        held.use("n4")
     assert held.strike("9", "given back") == [NodeGone(n, "given back") for n in ("n4", "n5")]
-    assert held.burst_jobs() == []
+    assert "9" not in held.jobs
 
 
 def test_a_component_goes_back_only_when_slurm_takes_it_anyway(held: Holdings) -> None:
     held.observe_nodes({"n2": "allocated+drain"}, 1_000.0)
-    assert held.give_back("n2") is None
-    assert held.give_back("n3") is None
+    held.give_back("n2")
+    held.give_back("n3")
+    assert held.returning() == []
     observe(held, replace(EXTRA, ends_s=1_026.0), now_s=1_020.0)
-    assert held.give_back("n3") == "2"
-    assert held.give_back("n1") is None
+    held.give_back("n3")
+    held.give_back("n1")
+    assert [back.job for back in held.returning()] == ["2"]
 
 
 def test_at_the_cap_burst_nodes_have_to_be_left_once(held: Holdings) -> None:

@@ -8,20 +8,21 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands
-from liver_hpc.cluster.slurm.holdings import Holding, Place
+from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.holdings import Allocation
 from liver_hpc.cluster.slurm.pool import SlurmPool
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.run.node_events import NodeGranted, NodeWarned, PoolEvent, PoolNote
+from tests.slurm_answers import Answer
 
 BURST = {"partition": "preempt", "max_nodes": 2, "backoff_s": 60.0}
 NAMES = ("main", "left", "right")
 LIMIT_S = 10.0
 
 
-def own() -> list[Holding]:
+def own() -> list[Allocation]:
     return [
-        Holding(name, Place("1", n, str(n + 1)), (f"n{n + 1}",), 1, own=n == 0)
+        Allocation(name, str(n + 1), (f"n{n + 1}",), 1, ("1", n), own=n == 0)
         for n, name in enumerate(NAMES)
     ]
 
