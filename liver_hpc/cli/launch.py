@@ -58,9 +58,8 @@ def submit_to_cluster(run: RunDirectory, config: RunConfig) -> str:
     executor: Any
     if config.cluster.kind == "slurm":
         from liver_hpc.cluster.slurm.executor import HetExecutor
-        from liver_hpc.cluster.slurm.script import Submission
 
-        executor = HetExecutor(Submission.of_run(config.cluster, run.path, run.jobs_path))
+        executor = HetExecutor(config.cluster, run)
         return str(executor.submit(CoordinatorJob(), str(run.path)).job_id)
     import submitit
 

@@ -10,14 +10,15 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from liver_hpc.cluster.slurm.commands import JobInfo, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.executor import HetExecutor
-from liver_hpc.cluster.slurm.script import Submission
 from liver_hpc.config.schema import ClusterSection
+from liver_hpc.run.directory import RunDirectory
 from tests.cluster.calls import wait_for
 from tests.cluster.harness import REPOSITORY, SlurmCluster, command_line
 from tests.cluster.sites import AGAIN_S, COMPONENTS, Site, await_coordinator, await_that
@@ -38,31 +39,43 @@ def commands(slurm_cluster: SlurmCluster) -> SlurmCommands:
     return SlurmCommands(command_s=20.0, unreachable_s=20.0, run=run)
 
 
+class OddlyNamedRun(RunDirectory):
+    """Only what is well quoted keeps its name; in a log's path Slurm takes no backslash."""
+
+    @property
+    def jobs_path(self) -> Path:
+        return self.path.parent / "submitit"
+
+
 @pytest.fixture
-def submission(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> Submission:
+def run(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> RunDirectory:
     directory = slurm_cluster.shared / request.node.name
-    directory.mkdir()
-    section = {"components": COMPONENTS, "setup": [f"export PYTHONPATH={REPOSITORY} SAID='a b'"]}
-    cluster = ClusterSection.model_validate({"timeout_min": 5, "slurm": section})
-    return Submission(cluster, directory.name, """it's "this" run, \\ # $HOME""", directory)
+    return OddlyNamedRun(directory / """it's "this" run, \\ # $HOME""")
+
+
+def cluster_section(extra: dict[str, Any]) -> ClusterSection:
+    components = [COMPONENTS[0], {**COMPONENTS[1], **extra}]
+    setup = [f"export PYTHONPATH={REPOSITORY} SAID='a b'"]
+    slurm = {"components": components, "setup": setup}
+    return ClusterSection.model_validate({"timeout_min": 5, "slurm": slurm})
 
 
 def test_a_call_runs_once_in_a_job_of_two_components(
-    submission: Submission, commands: SlurmCommands, slurm_cluster: SlurmCluster
+    run: RunDirectory, commands: SlurmCommands, slurm_cluster: SlurmCluster
 ) -> None:
-    end = submission.folder / "end"
-    job = HetExecutor(submission, commands).submit(wait_for, str(end))
+    end = run.jobs_path / "end"
+    job = HetExecutor(cluster_section({}), run, commands).submit(wait_for, str(end))
 
     def running() -> list[JobInfo]:
         return [info for info in commands.jobs([job.job_id]).values() if info.state == "RUNNING"]
 
     await_that(lambda: len(running()) == 2, "both components to run")
-    await_that((submission.folder / "end-awaited").exists, "the call to be made")
+    await_that((run.jobs_path / "end-awaited").exists, "the call to be made")
     main, extra = sorted(running(), key=lambda info: int(info.job_id))
     assert len(main.nodes) == len(extra.nodes) == 1
     assert main.nodes != extra.nodes
     shown = slurm_cluster.run("squeue", "--noheader", "--format=%j|%k", f"--jobs={job.job_id}")
-    assert set(shown.splitlines()) == {f"{submission.name}|{submission.comment}"}
+    assert set(shown.splitlines()) == {f"{run.path.name}|liver run {run.path}"}
 
     end.touch()
     await_that(job.paths.result_pickle.exists, "the call's result")
@@ -74,14 +87,10 @@ def test_a_call_runs_once_in_a_job_of_two_components(
     await_that(lambda: not running(), "the job's end")
 
 
-def test_slurm_says_why_it_refuses(submission: Submission, commands: SlurmCommands) -> None:
-    slurm = submission.cluster.slurm
-    missing = slurm.components[1].model_copy(update={"partition": "nowhere"})
-    changed = slurm.model_copy(update={"components": [slurm.components[0], missing]})
-    cluster = submission.cluster.model_copy(update={"slurm": changed})
-    wrong = Submission(cluster, submission.name, "", submission.folder)
+def test_slurm_says_why_it_refuses(run: RunDirectory, commands: SlurmCommands) -> None:
+    wrong = cluster_section({"partition": "nowhere"})
     with pytest.raises(SlurmError, match="invalid partition specified: nowhere"):
-        HetExecutor(wrong, commands).submit(wait_for, "")
+        HetExecutor(wrong, run, commands).submit(wait_for, "")
 
 
 # ---- runs

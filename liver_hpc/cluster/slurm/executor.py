@@ -15,12 +15,13 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, run_command
 from liver_hpc.cluster.slurm.script import (
-    Submission,
+    RUN_SCRIPT,
     batch_script,
-    coordinator_command,
     job_options,
     sbatch_environment,
 )
+from liver_hpc.config.schema import ClusterSection
+from liver_hpc.run.directory import RunDirectory
 
 _MOST_REQUEUES = 1_000_000
 """A run that makes no progress ends by itself; submitit need not count."""
@@ -30,28 +31,29 @@ class HetExecutor(SlurmExecutor):
     """Submits a call as a heterogeneous job; it runs once, on the first node of the first
     component, and starts steps on the others itself.
 
-    All options come from the submission: there is nothing to update. `submit` raises SlurmError
+    All options come from the run file: there is nothing to update. `submit` raises SlurmError
     when Slurm refuses.
     """
 
-    def __init__(self, submission: Submission, commands: SlurmCommands | None = None) -> None:
-        super().__init__(submission.folder, max_num_timeout=_MOST_REQUEUES)
-        self._submission = submission
-        slurm = submission.cluster.slurm
-        environment = sbatch_environment(os.environ, job_options(submission))
+    def __init__(
+        self, cluster: ClusterSection, run: RunDirectory, commands: SlurmCommands | None = None
+    ) -> None:
+        super().__init__(run.jobs_path, max_num_timeout=_MOST_REQUEUES)
+        self._cluster = cluster
+        self._run = run
+        environment = sbatch_environment(os.environ, job_options(cluster, run))
         self._commands = commands or SlurmCommands(
-            slurm.command_s,
-            slurm.unreachable_s,
+            cluster.slurm.command_s,
+            cluster.slurm.unreachable_s,
             run=partial(run_command, environment=environment),
         )
-        self.parameters["time"] = submission.cluster.timeout_min
+        self.parameters["time"] = cluster.timeout_min
 
     def _submit_command(self, command: str) -> SlurmJob[Any]:
-        script = self._submission.script_path
+        script = self._run.jobs_path / RUN_SCRIPT
         script.parent.mkdir(parents=True, exist_ok=True)
-        text = batch_script(self._submission, coordinator_command(self._submission))
-        script.write_text(text, encoding="utf-8")
-        job_id = submit_once(self._commands, script, self._submission.name)
+        script.write_text(batch_script(self._cluster, self._run), encoding="utf-8")
+        job_id = submit_once(self._commands, script, self._run.path.name)
         return SlurmJob(folder=self.folder, job_id=job_id)
 
 
