@@ -113,24 +113,23 @@ def worker_network_environment(
 
     Raises ConfigError when the run file names an interface or adapter that the node lacks.
     """
-    told = {name: str(value) for name, value in network.nccl.items()}
     control = control_interface(network, kind, facts)
-    found: dict[str, str] = {}
+    found = dict(NCCL_TELLS)
+    if network.interface is not None:
+        found[GLOO_INTERFACE] = network.interface
+    if control is not None:
+        found[NCCL_INTERFACE] = f"={control}"
+    if facts.hca_ports:
+        found[NCCL_HCA] = f"={','.join(map(str, _preferred(facts.hca_ports)))}"
+    told = {name: str(value) for name, value in network.nccl.items()}
     if network.gloo_interface is not None:
         _require(_names(network.gloo_interface), "gloo_interface", facts)
         told[GLOO_INTERFACE] = network.gloo_interface
-    elif network.interface is not None:
-        found[GLOO_INTERFACE] = network.interface
     if network.nccl_interface is not None:
         told[NCCL_INTERFACE] = _nccl_interfaces(network.nccl_interface, facts)
-    elif control is not None:
-        found[NCCL_INTERFACE] = f"={control}"
     if network.ib_hca is not None:
         _require_hca(network.ib_hca, facts)
         told[NCCL_HCA] = network.ib_hca
-    elif facts.hca_ports:
-        found[NCCL_HCA] = f"={','.join(map(str, _preferred(facts.hca_ports)))}"
-    found |= NCCL_TELLS
     return {name: value for name, value in found.items() if name not in environment} | told
 
 

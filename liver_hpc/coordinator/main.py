@@ -19,8 +19,7 @@ from pathlib import Path
 
 from liver_hpc.checkpoint.index import newest_step
 from liver_hpc.clock import SystemClock
-from liver_hpc.cluster.launcher import Launcher
-from liver_hpc.cluster.local import LocalLauncher
+from liver_hpc.cluster.launcher import Launcher, LocalLauncher
 from liver_hpc.cluster.pool import NodePool, ThisMachine
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig

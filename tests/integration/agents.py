@@ -16,8 +16,7 @@ from typing import TypeVar
 import psutil
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.launcher import Launcher, NodeRequest
-from liver_hpc.cluster.local import LocalLauncher
+from liver_hpc.cluster.launcher import Launcher, LocalLauncher, NodeRequest
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import (
     DeadlineSection,

@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from liver_hpc.cluster.launcher import KILLED, Launcher, NodeRequest, last_words
-from liver_hpc.cluster.local import LocalLauncher
+from liver_hpc.cluster.launcher import KILLED, Launcher, LocalLauncher, NodeRequest, last_words
 from liver_hpc.errors import LiverError
 from liver_hpc.node.agent import EXIT_BOOT
 from liver_hpc.rendezvous.base import Identity, Refusal

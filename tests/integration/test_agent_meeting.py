@@ -33,7 +33,7 @@ OWNER = """
 import sys, threading
 from pathlib import Path
 from liver_hpc.cluster.launcher import NodeRequest
-from liver_hpc.cluster.local import LocalLauncher
+from liver_hpc.cluster.launcher import LocalLauncher
 directory, *options = sys.argv[1:]
 launcher = LocalLauncher(Path(directory), agent_options=options)
 launcher.launch([NodeRequest("a0", "tp1 pp1 dp2", (0, 1))])

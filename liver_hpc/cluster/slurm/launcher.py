@@ -199,8 +199,10 @@ class Step(LaunchedAgent):
         pause = threading.Event()
         while not limit.expired():
             try:
-                if not self._step_ids():
-                    return self._last_word(code)
+                if not self._commands.steps(self._job, self._name):
+                    # srun calls it success when the job was taken away from under its step.
+                    taken = code == 0 and (self._killed.is_set() or not self._job_lasts())
+                    return KILLED if taken else code
                 if own_end.expired() and not seen:
                     self._cancel_steps()
                     own_end = Deadline.after(clock, _CANCEL_AGAIN_S, own_end.waits_for)
@@ -214,17 +216,8 @@ class Step(LaunchedAgent):
         _log.error("agent %s: %s", self.agent, limit.error())
         return code or KILLED
 
-    def _last_word(self, code: int) -> int:
-        """srun calls it success when the job was taken away from under its step."""
-        if code != 0:
-            return code
-        return KILLED if self._killed.is_set() or not self._job_lasts() else 0
-
     # ---- in either thread
 
-    def _step_ids(self) -> list[str]:
-        return self._commands.steps(self._job, self._name)
-
     def _cancel_steps(self) -> None:
-        for step_id in self._step_ids():
+        for step_id in self._commands.steps(self._job, self._name):
             self._commands.cancel(step_id, signal="KILL")
