@@ -1,4 +1,4 @@
-"""Jobs of several components on a real Slurm: by the executor, by `liver submit`, by sbatch.
+"""Jobs of several components on a real Slurm: of one call, by `liver submit`, by sbatch.
 
 Where a run is needed its coordinator is a stand-in, which trains nothing.
 """
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from submitit.core.utils import DelayedSubmission, JobPaths
 
 from liver_hpc.cluster.slurm.commands import JobInfo, SlurmCommands, SlurmError
-from liver_hpc.cluster.slurm.executor import HetExecutor
+from liver_hpc.cluster.slurm.submit import submit_call
 from liver_hpc.config.schema import ClusterSection
 from liver_hpc.run.directory import RunDirectory
 from tests.cluster.calls import wait_for
@@ -25,7 +26,7 @@ from tests.cluster.sites import AGAIN_S, COMPONENTS, Site, await_coordinator, aw
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
-# ---- the executor
+# ---- one call
 
 
 @pytest.fixture
@@ -50,7 +51,9 @@ class OddlyNamedRun(RunDirectory):
 @pytest.fixture
 def run(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> RunDirectory:
     directory = slurm_cluster.shared / request.node.name
-    return OddlyNamedRun(directory / """it's "this" run, \\ # $HOME""")
+    made = OddlyNamedRun(directory / """it's "this" run, \\ # $HOME""")
+    made.jobs_path.mkdir(parents=True)
+    return made
 
 
 def cluster_section(extra: dict[str, Any]) -> ClusterSection:
@@ -64,33 +67,35 @@ def test_a_call_runs_once_in_a_job_of_two_components(
     run: RunDirectory, commands: SlurmCommands, slurm_cluster: SlurmCluster
 ) -> None:
     end = run.jobs_path / "end"
-    job = HetExecutor(cluster_section({}), run, commands).submit(wait_for, str(end))
+    call = DelayedSubmission(wait_for, str(end))
+    job = submit_call(cluster_section({}), run, call, commands)
+    paths = JobPaths(run.jobs_path, job)
 
     def running() -> list[JobInfo]:
-        return [info for info in commands.jobs([job.job_id]).values() if info.state == "RUNNING"]
+        return [info for info in commands.jobs([job]).values() if info.state == "RUNNING"]
 
     await_that(lambda: len(running()) == 2, "both components to run")
     await_that((run.jobs_path / "end-awaited").exists, "the call to be made")
     main, extra = sorted(running(), key=lambda info: int(info.job_id))
     assert len(main.nodes) == len(extra.nodes) == 1
     assert main.nodes != extra.nodes
-    shown = slurm_cluster.run("squeue", "--noheader", "--format=%j|%k", f"--jobs={job.job_id}")
+    shown = slurm_cluster.run("squeue", "--noheader", "--format=%j|%k", f"--jobs={job}")
     assert set(shown.splitlines()) == {f"{run.path.name}|liver run {run.path}"}
 
     end.touch()
-    await_that(job.paths.result_pickle.exists, "the call's result")
-    outcome, environment = pickle.loads(job.paths.result_pickle.read_bytes())
+    await_that(paths.result_pickle.exists, "the call's result")
+    outcome, environment = pickle.loads(paths.result_pickle.read_bytes())
     assert outcome == "success"
     assert environment["SLURM_HET_SIZE"] == "2"
     assert environment["SAID"] == "a b"
-    assert "it waits" in job.paths.stdout.read_text()
+    assert "it waits" in paths.stdout.read_text()
     await_that(lambda: not running(), "the job's end")
 
 
 def test_slurm_says_why_it_refuses(run: RunDirectory, commands: SlurmCommands) -> None:
     wrong = cluster_section({"partition": "nowhere"})
     with pytest.raises(SlurmError, match="invalid partition specified: nowhere"):
-        HetExecutor(wrong, run, commands).submit(wait_for, "")
+        submit_call(wrong, run, DelayedSubmission(wait_for, ""), commands)
 
 
 # ---- runs

@@ -12,7 +12,7 @@ from liver_hpc.cluster.slurm.commands import (
     SlurmCommands,
     SlurmError,
 )
-from liver_hpc.cluster.slurm.executor import submit_once
+from liver_hpc.cluster.slurm.submit import submit_once
 from tests.slurm_answers import Answer
 
 AWAY = Answer(1, "", "sbatch: error: Unable to contact slurm controller (connect failure)")
