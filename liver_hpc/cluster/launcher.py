@@ -13,12 +13,12 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.child import Child, Command
+from liver_hpc.run.actions import LaunchAgent
 
 KILLED = 137
 """Exit code of an agent that was killed (128 + SIGKILL, as shells count)."""
@@ -45,23 +45,11 @@ def last_words(run_directory: Path, agent: str) -> str:
     return next(filter(None, reversed(errors)), "")
 
 
-@dataclass(frozen=True)
-class NodeRequest:
-    """One agent: the layout that its workers rehearse, and where they run.
-
-    slots: the worker places of the node that its workers take, one each; a slot is the number of
-    an accelerator. node: the node's name; empty where there is no choice.
-    """
-
-    agent: str
-    layout: str
-    slots: tuple[int, ...]
-    node: str = ""
-
-    def options(self, run_directory: Path) -> list[str]:
-        """The agent's command line after the program."""
-        words = ["--run-directory", str(run_directory), "--agent", self.agent]
-        return [*words, "--layout", self.layout, "--slots", ",".join(map(str, self.slots))]
+def agent_options(launch: LaunchAgent, run_directory: Path) -> list[str]:
+    """The agent's command line after the program."""
+    words = ["--run-directory", str(run_directory), "--agent", launch.agent]
+    slots = ",".join(map(str, launch.seat.slots))
+    return [*words, "--layout", str(launch.layout), "--slots", slots]
 
 
 class LaunchedAgent:
@@ -139,22 +127,22 @@ class Launcher(ABC):
         self._closed = False
 
     @abstractmethod
-    def _prepare(self, request: NodeRequest) -> LaunchedAgent:
+    def _prepare(self, launch: LaunchAgent) -> LaunchedAgent:
         """An agent that has not started. Raises LiverError when it never could."""
 
-    def launch(self, requests: Sequence[NodeRequest]) -> None:
-        """Starts an agent for every request; does not wait until it has booted.
+    def launch(self, agents: Sequence[LaunchAgent]) -> None:
+        """Starts these agents; does not wait until they have booted.
 
         Raises LiverError when that is impossible or a name was used before; what has not started
         then is not known.
         """
         if self._closed:
             raise LiverError("the launcher is closed")
-        names = [request.agent for request in requests]
+        names = [launch.agent for launch in agents]
         again = sorted({name for name in names if name in self._agents or names.count(name) > 1})
         if again:
             raise LiverError(f"agents {again} were launched before; a name is used once")
-        for name, agent in [(request.agent, self._prepare(request)) for request in requests]:
+        for name, agent in [(launch.agent, self._prepare(launch)) for launch in agents]:
             self._agents[name] = agent
             try:
                 agent.start()
@@ -198,21 +186,21 @@ class LocalLauncher(Launcher):
     """Runs agents on this machine.
 
     `exit_s` is how long a killed agent may take to end its workers before all get SIGKILL;
-    `agent_options` are added to every agent's command line. What an agent prints goes to its
+    `further_options` are added to every agent's command line. What an agent prints goes to its
     log, logs/agent-NAME.log of the run directory.
     """
 
     def __init__(
-        self, run_directory: Path, exit_s: float = 10.0, agent_options: Sequence[str] = ()
+        self, run_directory: Path, exit_s: float = 10.0, further_options: Sequence[str] = ()
     ) -> None:
         super().__init__(close_s=exit_s + _SWEEP_S)
         self._run_directory = run_directory
         self._exit_s = exit_s
-        self._agent_options = agent_options
+        self._further_options = further_options
 
-    def _prepare(self, request: NodeRequest) -> LaunchedAgent:
-        words = [sys.executable, "-P", "-m", AGENT_MODULE, *request.options(self._run_directory)]
-        log = agent_log(self._run_directory, request.agent)
-        name = f"agent {request.agent}"
-        command = Command(name, [*words, *self._agent_options], log=log, apart="session")
-        return LaunchedAgent(request.agent, command, self._exit_s)
+    def _prepare(self, launch: LaunchAgent) -> LaunchedAgent:
+        options = [*agent_options(launch, self._run_directory), *self._further_options]
+        words = [sys.executable, "-P", "-m", AGENT_MODULE, *options]
+        log = agent_log(self._run_directory, launch.agent)
+        command = Command(f"agent {launch.agent}", words, log=log, apart="session")
+        return LaunchedAgent(launch.agent, command, self._exit_s)

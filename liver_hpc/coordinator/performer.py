@@ -6,7 +6,6 @@ import logging
 from collections import deque
 from typing import assert_never
 
-from liver_hpc.cluster.launcher import NodeRequest
 from liver_hpc.coordinator.connections import Asked, Met, WorkerRegistry
 from liver_hpc.coordinator.services import Services
 from liver_hpc.coordinator.store import StoreService
@@ -86,13 +85,9 @@ class Performer:
         return None
 
     def _launch(self, launch: a.Launch) -> LaunchFailed | None:
-        requests = [
-            NodeRequest(each.agent, str(each.layout), each.seat.slots, each.seat.node)
-            for each in launch.agents
-        ]
-        names = tuple(request.agent for request in requests)
+        names = tuple(each.agent for each in launch.agents)
         try:
-            self._services.launcher.launch(requests)
+            self._services.launcher.launch(launch.agents)
         except (LiverError, OSError) as error:
             lost = tuple(name for name in names if not self._is_known(name))
             self.launched.update({*names} - {*lost})

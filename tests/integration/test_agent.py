@@ -9,11 +9,14 @@ import time
 
 import pytest
 
-from liver_hpc.cluster.launcher import KILLED, Launcher, LocalLauncher, NodeRequest, last_words
+from liver_hpc.cluster.launcher import KILLED, Launcher, LocalLauncher, last_words
 from liver_hpc.errors import LiverError
+from liver_hpc.layout.coordinates import Layout
 from liver_hpc.node.agent import EXIT_BOOT
 from liver_hpc.rendezvous.base import Identity, Refusal
 from liver_hpc.rendezvous.mpi.joiner import EXIT_NOT_MET
+from liver_hpc.run.actions import LaunchAgent
+from liver_hpc.run.node_events import Seat
 from tests.integration.agents import Run, request, wait_for
 from tests.memory_launcher import MemoryLauncher
 
@@ -67,7 +70,7 @@ def test_nothing_is_launched_after_close(launcher: Launcher) -> None:
 
 
 def test_memory_launcher_starts_and_ends_agents_as_told() -> None:
-    started: list[NodeRequest] = []
+    started: list[LaunchAgent] = []
     launcher = MemoryLauncher(started.append)
     launcher.launch([request("a0"), request("a1")])
     assert started == [request("a0"), request("a1")]
@@ -113,7 +116,7 @@ def test_workers_get_their_ids_their_environment_and_their_logs(
 def test_workers_take_the_slots_that_they_are_given(run: Run) -> None:
     run.open_rendezvous()
     launcher = run.launcher("ends")
-    launcher.launch([NodeRequest("a0", "tp1 pp1 dp2", slots=(5, 2))])
+    launcher.launch([LaunchAgent("a0", Seat("", (5, 2)), Layout(1, 1, 2))])
     assert [note["told"]["worker"] for note in run.notes((5, 2))] == [4, 5]  # type: ignore[index]
     assert run.wait_ended(launcher) == 5
 

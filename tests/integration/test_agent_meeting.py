@@ -32,11 +32,13 @@ pytestmark = pytest.mark.timeout(60)
 OWNER = """
 import sys, threading
 from pathlib import Path
-from liver_hpc.cluster.launcher import NodeRequest
 from liver_hpc.cluster.launcher import LocalLauncher
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.run.actions import LaunchAgent
+from liver_hpc.run.node_events import Seat
 directory, *options = sys.argv[1:]
-launcher = LocalLauncher(Path(directory), agent_options=options)
-launcher.launch([NodeRequest("a0", "tp1 pp1 dp2", (0, 1))])
+launcher = LocalLauncher(Path(directory), further_options=options)
+launcher.launch([LaunchAgent("a0", Seat("", (0, 1)), Layout(1, 1, 2))])
 threading.Event().wait()
 """
 

@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.cluster.launcher import AGENT_MODULE, KILLED, LaunchedAgent, Launcher, NodeRequest
+from liver_hpc.cluster.launcher import AGENT_MODULE, KILLED, LaunchedAgent, Launcher, agent_options
 from liver_hpc.cluster.slurm.commands import RUNNING, SlurmCommands
 from liver_hpc.cluster.slurm.holdings import Allocation
 from liver_hpc.cluster.slurm.script import python_words
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.host.child import Command
+from liver_hpc.run.actions import LaunchAgent
 
 _IMMEDIATE_S = 5
 _CLOSE_MARGIN_S = 10.0
@@ -51,7 +52,7 @@ class SlurmLauncher(Launcher):
     """Runs agents on the nodes of Slurm jobs.
 
     use: the allocation of a node that is held; raises LiverError for another one. program: what a
-    step runs, to which the request's options are added; without it the agent. What srun prints,
+    step runs, to which the agent's options are added; without it the agent. What srun prints,
     and an agent before it has a log of its own, goes to logs/srun-NAME.log of the run directory.
     """
 
@@ -70,21 +71,19 @@ class SlurmLauncher(Launcher):
         self._use = use
         self._program = program or (*python_words(config.cluster), "-m", AGENT_MODULE)
 
-    def _prepare(self, request: NodeRequest) -> Step:
-        if not request.node:
-            raise LiverError(f"agent {request.agent}: a step of Slurm needs a node")
-        held, name = self._use(request.node), f"liver-{request.agent}"
-        srun = srun_words(held, name, request.node)
-        agent = [*self._program, *request.options(self._run_directory), "--warnings"]
+    def _prepare(self, launch: LaunchAgent) -> Step:
+        held, name = self._use(launch.seat.node), f"liver-{launch.agent}"
+        srun = srun_words(held, name, launch.seat.node)
+        agent = [*self._program, *agent_options(launch, self._run_directory), "--warnings"]
         command = Command(
-            f"srun of agent {request.agent}",
+            f"srun of agent {launch.agent}",
             [*srun, *agent],
             orphan_signal=signal.SIGTERM,  # an orphaned srun still ends its step
-            log=self._run_directory / "logs" / f"srun-{request.agent}.log",
+            log=self._run_directory / "logs" / f"srun-{launch.agent}.log",
             apart="session",
         )
         unreachable_s = self._slurm.unreachable_s
-        return Step(request.agent, command, name, held.job, self._commands, unreachable_s)
+        return Step(launch.agent, command, name, held.job, self._commands, unreachable_s)
 
 
 def srun_words(held: Allocation, name: str, node: str) -> list[str]:
