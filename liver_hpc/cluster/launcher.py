@@ -130,25 +130,21 @@ class Launcher(ABC):
     def _prepare(self, launch: LaunchAgent) -> LaunchedAgent:
         """An agent that has not started. Raises LiverError when it never could."""
 
-    def launch(self, agents: Sequence[LaunchAgent]) -> None:
-        """Starts these agents; does not wait until they have booted.
+    def launch(self, launch: LaunchAgent) -> None:
+        """Starts an agent; does not wait until it has booted.
 
-        Raises LiverError when that is impossible or a name was used before; what has not started
-        then is not known.
+        Raises LiverError, OSError when that is impossible or its name was used before.
         """
         if self._closed:
             raise LiverError("the launcher is closed")
-        names = [launch.agent for launch in agents]
-        again = sorted({name for name in names if name in self._agents or names.count(name) > 1})
-        if again:
-            raise LiverError(f"agents {again} were launched before; a name is used once")
-        for name, agent in [(launch.agent, self._prepare(launch)) for launch in agents]:
-            self._agents[name] = agent
-            try:
-                agent.start()
-            except LiverError:
-                del self._agents[name]
-                raise
+        if launch.agent in self._agents:
+            raise LiverError(f"agent {launch.agent!r} was launched before; a name is used once")
+        agent = self._agents[launch.agent] = self._prepare(launch)
+        try:
+            agent.start()
+        except (LiverError, OSError):
+            del self._agents[launch.agent]
+            raise
 
     def alive(self, agent: str) -> bool:
         """Whether anything of the agent still runs. Raises LiverError for an unknown agent."""

@@ -54,7 +54,7 @@ class Performer:
             case a.EndAgent():
                 self._registry.end_agent(action.agent, action.reason)
             case a.KillAgent():
-                if self._is_known(action.agent):  # its launch may have failed meanwhile
+                if action.agent in self.launched:  # its launch may have failed meanwhile
                     log.warning("agent %s has not ended by itself: killed", action.agent)
                     services.launcher.kill(action.agent)
             case a.Disconnect():
@@ -86,22 +86,13 @@ class Performer:
 
     def _launch(self, launch: a.Launch) -> LaunchFailed | None:
         names = tuple(each.agent for each in launch.agents)
-        try:
-            self._services.launcher.launch(launch.agents)
-        except (LiverError, OSError) as error:
-            lost = tuple(name for name in names if not self._is_known(name))
-            self.launched.update({*names} - {*lost})
-            return LaunchFailed(names, lost, str(error))
-        self.launched.update(names)
+        for position, each in enumerate(launch.agents):
+            try:
+                self._services.launcher.launch(each)
+            except (LiverError, OSError) as error:
+                return LaunchFailed(names, names[position:], str(error))
+            self.launched.add(each.agent)
         return None
-
-    def _is_known(self, agent: str) -> bool:
-        """Whether the launcher has anything of an agent, after a launch that failed half-way."""
-        try:
-            self._services.launcher.alive(agent)
-        except LiverError:
-            return False
-        return True
 
     def _admit(self, admit: a.Admit) -> None:
         met = self.meetings.popleft()

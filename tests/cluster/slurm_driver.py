@@ -66,7 +66,7 @@ class Driver:
         say(type(event).__name__, **asdict(event))
 
     def launch(self, agent: str, node: str) -> None:
-        self.launcher.launch([LaunchAgent(agent, Seat(node, (0,)), Layout(1, 1, 1))])
+        self.launcher.launch(LaunchAgent(agent, Seat(node, (0,)), Layout(1, 1, 1)))
 
     def close(self) -> None:
         self.launcher.close()

@@ -54,7 +54,7 @@ def test_an_agent_is_killed_only_where_it_was_launched(
         core = run.coordinator._run
         run.until(lambda: not core.handoffs.idle, "the run to grow")
 
-        def fails(requests: Sequence[LaunchAgent]) -> None:
+        def fails(launch: LaunchAgent) -> None:
             raise LiverError("the node is away")
 
         monkeypatch.setattr(run.cluster.launcher, "launch", fails)
