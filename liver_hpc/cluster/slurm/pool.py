@@ -223,12 +223,10 @@ class SlurmPool(NodePool):
 
     def _explain(self) -> None:
         commands = self._commands.once(_ANSWER_S)
-        ending = False
-        while not ending:
+        while not self._ending.is_set():
             came = [self._warnings.get()]
             while not self._warnings.empty():
                 came.append(self._warnings.get())
-            ending = None in came
             self._explain_all(commands, [warning for warning in came if warning is not None])
 
     def _explain_all(self, commands: SlurmCommands, warnings: list[_Warning]) -> None:

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 
-from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import COMPLETING, SlurmCommands
 from liver_hpc.errors import LiverError
 
@@ -29,14 +29,13 @@ def cancel_all(commands: SlurmCommands, name: str, settle_s: float = 0.0) -> Non
     settle_s: how long a submission may still be under way. Raises DeadlineError, SlurmError.
     """
     deadline = Deadline.after(SystemClock(), _CANCEL_S, f"jobs named {name} to end")
-    pause = threading.Event()
-    while True:
+
+    def ended() -> bool:
         commands.cancel_named(name)
-        pause.wait(settle_s)
-        if all(job.state == COMPLETING for job in commands.named(name).values()):
-            return
-        deadline.check()
-        pause.wait(_LOOK_S)
+        threading.Event().wait(settle_s)
+        return all(job.state == COMPLETING for job in commands.named(name).values())
+
+    poll_until(ended, deadline, _LOOK_S)
 
 
 def main() -> int:
