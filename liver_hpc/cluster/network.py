@@ -120,7 +120,9 @@ def worker_network_environment(
     if control is not None:
         found[NCCL_INTERFACE] = f"={control}"
     if facts.hca_ports:
-        found[NCCL_HCA] = f"={','.join(map(str, _preferred(facts.hca_ports)))}"
+        # InfiniBand where there is any: the Ethernet ports beside it are for something else.
+        infiniband = [port for port in facts.hca_ports if port.link_layer == "InfiniBand"]
+        found[NCCL_HCA] = f"={','.join(map(str, infiniband or facts.hca_ports))}"
     told = {name: str(value) for name, value in network.nccl.items()}
     if network.gloo_interface is not None:
         _require(_names(network.gloo_interface), "gloo_interface", facts)
@@ -143,12 +145,6 @@ def nccl_log_path(
         return directory / f"nccl-{facts.host}-{pid}.log"
     # The two that NCCL itself replaces; it takes the name up to the first dot.
     return Path(given.replace("%h", facts.host.partition(".")[0]).replace("%p", str(pid)))
-
-
-def _preferred(ports: tuple[HcaPort, ...]) -> list[HcaPort]:
-    """InfiniBand where there is any: the Ethernet ports beside it are for something else."""
-    infiniband = [port for port in ports if port.link_layer == "InfiniBand"]
-    return infiniband or list(ports)
 
 
 def _nccl_interfaces(given: str, facts: NodeFacts) -> str:

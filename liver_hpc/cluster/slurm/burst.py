@@ -64,27 +64,22 @@ class BurstPolicy:
     def submitted(self, job: str, nodes: int) -> None:
         self.pending[job] = nodes
 
-    def refused(self, job: str = "") -> None:
-        """sbatch failed, or the pending `job` can never start."""
-        self.pending.pop(job, None)
-        self._back_off()
-
     def granted(self, job: str, nodes: int) -> None:
         self.pending.pop(job, None)
         self.held[job] = Grant(nodes, self._clock.now_s())
 
     def ended(self, job: str, by_us: bool) -> None:
         """A request or a grant is no more; `by_us`: it was cancelled or given back on purpose."""
-        pending = self.pending.pop(job, None)
-        grant = self.held.pop(job, None)
-        lived_s = 0.0
+        self.pending.pop(job, None)
+        grant, lived_s = self.held.pop(job, None), 0.0
         if grant is not None:
             lived_s = self._clock.now_s() - grant.since_s
             self._spent_node_hours += grant.nodes * lived_s / 3600
-        if not by_us and (pending is not None or grant is not None) and lived_s < HELD_S:
-            self._back_off()
+        if not by_us and lived_s < HELD_S:
+            self.refused()
 
-    def _back_off(self) -> None:
+    def refused(self) -> None:
+        """Slurm does not want to give anything now."""
         self.not_before_s = self._clock.now_s() + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, self._config.backoff_max_s)
 

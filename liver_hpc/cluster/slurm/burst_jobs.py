@@ -138,7 +138,7 @@ class BurstJobs:
                 self._note(f"burst request {job} has ended without a grant")
             elif info.hopeless:
                 self._once.cancel(job)
-                self.policy.refused(job)
+                self.policy.ended(job, by_us=False)
                 self._note(f"burst request {job} was refused: {info.reason}")
         if granted:
             self.save()

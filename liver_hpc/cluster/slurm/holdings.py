@@ -168,7 +168,7 @@ class Holdings:
         self._held[new.job] = new
         if not shared:
             return [NodeGranted(new.node(name)) for name in new.nodes]
-        new.nodes, new.returning = (), f"on nodes that are held already: {shared}"
+        new.nodes, new.returning = (), "its nodes are held already"
         return [
             PoolNote(
                 f"burst job {new.job} goes back: {', '.join(shared)} held already; "
@@ -231,13 +231,16 @@ class Holdings:
     # ---- what a signal means
 
     def signalled(
-        self, node: str, signal: str, at_s: float, info: JobInfo | None
+        self, node: str, signal: str, at_s: float, jobs: Mapping[str, JobInfo] | None
     ) -> list[PoolEvent]:
-        """An agent on the node got `signal`; `info` is Slurm's word on the job after that."""
+        """An agent on the node got `signal`; `jobs` is Slurm's answer about the job after that,
+        None where it gave none."""
         held = self.of(node)
         if held is None:
             return []
-        kill_s = at_s + self.kill_s
+        if jobs is None:
+            return self._unexplained(held, node, at_s)
+        info, kill_s = jobs.get(held.job), at_s + self.kill_s
         if info is None or info.state != RUNNING:
             return [] if held.own else held.warn(CANCELLED, at_s, kill_s)
         ends_s = info.ends_s
@@ -247,15 +250,12 @@ class Holdings:
         if ends_s is not None and (signal != "SIGTERM" or ends_s <= at_s + _SAME_S):
             return held.warn(TIME_LIMIT, at_s, max(ends_s, kill_s))
         if signal != "SIGTERM":
-            return self.unanswered(node, at_s)
+            return self._unexplained(held, node, at_s)
         # The job goes on unchanged: somebody cancels this one step.
         return held.warn_node(node, CANCELLED, at_s, kill_s)
 
-    def unanswered(self, node: str, at_s: float) -> list[PoolEvent]:
-        """An agent on the node got a signal, and Slurm does not say why: the worst is assumed."""
-        held = self.of(node)
-        if held is None:
-            return []
+    def _unexplained(self, held: Allocation, node: str, at_s: float) -> list[PoolEvent]:
+        """Slurm does not say why: the worst is assumed."""
         if held.grace_s is None:
             return held.warn_node(node, CANCELLED, at_s, at_s + self.kill_s)
         return held.warn(PREEMPTED, at_s, at_s + held.grace_s)

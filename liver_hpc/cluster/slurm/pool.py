@@ -239,15 +239,10 @@ class SlurmPool(NodePool):
             jobs = commands.jobs(sorted(set(asked.values())))
         except LiverError as error:
             _log.warning("what signals on %s mean is not known: %s", sorted(asked), error)
-        for node, signal, at_s in warnings:
-            if node not in asked:
-                continue
-            with self._lock:
-                if jobs is None:
-                    events = self._holdings.unanswered(node, at_s)
-                else:
-                    events = self._holdings.signalled(node, signal, at_s, jobs.get(asked[node]))
-                self._tell_all(events)
+        with self._lock:
+            for node, signal, at_s in warnings:
+                if node in asked:
+                    self._tell_all(self._holdings.signalled(node, signal, at_s, jobs))
 
     def _note(self, text: str) -> None:
         self._tell(PoolNote(text))

@@ -15,7 +15,7 @@ from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import Outcome
 
 JOB_FILE = "job.json"
-_POLL_S = 0.5
+JOB_POLL_S = 0.5
 
 
 class OwnJob(BaseModel):
@@ -92,10 +92,6 @@ class RunJob:
             return False
         return info is None or (or_queued and info.queued)
 
-    def await_end(self, deadline: Deadline) -> None:
-        """Returns when Slurm lists the job no more; raises DeadlineError."""
-        poll_until(self.is_over, deadline, _POLL_S)
-
     def cancel(self, timeout_s: float) -> Outcome:
         """Ends the job, and tells how the run ended: a queued one has nobody else to say so.
 
@@ -103,7 +99,7 @@ class RunJob:
         """
         deadline = Deadline.after(SystemClock(), timeout_s, f"job {self.job_id} to end")
         self._commands.cancel(self.job_id)
-        self.await_end(deadline)
+        poll_until(self.is_over, deadline, JOB_POLL_S)
         if (outcome := self._run.outcome()) is not None:
             return outcome
         before = self._run.last_outcome()

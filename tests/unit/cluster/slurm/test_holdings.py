@@ -39,6 +39,13 @@ def observe(held: Holdings, *jobs: JobInfo, now_s: float = 1_000.0) -> list[Pool
     return held.observe({**answer, **{job.job_id: job for job in jobs}}, now_s)
 
 
+def signalled(
+    held: Holdings, node: str, signal: str, at_s: float, info: JobInfo | None
+) -> list[PoolEvent]:
+    """A signal, and an answer in which there is this job, or none any more."""
+    return held.signalled(node, signal, at_s, {} if info is None else {info.job_id: info})
+
+
 def warned(nodes: str, reason: str, at_s: float, deadline_s: float | None) -> list[PoolEvent]:
     return [NodeWarned(node, reason, at_s, deadline_s) for node in nodes.split()]
 
@@ -61,14 +68,14 @@ def test_as_long_as_nothing_changes_there_is_nothing_to_tell(held: Holdings) -> 
 
 def test_preemption_is_a_limit_that_was_moved_into_the_grace_time(held: Holdings) -> None:
     taken = replace(BURST, ends_s=1_006.0)
-    assert held.signalled("n5", "SIGTERM", 1_000.0, taken) == warned(
+    assert signalled(held, "n5", "SIGTERM", 1_000.0, taken) == warned(
         "n4 n5", "preempted", 1_000.0, 1_006.0
     )
     # its other agents, and the poll, say nothing new
-    assert held.signalled("n4", "SIGTERM", 1_000.2, taken) == []
+    assert signalled(held, "n4", "SIGTERM", 1_000.2, taken) == []
     assert observe(held, taken, now_s=1_001.0) == []
     # SIGTERM again at the end of the grace time: now the kill is near
-    assert held.signalled("n5", "SIGTERM", 1_008.0, taken) == warned(
+    assert signalled(held, "n5", "SIGTERM", 1_008.0, taken) == warned(
         "n4 n5", "preempted", 1_000.0, 1_008.0 + KILL_S
     )
 
@@ -101,35 +108,35 @@ def test_the_own_end_is_told_once_and_before_the_others(held: Holdings) -> None:
 
 
 def test_a_user_signal_announces_a_limit_or_a_preemption(held: Holdings) -> None:
-    assert held.signalled("n2", "SIGUSR1", 9_950.0, EXTRA) == warned(
+    assert signalled(held, "n2", "SIGUSR1", 9_950.0, EXTRA) == warned(
         "n2 n3", "time limit", 9_950.0, LIMIT_S
     )
     taken = replace(BURST, ends_s=1_006.0)
-    assert held.signalled("n4", "SIGUSR1", 1_000.0, taken) == warned(
+    assert signalled(held, "n4", "SIGUSR1", 1_000.0, taken) == warned(
         "n4 n5", "preempted", 1_000.0, 1_006.0
     )
 
 
 @pytest.mark.parametrize("info", [None, replace(EXTRA, state="COMPLETING")])
 def test_a_job_that_ends_at_once_is_cancelled(held: Holdings, info: JobInfo | None) -> None:
-    assert held.signalled("n2", "SIGTERM", 1_000.0, info) == warned(
+    assert signalled(held, "n2", "SIGTERM", 1_000.0, info) == warned(
         "n2 n3", "cancelled", 1_000.0, 1_000.0 + KILL_S
     )
 
 
 def test_a_step_that_is_cancelled_alone_costs_its_node_alone(held: Holdings) -> None:
-    assert held.signalled("n2", "SIGTERM", 1_000.0, EXTRA) == warned(
+    assert signalled(held, "n2", "SIGTERM", 1_000.0, EXTRA) == warned(
         "n2", "cancelled", 1_000.0, 1_000.0 + KILL_S
     )
 
 
 def test_without_an_answer_the_worst_is_assumed_and_corrected_later(held: Holdings) -> None:
-    assert held.unanswered("n4", 1_000.0) == warned(
+    assert held.signalled("n4", "SIGTERM", 1_000.0, None) == warned(
         "n4 n5", "preempted", 1_000.0, 1_000.0 + GRACE_S
     )
     corrected = observe(held, replace(BURST, ends_s=1_005.0), now_s=1_003.0)
     assert corrected == warned("n4 n5", "preempted", 1_000.0, 1_005.0)
-    assert held.unanswered("n9", 1_000.0) == []
+    assert held.signalled("n9", "SIGTERM", 1_000.0, None) == []
 
 
 def test_completing_is_a_warning_and_absence_the_end(held: Holdings) -> None:
@@ -143,7 +150,7 @@ def test_completing_is_a_warning_and_absence_the_end(held: Holdings) -> None:
 
 def test_whoever_ends_the_own_job_tells_the_coordinator_itself(held: Holdings) -> None:
     assert observe(held, replace(MAIN, state="COMPLETING")) == []
-    assert held.signalled("n1", "SIGTERM", 1_000.0, None) == []
+    assert signalled(held, "n1", "SIGTERM", 1_000.0, None) == []
 
 
 def test_nodes_that_fall_out_of_a_job_are_gone(held: Holdings) -> None:
