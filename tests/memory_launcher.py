@@ -13,11 +13,7 @@ class MemoryLauncher(Launcher):
     """`start` is called for every request, and `end` plays a death."""
 
     def __init__(self, start: Callable[[LaunchAgent], None] = lambda request: None) -> None:
-        super().__init__()
-        self._start = start
-
-    def _prepare(self, request: LaunchAgent) -> LaunchedAgent:
-        return _Played(lambda: self._start(request))
+        super().__init__(lambda request: _Played(lambda: start(request)))
 
     def end(self, agent: str, exit_code: int) -> None:
         """The agent ends by itself, unless it has ended before."""

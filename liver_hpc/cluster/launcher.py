@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -115,20 +114,20 @@ class LaunchedAgent:
         threading.Thread(target=run, name=f"{name}-{self.agent}", daemon=True).start()
 
 
-class Launcher(ABC):
+class Launcher:
     """Starts agents, tells whether they still run, and ends them. An agent's name is used once.
 
-    close_s: how long killed agents may take to end.
+    prepare: makes an agent that has not started; raises LiverError when it never could. close_s:
+    how long killed agents may take to end.
     """
 
-    def __init__(self, close_s: float = 0.0) -> None:
+    def __init__(
+        self, prepare: Callable[[LaunchAgent], LaunchedAgent], close_s: float = 0.0
+    ) -> None:
+        self._prepare = prepare
         self._close_s = close_s
         self._agents: dict[str, LaunchedAgent] = {}
         self._closed = False
-
-    @abstractmethod
-    def _prepare(self, launch: LaunchAgent) -> LaunchedAgent:
-        """An agent that has not started. Raises LiverError when it never could."""
 
     def launch(self, launch: LaunchAgent) -> None:
         """Starts an agent; does not wait until it has booted.
@@ -178,7 +177,9 @@ class Launcher(ABC):
         return self._agents[agent]
 
 
-class LocalLauncher(Launcher):
+def local_launcher(
+    run_directory: Path, exit_s: float = 10.0, further_options: Sequence[str] = ()
+) -> Launcher:
     """Runs agents on this machine.
 
     `exit_s` is how long a killed agent may take to end its workers before all get SIGKILL;
@@ -186,17 +187,11 @@ class LocalLauncher(Launcher):
     log, logs/agent-NAME.log of the run directory.
     """
 
-    def __init__(
-        self, run_directory: Path, exit_s: float = 10.0, further_options: Sequence[str] = ()
-    ) -> None:
-        super().__init__(close_s=exit_s + _SWEEP_S)
-        self._run_directory = run_directory
-        self._exit_s = exit_s
-        self._further_options = further_options
-
-    def _prepare(self, launch: LaunchAgent) -> LaunchedAgent:
-        options = [*agent_options(launch, self._run_directory), *self._further_options]
+    def prepare(launch: LaunchAgent) -> LaunchedAgent:
+        options = [*agent_options(launch, run_directory), *further_options]
         words = [sys.executable, "-P", "-m", AGENT_MODULE, *options]
-        log = agent_log(self._run_directory, launch.agent)
+        log = agent_log(run_directory, launch.agent)
         command = Command(f"agent {launch.agent}", words, log=log, apart="session")
-        return LaunchedAgent(launch.agent, command, self._exit_s)
+        return LaunchedAgent(launch.agent, command, exit_s)
+
+    return Launcher(prepare, close_s=exit_s + _SWEEP_S)

@@ -18,7 +18,7 @@ from typing import Any
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.holdings import own_allocations
-from liver_hpc.cluster.slurm.launcher import SlurmLauncher
+from liver_hpc.cluster.slurm.launcher import slurm_launcher
 from liver_hpc.cluster.slurm.pool import SlurmPool
 from liver_hpc.config.load import load_run
 from liver_hpc.coordinator.connections import ConnectionServer, Inbox
@@ -51,7 +51,7 @@ class Driver:
         own = own_allocations(environment, config, commands.hostnames)
         self.pool = SlurmPool(config, commands, own, run_directory, SystemClock())
         agent = (sys.executable, str(run_directory / "agent.py"))
-        self.launcher = SlurmLauncher(run_directory, config, commands, self.pool.use, agent)
+        self.launcher = slurm_launcher(run_directory, config, commands, self.pool.use, agent)
         secret = read_secret(run_directory / "secret")
         connections = ConnectionServer(Inbox(), StoreService(), control_s=10.0)
         self.server = ControlServer(CONTROL_ADDRESS, secret, connections.handle)

@@ -16,7 +16,7 @@ from typing import TypeVar
 import psutil
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.launcher import Launcher, LocalLauncher
+from liver_hpc.cluster.launcher import Launcher, local_launcher
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import (
     DeadlineSection,
@@ -168,7 +168,7 @@ class Run:
     def __init__(self, directory: Path, mark: str) -> None:
         self.directory = directory
         self.mark = mark
-        self.launchers: list[LocalLauncher] = []
+        self.launchers: list[Launcher] = []
         config = RunConfig(
             train=TrainSection(steps=1, global_batch=8),
             workers=WorkersSection(initial=2, max=8),
@@ -199,8 +199,8 @@ class Run:
 
     def launcher(
         self, then: str, exit_s: float = 5.0, options: Sequence[str] = ()
-    ) -> LocalLauncher:
-        launcher = LocalLauncher(self.directory, exit_s, [*options, *self.options(then)])
+    ) -> Launcher:
+        launcher = local_launcher(self.directory, exit_s, [*options, *self.options(then)])
         self.launchers.append(launcher)
         return launcher
 

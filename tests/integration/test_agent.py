@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from liver_hpc.cluster.launcher import KILLED, Launcher, LocalLauncher, last_words
+from liver_hpc.cluster.launcher import KILLED, Launcher, last_words, local_launcher
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.node.agent import EXIT_BOOT
@@ -157,7 +157,7 @@ def test_a_worker_that_fails_in_boot_fails_the_agent_which_says_who(
 
 def test_an_agent_says_why_its_worker_refused_to_boot(run: Run) -> None:
     run.set_network(interface="nope0")
-    launcher = LocalLauncher(run.directory)
+    launcher = local_launcher(run.directory)
     run.launchers.append(launcher)
     launcher.launch(request(workers=1))
     assert run.wait_ended(launcher) == EXIT_BOOT

@@ -48,42 +48,35 @@ _NOT_CREATED = re.compile(
 _log = logging.getLogger(__name__)
 
 
-class SlurmLauncher(Launcher):
+def slurm_launcher(
+    run_directory: Path,
+    config: RunConfig,
+    commands: SlurmCommands,
+    use: Callable[[str], Allocation],
+    program: Sequence[str] = (),
+) -> Launcher:
     """Runs agents on the nodes of Slurm jobs.
 
     use: the allocation of a node that is held; raises LiverError for another one. program: what a
-    step runs, to which the agent's options are added; without it the agent. What srun prints,
-    and an agent before it has a log of its own, goes to logs/srun-NAME.log of the run directory.
+    step runs, to which the agent's options are added; without it the agent. What srun prints, and
+    an agent before it has a log of its own, goes to logs/srun-NAME.log of the run directory.
     """
+    slurm, directory = config.cluster.slurm, run_directory.absolute()
+    program = program or (*python_words(config.cluster), "-m", AGENT_MODULE)
 
-    def __init__(
-        self,
-        run_directory: Path,
-        config: RunConfig,
-        commands: SlurmCommands,
-        use: Callable[[str], Allocation],
-        program: Sequence[str] = (),
-    ) -> None:
-        self._slurm = config.cluster.slurm
-        super().__init__(self._slurm.unreachable_s + self._slurm.command_s + _CLOSE_MARGIN_S)
-        self._run_directory = run_directory.absolute()
-        self._commands = commands.once()
-        self._use = use
-        self._program = program or (*python_words(config.cluster), "-m", AGENT_MODULE)
-
-    def _prepare(self, launch: LaunchAgent) -> Step:
-        held, name = self._use(launch.seat.node), f"liver-{launch.agent}"
-        srun = srun_words(held, name, launch.seat.node)
-        agent = [*self._program, *agent_options(launch, self._run_directory), "--warnings"]
+    def prepare(launch: LaunchAgent) -> Step:
+        held, name = use(launch.seat.node), f"liver-{launch.agent}"
+        agent = [*program, *agent_options(launch, directory), "--warnings"]
         command = Command(
             f"srun of agent {launch.agent}",
-            [*srun, *agent],
+            [*srun_words(held, name, launch.seat.node), *agent],
             orphan_signal=signal.SIGTERM,  # an orphaned srun still ends its step
-            log=self._run_directory / "logs" / f"srun-{launch.agent}.log",
+            log=directory / "logs" / f"srun-{launch.agent}.log",
             apart="session",
         )
-        unreachable_s = self._slurm.unreachable_s
-        return Step(launch.agent, command, name, held.job, self._commands, unreachable_s)
+        return Step(launch.agent, command, name, held.job, commands.once(), slurm.unreachable_s)
+
+    return Launcher(prepare, slurm.unreachable_s + slurm.command_s + _CLOSE_MARGIN_S)
 
 
 def srun_words(held: Allocation, name: str, node: str) -> list[str]:
