@@ -197,9 +197,7 @@ class Run:
         command = [sys.executable, "-c", WORKER, str(self.directory), then]
         return ["--worker-command", json.dumps(command)]
 
-    def launcher(
-        self, then: str, exit_s: float = 5.0, options: Sequence[str] = ()
-    ) -> Launcher:
+    def launcher(self, then: str, exit_s: float = 5.0, options: Sequence[str] = ()) -> Launcher:
         launcher = local_launcher(self.directory, exit_s, [*options, *self.options(then)])
         self.launchers.append(launcher)
         return launcher

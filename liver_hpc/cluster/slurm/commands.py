@@ -41,9 +41,8 @@ _UNREACHABLE = (
 _UNKNOWN_JOB = ("Invalid job id",)
 _OVER = (*_UNKNOWN_JOB, "already completing or completed", "Job/step already")
 
-# The name comes last: it is the only field that may contain a separator.
-_JOB_FORMAT = "%A|%i|%T|%r|%e|%N|%j"
-_STEP_FORMAT = "%i|%j"
+_JOB_FORMAT = "%A|%i|%T|%r|%e|%N"
+_STEP_FORMAT = "%i|%j"  # a name may contain the separator: it comes last
 
 RUNNING = "RUNNING"
 COMPLETING = "COMPLETING"
@@ -98,7 +97,6 @@ class JobInfo:
     reason: str
     nodes: tuple[str, ...]
     ends_s: float | None
-    name: str
 
     @property
     def over(self) -> bool:
@@ -232,14 +230,14 @@ class SlurmCommands:
         return {job.job_id: job for job in found}
 
     def _job_info(self, line: str) -> JobInfo:
-        fields = line.strip().split("|", maxsplit=6)
-        if len(fields) != 7:
-            raise LiverError(f"squeue: wanted 7 fields, got {line!r}")
-        job_id, shown, state, reason, end, nodes, name = fields
+        fields = line.strip().split("|")
+        if len(fields) != 6:
+            raise LiverError(f"squeue: wanted 6 fields, got {line!r}")
+        job_id, shown, state, reason, end, nodes = fields
         leader, plus, _ = shown.partition("+")
         ends_s = float(end) if end.isdecimal() and int(end) > 0 else None
         het_leader = leader if plus else None
-        return JobInfo(job_id, het_leader, state, reason, self.hostnames(nodes), ends_s, name)
+        return JobInfo(job_id, het_leader, state, reason, self.hostnames(nodes), ends_s)
 
     def steps(self, job: str, name: str) -> list[str]:
         """The ids, such as "123.4", of a job's steps of this name that have not ended; a component

@@ -67,7 +67,7 @@ def test_a_request_whose_answer_was_lost_is_found_by_its_name(
         jobs.act()
     assert jobs.policy.pending == {}
     # It runs already when the controller answers again.
-    cluster.answers["squeue"] = Answer(0, f"7|7|RUNNING|None|9999|n4|{jobs.name}\n")
+    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4\n")
     (granted,) = jobs.observe({})
     assert (granted.job, granted.nodes, granted.burst) == ("7", ("n4",), True)
     assert cluster.notes == ["burst request 7 was taken after all"]
@@ -79,7 +79,7 @@ def test_a_request_that_can_never_start_is_a_refused_one(cluster: Cluster, jobs:
     cluster.answers["sbatch"] = Answer(0, "7\n")
     jobs.act()
     assert jobs.policy.pending == {"7": 1}
-    cluster.answers["squeue"] = Answer(0, f"7|7|PENDING|PartitionTimeLimit|N/A||{jobs.name}\n")
+    cluster.answers["squeue"] = Answer(0, "7|7|PENDING|PartitionTimeLimit|N/A|\n")
     assert jobs.observe(_now(cluster)) == []
     assert cluster.notes == ["burst request 7 was refused: PartitionTimeLimit"]
     assert cluster.asked[-1] == ["scancel", "7"]
@@ -108,7 +108,7 @@ def test_a_disk_that_is_full_does_not_cost_a_grant(
     cluster.answers["sbatch"] = Answer(0, "7\n")
     jobs.act()
     (tmp_path / "burst.json").mkdir()  # where the record would be
-    cluster.answers["squeue"] = Answer(0, f"7|7|RUNNING|None|9999|n4|{jobs.name}\n")
+    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4\n")
     assert [granted.job for granted in jobs.observe(_now(cluster))] == ["7"]
 
 

@@ -20,9 +20,9 @@ from tests.slurm_answers import Answer
 
 AWAY = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
 HET_JOB = """\
-2|1+1|RUNNING|None|1795264860|n[2-3]|a | name
-1|1+0|RUNNING|None|1795264860|n1|a | name
-7|7|PENDING|Resources|N/A||other
+2|1+1|RUNNING|None|1795264860|n[2-3]
+1|1+0|RUNNING|None|1795264860|n1
+7|7|PENDING|Resources|N/A|
 """
 
 
@@ -50,9 +50,9 @@ def commands(*answers: Answer | BaseException, unreachable_s: float = 0.0) -> Sl
 
 def test_jobs_of_a_het_job_come_by_their_own_ids() -> None:
     assert commands(Answer(0, HET_JOB)).jobs(["1", "7"]) == {
-        "1": JobInfo("1", "1", "RUNNING", "None", ("n1",), 1795264860.0, "a | name"),
-        "2": JobInfo("2", "1", "RUNNING", "None", ("n2", "n3"), 1795264860.0, "a | name"),
-        "7": JobInfo("7", None, "PENDING", "Resources", (), None, "other"),
+        "1": JobInfo("1", "1", "RUNNING", "None", ("n1",), 1795264860.0),
+        "2": JobInfo("2", "1", "RUNNING", "None", ("n2", "n3"), 1795264860.0),
+        "7": JobInfo("7", None, "PENDING", "Resources", (), None),
     }
 
 

@@ -15,9 +15,9 @@ LIMIT_S = 10_000.0
 KILL_S = 5.0
 GRACE_S = 6.0
 
-MAIN = JobInfo("1", "1", "RUNNING", "None", ("n1",), LIMIT_S, "run")
-EXTRA = JobInfo("2", "1", "RUNNING", "None", ("n2", "n3"), LIMIT_S, "run")
-BURST = JobInfo("9", None, "RUNNING", "None", ("n4", "n5"), LIMIT_S, "run-burst")
+MAIN = JobInfo("1", "1", "RUNNING", "None", ("n1",), LIMIT_S)
+EXTRA = JobInfo("2", "1", "RUNNING", "None", ("n2", "n3"), LIMIT_S)
+BURST = JobInfo("9", None, "RUNNING", "None", ("n4", "n5"), LIMIT_S)
 
 
 @pytest.fixture
