@@ -20,7 +20,7 @@ from pathlib import Path
 from liver_hpc.checkpoint.index import newest_step
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.launcher import Launcher, local_launcher
-from liver_hpc.cluster.pool import NodePool, ThisMachine
+from liver_hpc.cluster.pool import NodePool
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.address import control_address
@@ -76,7 +76,7 @@ def _mpi_network(config: RunConfig) -> MpiNetwork:
 
 def _here(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:
     """Workers on this machine."""
-    return local_launcher(run_directory, config.deadlines.exit_s), ThisMachine()
+    return local_launcher(run_directory, config.deadlines.exit_s), NodePool()
 
 
 def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -71,17 +72,17 @@ class OwnJob(BaseModel):
         write_whole(run_directory / JOB_FILE, self.model_dump_json() + "\n", mode=0o600)
 
 
+@dataclass(frozen=True)
 class RunJob:
     """Job `job_id` of a run. Every method may raise SlurmError."""
 
-    def __init__(self, run: RunDirectory, job_id: str, commands: SlurmCommands) -> None:
-        self._run = run
-        self._commands = commands
-        self.job_id = job_id
+    run: RunDirectory
+    job_id: str
+    commands: SlurmCommands
 
     def find(self) -> JobInfo | None:
         """The job's first component; None once Slurm lists it no more."""
-        return self._commands.jobs([self.job_id]).get(self.job_id)
+        return self.commands.jobs([self.job_id]).get(self.job_id)
 
     def is_over(self, or_queued: bool = False) -> bool:
         """Whether Slurm lists the job no more, or has it in its queue again where that is as good;
@@ -98,14 +99,14 @@ class RunJob:
         Raises DeadlineError when the job does not end.
         """
         deadline = Deadline.after(SystemClock(), timeout_s, f"job {self.job_id} to end")
-        self._commands.cancel(self.job_id)
+        self.commands.cancel(self.job_id)
         poll_until(self.is_over, deadline, JOB_POLL_S)
-        if (outcome := self._run.outcome()) is not None:
+        if (outcome := self.run.outcome()) is not None:
             return outcome
-        before = self._run.last_outcome()
+        before = self.run.last_outcome()
         step = before.step if before is not None else 0
         outcome = Outcome("stopped", "cancelled before it trained", step)
-        outcome.write(self._run.path)
+        outcome.write(self.run.path)
         return outcome
 
 
