@@ -176,17 +176,13 @@ def _require_hca(given: str, facts: NodeFacts) -> None:
     exact = given.startswith("=")
     for entry in _names(given.removeprefix("=")):
         name, _, port = re.sub(r":+", ":", entry).partition(":")
-        if not any(_is_meant(held, name, port, exact) for held in facts.hca_ports):
+        meant = f"{re.escape(name)}{'' if exact else '.*'}:{re.escape(port) or '.*'}"
+        if not any(re.fullmatch(meant, str(held)) for held in facts.hca_ports):
             ports = ", ".join(map(str, facts.hca_ports)) or "none"
             raise ConfigError(
                 f"network.ib_hca: node {facts.host} has no active adapter port {entry!r}; "
                 f"active ports are {ports}"
             )
-
-
-def _is_meant(held: HcaPort, name: str, port: str, exact: bool) -> bool:
-    fits = held.adapter == name if exact else held.adapter.startswith(name)
-    return fits and port in ("", str(held.port))
 
 
 def _listed(facts: NodeFacts) -> str:
