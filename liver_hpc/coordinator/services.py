@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from liver_hpc.clock import Clock
 from liver_hpc.cluster.launcher import Launcher
-from liver_hpc.cluster.pool import NodePool, ThisMachine
+from liver_hpc.cluster.pool import NodePool
 from liver_hpc.layout.placement import place
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.rendezvous.base import Rendezvous
@@ -28,5 +28,5 @@ class Services:
     rendezvous: Rendezvous
     open_journal: Callable[[Callable[[Written | JournalFailed], None]], EventJournal]
     attributes: Mapping[str, str] = field(default_factory=dict)
-    pool: NodePool = field(default_factory=ThisMachine)
+    pool: NodePool = field(default_factory=NodePool)
     place: Place = place

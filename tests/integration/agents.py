@@ -16,8 +16,7 @@ from typing import TypeVar
 import psutil
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.launcher import Launcher, NodeRequest
-from liver_hpc.cluster.local import LocalLauncher
+from liver_hpc.cluster.launcher import Launcher, local_launcher
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import (
     DeadlineSection,
@@ -28,11 +27,14 @@ from liver_hpc.config.schema import (
     WorkersSection,
 )
 from liver_hpc.host.marks import marked_processes
+from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import AgentHello, AnyMessage, YourTurn
 from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
 from liver_hpc.rendezvous.mpi.service import Acceptor, MpiRendezvous
+from liver_hpc.run.actions import LaunchAgent
+from liver_hpc.run.node_events import Seat
 from liver_hpc.run.secret import create_secret
 
 M = TypeVar("M")
@@ -79,8 +81,8 @@ threading.Event().wait()
 """
 
 
-def request(agent: str = "a0", workers: int = 2) -> NodeRequest:
-    return NodeRequest(agent, f"tp1 pp1 dp{workers}", tuple(range(workers)))
+def request(agent: str = "a0", workers: int = 2) -> LaunchAgent:
+    return LaunchAgent(agent, Seat("", tuple(range(workers))), Layout(1, 1, workers))
 
 
 def wait_for(condition: Callable[[], bool], what: str, limit_s: float = 15.0) -> None:
@@ -166,7 +168,7 @@ class Run:
     def __init__(self, directory: Path, mark: str) -> None:
         self.directory = directory
         self.mark = mark
-        self.launchers: list[LocalLauncher] = []
+        self.launchers: list[Launcher] = []
         config = RunConfig(
             train=TrainSection(steps=1, global_batch=8),
             workers=WorkersSection(initial=2, max=8),
@@ -195,10 +197,8 @@ class Run:
         command = [sys.executable, "-c", WORKER, str(self.directory), then]
         return ["--worker-command", json.dumps(command)]
 
-    def launcher(
-        self, then: str, exit_s: float = 5.0, options: Sequence[str] = ()
-    ) -> LocalLauncher:
-        launcher = LocalLauncher(self.directory, exit_s, [*options, *self.options(then)])
+    def launcher(self, then: str, exit_s: float = 5.0, options: Sequence[str] = ()) -> Launcher:
+        launcher = local_launcher(self.directory, exit_s, [*options, *self.options(then)])
         self.launchers.append(launcher)
         return launcher
 

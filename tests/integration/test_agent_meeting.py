@@ -32,11 +32,13 @@ pytestmark = pytest.mark.timeout(60)
 OWNER = """
 import sys, threading
 from pathlib import Path
-from liver_hpc.cluster.launcher import NodeRequest
-from liver_hpc.cluster.local import LocalLauncher
+from liver_hpc.cluster.launcher import local_launcher
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.run.actions import LaunchAgent
+from liver_hpc.run.node_events import Seat
 directory, *options = sys.argv[1:]
-launcher = LocalLauncher(Path(directory), agent_options=options)
-launcher.launch([NodeRequest("a0", "tp1 pp1 dp2", (0, 1))])
+launcher = local_launcher(Path(directory), further_options=options)
+launcher.launch(LaunchAgent("a0", Seat("", (0, 1)), Layout(1, 1, 2)))
 threading.Event().wait()
 """
 
@@ -57,7 +59,7 @@ def test_in_a_meeting_nothing_listens_beyond_the_runs_own_interface(run: Run) ->
         return run.answer(who)
 
     run.rendezvous.start(answer)
-    run.launcher("works").launch([request()])
+    run.launcher("works").launch(request())
     run.notes()
     assert len(seen) >= 4
     assert {address.rpartition(":")[0] for address in seen} == {"127.0.0.1"}
@@ -68,7 +70,7 @@ def test_a_stranger_on_this_machine_cannot_take_the_joiners_place(run: Run) -> N
     launcher = run.launcher("works")
     with contextlib.ExitStack() as strangers:
         with run.queue() as came:
-            launcher.launch([request()])
+            launcher.launch(request())
             assert came.wait(20)
             (joiner,) = run.joiners()
             (agent,) = run.agents()
@@ -90,7 +92,7 @@ def test_a_stranger_on_this_machine_cannot_take_the_joiners_place(run: Run) -> N
 def test_the_joiner_gets_no_secret_and_is_gone_once_the_agent_has_met(run: Run) -> None:
     launcher = run.launcher("works")
     with run.queue() as came:
-        launcher.launch([request()])
+        launcher.launch(request())
         assert came.wait(15)
         (joiner,) = run.joiners()
         told = Path(f"/proc/{joiner}/environ").read_bytes().split(b"\0")
@@ -140,7 +142,7 @@ def test_a_meeting_that_breaks_off_in_mpi_fails_the_agent_which_says_why(
     run.set_deadline("meet_s", meet_s)
     launcher = run.launcher("works")
     with run.queue(dead_port_name(run.directory), then_hangs_up):
-        launcher.launch([request()])
+        launcher.launch(request())
         assert run.wait_ended(launcher) == code
     log = run.log("agent-a0")
     assert f"the joiner ended without an answer (exit code {code})" in log
@@ -151,7 +153,7 @@ def test_a_meeting_that_breaks_off_in_mpi_fails_the_agent_which_says_why(
 def test_without_a_rendezvous_the_agent_gives_up_at_the_deadline(run: Run) -> None:
     run.set_deadline("meet_s", 0.5)
     launcher = run.launcher("works")
-    launcher.launch([request()])
+    launcher.launch(request())
     assert run.wait_ended(launcher) == EXIT_NOT_MET
     assert "[agent a0] waited 0.5 s for the rendezvous of" in run.log("agent-a0")
 
@@ -160,7 +162,7 @@ def test_a_joiner_that_does_not_end_is_killed_after_the_deadline(run: Run) -> No
     run.set_deadline("meet_s", 2.0)
     launcher = run.launcher("works")
     with run.queue() as came:
-        launcher.launch([request()])
+        launcher.launch(request())
         assert came.wait(15)
         (joiner,) = run.joiners()
         os.kill(joiner, signal.SIGSTOP)
@@ -173,7 +175,7 @@ def test_a_joiner_that_does_not_end_is_killed_after_the_deadline(run: Run) -> No
 def test_a_worker_that_dies_during_the_meeting_fails_the_agent_at_once(run: Run) -> None:
     launcher = run.launcher("works")
     with run.queue() as came:
-        launcher.launch([request()])
+        launcher.launch(request())
         assert came.wait(15)
         (worker, _) = [pid for pid in run.find(sys.executable, "-c") if pid not in run.agents()]
         os.kill(worker, signal.SIGKILL)
@@ -185,7 +187,7 @@ def test_a_worker_that_dies_during_the_meeting_fails_the_agent_at_once(run: Run)
 def test_an_agent_told_to_stop_during_the_meeting_stops_at_once(run: Run) -> None:
     launcher = run.launcher("works")
     with run.queue() as came:
-        launcher.launch([request()])
+        launcher.launch(request())
         assert came.wait(15)
         launcher.kill("a0")
         assert run.wait_ended(launcher) == 128 + signal.SIGTERM
