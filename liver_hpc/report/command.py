@@ -69,23 +69,27 @@ def write_report(
 
     Raises ConfigError for a result that is none, and for a place that cannot be written to.
     """
+    # matplotlib takes longer to import than all the rest of a report.
     from liver_hpc.host.files import write_whole
     from liver_hpc.report.compare import of_benchmark
+    from liver_hpc.report.derive import run_figures
+    from liver_hpc.report.drawings.canvas import styled
+    from liver_hpc.report.drawings.run import drawings
     from liver_hpc.report.page.document import page
 
-    comparisons = of_benchmark(baselines) if baselines is not None else []
+    figures = run_figures(records)
+    drawn = drawings(records, figures, of_benchmark(baselines) if baselines is not None else ())
     written: list[Path] = []
     if html is not None:
         with _writing(html):
-            write_whole(html, page(records, comparisons).encode(errors="replace"))
+            write_whole(html, page(records, figures, drawn).encode(errors="replace"))
         written.append(html)
     if png is not None:
-        # Imports matplotlib, which takes longer than all the rest of a report.
-        from liver_hpc.report.plots import write_plots
-
-        with _writing(png):
+        with _writing(png), styled():
             png.mkdir(parents=True, exist_ok=True)
-            written += write_plots(records, comparisons, png)
+            for name, figure in drawn.items():
+                written.append(png / f"{name}.png")
+                figure.savefig(written[-1])
     return written
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.resources import files
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from liver_hpc.report.compare import Comparison, of_run
-from liver_hpc.report.derive import RunFigures, run_figures
-from liver_hpc.report.page import bars, lanes, nodes, timeline, traffic
-from liver_hpc.report.page.series import Handoff, Story, story, thinned
+from matplotlib.figure import Figure
+
+from liver_hpc.report.derive import ReconfigurationFigures, RunFigures
+from liver_hpc.report.drawings.canvas import svg
+from liver_hpc.report.drawings.training import step_rows, timeline
 from liver_hpc.report.tables import Sheet, Tone, outcome_tone, remarks, sheets, summary_lines
 from liver_hpc.report.wording import bytes_text, duration_text, layout_text, number_text
 from liver_hpc.run.records import RunRecords
@@ -30,51 +31,29 @@ WORDS = {
     "reconfiguration time": "from the notice to the end of the target's first step",
     "goodput": "steps done, each at the median of its world, over wall time",
 }
-LEGENDS = {
-    "not-finite": "the loss or the gradient norm is not finite",
-    "badge completed": "handoff, by the generation that it led to",
-    "badge not-completed": "one that was not completed",
-    "band boot": "joiners boot",
-    "band prepare": "target prepared beside training",
-    "band crossing": "crossing: last step of the old to the first of the new",
-    "band release": "old world freed",
-    "notice granted": "granted",
-    "answer granted": "until its first step",
-    "notice leave": "to be left",
-    "answer leave": "until it was left",
-    "deadline": "end of the window",
-    "phase boot": "boot",
-    "phase prepare": "prepare, alone",
-    "phase connect": "connect, with the others",
-    "phase transfer": "parameters",
-    "phase first-step": "first step, optimizer state arriving",
-    "phase update": "update",
-    "phase release": "old world freed",
-    "train": "trains",
-    "wait": "waits, or what was over of a window",
-    "last": "the others waited for this one",
-}
-"""What the classes of shapes mean, in the order of the legends."""
 
 
-def page(records: RunRecords, comparisons: Sequence[Comparison] = ()) -> str:
-    """The report as HTML in one file. comparisons: of a benchmark, else those of the run."""
-    figures = run_figures(records)
-    told = story(records, figures)
+def page(records: RunRecords, figures: RunFigures, drawn: Mapping[str, Figure]) -> str:
+    """The report as HTML in one file. drawn: the run's drawings, by name."""
     name = records.attributes.get("name") or "run"
+    times = timeline(records, figures.reconfigurations)
     root = Element("html", {"lang": "en"})
     _head(root, name)
     body = SubElement(root, "body")
     main = SubElement(body, "main")
-    _opening(main, name, records, figures, told)
-    _overview(main, told)
-    _nodes(main, figures, told)
-    _comparison(main, comparisons or of_run(figures, records))
-    _handoffs(main, records, told)
+    _opening(main, name, records, figures, times.start_s)
+    _overview(main, drawn["training"], bool(records.steps))
+    if "nodes" in drawn:
+        _drawing(_section(main, "Nodes"), "nodes", drawn["nodes"])
+    if "baselines" in drawn:
+        section = _section(main, "Live against checkpoint and restart")
+        _drawing(section, "baselines", drawn["baselines"])
+    _handoffs(main, figures, drawn)
     _tables(main, records, figures)
     _closing(main, records)
     SubElement(body, "div", {"id": "hover", "hidden": "", "aria-hidden": "true"})
-    SubElement(body, "script", {"type": "application/json", "id": "steps"}).text = _steps(told)
+    steps = json.dumps(step_rows(records, times), separators=(",", ":"))
+    SubElement(body, "script", {"type": "application/json", "id": "steps"}).text = steps
     SubElement(body, "script").text = _asset("page.js")
     return "<!doctype html>\n" + tostring(root, encoding="unicode", method="html") + "\n"
 
@@ -101,13 +80,13 @@ def _asset(name: str) -> str:
 
 
 def _opening(
-    main: Element, name: str, records: RunRecords, figures: RunFigures, told: Story
+    main: Element, name: str, records: RunRecords, figures: RunFigures, start_s: float
 ) -> None:
     header = SubElement(main, "header")
     SubElement(header, "h1").text = name
     facts = [records.attributes.get("host", "")]
-    if told.start_s > 0:
-        began = datetime.fromtimestamp(told.start_s, UTC)
+    if start_s > 0:
+        began = datetime.fromtimestamp(start_s, UTC)
         facts.append(f"{began:%Y-%m-%d %H:%M} UTC")
     facts.append(duration_text(figures.wall_s))
     SubElement(header, "p", {"class": "facts"}).text = " \u00b7 ".join(filter(None, facts))
@@ -132,69 +111,39 @@ def _verdict(figures: RunFigures) -> str:
     return words + (f"Goodput *{figures.goodput:.1%}*." if math.isfinite(figures.goodput) else "")
 
 
-def _overview(main: Element, told: Story) -> None:
+def _overview(main: Element, drawing: Figure, has_steps: bool) -> None:
+    """With the bounds of its time axis for the cursor, in the drawing's units."""
     section = _section(main, "Loss and tokens per second")
-    if not told.points:
+    if not has_steps:
         SubElement(section, "p").text = "No step was recorded."
         return
-    _drawing(section, timeline.training(told))
-
-
-def _steps(told: Story) -> str:
-    """What the cursor shows: end, step, loss and tokens/s of each step that is drawn."""
-    rows = []
-    for point in thinned(told.points, lambda point: point.loss):
-        loss = round(point.loss, 4) if math.isfinite(point.loss) else None
-        rate = round(point.tokens_per_s) if math.isfinite(point.tokens_per_s) else None
-        rows.append([round(point.ended_s, 3), point.step, point.generation, loss, rate])
-    return json.dumps(rows, separators=(",", ":"))
+    element = _drawing(section, "training", drawing)
+    axes = drawing.axes[0]
+    width = float(element.get("viewBox", "").split()[2])
+    element.set("data-left", f"{axes.get_position().x0 * width:.2f}")
+    element.set("data-right", f"{axes.get_position().x1 * width:.2f}")
+    element.set("data-seconds", repr(float(axes.get_xlim()[1])))
 
 
 # ---- sections
 
 
-def _nodes(main: Element, figures: RunFigures, told: Story) -> None:
-    if not figures.notices:
-        return
-    section = _section(main, "Nodes")
-    _drawing(section, nodes.draw(told, figures.notices))
-
-
-def _comparison(main: Element, comparisons: Sequence[Comparison]) -> None:
-    if not comparisons:
-        return
-    section = _section(main, "Live against checkpoint and restart")
-    _drawing(section, bars.draw(comparisons))
-    SubElement(section, "p", {"class": "note"}).text = (
-        "Lost time: median of each method, with the least and the greatest; in brackets also the "
-        "number of measurements."
-    )
-
-
-def _handoffs(main: Element, records: RunRecords, told: Story) -> None:
-    if not told.handoffs:
+def _handoffs(main: Element, figures: RunFigures, drawn: Mapping[str, Figure]) -> None:
+    attempts = figures.reconfigurations
+    if not attempts:
         return
     section = _section(main, "Each handoff")
-    drawings = {
-        handoff: lanes.draw(handoff, found)
-        for handoff in told.handoffs
-        if (found := lanes.lanes_of(handoff, records.worker_phases))
-    }
-    _legend(section, list(drawings.values()))
-    costliest = max(
-        told.handoffs,
-        key=lambda each: each.figures.lost_s if math.isfinite(each.figures.lost_s) else -1.0,
-    )
-    for handoff in told.handoffs:
-        unfolded = len(told.handoffs) <= MOST_OPEN or handoff is costliest
+    costliest = max(attempts, key=lambda each: each.lost_s if math.isfinite(each.lost_s) else -1.0)
+    for record in attempts:
+        unfolded = len(attempts) <= MOST_OPEN or record is costliest
         details = SubElement(section, "details", {"open": ""} if unfolded else {})
-        _handoff(details, handoff, drawings.get(handoff), records)
+        _handoff(details, record)
+        name = f"handoff-{record.generation}"
+        if name in drawn:
+            _drawing(details, name, drawn[name])
 
 
-def _handoff(
-    details: Element, handoff: Handoff, drawing: Element | None, records: RunRecords
-) -> None:
-    record = handoff.figures
+def _handoff(details: Element, record: ReconfigurationFigures) -> None:
     summary = SubElement(details, "summary")
     badge = "completed" if record.completed else "not-completed"
     SubElement(summary, "span", {"class": f"number {badge}"}).text = str(record.generation)
@@ -207,16 +156,10 @@ def _handoff(
         if math.isfinite(record.lost_steps):
             words += f", {number_text(record.lost_steps)} steps"
         SubElement(summary, "span", {"class": "cost"}).text = words
-    SubElement(details, "p", {"class": "note"}).text = " \u00b7 ".join(_facts(handoff))
-    if drawing is not None:
-        _scrolling(details, drawing, f"Workers in handoff {record.generation}")
-    of = traffic.matrix(records.traffic, record.generation)
-    if of.names and record.completed:
-        _table(details, traffic.sheet(of))
+    SubElement(details, "p", {"class": "note"}).text = " \u00b7 ".join(_facts(record))
 
 
-def _facts(handoff: Handoff) -> Iterator[str]:
-    record = handoff.figures
+def _facts(record: ReconfigurationFigures) -> Iterator[str]:
     yield record.notice
     yield f"after step {record.step}" if record.completed else f"at step {record.step}"
     for name, seconds in (
@@ -258,8 +201,6 @@ def _table(parent: Element, sheet: Sheet) -> None:
             element.text = cell.text.replace("\n", ", ")
             if cell.tone is not Tone.PLAIN:
                 element.set("class", f"{kind} tone {cell.tone}")
-            if cell.share is not None:
-                element.set("style", f"--share:{cell.share:.3f}")
     _scrolling(parent, table, sheet.title)
 
 
@@ -297,18 +238,7 @@ def _scrolling(parent: Element, wide: Element, name: str) -> None:
     SubElement(parent, "div", box).append(wide)
 
 
-def _drawing(parent: Element, drawing: Element) -> None:
-    _scrolling(parent, drawing, drawing.get("aria-label", "").partition(".")[0])
-    _legend(parent, [drawing])
-
-
-def _legend(parent: Element, drawings: Sequence[Element]) -> None:
-    """Of the shapes that are drawn."""
-    used = {shape.get("class", "") for drawing in drawings for shape in drawing.iter()}
-    entries = {classes: words for classes, words in LEGENDS.items() if classes in used}
-    if entries:
-        listed = SubElement(parent, "ul", {"class": "legend"})
-    for classes, words in entries.items():
-        entry = SubElement(listed, "li")
-        SubElement(entry, "i", {"class": f"key {classes}", "aria-hidden": "true"})
-        SubElement(entry, "span").text = words
+def _drawing(parent: Element, name: str, drawing: Figure) -> Element:
+    element = svg(drawing, name)
+    _scrolling(parent, element, element.get("aria-label", "").partition(".")[0])
+    return element

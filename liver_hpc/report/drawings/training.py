@@ -1,0 +1,261 @@
+"""Loss and tokens a second over the run's time, with every handoff and the layouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from liver_hpc.report.derive import ReconfigurationFigures, RunFigures
+from liver_hpc.report.drawings.canvas import (
+    Bar,
+    Color,
+    draw_bars,
+    legend,
+    new_figure,
+    run_time,
+    tell,
+)
+from liver_hpc.report.wording import duration_text, layout_text, number_text
+from liver_hpc.run.records import RunRecords, StepRecord
+
+POINTS = 700
+"""More steps than this are drawn by the extremes of neighbours."""
+NEAR = 0.024
+"""Handoffs that are nearer than this part of the run share a mark."""
+BANDS: dict[str, dict[str, Any]] = {
+    "boot": {"label": "joiners boot", "color": Color.GRAY, "alpha": 0.16},
+    "prepare": {"label": "target prepared beside training", "color": Color.ORANGE, "alpha": 0.28},
+    "crossing": {"label": "crossing: last step of the old to the first of the new",
+                 "color": Color.INK, "alpha": 0.45},
+    "release": {"label": "old world freed", "color": Color.PURPLE, "alpha": 0.28},
+}  # fmt: skip
+NOT_FINITE = "the loss or the gradient norm is not finite"
+DONE = {"boxstyle": "round,rounding_size=0.8", "facecolor": Color.INK, "edgecolor": Color.INK}
+NOT_DONE = {"boxstyle": "square", "facecolor": Color.PAGE, "edgecolor": Color.BAD}
+
+Indices = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The steps in the run's own time, one value a step.
+
+    start_s: the epoch time that all others are counted from. end_s: of the last step or handoff.
+    began_s: the end of the step before it, so that a pause counts as this one's. loss: NaN where
+    it is not finite.
+    """
+
+    start_s: float
+    end_s: float
+    began_s: Floats
+    ended_s: Floats
+    loss: Floats
+    tokens_per_s: Floats
+
+
+def timeline(records: RunRecords, attempts: Sequence[ReconfigurationFigures]) -> Timeline:
+    steps = records.steps
+    times_s = [step.started_s for step in steps]
+    if not steps:
+        times_s = [record.notice_s for record in attempts]
+        times_s += [notice.at_s for notice in records.notices]
+    start_s = min(filter(math.isfinite, times_s), default=0.0)
+    began_s = np.array([step.started_s for step in steps]) - start_s
+    ended_s = np.array([step.ended_s for step in steps]) - start_s
+    follows = np.flatnonzero(np.diff([step.step for step in steps]) == 1)
+    began_s[follows + 1] = ended_s[follows]
+    loss = np.array([step.loss for step in steps])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rates = np.array([step.tokens for step in steps]) / (ended_s - began_s)
+    ends_s = [*ended_s, *(end_s - start_s for each in attempts for _, _, end_s in spans(each))]
+    return Timeline(
+        start_s,
+        max([1e-3, *filter(math.isfinite, ends_s)]),
+        began_s,
+        ended_s,
+        np.where(np.isfinite(loss), loss, np.nan),
+        np.where(np.isfinite(rates) & (rates >= 0), rates, np.nan),
+    )
+
+
+def spans(record: ReconfigurationFigures) -> list[tuple[str, float, float]]:
+    """An attempt's phases as far as they were reached, each with begin and end in epoch time."""
+    boundary_s = record.source_last_step_ended_s
+    # PREPARE ends with the wait for the boundary, as far as the attempt has come.
+    prepared_s = _known(boundary_s, record.armed_s, record.prepare_ended_s)
+    edges = (
+        ("boot", record.boot_ended_s - record.phases.boot_s, record.boot_ended_s),
+        ("prepare", record.prepare_started_s, prepared_s),
+        ("crossing", boundary_s, record.first_step_ended_s),
+        ("release", record.first_step_ended_s, record.released_s),
+    )
+    return [edge for edge in edges if edge[2] >= edge[1]]  # false where either is NaN
+
+
+def _known(*times_s: float) -> float:
+    """The first that is."""
+    return next(filter(math.isfinite, times_s), math.nan)
+
+
+def thinned(values: Floats) -> Indices:
+    """Which to draw: all, or the least and the greatest of each group of neighbours; of a group
+    without a finite value its first, so that a line has a gap there."""
+    if len(values) <= POINTS:
+        return np.arange(len(values))
+    kept: list[int] = []
+    for group in np.array_split(np.arange(len(values)), POINTS // 2):
+        finite = group[np.isfinite(values[group])]
+        if len(finite):
+            kept += sorted({finite[values[finite].argmin()], finite[values[finite].argmax()]})
+        else:
+            kept.append(group[0])
+    return np.array(kept)
+
+
+def step_rows(records: RunRecords, times: Timeline) -> list[list[float | None]]:
+    """What a page's cursor shows: end, step, generation, loss and tokens/s of what is drawn."""
+    rows: list[list[float | None]] = []
+    for index in thinned(times.loss):
+        step, end_s = records.steps[index], round(float(times.ended_s[index]), 3)
+        loss, rate = times.loss[index], times.tokens_per_s[index]
+        rows.append([end_s, step.step, step.generation, None, None])
+        if math.isfinite(loss):
+            rows[-1][3] = round(float(loss), 4)
+        if math.isfinite(rate):
+            rows[-1][4] = round(float(rate))
+    return rows
+
+
+def draw(records: RunRecords, figures: RunFigures, times: Timeline) -> Figure:
+    attempts = figures.reconfigurations
+    figure = new_figure(
+        5.4,
+        "Loss and tokens per second over time",
+        f"{len(records.steps)} steps in {duration_text(times.end_s)}, "
+        f"{len(attempts)} handoffs marked; the tables hold the figures",
+    )
+    loss, rate, layouts = figure.subplots(3, 1, sharex=True, height_ratios=(10, 7, 1))
+    run_time(layouts, times.end_s)
+    bands: dict[str, list[Bar]] = {name: [] for name in BANDS}
+    for record in attempts:
+        for name, begin_s, end_s in spans(record):
+            told = f"handoff {record.generation}, {name}: {duration_text(end_s - begin_s)}"
+            bands[name].append(Bar(0.5, begin_s - times.start_s, end_s - times.start_s, told))
+    for axes in (loss, rate):
+        for name, style in BANDS.items():
+            draw_bars(axes, bands[name], 1, **style, transform=axes.get_xaxis_transform())
+    _curve(loss, times.ended_s, times.loss, "loss", Color.BLUE)
+    _curve(rate, *_rate_corners(times), "tokens/s", Color.RED, drawstyle="steps-pre")
+    rate.set_ylim(bottom=0)
+    rate.yaxis.set_major_formatter(EngFormatter(sep=""))
+    draw_bars(
+        loss, _not_finite(records.steps, times), 0.03, color=Color.BAD,
+        label=NOT_FINITE, transform=loss.get_xaxis_transform(),
+    )  # fmt: skip
+    _layouts(layouts, figures, records, times)
+    _marks((loss, rate), attempts, times)
+    legend(figure)
+    return figure
+
+
+# ---- curves
+
+
+def _curve(axes: Axes, at_s: Floats, values: Floats, name: str, color: str, **style: Any) -> None:
+    kept = thinned(values)
+    (line,) = axes.plot(at_s[kept], values[kept], color=color, linewidth=1.2, **style)
+    tell(line, name)
+    axes.set_ylabel(name, color=color)
+
+
+def _rate_corners(times: Timeline) -> tuple[Floats, Floats]:
+    """The ends of steps of constant rate: each step's area is its tokens. Broken between two starts
+    of a run."""
+    starts = np.flatnonzero(times.began_s > np.append(-np.inf, times.ended_s[:-1]) + 1e-9)
+    at_s = np.insert(times.ended_s, starts, times.began_s[starts])
+    return at_s, np.insert(times.tokens_per_s, starts, np.nan)
+
+
+def _not_finite(steps: Sequence[StepRecord], times: Timeline) -> Iterator[Bar]:
+    """Along the top, for neighbours whose loss or gradient norm is not finite."""
+    for is_finite, group in groupby(range(len(steps)), key=lambda each: steps[each].is_finite):
+        if not is_finite:
+            first, last = (own := list(group))[0], own[-1]
+            words = f"step {steps[first].step}"
+            if last != first:
+                words = f"steps {steps[first].step} to {steps[last].step}"
+            told = f"{words}: {NOT_FINITE}"
+            yield Bar(0.985, times.began_s[first], times.ended_s[last], told)
+
+
+# ---- handoffs
+
+
+def _marks(
+    panels: Sequence[Axes], attempts: Sequence[ReconfigurationFigures], times: Timeline
+) -> None:
+    """Numbered, round for a completed handoff and square for another; near ones share a mark."""
+    groups: list[list[tuple[float, ReconfigurationFigures]]] = []
+    marked = [(_marked_s(record, times.start_s), record) for record in attempts]
+    for at_s, record in sorted(marked, key=itemgetter(0)):
+        for axes in panels:
+            line = "-" if record.completed else ":"
+            axes.axvline(at_s, color=Color.INK, linewidth=0.8, alpha=0.55, linestyle=line)
+        if not groups or at_s - groups[-1][-1][0] > NEAR * times.end_s:
+            groups.append([])
+        groups[-1].append((at_s, record))
+    for group in groups:
+        (first_s, first), (last_s, last) = group[0], group[-1]
+        words = str(first.generation)
+        if last is not first:
+            words += f"\u2013{last.generation}"
+        done = all(record.completed for _, record in group)
+        kind = DONE if done else NOT_DONE
+        badge = panels[0].annotate(
+            words, ((first_s + last_s) / 2, 1), (0, 8), ha="center", weight="bold", fontsize=8.5,
+            xycoords=("data", "axes fraction"), textcoords="offset points",
+            color=Color.PAGE if done else Color.BAD, bbox=kind,
+        )  # fmt: skip
+        tell(badge, "; ".join(_in_words(record) for _, record in group))
+
+
+def _marked_s(record: ReconfigurationFigures, start_s: float) -> float:
+    boundary_s = record.source_last_step_ended_s
+    return _known(boundary_s, record.prepare_started_s, record.notice_s, start_s) - start_s
+
+
+def _in_words(record: ReconfigurationFigures) -> str:
+    """`2: tp2 dp2 to pp2 dp2, completed, lost 0.120 s`."""
+    ends = f"{layout_text(record.source)} to {layout_text(record.target)}"
+    lost = number_text(record.lost_s)
+    return f"{record.generation}: {ends}, {record.outcome}, lost {lost} s"
+
+
+def _layouts(axes: Axes, figures: RunFigures, records: RunRecords, times: Timeline) -> None:
+    """Which layout trained when, by name where there is room."""
+    axes.set_yticks([])
+    axes.set_ylim(-0.5, 0.5)
+    axes.grid(visible=False)
+    generations = np.array([step.generation for step in records.steps])
+    for index, world in enumerate(figures.generations):
+        own = np.flatnonzero(generations == world.generation)
+        begin_s, end_s = times.began_s[own[0]], min(times.ended_s[own[-1]], times.end_s)
+        name = layout_text(world.layout)
+        told = f"generation {world.generation}: {name}, {world.steps} steps"
+        draw_bars(
+            axes, [Bar(0, begin_s, end_s, told)], 1, color=(Color.STRIP, Color.STRIP_2)[index % 2]
+        )
+        if end_s - begin_s > 0.008 * (len(name) + 1) * times.end_s:
+            middle_s = (begin_s + end_s) / 2
+            axes.text(middle_s, 0, name, ha="center", va="center_baseline", fontsize=8.5)
