@@ -39,6 +39,7 @@ BANDS: dict[str, dict[str, Any]] = {
                  "color": Color.INK, "alpha": 0.45},
     "release": {"label": "old world freed", "color": Color.PURPLE, "alpha": 0.28},
 }  # fmt: skip
+LED_TO = "handoff, by the generation that it led to"
 NOT_FINITE = "the loss or the gradient norm is not finite"
 DONE = {"boxstyle": "round,rounding_size=0.8", "facecolor": Color.INK, "edgecolor": Color.INK}
 NOT_DONE = {"boxstyle": "square", "facecolor": Color.PAGE, "edgecolor": Color.BAD}
@@ -157,6 +158,8 @@ def draw(records: RunRecords, figures: RunFigures, times: Timeline) -> Figure:
             draw_bars(axes, bands[name], 1, **style, transform=axes.get_xaxis_transform())
     _curve(loss, times.ended_s, times.loss, "loss", Color.BLUE)
     _curve(rate, *_rate_corners(times), "tokens/s", Color.RED, drawstyle="steps-pre")
+    if not records.steps:
+        loss.set_title("No step was recorded.")
     rate.set_ylim(bottom=0)
     rate.yaxis.set_major_formatter(EngFormatter(sep=""))
     draw_bars(
@@ -210,8 +213,8 @@ def _marks(
     marked = [(_marked_s(record, times.start_s), record) for record in attempts]
     for at_s, record in sorted(marked, key=itemgetter(0)):
         for axes in panels:
-            line = "-" if record.completed else ":"
-            axes.axvline(at_s, color=Color.INK, linewidth=0.8, alpha=0.55, linestyle=line)
+            line, words = ("-", LED_TO) if record.completed else (":", "not completed")
+            axes.axvline(at_s, color=Color.INK, linewidth=0.8, linestyle=line, label=words)
         if not groups or at_s - groups[-1][-1][0] > NEAR * times.end_s:
             groups.append([])
         groups[-1].append((at_s, record))

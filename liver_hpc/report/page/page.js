@@ -2,7 +2,7 @@
 // The cursor on the first chart: which step is under it, with its figures.
 const steps = JSON.parse(document.getElementById("steps").textContent);
 const hover = document.getElementById("hover");
-const svg = document.querySelector("svg[data-seconds]"); // none without a step
+const svg = steps.length ? document.querySelector("svg[data-seconds]") : null;
 const cursor = document.createElementNS(svg?.namespaceURI, "path");
 cursor.classList.add("cursor");
 
