@@ -42,8 +42,8 @@ def report_json(records: RunRecords) -> dict[str, Any]:
     }
     for step in document["steps"]:
         step["step_s"] = step["ended_s"] - step["started_s"]
-    strict: dict[str, Any] = _strict(document)
-    return strict
+    known: dict[str, Any] = strict(document)
+    return known
 
 
 def _notice(figures: dict[str, Any]) -> dict[str, Any]:
@@ -52,12 +52,12 @@ def _notice(figures: dict[str, Any]) -> dict[str, Any]:
     return {**record, "figures": {name: record[name] for name in NAMING} | figures}
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
     """JSON knows neither NaN nor infinity."""
     if isinstance(value, dict):
-        return {name: _strict(inner) for name, inner in value.items()}
+        return {name: strict(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(inner) for inner in value]
+        return [strict(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -19,7 +19,6 @@ from liver_hpc.report.drawings.canvas import (
     Color,
     draw_bars,
     draw_point,
-    legend,
     name_rows,
     new_figure,
 )
@@ -98,7 +97,6 @@ def draw(record: ReconfigurationFigures, records: RunRecords) -> Figure | None:
         _panel(places[panel.title], panel, lanes)
     if names:
         _table(places["bytes"], names, table)
-    legend(figure)
     return figure
 
 

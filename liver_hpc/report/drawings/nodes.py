@@ -14,7 +14,6 @@ from liver_hpc.report.drawings.canvas import (
     Color,
     draw_bars,
     draw_point,
-    legend,
     name_rows,
     new_figure,
     run_time,
@@ -42,7 +41,6 @@ def draw(notices: Sequence[NoticeFigures], times: Timeline) -> Figure:
         nexts_s = [*(notice.record.at_s - times.start_s for notice in own[1:]), end_s]
         for notice, next_s in zip(own, nexts_s, strict=True):
             _notice(axes, row, notice, times.start_s, next_s)
-    legend(figure)
     return figure
 
 

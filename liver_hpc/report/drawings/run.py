@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from liver_hpc.report.compare import Comparison, of_run
 from liver_hpc.report.derive import RunFigures
 from liver_hpc.report.drawings import baselines, handoff, nodes, training
-from liver_hpc.report.drawings.canvas import styled
+from liver_hpc.report.drawings.canvas import legend, styled
 from liver_hpc.run.records import RunRecords
 
 
@@ -22,7 +22,7 @@ def drawings(
     times = training.timeline(records, figures.reconfigurations)
     comparisons = comparisons or of_run(figures, records)
     with styled():
-        found = {"training": training.draw(records, figures, times)}
+        found = {"training": training.draw(figures, times)}
         if figures.notices:
             found["nodes"] = nodes.draw(figures.notices, times)
         if comparisons:
@@ -30,4 +30,6 @@ def drawings(
         for record in figures.reconfigurations:
             if drawn := handoff.draw(record, records):
                 found[f"handoff-{record.generation}"] = drawn
+        for figure in found.values():
+            legend(figure)
     return found

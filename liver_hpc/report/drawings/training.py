@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -20,13 +19,12 @@ from liver_hpc.report.drawings.canvas import (
     Bar,
     Color,
     draw_bars,
-    legend,
     new_figure,
     run_time,
     tell,
 )
 from liver_hpc.report.wording import duration_text, layout_text, number_text
-from liver_hpc.run.records import RunRecords, StepRecord
+from liver_hpc.run.records import RunRecords
 
 POINTS = 700
 """More steps than this are drawn by the extremes of neighbours."""
@@ -54,38 +52,43 @@ class Timeline:
 
     start_s: the epoch time that all others are counted from. end_s: of the last step or handoff.
     began_s: the end of the step before it, so that a pause counts as this one's. loss: NaN where
-    it is not finite.
+    it is not finite. is_finite: of the loss and the gradient norm.
     """
 
     start_s: float
     end_s: float
+    step: Indices
+    generation: Indices
     began_s: Floats
     ended_s: Floats
     loss: Floats
+    is_finite: npt.NDArray[np.bool_]
     tokens_per_s: Floats
 
 
 def timeline(records: RunRecords, attempts: Sequence[ReconfigurationFigures]) -> Timeline:
-    steps = records.steps
-    times_s = [step.started_s for step in steps]
-    if not steps:
-        times_s = [record.notice_s for record in attempts]
-        times_s += [notice.at_s for notice in records.notices]
+    def column(name: str, kind: type = float) -> Any:
+        return np.array([getattr(step, name) for step in records.steps], kind)
+
+    times_s = [*column("started_s")] or [record.notice_s for record in attempts]
+    times_s = times_s or [notice.at_s for notice in records.notices]
     start_s = min(filter(math.isfinite, times_s), default=0.0)
-    began_s = np.array([step.started_s for step in steps]) - start_s
-    ended_s = np.array([step.ended_s for step in steps]) - start_s
-    follows = np.flatnonzero(np.diff([step.step for step in steps]) == 1)
+    step, loss = column("step", int), column("loss")
+    began_s, ended_s = column("started_s") - start_s, column("ended_s") - start_s
+    follows = np.flatnonzero(np.diff(step) == 1)
     began_s[follows + 1] = ended_s[follows]
-    loss = np.array([step.loss for step in steps])
     with np.errstate(divide="ignore", invalid="ignore"):
-        rates = np.array([step.tokens for step in steps]) / (ended_s - began_s)
+        rates = column("tokens") / (ended_s - began_s)
     ends_s = [*ended_s, *(end_s - start_s for each in attempts for _, _, end_s in spans(each))]
     return Timeline(
         start_s,
         max([1e-3, *filter(math.isfinite, ends_s)]),
+        step,
+        column("generation", int),
         began_s,
         ended_s,
         np.where(np.isfinite(loss), loss, np.nan),
+        column("is_finite", bool),
         np.where(np.isfinite(rates) & (rates >= 0), rates, np.nan),
     )
 
@@ -124,26 +127,19 @@ def thinned(values: Floats) -> Indices:
     return np.array(kept)
 
 
-def step_rows(records: RunRecords, times: Timeline) -> list[list[float | None]]:
+def step_rows(times: Timeline) -> list[list[float]]:
     """What a page's cursor shows: end, step, generation, loss and tokens/s of what is drawn."""
-    rows: list[list[float | None]] = []
-    for index in thinned(times.loss):
-        step, end_s = records.steps[index], round(float(times.ended_s[index]), 3)
-        loss, rate = times.loss[index], times.tokens_per_s[index]
-        rows.append([end_s, step.step, step.generation, None, None])
-        if math.isfinite(loss):
-            rows[-1][3] = round(float(loss), 4)
-        if math.isfinite(rate):
-            rows[-1][4] = round(float(rate))
-    return rows
+    figures = times.loss.round(4), times.tokens_per_s.round()
+    rows = np.column_stack([times.ended_s.round(3), times.step, times.generation, *figures])
+    return [*rows[thinned(times.loss)].tolist()]
 
 
-def draw(records: RunRecords, figures: RunFigures, times: Timeline) -> Figure:
+def draw(figures: RunFigures, times: Timeline) -> Figure:
     attempts = figures.reconfigurations
     figure = new_figure(
         5.4,
         "Loss and tokens per second over time",
-        f"{len(records.steps)} steps in {duration_text(times.end_s)}, "
+        f"{len(times.step)} steps in {duration_text(times.end_s)}, "
         f"{len(attempts)} handoffs marked; the tables hold the figures",
     )
     loss, rate, layouts = figure.subplots(3, 1, sharex=True, height_ratios=(10, 7, 1))
@@ -158,17 +154,16 @@ def draw(records: RunRecords, figures: RunFigures, times: Timeline) -> Figure:
             draw_bars(axes, bands[name], 1, **style, transform=axes.get_xaxis_transform())
     _curve(loss, times.ended_s, times.loss, "loss", Color.BLUE)
     _curve(rate, *_rate_corners(times), "tokens/s", Color.RED, drawstyle="steps-pre")
-    if not records.steps:
+    if not len(times.step):
         loss.set_title("No step was recorded.")
     rate.set_ylim(bottom=0)
     rate.yaxis.set_major_formatter(EngFormatter(sep=""))
     draw_bars(
-        loss, _not_finite(records.steps, times), 0.03, color=Color.BAD,
+        loss, _not_finite(times), 0.03, color=Color.BAD,
         label=NOT_FINITE, transform=loss.get_xaxis_transform(),
     )  # fmt: skip
-    _layouts(layouts, figures, records, times)
+    _layouts(layouts, figures, times)
     _marks((loss, rate), attempts, times)
-    legend(figure)
     return figure
 
 
@@ -190,16 +185,15 @@ def _rate_corners(times: Timeline) -> tuple[Floats, Floats]:
     return at_s, np.insert(times.tokens_per_s, starts, np.nan)
 
 
-def _not_finite(steps: Sequence[StepRecord], times: Timeline) -> Iterator[Bar]:
+def _not_finite(times: Timeline) -> Iterator[Bar]:
     """Along the top, for neighbours whose loss or gradient norm is not finite."""
-    for is_finite, group in groupby(range(len(steps)), key=lambda each: steps[each].is_finite):
-        if not is_finite:
-            first, last = (own := list(group))[0], own[-1]
-            words = f"step {steps[first].step}"
-            if last != first:
-                words = f"steps {steps[first].step} to {steps[last].step}"
-            told = f"{words}: {NOT_FINITE}"
-            yield Bar(0.985, times.began_s[first], times.ended_s[last], told)
+    marked = np.flatnonzero(~times.is_finite)
+    for group in np.split(marked, np.flatnonzero(np.diff(marked) > 1) + 1) if len(marked) else ():
+        first, last = group[0], group[-1]
+        words = f"step {times.step[first]}"
+        if last != first:
+            words = f"steps {times.step[first]} to {times.step[last]}"
+        yield Bar(0.985, times.began_s[first], times.ended_s[last], f"{words}: {NOT_FINITE}")
 
 
 # ---- handoffs
@@ -245,20 +239,18 @@ def _in_words(record: ReconfigurationFigures) -> str:
     return f"{record.generation}: {ends}, {record.outcome}, lost {lost} s"
 
 
-def _layouts(axes: Axes, figures: RunFigures, records: RunRecords, times: Timeline) -> None:
+def _layouts(axes: Axes, figures: RunFigures, times: Timeline) -> None:
     """Which layout trained when, by name where there is room."""
     axes.set_yticks([])
     axes.set_ylim(-0.5, 0.5)
     axes.grid(visible=False)
-    generations = np.array([step.generation for step in records.steps])
     for index, world in enumerate(figures.generations):
-        own = np.flatnonzero(generations == world.generation)
+        own = np.flatnonzero(times.generation == world.generation)
         begin_s, end_s = times.began_s[own[0]], min(times.ended_s[own[-1]], times.end_s)
         name = layout_text(world.layout)
         told = f"generation {world.generation}: {name}, {world.steps} steps"
-        draw_bars(
-            axes, [Bar(0, begin_s, end_s, told)], 1, color=(Color.STRIP, Color.STRIP_2)[index % 2]
-        )
+        color = Color.STRIP_2 if index % 2 else Color.STRIP
+        draw_bars(axes, [Bar(0, begin_s, end_s, told)], 1, color=color)
         if end_s - begin_s > 0.008 * (len(name) + 1) * times.end_s:
             middle_s = (begin_s + end_s) / 2
             axes.text(middle_s, 0, name, ha="center", va="center_baseline", fontsize=8.5)

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from liver_hpc.report.derive import ReconfigurationFigures, RunFigures
 from liver_hpc.report.drawings.canvas import svg
 from liver_hpc.report.drawings.training import step_rows, timeline
+from liver_hpc.report.report import strict
 from liver_hpc.report.tables import Sheet, Tone, outcome_tone, remarks, sheets, summary_lines
 from liver_hpc.report.wording import bytes_text, duration_text, layout_text, number_text
 from liver_hpc.run.records import RunRecords
@@ -34,7 +35,7 @@ def page(records: RunRecords, figures: RunFigures, drawn: Mapping[str, Figure]) 
         "name": name,
         "facts": " \u00b7 ".join(filter(None, _run_facts(records, figures, times.start_s))),
         "config": records.attributes.get("config", ""),
-        "steps": json.dumps(step_rows(records, times), separators=(",", ":")),
+        "steps": json.dumps(strict(step_rows(times)), separators=(",", ":")),
         "script": _asset("page.js"),
     }
     for part, text in texts.items():
