@@ -38,14 +38,13 @@ def report(run_directory: Path, options: argparse.Namespace) -> None:
     if options.json:
         raise ConfigError("--json prints; it does not go with --html, --png or --hdf5")
     records = _records(run_directory)
-    for path in write_report(records, options.html, options.png, options.baselines):
-        print(path)
+    if options.html or options.png:
+        draw(records, options.html, options.png, options.baselines)
     if options.hdf5 is not None:
         from liver_hpc.report.hdf5 import write_hdf5
 
         with _writing(options.hdf5):
             write_hdf5(options.hdf5, records)
-        print(options.hdf5)
 
 
 def show(run_directory: Path, as_json: bool = False) -> None:
@@ -61,11 +60,11 @@ def show(run_directory: Path, as_json: bool = False) -> None:
         print_report(records, Console())
 
 
-def write_report(
-    records: RunRecords, html: Path | None, png: Path | None, baselines: Path | None
-) -> list[Path]:
-    """Writes the page `html` and the plots into the directory `png`, as far as they are wanted;
-    returns what was written. baselines: a benchmark's result to compare with.
+def draw(
+    records: RunRecords, html: Path | None, png: Path | None, baselines: Path | None = None
+) -> None:
+    """Writes the page `html` and the drawings into the directory `png`, as far as they are wanted.
+    baselines: a benchmark's result to compare with.
 
     Raises ConfigError for a result that is none, and for a place that cannot be written to.
     """
@@ -79,28 +78,26 @@ def write_report(
 
     figures = run_figures(records)
     drawn = drawings(records, figures, of_benchmark(baselines) if baselines is not None else ())
-    written: list[Path] = []
     if html is not None:
         with _writing(html):
             write_whole(html, page(records, figures, drawn).encode(errors="replace"))
-        written.append(html)
     if png is not None:
-        with _writing(png), styled():
-            png.mkdir(parents=True, exist_ok=True)
-            for name, figure in drawn.items():
-                written.append(png / f"{name}.png")
-                figure.savefig(written[-1])
-    return written
+        for name, figure in drawn.items():
+            with _writing(png / f"{name}.png") as path, styled():
+                png.mkdir(parents=True, exist_ok=True)
+                figure.savefig(path)
 
 
 @contextmanager
-def _writing(where: Path) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[Path]:
+    """Says what was written, or what could not be."""
     from liver_hpc.report.hdf5 import failure_text
 
     try:
-        yield
+        yield path
     except OSError as error:
-        raise ConfigError(f"{where} cannot be written: {failure_text(error)}") from None
+        raise ConfigError(f"{path} cannot be written: {failure_text(error)}") from None
+    print(path)
 
 
 def _records(run_directory: Path) -> RunRecords:

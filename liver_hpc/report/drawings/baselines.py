@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from liver_hpc.report.compare import Comparison
-from liver_hpc.report.drawings.canvas import Bar, Color, draw_bars, name_rows, new_figure
+from liver_hpc.report.drawings.canvas import Color, draw_bar, name_rows, new_figure
 from liver_hpc.report.wording import number_text
 
 
@@ -36,8 +36,8 @@ def draw(comparisons: Sequence[Comparison]) -> Figure:
             row += 1
             low_s, high_s, median_s = min(costs.lost_s), max(costs.lost_s), costs.median_s
             words = f"{number_text(median_s)} s"
-            told = Bar(row, 0, median_s, f"{costs.method}: median {words}")
-            draw_bars(axes, [told], 0.7, color=Color.BLUE if costs.is_live else Color.ORANGE)
+            color = Color.BLUE if costs.is_live else Color.ORANGE
+            draw_bar(axes, row, 0, median_s, f"{costs.method}: median {words}", color=color)
             if len(costs.lost_s) > 1:
                 spread = [[median_s - low_s], [high_s - median_s]]
                 axes.errorbar(

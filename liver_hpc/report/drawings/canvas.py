@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree.ElementTree import Element, SubElement, fromstring
 
 import matplotlib.style
@@ -52,15 +52,6 @@ class Color(StrEnum):
 _VARIABLES = {c.value: f"var(--{c.name.lower().replace('_', '-')})" for c in Color}
 
 
-class Bar(NamedTuple):
-    """From `begin` to `end` along the axis, around `row`; `told` to whoever points at it."""
-
-    row: float
-    begin: float
-    end: float
-    told: str
-
-
 def styled() -> AbstractContextManager[None]:
     """In it a drawing is made, and saved."""
     return matplotlib.style.context(("default", "liver_hpc.report.drawings.drawings"))
@@ -77,16 +68,14 @@ def tell(shape: Any, words: str) -> None:
     shape.set_gid(_TOLD + words)
 
 
-def draw_bars(axes: Axes, bars: Iterable[Bar], height: float = 0.62, **style: Any) -> None:
-    """All that have a begin and an end. The axes have their bounds already."""
-    found = [bar for bar in bars if math.isfinite(bar.begin) and math.isfinite(bar.end)]
-    low, high = axes.get_xlim()
-    widths = [max(bar.end - bar.begin, (high - low) * _LEAST) for bar in found]
-    rows, starts = [bar.row for bar in found], [bar.begin for bar in found]
-    if not found:
-        return
-    for shape, bar in zip(axes.barh(rows, widths, height, starts, **style), found, strict=True):
-        tell(shape, bar.told)
+def draw_bar(axes: Axes, row: float, begin: float, end: float, told: str, **style: Any) -> None:
+    """Along the x axis, which has its bounds already; nothing where begin or end is not known.
+    told: to whoever points at it."""
+    if math.isfinite(begin) and math.isfinite(end):
+        low, high = axes.get_xlim()
+        width = max(end - begin, (high - low) * _LEAST)
+        (drawn,) = axes.barh(row, width, left=begin, **{"height": 0.62, **style})
+        tell(drawn, told)
 
 
 def draw_point(axes: Axes, x: float, y: float, told: str, **style: Any) -> None:

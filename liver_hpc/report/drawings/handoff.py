@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -15,9 +14,8 @@ from matplotlib.markers import CARETLEFT
 
 from liver_hpc.report.derive import ReconfigurationFigures
 from liver_hpc.report.drawings.canvas import (
-    Bar,
     Color,
-    draw_bars,
+    draw_bar,
     draw_point,
     name_rows,
     new_figure,
@@ -177,8 +175,8 @@ def _panel(axes: Axes, panel: Panel, lanes: Sequence[Lane]) -> None:
         for begin_s, end_s, kind in _idle(lane, panel):
             if end_s > begin_s:
                 worker, took = lane.phases[0].worker, number_text(end_s - begin_s)
-                bar = Bar(row, begin_s, end_s, f"worker {worker} {kind} {took} s")
-                draw_bars(axes, [bar], **IDLE[kind], label=kind)
+                told = f"worker {worker} {kind} {took} s"
+                draw_bar(axes, row, begin_s, end_s, told, **IDLE[kind], label=kind)
     _last_ones(axes, panel, lanes)
 
 
@@ -190,7 +188,7 @@ def _phase(axes: Axes, panel: Panel, row: int, phase: WorkerPhaseRecord) -> None
         style = style | {"edgecolor": Color.BAD, "linestyle": "--", "label": "never ended"}
         end_s, took = panel.high_s, "never ended"
     told = f"worker {phase.worker}, {phase.phase}: {took}"
-    draw_bars(axes, [Bar(row, phase.started_s, end_s, told)], **style)
+    draw_bar(axes, row, phase.started_s, end_s, told, **style)
 
 
 def _idle(lane: Lane, panel: Panel) -> Iterator[tuple[float, float, str]]:
@@ -219,16 +217,14 @@ def _last_ones(axes: Axes, panel: Panel, lanes: Sequence[Lane]) -> None:
             for phase in lane.phases
             if phase.phase == name and math.isfinite(phase.ended_s)
         )
-        took = [late - early for (early, _), (late, _) in pairwise(ends)]
-        if not took or sum(took) < WAITED_SHARE * (panel.high_s - panel.low_s):
+        if len(ends) < 2:
             continue
-        (end_s, row), (first_s, _) = ends[-1], ends[0]
-        told = (
-            f"worker {lanes[row].phases[0].worker} was the last, {number_text(end_s - first_s)} s"
-        )
-        told += f" after the first ({name})"
-        words = "the others waited for this one"
-        draw_point(axes, end_s, row, told, marker=CARETLEFT, color=Color.INK, label=words)
+        (first_s, _), (end_s, row) = ends[0], ends[-1]
+        if end_s - first_s > WAITED_SHARE * (panel.high_s - panel.low_s):
+            worker, waited = lanes[row].phases[0].worker, number_text(end_s - first_s)
+            told = f"worker {worker} was the last, {waited} s after the first ({name})"
+            style = {"marker": CARETLEFT, "color": Color.INK}
+            draw_point(axes, end_s, row, told, label="the others waited for this one", **style)
 
 
 # ---- bytes
@@ -263,8 +259,8 @@ def _table(axes: Axes, names: Sequence[str], table: Sequence[Sequence[int]]) -> 
             is_sum = column == len(names)
             if count and not is_sum:
                 told = f"from {names[row]} to {names[column]}: {bytes_text(count)}"
-                cell = Bar(row, column - 0.48, column + 0.48, told)
-                draw_bars(axes, [cell], 0.92, color=(Color.BLUE, 0.1 + 0.4 * count / most))
+                style = {"height": 0.92, "color": (Color.BLUE, 0.1 + 0.4 * count / most)}
+                draw_bar(axes, row, column - 0.48, column + 0.48, told, **style)
             axes.text(
                 column, row, bytes_text(count) if count else "\u00b7", fontsize=8.5,
                 color=Color.SOFT if is_sum else Color.INK, ha="center", va="center_baseline",

@@ -10,9 +10,8 @@ from matplotlib.figure import Figure
 
 from liver_hpc.report.derive import NoticeFigures
 from liver_hpc.report.drawings.canvas import (
-    Bar,
     Color,
-    draw_bars,
+    draw_bar,
     draw_point,
     name_rows,
     new_figure,
@@ -53,12 +52,12 @@ def _notice(axes: Axes, row: int, notice: NoticeFigures, start_s: float, next_s:
     granted, answered = record.kind == "granted", math.isfinite(notice.left_s)
     busy_s = min(at_s + notice.left_s, next_s) if answered else next_s
     if granted and answered:
-        trained = Bar(row, busy_s, next_s, f"{record.node} trained")
-        draw_bars(axes, [trained], 0.08, color=Color.GREEN, label="trains")
+        style = {"height": 0.08, "color": Color.GREEN, "label": "trains"}
+        draw_bar(axes, row, busy_s, next_s, f"{record.node} trained", **style)
     if deadline_s > busy_s:
         told = f"{record.node}: a window of {duration_text(notice.window_s)}"
-        rest = Bar(row, busy_s, min(deadline_s, next_s), told)
-        draw_bars(axes, [rest], 0.05, color=Color.SOFT, label="what was over of a window")
+        style = {"height": 0.05, "color": Color.SOFT, "label": "what was over of a window"}
+        draw_bar(axes, row, busy_s, min(deadline_s, next_s), told, **style)
         if deadline_s <= next_s:
             words = "end of the window"
             draw_point(axes, deadline_s, row, told, marker="|", color=Color.SOFT, label=words)
@@ -66,7 +65,7 @@ def _notice(axes: Axes, row: int, notice: NoticeFigures, start_s: float, next_s:
     color, words = (
         (Color.SKY, "until its first step") if granted else (Color.ORANGE, "until it was left")
     )
-    draw_bars(axes, [Bar(row, at_s, busy_s, told)], 0.36, color=color, label=words)
+    draw_bar(axes, row, at_s, busy_s, told, height=0.36, color=color, label=words)
     marker, color, words = (
         ("^", Color.GREEN, "granted") if granted else ("v", Color.RED, "to be left")
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -16,9 +16,8 @@ from matplotlib.ticker import EngFormatter
 
 from liver_hpc.report.derive import ReconfigurationFigures, RunFigures
 from liver_hpc.report.drawings.canvas import (
-    Bar,
     Color,
-    draw_bars,
+    draw_bar,
     new_figure,
     run_time,
     tell,
@@ -70,9 +69,8 @@ def timeline(records: RunRecords, attempts: Sequence[ReconfigurationFigures]) ->
     def column(name: str, kind: type = float) -> Any:
         return np.array([getattr(step, name) for step in records.steps], kind)
 
-    times_s = [*column("started_s")] or [record.notice_s for record in attempts]
-    times_s = times_s or [notice.at_s for notice in records.notices]
-    start_s = min(filter(math.isfinite, times_s), default=0.0)
+    notices_s = [*(each.notice_s for each in attempts), *(each.at_s for each in records.notices)]
+    start_s = min(filter(math.isfinite, [*column("started_s")] or notices_s), default=0.0)
     step, loss = column("step", int), column("loss")
     began_s, ended_s = column("started_s") - start_s, column("ended_s") - start_s
     follows = np.flatnonzero(np.diff(step) == 1)
@@ -144,24 +142,20 @@ def draw(figures: RunFigures, times: Timeline) -> Figure:
     )
     loss, rate, layouts = figure.subplots(3, 1, sharex=True, height_ratios=(10, 7, 1))
     run_time(layouts, times.end_s)
-    bands: dict[str, list[Bar]] = {name: [] for name in BANDS}
     for record in attempts:
-        for name, begin_s, end_s in spans(record):
+        for name, *ends_s in spans(record):
+            begin_s, end_s = (each_s - times.start_s for each_s in ends_s)
             told = f"handoff {record.generation}, {name}: {duration_text(end_s - begin_s)}"
-            bands[name].append(Bar(0.5, begin_s - times.start_s, end_s - times.start_s, told))
-    for axes in (loss, rate):
-        for name, style in BANDS.items():
-            draw_bars(axes, bands[name], 1, **style, transform=axes.get_xaxis_transform())
+            for axes in (loss, rate):
+                style = BANDS[name] | {"height": 1, "transform": axes.get_xaxis_transform()}
+                draw_bar(axes, 0.5, begin_s, end_s, told, **style)
     _curve(loss, times.ended_s, times.loss, "loss", Color.BLUE)
     _curve(rate, *_rate_corners(times), "tokens/s", Color.RED, drawstyle="steps-pre")
     if not len(times.step):
         loss.set_title("No step was recorded.")
     rate.set_ylim(bottom=0)
     rate.yaxis.set_major_formatter(EngFormatter(sep=""))
-    draw_bars(
-        loss, _not_finite(times), 0.03, color=Color.BAD,
-        label=NOT_FINITE, transform=loss.get_xaxis_transform(),
-    )  # fmt: skip
+    _not_finite(loss, times)
     _layouts(layouts, figures, times)
     _marks((loss, rate), attempts, times)
     return figure
@@ -185,7 +179,7 @@ def _rate_corners(times: Timeline) -> tuple[Floats, Floats]:
     return at_s, np.insert(times.tokens_per_s, starts, np.nan)
 
 
-def _not_finite(times: Timeline) -> Iterator[Bar]:
+def _not_finite(axes: Axes, times: Timeline) -> None:
     """Along the top, for neighbours whose loss or gradient norm is not finite."""
     marked = np.flatnonzero(~times.is_finite)
     for group in np.split(marked, np.flatnonzero(np.diff(marked) > 1) + 1) if len(marked) else ():
@@ -193,7 +187,10 @@ def _not_finite(times: Timeline) -> Iterator[Bar]:
         words = f"step {times.step[first]}"
         if last != first:
             words = f"steps {times.step[first]} to {times.step[last]}"
-        yield Bar(0.985, times.began_s[first], times.ended_s[last], f"{words}: {NOT_FINITE}")
+        draw_bar(
+            axes, 0.985, times.began_s[first], times.ended_s[last], f"{words}: {NOT_FINITE}",
+            height=0.03, color=Color.BAD, label=NOT_FINITE, transform=axes.get_xaxis_transform(),
+        )  # fmt: skip
 
 
 # ---- handoffs
@@ -250,7 +247,7 @@ def _layouts(axes: Axes, figures: RunFigures, times: Timeline) -> None:
         name = layout_text(world.layout)
         told = f"generation {world.generation}: {name}, {world.steps} steps"
         color = Color.STRIP_2 if index % 2 else Color.STRIP
-        draw_bars(axes, [Bar(0, begin_s, end_s, told)], 1, color=color)
+        draw_bar(axes, 0, begin_s, end_s, told, height=1, color=color)
         if end_s - begin_s > 0.008 * (len(name) + 1) * times.end_s:
             middle_s = (begin_s + end_s) / 2
             axes.text(middle_s, 0, name, ha="center", va="center_baseline", fontsize=8.5)
