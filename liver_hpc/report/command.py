@@ -77,7 +77,7 @@ def draw(
     from liver_hpc.report.page.document import page
 
     figures = run_figures(records)
-    drawn = drawings(records, figures, of_benchmark(baselines) if baselines is not None else ())
+    drawn = drawings(records, figures, of_benchmark(baselines) if baselines else None)
     if html is not None:
         with _writing(html):
             write_whole(html, page(records, figures, drawn).encode(errors="replace"))

@@ -7,7 +7,6 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +20,24 @@ _GROUPED_BY = ("model", "size", "state", "transition", "source", "target")
 """Columns of a benchmark's rows that say what was changed, as far as they are there."""
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Lost time of one method, one value a measurement, in seconds. `method` is LIVE for ours."""
-
-    method: str
-    lost_s: tuple[float, ...]
-
-    @property
-    def median_s(self) -> float:
-        return statistics.median(self.lost_s)
-
-    @property
-    def is_live(self) -> bool:
-        return self.method.split(",")[0].strip().lower() == LIVE
+Comparisons = Mapping[str, Mapping[str, Sequence[float]]]
+"""Of each change, of each method, LIVE first: lost time in seconds, one value a measurement."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The methods' costs of one change: the live one first, the others in their order."""
-
-    change: str
-    costs: tuple[Costs, ...]
-
-    @property
-    def speedup(self) -> float:
-        """Lost time of the best restart over that of the live handoff; NaN where one is missing."""
-        live = [costs.median_s for costs in self.costs if costs.is_live]
-        others = [costs.median_s for costs in self.costs if not costs.is_live]
-        if not live or not others or min(live) <= 0:
-            return math.nan
-        return min(others) / min(live)
+def is_live(method: str) -> bool:
+    return method.split(",")[0].strip().lower() == LIVE
 
 
-def of_run(figures: RunFigures, records: RunRecords) -> list[Comparison]:
+def speedup(methods: Mapping[str, Sequence[float]]) -> float:
+    """Lost time of the best restart over that of the live handoff; NaN where one is missing."""
+    live = [statistics.median(lost_s) for method, lost_s in methods.items() if is_live(method)]
+    others = [
+        statistics.median(lost_s) for method, lost_s in methods.items() if not is_live(method)
+    ]
+    return min(others) / min(live) if live and others and min(live) > 0 else math.nan
+
+
+def of_run(figures: RunFigures, records: RunRecords) -> Comparisons:
     """For each change that a restart was measured of: it, and the run's handoffs that did it."""
     restarts = [
         (_change(each), each.method, each.lost_s if math.isfinite(each.lost_s) else each.total_s)
@@ -66,7 +49,7 @@ def of_run(figures: RunFigures, records: RunRecords) -> list[Comparison]:
     return _comparisons(restarts + live)
 
 
-def of_benchmark(path: Path) -> list[Comparison]:
+def of_benchmark(path: Path) -> Comparisons:
     """From the JSON that a benchmark wrote: `samples`, or else `rows`, with `method` and `lost_s`,
     and with what was changed. Raises ConfigError, which names the file, for anything else."""
     measured = [
@@ -95,18 +78,16 @@ def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
     return rows
 
 
-def _comparisons(measured: Iterable[tuple[str, str, float]]) -> list[Comparison]:
+def _comparisons(measured: Iterable[tuple[str, str, float]]) -> Comparisons:
     """Of changes, methods and lost times; one that is not finite is no measurement."""
     found: dict[str, dict[str, list[float]]] = {}
     for change, method, lost_s in measured:
         if math.isfinite(lost_s):
             found.setdefault(change, {LIVE: []}).setdefault(method, []).append(lost_s)
-    return [
-        Comparison(
-            change, tuple(Costs(m, tuple(lost_s)) for m, lost_s in methods.items() if lost_s)
-        )
+    return {
+        change: {method: lost_s for method, lost_s in methods.items() if lost_s}
         for change, methods in found.items()
-    ]
+    }
 
 
 def _change(record: BaselineRecord | ReconfigurationRecord) -> str:

@@ -156,14 +156,14 @@ def _worlds(records: RunRecords) -> dict[int, GenerationFigures]:
     by_generation: dict[int, list[StepRecord]] = defaultdict(list)
     for step in records.steps:
         by_generation[step.generation].append(step)
-    worlds = {}
+    worlds, layouts = {}, _layouts(records.reconfigurations)
     for generation, steps in sorted(by_generation.items()):
         quiet_s = [_took_s(step) for step in steps if step.phase == ""]
         known_s = quiet_s or [_took_s(step) for step in steps if step.phase != "first"]
         median_s = statistics.median(known_s) if known_s else math.nan
         worlds[generation] = GenerationFigures(
             generation=generation,
-            layout=_layout_of(generation, records.reconfigurations),
+            layout=layouts.get(generation, ""),
             steps=len(steps),
             median_step_s=median_s,
             median_is_disturbed=not quiet_s,
@@ -176,17 +176,18 @@ def _took_s(step: StepRecord) -> float:
     return step.ended_s - step.started_s
 
 
-def _layout_of(generation: int, attempts: Sequence[ReconfigurationRecord]) -> str:
+def _layouts(attempts: Sequence[ReconfigurationRecord]) -> dict[int, str]:
+    """By generation."""
+    layouts: dict[int, str] = {}
     for attempt in attempts:
-        if attempt.source_generation == generation:
-            return attempt.source
-        if attempt.generation == generation and attempt.outcome == COMPLETED:
-            return attempt.target
+        layouts.setdefault(attempt.source_generation, attempt.source)
+        if attempt.outcome == COMPLETED:
+            layouts.setdefault(attempt.generation, attempt.target)
     for attempt in attempts:
         # An aborted attempt may leave the source world to be built anew, under the next number.
-        if attempt.generation + 1 == generation and attempt.outcome == ABORTED:
-            return attempt.source
-    return ""
+        if attempt.outcome == ABORTED:
+            layouts.setdefault(attempt.generation + 1, attempt.source)
+    return layouts
 
 
 def _useful_s(

@@ -83,10 +83,8 @@ def _rows(kind: type[Any], records: Sequence[Any]) -> Rows:
     for name, hint in get_type_hints(kind).items():
         values = [getattr(record, name) for record in records]
         columns[name] = _texts(values) if hint is str else np.array(values, dtype=np.dtype(hint))
-    rows = np.empty(len(records), dtype=[(name, column.dtype) for name, column in columns.items()])
-    for name, column in columns.items():
-        rows[name] = column
-    return rows
+    dtypes = [(name, column.dtype) for name, column in columns.items()]
+    return np.rec.fromarrays(list(columns.values()), dtypes)
 
 
 def _texts(texts: Sequence[str]) -> Rows:

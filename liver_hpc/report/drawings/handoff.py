@@ -113,7 +113,7 @@ def _lanes(
     record: ReconfigurationFigures, phases: Sequence[WorkerPhaseRecord], zero_s: float
 ) -> list[Lane]:
     """By worker; of very many those that took part the longest."""
-    source, target = _ids(record.source_workers), _ids(record.target_workers)
+    source, target = record.source_workers.split(","), record.target_workers.split(",")
     has_many_nodes = len({phase.node for phase in phases if phase.node}) > 1
     own: dict[int, list[WorkerPhaseRecord]] = {}
     for each in phases:
@@ -123,15 +123,12 @@ def _lanes(
     longest = sorted(own, key=lambda worker: _last_end_s(own[worker]), reverse=True)
     lanes = []
     for worker in sorted(longest[:MOST_WORKERS]):
-        joins, leaves = worker not in source, worker in source and worker not in target
-        role = " joins" if joins else " leaves" if leaves and target else ""
+        joins = str(worker) not in source
+        leaves = record.target_workers and str(worker) not in target
+        role = " joins" if joins else " leaves" if leaves else ""
         node = f" \u00b7 {own[worker][0].node}" if has_many_nodes else ""
         lanes.append(Lane(f"worker {worker}{role}{node}", joins, own[worker]))
     return lanes
-
-
-def _ids(text: str) -> set[int]:
-    return {int(part) for part in text.split(",") if part.strip().isdecimal()}
 
 
 def _last_end_s(phases: Sequence[WorkerPhaseRecord]) -> float:

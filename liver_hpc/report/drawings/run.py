@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from matplotlib.figure import Figure
 
-from liver_hpc.report.compare import Comparison, of_run
+from liver_hpc.report.compare import Comparisons, of_run
 from liver_hpc.report.derive import RunFigures
 from liver_hpc.report.drawings import baselines, handoff, nodes, training
 from liver_hpc.report.drawings.canvas import legend, styled
@@ -14,7 +12,7 @@ from liver_hpc.run.records import RunRecords
 
 
 def drawings(
-    records: RunRecords, figures: RunFigures, comparisons: Sequence[Comparison] = ()
+    records: RunRecords, figures: RunFigures, comparisons: Comparisons | None = None
 ) -> dict[str, Figure]:
     """By name: training, nodes and baselines where there is something to show, and handoff-N for
     each generation N that workers' phases are known of. comparisons: of a benchmark, else those of

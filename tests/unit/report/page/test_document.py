@@ -6,12 +6,11 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Sequence
 from html.parser import HTMLParser
 
 import pytest
 
-from liver_hpc.report.compare import Comparison, Costs
+from liver_hpc.report.compare import Comparisons
 from liver_hpc.report.derive import run_figures
 from liver_hpc.report.drawings.run import drawings
 from liver_hpc.report.page import document
@@ -23,7 +22,7 @@ VOID = {"meta", "link"}
 LOADING = {"src", "srcset", "href", "xlink:href", "data", "action", "poster", "background"}
 
 
-def page(records: RunRecords, comparisons: Sequence[Comparison] = ()) -> str:
+def page(records: RunRecords, comparisons: Comparisons | None = None) -> str:
     figures = run_figures(records)
     return document.page(records, figures, drawings(records, figures, comparisons))
 
@@ -141,8 +140,8 @@ def test_the_cursor_gets_the_steps(whole: str) -> None:
 
 
 def test_live_against_restart() -> None:
-    costs = (Costs("live", (0.1, 0.2, 0.3)), Costs("torch dcp", (8.0, 9.0)))
-    said = checked(page(everything(), [Comparison("dp2 to tp2", costs)])).said()
+    methods = {"live": [0.1, 0.2, 0.3], "torch dcp": [8.0, 9.0]}
+    said = checked(page(everything(), {"dp2 to tp2": methods})).said()
     assert "42.5\u00d7 less lost than by the best restart" in said
     assert "0.200 s (0.100 to 0.300, 3)" in said
 
