@@ -9,7 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from liver_hpc.report.compare import Comparisons, is_live, speedup
-from liver_hpc.report.drawings.canvas import Color, draw_bar, name_rows, new_figure
+from liver_hpc.report.drawings.canvas import (
+    Color,
+    draw_bar,
+    drawable,
+    name_rows,
+    new_figure,
+)
 from liver_hpc.report.wording import number_text
 
 
@@ -34,7 +40,7 @@ def draw(comparisons: Comparisons) -> Figure:
         if lost_s:
             _method(axes, row, method, lost_s)
             continue
-        axes.text(0, row, change, weight="bold", va="center")
+        axes.text(0, row, drawable(change), weight="bold", va="center")
         if (times := speedup(comparisons[change])) >= 1:
             words = f"{times:.3g}\u00d7 less lost than by the best restart"
             across = axes.get_yaxis_transform()

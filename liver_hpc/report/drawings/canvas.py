@@ -64,8 +64,14 @@ def new_figure(height: float, title: str, description: str) -> Figure:
     return figure
 
 
+def drawable(text: str, most: int = 1000) -> str:
+    """Without what neither a font nor SVG knows, and so many characters long at the most."""
+    known = _NO_XML.sub("\N{REPLACEMENT CHARACTER}", text)
+    return known if len(known) <= most else f"{known[: most - 1]}\u2026"
+
+
 def tell(shape: Any, words: str) -> None:
-    shape.set_gid(_TOLD + words)
+    shape.set_gid(_TOLD + drawable(words))
 
 
 def draw_bar(axes: Axes, row: float, begin: float, end: float, told: str, **style: Any) -> None:
@@ -85,8 +91,7 @@ def draw_point(axes: Axes, x: float, y: float, told: str, **style: Any) -> None:
 
 def name_rows(axes: Axes, names: Iterable[str]) -> None:
     """From the top down, one under the other."""
-    most = _MOST_CHARACTERS
-    shown = [name if len(name) <= most else f"{name[: most - 1]}\u2026" for name in names]
+    shown = [drawable(name, _MOST_CHARACTERS) for name in names]
     axes.set_yticks(range(len(shown)), shown)
     axes.set_ylim(len(shown) - 0.5, -0.5)
 
@@ -119,7 +124,7 @@ def svg(figure: Figure, name: str) -> Element:
     text = io.StringIO()
     with styled(), matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    root = fromstring(_NO_XML.sub("\N{REPLACEMENT CHARACTER}", text.getvalue()))
+    root = fromstring(text.getvalue())
     for element in list(root.iter()):
         _adapt(element)
     del root.attrib["width"], root.attrib["height"]

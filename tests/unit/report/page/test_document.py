@@ -146,6 +146,10 @@ def test_live_against_restart() -> None:
     assert "0.200 s (0.100 to 0.300, 3)" in said
 
 
+def test_a_page_is_the_same_each_time(whole: str) -> None:
+    assert page(everything()) == whole
+
+
 @pytest.mark.parametrize(
     "records",
     [
