@@ -85,6 +85,7 @@ def draw(
         for name, figure in drawn.items():
             with _writing(png / f"{name}.png") as path, styled():
                 png.mkdir(parents=True, exist_ok=True)
+                figure.suptitle(str(figure.get_label()).partition(". ")[0])
                 figure.savefig(path)
 
 

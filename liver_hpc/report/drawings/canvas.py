@@ -20,7 +20,7 @@ from liver_hpc.report.wording import clock_text
 
 _WIDTH = 10.0  # inches, of every drawing
 _LEAST = 1 / 800  # of the axis, so that a bar can be seen
-_MOST_CHARACTERS = 32
+_MOST_CHARACTERS = 28
 _TOLD = "told: "
 """Before what is told of a shape, where matplotlib keeps a shape's id."""
 _TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200)
@@ -109,13 +109,14 @@ def run_time(axes: Axes, end_s: float) -> None:
 
 
 def legend(figure: Figure) -> None:
-    """Below the drawing: each name once."""
+    """Below the drawing, which grows by it: each name once."""
     named: dict[str, Any] = {}
     for axes in figure.axes:
         shapes, names = axes.get_legend_handles_labels()
         named.update(zip(names, shapes, strict=True))
     if named:
-        figure.legend(named.values(), named.keys(), loc="outside lower left", ncols=4)
+        figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(named) / 3))
+        figure.legend(named.values(), named.keys(), loc="outside lower left", ncols=3)
 
 
 def svg(figure: Figure, name: str) -> Element:

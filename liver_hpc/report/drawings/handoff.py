@@ -20,7 +20,7 @@ from liver_hpc.report.drawings.canvas import (
     name_rows,
     new_figure,
 )
-from liver_hpc.report.wording import bytes_text, ids_text, number_text
+from liver_hpc.report.wording import bytes_text, ids_text, layout_text, number_text
 from liver_hpc.run.records import RunRecords, TrafficRecord, WorkerPhaseRecord
 
 MOST_WORKERS = 48
@@ -71,6 +71,13 @@ class Panel:
     high_s: float
 
 
+def in_words(record: ReconfigurationFigures) -> str:
+    """`2: tp2 dp2 to pp2 dp2, completed, lost 0.120 s`."""
+    ends = f"{layout_text(record.source)} to {layout_text(record.target)}"
+    lost = number_text(record.lost_s)
+    return f"{record.generation}: {ends}, {record.outcome}, lost {lost} s"
+
+
 def draw(record: ReconfigurationFigures, records: RunRecords) -> Figure | None:
     """Beside training on one scale, the crossing on a finer one, both in seconds from the boundary;
     below, the bytes. None where no worker's phases are known."""
@@ -80,12 +87,13 @@ def draw(record: ReconfigurationFigures, records: RunRecords) -> Figure | None:
     zero_s = _zero_s(record, phases)
     lanes = _lanes(record, phases, zero_s)
     panels = _panels(record, lanes, zero_s)
-    names, table = _bytes(records.traffic, record.generation)
+    moved = [each for each in records.traffic if each.generation == record.generation]
+    names, table = _bytes(moved if record.completed else [])
     heights = [ROW * (len(lanes) + 2), ROW * (len(names) + 2)][: 1 + bool(names)]
     told = ", ".join(f"{each.title} {number_text(each.high_s - each.low_s)} s" for each in panels)
     figure = new_figure(
-        sum(heights) + 0.7,
-        f"Workers in handoff {record.generation}",
+        sum(heights) + 0.4,
+        f"Handoff {in_words(record)}",
         f"{len(lanes)} lanes; {told}; {bytes_text(sum(map(sum, table)))} between workers",
     )
     titles = [panel.title for panel in panels]
@@ -227,16 +235,15 @@ def _last_ones(axes: Axes, panel: Panel, lanes: Sequence[Lane]) -> None:
 # ---- bytes
 
 
-def _bytes(traffic: Sequence[TrafficRecord], generation: int) -> tuple[list[str], list[list[int]]]:
+def _bytes(traffic: Sequence[TrafficRecord]) -> tuple[list[str], list[list[int]]]:
     """The names of the workers that send or receive, or of groups of them, and the bytes from each
     row to each column."""
-    own = [row for row in traffic if row.generation == generation]
-    workers = sorted({worker for row in own for worker in (row.sender, row.receiver)})
+    workers = sorted({worker for row in traffic for worker in (row.sender, row.receiver)})
     size = -(-len(workers) // MOST_GROUPS) or 1
     groups = [workers[i : i + size] for i in range(0, len(workers), size)]
     index = {worker: number for number, group in enumerate(groups) for worker in group}
     table = [[0] * len(groups) for _ in groups]
-    for row in own:
+    for row in traffic:
         table[index[row.sender]][index[row.receiver]] += row.bytes
     return [*map(ids_text, groups)], table
 
@@ -259,6 +266,6 @@ def _table(axes: Axes, names: Sequence[str], table: Sequence[Sequence[int]]) -> 
                 style = {"height": 0.92, "color": (Color.BLUE, 0.1 + 0.4 * count / most)}
                 draw_bar(axes, row, column - 0.48, column + 0.48, told, **style)
             axes.text(
-                column, row, bytes_text(count) if count else "\u00b7", fontsize=8.5,
+                column, row, bytes_text(count) if count else "\u00b7", fontsize=8,
                 color=Color.SOFT if is_sum else Color.INK, ha="center", va="center_baseline",
             )  # fmt: skip

@@ -30,7 +30,7 @@ def draw(notices: Sequence[NoticeFigures], times: Timeline) -> Figure:
         by_node.setdefault(notice.record.node, []).append(notice)
     shown = dict(list(by_node.items())[:MOST_NODES])
     words = f"{len(notices)} notices of {len(by_node)} nodes; the table holds the figures"
-    figure = new_figure(0.8 + 0.3 * len(shown), "Nodes over time", words)
+    figure = new_figure(0.6 + 0.3 * len(shown), "Nodes over time", words)
     axes = figure.subplots()
     ends_s = [notice.record.at_s - times.start_s for notice in notices]
     end_s = max([times.end_s, *filter(math.isfinite, ends_s)])

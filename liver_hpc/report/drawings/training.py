@@ -22,7 +22,8 @@ from liver_hpc.report.drawings.canvas import (
     run_time,
     tell,
 )
-from liver_hpc.report.wording import duration_text, layout_text, number_text
+from liver_hpc.report.drawings.handoff import in_words
+from liver_hpc.report.wording import duration_text, layout_text
 from liver_hpc.run.records import RunRecords
 
 POINTS = 700
@@ -135,7 +136,7 @@ def step_rows(times: Timeline) -> list[list[float]]:
 def draw(figures: RunFigures, times: Timeline) -> Figure:
     attempts = figures.reconfigurations
     figure = new_figure(
-        5.4,
+        5.2,
         "Loss and tokens per second over time",
         f"{len(times.step)} steps in {duration_text(times.end_s)}, "
         f"{len(attempts)} handoffs marked; the tables hold the figures",
@@ -221,19 +222,12 @@ def _marks(
             xycoords=("data", "axes fraction"), textcoords="offset points",
             color=Color.PAGE if done else Color.BAD, bbox=kind,
         )  # fmt: skip
-        tell(badge, "; ".join(_in_words(record) for _, record in group))
+        tell(badge, "; ".join(in_words(record) for _, record in group))
 
 
 def _marked_s(record: ReconfigurationFigures, start_s: float) -> float:
     boundary_s = record.source_last_step_ended_s
     return _known(boundary_s, record.prepare_started_s, record.notice_s, start_s) - start_s
-
-
-def _in_words(record: ReconfigurationFigures) -> str:
-    """`2: tp2 dp2 to pp2 dp2, completed, lost 0.120 s`."""
-    ends = f"{layout_text(record.source)} to {layout_text(record.target)}"
-    lost = number_text(record.lost_s)
-    return f"{record.generation}: {ends}, {record.outcome}, lost {lost} s"
 
 
 def _layouts(axes: Axes, figures: RunFigures, times: Timeline) -> None:

@@ -61,7 +61,7 @@ def test_a_drawing_is_the_same_each_time_and_no_id_is_of_two_drawings() -> None:
 def test_any_text_can_be_drawn(name: str) -> None:
     element = svg(figure(name, name), "nodes")
     assert texts(element, "title")[0].startswith(name[0])
-    assert max(map(len, texts(element, "text"))) <= 32
+    assert max(map(len, texts(element, "text"))) <= 28
 
 
 def test_of_many_values_the_extremes_are_kept() -> None:

@@ -103,16 +103,16 @@ def test_all_parts_are_there(whole: str) -> None:
         "Loss and tokens per second over time",
         "Nodes over time",
         "Lost time, live and by restart",
-        "Workers in handoff 1",
-        "Workers in handoff 2",
-        "Workers in handoff 3",
+        "Handoff 1: dp2 to tp2 dp2, completed",
+        "Handoff 2: tp2 dp2 to pp2 dp2, aborted",
+        "Handoff 3: tp2 dp2 to tp2, completed",
     ):
         assert len([each for each in names if each.startswith(name)]) == 1
     assert all(each.get("role") == "img" for each in found.with_tag("svg"))
     said = found.said()
     for title in ("Worlds", "Reconfigurations", "Seconds in each phase", "Nodes"):
         assert title in said
-    assert said.count("bytes from worker (row) to worker (column)") == 3
+    assert said.count("bytes from worker (row) to worker (column)") == 2  # one was aborted
     assert "from 2 to 3: 3.0 MiB" in said
     assert all("scope" in each for each in found.with_tag("th"))
 
