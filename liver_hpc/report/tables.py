@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -149,13 +150,12 @@ def outcome_tone(outcome: str) -> Tone:
 
 def _transports(networks: Sequence[NetworkRecord]) -> str:
     """What the collectives used; where that has changed, in which worlds."""
-    by_generation: dict[int, str] = {}
+    by_generation: dict[int, list[str]] = defaultdict(list)
     for record in networks:
-        others = by_generation.get(record.generation)
-        by_generation[record.generation] = ", ".join(filter(None, [others, record.transport]))
-    users: dict[str, list[str]] = {}
-    for generation, used in by_generation.items():
-        users.setdefault(used, []).append(str(generation))
+        by_generation[record.generation].append(record.transport)
+    users: dict[str, list[str]] = defaultdict(list)
+    for generation, transports in by_generation.items():
+        users[", ".join(transports)].append(str(generation))
     if len(users) == 1:
         return next(iter(users))
     return "; ".join(f"{used} (gen {', '.join(worlds)})" for used, worlds in users.items())

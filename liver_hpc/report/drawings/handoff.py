@@ -71,6 +71,10 @@ class Panel:
     high_s: float
 
 
+def first_known(*times_s: float) -> float:
+    return next(filter(math.isfinite, times_s), math.nan)
+
+
 def in_words(record: ReconfigurationFigures) -> str:
     """`2: tp2 dp2 to pp2 dp2, completed, lost 0.120 s`."""
     ends = f"{layout_text(record.source)} to {layout_text(record.target)}"
@@ -79,12 +83,14 @@ def in_words(record: ReconfigurationFigures) -> str:
 
 
 def draw(record: ReconfigurationFigures, records: RunRecords) -> Figure | None:
-    """Beside training on one scale, the crossing on a finer one, both in seconds from the boundary;
-    below, the bytes. None where no worker's phases are known."""
+    """Beside training on one scale, the crossing on a finer one, both in seconds from the boundary,
+    or from the end of an attempt without one; below, the bytes. None where no worker's phases are
+    known."""
     phases = [each for each in records.worker_phases if each.generation == record.generation]
     if not phases:
         return None
-    zero_s = _zero_s(record, phases)
+    prepared_s = _last_end_s([phase for phase in phases if phase.phase in BESIDE])
+    zero_s = first_known(record.source_last_step_ended_s, prepared_s, record.notice_s)
     lanes = _lanes(record, phases, zero_s)
     panels = _panels(record, lanes, zero_s)
     moved = [each for each in records.traffic if each.generation == record.generation]
@@ -107,14 +113,6 @@ def draw(record: ReconfigurationFigures, records: RunRecords) -> Figure | None:
 
 
 # ---- lanes
-
-
-def _zero_s(record: ReconfigurationFigures, phases: Sequence[WorkerPhaseRecord]) -> float:
-    """The boundary, or else the end of the attempt."""
-    ends_s = (phase.ended_s for phase in phases if phase.phase in BESIDE)
-    last_s = max(filter(math.isfinite, ends_s), default=record.notice_s)
-    boundary_s = record.source_last_step_ended_s
-    return boundary_s if math.isfinite(boundary_s) else last_s
 
 
 def _lanes(

@@ -22,7 +22,7 @@ from liver_hpc.report.drawings.canvas import (
     run_time,
     tell,
 )
-from liver_hpc.report.drawings.handoff import in_words
+from liver_hpc.report.drawings.handoff import first_known, in_words
 from liver_hpc.report.wording import duration_text, layout_text
 from liver_hpc.run.records import RunRecords
 
@@ -96,7 +96,7 @@ def spans(record: ReconfigurationFigures) -> list[tuple[str, float, float]]:
     """An attempt's phases as far as they were reached, each with begin and end in epoch time."""
     boundary_s = record.source_last_step_ended_s
     # PREPARE ends with the wait for the boundary, as far as the attempt has come.
-    prepared_s = _known(boundary_s, record.armed_s, record.prepare_ended_s)
+    prepared_s = first_known(boundary_s, record.armed_s, record.prepare_ended_s)
     edges = (
         ("boot", record.boot_ended_s - record.phases.boot_s, record.boot_ended_s),
         ("prepare", record.prepare_started_s, prepared_s),
@@ -104,11 +104,6 @@ def spans(record: ReconfigurationFigures) -> list[tuple[str, float, float]]:
         ("release", record.first_step_ended_s, record.released_s),
     )
     return [edge for edge in edges if edge[2] >= edge[1]]  # false where either is NaN
-
-
-def _known(*times_s: float) -> float:
-    """The first that is."""
-    return next(filter(math.isfinite, times_s), math.nan)
 
 
 def thinned(values: Floats) -> Indices:
@@ -202,8 +197,12 @@ def _marks(
 ) -> None:
     """Numbered, round for a completed handoff and square for another; near ones share a mark."""
     groups: list[list[tuple[float, ReconfigurationFigures]]] = []
-    marked = [(_marked_s(record, times.start_s), record) for record in attempts]
-    for at_s, record in sorted(marked, key=itemgetter(0)):
+    marked = [
+        first_known(each.source_last_step_ended_s, each.prepare_started_s, each.notice_s)
+        for each in attempts
+    ]
+    for epoch_s, record in sorted(zip(marked, attempts, strict=True), key=itemgetter(0)):
+        at_s = first_known(epoch_s, times.start_s) - times.start_s
         for axes in panels:
             line, words = ("-", LED_TO) if record.completed else (":", "not completed")
             axes.axvline(at_s, color=Color.INK, linewidth=0.8, linestyle=line, label=words)
@@ -223,11 +222,6 @@ def _marks(
             color=Color.PAGE if done else Color.BAD, bbox=kind,
         )  # fmt: skip
         tell(badge, "; ".join(in_words(record) for _, record in group))
-
-
-def _marked_s(record: ReconfigurationFigures, start_s: float) -> float:
-    boundary_s = record.source_last_step_ended_s
-    return _known(boundary_s, record.prepare_started_s, record.notice_s, start_s) - start_s
 
 
 def _layouts(axes: Axes, figures: RunFigures, times: Timeline) -> None:
