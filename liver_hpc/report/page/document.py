@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from liver_hpc.report.derive import ReconfigurationFigures, RunFigures
 from liver_hpc.report.drawings.canvas import svg
+from liver_hpc.report.drawings.run import MOST_HANDOFFS
 from liver_hpc.report.drawings.training import step_rows, timeline
 from liver_hpc.report.report import strict
 from liver_hpc.report.tables import Sheet, Tone, outcome_tone, remarks, sheets, summary_lines
@@ -102,6 +103,9 @@ def _cursor(section: Element, drawing: Figure) -> None:
 def _handoffs(section: Element, figures: RunFigures, drawn: Mapping[str, Figure]) -> None:
     attempts = figures.reconfigurations
     known = [each for each in attempts if math.isfinite(each.lost_s)]
+    if len(attempts) > MOST_HANDOFFS:
+        words = f"The {MOST_HANDOFFS} costliest of {len(attempts)} handoffs are drawn."
+        SubElement(section, "p", {"class": "note"}).text = words
     costliest = max(known or attempts, key=lambda each: each.lost_s, default=None)
     for record in attempts:
         unfolded = len(attempts) <= MOST_OPEN or record is costliest

@@ -14,7 +14,10 @@ import pytest
 
 from liver_hpc.errors import ConfigError
 from liver_hpc.report.command import draw
+from liver_hpc.report.derive import run_figures
+from liver_hpc.report.drawings import run
 from liver_hpc.report.drawings.canvas import Color
+from liver_hpc.report.page import document
 from liver_hpc.run.records import RunRecords
 from tests.unit.report.rows import step
 from tests.unit.report.run_of_everything import everything
@@ -73,6 +76,22 @@ def test_a_loss_that_is_never_finite_is_marked(tmp_path: Path) -> None:
         matplotlib.image.imread(tmp_path / name / "training.png") for name in ("marked", "plain")
     )
     assert red_pixels(marked[: len(marked) // 2]) > red_pixels(unmarked[: len(unmarked) // 2])
+
+
+def test_of_very_many_handoffs_the_costliest_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "MOST_HANDOFFS", 1)
+    monkeypatch.setattr(document, "MOST_HANDOFFS", 1)
+    records = everything()
+    page = tmp_path / "r.html"
+    draw(records, page, tmp_path)
+    lost_s = {
+        f"handoff-{one.generation}": one.lost_s for one in run_figures(records).reconfigurations
+    }
+    costliest = max(lost_s, key=lambda name: lost_s[name] if math.isfinite(lost_s[name]) else -1.0)
+    assert [path.stem for path in tmp_path.glob("handoff-*.png")] == [costliest]
+    assert f"The 1 costliest of {len(lost_s)} handoffs are drawn." in page.read_text()
 
 
 def red_pixels(picture: Any) -> int:
