@@ -1,7 +1,7 @@
 """The agent of a (virtual) node: starts its workers, meets the coordinator for them, stays.
 
 The workers of `python -m liver_hpc.node.agent` boot at once and alone; when all have booted the
-agent has a short-lived child meet the rendezvous over MPI (`joiner_process`), gives each worker
+agent has a short-lived child meet the rendezvous over MPI (`JoinerProcess`), gives each worker
 its id and the coordinator's address, and opens a control channel of its own. From then on it
 waits for its workers, and ends them when the coordinator says so or is gone. Whatever ends the
 agent ends its workers; one worker's end does not touch the others.
@@ -43,7 +43,7 @@ from liver_hpc.node.workers import WARNINGS, BootError, NodeWorkers, WorkerPlan
 from liver_hpc.protocol.messages import AgentHello, EndAgent, Warned, WorkerEnded
 from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
-from liver_hpc.rendezvous.mpi.joiner_process import JoinerProcess, NotMet
+from liver_hpc.rendezvous.mpi.process import JoinerProcess, NotMet
 from liver_hpc.run.secret import read_secret
 
 EXIT_FAILED = 1
@@ -258,14 +258,14 @@ class Agent:
         limit_s = meet_s + _MEET_MARGIN_S
         deadline = Deadline.after(self._clock, limit_s, "the joiner to end")
         joiner = JoinerProcess(self._plan.run_directory, identity, meet_s)
-        self._selector.register(joiner.end, selectors.EVENT_READ, lambda: None)
+        self._selector.register(joiner, selectors.EVENT_READ, lambda: None)
         try:
             while (answer := joiner.answer()) is None:
                 if deadline.expired():
                     raise NotMet(f"waited {limit_s:g} s for the joiner to end")
                 self._turn(deadline.remaining_s())
         finally:
-            self._selector.unregister(joiner.end)
+            self._selector.unregister(joiner)
             joiner.close()
         log.info("met the rendezvous: workers %s", list(answer.worker_ids))
         return answer

@@ -107,6 +107,12 @@ def listens(pid: int) -> list[str]:
     ]
 
 
+def acceptor_pid(rendezvous: MpiRendezvous) -> int | None:
+    """The process id of its present acceptor; None while there is none."""
+    acceptor = rendezvous._acceptor
+    return None if acceptor is None else acceptor.process.pid
+
+
 def dead_port_name(directory: Path) -> str:
     """MPI's name of a port at which there is nobody any more."""
     acceptor = Acceptor(MpiNetwork(), 1.0, directory / "logs" / "dead.log")
@@ -175,7 +181,7 @@ class Run:
         )
         (directory / "run.yaml").write_text(dump_run(config))
         self.secret = create_secret(directory / "secret")
-        self.rendezvous = MpiRendezvous(directory, self.secret)
+        self.rendezvous = MpiRendezvous(directory, self.secret, MpiNetwork())
         self.coordinator = Coordinator(self.secret)
         self.control = self.coordinator.address
 
@@ -235,7 +241,7 @@ class Run:
         return [
             pid
             for pid in marked_processes(TEST_MARK, self.mark)
-            if pid not in (os.getpid(), self.rendezvous.pid)
+            if pid not in (os.getpid(), acceptor_pid(self.rendezvous))
         ]
 
     def find(self, *words: str) -> list[int]:

@@ -20,6 +20,7 @@ from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.mpi.joiner import EXIT_NOT_MET, EXIT_RENDEZVOUS_LOST, EXIT_STUCK
 from tests.integration.agents import (
     Run,
+    acceptor_pid,
     command_line,
     dead_port_name,
     listens,
@@ -50,9 +51,10 @@ def test_in_a_meeting_nothing_listens_beyond_the_runs_own_interface(run: Run) ->
 
     def answer(who: Identity) -> Answer:
         (joiner,) = run.joiners()
-        assert run.rendezvous.pid is not None
+        acceptor = acceptor_pid(run.rendezvous)
+        assert acceptor is not None
         assert listens(joiner)
-        assert listens(run.rendezvous.pid)
+        assert listens(acceptor)
         seen.extend(run.listens())
         return run.answer(who)
 

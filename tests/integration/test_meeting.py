@@ -31,7 +31,7 @@ from liver_hpc.rendezvous.mpi.joiner import EXIT_RENDEZVOUS_LOST, EXIT_STUCK, me
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
 from liver_hpc.rendezvous.mpi.process import MpiProcess
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
-from tests.integration.agents import dead_port_name, queue_alone
+from tests.integration.agents import acceptor_pid, dead_port_name, queue_alone
 from tests.integration.leftovers import no_abandoned_files
 from tests.memory_rendezvous import MemoryRendezvous
 
@@ -76,19 +76,19 @@ def reach(step):
     threading.Event().wait()
 
 os.environ.update(RendezvousPlace.read(Path(directory)).network.variables(os.environ))
-from liver_hpc.rendezvous.mpi.calls import MpiPeer, start_mpi
+from liver_hpc.rendezvous.mpi.calls import connect_to, receive, send, start_mpi
 start_mpi()
 deadline = Deadline.after(SystemClock(), 20.0, "the rendezvous")
 wire, port_name = _wait_for_turn(Path(directory), bytes.fromhex(secret), deadline)
 reach("turn")
-peer = MpiPeer.connected(port_name, 20.0)
+peer = connect_to(port_name, 20.0)
 reach("connected")
 who = Identity(agent="bad", host="here", pid=1, workers=2)
-peer.send(introduction(bytes.fromhex(key) or wire.key, who))
+send(peer, introduction(bytes.fromhex(key) or wire.key, who))
 reach("introduced")
-peer.receive()
+receive(peer)
 reach("answered")
-peer.leave()
+peer.Disconnect()
 reach("left")
 """
 
@@ -106,10 +106,11 @@ OWNER = """
 import sys, threading
 from pathlib import Path
 from liver_hpc.rendezvous.base import Refusal
+from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
-rendezvous = MpiRendezvous(Path(sys.argv[1]), b"s" * 32)
+rendezvous = MpiRendezvous(Path(sys.argv[1]), b"s" * 32, MpiNetwork())
 rendezvous.start(lambda identity: Refusal(reason="nobody"))
-print(rendezvous.pid, flush=True)
+print(rendezvous._acceptor.process.pid, flush=True)
 threading.Event().wait()
 """
 
@@ -158,7 +159,7 @@ class MemoryPlace(Place):
 class MpiPlace(Place):
     def __init__(self, directory: Path, turn_s: float = 10.0) -> None:
         self.directory = directory
-        self.rendezvous: MpiRendezvous = MpiRendezvous(directory, SECRET, turn_s=turn_s)
+        self.rendezvous: MpiRendezvous = MpiRendezvous(directory, SECRET, MpiNetwork(), turn_s)
 
     def join(self, agent: str, secret: bytes = SECRET) -> Answer:
         return result(start_joiner(self.directory, agent, secret))
@@ -171,7 +172,7 @@ STARTED: list[MpiProcess] = []
 
 
 def mpi_process(script: str, *arguments: str) -> MpiProcess:
-    process = MpiProcess(["-c", script, *arguments], output=subprocess.PIPE)
+    process = MpiProcess("an MPI process", ["-c", script, *arguments], stdout=subprocess.PIPE)
     STARTED.append(process)
     return process
 
@@ -183,13 +184,12 @@ def start_joiner(
 
 
 def said(process: MpiProcess) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().decode().rstrip("\n")
+    return process.stdout.readline().rstrip("\n")
 
 
 def result(joiner: MpiProcess) -> Answer:
-    output, _ = joiner.communicate(timeout=60)
-    told = json.loads(output)
+    joiner.wait(60)
+    told = json.loads(joiner.stdout.read())
     if "error" in told:
         raise {"MeetingError": MeetingError, "DeadlineError": DeadlineError}[told["error"]](
             told["text"]
@@ -217,8 +217,9 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     with no_abandoned_files():
         yield
         while STARTED:
-            with STARTED.pop() as process:
-                process.end()
+            process = STARTED.pop()
+            with process.stdout:
+                process.end(0.0)
     assert not list(tmp_path.glob("*rendezvous.json*"))
     ours = str(tmp_path).encode()
     left = [
@@ -338,11 +339,11 @@ def test_a_coordinator_that_fails_over_one_joiner_still_meets_the_next(
 def test_a_secret_that_opens_the_queue_alone_does_not_pass_at_the_acceptor(
     mpi_place: MpiPlace, coordinator: Coordinator
 ) -> None:
-    before = mpi_place.rendezvous.pid
+    before = acceptor_pid(mpi_place.rendezvous)
     mpi_place.bad_joiner("left", key=WRONG).wait(30)
     assert mpi_place.join("a0").worker_ids == (0, 1)
     assert coordinator.met == [identity("a0")]
-    assert mpi_place.rendezvous.pid == before
+    assert acceptor_pid(mpi_place.rendezvous) == before
 
 
 @pytest.mark.parametrize("end", ["turn", "connected", "introduced", "answered", "left"])
@@ -360,9 +361,9 @@ def test_joiners_wait_their_turn_while_another_stands_still_in_the_meeting(
     """They wait in the queue, not in MPI: the acceptor that is given up is followed by another."""
     stuck = mpi_place.bad_joiner("connected", "stand still")
     assert said(stuck) == "connected"
-    before = mpi_place.rendezvous.pid
+    before = acceptor_pid(mpi_place.rendezvous)
     assert mpi_place.join("a1").worker_ids == (0, 1)
-    assert mpi_place.rendezvous.pid != before
+    assert acceptor_pid(mpi_place.rendezvous) != before
 
 
 def test_an_acceptor_killed_in_a_meeting_is_replaced_and_those_who_wait_are_met(
@@ -371,7 +372,7 @@ def test_an_acceptor_killed_in_a_meeting_is_replaced_and_those_who_wait_are_met(
     stuck = mpi_place.bad_joiner("turn", "stand still")
     assert said(stuck) == "turn"
     waiting = start_joiner(mpi_place.directory, "a1")
-    before = mpi_place.rendezvous.pid
+    before = acceptor_pid(mpi_place.rendezvous)
     assert before is not None
     os.kill(before, signal.SIGKILL)
     assert result(waiting).worker_ids == (0, 1)
@@ -382,20 +383,20 @@ def test_an_acceptor_killed_in_a_meeting_is_replaced_and_those_who_wait_are_met(
 def test_an_acceptor_killed_between_meetings_is_replaced_for_the_next_joiner(
     mpi_place: MpiPlace,
 ) -> None:
-    before = mpi_place.rendezvous.pid
+    before = acceptor_pid(mpi_place.rendezvous)
     assert before is not None
     os.kill(before, signal.SIGKILL)
     wait_until_gone(before)
     assert mpi_place.join("a0").worker_ids == (0, 1)
-    assert mpi_place.rendezvous.pid != before
+    assert acceptor_pid(mpi_place.rendezvous) != before
 
 
 def test_an_idle_rendezvous_uses_no_processor_time(mpi_place: MpiPlace) -> None:
     mpi_place.join("a0")
-    assert mpi_place.rendezvous.pid is not None
+    assert acceptor_pid(mpi_place.rendezvous) is not None
 
     def ticks() -> int:
-        stat = Path(f"/proc/{mpi_place.rendezvous.pid}/stat").read_text()
+        stat = Path(f"/proc/{acceptor_pid(mpi_place.rendezvous)}/stat").read_text()
         fields = stat.rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
 
@@ -408,7 +409,7 @@ def test_a_rendezvous_whose_mpi_does_not_start_says_where_to_look(
     tmp_path: Path, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FI_PROVIDER", "no-such-provider")
-    rendezvous = MpiRendezvous(tmp_path, SECRET)
+    rendezvous = MpiRendezvous(tmp_path, SECRET, MpiNetwork())
     with pytest.raises(MeetingError, match=r"the acceptor, process \d+, has ended; see .*\.log"):
         rendezvous.start(coordinator.answer)
     rendezvous.close()
@@ -421,14 +422,14 @@ def test_a_rendezvous_at_an_address_that_is_not_this_hosts_says_so(
     rendezvous = MpiRendezvous(tmp_path, SECRET, MpiNetwork(host="203.0.113.9"))
     with pytest.raises(MeetingError, match=r"cannot queue at 203\.0\.113\.9: Cannot assign"):
         rendezvous.start(coordinator.answer)
-    assert rendezvous.pid is None
+    assert acceptor_pid(rendezvous) is None
 
 
 def test_a_rendezvous_whose_acceptors_do_not_open_any_more_is_broken(
     mpi_place: MpiPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FI_PROVIDER", "no-such-provider")
-    acceptor = mpi_place.rendezvous.pid
+    acceptor = acceptor_pid(mpi_place.rendezvous)
     assert acceptor is not None
     os.kill(acceptor, signal.SIGKILL)
     wait_until_gone(acceptor)
@@ -456,7 +457,7 @@ def test_the_acceptor_dies_with_the_coordinator(tmp_path: Path) -> None:
 
 
 def test_closing_ends_the_acceptor_and_takes_the_file_away(mpi_place: MpiPlace) -> None:
-    acceptor = mpi_place.rendezvous.pid
+    acceptor = acceptor_pid(mpi_place.rendezvous)
     assert acceptor is not None
     assert place_file(mpi_place.directory).exists()
     mpi_place.rendezvous.close()
@@ -536,5 +537,5 @@ def test_a_process_killed_in_its_initialisation_leaves_no_shared_memory() -> Non
     process = mpi_process(BARE_MPI)
     segment = Path(said(process))
     assert segment.exists()
-    process.end()
+    process.end(0.0)
     assert not segment.exists()

@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from multiprocessing.connection import Connection
 
 from liver_hpc.errors import MeetingError
-from liver_hpc.host.lifeline import on_parent_exit
-from liver_hpc.rendezvous.mpi.calls import MpiPeer, make_progress, open_port, start_mpi
+from liver_hpc.rendezvous.mpi.calls import MPI, mpi_errors, receive, send, start_mpi
 
 _PROGRESS_INTERVAL_S = 0.001
 
@@ -34,28 +32,27 @@ _log = logging.getLogger(__name__)
 def meet(parent: Connection, port_name: str) -> None:
     """One turn. Raises EOFError once the parent has gone."""
     parent.recv_bytes()
-    joiner = MpiPeer.accepted(port_name)
-    parent.send_bytes(joiner.receive())
-    joiner.send(parent.recv_bytes())
-    joiner.leave()
+    joiner = MPI.COMM_SELF.Accept(port_name)
+    parent.send_bytes(receive(joiner))
+    send(joiner, parent.recv_bytes())
+    joiner.Disconnect()
     parent.send_bytes(b"left")
     while not parent.poll(_PROGRESS_INTERVAL_S):
-        make_progress()
+        MPI.COMM_SELF.Iprobe()
     parent.recv_bytes()
 
 
 def main() -> None:
     """Runs until the parent has gone or MPI has failed; then exits at once: MPI may be broken."""
-    # Not SIGKILL: that one could come between MPI's making and unlinking shared memory.
-    on_parent_exit(lambda: os.kill(os.getpid(), signal.SIGTERM))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s [acceptor] %(message)s")
     parent: Connection = Connection(int(sys.argv[1]))
     try:
-        start_mpi()
-        port_name = open_port()
-        parent.send_bytes(port_name.encode())
-        while True:
-            meet(parent, port_name)
+        with mpi_errors():
+            start_mpi()
+            port_name = MPI.Open_port()
+            parent.send_bytes(port_name.encode())
+            while True:
+                meet(parent, port_name)
     except (EOFError, BrokenPipeError):
         os._exit(0)
     except MeetingError as error:

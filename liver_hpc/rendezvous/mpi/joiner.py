@@ -1,4 +1,4 @@
-"""The joiner: `python -m liver_hpc.rendezvous.mpi.joiner PARENT RUN_DIRECTORY TIMEOUT_S IDENTITY`.
+"""The joiner: `python -m liver_hpc.rendezvous.mpi.joiner RUN_DIRECTORY TIMEOUT_S IDENTITY`.
 
 It lives for one meeting: enters MPI, meets the rendezvous, leaves MPI, prints the Answer as a
 line of JSON on standard output and ends. Only its stderr says why a meeting failed.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import NoReturn
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, MeetingError, ProtocolError
-from liver_hpc.host.lifeline import die_with_parent, quiet_thread
+from liver_hpc.host.lifeline import quiet_thread
 from liver_hpc.protocol.messages import YourTurn
 from liver_hpc.rendezvous.base import Answer, Identity, accepted, introduction, verdict_in
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ChannelRefused, connect
@@ -56,16 +55,17 @@ def meet(run_directory: Path, identity: Identity, secret: bytes, timeout_s: floa
     place = _place(run_directory, deadline)
     os.environ.update(place.network.variables(os.environ))
     quiet_thread(lambda: _end_when_stuck(left, deadline, name), "watchdog")
-    from liver_hpc.rendezvous.mpi.calls import MpiPeer, leave_mpi, start_mpi
+    from liver_hpc.rendezvous.mpi.calls import MPI, connect_to, mpi_errors, receive, send, start_mpi
 
-    start_mpi()
-    queue, port_name = _wait_for_turn(run_directory, secret, deadline)
-    quiet_thread(lambda: _end_when_lost(left, queue, name), "rendezvous-watch")
-    peer = MpiPeer.connected(port_name, deadline.remaining_s())
-    peer.send(introduction(queue.key, identity))
-    verdict = verdict_in(queue.key, peer.receive())
-    peer.leave()
-    leave_mpi()
+    with mpi_errors():
+        start_mpi()
+        queue, port_name = _wait_for_turn(run_directory, secret, deadline)
+        quiet_thread(lambda: _end_when_lost(left, queue, name), "rendezvous-watch")
+        peer = connect_to(port_name, deadline.remaining_s())
+        send(peer, introduction(queue.key, identity))
+        verdict = verdict_in(queue.key, receive(peer))
+        peer.Disconnect()
+        MPI.Finalize()
     left.set()
     queue.close()
     return accepted(verdict, identity)
@@ -126,10 +126,8 @@ def _end_process(message: str, code: int) -> NoReturn:
 
 def main() -> NoReturn:
     """Meets and exits at once: an MPI that a meeting has left broken must not hold it."""
-    parent, run_directory, timeout_s = int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
-    identity = Identity.model_validate_json(sys.argv[4])
-    # Not SIGKILL: that one could come between MPI's making and unlinking shared memory.
-    die_with_parent(parent, signal.SIGTERM)
+    run_directory, timeout_s = Path(sys.argv[1]), float(sys.argv[2])
+    identity = Identity.model_validate_json(sys.argv[3])
     # Whatever a library prints must not pass for the answer.
     output = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -9,13 +9,13 @@ Lines of text, `cmd=NAME key=value ...`, one reply to each; see Flux RFC 13.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import socket
 from pathlib import Path
 
-from liver_hpc.clock import Deadline
-from liver_hpc.errors import DeadlineError, MeetingError
+from liver_hpc.errors import MeetingError
 
 MAX_LINE_BYTES = 4096
 
@@ -90,22 +90,14 @@ def _fields(line: bytes) -> dict[str, str]:
     return {**fields, "value": value}
 
 
-def serve(server: PmiServer, line: socket.socket, deadline: Deadline | None) -> None:
-    """Answers a process until it has ended, or until the deadline; then hangs up."""
-    with line:
+def serve(server: PmiServer, line: socket.socket) -> None:
+    """Answers a process until it has ended; hangs up on one that says something else."""
+    with line, contextlib.suppress(OSError):  # it was killed with a reply unread
         try:
-            while True:
-                if deadline is not None:
-                    deadline.check()
-                    line.settimeout(deadline.remaining_s() or 0.001)
-                data = line.recv(MAX_LINE_BYTES)
-                if not data:
-                    return
+            while data := line.recv(MAX_LINE_BYTES):
                 line.sendall(server.answer(data))
-        except (PmiError, DeadlineError, TimeoutError) as error:
+        except PmiError as error:
             _log.warning("hanging up on an MPI process: %s", error)
-        except OSError:  # it was killed with a reply unread
-            pass
 
 
 def shared_memory_of(world: str) -> Path:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 from multiprocessing import Pipe
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.errors import DeadlineError, MeetingError
+from liver_hpc.errors import DeadlineError, LiverError, MeetingError
 from liver_hpc.host.files import write_whole
 from liver_hpc.protocol.messages import YourTurn
 from liver_hpc.rendezvous.base import MAX_MESSAGE_BYTES, Decide, Identity, Rendezvous, reception
@@ -31,9 +32,6 @@ _CLOSE_S = 10.0
 _LOOK_S = 0.02
 _MAX_FAILURES = 5
 _RETRY_PAUSE_S = 0.1
-
-HERE = MpiNetwork()
-"""For joiners of this machine alone."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,17 +50,16 @@ class Acceptor:
         self._turn_s = turn_s
         self._line, theirs = Pipe()
         try:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with theirs, log.open("ab") as stream:
+            with theirs:
                 self.process = MpiProcess(
+                    "the acceptor",
                     ["-m", "liver_hpc.rendezvous.mpi.acceptor", str(theirs.fileno())],
-                    output=stream,
-                    errors=stream,
                     variables=network.variables(os.environ),
-                    descriptors=[theirs.fileno()],
+                    pass_fds=[theirs.fileno()],
+                    log=log,
                 )
-        except OSError as error:
-            raise MeetingError(f"no acceptor can be started: {error}") from error
+        except LiverError as error:
+            raise MeetingError(str(error)) from error
         try:
             opens = _deadline(_OPEN_S, "the acceptor to open its port")
             self.port_name = self._hear(opens).decode()
@@ -90,7 +87,7 @@ class Acceptor:
     def close(self) -> None:
         """Ends the process; nothing of it remains."""
         self._line.close()
-        self.process.end()
+        self.process.end(0.0)
 
     def _say(self, data: bytes) -> None:
         try:
@@ -139,7 +136,7 @@ class MpiRendezvous(Rendezvous):
         self,
         run_directory: Path,
         secret: bytes,
-        network: MpiNetwork = HERE,
+        network: MpiNetwork,
         turn_s: float = 10.0,
     ) -> None:
         self._place_file = place_file(run_directory)
@@ -153,11 +150,6 @@ class MpiRendezvous(Rendezvous):
         self._queue: ControlServer | None = None
         self._closing = threading.Event()
         self._failures: list[str] = []
-
-    @property
-    def pid(self) -> int | None:
-        """The process id of the present acceptor; None while there is none."""
-        return None if self._acceptor is None else self._acceptor.process.pid
 
     def start(self, answer: Decide) -> None:
         self._network = self._network.decided(os.environ)
@@ -181,7 +173,7 @@ class MpiRendezvous(Rendezvous):
     def close(self) -> None:
         self._closing.set()
         if self._acceptor is not None:
-            self._acceptor.process.kill()  # ends a turn that is under way
+            self._acceptor.process.send_signal(signal.SIGKILL)  # ends a turn that is under way
         if self._queue is not None:
             self._queue.close()
         if self._turn.acquire(timeout=_CLOSE_S):
@@ -209,7 +201,7 @@ class MpiRendezvous(Rendezvous):
 
     def _ready(self) -> Acceptor | None:
         """An acceptor that runs; None where none can be had."""
-        if self._acceptor is not None and self._acceptor.process.poll() is not None:
+        if self._acceptor is not None and self._acceptor.process.exit_code() is not None:
             self._discard()
         broken = len(self._failures) > _MAX_FAILURES
         if self._acceptor is None and not broken and not self._closing.is_set():

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.rendezvous.mpi.pmi import (
     MAX_LINE_BYTES,
     PmiError,
@@ -133,10 +132,10 @@ def test_the_name_of_mpichs_segment_is_the_hash_of_the_world() -> None:
 # ---- over a socketpair
 
 
-def served(deadline: Deadline | None = None) -> tuple[socket.socket, threading.Thread]:
+def served() -> tuple[socket.socket, threading.Thread]:
     mine, theirs = socket.socketpair()
     theirs.settimeout(5.0)
-    thread = threading.Thread(target=serve, args=(PmiServer(), mine, deadline))
+    thread = threading.Thread(target=serve, args=(PmiServer(), mine))
     thread.start()
     return theirs, thread
 
@@ -156,19 +155,3 @@ def test_who_talks_no_pmi_is_hung_up_on() -> None:
         process.sendall(b"GET / HTTP/1.1\n")
         assert process.recv(100) == b""
     thread.join(5.0)
-
-
-@pytest.mark.parametrize("chatty", [False, True])
-def test_at_the_deadline_the_service_ends_whatever_the_process_does(chatty: bool) -> None:
-    deadline = Deadline.after(SystemClock(), 0.2, "the joiner to end")
-    process, thread = served(deadline)
-    with process:
-        while chatty and thread.is_alive():
-            try:
-                process.sendall(b"cmd=barrier_in\n")
-                process.recv(100)
-            except OSError:
-                break
-        thread.join(5.0)
-        assert not thread.is_alive()
-        assert deadline.expired()
