@@ -1,7 +1,7 @@
 """Processes of this machine found by a mark in their environment.
 
 Descendants inherit it, also those that lost their parent or left its session: so a whole tree is
-found after any of its members has died. Linux only: reads /proc.
+found after any of its members has died.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from pathlib import Path
+
+import psutil
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError
@@ -17,11 +18,10 @@ from liver_hpc.errors import DeadlineError
 
 def marked_processes(name: str, value: str) -> list[int]:
     """Living processes of this user that were started with `name=value` in the environment."""
-    entry = f"{name}={value}".encode()
     return [
-        int(directory.name)
-        for directory in Path("/proc").iterdir()
-        if directory.name.isdecimal() and entry in _environment(directory)
+        process.pid
+        for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get(name) == value  # None for somebody else's
     ]
 
 
@@ -48,11 +48,3 @@ def kill_marked(name: str, value: str, limit_s: float) -> list[int]:
     except DeadlineError as error:
         raise DeadlineError(f"waited {limit_s:g} s for killed processes {found} to end") from error
     return sorted(killed)
-
-
-def _environment(process: Path) -> list[bytes]:
-    """Empty for a process that has ended, a zombie included, or is somebody else's."""
-    try:
-        return (process / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return []

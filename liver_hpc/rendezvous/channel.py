@@ -70,6 +70,10 @@ class Channel:
         self._writing = threading.Lock()
         self._closed_because: str | None = None
 
+    def fileno(self) -> int:
+        """For a selector: readable when there is something to receive, also the end."""
+        return self._socket.fileno()
+
     def send(self, message: AnyMessage) -> None:
         """Sends one message, whole; from any thread.
 

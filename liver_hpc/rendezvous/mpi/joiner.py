@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, MeetingError, ProtocolError
-from liver_hpc.host.lifeline import quiet_thread
+from liver_hpc.host.process import quiet_thread
 from liver_hpc.protocol.messages import YourTurn
 from liver_hpc.rendezvous.base import Answer, Identity, accepted, introduction, verdict_in
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ChannelRefused, connect

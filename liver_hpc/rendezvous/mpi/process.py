@@ -19,8 +19,7 @@ from pydantic import ValidationError
 
 from liver_hpc.errors import MeetingError
 from liver_hpc.host.child import Child, Command
-from liver_hpc.host.lifeline import quiet_thread
-from liver_hpc.host.process import clean_environment
+from liver_hpc.host.process import clean_environment, quiet_thread
 from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.mpi.joiner import (
     EXIT_FAILED,
