@@ -154,16 +154,13 @@ def rendezvous(node: Node) -> Said:
 def join(node: Node, within_s: float) -> Said:
     """Meets the rendezvous as an agent does; MeetingError when that fails."""
     from liver_hpc.rendezvous.base import Identity
-    from liver_hpc.rendezvous.mpi.process import JoinerProcess
+    from liver_hpc.rendezvous.mpi.joiner import joiner_process, meet
+    from liver_hpc.run.secret import read_secret
 
     identity = Identity(agent="doctor", host=node.facts.host, pid=os.getpid(), workers=1)
     began_s = time.monotonic()
-    joiner = JoinerProcess(node.directory, identity, within_s)
-    try:
-        joiner.wait(within_s + 5.0)
-        joiner.answer()
-    finally:
-        joiner.close()
+    secret = read_secret(node.directory / "secret")
+    meet(joiner_process(), node.directory, identity, secret, within_s)
     return {"took_s": time.monotonic() - began_s}
 
 

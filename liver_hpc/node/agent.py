@@ -1,7 +1,7 @@
 """The agent of a (virtual) node: starts its workers, meets the coordinator for them, stays.
 
 The workers of `python -m liver_hpc.node.agent` boot at once and alone; when all have booted the
-agent has a short-lived child meet the rendezvous over MPI (`JoinerProcess`), gives each worker
+agent has a short-lived child meet the rendezvous over MPI (`joiner_process`), gives each worker
 its id and the coordinator's address, and opens a control channel of its own. From then on it
 waits for its workers, and ends them when the coordinator says so or is gone. Whatever ends the
 agent ends its workers; one worker's end does not touch the others.
@@ -10,8 +10,7 @@ With --warnings, SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the coordinator; 
 channel stands, and without the option, they end the agent.
 
 Exit codes: the workers' worst one (128 + n for signal n), 0 when told to end by the coordinator,
-128 + n when ended by signal n (which also stands for the end of the parent), those named below,
-and those of `rendezvous.joiner`.
+128 + n when ended by signal n (which also stands for the end of the parent), and those named below.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ import selectors
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -33,14 +33,15 @@ from typing import NoReturn
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.launcher import agent_log
 from liver_hpc.config.load import load_run
-from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.errors import LiverError, MeetingError
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.node.workers import WARNINGS, BootError, NodeWorkers, WorkerPlan
-from liver_hpc.protocol.messages import AgentHello, EndAgent, Warned, WorkerEnded
+from liver_hpc.protocol.messages import AgentHello, EndAgent, FromAgent, Warned, WorkerEnded
 from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
-from liver_hpc.rendezvous.mpi.process import JoinerProcess, NotMet
+from liver_hpc.rendezvous.mpi.joiner import RendezvousLost, StuckInMpi, joiner_process, meet
+from liver_hpc.rendezvous.mpi.process import MpiProcess
 from liver_hpc.run.secret import read_secret
 
 EXIT_FAILED = 1
@@ -50,10 +51,18 @@ EXIT_BOOT = 87
 EXIT_COORDINATOR_GONE = 89
 """The coordinator is gone, and workers had to be ended."""
 
-# How much longer than its own deadline a joiner gets to end by itself and say why.
-_MEET_MARGIN_S = 3.0
-_DIALLED = b"\0"
+EXIT_STUCK = 81
+"""A call of MPI's did not come back by the deadline."""
+EXIT_RENDEZVOUS_LOST = 82
+"""The rendezvous ended in the middle of the meeting."""
+EXIT_NOT_MET = 88
+"""The rendezvous refused the agent, or did not answer in time."""
+
+_CODES = {BootError: EXIT_BOOT, StuckInMpi: EXIT_STUCK, RendezvousLost: EXIT_RENDEZVOUS_LOST}
+_NEWS = b"\0"
 """What wakes the agent's loop like a signal's number, which this is not."""
+
+News = Answer | Channel | LiverError
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +89,10 @@ class Agent:
         self._selector.register(self._woken, selectors.EVENT_READ, self._awake)
         self._heed({signal.SIGTERM, signal.SIGINT, *self._warnings})
         self._limits = load_run(plan.run_directory / "run.yaml").deadlines
-        self._dialled: queue.SimpleQueue[Channel | LiverError] = queue.SimpleQueue()
+        self._secret = read_secret(plan.run_directory / "secret")
+        self._held = contextlib.ExitStack()
+        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._met = False
         self._channel: Channel | None = None  # as long as it stands
         self._early: list[WorkerEnded] = []
         self._alone: Deadline | None = None  # once the coordinator is gone
@@ -92,17 +104,16 @@ class Agent:
         try:
             self._watch_parent()
             self._await_boot(self._limits.boot_s)
-            answer = self._meet(self._limits.meet_s)
-            self._workers.hand_out(answer)
-            self._dial((answer.control_host, answer.control_port))
+            joiner = joiner_process()
+            self._held.callback(joiner.end, 0.0)
+            self._start("meet", partial(self._meet, joiner))
             return self._supervise()
         except Stopped as stop:
             log.info("%s: ending workers %s", stop, self._workers.living())
             return stop.code
         finally:
             self._workers.end(self._limits.exit_s)
-            if self._channel is not None:
-                self._channel.close()
+            self._held.close()
 
     def _heed(self, signals: set[signal.Signals]) -> None:
         """From now on each of them writes its number to what the selector looks at."""
@@ -140,41 +151,31 @@ class Agent:
             self._turn(deadline.remaining_s())
         log.info("all %d workers have booted", len(self._plan.slots))
 
-    def _meet(self, meet_s: float) -> Answer:
-        identity = Identity(
-            agent=self._plan.agent,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            workers=len(self._plan.slots),
-        )
-        limit_s = meet_s + _MEET_MARGIN_S
-        deadline = Deadline.after(self._clock, limit_s, "the joiner to end")
-        joiner = JoinerProcess(self._plan.run_directory, identity, meet_s)
-        self._selector.register(joiner, selectors.EVENT_READ, lambda: None)
-        try:
-            while (answer := joiner.answer()) is None:
-                if deadline.expired():
-                    raise NotMet(f"waited {limit_s:g} s for the joiner to end")
-                self._turn(deadline.remaining_s())
-        finally:
-            self._selector.unregister(joiner)
-            joiner.close()
-        log.info("met the rendezvous: workers %s", list(answer.worker_ids))
-        return answer
+    def _start(self, name: str, work: Callable[[], Answer | Channel]) -> None:
+        """Does it in a thread: signals and workers' ends are not to wait. Its result is news."""
 
-    def _dial(self, address: tuple[str, int]) -> None:
-        """Starts to connect, in a thread: signals and workers' ends are not to wait for that."""
-        secret = read_secret(self._plan.run_directory / "secret")
-
-        def dial() -> None:
-            limit_s, waits_for = self._limits.control_s, "the coordinator's control channel"
+        def run() -> None:
+            news: News = LiverError(f"{name}: the thread has failed")
             try:
-                self._dialled.put(connect(address, secret, limit_s, waits_for))
-            except (ChannelClosed, DeadlineError) as error:
-                self._dialled.put(error)
-            os.write(self._waker, _DIALLED)
+                news = work()
+            except LiverError as error:
+                news = error
+            finally:
+                self._news.put(news)
+                os.write(self._waker, _NEWS)
 
-        quiet_thread(dial, "dial")
+        quiet_thread(run, name)
+
+    def _meet(self, joiner: MpiProcess) -> Answer:
+        plan = self._plan
+        identity = Identity(
+            agent=plan.agent, host=socket.gethostname(), pid=os.getpid(), workers=len(plan.slots)
+        )
+        return meet(joiner, plan.run_directory, identity, self._secret, self._limits.meet_s)
+
+    def _dial(self, address: tuple[str, int]) -> Channel:
+        waits_for = "the coordinator's control channel"
+        return connect(address, self._secret, self._limits.control_s, waits_for)
 
     def _supervise(self) -> int:
         """Until every worker has ended, by itself or because the coordinator wants it or is gone.
@@ -195,10 +196,25 @@ class Agent:
     def _awake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # there is nothing
             for byte in os.read(self._woken, 4096):
-                if byte == _DIALLED[0]:
-                    self._connected(self._dialled.get_nowait())
+                if byte == _NEWS[0]:
+                    self._hear_of(self._news.get_nowait())
                 else:
                     self._signalled(byte)
+
+    def _hear_of(self, news: News) -> None:
+        match news:
+            case Answer():
+                log.info("met the rendezvous: workers %s", list(news.worker_ids))
+                self._met = True
+                self._workers.hand_out(news)
+                address = (news.control_host, news.control_port)
+                self._start("dial", partial(self._dial, address))
+            case Channel():
+                self._connected(news)
+            case error if self._met:
+                self._coordinator_gone(error)
+            case error:
+                raise error
 
     def _signalled(self, signum: int) -> None:
         name = signal.Signals(signum).name
@@ -208,12 +224,10 @@ class Agent:
         at_s = self._clock.now_s()
         self._send(Warned(agent=self._plan.agent, signal=name.removeprefix("SIG"), at_s=at_s))
 
-    def _connected(self, dialled: Channel | LiverError) -> None:
-        if isinstance(dialled, LiverError):
-            self._coordinator_gone(dialled)
-            return
-        self._channel = dialled
-        self._selector.register(dialled, selectors.EVENT_READ, lambda: self._hear(dialled))
+    def _connected(self, channel: Channel) -> None:
+        self._channel = channel
+        self._held.callback(channel.close)
+        self._selector.register(channel, selectors.EVENT_READ, partial(self._hear, channel))
         hello = AgentHello(
             agent=self._plan.agent,
             host=socket.gethostname(),
@@ -243,7 +257,7 @@ class Agent:
         else:
             self._send(ended)
 
-    def _send(self, message: AgentHello | Warned | WorkerEnded) -> None:
+    def _send(self, message: FromAgent) -> None:
         if self._channel is not None:
             try:
                 self._channel.send(message)
@@ -305,12 +319,9 @@ def main() -> NoReturn:
     _log_to(plan)
     try:
         code = Agent(plan).run()
-    except BootError as error:
+    except (BootError, MeetingError) as error:
         log.error("%s", error)
-        code = EXIT_BOOT
-    except NotMet as error:
-        log.error("%s", error)
-        code = error.code
+        code = _CODES.get(type(error), EXIT_NOT_MET)
     except Exception:
         log.exception("the agent failed")
         code = EXIT_FAILED

@@ -110,7 +110,7 @@ def listens(pid: int) -> list[str]:
 def acceptor_pid(rendezvous: MpiRendezvous) -> int | None:
     """The process id of its present acceptor; None while there is none."""
     acceptor = rendezvous._acceptor
-    return None if acceptor is None else acceptor.process.pid
+    return None if acceptor is None else acceptor.pid
 
 
 def dead_port_name(directory: Path) -> str:
@@ -257,8 +257,14 @@ class Run:
         return [pid for pid in self.find("-m", "liver_hpc.node.agent") if self.is_python(pid)]
 
     def joiners(self) -> list[int]:
-        joiners = self.find("-m", "liver_hpc.rendezvous.mpi.joiner")
+        joiners = self.find("liver_hpc.rendezvous.mpi.endpoint", "connect")
         return [pid for pid in joiners if self.is_python(pid)]
+
+    def joiner(self) -> int:
+        """The process id of the joiner that there is, once it is in MPI."""
+        wait_for(lambda: any(map(listens, self.joiners())), "a joiner in MPI")
+        (joiner,) = self.joiners()
+        return joiner
 
     def programs(self) -> dict[str, int]:
         """What runs, and one process id of each."""

@@ -12,9 +12,8 @@ import pytest
 from liver_hpc.cluster.launcher import KILLED, Launcher, NodeRequest, last_words
 from liver_hpc.cluster.local import LocalLauncher
 from liver_hpc.errors import LiverError
-from liver_hpc.node.agent import EXIT_BOOT
+from liver_hpc.node.agent import EXIT_BOOT, EXIT_NOT_MET
 from liver_hpc.rendezvous.base import Identity, Refusal
-from liver_hpc.rendezvous.mpi.joiner import EXIT_NOT_MET
 from tests.integration.agents import Run, request, wait_for
 from tests.memory_launcher import MemoryLauncher
 

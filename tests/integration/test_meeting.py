@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,10 +10,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
@@ -27,9 +28,9 @@ from liver_hpc.rendezvous.base import (
     Rendezvous,
 )
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
-from liver_hpc.rendezvous.mpi.joiner import EXIT_RENDEZVOUS_LOST, EXIT_STUCK, meet
+from liver_hpc.rendezvous.mpi.joiner import RendezvousLost, StuckInMpi, joiner_process, meet
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
-from liver_hpc.rendezvous.mpi.process import MpiProcess
+from liver_hpc.rendezvous.mpi.process import ENDPOINT, MpiProcess
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
 from tests.integration.agents import acceptor_pid, dead_port_name, queue_alone
 from tests.integration.leftovers import no_abandoned_files
@@ -40,48 +41,31 @@ pytestmark = pytest.mark.timeout(90)
 SECRET = b"s" * 32
 WRONG = b"w" * 32
 
-# A joiner that is told its secret: the only process of an MPI world. Prints what came of it.
-JOINER = """
-import json, sys
-from pathlib import Path
-from liver_hpc.errors import LiverError
-from liver_hpc.rendezvous.mpi.joiner import meet
-from liver_hpc.rendezvous.base import Identity
-directory, agent, secret, timeout_s = sys.argv[1:5]
-identity = Identity(agent=agent, host="here", pid=1, workers=2)
-try:
-    answer = meet(Path(directory), identity, bytes.fromhex(secret), float(timeout_s))
-    print(answer.model_dump_json())
-except LiverError as error:
-    print(json.dumps({"error": type(error).__name__, "text": str(error)}))
-"""
-
 # A joiner that, step by step, gets as far as it is told and then dies or stands still. It may
 # introduce itself under another key than that of its place in the queue.
 BAD_JOINER = """
-import os, signal, sys, threading
-from pathlib import Path
-from liver_hpc.clock import Deadline, SystemClock
+import json, os, signal, sys, threading
+from multiprocessing.connection import Connection
 from liver_hpc.rendezvous.base import Identity, introduction
-from liver_hpc.rendezvous.mpi.joiner import _wait_for_turn
-from liver_hpc.rendezvous.mpi.network import RendezvousPlace
-directory, end, how, secret, key = sys.argv[1:6]
+from liver_hpc.rendezvous.channel import connect
+host, port, end, how, secret, key, line = sys.argv[1:8]
 
 def reach(step):
     if step != end:
         return
-    print(step, flush=True)
+    parent.send_bytes(step.encode())
     if how == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Event().wait()
 
-os.environ.update(RendezvousPlace.read(Path(directory)).network.variables(os.environ))
-from liver_hpc.rendezvous.mpi.calls import connect_to, receive, send, start_mpi
+parent = Connection(int(line))
+os.environ.update(json.loads(parent.recv_bytes()))
+from liver_hpc.rendezvous.mpi.calls import MPI, receive, send, start_mpi
 start_mpi()
-deadline = Deadline.after(SystemClock(), 20.0, "the rendezvous")
-wire, port_name = _wait_for_turn(Path(directory), bytes.fromhex(secret), deadline)
+wire = connect((host, int(port)), bytes.fromhex(secret), 20.0, "the rendezvous")
+port_name = wire.receive(20.0).port_name
 reach("turn")
-peer = connect_to(port_name, 20.0)
+peer = MPI.COMM_SELF.Connect(port_name)
 reach("connected")
 who = Identity(agent="bad", host="here", pid=1, workers=2)
 send(peer, introduction(bytes.fromhex(key) or wire.key, who))
@@ -94,11 +78,13 @@ reach("left")
 
 # Enters MPI as MPICH alone does, says by which segment of shared memory, and stays.
 BARE_MPI = """
-import re, threading
+import re, sys, threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 from mpi4py import MPI
 maps = Path("/proc/self/maps").read_text()
-print(*sorted(set(re.findall(r"/dev/shm/mpich\\S+", maps))), flush=True)
+(segment,) = set(re.findall(r"/dev/shm/mpich\\S+", maps))
+Connection(int(sys.argv[1])).send_bytes(segment.encode())
 threading.Event().wait()
 """
 
@@ -110,7 +96,7 @@ from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
 rendezvous = MpiRendezvous(Path(sys.argv[1]), b"s" * 32, MpiNetwork())
 rendezvous.start(lambda identity: Refusal(reason="nobody"))
-print(rendezvous._acceptor.process.pid, flush=True)
+print(rendezvous._acceptor.pid, flush=True)
 threading.Event().wait()
 """
 
@@ -162,39 +148,36 @@ class MpiPlace(Place):
         self.rendezvous: MpiRendezvous = MpiRendezvous(directory, SECRET, MpiNetwork(), turn_s)
 
     def join(self, agent: str, secret: bytes = SECRET) -> Answer:
-        return result(start_joiner(self.directory, agent, secret))
+        return start_joiner(self.directory, agent, secret).result()
 
     def bad_joiner(self, end: str, how: str = "die", key: bytes = b"") -> MpiProcess:
-        return mpi_process(BAD_JOINER, str(self.directory), end, how, SECRET.hex(), key.hex())
+        place = RendezvousPlace.read(self.directory)
+        assert place is not None
+        address = (place.network.host, str(place.port))
+        process = mpi_process(BAD_JOINER, *address, end, how, SECRET.hex(), key.hex())
+        process.enter(place.network)
+        return process
 
 
 STARTED: list[MpiProcess] = []
+JOINERS = ThreadPoolExecutor()
 
 
 def mpi_process(script: str, *arguments: str) -> MpiProcess:
-    process = MpiProcess("an MPI process", ["-c", script, *arguments], stdout=subprocess.PIPE)
+    process = MpiProcess("an MPI process", ["-c", script, *arguments])
     STARTED.append(process)
     return process
 
 
 def start_joiner(
     directory: Path, agent: str, secret: bytes = SECRET, timeout_s: float = 20.0
-) -> MpiProcess:
-    return mpi_process(JOINER, str(directory), agent, secret.hex(), str(timeout_s))
+) -> Future[Answer]:
+    who = identity(agent)
+    return JOINERS.submit(meet, joiner_process(), directory, who, secret, timeout_s)
 
 
 def said(process: MpiProcess) -> str:
-    return process.stdout.readline().rstrip("\n")
-
-
-def result(joiner: MpiProcess) -> Answer:
-    joiner.wait(60)
-    told = json.loads(joiner.stdout.read())
-    if "error" in told:
-        raise {"MeetingError": MeetingError, "DeadlineError": DeadlineError}[told["error"]](
-            told["text"]
-        )
-    return Answer.model_validate(told)
+    return process.hear(Deadline.after(SystemClock(), 20.0, process.name)).decode()
 
 
 def wait_until_gone(pid: int) -> None:
@@ -217,24 +200,10 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     with no_abandoned_files():
         yield
         while STARTED:
-            process = STARTED.pop()
-            with process.stdout:
-                process.end(0.0)
+            STARTED.pop().close()
     assert not list(tmp_path.glob("*rendezvous.json*"))
-    ours = str(tmp_path).encode()
-    left = [
-        path.parent.name
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if ours in read(path) and b"rendezvous" in read(path)
-    ]
-    assert not left
-
-
-def read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+    lines = [child.cmdline() for child in psutil.Process().children() if child.is_running()]
+    assert not [line for line in lines if ENDPOINT[1] in line]
 
 
 @contextmanager
@@ -323,7 +292,7 @@ def test_joiners_that_come_together_are_all_met(
     mpi_place: MpiPlace, coordinator: Coordinator
 ) -> None:
     joiners = [start_joiner(mpi_place.directory, f"a{number}") for number in range(3)]
-    ids = sorted(worker for joiner in joiners for worker in result(joiner).worker_ids)
+    ids = sorted(worker for joiner in joiners for worker in joiner.result().worker_ids)
     assert ids == list(range(6))
 
 
@@ -331,8 +300,8 @@ def test_joiners_that_come_together_are_all_met(
 def test_a_coordinator_that_fails_over_one_joiner_still_meets_the_next(
     mpi_place: MpiPlace, coordinator: Coordinator
 ) -> None:
-    joiner = start_joiner(mpi_place.directory, "a fault")
-    assert joiner.wait(20) == EXIT_RENDEZVOUS_LOST
+    with pytest.raises(RendezvousLost, match="has ended"):
+        mpi_place.join("a fault")
     assert mpi_place.join("a1").worker_ids == (0, 1)
 
 
@@ -375,7 +344,7 @@ def test_an_acceptor_killed_in_a_meeting_is_replaced_and_those_who_wait_are_met(
     before = acceptor_pid(mpi_place.rendezvous)
     assert before is not None
     os.kill(before, signal.SIGKILL)
-    assert result(waiting).worker_ids == (0, 1)
+    assert waiting.result().worker_ids == (0, 1)
     mpi_place.rendezvous.check()
     wait_until_gone(before)
 
@@ -486,14 +455,14 @@ def test_the_joiner_goes_by_the_netmod_of_the_rendezvous_whatever_the_environmen
         place = RendezvousPlace.read(tmp_path)
         assert place is not None
         assert place.network.netmod == "ucx"
-        assert result(start_joiner(tmp_path, "a0")).worker_ids == (0, 1)
+        assert start_joiner(tmp_path, "a0").result().worker_ids == (0, 1)
     finally:
         rendezvous.close()
 
 
 def test_without_a_rendezvous_the_joiner_gives_up_at_its_deadline(tmp_path: Path) -> None:
-    with pytest.raises(DeadlineError, match=r"waited 0\.2 s for the rendezvous of"):
-        meet(tmp_path, identity(), SECRET, 0.2)
+    with pytest.raises(MeetingError, match=r"waited 0\.2 s for the rendezvous of"):
+        meet(joiner_process(), tmp_path, identity(), SECRET, 0.2)
 
 
 def test_at_the_address_of_a_dead_rendezvous_the_joiner_gives_up_at_its_deadline(
@@ -503,8 +472,8 @@ def test_at_the_address_of_a_dead_rendezvous_the_joiner_gives_up_at_its_deadline
         left_over = place_file(tmp_path).read_text()
     place_file(tmp_path).write_text(left_over)
     joiner = start_joiner(tmp_path, "a0", timeout_s=1.0)
-    with pytest.raises(DeadlineError, match="the rendezvous of"):
-        result(joiner)
+    with pytest.raises(MeetingError, match="the rendezvous of"):
+        joiner.result()
     place_file(tmp_path).unlink()
 
 
@@ -525,7 +494,8 @@ def test_a_joiner_stuck_in_mpi_ends_with_the_rendezvous_or_at_its_deadline(
 
     with queue_alone(tmp_path, SECRET, line_up):
         joiner = start_joiner(tmp_path, "a0", timeout_s=30.0 if rendezvous_ends else 2.0)
-        assert joiner.wait(20) == (EXIT_RENDEZVOUS_LOST if rendezvous_ends else EXIT_STUCK)
+        with pytest.raises(RendezvousLost if rendezvous_ends else StuckInMpi):
+            joiner.result(20)
         assert ended.wait(5)
 
 

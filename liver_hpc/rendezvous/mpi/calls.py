@@ -1,4 +1,4 @@
-"""MPI, and what a meeting needs of it. Importing this module loads MPI into the process.
+"""What both ends of a meeting do in MPI. Importing this module loads MPI into the process.
 
 MPI's waits spin, and cannot be interrupted from within: who calls has somebody else end the process
 when a call does not come back. Only upper-case calls on bytes: the lower-case ones pickle.
@@ -10,6 +10,7 @@ import contextlib
 import re
 import signal
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from liver_hpc.errors import MeetingError
@@ -24,18 +25,47 @@ try:
 except (ImportError, RuntimeError) as error:  # mpi4py itself, or the library that it loads
     raise MeetingError(f"MPI cannot be loaded ({error}); pip install mpi4py mpich") from error
 
-__all__ = ["MPI", "connect_to", "mpi_errors", "receive", "send", "start_mpi"]
-
 _TAG = 1
+_PROGRESS_INTERVAL_S = 0.001
 
 
 @contextlib.contextmanager
-def mpi_errors() -> Iterator[None]:
+def _mpi_errors() -> Iterator[None]:
     """An error of MPI's is a MeetingError, after which this process must make no more MPI calls."""
     try:
         yield
     except MPI.Exception as error:
         raise MeetingError("; ".join(error.Get_error_string().splitlines())) from error
+
+
+@_mpi_errors()
+def accept(parent: Connection) -> None:
+    """Opens a port and meets joiners. Raises EOFError once the parent has gone, MeetingError."""
+    start_mpi()
+    port_name = MPI.Open_port()
+    parent.send_bytes(port_name.encode())
+    while True:
+        parent.recv_bytes()
+        joiner = MPI.COMM_SELF.Accept(port_name)
+        parent.send_bytes(receive(joiner))
+        send(joiner, parent.recv_bytes())
+        joiner.Disconnect()
+        parent.send_bytes(b"left")
+        while not parent.poll(_PROGRESS_INTERVAL_S):
+            MPI.COMM_SELF.Iprobe()
+        parent.recv_bytes()
+
+
+@_mpi_errors()
+def connect(parent: Connection) -> None:
+    """Meets the acceptor and leaves MPI again. Raises what `accept` does."""
+    start_mpi()
+    acceptor = MPI.COMM_SELF.Connect(parent.recv_bytes().decode())
+    send(acceptor, parent.recv_bytes())
+    parent.send_bytes(receive(acceptor))
+    acceptor.Disconnect()
+    MPI.Finalize()
+    parent.send_bytes(b"left")
 
 
 def start_mpi() -> None:
@@ -60,12 +90,6 @@ def _unlink_shared_memory() -> None:
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     for name in set(re.findall(r"(/dev/shm/mpich_shm_\w+)$", maps, re.MULTILINE)):
         Path(name).unlink(missing_ok=True)
-
-
-def connect_to(port_name: str, limit_s: float) -> MPI.Intercomm:
-    """The one that accepts there. Where nobody does any more, it may hang beyond the limit."""
-    info = MPI.Info.Create({"timeout": str(max(1, round(limit_s)))})  # MPICH's own key
-    return MPI.COMM_SELF.Connect(port_name, info)
 
 
 def send(peer: MPI.Intercomm, data: bytes) -> None:

@@ -1,60 +1,55 @@
-"""Child processes that enter MPI, each as a world of its own; the joiner of an agent is one.
+"""A child process that enters MPI as a world of its own, and the line to it.
 
-The agent itself never loads MPI, and MPI's port, which asks nobody for a secret, is gone from its
-tree once the meeting is over, however that ends.
+What has deadlines and secrets never loads MPI. A call of MPI's that hangs or aborts takes nothing
+else with it, and MPI's port, which asks nobody for a secret, is gone with the process.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from liver_hpc.errors import MeetingError
+from liver_hpc.clock import Deadline
+from liver_hpc.errors import DeadlineError, MeetingError
 from liver_hpc.host.child import Child, Command
 from liver_hpc.host.process import clean_environment, quiet_thread
-from liver_hpc.rendezvous.base import Answer, Identity
-from liver_hpc.rendezvous.mpi.joiner import (
-    EXIT_FAILED,
-    EXIT_NOT_MET,
-    EXIT_RENDEZVOUS_LOST,
-    EXIT_STUCK,
-)
+from liver_hpc.rendezvous.base import MAX_MESSAGE_BYTES
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed
+from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.pmi import PmiServer, serve, shared_memory_of
 
-_JOINERS_WORD = frozenset({EXIT_FAILED, EXIT_STUCK, EXIT_RENDEZVOUS_LOST, EXIT_NOT_MET})
+_LOOK_S = 0.02
+
+ENDPOINT = ("-m", "liver_hpc.rendezvous.mpi.endpoint")
+
+
+class MpiEnded(MeetingError):
+    """An MPI process has ended."""
 
 
 class MpiProcess(Child):
-    """This Python with `words`, to which this process is the process manager as long as it lives.
+    """This Python with `words` and a descriptor's number, the other end of the line to it.
 
-    variables: added to the environment. Otherwise as `Command` and `Child` have it.
+    This process is its process manager as long as it lives. Raises LiverError.
     """
 
-    def __init__(
-        self,
-        name: str,
-        words: Sequence[str],
-        *,
-        variables: Mapping[str, str] | None = None,
-        pass_fds: Sequence[int] = (),
-        stdout: int | None = None,
-        log: Path | None = None,
-    ) -> None:
+    def __init__(self, name: str, words: Sequence[str], log: Path | None = None) -> None:
         pmi = PmiServer()
         self._segment = shared_memory_of(pmi.world)
-        mine, theirs = socket.socketpair()
-        quiet_thread(lambda: serve(pmi, mine), "pmi")
-        with theirs:
-            manager = {
-                "PMI_FD": str(theirs.fileno()),
+        self._line, line = Pipe()
+        manager, managed = socket.socketpair()
+        quiet_thread(lambda: serve(pmi, manager), "pmi")
+        with line, managed:
+            environment = {
+                **clean_environment(os.environ),
+                "PMI_FD": str(managed.fileno()),
                 "PMI_RANK": "0",
                 "PMI_SIZE": "1",
                 "MPIR_CVAR_PMI_VERSION": "1",
@@ -62,53 +57,67 @@ class MpiProcess(Child):
             super().__init__(
                 Command(
                     name,
-                    [sys.executable, "-P", *words],
+                    [sys.executable, "-P", *words, str(line.fileno())],
                     # Not SIGKILL: that could come between MPI's making and unlinking shared memory.
                     orphan_signal=signal.SIGTERM,
-                    environment={**clean_environment(os.environ), **(variables or {}), **manager},
-                    stdout=stdout,
+                    environment=environment,
                     log=log,
-                    pass_fds=(theirs.fileno(), *pass_fds),
+                    pass_fds=(line.fileno(), managed.fileno()),
                     apart="session",
                 )
             )
+
+    def enter(self, network: MpiNetwork) -> None:
+        """Has it enter MPI. Raises MpiEnded."""
+        self.say(json.dumps(network.variables(os.environ)).encode())
+
+    def say(self, data: bytes) -> None:
+        """Raises MpiEnded."""
+        try:
+            self._line.send_bytes(data)
+        except OSError as error:
+            raise self._ended() from error
+
+    def hear(self, deadline: Deadline, peer: Channel | None = None) -> bytes:
+        """What it says next. Raises MpiEnded, DeadlineError, and ChannelClosed once `peer` has
+        gone, which the process talks with."""
+        try:
+            while not self._line.poll(_LOOK_S):
+                if peer is not None and is_gone(peer):
+                    raise ChannelClosed(f"{deadline.waits_for} has ended")
+                deadline.check()
+            return self._line.recv_bytes(MAX_MESSAGE_BYTES)
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+
+    def await_peer(self, peer: Channel, deadline: Deadline) -> None:
+        """Until that says something, and this process nothing. Raises MpiEnded, DeadlineError."""
+        ready = wait([self._line, peer.fileno()], deadline.remaining_s())
+        if self._line in ready:
+            raise self._ended()
+        if not ready:
+            raise deadline.error()
+
+    def close(self) -> None:
+        """Kills it if it still lives. Raises DeadlineError when it does not end."""
+        self.end(0.0)
+        self._line.close()
 
     def _release(self) -> None:
         super()._release()
         # It may have been killed before it could take the name away itself.
         self._segment.unlink(missing_ok=True)
 
-
-class NotMet(MeetingError):
-    """The joiner ended without an answer; `code` is what the agent is to end with."""
-
-    def __init__(self, what: str, code: int = EXIT_NOT_MET) -> None:
-        super().__init__(f"no meeting with the rendezvous: {what}")
-        self.code = code
+    def _ended(self) -> MpiEnded:
+        return MpiEnded(f"{self.name}, process {self.pid}, has ended")
 
 
-class JoinerProcess(MpiProcess):
-    """A joiner under way. Its answer fits a pipe that nobody reads yet."""
-
-    def __init__(self, run_directory: Path, identity: Identity, timeout_s: float) -> None:
-        module = ["-m", "liver_hpc.rendezvous.mpi.joiner"]
-        words = [*module, str(run_directory), str(timeout_s), identity.model_dump_json()]
-        super().__init__("the joiner", words, stdout=subprocess.PIPE)
-
-    def answer(self) -> Answer | None:
-        """The rendezvous's answer, None while the meeting lasts. Raises NotMet when it failed."""
-        code = self.exit_code()
-        if code is None:
-            return None
-        if code == 0:
-            with contextlib.suppress(ValidationError):
-                return Answer.model_validate_json(self.stdout.readline())
-        raise NotMet(
-            f"the joiner ended without an answer ({self.how()})",
-            code if code in _JOINERS_WORD else EXIT_NOT_MET,
-        )
-
-    def close(self) -> None:
-        """Kills it if it still lives. Raises DeadlineError when it does not end."""
-        with self.stdout:
-            self.end(0.0)
+def is_gone(peer: Channel, limit_s: float = 0.0) -> bool:
+    """Whether a peer that has nothing to say leaves within a time."""
+    try:
+        peer.receive(limit_s)
+    except DeadlineError:
+        return False
+    except ChannelClosed:
+        pass
+    return True
