@@ -45,24 +45,22 @@ WORKER = """
 import json, os, signal, subprocess, sys, threading
 from pathlib import Path
 directory, then = Path(sys.argv[1]), sys.argv[2]
-rank = os.environ["LIVER_LOCAL_RANK"]
+rank, agent = os.environ["LIVER_LOCAL_RANK"], int(os.environ["LIVER_AGENT_FD"])
 if then == "boot fails" and rank == "1":
     sys.exit(3)
 if then == "boot is refused" and rank == "1":
-    os.write(int(os.environ["LIVER_AGENT_WRITE_FD"]), b'{"failed": "PlanError: no"}' + b"\\n")
+    os.write(agent, b"PlanError: no")
     sys.exit(1)
 if then == "talks" and rank == "1":
-    os.write(int(os.environ["LIVER_AGENT_WRITE_FD"]), b"hello there" + b"\\n")
+    os.write(agent, b"hello there")
 if then in ("stubborn", "never boots"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN if then == "stubborn" else signal.SIG_DFL)
     (directory / f"boots-{os.getpid()}").touch()
     threading.Event().wait()
 if then.startswith("boot fails") or then == "talks":
     threading.Event().wait()
-with open(int(os.environ["LIVER_AGENT_WRITE_FD"]), "w") as to_agent:
-    to_agent.write(json.dumps({"booted": True}) + "\\n")
-with open(int(os.environ["LIVER_AGENT_READ_FD"])) as from_agent:
-    line = from_agent.readline()
+os.write(agent, b"booted")
+line = os.read(agent, 4096)
 note = {"told": json.loads(line), "pid": os.getpid(), "environment": dict(os.environ)}
 if then == "deaf":
     for signum in (signal.SIGHUP, signal.SIGTERM):

@@ -140,7 +140,7 @@ def test_the_rendezvous_learns_who_the_agent_is(run: Run) -> None:
     [
         ("boot fails", "worker 1 of agent a0 ended in boot (exit code 3)"),
         ("boot is refused", "worker 1 of agent a0 failed in boot: PlanError: no (exit code 1)"),
-        ("talks", "worker 1 of agent a0 said b'hello there\\n' instead of having booted"),
+        ("talks", "worker 1 of agent a0 failed in boot: hello there (still running)"),
     ],
 )
 def test_a_worker_that_fails_in_boot_fails_the_agent_which_says_who(
