@@ -45,9 +45,12 @@ MOST_STRANGERS = 512
 _LENGTH = struct.Struct("!I")
 _QUEUE = 4096
 _AGAIN_S = 0.1
-_KEEPALIVE_IDLE_S = 10
-_KEEPALIVE_INTERVAL_S = 5
-_KEEPALIVE_PROBES = 4
+_TCP_OPTIONS = {
+    socket.TCP_NODELAY: 1,
+    socket.TCP_KEEPIDLE: 10,  # seconds; then that many probes, so far apart
+    socket.TCP_KEEPCNT: 4,
+    socket.TCP_KEEPINTVL: 5,
+}
 _CLOSE_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -107,7 +110,7 @@ class Channel:
                 if not self._is_readable(timeout_s):
                     raise DeadlineError(f"waited {timeout_s:g} s for a message from {self.peer}")
                 (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
-                data = bytes(self._read(size)) if size <= MAX_MESSAGE_BYTES else None
+                data = self._read(size) if size <= MAX_MESSAGE_BYTES else None
             if data is not None:
                 return decode(data)
             reason = f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES}"
@@ -140,14 +143,13 @@ class Channel:
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000))
 
-    def _read(self, size: int) -> bytearray:
-        data = bytearray(size)
-        rest = memoryview(data)
-        while rest:
-            count = self._socket.recv_into(rest)
-            if count == 0:
+    def _read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            part = self._socket.recv(size - len(data), socket.MSG_WAITALL)
+            if not part:
                 raise EOFError
-            rest = rest[count:]
+            data += part
         return data
 
     def _closed_error(self) -> ChannelClosed:
@@ -353,12 +355,9 @@ def _reason(error: Exception) -> str:
 def _tune(connected: socket.socket) -> None:
     """No Nagle delay, a dead host noticed within half a minute, no endless read or write."""
     connected.setblocking(True)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+    for option, value in _TCP_OPTIONS.items():
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_S * 1000))
-    stall = struct.pack("ll", int(STALL_S), 0)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, stall)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, stall)
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(STALL_S), 0))
