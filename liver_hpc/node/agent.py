@@ -67,14 +67,6 @@ News = Answer | Channel | LiverError
 log = logging.getLogger(__name__)
 
 
-class Stopped(LiverError):
-    """The agent was told to stop; `code` is what it ends with."""
-
-    def __init__(self, why: str, code: int) -> None:
-        super().__init__(why)
-        self.code = code
-
-
 class Agent:
     """The agent from start to end, in the order of its methods; all in the main thread."""
 
@@ -99,7 +91,10 @@ class Agent:
         self._workers = NodeWorkers(self._plan, self._selector, self._worker_ended)
 
     def run(self) -> int:
-        """The agent's exit code. Raises LiverError when its workers never got to work."""
+        """The agent's exit code, or SystemExit with it where the agent is told to stop.
+
+        Raises LiverError when its workers never got to work.
+        """
         self._workers.start()
         try:
             self._watch_parent()
@@ -108,9 +103,6 @@ class Agent:
             self._held.callback(joiner.end, 0.0)
             self._start("meet", partial(self._meet, joiner))
             return self._supervise()
-        except Stopped as stop:
-            log.info("%s: ending workers %s", stop, self._workers.living())
-            return stop.code
         finally:
             self._workers.end(self._limits.exit_s)
             self._held.close()
@@ -124,7 +116,7 @@ class Agent:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
     def _watch_parent(self) -> None:
-        """Has the parent's end taken for a signal. Raises Stopped where it has ended already."""
+        """Has the parent's end taken for a signal."""
         parent = os.getppid()
         with contextlib.suppress(OSError):  # it has ended, or is outside of our PID namespace
             end = os.pidfd_open(parent)
@@ -134,7 +126,7 @@ class Agent:
             self._signalled(self._orphaned)
 
     def _turn(self, timeout_s: float | None) -> None:
-        """Waits for the next events and deals with them. Raises Stopped and BootError."""
+        """Waits for the next events and deals with them. Raises SystemExit, BootError."""
         ready = self._selector.select(timeout_s)
         self._awake()  # a signal says more than the ends that it may have led to
         for key, _ in ready:
@@ -193,6 +185,10 @@ class Agent:
 
     # ---- what happens meanwhile
 
+    def _stop(self, why: str, code: int) -> NoReturn:
+        log.info("%s: ending workers %s", why, self._workers.living())
+        sys.exit(code)
+
     def _awake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # there is nothing
             for byte in os.read(self._woken, 4096):
@@ -219,7 +215,7 @@ class Agent:
     def _signalled(self, signum: int) -> None:
         name = signal.Signals(signum).name
         if signum not in self._warnings or self._channel is None:
-            raise Stopped(f"stopped by {name}", 128 + signum)
+            self._stop(f"stopped by {name}", 128 + signum)
         log.info("warned by %s", name)
         at_s = self._clock.now_s()
         self._send(Warned(agent=self._plan.agent, signal=name.removeprefix("SIG"), at_s=at_s))
@@ -247,7 +243,7 @@ class Agent:
             self._coordinator_gone(error)
             return
         if isinstance(message, EndAgent):
-            raise Stopped(f"told to end: {message.reason}", 0)
+            self._stop(f"told to end: {message.reason}", 0)
         log.warning("%s: unexpected %s", channel.peer, message.type)
 
     def _worker_ended(self, worker: int, how: str) -> None:

@@ -123,7 +123,7 @@ class Rendezvous(ABC):
         """Opens the rendezvous; returns once joiners can come.
 
         `answer` is called for every joiner that holds the secret, one at a time, in any thread;
-        a LiverError from it refuses the joiner. Raises MeetingError when it cannot open.
+        a LiverError from it refuses the joiner. Raises LiverError when it cannot open.
         """
 
     @abstractmethod

@@ -15,10 +15,11 @@ from typing import NoReturn
 
 from liver_hpc.clock import SystemClock, process_age_s
 from liver_hpc.cluster.network import GLOO_INTERFACE, NCCL_LOG
-from liver_hpc.errors import ProtocolError
+from liver_hpc.errors import DeadlineError, ProtocolError
 from liver_hpc.handoff.release import return_free_memory
 from liver_hpc.handoff.session import WorkerContext
 from liver_hpc.host.interfaces import address_towards
+from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.recipes.base import load_recipe
@@ -109,8 +110,7 @@ class Worker:
                 boot_timings_s=self._timings_s | {"meet": now_s - self._booted_s},
             )
         )
-        threading.Thread(target=self._serve_control, name="control", daemon=True).start()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        quiet_thread(self._serve_control, "control")
         # Without a deadline: the coordinator has one for every phase, and ends us when it passes.
         first = self._first.get()
         try:
@@ -147,46 +147,44 @@ class Worker:
         log.error("the coordinator is gone: %s", error)
         leave(EXIT_COORDINATOR_GONE)
 
-    def _beat(self) -> None:
-        """Sends heartbeats: a machine may vanish without closing its sockets."""
-        pause = threading.Event()
-        while not pause.wait(self._config.deadlines.heartbeat_s / 4):
-            self._send(m.Heartbeat(worker=self._worker, step=self._trainer.step))
-
     def _serve_control(self) -> None:
         """The control thread; a worker that no longer hears the coordinator must not train on."""
         try:
-            self._listen()
+            while True:
+                self._listen()
+        except ChannelClosed as error:
+            self._coordinator_gone(error)
         except Exception:
             log.exception("the control thread failed")
             leave(EXIT_FAILED)
 
     def _listen(self) -> None:
-        """Routes every message, and ends the process when told to."""
-        while True:
-            try:
-                message = self._channel.receive()
-            except ChannelClosed as error:
-                self._coordinator_gone(error)
-            if isinstance(message, m.Exit):
-                log.info("exit: %s", message.reason)
-                leave(0)
-            elif isinstance(message, m.Stop):
-                self._trainer.ask_to_stop(message)
-            elif isinstance(message, m.Proceed):
-                self._trainer.proceed.set()
-            elif isinstance(message, m.Arm | m.Verdict | m.Abort | m.Resume):
-                session = self._trainer.session
-                if session is not None and session.generation == message.generation:
-                    session.deliver(message)
-            elif isinstance(message, m.Prepare):
-                session = self._trainer.open_session(message)
-                if not session.is_source:
-                    self._first.put(message)
-            elif isinstance(message, m.Begin):
+        """Routes a message, and ends the process when told to; a heartbeat while there is none, for
+        a machine may vanish without closing its sockets."""
+        try:
+            message = self._channel.receive(self._config.deadlines.heartbeat_s / 4)
+        except DeadlineError:
+            self._send(m.Heartbeat(worker=self._worker, step=self._trainer.step))
+            return
+        if isinstance(message, m.Exit):
+            log.info("exit: %s", message.reason)
+            leave(0)
+        elif isinstance(message, m.Stop):
+            self._trainer.ask_to_stop(message)
+        elif isinstance(message, m.Proceed):
+            self._trainer.proceed.set()
+        elif isinstance(message, m.Arm | m.Verdict | m.Abort | m.Resume):
+            session = self._trainer.session
+            if session is not None and session.generation == message.generation:
+                session.deliver(message)
+        elif isinstance(message, m.Prepare):
+            session = self._trainer.open_session(message)
+            if not session.is_source:
                 self._first.put(message)
-            else:
-                raise ProtocolError(f"worker {self._worker}: unexpected {message.type}")
+        elif isinstance(message, m.Begin):
+            self._first.put(message)
+        else:
+            raise ProtocolError(f"worker {self._worker}: unexpected {message.type}")
 
 
 def _network_plan(coordinator: str) -> NetworkPlan:

@@ -37,15 +37,12 @@ _log = logging.getLogger(__name__)
 class Acceptor(MpiProcess):
     """A running acceptor, and the port name at which it accepts.
 
-    Raises MeetingError when it cannot be started, or does not open its port.
+    Raises LiverError when it cannot be started, MeetingError when it does not open its port.
     """
 
     def __init__(self, network: MpiNetwork, turn_s: float, log: Path) -> None:
         self._turn_s = turn_s
-        try:
-            super().__init__("the acceptor", [*ENDPOINT, "accept"], log)
-        except LiverError as error:
-            raise MeetingError(str(error)) from error
+        super().__init__("the acceptor", [*ENDPOINT, "accept"], log)
         try:
             self.enter(network)
             opens = Deadline.after(SystemClock(), _OPEN_S, "the acceptor to open its port")
@@ -155,7 +152,7 @@ class MpiRendezvous(Rendezvous):
             try:
                 self._acceptor = Acceptor(self._network, self._turn_s, self._log_file)
                 self._failures.clear()
-            except MeetingError as error:
+            except LiverError as error:
                 _log.warning("%s", error)
                 self._failures.append(str(error))
                 self._closing.wait(_RETRY_PAUSE_S * len(self._failures))
