@@ -245,13 +245,15 @@ def _popen(command: Command) -> subprocess.Popen[str]:
         raise FileNotFoundError(f"there is no command {command.words[0]!r} on the path")
     given = command.environment
     environment = clean_environment(os.environ) if given is None else given
+    ignored = ",".join(str(int(one)) for one in command.ignored)
+    told = [str(os.getpid()), str(int(command.orphan_signal or 0)), ignored]
     with contextlib.ExitStack() as stack:
         output = None
         if command.log is not None:
             command.log.parent.mkdir(parents=True, exist_ok=True)
             output = stack.enter_context(command.log.open("ab"))
         return subprocess.Popen(
-            [*_guard(command), program, *command.words[1:]],
+            [sys.executable, "-I", "-S", "-c", _GUARD, *told, program, *command.words[1:]],
             env={**environment, command.mark: _SET},
             stdin=command.stdin,
             stdout=output if command.stdout is None else command.stdout,
@@ -262,10 +264,3 @@ def _popen(command: Command) -> subprocess.Popen[str]:
             encoding="utf-8",
             errors="replace",
         )
-
-
-def _guard(command: Command) -> list[str]:
-    """What the command line begins with: the interpreter below which the command runs."""
-    ignored = ",".join(str(int(one)) for one in command.ignored)
-    words = [str(os.getpid()), str(int(command.orphan_signal or 0)), ignored]
-    return [sys.executable, "-I", "-S", "-c", _GUARD, *words]

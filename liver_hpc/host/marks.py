@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 
 import psutil
 
-from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError
+
+_AGAIN_S = 0.02
 
 
 def marked_processes(name: str, value: str) -> list[int]:
@@ -31,20 +34,15 @@ def kill_marked(name: str, value: str, limit_s: float) -> list[int]:
     Returns whom it killed. Raises DeadlineError when some still live after `limit_s` (stuck in
     the kernel).
     """
-    found: list[int] = []
+    deadline = Deadline.after(SystemClock(), limit_s, "killed processes to end")
+    pause = threading.Event()
     killed: set[int] = set()
-
-    def none_left() -> bool:
-        found[:] = marked_processes(name, value)
+    while found := marked_processes(name, value):
+        if deadline.expired():
+            raise DeadlineError(f"waited {limit_s:g} s for killed processes {found} to end")
         killed.update(found)
         for process in found:
             with contextlib.suppress(ProcessLookupError):  # has ended meanwhile
                 os.kill(process, signal.SIGKILL)
-        return not found
-
-    deadline = Deadline.after(SystemClock(), limit_s, "killed processes to end")
-    try:
-        poll_until(none_left, deadline)
-    except DeadlineError as error:
-        raise DeadlineError(f"waited {limit_s:g} s for killed processes {found} to end") from error
+        pause.wait(_AGAIN_S)
     return sorted(killed)

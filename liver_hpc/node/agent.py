@@ -165,10 +165,6 @@ class Agent:
         )
         return meet(joiner, plan.run_directory, identity, self._secret, self._limits.meet_s)
 
-    def _dial(self, address: tuple[str, int]) -> Channel:
-        waits_for = "the coordinator's control channel"
-        return connect(address, self._secret, self._limits.control_s, waits_for)
-
     def _supervise(self) -> int:
         """Until every worker has ended, by itself or because the coordinator wants it or is gone.
 
@@ -203,8 +199,9 @@ class Agent:
                 log.info("met the rendezvous: workers %s", list(news.worker_ids))
                 self._met = True
                 self._workers.hand_out(news)
-                address = (news.control_host, news.control_port)
-                self._start("dial", partial(self._dial, address))
+                address, limit_s = (news.control_host, news.control_port), self._limits.control_s
+                waits_for = "the coordinator's control channel"
+                self._start("dial", partial(connect, address, self._secret, limit_s, waits_for))
             case Channel():
                 self._connected(news)
             case error if self._met:
@@ -282,14 +279,11 @@ def parse_options(arguments: list[str] | None = None) -> WorkerPlan:
     )
     parser.add_argument("--worker-command", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    return WorkerPlan(
-        run_directory=given.run_directory.absolute(),
-        agent=given.agent,
-        slots=given.slots,
-        layout=str(Layout.parse(given.layout)),
-        command=tuple(given.worker_command or ()),
-        sheltered=given.warnings,
-    )
+    directory, layout = given.run_directory.absolute(), str(Layout.parse(given.layout))
+    module = [sys.executable, "-P", "-m", "liver_hpc.worker.main"]
+    worker = [*module, "--run-directory", str(directory), "--layout", layout]
+    command = tuple(given.worker_command or worker)  # another one stands in for it in tests
+    return WorkerPlan(directory, given.agent, given.slots, command, given.warnings)
 
 
 def _slots(text: str) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -43,24 +42,17 @@ class BootError(LiverError):
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What an agent starts: a worker for each of `slots`, which is its LIVER_LOCAL_RANK.
+    """What an agent starts: `command` for each of `slots`, which is its LIVER_LOCAL_RANK.
 
-    command: empty for the worker's own; another one stands in for it in tests. sheltered: warnings
-    do not reach the workers; they are in process groups of their own, and ignore them.
+    sheltered: warnings do not reach the workers; they are in process groups of their own, and
+    ignore them.
     """
 
     run_directory: Path
     agent: str
     slots: tuple[int, ...]
-    layout: str
-    command: tuple[str, ...] = ()
-    sheltered: bool = False
-
-    def command_line(self) -> list[str]:
-        if self.command:
-            return list(self.command)
-        module = [sys.executable, "-P", "-m", "liver_hpc.worker.main"]
-        return [*module, "--run-directory", str(self.run_directory), "--layout", self.layout]
+    command: tuple[str, ...]
+    sheltered: bool
 
     def log_of(self, index: int) -> Path:
         return self.run_directory / "logs" / f"worker-{self.agent}-{index}.log"
@@ -144,7 +136,7 @@ class NodeWorkers:
         }
         command = Command(
             f"worker {index}",
-            plan.command_line(),
+            plan.command,
             environment={**_DEFAULTS, **clean_environment(os.environ), **told},
             log=plan.log_of(index),
             pass_fds=(workers_end.fileno(),),

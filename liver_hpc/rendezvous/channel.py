@@ -39,6 +39,8 @@ __all__ = ["Channel", "ChannelClosed", "ChannelRefused", "ControlServer", "conne
 MAX_MESSAGE_BYTES = 16 * 2**20
 STALL_S = 30.0
 """The longest that a peer may stand still within a message, in either direction."""
+HANDSHAKE_S = 5.0
+"""What a stranger has to prove the secret in."""
 MOST_STRANGERS = 512
 """So many may be about to prove the secret; one more takes the place of the first of them."""
 
@@ -170,24 +172,17 @@ class _Stranger:
 class ControlServer:
     """Listens on `host` and runs `handle` for every authenticated channel in a thread of its own.
 
-    A stranger, silent or talkative, is dropped after `handshake_timeout_s`; it holds no thread, and
+    A stranger, silent or talkative, is dropped after HANDSHAKE_S; it holds no thread, and
     nobody else up. A channel is closed when its `handle` returns; ChannelClosed may simply be let
     out of `handle`.
     """
 
-    def __init__(
-        self,
-        host: str,
-        secret: bytes,
-        handle: Callable[[Channel], None],
-        handshake_timeout_s: float = 5.0,
-    ) -> None:
+    def __init__(self, host: str, secret: bytes, handle: Callable[[Channel], None]) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=_QUEUE)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._secret = secret
         self._handle = handle
-        self._handshake_timeout_s = handshake_timeout_s
         self._closing = threading.Event()
         self._changing = threading.Lock()
         self._threads: dict[threading.Thread, Channel] = {}
@@ -238,7 +233,7 @@ class ControlServer:
             left_s = stranger.late_s - time.monotonic()
             if left_s > 0:
                 return left_s
-            self._turn_away(stranger, f"no proof in {self._handshake_timeout_s:g} s")
+            self._turn_away(stranger, f"no proof in {HANDSHAKE_S:g} s")
         return None
 
     def _accept(self) -> None:
@@ -251,7 +246,7 @@ class ControlServer:
             return
         if len(self._strangers) >= MOST_STRANGERS:
             self._turn_away(next(iter(self._strangers)), "another one came")
-        late_s = time.monotonic() + self._handshake_timeout_s
+        late_s = time.monotonic() + HANDSHAKE_S
         stranger = _Stranger(connected, f"{address[0]}:{address[1]}", late_s, challenge())
         self._strangers[stranger] = None
         self._selector.register(connected, selectors.EVENT_READ, stranger)

@@ -121,10 +121,7 @@ class Worker:
             self._trainer.train()
         except LeftWorld as left:
             log.info("%s", left)
-        self._await_exit()
-
-    def _await_exit(self) -> NoReturn:
-        """Waits for the coordinator's Exit, upon which the control thread ends the process."""
+        # Upon the coordinator's Exit the control thread ends the process.
         limit_s = self._config.deadlines.release_s + self._config.deadlines.exit_s
         threading.Event().wait(limit_s)
         log.error("waited %g s for the coordinator's Exit", limit_s)

@@ -113,7 +113,7 @@ def acceptor_pid(rendezvous: MpiRendezvous) -> int | None:
 
 def dead_port_name(directory: Path) -> str:
     """MPI's name of a port at which there is nobody any more."""
-    acceptor = Acceptor(MpiNetwork(), 1.0, directory / "logs" / "dead.log")
+    acceptor = Acceptor(MpiNetwork(), directory / "logs" / "dead.log")
     acceptor.close()
     return acceptor.port_name
 

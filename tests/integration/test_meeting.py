@@ -28,6 +28,7 @@ from liver_hpc.rendezvous.base import (
     Rendezvous,
 )
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
+from liver_hpc.rendezvous.mpi import service
 from liver_hpc.rendezvous.mpi.joiner import RendezvousLost, StuckInMpi, joiner_process, meet
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
 from liver_hpc.rendezvous.mpi.process import ENDPOINT, MpiProcess
@@ -143,9 +144,9 @@ class MemoryPlace(Place):
 
 
 class MpiPlace(Place):
-    def __init__(self, directory: Path, turn_s: float = 10.0) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.rendezvous: MpiRendezvous = MpiRendezvous(directory, SECRET, MpiNetwork(), turn_s)
+        self.rendezvous: MpiRendezvous = MpiRendezvous(directory, SECRET, MpiNetwork())
 
     def join(self, agent: str, secret: bytes = SECRET) -> Answer:
         return start_joiner(self.directory, agent, secret).result()
@@ -230,8 +231,11 @@ def place(
 
 
 @pytest.fixture
-def mpi_place(tmp_path: Path, coordinator: Coordinator) -> Iterator[MpiPlace]:
-    made = MpiPlace(tmp_path, turn_s=2.0)
+def mpi_place(
+    tmp_path: Path, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MpiPlace]:
+    monkeypatch.setattr(service, "TURN_S", 2.0)
+    made = MpiPlace(tmp_path)
     with opened(made, coordinator):
         yield made
 

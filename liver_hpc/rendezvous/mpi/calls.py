@@ -69,27 +69,19 @@ def connect(parent: Connection) -> None:
 
 
 def start_mpi() -> None:
-    """Initialises MPI in this process.
+    """Initialises MPI in this process, and takes the name of MPICH's segment away.
 
-    SIGTERM and SIGINT wait meanwhile, so that they find nothing of MPI's in /dev/shm.
+    Nobody else on this host will attach to that, the world being one process; so the kernel frees
+    it however this process ends. SIGTERM and SIGINT wait meanwhile.
     """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        _unlink_shared_memory()
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        for name in set(re.findall(r"(/dev/shm/mpich_shm_\w+)$", maps, re.MULTILINE)):
+            Path(name).unlink(missing_ok=True)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-def _unlink_shared_memory() -> None:
-    """Takes the name of MPICH's segment away, as MPICH itself would at Finalize.
-
-    Nobody else on this host will attach to it, the world being one process; so the kernel frees
-    it however this process ends.
-    """
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    for name in set(re.findall(r"(/dev/shm/mpich_shm_\w+)$", maps, re.MULTILINE)):
-        Path(name).unlink(missing_ok=True)
 
 
 def send(peer: MPI.Intercomm, data: bytes) -> None:

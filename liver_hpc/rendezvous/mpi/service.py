@@ -26,6 +26,8 @@ from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
 from liver_hpc.rendezvous.mpi.process import ENDPOINT, MpiEnded, MpiProcess, is_gone
 
+TURN_S = 10.0
+"""The longest that one joiner may hold the acceptor, the coordinator's answer included."""
 _OPEN_S = 30.0
 _CLOSE_S = 10.0
 _MAX_FAILURES = 5
@@ -40,8 +42,7 @@ class Acceptor(MpiProcess):
     Raises LiverError when it cannot be started, MeetingError when it does not open its port.
     """
 
-    def __init__(self, network: MpiNetwork, turn_s: float, log: Path) -> None:
-        self._turn_s = turn_s
+    def __init__(self, network: MpiNetwork, log: Path) -> None:
         super().__init__("the acceptor", [*ENDPOINT, "accept"], log)
         try:
             self.enter(network)
@@ -57,7 +58,7 @@ class Acceptor(MpiProcess):
         Raises MpiEnded, ChannelClosed when the joiner has ended, and DeadlineError: then it is of
         no more use.
         """
-        deadline = Deadline.after(SystemClock(), self._turn_s, f"the joiner from {joiner.peer}")
+        deadline = Deadline.after(SystemClock(), TURN_S, f"the joiner from {joiner.peer}")
         joiner.send(YourTurn(port_name=self.port_name))
         self.say(b"comes")
         said, identity = reception(joiner.key, self.hear(deadline, joiner), decide)
@@ -72,22 +73,14 @@ class Acceptor(MpiProcess):
 class MpiRendezvous(Rendezvous):
     """Keeps a queue and an acceptor, whose log is logs/rendezvous.log.
 
-    `network` is the address at which joiners queue, and what MPI goes by. One joiner may hold the
-    acceptor for `turn_s`, the coordinator's answer included.
+    `network` is the address at which joiners queue, and what MPI goes by.
     """
 
-    def __init__(
-        self,
-        run_directory: Path,
-        secret: bytes,
-        network: MpiNetwork,
-        turn_s: float = 10.0,
-    ) -> None:
+    def __init__(self, run_directory: Path, secret: bytes, network: MpiNetwork) -> None:
         self._place_file = place_file(run_directory)
         self._log_file = run_directory / "logs" / "rendezvous.log"
         self._secret = secret
         self._network = network
-        self._turn_s = turn_s
         self._turn = threading.RLock()
         """Whoever holds it has the acceptor."""
         self._acceptor: Acceptor | None = None
@@ -97,7 +90,7 @@ class MpiRendezvous(Rendezvous):
 
     def start(self, answer: Decide) -> None:
         self._network = self._network.decided(os.environ)
-        self._acceptor = Acceptor(self._network, self._turn_s, self._log_file)
+        self._acceptor = Acceptor(self._network, self._log_file)
         host = self._network.host
         try:
             self._queue = ControlServer(host, self._secret, lambda one: self._line_up(one, answer))
@@ -150,7 +143,7 @@ class MpiRendezvous(Rendezvous):
         broken = len(self._failures) > _MAX_FAILURES
         if self._acceptor is None and not broken and not self._closing.is_set():
             try:
-                self._acceptor = Acceptor(self._network, self._turn_s, self._log_file)
+                self._acceptor = Acceptor(self._network, self._log_file)
                 self._failures.clear()
             except LiverError as error:
                 _log.warning("%s", error)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -59,11 +60,12 @@ def nothing_left() -> Iterator[None]:
 
 @contextmanager
 def serving(
-    handle: Callable[[Channel], None] = echo, handshake_timeout_s: float = 5.0
+    handle: Callable[[Channel], None] = echo, handshake_s: float = 5.0
 ) -> Iterator[ControlServer]:
-    server = ControlServer(HOST, SECRET, handle, handshake_timeout_s)
+    server = ControlServer(HOST, SECRET, handle)
     try:
-        yield server
+        with mock.patch.object(channel_module, "HANDSHAKE_S", handshake_s):
+            yield server
     finally:
         server.close()
 
@@ -417,7 +419,7 @@ def test_a_thread_that_cannot_be_started_costs_that_try_alone(
 
 
 def test_silent_strangers_hold_nobody_up_and_are_dropped() -> None:
-    with serving(handshake_timeout_s=0.3) as server:
+    with serving(handshake_s=0.3) as server:
         strangers = [socket.create_connection(server.address, timeout=5.0) for _ in range(8)]
         started_s = time.monotonic()
         with connected(server) as channel:
@@ -431,7 +433,7 @@ def test_silent_strangers_hold_nobody_up_and_are_dropped() -> None:
 
 
 def test_a_stranger_that_drips_bytes_is_dropped_at_the_same_deadline() -> None:
-    with serving(handshake_timeout_s=0.4) as server, raw_client(server) as stranger:
+    with serving(handshake_s=0.4) as server, raw_client(server) as stranger:
         started_s = time.monotonic()
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             drip(stranger)
@@ -443,7 +445,7 @@ def test_half_open_strangers_hold_no_threads_and_nobody_up(
 ) -> None:
     """They have all places there are; who comes later takes the place of the first of them."""
     monkeypatch.setattr(channel_module, "MOST_STRANGERS", 4)
-    with serving(handshake_timeout_s=20.0) as server, contextlib.ExitStack() as stack:
+    with serving(handshake_s=20.0) as server, contextlib.ExitStack() as stack:
         threads = threading.active_count()
         strangers = [stack.enter_context(raw_client(server)) for _ in range(18)]
         wait_closed(strangers[13])
@@ -569,7 +571,7 @@ def test_a_server_out_of_descriptors_serves_again_once_there_are_some(
     ],
 )
 def test_junk_instead_of_a_proof_is_dropped(junk: bytes) -> None:
-    with serving(handshake_timeout_s=0.5) as server:
+    with serving(handshake_s=0.5) as server:
         with raw_client(server) as stranger:
             with contextlib.suppress(ConnectionError):  # it may know after the first bytes
                 stranger.sendall(junk)
