@@ -59,8 +59,6 @@ EXIT_NOT_MET = 88
 """The rendezvous refused the agent, or did not answer in time."""
 
 _CODES = {BootError: EXIT_BOOT, StuckInMpi: EXIT_STUCK, RendezvousLost: EXIT_RENDEZVOUS_LOST}
-_NEWS = b"\0"
-"""What wakes the agent's loop like a signal's number, which this is not."""
 
 News = Answer | Channel | LiverError
 
@@ -154,7 +152,7 @@ class Agent:
                 news = error
             finally:
                 self._news.put(news)
-                os.write(self._waker, _NEWS)
+                os.write(self._waker, b"\0")  # wakes like a signal's number, which it is not
 
         quiet_thread(run, name)
 
@@ -187,11 +185,10 @@ class Agent:
 
     def _awake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # there is nothing
-            for byte in os.read(self._woken, 4096):
-                if byte == _NEWS[0]:
-                    self._hear_of(self._news.get_nowait())
-                else:
-                    self._signalled(byte)
+            for signum in filter(None, os.read(self._woken, 4096)):
+                self._signalled(signum)
+        while not self._news.empty():
+            self._hear_of(self._news.get())
 
     def _hear_of(self, news: News) -> None:
         match news:
