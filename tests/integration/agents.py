@@ -47,24 +47,22 @@ WORKER = """
 import json, os, signal, subprocess, sys, threading
 from pathlib import Path
 directory, then = Path(sys.argv[1]), sys.argv[2]
-rank = os.environ["LIVER_LOCAL_RANK"]
+rank, agent = os.environ["LIVER_LOCAL_RANK"], int(os.environ["LIVER_AGENT_FD"])
 if then == "boot fails" and rank == "1":
     sys.exit(3)
 if then == "boot is refused" and rank == "1":
-    os.write(int(os.environ["LIVER_AGENT_WRITE_FD"]), b'{"failed": "PlanError: no"}' + b"\\n")
+    os.write(agent, b"PlanError: no")
     sys.exit(1)
 if then == "talks" and rank == "1":
-    os.write(int(os.environ["LIVER_AGENT_WRITE_FD"]), b"hello there" + b"\\n")
+    os.write(agent, b"hello there")
 if then in ("stubborn", "never boots"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN if then == "stubborn" else signal.SIG_DFL)
     (directory / f"boots-{os.getpid()}").touch()
     threading.Event().wait()
 if then.startswith("boot fails") or then == "talks":
     threading.Event().wait()
-with open(int(os.environ["LIVER_AGENT_WRITE_FD"]), "w") as to_agent:
-    to_agent.write(json.dumps({"booted": True}) + "\\n")
-with open(int(os.environ["LIVER_AGENT_READ_FD"])) as from_agent:
-    line = from_agent.readline()
+os.write(agent, b"booted")
+line = os.read(agent, 4096)
 note = {"told": json.loads(line), "pid": os.getpid(), "environment": dict(os.environ)}
 if then == "deaf":
     for signum in (signal.SIGHUP, signal.SIGTERM):
@@ -109,9 +107,15 @@ def listens(pid: int) -> list[str]:
     ]
 
 
+def acceptor_pid(rendezvous: MpiRendezvous) -> int | None:
+    """The process id of its present acceptor; None while there is none."""
+    acceptor = rendezvous._acceptor
+    return None if acceptor is None else acceptor.pid
+
+
 def dead_port_name(directory: Path) -> str:
     """MPI's name of a port at which there is nobody any more."""
-    acceptor = Acceptor(MpiNetwork(), 1.0, directory / "logs" / "dead.log")
+    acceptor = Acceptor(MpiNetwork(), directory / "logs" / "dead.log")
     acceptor.close()
     return acceptor.port_name
 
@@ -177,7 +181,7 @@ class Run:
         )
         (directory / "run.yaml").write_text(dump_run(config))
         self.secret = create_secret(directory / "secret")
-        self.rendezvous = MpiRendezvous(directory, self.secret)
+        self.rendezvous = MpiRendezvous(directory, self.secret, MpiNetwork())
         self.coordinator = Coordinator(self.secret)
         self.control = self.coordinator.address
 
@@ -235,7 +239,7 @@ class Run:
         return [
             pid
             for pid in marked_processes(TEST_MARK, self.mark)
-            if pid not in (os.getpid(), self.rendezvous.pid)
+            if pid not in (os.getpid(), acceptor_pid(self.rendezvous))
         ]
 
     def find(self, *words: str) -> list[int]:
@@ -251,8 +255,14 @@ class Run:
         return [pid for pid in self.find("-m", "liver_hpc.node.agent") if self.is_python(pid)]
 
     def joiners(self) -> list[int]:
-        joiners = self.find("-m", "liver_hpc.rendezvous.mpi.joiner")
+        joiners = self.find("liver_hpc.rendezvous.mpi.endpoint", "connect")
         return [pid for pid in joiners if self.is_python(pid)]
+
+    def joiner(self) -> int:
+        """The process id of the joiner that there is, once it is in MPI."""
+        wait_for(lambda: any(map(listens, self.joiners())), "a joiner in MPI")
+        (joiner,) = self.joiners()
+        return joiner
 
     def programs(self) -> dict[str, int]:
         """What runs, and one process id of each."""

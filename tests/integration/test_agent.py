@@ -12,9 +12,8 @@ import pytest
 from liver_hpc.cluster.launcher import KILLED, Launcher, last_words, local_launcher
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.node.agent import EXIT_BOOT
+from liver_hpc.node.agent import EXIT_BOOT, EXIT_NOT_MET
 from liver_hpc.rendezvous.base import Identity, Refusal
-from liver_hpc.rendezvous.mpi.joiner import EXIT_NOT_MET
 from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.node_events import Seat
 from tests.integration.agents import Run, request, wait_for
@@ -141,7 +140,7 @@ def test_the_rendezvous_learns_who_the_agent_is(run: Run) -> None:
     [
         ("boot fails", "worker 1 of agent a0 ended in boot (exit code 3)"),
         ("boot is refused", "worker 1 of agent a0 failed in boot: PlanError: no (exit code 1)"),
-        ("talks", "worker 1 of agent a0 said b'hello there\\n' instead of having booted"),
+        ("talks", "worker 1 of agent a0 failed in boot: hello there (still running)"),
     ],
 )
 def test_a_worker_that_fails_in_boot_fails_the_agent_which_says_who(

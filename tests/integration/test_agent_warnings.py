@@ -51,7 +51,7 @@ def test_an_agent_says_who_it_is_and_ends_its_workers_when_told(
     (hello,) = run.coordinator.said(AgentHello)
     assert hello == AgentHello(agent="a0", host=socket.gethostname(), pid=agent)
     assert end(run) == 0
-    assert "told to end: of no more use: workers [0, 1]" in run.log("agent-a0")
+    assert "told to end: of no more use: ending workers [0, 1]" in run.log("agent-a0")
     assert run.alive() == []
     assert run.coordinator.said(WorkerEnded) == []
     wait_for(lambda: run.coordinator.gone == ["a0"], "the channel to end")
