@@ -7,10 +7,15 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from liver_hpc.config.check_slurm import check_slurm
 from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.config.problems import joined
-from liver_hpc.config.schema import DataSection, NetworkSection, NoticeSection, RunConfig
+from liver_hpc.config.schema import (
+    BurstSection,
+    DataSection,
+    NetworkSection,
+    NoticeSection,
+    RunConfig,
+)
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout
 
@@ -47,7 +52,7 @@ def check_run(config: RunConfig, recipe: ChecksLayouts, found: Sequence[str] = (
     if config.cluster.kind == "local":
         problems += _check_machine(config)
     if config.cluster.kind == "slurm":
-        problems += check_slurm(config)
+        problems += _check_slurm(config)
     if problems:
         raise ConfigError(joined(problems))
 
@@ -215,3 +220,63 @@ def _check_machine(config: RunConfig) -> Iterator[str]:
     for key, given in _named_interfaces(config.network):
         if given not in names:
             yield f"network.{key}: there is no {given!r} here; there are {', '.join(names)}"
+
+
+# ---- what is asked of Slurm
+
+
+def _check_slurm(config: RunConfig) -> Iterator[str]:
+    slurm = config.cluster.slurm
+    for index, component in enumerate(slurm.components):
+        where = f"cluster.slurm.components.{index}"
+        earlier = [other.name for other in slurm.components[:index]]
+        if component.name in earlier:
+            yield f"{where}.name: {component.name!r} is given twice"
+    if slurm.components and slurm.components[0].join == "asked":
+        yield (
+            "cluster.slurm.components.0.join: the first component is used from the start; "
+            "only another one can wait to be asked for"
+        )
+    if slurm.burst is not None:
+        yield from _check_burst(slurm.burst)
+        if slurm.end_window_s >= 60 * slurm.burst.time_min:
+            yield (
+                f"cluster.slurm.burst.time_min is {slurm.burst.time_min}, wanted more than "
+                f"end_window_s, {slurm.end_window_s:g} s: its nodes would be left at once"
+            )
+    if slurm.end_window_s >= 60 * config.cluster.timeout_min:
+        yield (
+            f"cluster.slurm.end_window_s is {slurm.end_window_s:g}, wanted less than the job's "
+            f"time limit, cluster.timeout_min: {60 * config.cluster.timeout_min} s"
+        )
+    if slurm.components:
+        yield from _check_slots(config)
+    else:
+        yield "cluster.slurm.components: a run on Slurm wants at least one component, got none"
+
+
+def _check_burst(burst: BurstSection) -> Iterator[str]:
+    for key, limit in (
+        ("min_nodes", "max_nodes"),
+        ("nodes_per_request", "max_nodes"),
+        ("backoff_s", "backoff_max_s"),
+    ):
+        value, most = getattr(burst, key), getattr(burst, limit)
+        if value > most:
+            yield f"cluster.slurm.burst.{key} is {value:g}, more than {limit}, {most:g}"
+
+
+def _check_slots(config: RunConfig) -> Iterator[str]:
+    """The nodes must carry the workers that the run file promises."""
+    cluster, burst = config.cluster, config.cluster.slurm.burst
+    held = [(part.nodes, cluster.slots(part), part.name) for part in cluster.slurm.components]
+    if burst is not None:
+        held.append((burst.max_nodes, cluster.slots(burst), "burst"))
+    slots = sum(nodes * workers for nodes, workers, _ in held)
+    told = " + ".join(f"{nodes} x {workers} of {name}" for nodes, workers, name in held)
+    for key, workers in (("initial", config.workers.initial), ("max", config.workers.max)):
+        if workers > slots:
+            yield (
+                f"workers.{key} is {workers}, but the nodes asked for take {slots} "
+                f"({told}, as nodes x workers)"
+            )

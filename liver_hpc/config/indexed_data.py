@@ -1,4 +1,5 @@
-"""Megatron's indexed token data: is a `.bin/.idx` pair whole? Reads the header, never the tokens.
+"""Megatron's indexed token data, `.bin/.idx`: is a pair whole? Reads the header, never the tokens.
+And what an index is for tokens that are written here.
 
 The `.idx` of megatron/core/datasets/indexed_dataset.py, little-endian: magic, version, type code,
 number of sequences and of document ends; then the lengths, the byte offsets and the document ends.
@@ -7,7 +8,9 @@ number of sequences and of document ends; then the lengths, the byte offsets and
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from liver_hpc.errors import ConfigError
@@ -29,7 +32,6 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class IndexedData:
-    prefix: Path
     token_type: str
     sequences: int
     documents: int
@@ -67,7 +69,7 @@ def read_indexed_data(prefix: Path) -> IndexedData:
             f"({wanted_bytes // token_bytes} tokens of {name}), the file has {held_bytes}"
         )
     ends = max(documents - 1, 0)
-    return IndexedData(prefix, name, sequences, ends, wanted_bytes // token_bytes)
+    return IndexedData(name, sequences, ends, wanted_bytes // token_bytes)
 
 
 def _file_bytes(path: Path) -> int:
@@ -92,3 +94,14 @@ def _unpack_header(path: Path, header: bytes) -> tuple[int, int, int]:
     if sequences == 0:
         raise ConfigError(f"{path} holds no sequences")
     return sequences, documents, code
+
+
+def index_of(lengths: Sequence[int]) -> bytes:
+    """The index of documents of one sequence each, of so many uint16 tokens."""
+    count, code = len(lengths), 8
+    _, token_bytes = _TYPES[code]
+    offsets = [token_bytes * end for end in accumulate(lengths, initial=0)][:-1]
+    header = _HEADER.pack(_MAGIC, _VERSION, code, count, count + 1)
+    return header + struct.pack(
+        f"<{count}i{count}q{count + 1}q", *lengths, *offsets, *range(count + 1)
+    )
