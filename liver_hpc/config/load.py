@@ -42,28 +42,17 @@ def dump_run(config: RunConfig) -> str:
 
 def absolute_paths(config: RunConfig) -> RunConfig:
     """The same run with every path absolute, so that it means the same in any directory."""
-    update: dict[str, Any] = {
-        "runs_directory": _absolute(config.runs_directory),
-        "recipe_directory": config.own_recipe_directory,
-    }
-    if (data := config.data) is not None:
-        text = data.text
-        update["data"] = data.model_copy(
-            update={
-                "prefix": None if data.prefix is None else _absolute(data.prefix),
-                "directory": _absolute(data.directory),
-                "text": [str(_absolute(Path(t))) for t in text] if isinstance(text, list) else text,
-            }
-        )
-    if (directory := config.checkpoint.directory) is not None:
-        update["checkpoint"] = config.checkpoint.model_copy(
-            update={"directory": _absolute(directory)}
-        )
-    return config.model_copy(update=update)
+    values = _absolute({**config.model_dump(), "recipe_directory": config.own_recipe_directory})
+    if config.data is not None and isinstance(config.data.text, list):
+        values["data"]["text"] = [str(_absolute(Path(text))) for text in config.data.text]
+    return RunConfig.model_validate(values)
 
 
-def _absolute(path: Path) -> Path:
-    return path.expanduser().absolute()
+def _absolute(value: Any) -> Any:
+    """A path, or those in a section."""
+    if isinstance(value, dict):
+        return {key: _absolute(held) for key, held in value.items()}
+    return value.expanduser().absolute() if isinstance(value, Path) else value
 
 
 def _run_of(document: Document, overrides: Sequence[str]) -> RunConfig:
