@@ -275,7 +275,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _status(options: argparse.Namespace) -> int:
     from liver_hpc.cli.client import RunWaits, request
-    from liver_hpc.cli.status_text import status_text
+    from liver_hpc.cli.follow import status_text
     from liver_hpc.protocol.messages import StatusRequest
     from liver_hpc.protocol.status import StatusSnapshot
 

@@ -11,8 +11,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from liver_hpc.cli.follow import follow, view
-from liver_hpc.cli.status_text import PlainLines, status_text
+from liver_hpc.cli.follow import PlainLines, follow, status_text, view
 from liver_hpc.errors import LiverError
 from liver_hpc.protocol.status import HandoffStatus, StatusSnapshot
 
