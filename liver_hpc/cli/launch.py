@@ -1,4 +1,4 @@
-"""Hands a run to submitit, from a short-lived process of its own.
+"""The short-lived process that hands a run to submitit, and what submitit starts.
 
 submitit starts a local job's controller in the session of the process that submits, and with its
 output. Started from here, the run has a session of its own and its output in a file: Ctrl-C, a
@@ -9,49 +9,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from liver_hpc.config.schema import RunConfig, SlurmSection
-from liver_hpc.coordinator.hosting import HostedCoordinator, checkpoint_in_time, requeue
+from liver_hpc.cli.run_here import JobSignals
+from liver_hpc.cluster.slurm.own_job import OwnJob
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.coordinator.hosting import HostedCoordinator, requeue
 from liver_hpc.errors import LiverError
 from liver_hpc.run.directory import RunDirectory
 
-_TIMEOUT_S = 120.0
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-
-
-def launch_detached(run: RunDirectory) -> str:
-    """Submits the run's coordinator; returns the job id (a process id on the local cluster).
-
-    Ctrl-C does not come between a launch and its job id: it is raised once that is written.
-    Raises LiverError with what submitit said.
-    """
-    log = run.jobs_path / "launch.log"
-    cluster = run.config().cluster
-    limit_s = _TIMEOUT_S + (cluster.slurm.unreachable_s if cluster.kind == "slurm" else 0.0)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "liver_hpc.cli.launch", str(run.path)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        code = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise LiverError(f"waited {limit_s:g} s for submitit; see {log}") from None
-    except KeyboardInterrupt:
-        process.wait(limit_s)
-        raise
-    if code != 0:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise LiverError(f"submitit: {lines[-1] if lines else f'exit code {code}'}; see {log}")
-    return run.job_id_path.read_text(encoding="utf-8")
 
 
 def submit_to_cluster(run: RunDirectory, config: RunConfig) -> str:
@@ -72,57 +41,30 @@ def submit_to_cluster(run: RunDirectory, config: RunConfig) -> str:
 
 
 class CoordinatorJob:
-    """What a Slurm job runs, by submitit's protocol: called, and asked for a checkpoint when the
-    job's end is near. submitit pickles it: it holds nothing before it is called."""
-
-    def __init__(self) -> None:
-        self._hosted: HostedCoordinator | None = None
-
-    def __getstate__(self) -> dict[str, None]:
-        return {"_hosted": None}
+    """What a Slurm job runs, by submitit's protocol: called, or asked for a checkpoint where the
+    job's end is near before that."""
 
     def __call__(self, run_directory: str) -> int:
         """Runs a run's coordinator. Does not return when the job is queued again."""
-        from submitit.core.utils import UncompletedJobError
-
-        run = RunDirectory(Path(run_directory))
-        hosted = self._hosted = HostedCoordinator(run.path)
-        # For submitit SIGTERM is nothing; it is what `scancel` sends.
-        signal.signal(signal.SIGTERM, lambda number, frame: hosted.stop("SIGTERM"))
-        hosted.start()
-        try:
-            hosted.wait()
-        except UncompletedJobError:  # submitit's way to say that `checkpoint` returned None
-            if hosted.outcome is None:
-                raise
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        outcome, config = hosted.outcome, run.config()
-        if outcome is not None and outcome.goes_on(config):
-            _queue_again(config.cluster.slurm)
-        if outcome is None or outcome.state == "failed":
+        signals = JobSignals(OwnJob.of(os.environ))
+        signals.listen()  # in the place of submitit, which knows no end but its own
+        outcome = signals.coordinate(RunDirectory(Path(run_directory)))
+        if outcome is None:
+            sys.exit(0)  # without a result: as far as submitit knows, the job is not over
+        if outcome.state == "failed":
             # For Slurm the job has failed, and what depends on its success does not start.
-            raise LiverError(outcome.reason if outcome is not None else "there is no outcome")
+            raise LiverError(outcome.reason)
         return 0
 
     def checkpoint(self, run_directory: str) -> None:
-        """In a signal handler, once the job's end is near. Returns when the run is over, and not at
-        all when the job is queued again."""
+        """In a signal handler. Does not return when the job is queued again: by ourselves, for
+        submitit would write to the disk first, which may be full."""
         run = RunDirectory(Path(run_directory))
-        config, hosted = run.config(), self._hosted or HostedCoordinator(run.path)
-        if hosted.started:
-            checkpoint_in_time(hosted, config.cluster.slurm, os.environ["SLURM_JOB_ID"])
-        if hosted.outcome is not None and not hosted.outcome.goes_on(config):
-            return
-        if config.cluster.slurm.requeue:
-            _queue_again(config.cluster.slurm)
-        hosted.give_up()
-
-
-def _queue_again(slurm: SlurmSection) -> NoReturn:
-    """By ourselves: submitit would write to the disk first, which may be full."""
-    requeue(slurm, os.environ["SLURM_JOB_ID"])
-    # Without a result: as far as submitit knows, the job is not over.
-    sys.exit(0)
+        slurm = run.config().cluster.slurm
+        if slurm.requeue:
+            requeue(slurm, os.environ["SLURM_JOB_ID"])
+            sys.exit(0)
+        HostedCoordinator(run.path).give_up()
 
 
 def coordinate_locally(run_directory: str, visible_devices: str | None) -> int:

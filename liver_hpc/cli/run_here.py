@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from liver_hpc.cli.submission import checked_run, note_latest, with_prepared_data
@@ -39,25 +39,13 @@ def run_here(
     run directory as soon as there is one. Raises ConfigError before anything is started.
     """
     job = OwnJob.of(environment)
-    signals = _Signals(job)
-    with signals.heard():
-        run = _open_run(load_run(config_path, overrides), job, tell)
-        config, last = run.config(), run.last_outcome()
-        if last is not None and last.state == "finished":
-            return run, last
-        hosted = HostedCoordinator(run.path)
-        signals.pass_on(hosted, config.cluster.slurm)
-        try:
-            hosted.start()
-            hosted.wait()
-        except _TimeIsUp:
-            return run, hosted.outcome
-        if job is not None and hosted.outcome is not None and hosted.outcome.goes_on(config):
-            requeue(config.cluster.slurm, job.job_id)
-            return run, None
-    if hosted.outcome is None:
-        raise LiverError(f"run {run} ended without an outcome; {run.where_logs_are()}")
-    return run, hosted.outcome
+    signals = JobSignals(job)
+    signals.listen()
+    run = _open_run(load_run(config_path, overrides), job, tell)
+    last = run.last_outcome()
+    if last is not None and last.state == "finished":
+        return run, last
+    return run, signals.coordinate(run)
 
 
 def _open_run(config: RunConfig, job: OwnJob | None, tell: Callable[[str], None]) -> RunDirectory:
@@ -100,12 +88,16 @@ def _known_run(config: RunConfig, job: OwnJob) -> RunDirectory | None:
     return RunDirectory(max(mine, key=OwnJob.noted_s)) if mine else None
 
 
+# ---- a job's signals
+
+
 class _TimeIsUp(Exception):
     """The window was over before the state was on disk; the job begins again where it may."""
 
 
-class _Signals:
-    """What signals say, kept until there is a coordinator to hear it."""
+class JobSignals:
+    """What signals say, kept until there is a coordinator to hear it. job: the one that this
+    process runs in; outside of a job nobody begins the run again."""
 
     def __init__(self, job: OwnJob | None) -> None:
         self._job = job
@@ -113,21 +105,33 @@ class _Signals:
         self._slurm = SlurmSection()
         self._said: list[int] = []
 
-    @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
-        numbers = (*_END_SIGNALS, *_STOP_SIGNALS)
-        previous = {number: signal.signal(number, self._hear) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    def listen(self) -> None:
+        """To this process's end: after the coordinator's, nothing comes of what is said."""
+        for number in (*_END_SIGNALS, *_STOP_SIGNALS):
+            signal.signal(number, self._hear)
 
-    def pass_on(self, hosted: HostedCoordinator, slurm: SlurmSection) -> None:
-        """From now on `hosted` is told, also of what was said before."""
-        self._hosted, self._slurm = hosted, slurm
+    def coordinate(self, run: RunDirectory) -> Outcome | None:
+        """Runs the run's coordinator, which is told what signals say, also of before.
+
+        Returns how it ended; None when its job has been queued again, where the run goes on.
+        Raises LiverError when it has left no outcome.
+        """
+        config = run.config()
+        hosted = self._hosted = HostedCoordinator(run.path)
+        self._slurm = config.cluster.slurm
         for number in self._said:
             self._hear(number, None)
+        try:
+            hosted.start()
+            hosted.wait()
+        except _TimeIsUp:
+            return hosted.outcome
+        if hosted.outcome is None:
+            raise LiverError(f"run {run} ended without an outcome; {run.where_logs_are()}")
+        if self._job is not None and hosted.outcome.goes_on(config):
+            requeue(self._slurm, self._job.job_id)
+            return None
+        return hosted.outcome
 
     def _hear(self, number: int, frame: object) -> None:
         if self._hosted is None:
@@ -136,7 +140,7 @@ class _Signals:
                 raise KeyboardInterrupt
         elif number in _END_SIGNALS and self._job is not None:
             self._end_near(self._hosted, self._job.job_id)
-        else:  # outside of a job nobody begins the run again
+        else:
             self._hosted.stop(signal.Signals(number).name)
 
     def _end_near(self, hosted: HostedCoordinator, job_id: str) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 
 from liver_hpc.cli.client import await_coordinator
-from liver_hpc.cli.launch import launch_detached
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.run_job import job_of
 from liver_hpc.config.check import check_run
@@ -27,6 +27,8 @@ from liver_hpc.run.directory import (
     process_lives,
 )
 from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome
+
+_LAUNCH_S = 120.0
 
 
 def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfig, Recipe]:
@@ -117,6 +119,36 @@ def _launch(run: RunDirectory) -> None:
     finally:
         if run.job_id() != before:  # also when Ctrl-C came in between
             note_latest(run)
+
+
+def launch_detached(run: RunDirectory) -> None:
+    """Submits the run's coordinator, from a process of its own (`launch`) that notes the job id.
+
+    Ctrl-C does not come between a launch and its job id: it is raised once that is written.
+    Raises LiverError with what submitit said.
+    """
+    log = run.jobs_path / "launch.log"
+    cluster = run.config().cluster
+    limit_s = _LAUNCH_S + (cluster.slurm.unreachable_s if cluster.kind == "slurm" else 0.0)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "liver_hpc.cli.launch", str(run.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise LiverError(f"waited {limit_s:g} s for submitit; see {log}") from None
+    except KeyboardInterrupt:
+        process.wait(limit_s)
+        raise
+    if code != 0:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        raise LiverError(f"submitit: {lines[-1] if lines else f'exit code {code}'}; see {log}")
 
 
 def note_latest(run: RunDirectory) -> None:
