@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.script import python_words
 from liver_hpc.doctor.checks import Order
 from liver_hpc.doctor.probe import ANSWER, Said
@@ -117,9 +116,7 @@ class Probes:
 
 
 @contextlib.contextmanager
-def probes_on_nodes(
-    order: Order, commands: SlurmCommands, directory: Path
-) -> Iterator[tuple[Probes, dict[str, Said]]]:
+def probes_on_nodes(order: Order, directory: Path) -> Iterator[tuple[Probes, dict[str, Said]]]:
     """Probes, and how each node greets; neither they nor nodes taken for them are left afterwards.
 
     Raises LiverError when nodes are refused, DeadlineError when they are not granted in
@@ -132,11 +129,11 @@ def probes_on_nodes(
     python = python_words(order.config.cluster)
     probes = Probes([*_srun(order, count, name, around), *python, *probe], count)
     try:
-        yield probes, _greetings(probes, order, commands, name)
+        yield probes, _greetings(probes, order, name)
     finally:
         probes.close()
         if not around:
-            commands.cancel_named(name)
+            order.commands.cancel_named(name)
 
 
 def _srun(order: Order, count: int, name: str, around: str) -> list[str]:
@@ -150,16 +147,16 @@ def _srun(order: Order, count: int, name: str, around: str) -> list[str]:
         words.append("--overlap")
     else:
         wanted |= {"time": ALLOCATION_MIN, "partition": order.partition}
-        wanted["account"] = order.account or order.config.cluster.slurm.account
+        wanted["account"] = order.account or order.slurm.account
     return words + [f"--{option}={value}" for option, value in wanted.items() if value]
 
 
-def _greetings(probes: Probes, order: Order, commands: SlurmCommands, name: str) -> dict[str, Said]:
+def _greetings(probes: Probes, order: Order, name: str) -> dict[str, Said]:
     """name: of the job, if it is the doctor's own, which may still have to be granted."""
     try:
         return probes.ask((), "hello", order.grant_s)
     except DeadlineError as error:
-        waiting = [job for job in commands.named(name).values() if not job.nodes]
+        waiting = [job for job in order.commands.named(name).values() if not job.nodes]
         if waiting:
             where = f"partition {order.partition}" if order.partition else "the default partition"
             raise DeadlineError(

@@ -53,7 +53,9 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 def found(nodes: Nodes, *names: str) -> dict[str, Result]:
     checks = [check for check in (*NODE_CHECKS, *PAIR_CHECKS) if check.name in names or not names]
-    return dict(Examination().run(checks, nodes))
+    results: dict[str, Result] = {}
+    Examination(results.__setitem__).run(checks, nodes)
+    return results
 
 
 def test_two_nodes_on_which_all_is_well(nodes: Nodes) -> None:

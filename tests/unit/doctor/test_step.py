@@ -42,9 +42,9 @@ from liver_hpc.doctor import command, step
 from liver_hpc.doctor.checks import Order
 
 step._KILL_S = 0.5
-order = Order(command.RunConfig.model_validate(command._LEAST), nodes=1)
 commands = SlurmCommands(1.0, 1.0, run=lambda words, limit_s: Answer(0, "", ""))
-with step.probes_on_nodes(order, commands, Path("runs")):
+config = command.RunConfig.model_validate(command._LEAST)
+with step.probes_on_nodes(Order(config, nodes=1, commands=commands), Path("runs")):
     pass
 """
 
