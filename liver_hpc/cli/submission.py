@@ -11,7 +11,6 @@ from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.run_job import job_of
 from liver_hpc.config.check import check_run
 from liver_hpc.config.load import absolute_paths
-from liver_hpc.config.problems import joined, parts
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.errors import ConfigError, LiverError
@@ -48,12 +47,12 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
         config = resolve_layouts(config, load_recipe(config))
         recipe = load_recipe(config)  # it knows the run as it is resolved
     except ConfigError as error:
-        raise ConfigError(joined([*found, *parts(error)])) from error
+        raise ConfigError(*found, *error.args) from error
     if config.data is not None:
         try:
             prefix_of(config.data)  # text that is not there is noticed
         except ConfigError as error:
-            found += parts(error)
+            found += error.args
     check_run(config, recipe, found)
     return config, recipe
 
@@ -210,7 +209,7 @@ def check_partitions(config: RunConfig, commands: SlurmCommands | None = None) -
         if wanted:
             problems.append(f"{where}: wanted {wanted} nodes, partition {name} has {has}")
     if problems:
-        raise ConfigError(joined(problems))
+        raise ConfigError(*problems)
 
 
 def with_prepared_data(config: RunConfig) -> RunConfig:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from liver_hpc.config.indexed_data import read_indexed_data
-from liver_hpc.config.problems import joined
 from liver_hpc.config.schema import (
     BurstSection,
     DataSection,
@@ -54,7 +53,7 @@ def check_run(config: RunConfig, recipe: ChecksLayouts, found: Sequence[str] = (
     if config.cluster.kind == "slurm":
         problems += _check_slurm(config)
     if problems:
-        raise ConfigError(joined(problems))
+        raise ConfigError(*problems)
 
 
 def local_workers_limit() -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from liver_hpc.config.document import KeyPath
+KeyPath = tuple[Hashable, ...]
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 RENAMED = {"away_s": "unreachable_s"}
@@ -37,20 +37,6 @@ _KINDS = {
     "model": "a section of keys and values",
 }
 _QUANTITY = re.compile(r"^\s*([0-9]+)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
-
-
-def joined(problems: Sequence[str]) -> str:
-    """One problem as it is, several one a line."""
-    if len(problems) == 1:
-        return problems[0]
-    return f"{len(problems)} problems\n" + "\n".join(f"  {problem}" for problem in problems)
-
-
-def parts(error: Exception) -> list[str]:
-    first, *lines = str(error).splitlines()
-    return (
-        [line.strip() for line in lines] if re.fullmatch(r"\d+ problems", first) else [str(error)]
-    )
 
 
 def key_text(path: KeyPath) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from liver_hpc.config.problems import joined
 from liver_hpc.config.schema import (
     AUTO,
     LayoutSection,
@@ -226,4 +225,4 @@ def _check_memory(config: RunConfig, recipe: DescribesModel) -> None:
             if fault := memory_fault(config, recipe.spec, layout):
                 problems.append(f"layouts.{count}.{index} ({layout}): {fault}")
     if problems:
-        raise ConfigError(joined(problems))
+        raise ConfigError(*problems)

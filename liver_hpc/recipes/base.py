@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from liver_hpc.config.problems import joined, key_text, problems_of
+from liver_hpc.config.problems import key_text, problems_of
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
@@ -164,6 +164,6 @@ def load_recipe(config: RunConfig) -> Recipe:
         options = recipe_class.Options.model_validate(config.model)
     except ValidationError as error:
         found = problems_of(error, recipe_class.Options, config.model)
-        texts = [f"{key_text(('model', *path))}: {text}" for path, text in found]
-        raise ConfigError(joined(texts)) from error
+        texts = (f"{key_text(('model', *path))}: {text}" for path, text in found)
+        raise ConfigError(*texts) from error
     return recipe_class(options, config)

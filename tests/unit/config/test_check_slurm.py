@@ -10,7 +10,6 @@ import pytest
 
 from liver_hpc.config.check import check_run
 from liver_hpc.config.load import load_run
-from liver_hpc.config.problems import joined, parts
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from tests.unit.config.runs import minimal, write_minimal
@@ -112,11 +111,6 @@ def test_slots_of_a_node(
 
 def test_only_a_slurm_run_needs_components() -> None:
     check_run(minimal(cluster={"kind": "local"}), FourHeads())
-
-
-@pytest.mark.parametrize("found", [["one"], ["one", "two"], ["a\nb"]])
-def test_problems_are_taken_apart_as_they_were_put_together(found: list[str]) -> None:
-    assert parts(ConfigError(joined(found))) == found
 
 
 def test_what_was_found_before_is_told_with_the_rest() -> None:
