@@ -116,7 +116,7 @@ def _check_notices(config: RunConfig) -> Iterator[str]:
             born += 1
             continue
         try:
-            target = _wished_layout(config, notice)
+            target = wished_layout(config, notice)
         except ConfigError as error:
             yield f"{where}: {error}"
             continue
@@ -126,7 +126,7 @@ def _check_notices(config: RunConfig) -> Iterator[str]:
         layout = target
 
 
-def _wished_layout(config: RunConfig, notice: NoticeSection) -> Layout:
+def wished_layout(config: RunConfig, notice: NoticeSection) -> Layout:
     """The layout that a notice leads to; raises ConfigError when there is none."""
     if notice.layout is not None:
         layout = notice.layout.layout()

@@ -160,14 +160,14 @@ def layouts_up_to(workers: int) -> Iterator[Layout]:
                 yield Layout(tp, pp, dp)
 
 
-def fullest_bytes(model: ModelSpec, layout: Layout) -> int:
-    """Bytes of parameters, gradients and optimizer state of a layout's fullest worker.
+def fullest_worker(model: ModelSpec, layout: Layout) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer state, by kind, of a layout's fullest worker.
 
     Exact to within the padding between the optimizer's parameters.
     """
     # On one stage every tp rank holds as much, and every dp rank as much of each bucket.
     seats = [Coordinate(0, stage, 0) for stage in range(layout.pp)]
-    return max(sum(worker_bytes(model, layout, seat).values()) for seat in seats)
+    return max((worker_bytes(model, layout, seat) for seat in seats), key=lambda b: sum(b.values()))
 
 
 def memory_fault(config: RunConfig, model: ModelSpec, layout: Layout) -> str:
@@ -179,7 +179,8 @@ def memory_fault(config: RunConfig, model: ModelSpec, layout: Layout) -> str:
     most = config.policy.memory_bytes
     if most is None:
         return ""
-    held, staging = fullest_bytes(model, layout), config.handoff.staging_bytes
+    held = sum(fullest_worker(model, layout).values())
+    staging = config.handoff.staging_bytes
     if held + staging <= most:
         return ""
     return (

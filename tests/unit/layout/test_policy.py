@@ -12,7 +12,7 @@ from liver_hpc.layout.candidates import (
     PRIOR,
     Candidates,
     expected_order,
-    fullest_bytes,
+    fullest_worker,
     layouts_up_to,
     resolve_layouts,
     step_terms,
@@ -48,6 +48,10 @@ class Described:
         if not self._stages:
             raise ConfigError("no hidden_shape")
         return (8, 1, 16)
+
+
+def fullest_bytes(model: ModelSpec, layout: Layout) -> int:
+    return sum(fullest_worker(model, layout).values())
 
 
 def auto(**sections: Any) -> RunConfig:
