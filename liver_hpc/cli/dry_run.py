@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from liver_hpc.cli.check import wished_layout
 from liver_hpc.cluster.slurm.burst import Request
 from liver_hpc.cluster.slurm.commands import sbatch_words
 from liver_hpc.cluster.slurm.script import (
@@ -16,7 +17,6 @@ from liver_hpc.cluster.slurm.script import (
     burst_script,
     coordinator_command,
 )
-from liver_hpc.config.check import wished_layout
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import NoticeSection, RunConfig
 from liver_hpc.layout.candidates import fullest_worker

@@ -6,10 +6,10 @@ import shutil
 import subprocess
 import sys
 
+from liver_hpc.cli.check import check_run
 from liver_hpc.cli.client import await_coordinator
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.run_job import job_of
-from liver_hpc.config.check import check_run
 from liver_hpc.config.load import absolute_paths
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
@@ -17,7 +17,7 @@ from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import file_lock
 from liver_hpc.layout.candidates import resolve_layouts
 from liver_hpc.recipes.base import Recipe, load_recipe
-from liver_hpc.recipes.text_data import prefix_of, prepare
+from liver_hpc.recipes.text_data import prepare
 from liver_hpc.run.directory import (
     RunDirectory,
     claim_checkpoints,
@@ -48,11 +48,6 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
         recipe = load_recipe(config)  # it knows the run as it is resolved
     except ConfigError as error:
         raise ConfigError(*found, *error.args) from error
-    if config.data is not None:
-        try:
-            prefix_of(config.data)  # text that is not there is noticed
-        except ConfigError as error:
-            found += error.args
     check_run(config, recipe, found)
     return config, recipe
 

@@ -111,12 +111,8 @@ class Candidates:
 
     def fault(self, layout: Layout) -> str:
         """Why the run cannot take a layout; empty when it can."""
-        train = self.config.train
-        if train.global_batch % (train.micro_batch * layout.dp):
-            return (
-                f"train.global_batch {train.global_batch} is not a multiple of micro_batch x dp = "
-                f"{train.micro_batch} x {layout.dp}"
-            )
+        if fault := batch_fault(self.config.train, layout):
+            return fault
         node = workers_of_a_node(self.config)
         if node is not None and layout.tp > node:
             return f"tp={layout.tp} is more than the {node} workers of a node"
@@ -170,6 +166,16 @@ def fullest_worker(model: ModelSpec, layout: Layout) -> dict[str, int]:
     return max((worker_bytes(model, layout, seat) for seat in seats), key=lambda b: sum(b.values()))
 
 
+def batch_fault(train: TrainSection, layout: Layout) -> str:
+    """Why a global batch cannot be split over a layout; empty when it can."""
+    if train.global_batch % (train.micro_batch * layout.dp) == 0:
+        return ""
+    return (
+        f"train.global_batch {train.global_batch} is not a multiple of micro_batch x dp = "
+        f"{train.micro_batch} x {layout.dp}"
+    )
+
+
 def memory_fault(config: RunConfig, model: ModelSpec, layout: Layout) -> str:
     """Why a layout is too large for `policy.memory_bytes`; empty when it is not.
 
@@ -193,11 +199,9 @@ def resolve_layouts(config: RunConfig, recipe: DescribesModel) -> RunConfig:
     """The run with `layouts: auto` written out as a table, and `policy.layout` set to auto.
 
     It leaves a table that the run file gives as it is. Raises ConfigError when no layout can be
-    taken with `workers.initial` workers, or when one of the file's exceeds `policy.memory_bytes`.
+    taken with `workers.initial` workers.
     """
     if config.layouts != AUTO:
-        if config.policy.memory_bytes is not None:
-            _check_memory(config, recipe)
         return config
     candidates = Candidates(config, recipe)
     table, initial = candidates.table(), config.workers.initial
@@ -213,17 +217,3 @@ def resolve_layouts(config: RunConfig, recipe: DescribesModel) -> RunConfig:
     }
     policy = config.policy.model_copy(update={"layout": AUTO})
     return config.model_copy(update={"layouts": layouts, "policy": policy})
-
-
-def _check_memory(config: RunConfig, recipe: DescribesModel) -> None:
-    problems = []
-    for count in config.worker_counts:
-        for index, layout in enumerate(config.allowed_layouts(count)):
-            try:
-                recipe.check_layout(layout)
-            except ConfigError:
-                continue  # told by the checks of the whole run
-            if fault := memory_fault(config, recipe.spec, layout):
-                problems.append(f"layouts.{count}.{index} ({layout}): {fault}")
-    if problems:
-        raise ConfigError(*problems)

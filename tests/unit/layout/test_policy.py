@@ -133,13 +133,6 @@ def test_memory_leaves_out_what_is_too_large() -> None:
     assert wanted in str(raised.value)
 
 
-def test_a_table_is_held_against_the_memory_too() -> None:
-    staging = minimal().handoff.staging_bytes
-    config = minimal(policy={"memory_bytes": staging + fullest_bytes(TIED, TP2)})
-    with pytest.raises(ConfigError, match=r"^layouts\.2\.0 \(tp1 pp1 dp2\): its fullest worker"):
-        resolve_layouts(config, Described())
-
-
 def test_no_layout_for_the_first_workers_says_why() -> None:
     with pytest.raises(ConfigError) as raised:
         resolved(workers={"initial": 3, "max": 4})

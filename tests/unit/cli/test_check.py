@@ -6,17 +6,24 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.config import check
-from liver_hpc.config.check import check_run
+from liver_hpc.cli import check
+from liver_hpc.cli.check import check_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.candidates import fullest_worker
 from liver_hpc.layout.coordinates import Layout
 from tests.unit.config.runs import minimal
 from tests.unit.config.test_indexed_data import write_pair
+from tests.unit.layout.models import TIED
 
 
 class FourHeads:
     """A recipe's word on layouts: tp divides 4 heads."""
+
+    spec = TIED
+
+    def hidden_shape(self) -> tuple[int, ...]:
+        return (8, 1, 16)
 
     def check_layout(self, layout: Layout) -> None:
         if 4 % layout.tp:
@@ -71,6 +78,14 @@ def test_all_problems_are_told_at_once() -> None:
 )  # fmt: skip
 def test_keys_that_do_not_fit_together(sections: dict[str, Any], said: str) -> None:
     assert said in problems(minimal(**sections))
+
+
+def test_layouts_are_held_against_the_memory() -> None:
+    """The fullest of two replicas holds more than the fuller half of a split model."""
+    half = sum(fullest_worker(TIED, Layout(2, 1, 1)).values())
+    run = minimal(policy={"memory_bytes": minimal().handoff.staging_bytes + half})
+    (said,) = problems(run)
+    assert said.startswith("layouts.2.0 (tp1 pp1 dp2): its fullest worker holds ")
 
 
 # ---- notices

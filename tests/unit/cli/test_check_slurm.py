@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.config.check import check_run
+from liver_hpc.cli.check import check_run
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
+from tests.unit.cli.test_check import FourHeads, problems
 from tests.unit.config.runs import minimal, write_minimal
-from tests.unit.config.test_check import FourHeads, problems
 
 MAIN: dict[str, Any] = {"name": "main", "nodes": 2, "workers_per_node": 2}
 BURST: dict[str, Any] = {"partition": "preempt", "max_nodes": 2}

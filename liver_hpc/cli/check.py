@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.config.schema import (
@@ -16,7 +15,9 @@ from liver_hpc.config.schema import (
     RunConfig,
 )
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.candidates import DescribesModel, batch_fault, memory_fault
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.recipes.text_data import prefix_of
 
 SMALLEST_BUCKET_BYTES = 65_536
 """Below this, messages cost more than the bytes in them."""
@@ -25,14 +26,7 @@ _LOCAL_WORKERS = 8
 _LOCAL_WORKERS_PER_CORE = 4
 
 
-class ChecksLayouts(Protocol):
-    """The part of a recipe that the checks need."""
-
-    def check_layout(self, layout: Layout) -> None:
-        """Raises ConfigError when the model cannot be laid out so."""
-
-
-def check_run(config: RunConfig, recipe: ChecksLayouts, found: Sequence[str] = ()) -> None:
+def check_run(config: RunConfig, recipe: DescribesModel, found: Sequence[str] = ()) -> None:
     """Raises ConfigError with everything that is wrong with the run, one problem a line.
 
     `found`: problems that were found elsewhere, told with these. `config.cluster.kind` "local"
@@ -73,8 +67,7 @@ def _check_counts(config: RunConfig) -> Iterator[str]:
             yield f"layouts.{count}: more workers than workers.max, which is {most}"
 
 
-def _check_layouts(config: RunConfig, recipe: ChecksLayouts) -> Iterator[str]:
-    train = config.train
+def _check_layouts(config: RunConfig, recipe: DescribesModel) -> Iterator[str]:
     for count in config.worker_counts:
         if not config.layout_table[count]:
             yield f"layouts.{count}: wanted at least one layout, got none"
@@ -84,15 +77,13 @@ def _check_layouts(config: RunConfig, recipe: ChecksLayouts) -> Iterator[str]:
                 yield f"{where}: tp x pp x dp is {layout.workers}, wanted {count}"
             if layout in config.allowed_layouts(count)[:index]:
                 yield f"{where}: given twice"
-            if train.global_batch % (train.micro_batch * layout.dp):
-                yield (
-                    f"{where}: train.global_batch {train.global_batch} is not a multiple of "
-                    f"micro_batch x dp = {train.micro_batch} x {layout.dp}"
-                )
+            faults = [batch_fault(config.train, layout)]
             try:
                 recipe.check_layout(layout)
+                faults.append(memory_fault(config, recipe.spec, layout))
             except ConfigError as error:
-                yield f"{where}: {error}"
+                faults.append(str(error))
+            yield from (f"{where}: {fault}" for fault in faults if fault)
 
 
 def _check_notices(config: RunConfig) -> Iterator[str]:
@@ -180,11 +171,18 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
 
 
 def _check_data(data: DataSection | None) -> Iterator[str]:
-    if data is not None and data.prefix is not None:
-        try:
-            read_indexed_data(data.prefix)
-        except ConfigError as error:
-            yield f"data.prefix: {error}"
+    if data is None:
+        return
+    try:
+        prefix = prefix_of(data)  # text that is not there is noticed
+    except ConfigError as error:
+        yield str(error)
+        return
+    try:
+        if data.prefix is not None:
+            read_indexed_data(prefix)
+    except ConfigError as error:
+        yield f"data.prefix: {error}"
 
 
 _OWN_KEYS = {"NCCL_SOCKET_IFNAME": "nccl_interface", "NCCL_IB_HCA": "ib_hca"}
