@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Sequence
 
+from liver_hpc.cluster.network import node_facts, worker_network_environment
 from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.config.schema import (
     BurstSection,
@@ -198,14 +198,6 @@ def _check_network(network: NetworkSection) -> Iterator[str]:
             yield f"network.{key}: wanted names with commas between, got {given!r}"
 
 
-def _named_interfaces(network: NetworkSection) -> Iterator[tuple[str, str]]:
-    """Key and name of every interface that is named, not excluded."""
-    for key in ("interface", "nccl_interface", "gloo_interface"):
-        given = getattr(network, key) or ""
-        if not given.startswith("^"):
-            yield from ((key, name) for name in given.removeprefix("=").split(",") if name)
-
-
 def _check_machine(config: RunConfig) -> Iterator[str]:
     most, limit, cores = config.workers.max, local_workers_limit(), os.cpu_count() or 1
     if most > limit:
@@ -213,10 +205,10 @@ def _check_machine(config: RunConfig) -> Iterator[str]:
             f"workers.max is {most}, but a local run on this machine may have {limit} workers "
             f"(the larger of {_LOCAL_WORKERS} and {_LOCAL_WORKERS_PER_CORE} x {cores} cores)"
         )
-    names = [name for _, name in socket.if_nameindex()]
-    for key, given in _named_interfaces(config.network):
-        if given not in names:
-            yield f"network.{key}: there is no {given!r} here; there are {', '.join(names)}"
+    try:
+        worker_network_environment(config.network, "local", node_facts(), {})
+    except ConfigError as error:
+        yield str(error)
 
 
 # ---- what is asked of Slurm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -44,12 +44,6 @@ def key_text(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def suggestion(wrong: str, valid: Iterable[str]) -> str:
-    """A did-you-mean for an unknown key, or nothing."""
-    close = difflib.get_close_matches(wrong, list(valid), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
 def problems_of(
     error: ValidationError, model: type[BaseModel], values: Any
 ) -> Iterator[tuple[KeyPath, str]]:
@@ -84,7 +78,9 @@ def _text(details: list[ErrorDetails], path: KeyPath, model: type[BaseModel]) ->
             return f"this key is called {RENAMED[key]!r} now"
         if key_text(path) in REMOVED:
             return f"there is no such key any more, leave it out: {REMOVED[key_text(path)]}"
-        return f"unknown key{suggestion(key, valid)} (valid keys here: {', '.join(valid)})"
+        close = difflib.get_close_matches(key, valid, n=1)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        return f"unknown key{meant} (valid keys here: {', '.join(valid)})"
     if kind == "missing":
         return "this key is required"
     if kind == "value_error":

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +179,17 @@ def test_a_small_machine_carries_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.local_workers_limit() == 8
 
 
-def test_unknown_network_interface() -> None:
-    config = minimal(cluster={"kind": "local"}, network={"interface": "nope0"})
-    (said,) = problems(config)
-    assert said.startswith("network.interface: there is no 'nope0' here; there are ")
-    assert "lo" in said
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (
+            {"interface": "nope0"},
+            r"network\.interface: node .* no interface 'nope0' that",
+        ),
+        ({"nccl_interface": "=lo,nope0"}, r"network\.nccl_interface: node .* no interface 'nope0'"),
+        ({"ib_hca": "nope"}, r"network\.ib_hca: node .* has no active adapter port 'nope'"),
+    ],
+)
+def test_what_this_machine_does_not_have(network: dict[str, str], said: str) -> None:
+    (problem,) = problems(minimal(cluster={"kind": "local"}, network=network))
+    assert re.match(said, problem)
