@@ -12,8 +12,7 @@ from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.doctor.checks import Examination, Level, Order, Result, failed, passed, skipped
 from liver_hpc.doctor.login import LOGIN_CHECKS
-from liver_hpc.doctor.nodes import NODE_CHECKS, PAIR_CHECKS, Nodes, own_directory
-from liver_hpc.doctor.step import probes_on_nodes
+from liver_hpc.doctor.nodes import NODE_CHECKS, PAIR_CHECKS, Nodes, own_directory, probes_on_nodes
 from liver_hpc.errors import LiverError
 
 _NEEDED = ("commands", "controller", "partitions", "run directory")

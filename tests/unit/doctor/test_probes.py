@@ -15,8 +15,7 @@ from liver_hpc.cluster.network import HcaPort, NodeFacts
 from liver_hpc.config.schema import NetworkSection
 from liver_hpc.doctor import probe
 from liver_hpc.doctor.checks import Examination, Level, Result
-from liver_hpc.doctor.nodes import NODE_CHECKS, PAIR_CHECKS, Nodes, own_directory
-from liver_hpc.doctor.step import Probes
+from liver_hpc.doctor.nodes import NODE_CHECKS, PAIR_CHECKS, Nodes, Probes, own_directory
 from liver_hpc.errors import LiverError
 
 LIMIT_S = 30.0

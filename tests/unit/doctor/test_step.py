@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.doctor.step import Probes
+from liver_hpc.doctor.nodes import Probes
 from liver_hpc.errors import DeadlineError, LiverError
 
 LIMIT_S = 20.0
@@ -38,13 +38,13 @@ while :; do sleep 0.1; done
 DOCTOR = """
 from pathlib import Path
 from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands
-from liver_hpc.doctor import command, step
+from liver_hpc.doctor import command, nodes
 from liver_hpc.doctor.checks import Order
 
-step._KILL_S = 0.5
+nodes._KILL_S = 0.5
 commands = SlurmCommands(1.0, 1.0, run=lambda words, limit_s: Answer(0, "", ""))
 config = command.RunConfig.model_validate(command._LEAST)
-with step.probes_on_nodes(Order(config, nodes=1, commands=commands), Path("runs")):
+with nodes.probes_on_nodes(Order(config, nodes=1, commands=commands), Path("runs")):
     pass
 """
 
