@@ -12,7 +12,7 @@ from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.doctor.checks import Examination, Level, Order, Result, failed, passed, skipped
 from liver_hpc.doctor.login import LOGIN_CHECKS
-from liver_hpc.doctor.nodes import NODE_CHECKS, PAIR_CHECKS, Nodes, own_directory, probes_on_nodes
+from liver_hpc.doctor.nodes import NODE_CHECKS, PAIR_CHECKS, nodes_of
 from liver_hpc.errors import LiverError
 
 _NEEDED = ("commands", "controller", "partitions", "run directory")
@@ -71,17 +71,11 @@ def _examine(order: Order, examination: Examination) -> None:
 
 
 def _examine_nodes(order: Order, examination: Examination) -> None:
-    with (
-        own_directory(order.runs_directory) as directory,
-        probes_on_nodes(order, directory) as (probes, greetings),
-    ):
-        names = tuple(sorted(greetings))
-        nodes = Nodes(probes, names, directory)
-        job = greetings[names[0]]["job"]
+    with nodes_of(order) as (nodes, job):
         kind = "around this process" if job == os.environ.get("SLURM_JOB_ID") else "of its own"
-        examination.tell("nodes", passed(f"job {job} {kind}: {', '.join(names)} answer"))
+        examination.tell("nodes", passed(f"job {job} {kind}: {', '.join(nodes.names)} answer"))
         examination.run(NODE_CHECKS, nodes)
-        if len(names) > 1:
+        if len(nodes.names) > 1:
             examination.run(PAIR_CHECKS, nodes)
         else:
             text = "clocks, meeting and bandwidth need two nodes"

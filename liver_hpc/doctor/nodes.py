@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,13 +45,17 @@ _BYTES_S = 120.0
 _SEEN_S = 15.0
 
 
-class Probes:
-    """Probes on `count` nodes, behind one process here that reads requests and prints answers.
+class Nodes:
+    """`count` nodes with a probe on each, behind one process here that reads requests and prints
+    answers.
 
     words: its command. When this process ends, it gets SIGTERM and the end of its input.
+    directory: the doctor's own, in the runs directory. names: the nodes', once they have greeted.
     """
 
-    def __init__(self, words: Sequence[str], count: int) -> None:
+    def __init__(self, words: Sequence[str], count: int, directory: Path) -> None:
+        self.directory = directory
+        self.names: list[str] = []
         self._count = count
         self._requests = 0
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -94,6 +98,24 @@ class Probes:
             answers[said["node"]] = said
         return answers
 
+    def one(self, node: str, probe: str, limit_s: float, **arguments: Any) -> Said:
+        return self.ask([node], probe, limit_s, **arguments)[node]
+
+    def each(self, probe: str, **arguments: Any) -> Result:
+        """The worst of what the nodes find about themselves, and who says what."""
+        answers = self.ask(self.names, probe, _NODE_S, **arguments)
+        results = [
+            (name, Result(Level(said["level"]), said["found"], said["advice"]))
+            for name, said in sorted(answers.items())
+        ]
+        worst = max((result for _, result in results), key=lambda r: list(Level).index(r.level))
+        who: dict[str, list[str]] = {}
+        for name, result in results:
+            if result.level is worst.level:
+                who.setdefault(result.found, []).append(name)
+        told = [f"{', '.join(names)}: {found}" for found, names in who.items()]
+        return replace(worst, found="; ".join(told))
+
     def _next(self, deadline: Deadline, answers: dict[str, Said]) -> Said:
         while True:
             try:
@@ -127,24 +149,28 @@ class Probes:
 
 
 @contextlib.contextmanager
-def probes_on_nodes(order: Order, directory: Path) -> Iterator[tuple[Probes, dict[str, Said]]]:
-    """Probes, and how each node greets; neither they nor nodes taken for them are left afterwards.
+def nodes_of(order: Order) -> Iterator[tuple[Nodes, str]]:
+    """The nodes, and the job that they are of; neither probes, nor nodes taken for them, nor what
+    they wrote is left afterwards.
 
     Raises LiverError when nodes are refused, DeadlineError when they are not granted in
     `order.grant_s` or Python does not start there.
     """
     name, around = f"liver-doctor-{secrets.token_hex(4)}", os.environ.get("SLURM_JOB_ID", "")
     count = order.nodes or int(os.environ["SLURM_JOB_NUM_NODES"])
-    probe = ["-P", "-m", "liver_hpc.doctor.probe", str(directory)]
-    probe += [order.config.network.model_dump_json()]
-    python = python_words(order.config.cluster)
-    probes = Probes([*_srun(order, count, name, around), *python, *probe], count)
-    try:
-        yield probes, _greetings(probes, order, name)
-    finally:
-        probes.close()
-        if not around:
-            order.commands.cancel_named(name)
+    with own_directory(order.runs_directory) as directory:
+        probe = ["-P", "-m", "liver_hpc.doctor.probe", str(directory)]
+        probe += [order.config.network.model_dump_json()]
+        words = [*_srun(order, count, name, around), *python_words(order.config.cluster), *probe]
+        nodes = Nodes(words, count, directory)
+        try:
+            greetings = _greetings(nodes, order, name)
+            nodes.names = sorted(greetings)
+            yield nodes, greetings[nodes.names[0]]["job"]
+        finally:
+            nodes.close()
+            if not around:
+                order.commands.cancel_named(name)
 
 
 def _srun(order: Order, count: int, name: str, around: str) -> list[str]:
@@ -162,10 +188,10 @@ def _srun(order: Order, count: int, name: str, around: str) -> list[str]:
     return words + [f"--{option}={value}" for option, value in wanted.items() if value]
 
 
-def _greetings(probes: Probes, order: Order, name: str) -> dict[str, Said]:
+def _greetings(nodes: Nodes, order: Order, name: str) -> dict[str, Said]:
     """name: of the job, if it is the doctor's own, which may still have to be granted."""
     try:
-        return probes.ask((), "hello", order.grant_s)
+        return nodes.ask((), "hello", order.grant_s)
     except DeadlineError as error:
         waiting = [job for job in order.commands.named(name).values() if not job.nodes]
         if waiting:
@@ -174,7 +200,7 @@ def _greetings(probes: Probes, order: Order, name: str) -> dict[str, Said]:
                 f"waited {order.grant_s:g} s for {order.nodes} nodes of {where} (the request is "
                 f"{waiting[0].state.lower()}, {waiting[0].reason})"
             ) from error
-    return probes.ask((), "hello", _START_S)
+    return nodes.ask((), "hello", _START_S)
 
 
 @contextlib.contextmanager
@@ -199,33 +225,6 @@ def own_directory(runs_directory: Path) -> Iterator[Path]:
 # ---- checks
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """What the checks of nodes work with. directory: the doctor's own, in the runs directory."""
-
-    probes: Probes
-    names: tuple[str, ...]
-    directory: Path
-
-    def one(self, node: str, probe: str, limit_s: float, **arguments: Any) -> Said:
-        return self.probes.ask([node], probe, limit_s, **arguments)[node]
-
-    def each(self, probe: str, **arguments: Any) -> Result:
-        """The worst of what the nodes find about themselves, and who says what."""
-        answers = self.probes.ask(self.names, probe, _NODE_S, **arguments)
-        results = [
-            (name, Result(Level(said["level"]), said["found"], said["advice"]))
-            for name, said in sorted(answers.items())
-        ]
-        worst = max((result for _, result in results), key=lambda r: list(Level).index(r.level))
-        who: dict[str, list[str]] = {}
-        for name, result in results:
-            if result.level is worst.level:
-                who.setdefault(result.found, []).append(name)
-        told = [f"{', '.join(names)}: {found}" for found, names in who.items()]
-        return replace(worst, found="; ".join(told))
-
-
 def _shared(nodes: Nodes) -> Result:
     token = secrets.token_hex(16)
     (nodes.directory / ASKERS_TOKEN).write_text(token, encoding="ascii")
@@ -241,7 +240,7 @@ def _shared(nodes: Nodes) -> Result:
 def _clocks(nodes: Nodes) -> Result:
     """All are asked at once: what they say is apart by no more than their clocks and the wait."""
     began_s = time.monotonic()
-    answers = nodes.probes.ask(nodes.names, "now", _NODE_S)
+    answers = nodes.ask(nodes.names, "now", _NODE_S)
     wait_s = time.monotonic() - began_s
     said = sorted((said["s"], name) for name, said in answers.items())
     (slow_s, slow), (fast_s, fast) = said[0], said[-1]
@@ -260,15 +259,15 @@ def _meeting(nodes: Nodes) -> Result:
 
 def _bandwidth(backend: str, nodes: Nodes) -> Result:
     first, second = pair = nodes.names[:2]
-    opened = nodes.probes.ask(pair, "store", _BYTES_S, within_s=_BYTES_S / 2)
+    opened = nodes.ask(pair, "store", _BYTES_S, within_s=_BYTES_S / 2)
     lacking = [name for name in pair if backend == "nccl" and not opened[name]["cuda"]]
-    if lacking == list(pair):
+    if lacking == pair:
         return skipped(f"not applicable: no CUDA device on {first} and {second}")
     if lacking:
         return failed(f"of {first} and {second} only {lacking[0]} has no CUDA device", _LINK)
     asked = {"rank_0": first, "backend": backend, "within_s": _BYTES_S / 2}
     asked["at"] = opened[first]["at"]
-    said = nodes.probes.ask(pair, "measure", _BYTES_S, **asked)[second]
+    said = nodes.ask(pair, "measure", _BYTES_S, **asked)[second]
     return passed(
         f"{said['megabytes_per_s']:.0f} MB/s from {first} to {second} by {said['transport']}"
     )
