@@ -17,7 +17,7 @@ from liver_hpc.config.schema import (
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.candidates import DescribesModel, batch_fault, memory_fault
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.recipes.text_data import prefix_of
+from liver_hpc.recipes.text_data import text_files
 
 SMALLEST_BUCKET_BYTES = 65_536
 """Below this, messages cost more than the bytes in them."""
@@ -174,15 +174,12 @@ def _check_data(data: DataSection | None) -> Iterator[str]:
     if data is None:
         return
     try:
-        prefix = prefix_of(data)  # text that is not there is noticed
+        if data.prefix is None:
+            text_files(data)  # what is not there is noticed
+        else:
+            read_indexed_data(data.prefix)
     except ConfigError as error:
-        yield str(error)
-        return
-    try:
-        if data.prefix is not None:
-            read_indexed_data(prefix)
-    except ConfigError as error:
-        yield f"data.prefix: {error}"
+        yield str(error) if data.prefix is None else f"data.prefix: {error}"
 
 
 _OWN_KEYS = {"NCCL_SOCKET_IFNAME": "nccl_interface", "NCCL_IB_HCA": "ib_hca"}

@@ -12,7 +12,7 @@ from liver_hpc.errors import DeadlineError, LiverError, RequestRefused
 from liver_hpc.protocol.messages import FromOperator, Reply, StatusRequest, StopRequest
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ChannelRefused, connect
-from liver_hpc.run.directory import RunDirectory, process_lives
+from liver_hpc.run.directory import CoordinatorAddress, RunDirectory, process_lives
 from liver_hpc.run.outcome import Outcome
 from liver_hpc.run.secret import read_secret
 
@@ -38,10 +38,11 @@ def request(run: RunDirectory, message: FromOperator) -> Reply:
     """
     if (outcome := run.outcome()) is not None:
         raise LiverError(f"run {run} is over: {outcome}")
-    if run.coordinator() is None:
+    address = run.coordinator()
+    if address is None:
         raise _silence(run)
     try:
-        channel = _open(run)
+        channel = _open(run, address)
     except ChannelRefused as error:
         raise LiverError(f"run {run}: {error}") from error
     except ChannelClosed as error:
@@ -145,11 +146,12 @@ class Watch:
         Raises DeadlineError when the coordinator takes too long.
         """
         for _ in range(2):
-            if self._run.outcome() is not None or self._run.coordinator() is None:
+            address = self._run.coordinator()
+            if self._run.outcome() is not None or address is None:
                 return None
             try:
                 if self._channel is None:
-                    self._channel = _open(self._run)
+                    self._channel = _open(self._run, address)
                 return StatusSnapshot.model_validate(_ask(self._channel, StatusRequest()).data)
             except RequestRefused:  # it is about to end
                 return None
@@ -224,7 +226,7 @@ def _silence(run: RunDirectory) -> LiverError:
     if address is None and job is not None:
         return gone(run, job)
     if address is None:
-        return _none_yet(run)
+        return LiverError(f"run {run} has no coordinator: it is starting or ending")
     if _coordinator_lives(run):
         return LiverError(f"run {run} is ending; its outcome is not written yet")
     who = f"process {address.pid}"
@@ -235,14 +237,6 @@ def _silence(run: RunDirectory) -> LiverError:
     )
 
 
-def _none_yet(run: RunDirectory) -> LiverError:
-    return LiverError(f"run {run} has no coordinator: it is starting or ending")
-
-
-def _open(run: RunDirectory) -> Channel:
-    address = run.coordinator()
-    if address is None:
-        raise _none_yet(run)
-    secret = read_secret(run.secret_path)
+def _open(run: RunDirectory, address: CoordinatorAddress) -> Channel:
     where = f"the coordinator of {run} at {address.host}:{address.port}"
-    return connect((address.host, address.port), secret, CONNECT_S, where)
+    return connect((address.host, address.port), read_secret(run.secret_path), CONNECT_S, where)

@@ -44,18 +44,17 @@ def follow(
     console: Console,
     interval_s: float,
     wait: Callable[[float], None] = time.sleep,
-) -> StatusSnapshot | None:
+) -> None:
     """Shows snapshots until the run is over or its coordinator gone, which None tells.
 
-    Returns the last snapshot, None if there never was one. Ctrl-C restores the terminal, leaves
-    the run alone, and goes on to the caller as KeyboardInterrupt; so do errors of `snapshots`.
+    Ctrl-C restores the terminal, leaves the run alone, and goes on to the caller as
+    KeyboardInterrupt; so do errors of `snapshots`.
     """
     is_plain = not console.is_terminal or console.is_dumb_terminal
-    lines, last = PlainLines(), None
+    lines = PlainLines()
     # Redrawn with each snapshot and at no other time: nothing blinks or spins.
     with nullcontext() if is_plain else Live(console=console, auto_refresh=False) as live:
         while (snapshot := snapshots()) is not None:
-            last = snapshot
             if live is not None:
                 live.update(view(snapshot), refresh=True)
             for line in lines.of(snapshot) if live is None else ():
@@ -63,7 +62,6 @@ def follow(
             if snapshot.state in FINAL_STATES:
                 break
             wait(interval_s)
-    return last
 
 
 # ---- in lines
