@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmError
@@ -165,29 +166,22 @@ class Watch:
             self._channel = None
 
 
-def final_outcome(run: RunDirectory) -> Outcome | None:
-    """The outcome of a run whose coordinator has hung up; None when it was killed, or when the
-    run is to go on in another job."""
-    deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"the outcome of {run}")
+def goes_on(run: RunDirectory) -> bool:
+    """Whether a run whose coordinator has hung up goes on with its job, which is queued again.
+
+    Returns once that is known: otherwise its outcome is written by then, unless it was killed.
+    """
+    job = job_of(run)
 
     def settled() -> bool:
         return run.last_outcome() is not None or not _coordinator_lives(run)
 
-    try:
-        poll_until(settled, deadline, _JOB_POLL_S if job_of(run) is not None else _LOCAL_POLL_S)
-    except DeadlineError:
-        return None
-    return run.outcome()
-
-
-def is_queued_again(run: RunDirectory) -> bool:
-    """Whether the run's job is queued, and the run with it goes on later.
-
-    Right after a coordinator has ended its job may be on its way to the queue still.
-    """
-    job = job_of(run)
+    deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"the outcome of {run}")
+    with suppress(DeadlineError):
+        poll_until(settled, deadline, _LOCAL_POLL_S if job is None else _JOB_POLL_S)
     if job is None or run.outcome() is not None:
         return False
+    # Right after a coordinator has ended its job may be on its way to the queue still.
     deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"job {job.job_id} to be queued again")
     try:
         poll_until(job.is_out_of_work, deadline, _JOB_POLL_S)

@@ -223,18 +223,17 @@ def _follow(run: RunDirectory) -> int:
     """Watches a run to its end; its outcome as the exit code. Ctrl-C leaves the run alone."""
     from rich.console import Console
 
-    from liver_hpc.cli.client import Watch, await_coordinator, final_outcome, is_queued_again
+    from liver_hpc.cli.client import Watch, await_coordinator, goes_on
     from liver_hpc.cli.follow import follow
     from liver_hpc.report.command import show
 
     watch = Watch(run)
     try:
-        while True:
+        is_awaited = True
+        while is_awaited:
             await_coordinator(run, _say)
             follow(watch.snapshot, Console(), _FOLLOW_INTERVAL_S)
-            outcome = final_outcome(run)
-            if outcome is not None or not is_queued_again(run):
-                break
+            is_awaited = goes_on(run)
     except KeyboardInterrupt:
         print(f"\nrun {run} goes on; see `liver status {run}`, end it with `liver stop {run}`")
         return EXIT_INTERRUPTED
@@ -244,7 +243,7 @@ def _follow(run: RunDirectory) -> int:
         show(run.path)
     except ConfigError as error:  # a run may end before it has figures, or on a broken disk
         print(f"no report: {error}", file=sys.stderr)
-    if outcome is None:
+    if (outcome := run.outcome()) is None:
         raise LiverError(f"run {run} ended without an outcome; {run.where_logs_are()}")
     return _tell(run, outcome)
 
