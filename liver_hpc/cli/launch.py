@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from liver_hpc.cli.run_here import JobSignals
-from liver_hpc.cluster.slurm.own_job import OwnJob
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.hosting import HostedCoordinator, requeue
 from liver_hpc.errors import LiverError
@@ -46,7 +45,7 @@ class CoordinatorJob:
 
     def __call__(self, run_directory: str) -> int:
         """Runs a run's coordinator. Does not return when the job is queued again."""
-        signals = JobSignals(OwnJob.of(os.environ))
+        signals = JobSignals()
         signals.listen()  # in the place of submitit, which knows no end but its own
         outcome = signals.coordinate(RunDirectory(Path(run_directory)))
         if outcome is None:

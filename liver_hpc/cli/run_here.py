@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from liver_hpc.cli.submission import checked_run, note_latest, with_prepared_data
@@ -27,10 +27,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_here(
-    config_path: Path,
-    overrides: Sequence[str],
-    tell: Callable[[str], None],
-    environment: Mapping[str, str] = os.environ,
+    config_path: Path, overrides: Sequence[str], tell: Callable[[str], None]
 ) -> tuple[RunDirectory, Outcome | None]:
     """Runs to the end of the run, or of this job; the run's directory, and how it ended.
 
@@ -38,10 +35,9 @@ def run_here(
     and SIGUSR2 say that the job's end is near, SIGTERM and SIGINT stop the run. `tell` hears the
     run directory as soon as there is one. Raises ConfigError before anything is started.
     """
-    job = OwnJob.of(environment)
-    signals = JobSignals(job)
+    signals = JobSignals()
     signals.listen()
-    run = _open_run(load_run(config_path, overrides), job, tell)
+    run = _open_run(load_run(config_path, overrides), signals.job, tell)
     last = run.last_outcome()
     if last is not None and last.state == "finished":
         return run, last
@@ -99,8 +95,8 @@ class JobSignals:
     """What signals say, kept until there is a coordinator to hear it. job: the one that this
     process runs in; outside of a job nobody begins the run again."""
 
-    def __init__(self, job: OwnJob | None) -> None:
-        self._job = job
+    def __init__(self) -> None:
+        self.job = OwnJob.of(os.environ)
         self._hosted: HostedCoordinator | None = None
         self._slurm = SlurmSection()
         self._said: list[int] = []
@@ -128,8 +124,8 @@ class JobSignals:
             return hosted.outcome
         if hosted.outcome is None:
             raise LiverError(f"run {run} ended without an outcome; {run.where_logs_are()}")
-        if self._job is not None and hosted.outcome.goes_on(config):
-            requeue(self._slurm, self._job.job_id)
+        if self.job is not None and hosted.outcome.goes_on(config):
+            requeue(self._slurm, self.job.job_id)
             return None
         return hosted.outcome
 
@@ -138,8 +134,8 @@ class JobSignals:
             self._said.append(number)
             if number in _STOP_SIGNALS:
                 raise KeyboardInterrupt
-        elif number in _END_SIGNALS and self._job is not None:
-            self._end_near(self._hosted, self._job.job_id)
+        elif number in _END_SIGNALS and self.job is not None:
+            self._end_near(self._hosted, self.job.job_id)
         else:
             self._hosted.stop(signal.Signals(number).name)
 

@@ -11,9 +11,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
-from liver_hpc.config.problems import KeyPath, key_text, problems_of
+from liver_hpc.config.problems import KeyPath, key_text, validated
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 
@@ -50,11 +49,7 @@ def parse_run(text: str, name: str = "run.yaml", overrides: Sequence[str] = ()) 
         file = name if line is None else f"{name}:{line}"
         return f"{file}: {key_text(path)}" if path else file
 
-    try:
-        return RunConfig.model_validate(values)
-    except ValidationError as error:
-        found = problems_of(error, RunConfig, values)
-        raise ConfigError(*(f"{where(path)}: {text}" for path, text in found)) from None
+    return validated(RunConfig, values, where)
 
 
 def dump_run(config: RunConfig) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Hashable, Iterator
-from typing import Any, get_args, get_origin
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from liver_hpc.errors import ConfigError
+
 KeyPath = tuple[Hashable, ...]
+Model = TypeVar("Model", bound=BaseModel)
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 RENAMED = {"away_s": "unreachable_s"}
@@ -44,15 +47,18 @@ def key_text(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def problems_of(
-    error: ValidationError, model: type[BaseModel], values: Any
-) -> Iterator[tuple[KeyPath, str]]:
-    """Path and text of every problem that pydantic found in `values`, each key once."""
-    by_path: dict[KeyPath, list[ErrorDetails]] = {}
-    for detail in error.errors():
-        by_path.setdefault(_real_path(detail, values), []).append(detail)
-    for path, details in by_path.items():
-        yield path, _text(details, path, model)
+def validated(model: type[Model], values: Any, where: Callable[[KeyPath], str]) -> Model:
+    """The model of `values`; raises ConfigError with every problem that pydantic finds, each key
+    once, after what `where` says of its path."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        by_path: dict[KeyPath, list[ErrorDetails]] = {}
+        for detail in error.errors():
+            by_path.setdefault(_real_path(detail, values), []).append(detail)
+    raise ConfigError(
+        *(f"{where(path)}: {_text(details, path, model)}" for path, details in by_path.items())
+    )
 
 
 def _real_path(detail: ErrorDetails, values: Any) -> KeyPath:
