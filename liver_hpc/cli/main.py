@@ -263,7 +263,7 @@ def _find(name: str, options: argparse.Namespace) -> RunDirectory:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from liver_hpc.cli.run_here import run_here
+    from liver_hpc.cli.launch import run_here
 
     run, outcome = run_here(options.config, options.set, _say)
     if outcome is None:
