@@ -15,8 +15,9 @@ from liver_hpc.config.schema import (
     RunConfig,
 )
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.candidates import DescribesModel, batch_fault, memory_fault
+from liver_hpc.layout.candidates import batch_fault, memory_fault
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.recipes.base import Recipe
 from liver_hpc.recipes.text_data import text_files
 
 SMALLEST_BUCKET_BYTES = 65_536
@@ -26,7 +27,7 @@ _LOCAL_WORKERS = 8
 _LOCAL_WORKERS_PER_CORE = 4
 
 
-def check_run(config: RunConfig, recipe: DescribesModel, found: Sequence[str] = ()) -> None:
+def check_run(config: RunConfig, recipe: Recipe, found: Sequence[str] = ()) -> None:
     """Raises ConfigError with everything that is wrong with the run, one problem a line.
 
     `found`: problems that were found elsewhere, told with these. `config.cluster.kind` "local"
@@ -67,7 +68,7 @@ def _check_counts(config: RunConfig) -> Iterator[str]:
             yield f"layouts.{count}: more workers than workers.max, which is {most}"
 
 
-def _check_layouts(config: RunConfig, recipe: DescribesModel) -> Iterator[str]:
+def _check_layouts(config: RunConfig, recipe: Recipe) -> Iterator[str]:
     for count in config.worker_counts:
         if not config.layout_table[count]:
             yield f"layouts.{count}: wanted at least one layout, got none"

@@ -339,14 +339,12 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _prepare_data(options: argparse.Namespace) -> int:
-    from liver_hpc.config.indexed_data import read_indexed_data
     from liver_hpc.config.load import absolute_paths, load_run
-    from liver_hpc.recipes.text_data import prefix_of, prepare
+    from liver_hpc.recipes.text_data import prepare
 
     data = absolute_paths(load_run(options.config, options.set)).data
     if data is None or data.text is None:
         raise ConfigError(f"{options.config}: data.text is not given; there is nothing to prepare")
-    prefix = prefix_of(prepare(data))
-    held = read_indexed_data(prefix)
-    print(f"{prefix}: {held.documents} documents, {held.tokens} tokens of {held.token_type}")
+    held = prepare(data)
+    print(f"{held.prefix}: {held.documents} documents, {held.tokens} tokens of {held.token_type}")
     return EXIT_OK

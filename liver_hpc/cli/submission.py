@@ -44,7 +44,8 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
     section = config.cluster.model_copy(update={"kind": kind})
     config = absolute_paths(config.model_copy(update={"cluster": section}))
     try:
-        config = resolve_layouts(config, load_recipe(config))
+        described = load_recipe(config)
+        config = resolve_layouts(config, described.spec, described.check_layout)
         recipe = load_recipe(config)  # it knows the run as it is resolved
     except ConfigError as error:
         raise ConfigError(*found, *error.args) from error
@@ -208,7 +209,9 @@ def check_partitions(config: RunConfig, commands: SlurmCommands | None = None) -
 
 
 def with_prepared_data(config: RunConfig) -> RunConfig:
-    """The same run on indexed data."""
-    if config.data is None:
+    """The same run on indexed data: text may change while a run goes on, and may differ between
+    nodes. Raises ConfigError for text that cannot be used."""
+    if config.data is None or config.data.text is None:
         return config
-    return config.model_copy(update={"data": prepare(config.data)})
+    named = {"prefix": prepare(config.data).prefix, "text": None}
+    return config.model_copy(update={"data": config.data.model_copy(update=named)})

@@ -1,5 +1,4 @@
-"""Megatron's indexed token data, `.bin/.idx`: is a pair whole? Reads the header, never the tokens.
-And what an index is for tokens that are written here.
+"""Megatron's indexed token data: the index of a `.bin/.idx` pair, written, and held against both.
 
 The `.idx` of megatron/core/datasets/indexed_dataset.py, little-endian: magic, version, type code,
 number of sequences and of document ends; then the lengths, the byte offsets and the document ends.
@@ -22,10 +21,12 @@ _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
 """Of tokens, in the order of their codes, from 1."""
+_UINT16 = 8
 
 
 @dataclass(frozen=True)
 class IndexedData:
+    prefix: Path
     token_type: str
     sequences: int
     documents: int
@@ -62,7 +63,20 @@ def read_indexed_data(prefix: Path) -> IndexedData:
             f"({wanted_bytes // token_bytes} tokens of {name}), the file has {held_bytes}"
         )
     ends = max(documents - 1, 0)
-    return IndexedData(name, sequences, ends, wanted_bytes // token_bytes)
+    return IndexedData(prefix, name, sequences, ends, wanted_bytes // token_bytes)
+
+
+def write_index(path: Path, lengths: Sequence[int]) -> None:
+    """Writes the `.idx` of documents of `lengths` uint16 tokens, one behind the other, each of them
+    one sequence."""
+    count = len(lengths)
+    offsets_bytes = accumulate((2 * length for length in lengths[:-1]), initial=0)
+    path.write_bytes(
+        _HEADER.pack(_MAGIC, _VERSION, _UINT16, count, count + 1)
+        + struct.pack(f"<{count}i", *lengths)
+        + struct.pack(f"<{count}q", *offsets_bytes)
+        + struct.pack(f"<{count + 1}q", *range(count + 1))
+    )
 
 
 def _file_bytes(path: Path) -> int:
@@ -87,12 +101,3 @@ def _unpack_header(path: Path, header: bytes) -> tuple[int, int, str]:
     if sequences == 0:
         raise ConfigError(f"{path} holds no sequences")
     return sequences, documents, _TYPES[code - 1]
-
-
-def index_of(lengths: Sequence[int]) -> bytes:
-    """The index of documents of one sequence each, of so many uint16 tokens."""
-    count = len(lengths)
-    header = _HEADER.pack(_MAGIC, _VERSION, _TYPES.index("uint16") + 1, count, count + 1)
-    offsets = [2 * end for end in accumulate(lengths, initial=0)][:-1]
-    entries = (*lengths, *offsets, *range(count + 1))
-    return header + struct.pack(f"<{count}i{count}q{count + 1}q", *entries)

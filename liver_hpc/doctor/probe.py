@@ -14,19 +14,19 @@ import json
 import os
 import platform
 import resource
+import select
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.network import (
     GLOO_INTERFACE,
     NCCL_LOG,
@@ -37,7 +37,7 @@ from liver_hpc.cluster.network import (
 )
 from liver_hpc.config.schema import NetworkSection
 from liver_hpc.doctor.checks import Result, failed, passed, warned
-from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.errors import ConfigError, DeadlineError, LiverError
 
 PACKAGES = ("liver_hpc", "torch", "megatron-core", "mpi4py")
 ASKERS_TOKEN = "asker"
@@ -159,9 +159,13 @@ def join(node: Node, within_s: float) -> Said:
 
     identity = Identity(agent="doctor", host=node.facts.host, pid=os.getpid(), workers=1)
     began_s = time.monotonic()
-    with closing(JoinerProcess(node.directory, identity, within_s)) as joiner:
-        deadline = Deadline.after(SystemClock(), within_s + 5.0, "the joiner")
-        poll_until(lambda: joiner.answer() is not None, deadline)
+    joiner = JoinerProcess(node.directory, identity, within_s)
+    try:
+        select.select([joiner.end], [], [], within_s + 5.0)
+        if joiner.answer() is None:
+            raise DeadlineError(f"waited {within_s:g} s for the joiner")
+    finally:
+        joiner.close()
     return {"took_s": time.monotonic() - began_s}
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from liver_hpc.config.indexed_data import index_of, read_indexed_data
+from liver_hpc.config.indexed_data import IndexedData, read_indexed_data, write_index
 from liver_hpc.config.schema import DataSection
 from liver_hpc.errors import ConfigError
 from liver_hpc.host.files import file_lock
@@ -108,24 +108,22 @@ def _text_prefix(data: DataSection, files: Sequence[TextFile]) -> Path:
     return data.directory / f"text-{hashed.hexdigest()}"
 
 
-def prepare(data: DataSection) -> DataSection:
-    """The same data, indexed and named by its prefix: text may change while a run goes on, and may
-    differ between nodes. `data.text` is tokenized unless that has been done.
+def prepare(data: DataSection) -> IndexedData:
+    """Tokenizes `data.text` unless that has been done.
 
-    Any number of processes may call it at once: one writes while the others wait. Raises
-    ConfigError for text that cannot be read, an output that cannot be written, or indexed data
-    that is not whole.
+    Any number of processes may call it at once: one writes while the others wait. `data.prefix`
+    is only checked. Raises ConfigError for text that cannot be read, an output that cannot be
+    written, or indexed data that is not whole.
     """
-    if data.text is not None:
-        files = text_files(data)
-        prefix = _text_prefix(data, files)
-        if not _is_written(prefix):  # else nothing needs to be written here, not even a lock
-            with file_lock(prefix.with_name(prefix.name + ".lock")):
-                if not _is_written(prefix):
-                    _write(prefix, files)
-        data = data.model_copy(update={"prefix": prefix, "text": None})
-    read_indexed_data(prefix_of(data))
-    return data
+    if data.prefix is not None:
+        return read_indexed_data(data.prefix)
+    files = text_files(data)
+    prefix = _text_prefix(data, files)
+    if not _is_written(prefix):
+        with file_lock(prefix.with_name(prefix.name + ".lock")):
+            if not _is_written(prefix):
+                _write(prefix, files)
+    return read_indexed_data(prefix)
 
 
 def _is_written(prefix: Path) -> bool:
@@ -142,13 +140,12 @@ def _write(prefix: Path, files: Sequence[TextFile]) -> None:
     import numpy as np
 
     made = {suffix: _suffixed(prefix, f"{suffix}.part") for suffix in _SUFFIXES}
-    lengths = [file.take_bytes + 1 for file in files]
     try:
-        with made["bin"].open("wb") as tokens:
+        with made["bin"].open("wb") as stream:
             for file in files:
                 text = np.frombuffer(_read(file), np.uint8)
-                tokens.write(np.append(text, np.uint16(END_OF_DOCUMENT)).astype("<u2").tobytes())
-        made["idx"].write_bytes(index_of(lengths))
+                stream.write(np.append(text, np.uint16(END_OF_DOCUMENT)).tobytes())
+        write_index(made["idx"], [file.take_bytes + 1 for file in files])
         for suffix, path in made.items():
             path.replace(_suffixed(prefix, suffix))
     except OSError as error:

@@ -23,9 +23,6 @@ class FourHeads:
 
     spec = TIED
 
-    def hidden_shape(self) -> tuple[int, ...]:
-        return (8, 1, 16)
-
     def check_layout(self, layout: Layout) -> None:
         if 4 % layout.tp:
             raise ConfigError(f"tp={layout.tp} does not divide 4 heads")

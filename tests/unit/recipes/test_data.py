@@ -44,10 +44,6 @@ def section(texts: Path, pattern: str = "**/*.txt", limit: int = 1 << 20) -> Dat
     )
 
 
-def prepared(data: DataSection) -> Path:
-    return prefix_of(prepare(data))
-
-
 def documents(prefix: Path) -> list[list[int]]:
     dataset = IndexedDataset(str(prefix))
     assert dataset.index.dtype is np.uint16
@@ -58,20 +54,32 @@ def documents(prefix: Path) -> list[list[int]]:
 
 
 def test_a_file_is_a_document_of_its_bytes(texts: Path) -> None:
-    assert documents(prepared(section(texts))) == [
+    assert documents(prepare(section(texts)).prefix) == [
         [*TEXTS[name], END_OF_DOCUMENT] for name in ("a.txt", "b.txt", "sub/c.txt")
     ]
 
 
 def test_the_limit_cuts_the_text(texts: Path) -> None:
-    found = documents(prepared(section(texts, limit=len(TEXTS["a.txt"]) + 3)))
+    found = documents(prepare(section(texts, limit=len(TEXTS["a.txt"]) + 3)).prefix)
     assert found == [[*TEXTS["a.txt"], END_OF_DOCUMENT], [*b"sec", END_OF_DOCUMENT]]
 
 
+def test_the_pair_is_as_megatron_writes_it(texts: Path, tmp_path: Path) -> None:
+    written = prepare(section(texts)).prefix
+    builder = IndexedDatasetBuilder(str(tmp_path / "megatron.bin"), dtype=np.uint16)
+    for document in documents(written):
+        builder.add_document(document, [len(document)])
+    builder.finalize(str(tmp_path / "megatron.idx"))
+    for suffix in ("bin", "idx"):
+        expected = (tmp_path / f"megatron.{suffix}").read_bytes()
+        assert written.with_name(f"{written.name}.{suffix}").read_bytes() == expected
+
+
 def test_what_is_done_is_not_done_again(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix = prepared(section(texts))
+    held = prepare(section(texts))
+    prefix = held.prefix
     monkeypatch.setattr(text_data, "_write", None)
-    assert prepared(section(texts)) == prefix
+    assert prepare(section(texts)) == held
     assert sorted(path.name for path in prefix.parent.iterdir()) == [
         f"{prefix.name}.{suffix}" for suffix in ("bin", "idx", "lock")
     ]
@@ -88,26 +96,11 @@ def test_other_text_has_another_name(texts: Path) -> None:
     assert not (texts.parent / "data").exists()
 
 
-def test_pinned_data_survives_a_change_of_its_source(texts: Path) -> None:
-    data = section(texts)
-    fixed = prepare(data)
-    (texts / "a.txt").write_bytes(b"changed")
-    assert prefix_of(fixed) != prefix_of(data)
-    assert prepare(fixed) == fixed
-
-
-def test_what_is_done_needs_no_right_to_write(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = section(texts)
-    fixed = prepare(data)
-    monkeypatch.setattr(text_data, "file_lock", None)
-    assert prepare(data) == fixed
-
-
 def test_several_processes_may_prepare_at_once(texts: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        prefixes = set(pool.map(prepared, [section(texts)] * 4))
-    assert len(prefixes) == 1
-    assert len(documents(prefixes.pop())) == 3
+        made = set(pool.map(prepare, [section(texts)] * 4))
+    assert len(made) == 1
+    assert len(documents(made.pop().prefix)) == 3
 
 
 def test_the_standard_library_is_found_without_its_tests(tmp_path: Path) -> None:
@@ -119,7 +112,7 @@ def test_the_standard_library_is_found_without_its_tests(tmp_path: Path) -> None
     directories = {part for file in everything for part in file.path.parts[:-1]}
     assert directories.isdisjoint({"test", "tests", "site-packages"})
     assert {"json", "asyncio"} <= directories
-    tokens = np.fromfile(f"{prepared(data)}.bin", dtype=np.uint16)
+    tokens = np.fromfile(f"{prepare(data).prefix}.bin", dtype=np.uint16)
     assert len(tokens) == 300_000 + len(files)
     assert tokens.max() == END_OF_DOCUMENT
 
