@@ -100,11 +100,21 @@ def new_parser() -> argparse.ArgumentParser:
     _run_file(command("run", _run, "run in this process, in a batch job of one's own"))
     status = of_run("status", _status, "what a run is doing")
     status.add_argument("--json", action="store_true", help="the snapshot, for programs")
-    _resize_options(of_run("resize", _ask, "give a running job another shape"))
+    resize = of_run("resize", _ask, "give a running job another shape")
+    add = resize.add_mutually_exclusive_group(required=True).add_argument
+    add("--layout", metavar="tp=A,pp=B,dp=C", help="the layout to change to")
+    add("--workers", type=_count, metavar="N", help="take the preferred layout of N workers")
     replace = of_run("replace", _ask, "put a fresh worker in the place of another")
     replace.add_argument("--worker", type=_worker_id, required=True, metavar="W", help="its id")
-    _drain_options(of_run("drain", _ask, "leave a node live, so that it can be taken away"))
-    _stop_options(of_run("stop", _stop, "end a run at its next step boundary"))
+    drain = of_run("drain", _ask, "leave a node live, so that it can be taken away")
+    drain.add_argument("node", metavar="NODE", help="the node's name, as `liver status` has it")
+    add = drain.add_mutually_exclusive_group().add_argument
+    add("--within-s", type=_seconds, metavar="S", help="the window (default: the run file's)")
+    add("--undo", action="store_true", help="a node that was drained is used again")
+    add = of_run("stop", _stop, "end a run at its next step boundary").add_argument
+    add("--timeout-s", type=_seconds, metavar="S", help="wait at most this long for the end")
+    text = "write the state to disk first, so that the run can go on from there"
+    add("--checkpoint", action="store_true", help=text)
     add_report_options(of_run("report", _report, "what a run's reconfigurations cost"))
     _doctor_options(command("doctor", _doctor, "whether this cluster has what a run needs"))
     _run_file(command("prepare-data", _prepare_data, "tokenize the text that a run file names"))
@@ -137,26 +147,6 @@ def _submit_options(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help=text)
     text = "watch the run until it ends (the default in a terminal)"
     add("--follow", action=argparse.BooleanOptionalAction, help=text)
-
-
-def _resize_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_mutually_exclusive_group(required=True).add_argument
-    add("--layout", metavar="tp=A,pp=B,dp=C", help="the layout to change to")
-    add("--workers", type=_count, metavar="N", help="take the preferred layout of N workers")
-
-
-def _drain_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("node", metavar="NODE", help="the node's name, as `liver status` has it")
-    add = parser.add_mutually_exclusive_group().add_argument
-    add("--within-s", type=_seconds, metavar="S", help="the window (default: the run file's)")
-    add("--undo", action="store_true", help="a node that was drained is used again")
-
-
-def _stop_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--timeout-s", type=_seconds, metavar="S", help="wait at most this long for the end")
-    text = "write the state to disk first, so that the run can go on from there"
-    add("--checkpoint", action="store_true", help=text)
 
 
 def _doctor_options(parser: argparse.ArgumentParser) -> None:

@@ -88,22 +88,19 @@ def _override(values: dict[Any, Any], override: str) -> KeyPath:
         raise ConfigError(f"--set {override}: {error}") from None
     section: Any = values
     for depth, part in enumerate(parts):
-        _check_entry(section, part, f"--set {override}", key_text(tuple(parts[:depth])))
+        name = key_text(tuple(parts[:depth]))
+        if isinstance(section, list):
+            if not isinstance(part, int) or part >= len(section):
+                said = f"{name} is a list of {len(section)}, without {part!r}"
+                raise ConfigError(f"--set {override}: {said}")
+        elif not isinstance(section, dict):
+            raise ConfigError(f"--set {override}: {name} is {section!r}, not a section")
         if depth == len(parts) - 1:
             section[part] = value
         elif isinstance(section, dict) and section.get(part) is None:
             section[part] = {}
         section = section[part]
     return tuple(parts)
-
-
-def _check_entry(section: Any, part: str | int, override: str, name: str) -> None:
-    """Raises ConfigError where a key cannot stand in a section, or an index not in a list."""
-    if isinstance(section, list):
-        if not isinstance(part, int) or part >= len(section):
-            raise ConfigError(f"{override}: {name} is a list of {len(section)}, without {part!r}")
-    elif not isinstance(section, dict):
-        raise ConfigError(f"{override}: {name} is {section!r}, not a section")
 
 
 def _parse_value(text: str) -> Any:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -157,10 +158,8 @@ _OWN_OPTIONS = {
     "time": "cluster.timeout_min, or time_min of a burst",
 }
 """Options of sbatch that liver gives itself, and the key that says what it gives."""
-_OWN_WITHOUT_KEY = (
-    *("array", "comment", "error", "hold", "open-mode", "output", "parsable", "test-only"),
-    *("wait", "wrap"),
-)
+_KEYLESS = re.compile("array|comment|error|hold|open-mode|output|parsable|test-only|wait|wrap")
+"""More of them, of which no key says anything."""
 
 
 def _plain(text: str) -> str:
@@ -173,7 +172,7 @@ def _plain(text: str) -> str:
 def _option(name: str) -> str:
     if name in _OWN_OPTIONS:
         raise ValueError(f"liver gives --{name} itself; its key is {_OWN_OPTIONS[name]}")
-    if name in _OWN_WITHOUT_KEY:
+    if _KEYLESS.fullmatch(name):
         raise ValueError(f"liver gives --{name} itself")
     return name
 
