@@ -92,7 +92,8 @@ def _text(details: list[ErrorDetails], path: KeyPath, model: type[BaseModel]) ->
     if kind == "value_error":
         return str(details[0].get("ctx", {}).get("error", details[0]["msg"]))
     wanted = " or ".join(dict.fromkeys(_wanted(detail, key) for detail in details))
-    came = "nothing" if got is None else _short(got)
+    came = "nothing" if got is None else repr(got)
+    came = came if len(came) <= 80 else f"{came[:77]}..."
     return f"wanted {wanted}, got {came}{_hint(key, got)}"
 
 
@@ -111,11 +112,6 @@ def _wanted(detail: ErrorDetails, key: str) -> str:
     if basic == "float" and key.endswith("_s"):
         return "a number of seconds"
     return _KINDS.get(basic) or detail["msg"][:1].lower() + detail["msg"][1:]
-
-
-def _short(got: Any) -> str:
-    text = repr(got)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _hint(key: str, got: Any) -> str:

@@ -37,13 +37,13 @@ while :; do sleep 0.1; done
 
 DOCTOR = """
 from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands
-from liver_hpc.doctor import command, nodes
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.doctor import nodes
 from liver_hpc.doctor.checks import Order
 
 nodes._KILL_S = 0.5
 commands = SlurmCommands(1.0, 1.0, run=lambda words, limit_s: Answer(0, "", ""))
-config = command.RunConfig.model_validate(command._LEAST)
-with nodes.nodes_of(Order(config, nodes=1, commands=commands)):
+with nodes.nodes_of(Order(RunConfig.model_construct(), nodes=1, commands=commands)):
     pass
 """
 
