@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
@@ -90,12 +89,12 @@ def stop(run: RunDirectory, timeout_s: float | None = None, checkpoint: bool = F
     return outcome
 
 
-def await_coordinator(run: RunDirectory, tell: Callable[[str], None] = lambda text: None) -> None:
+def await_coordinator(run: RunDirectory) -> None:
     """Returns once the coordinator listens, or the run is over already.
 
-    On Slurm it waits for as long as the job is queued; `tell` hears what Slurm says of it,
-    whenever that changes. Raises LiverError if the coordinator died, DeadlineError when it did not
-    come within `deadlines.boot_s`.
+    On Slurm it waits for as long as the job is queued; what Slurm says of it is printed whenever
+    that changes. Raises LiverError if the coordinator died, DeadlineError when it did not come
+    within `deadlines.boot_s`.
     """
     config, process, job = run.config(), run.job_id(), job_of(run)
     told, pause = "", threading.Event()
@@ -103,7 +102,7 @@ def await_coordinator(run: RunDirectory, tell: Callable[[str], None] = lambda te
     while run.outcome() is None:
         text, queued = _state(run, job) if job is not None else ("", False)
         if text != told:
-            tell(text)
+            print(text, flush=True)
             told = text
         if not queued and run.coordinator() is not None:  # in the queue an earlier one's may lie
             return

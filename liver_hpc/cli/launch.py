@@ -15,7 +15,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,25 +98,23 @@ def coordinate_locally(run_directory: str, visible_devices: str | None) -> int:
 # ---- by `liver run`
 
 
-def run_here(
-    config_path: Path, overrides: Sequence[str], tell: Callable[[str], None]
-) -> tuple[RunDirectory, Outcome | None]:
+def run_here(config_path: Path, overrides: Sequence[str]) -> tuple[RunDirectory, Outcome | None]:
     """Runs to the end of the run, or of this job; the run's directory, and how it ended.
 
     No outcome: the run goes on when the job, which has been queued again, starts again. SIGUSR1
-    and SIGUSR2 say that the job's end is near, SIGTERM and SIGINT stop the run. `tell` hears the
-    run directory as soon as there is one. Raises ConfigError before anything is started.
+    and SIGUSR2 say that the job's end is near, SIGTERM and SIGINT stop the run. The run
+    directory is printed as soon as there is one. Raises ConfigError before anything is started.
     """
     signals = JobSignals()
     signals.listen()
-    run = _open_run(load_run(config_path, overrides), signals.job, tell)
+    run = _open_run(load_run(config_path, overrides), signals.job)
     last = run.last_outcome()
     if last is not None and last.state == "finished":
         return run, last
     return run, signals.coordinate(run)
 
 
-def _open_run(config: RunConfig, job: OwnJob | None, tell: Callable[[str], None]) -> RunDirectory:
+def _open_run(config: RunConfig, job: OwnJob | None) -> RunDirectory:
     """The directory of this job's run, made where it is not there yet."""
     kind = config.cluster.kind
     if kind == "slurm" and job is None:
@@ -126,7 +124,7 @@ def _open_run(config: RunConfig, job: OwnJob | None, tell: Callable[[str], None]
         )
     name = f"{config.name}-{job.job_id}" if job is not None else None
     if job is not None and (known := _known_run(config, job)) is not None:
-        tell(f"run {known} goes on")
+        print(f"run {known} goes on", flush=True)
         with contextlib.suppress(OSError):  # a full disk: an earlier start stays noted
             job.note(known.path)
         return known
@@ -139,7 +137,7 @@ def _open_run(config: RunConfig, job: OwnJob | None, tell: Callable[[str], None]
         if kind == "slurm":
             run.note_job_id(job.job_id)
     note_latest(run)
-    tell(f"run {run}")
+    print(f"run {run}", flush=True)
     return run
 
 

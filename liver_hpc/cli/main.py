@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,7 +32,6 @@ EXIT_REFUSED = 3
 EXIT_INTERRUPTED = 130
 
 _FOLLOW_INTERVAL_S = 0.2
-_say = partial(print, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -221,7 +219,7 @@ def _follow(run: RunDirectory) -> int:
     try:
         is_awaited = True
         while is_awaited:
-            await_coordinator(run, _say)
+            await_coordinator(run)
             follow(watch.snapshot, Console(), _FOLLOW_INTERVAL_S)
             is_awaited = goes_on(run)
     except KeyboardInterrupt:
@@ -255,7 +253,7 @@ def _find(name: str, options: argparse.Namespace) -> RunDirectory:
 def _run(options: argparse.Namespace) -> int:
     from liver_hpc.cli.launch import run_here
 
-    run, outcome = run_here(options.config, options.set, _say)
+    run, outcome = run_here(options.config, options.set)
     if outcome is None:
         print(f"run {run} goes on when its job starts again")
         return EXIT_OK
