@@ -52,9 +52,9 @@ from liver_hpc.rendezvous.channel import Channel, ControlServer
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import encode
+from liver_hpc.run.events import EndNear
 from liver_hpc.run.journal import JournalFailed, Written
 from liver_hpc.run.machine import Run
-from liver_hpc.run.node_events import EndNear
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
 from liver_hpc.run.view import snapshot
 

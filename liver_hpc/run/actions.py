@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import ToWorker
-from liver_hpc.run.node_events import Seat
+from liver_hpc.run.events import Seat
 from liver_hpc.run.records import (
     NetworkRecord,
     NoticeRecord,
@@ -14,7 +15,6 @@ from liver_hpc.run.records import (
     TrafficRecord,
     WorkerPhaseRecord,
 )
-from liver_hpc.run.state import Ending
 
 Row = ReconfigurationRecord | NoticeRecord | NetworkRecord | WorkerPhaseRecord | TrafficRecord
 
@@ -159,6 +159,16 @@ class Log:
     """A line for the log alone."""
 
     text: str
+
+
+class Ending(StrEnum):
+    """How a start of the run ended."""
+
+    STOPPED = "stopped"
+    REQUEUE = "requeue"  # state on disk; the job is to be queued again
+    RESTART = "restart"  # state on disk; begun again within the same job
+    FINISHED = "finished"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True)

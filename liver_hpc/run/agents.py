@@ -11,7 +11,7 @@ from liver_hpc.errors import MeetingError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import Exit, Hello, ToWorker
 from liver_hpc.run.actions import Action, Disconnect, EndAgent, KillAgent, Launch, LaunchAgent, Send
-from liver_hpc.run.node_events import Seat
+from liver_hpc.run.events import Seat
 
 TERMINATED = 143
 """Exit code of an agent that was told to end by SIGTERM before it had met."""

@@ -36,9 +36,8 @@ from liver_hpc.run.decide import (
     can_do_without,
     decide,
 )
-from liver_hpc.run.events import Memory
+from liver_hpc.run.events import Memory, Node, NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.handoffs import Handoffs
-from liver_hpc.run.node_events import Node, NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.notices import NoticeBook
 from liver_hpc.run.records import ReconfigurationRecord, StepRecord
 from liver_hpc.run.requests import GROWTH, OPERATOR, ReconfigurationRequest, RequestQueue

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any
 
 from liver_hpc.clock import Deadline
@@ -24,7 +25,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.run import events as e
-from liver_hpc.run.actions import Action, End, ForgetGeneration, Log, Note, Record
+from liver_hpc.run.actions import Action, End, Ending, ForgetGeneration, Log, Note, Record
 from liver_hpc.run.agents import Agents
 from liver_hpc.run.decide import Estimates, NodesAtHand, Place
 from liver_hpc.run.elastic import ElasticPolicy
@@ -34,11 +35,22 @@ from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.notices import NoticeBook
 from liver_hpc.run.recorder import RunRecorder
 from liver_hpc.run.requests import RequestQueue
-from liver_hpc.run.state import Ending, RunState
 
 HISTORY_EVENTS = 40
 EVENT_TEXT_LENGTH = 200
 OPERATORS_STOP = "an operator's request"
+
+
+class RunState(StrEnum):
+    """Where a start of the run stands."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    HANDING_OVER = "handing over"  # the source world trains on for most of it
+    STOPPING = "stopping"  # told to stop, or the first worker has done its last step
+    ENDED = "ended"
+
+
 STARTING, TRAINING, HANDING_OVER, STOPPING, ENDED = RunState
 
 

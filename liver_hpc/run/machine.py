@@ -12,7 +12,7 @@ from typing import Any
 from liver_hpc.errors import LiverError, MeetingError, ProtocolError, RequestRefused
 from liver_hpc.protocol import messages as m
 from liver_hpc.run import events as e
-from liver_hpc.run.actions import Action, Admit, Answer, Log, StepPhase, TurnAway
+from liver_hpc.run.actions import Action, Admit, Answer, Ending, Log, StepPhase, TurnAway
 from liver_hpc.run.handoffs import OfAttempt
 from liver_hpc.run.lifecycle import (
     ENDED,
@@ -22,10 +22,9 @@ from liver_hpc.run.lifecycle import (
     STOPPING,
     TRAINING,
     Lifecycle,
+    RunState,
 )
-from liver_hpc.run.node_events import EndNear, NodeGone, NodeGranted, NodeWarned, PoolNote
 from liver_hpc.run.requests import ReconfigurationRequest
-from liver_hpc.run.state import Ending, RunState
 
 
 class Run(Lifecycle):
@@ -207,10 +206,10 @@ class Run(Lifecycle):
 
     # ---- nodes
 
-    def _node_granted(self, event: NodeGranted) -> None:
+    def _node_granted(self, event: e.NodeGranted) -> None:
         self.elastic.granted(event, at_start=self.world is None)
 
-    def _node_warned(self, event: NodeWarned) -> None:
+    def _node_warned(self, event: e.NodeWarned) -> None:
         if not self.elastic.warned(event):
             return
         if self._state is STARTING:
@@ -219,7 +218,7 @@ class Run(Lifecycle):
         elif self._state is TRAINING and self.world is not None:
             self.elastic.overtake(self.world)
 
-    def _node_gone(self, event: NodeGone) -> None:
+    def _node_gone(self, event: e.NodeGone) -> None:
         reason = f"node {event.node} is gone: {event.reason}"
         if self._begins_on(event.node):
             self._end(Ending.RESTART, f"{reason}, before training began")
@@ -234,7 +233,7 @@ class Run(Lifecycle):
         starting = self._state is STARTING
         return starting and self.agents.launched_on({node}, self._first_generation)
 
-    def _end_near(self, event: EndNear) -> None:
+    def _end_near(self, event: e.EndNear) -> None:
         """The coordinator's own allocation ends soon: state to disk, and again from there, unless
         its job may not be queued again."""
         again = self.config.cluster.slurm.requeue
@@ -343,11 +342,11 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
     **_in(
         OPEN,
         {
-            NodeGranted: Run._node_granted,
-            NodeWarned: Run._node_warned,
-            NodeGone: Run._node_gone,
-            EndNear: Run._end_near,
-            PoolNote: lambda run, event: run._note(event.text),
+            e.NodeGranted: Run._node_granted,
+            e.NodeWarned: Run._node_warned,
+            e.NodeGone: Run._node_gone,
+            e.EndNear: Run._end_near,
+            e.PoolNote: lambda run, event: run._note(event.text),
             e.AgentMet: Run._agent_met,
             e.AgentListens: lambda run, event: run.agents.listens(event.agent),
             e.AgentEnded: Run._agent_ended,

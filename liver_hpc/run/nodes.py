@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 from liver_hpc.errors import LiverError
-from liver_hpc.run.node_events import Node, NodeWarned, Seat
+from liver_hpc.run.events import Node, NodeWarned, Seat
 
 Taken = Mapping[str, Collection[int]]
 """Slots in use, by node."""

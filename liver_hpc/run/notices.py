@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
-from liver_hpc.run.node_events import Node, NodeWarned
+from liver_hpc.run.events import Node, NodeWarned
 from liver_hpc.run.records import NoticeRecord
 
 GRANTED = "granted"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from liver_hpc.protocol.status import StatusSnapshot
+from liver_hpc.run.lifecycle import RunState
 from liver_hpc.run.machine import Run
-from liver_hpc.run.state import RunState
 
 
 def snapshot(run: Run, now_s: float, last_event: str, metrics_error: str) -> StatusSnapshot:

@@ -6,7 +6,7 @@ from typing import Any
 
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.run.estimates import Estimate
-from liver_hpc.run.node_events import Node
+from liver_hpc.run.events import Node
 from liver_hpc.run.records import ReconfigurationRecord
 from tests.unit.coordinator.live import LiveRun, Start
 

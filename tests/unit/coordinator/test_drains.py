@@ -6,7 +6,7 @@ import pytest
 
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
-from liver_hpc.run.node_events import NodeWarned
+from liver_hpc.run.events import NodeWarned
 from tests.fakes import Fault
 from tests.unit.coordinator.live import LiveRun, Start
 from tests.unit.coordinator.nodes import LONG_S, burst, grown, on_two_nodes

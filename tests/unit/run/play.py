@@ -12,11 +12,12 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
+from liver_hpc.run.actions import Ending
 from liver_hpc.run.codec import encode
 from liver_hpc.run.entries import Entry, plain
+from liver_hpc.run.events import Node, NodeGone, NodeGranted, PoolEvent
+from liver_hpc.run.lifecycle import RunState
 from liver_hpc.run.machine import Run
-from liver_hpc.run.node_events import Node, NodeGone, NodeGranted, PoolEvent
-from liver_hpc.run.state import Ending, RunState
 from tests.fakes import Fault
 from tests.unit.run.choices import Choices
 from tests.unit.run.outside import (

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from liver_hpc.protocol import messages as m
 from liver_hpc.run import events as e
-from liver_hpc.run.node_events import EndNear, NodeGranted, NodeWarned, PoolNote
-from liver_hpc.run.state import RunState
+from liver_hpc.run.events import EndNear, NodeGranted, NodeWarned, PoolNote
+from liver_hpc.run.lifecycle import RunState
 from liver_hpc.run.view import snapshot
 from tests.unit.run.outside import KILLED
 from tests.unit.run.play import FAULTS, REASONS, WAITS_S, WINDOWS_S, Play

@@ -10,7 +10,7 @@ from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import Exit, Hello, Stop
 from liver_hpc.run.actions import Action, Disconnect, EndAgent, KillAgent, Launch, Send
 from liver_hpc.run.agents import TERMINATED, Agents
-from liver_hpc.run.node_events import Node
+from liver_hpc.run.events import Node
 from liver_hpc.run.nodes import HeldNodes
 from tests.fakes import tiny_run
 

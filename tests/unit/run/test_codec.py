@@ -13,8 +13,9 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.run import actions as a
 from liver_hpc.run import entries
 from liver_hpc.run import events as e
+from liver_hpc.run.actions import Ending
 from liver_hpc.run.codec import decode_event, encode, name_of
-from liver_hpc.run.node_events import (
+from liver_hpc.run.events import (
     EndNear,
     Node,
     NodeGone,
@@ -24,7 +25,6 @@ from liver_hpc.run.node_events import (
     Seat,
 )
 from liver_hpc.run.records import NetworkRecord, NoticeRecord, TrafficRecord, WorkerPhaseRecord
-from liver_hpc.run.state import Ending
 from tests.unit.report.rows import reconfiguration
 
 SCALARS = m.ScalarState(step=3, consumed_samples=24, optimizer_step=3, loss_scale=1.0, seed=7)

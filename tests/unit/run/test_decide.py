@@ -29,9 +29,8 @@ from liver_hpc.run.decide import (
     Wait,
     decide,
 )
-from liver_hpc.run.events import CoordinatorStarted
+from liver_hpc.run.events import CoordinatorStarted, Node, NodeWarned
 from liver_hpc.run.machine import Run
-from liver_hpc.run.node_events import Node, NodeWarned
 from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.requests import GROWTH, OPERATOR, ReconfigurationRequest, RequestQueue
 from tests.fakes import tiny_recipe, tiny_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from liver_hpc.errors import LiverError
-from liver_hpc.run.node_events import Node, NodeWarned, Seat
+from liver_hpc.run.events import Node, NodeWarned, Seat
 from liver_hpc.run.nodes import HeldNodes
 
 

@@ -8,8 +8,9 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
-from liver_hpc.run.node_events import NodeGone, NodeGranted, NodeWarned
-from liver_hpc.run.state import Ending, RunState
+from liver_hpc.run.actions import Ending
+from liver_hpc.run.events import NodeGone, NodeGranted, NodeWarned
+from liver_hpc.run.lifecycle import RunState
 from tests.fakes import Fault
 from tests.unit.run.choices import Choices
 from tests.unit.run.play import Play

@@ -9,12 +9,13 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.protocol import messages as m
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
+from liver_hpc.run.actions import Ending
 from liver_hpc.run.decide import PATIENT_EXITS
+from liver_hpc.run.events import NodeGone, NodeGranted, NodeWarned, Seat
+from liver_hpc.run.lifecycle import RunState
 from liver_hpc.run.machine import Run
-from liver_hpc.run.node_events import NodeGone, NodeGranted, NodeWarned, Seat
 from liver_hpc.run.notices import GRANTED, LOST
 from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord
-from liver_hpc.run.state import Ending, RunState
 from tests.fakes import WRONG_DIGEST
 
 AFTER_THE_END = (
