@@ -37,8 +37,8 @@ from liver_hpc.protocol.messages import (
 )
 from liver_hpc.rendezvous.base import Answer, Identity, Refusal
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed
-from liver_hpc.run.events import EndNear, PoolEvent, StopSignalled
-from liver_hpc.run.journal import JournalFailed, Written
+from liver_hpc.run.events import EndNear, JournalFailed, PoolEvent, StopSignalled
+from liver_hpc.run.journal import Written
 
 log = logging.getLogger(__name__)
 

@@ -53,7 +53,7 @@ from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import encode
 from liver_hpc.run.events import EndNear
-from liver_hpc.run.journal import JournalFailed, Written
+from liver_hpc.run.journal import Written
 from liver_hpc.run.machine import Run
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
 from liver_hpc.run.view import snapshot
@@ -207,10 +207,10 @@ class Coordinator:
                 if self._journal_failed:
                     self._journal_failed = False
                     self._feed(e.JournalFailed(""))
-            case JournalFailed():
+            case e.JournalFailed():
                 self._journal_failed = True
                 self._perform_held()
-                self._feed(e.JournalFailed(event.reason))
+                self._feed(event)
             case _:
                 self._feed(event)
 

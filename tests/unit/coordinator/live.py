@@ -25,9 +25,9 @@ from liver_hpc.run.events import CoordinatorStarted, Memory, Node
 from liver_hpc.run.machine import Run
 from liver_hpc.run.outcome import Outcome
 from liver_hpc.run.records import ReconfigurationRecord
-from liver_hpc.run.replay import differences
 from tests.fakes import Fault, JournalRecords, tiny_recipe
 from tests.scripted_cluster import ScriptedCluster
+from tests.unit.run.replay import differences
 
 SECRET = b"s" * 32
 LIMIT_S = 10.0

@@ -14,7 +14,7 @@ from liver_hpc.run import actions as a
 from liver_hpc.run import entries
 from liver_hpc.run import events as e
 from liver_hpc.run.actions import Ending
-from liver_hpc.run.codec import decode_event, encode, name_of
+from liver_hpc.run.codec import encode, name_of
 from liver_hpc.run.events import (
     EndNear,
     Node,
@@ -26,6 +26,7 @@ from liver_hpc.run.events import (
 )
 from liver_hpc.run.records import NetworkRecord, NoticeRecord, TrafficRecord, WorkerPhaseRecord
 from tests.unit.report.rows import reconfiguration
+from tests.unit.run.replay import decode_event, plain
 
 SCALARS = m.ScalarState(step=3, consumed_samples=24, optimizer_step=3, loss_scale=1.0, seed=7)
 DIGEST = m.ClassDigest(kind="main", tp_replicated=True, multi_stage=False, value="00000000000000ff")
@@ -146,8 +147,8 @@ def test_a_loss_that_is_no_number_comes_back_too() -> None:
 def test_every_action_is_written_as_plain_values(action: a.Action) -> None:
     """Which a replay compares with what a core decides: once plain, always the same."""
     values = encode(action)
-    assert through_a_journal(e.Tick(), [action]).actions == [entries.plain(values)]
-    assert entries.plain(entries.plain(values)) == entries.plain(values)
+    assert through_a_journal(e.Tick(), [action]).actions == [plain(values)]
+    assert plain(plain(values)) == plain(values)
     assert values["type"] == name_of(type(action))
 
 
