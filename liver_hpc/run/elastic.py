@@ -13,6 +13,7 @@ from liver_hpc.errors import RequestRefused
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import WorldRef
+from liver_hpc.protocol.messages import StepDone
 from liver_hpc.run.actions import (
     Action,
     Avoid,
@@ -39,7 +40,7 @@ from liver_hpc.run.decide import (
 from liver_hpc.run.events import Memory, Node, NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.handoffs import Handoffs
 from liver_hpc.run.notices import NoticeBook
-from liver_hpc.run.records import ReconfigurationRecord, StepRecord
+from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.requests import GROWTH, OPERATOR, ReconfigurationRequest, RequestQueue
 
 MOST_PAUSE_DOUBLINGS = 6
@@ -331,9 +332,9 @@ class ElasticPolicy:
 
     # ---- what is learnt
 
-    def step_done(self, world: WorldRef, step: StepRecord) -> None:
+    def undisturbed(self, step: StepDone, world: WorldRef) -> None:
         """An undisturbed step shows how fast its layout is."""
-        if not step.phase and step.generation == world.generation:
+        if step.generation == world.generation:
             took_s = step.ended_s - step.started_s
             self.estimates.policy.observe(world.rank_map.layout, took_s)
             self.estimates.handoffs.observe_step(took_s)

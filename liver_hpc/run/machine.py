@@ -176,11 +176,11 @@ class Run(Lifecycle):
 
     def _step_done(self, message: m.StepDone) -> None:
         """A step, and with it perhaps scripted notices."""
-        record = self.recorder.step_done(message)
-        if record.phase:
-            self._out.append(StepPhase(record.phase))
-        if self.world is not None:
-            self.elastic.step_done(self.world, record)
+        phase = self.recorder.step_done(message)
+        if phase:
+            self._out.append(StepPhase(phase))
+        elif self.world is not None:
+            self.elastic.undisturbed(message, self.world)
         for notice in self.elastic.queue.due(message.step):
             try:
                 self._ask(self.elastic.queue.of_notice(notice, self._clock.now_s()))

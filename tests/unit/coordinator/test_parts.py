@@ -135,7 +135,7 @@ def _labels(outcome: str) -> list[str]:
     labels: list[str] = []
 
     def step(done: StepDone) -> None:
-        labels.append(recorder.step_done(done).phase)
+        labels.append(recorder.step_done(done))
 
     step(_step(0, 0, 1000.0))
     step(_step(1, 0, 1000.9))
