@@ -159,7 +159,7 @@ class AttemptNotes:
         yield "connect", alone_until_s, ended_s
 
     def _cross(self, worker: int) -> Iterator[Span]:
-        """From the boundary on. A joiner is sent something once the last worker stands there."""
+        """From the boundary on; to a joiner nothing moves before the last worker stands there."""
         source_ended_s = self._ended_s()
         if not source_ended_s:
             return
