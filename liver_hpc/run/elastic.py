@@ -25,17 +25,15 @@ from liver_hpc.run.actions import (
     WantWorkers,
 )
 from liver_hpc.run.decide import (
+    Begin,
+    Decider,
     Drop,
     Estimates,
-    Grant,
-    Grow,
-    Leave,
     NodesAtHand,
     Stay,
     ToDisk,
     Wait,
     can_do_without,
-    decide,
 )
 from liver_hpc.run.events import Memory, Node, NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.handoffs import Handoffs
@@ -264,7 +262,8 @@ class ElasticPolicy:
         """Begins the next handoff that there is a reason for; the run must train `world`, and have
         none in progress. Where none gets the workers off their nodes in time, returns that."""
         while self._handoffs.idle:
-            decision = decide(self.nodes, world, self.queue, self.estimates, self._clock.now_s())
+            now_s = self._clock.now_s()
+            decision = Decider(self.nodes, world, self.queue, self.estimates, now_s).decide()
             match decision:
                 case Wait():
                     return None
@@ -279,18 +278,17 @@ class ElasticPolicy:
                 case Drop():
                     self.queue.pop()
                     self._out.append(Note(f"dropped: {decision.request}: {decision.reason}"))
-                case _:
+                case Begin():
                     self._begin(decision, world)
         return None
 
-    def _begin(self, decision: Leave | Grow | Grant, world: WorldRef) -> None:
+    def _begin(self, decision: Begin, world: WorldRef) -> None:
         request, generation = decision.request, self._handoffs.generation + 1
-        if isinstance(decision, Leave):
-            self.notices.decided(decision.nodes, decision.action, generation, decision.estimate_s)
-            if decision.late:
-                late = f"{request.origin}: the deadline may not be met: {decision.action}"
-                self._out.append(Log(late))
-        elif isinstance(decision, Grant):
+        self.notices.decided(decision.nodes, decision.action, generation, decision.estimate_s)
+        if decision.late:
+            late = f"{request.origin}: the deadline may not be met: {decision.action}"
+            self._out.append(Log(late))
+        if request is self.queue.first:
             self.queue.pop()
         self._out.append(Note(f"generation {generation}: {request}, from {world.rank_map}"))
         self._handoffs.start(request, world, decision.target)

@@ -56,14 +56,14 @@ MUTATIONS = (
     ),
     Mutation(
         "run/decide.py",
-        "    if doomed:\n",
-        "    if doomed and queue.first is None:\n",
+        "        if doomed:\n",
+        "        if doomed and self.queue.first is None:\n",
         "what was asked for comes before nodes that have to be left",
     ),
     Mutation(
         "run/decide.py",
-        "best = estimates.policy.best(min(room, ceiling))",
-        "best = estimates.policy.best(room)",
+        "best = self.estimates.policy.best(min(room, self.queue.ceiling))",
+        "best = self.estimates.policy.best(room)",
         "the run grows beyond what was asked for last",
     ),
     Mutation(
