@@ -258,8 +258,8 @@ class Decider:
         def way(layout: Layout) -> Begin:
             request = replace(base, layout=layout)
             target, joiners = self._placed(request), request.joiners(source)
-            estimate = self.estimates.handoffs.estimate(source, target, joiners)
-            return Begin(request, target, estimate_s=estimate.total_s)
+            estimate_s = self.estimates.handoffs.estimate_s(source, target, joiners)
+            return Begin(request, target, estimate_s=estimate_s)
 
         survivors, free = len(base.kept(source)), self.nodes.free_slots()
         if free is None or survivors + free >= source.layout.workers:

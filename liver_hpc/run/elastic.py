@@ -337,15 +337,14 @@ class ElasticPolicy:
             self.estimates.policy.observe(world.rank_map.layout, took_s)
             self.estimates.handoffs.observe_step(took_s)
 
-    def handoff_ended(self, ended: Ended, record: ReconfigurationRecord | None) -> None:
+    def handoff_ended(self, ended: Ended, source: WorldRef, record: ReconfigurationRecord) -> None:
         """How long handoffs take, and when, and whether, to try again."""
-        if record is not None:
-            self.estimates.handoffs.observe(record)
-        request, now_s = self._handoffs.request, self._clock.now_s()
+        request, now_s, trains = self._handoffs.request, self._clock.now_s(), ended.world.rank_map
         if ended.outcome == "completed":
+            self.estimates.handoffs.observe(record, source.rank_map, trains)
             self._failed_growths = self.estimates.failed_leaves = 0
-            on = {self._agents.node_of(worker) for worker in ended.world.rank_map.workers}
-            joined = f"joined by {ended.world.rank_map.layout}"
+            on = {self._agents.node_of(worker) for worker in trains.workers}
+            joined = f"joined by {trains.layout}"
             self.notices.used(on, joined, ended.generation)
         elif ended.generation == self._overtaken:
             pass  # it did not fail: there was something more urgent

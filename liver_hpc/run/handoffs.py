@@ -39,6 +39,7 @@ from liver_hpc.protocol.status import HandoffStatus
 from liver_hpc.run.agents import Agents
 from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.recorder import RunRecorder
+from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.requests import ReconfigurationRequest
 
 OfAttempt = Prepared | AtBoundary | Vote | FirstStep | Released | Aborted | Failed
@@ -49,7 +50,7 @@ OfAttempt = Prepared | AtBoundary | Vote | FirstStep | Released | Aborted | Fail
 class Owner:
     """Who is told how handoffs end."""
 
-    ended: Callable[[Ended], None]
+    ended: Callable[[Ended, ReconfigurationRecord], None]
     run_failed: Callable[[str], None]
 
 
@@ -263,7 +264,7 @@ class Handoffs:
 
     def _ended(self, ended: Ended) -> None:
         self.generation = max(self.generation, ended.world.generation)
-        self._recorder.attempt_ended(ended)
+        record = self._recorder.attempt_ended(ended)
         if ended.outcome != "completed":
             self._agents.dismiss(ended.generation)
-        self._owner.ended(ended)
+        self._owner.ended(ended, record)

@@ -34,6 +34,7 @@ from liver_hpc.run.handoffs import Handoffs, Owner
 from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.notices import NoticeBook
 from liver_hpc.run.recorder import RunRecorder
+from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.requests import RequestQueue
 
 HISTORY_EVENTS = 40
@@ -202,13 +203,13 @@ class Lifecycle:
 
     # ---- how handoffs end
 
-    def _handoff_ended(self, ended: Ended) -> None:
+    def _handoff_ended(self, ended: Ended, record: ReconfigurationRecord) -> None:
         assert self.world is not None
         for generation in sorted({self.world.generation, ended.generation}):
             if generation != ended.world.generation:
                 self._out.append(ForgetGeneration(generation))
+        self.elastic.handoff_ended(ended, self.world, record)
         self.world = ended.world
-        self.elastic.handoff_ended(ended, self.recorder.last_attempt)
         what = f"{ended.outcome}: {ended.detail}" if ended.detail else ended.outcome
         self._note(f"generation {ended.generation}: {what}; now {ended.world}")
         if ended.outcome == "failed":

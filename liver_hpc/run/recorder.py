@@ -30,7 +30,6 @@ class RunRecorder:
         # The phase label of steps that began before the last attempt was over, and its end.
         self._wake: tuple[str, float] = ("", -math.inf)
         self.attempt: AttemptNotes | None = None
-        self.last_attempt: ReconfigurationRecord | None = None
         self.first_step = 0
         self.last_step: StepDone | None = None
         self.completed = 0
@@ -81,15 +80,16 @@ class RunRecorder:
         """From here on steps count as disturbed; `notice_s` is when the request was made."""
         self.attempt = AttemptNotes(request, notice_s, began_s=self._clock.now_s())
 
-    def attempt_ended(self, ended: Ended) -> None:
+    def attempt_ended(self, ended: Ended) -> ReconfigurationRecord:
         notes, now_s = self.attempt, self._clock.now_s()
         assert notes is not None
-        self.last_attempt = notes.record(ended, now_s, self.steps_done)
+        record = notes.record(ended, now_s, self.steps_done)
         phases = notes.worker_phases(self._node_of)
-        rows: list[Row] = [self.last_attempt, *notes.traffic(), *phases]
+        rows: list[Row] = [record, *notes.traffic(), *phases]
         for row in rows:
             self._add(row)
         self._wake = ("release" if ended.outcome == "completed" else "prepare", now_s)
         self.completed += ended.outcome == "completed"
         self.aborted += ended.outcome != "completed"
         self.attempt = None
+        return record

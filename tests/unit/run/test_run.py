@@ -86,6 +86,7 @@ def test_a_node_that_is_gone_takes_the_handoff_onto_it_with_it() -> None:
     (row,) = [each.row for each in of(a.Record, actions) if each.row.generation == 1]  # type: ignore[attr-defined]
     assert (row.outcome, row.detail) == ("aborted", "BOOT: node b3 is gone: it is down")
     assert play.run.state is RunState.TRAINING
+    assert not play.run.elastic.estimates.handoffs.measured, "that teaches nothing"
 
 
 def test_what_is_done_about_a_node_is_said_once() -> None:
