@@ -255,7 +255,7 @@ class Coordinator:
         """One event into the core; what it decides is performed once the journal has it."""
         at_s = self._clock.now_s()
         actions = self._run.handle(event, at_s)
-        self._control.steps_done = self._run.steps_done
+        self._control.steps_done = self._run.recorder.steps_done
         if isinstance(event, e.Tick) and not actions:
             return
         number = self._journal.append(at_s, encode(event), [encode(each) for each in actions])
@@ -334,7 +334,7 @@ class Coordinator:
             case Heartbeat():
                 pass
             case Progress():
-                self._run.progress(message)
+                self._run.handoffs.progress(message)
             case Saved():
                 self._saved(message)
             case Restored():

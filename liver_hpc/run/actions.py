@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.protocol.messages import ToWorker
+from liver_hpc.protocol.actions import Send as Send
 from liver_hpc.run.events import Seat
 from liver_hpc.run.records import (
     NetworkRecord,
@@ -64,14 +64,6 @@ class KillAgent:
     """End an agent by force: it did not end by itself."""
 
     agent: str
-
-
-@dataclass(frozen=True)
-class Send:
-    """One message to each of these workers."""
-
-    workers: tuple[int, ...]
-    message: ToWorker
 
 
 @dataclass(frozen=True)

@@ -180,11 +180,11 @@ class ElasticPolicy:
         """A node that has to be left does not wait behind another handoff: that one is called off,
         unless it leaves the nodes in question anyway."""
         handoffs, doomed = self._handoffs, self._held.doomed()
-        request = handoffs.request
-        if handoffs.attempt is None or request is None or not handoffs.can_be_cancelled:
+        request, attempt = handoffs.request, handoffs.attempt
+        if attempt is None or request is None or not handoffs.can_be_cancelled:
             return  # once it is over, the next decision sees to it
-        members, target = world.rank_map.workers, handoffs.target_workers()
-        stays = {*members} - {*request.without} if target is None else {*target}
+        members = world.rank_map.workers
+        stays = attempt.target_workers or {*members} - {*request.without}
         joins = self._agents.launched_on(doomed, handoffs.generation)
         if joins or self._agents.workers_on(doomed, stays):
             if request.asked_for:

@@ -24,13 +24,14 @@ from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import WorldRef
+from liver_hpc.protocol.machine import HandoffMachine
 from liver_hpc.run import events as e
 from liver_hpc.run.actions import Action, End, Ending, ForgetGeneration, Log, Note, Record
 from liver_hpc.run.agents import Agents
 from liver_hpc.run.decide import Estimates, NodesAtHand, Place
 from liver_hpc.run.elastic import ElasticPolicy
 from liver_hpc.run.estimates import HandoffEstimator
-from liver_hpc.run.handoffs import Handoffs, Owner
+from liver_hpc.run.handoffs import Handoffs
 from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.notices import NoticeBook
 from liver_hpc.run.recorder import RunRecorder
@@ -95,12 +96,12 @@ class Lifecycle:
         self.recorder = RunRecorder(self._record, self._clock, self.agents.node_of)
         held = HeldNodes(config.cluster.workers_per_node)
         self.handoffs = Handoffs(
-            config.deadlines,
-            self._clock,
+            HandoffMachine(config.deadlines, self._clock),
             self.agents,
             held,
             self.recorder,
-            Owner(self._handoff_ended, self._fail),
+            self._handoff_ended,
+            self._fail,
         )
         self.elastic = ElasticPolicy(
             config,
@@ -348,10 +349,6 @@ class Lifecycle:
         """Whether somebody is to come to the rendezvous."""
         attempt = self.handoffs.attempt
         return self._state is STARTING or (attempt is not None and attempt.target is None)
-
-    @property
-    def steps_done(self) -> int:
-        return self.recorder.steps_done
 
     def world_of(self, generation: int) -> WorldRef | None:
         """The world of a generation: the one that trains, or the one that has just committed."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from liver_hpc.errors import LiverError, MeetingError, ProtocolError, RequestRefused
 from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.events import WorkerLost
 from liver_hpc.run import events as e
 from liver_hpc.run.actions import Action, Admit, Answer, Ending, Log, StepPhase, TurnAway
 from liver_hpc.run.handoffs import OfAttempt
@@ -53,10 +54,6 @@ class Run(Lifecycle):
         actions = list(self._out)
         self._out.clear()
         return actions
-
-    def progress(self, message: m.Progress) -> None:
-        """How far a transfer has come: for the status alone, and never in the journal."""
-        self.handoffs.progress(message)
 
     def _settle(self, event: e.Event) -> None:
         """What follows from the event for nodes, launches and handoffs. A step changes none of
@@ -170,7 +167,7 @@ class Run(Lifecycle):
         elif self.world is not None and (
             self.handoffs.involves(worker) or worker in self.world.rank_map.workers
         ):
-            self.handoffs.lost(worker, reason)
+            self.handoffs.feed(WorkerLost(worker, reason))
         else:
             self._out.append(Log(f"worker {worker} has ended: {reason}"))
 
@@ -201,7 +198,7 @@ class Run(Lifecycle):
         if self._state is TRAINING:
             self._state = STOPPING
             self._set_deadline(self._limits.boundary_s)
-        self.handoffs.finished(message)
+        self.handoffs.feed(message)
         self._end_if_all_finished()
 
     # ---- nodes

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from liver_hpc.clock import Clock
 from liver_hpc.protocol.actions import Ended
-from liver_hpc.protocol.events import Requested
-from liver_hpc.protocol.messages import StepDone, Transports
+from liver_hpc.protocol.attempt import Phase
+from liver_hpc.protocol.events import Event, Requested
+from liver_hpc.protocol.messages import Progress, StepDone, Transports
 from liver_hpc.run.actions import Row
 from liver_hpc.run.attempt_notes import AttemptNotes
 from liver_hpc.run.records import NetworkRecord, ReconfigurationRecord
@@ -79,6 +80,15 @@ class RunRecorder:
     def attempt_begins(self, request: Requested, notice_s: float) -> None:
         """From here on steps count as disturbed; `notice_s` is when the request was made."""
         self.attempt = AttemptNotes(request, notice_s, began_s=self._clock.now_s())
+
+    def observe(self, event: Event | Progress) -> None:
+        """Of the attempt, if there is one."""
+        if self.attempt is not None:
+            self.attempt.observe(event, self._clock.now_s())
+
+    def entered(self, phase: Phase) -> None:
+        if self.attempt is not None:
+            self.attempt.entered_s[phase] = self._clock.now_s()
 
     def attempt_ended(self, ended: Ended) -> ReconfigurationRecord:
         notes, now_s = self.attempt, self._clock.now_s()

@@ -146,7 +146,7 @@ def journal(play: Play) -> None:
 
 def checkpoint(play: Play) -> None:
     """One of those that the run file asks for."""
-    step = play.run.steps_done
+    step = play.run.recorder.steps_done
     if play.run.world is not None and play.run.state is not RunState.ENDED:
         play.feed(e.CheckpointWritten(step, f"/checkpoints/step-{step}", 100, 0.5, 200))
 
@@ -190,7 +190,7 @@ def look(play: Play) -> None:
     assert remembered(run) == before
     if run.state is RunState.HANDING_OVER:
         generation = run.handoffs.generation
-        run.progress(m.Progress(worker=0, generation=generation, bytes_done=1))
+        run.handoffs.progress(m.Progress(worker=0, generation=generation, bytes_done=1))
 
 
 def pool_note(play: Play) -> None:

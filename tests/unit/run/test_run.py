@@ -139,7 +139,7 @@ def test_the_first_world_begins_once_all_workers_are_there() -> None:
     assert play.run.world.rank_map.workers == (0, 1)
     play.train()
     play.settle()
-    assert play.run.steps_done == 1
+    assert play.run.recorder.steps_done == 1
 
 
 def test_a_resize_is_granted_and_the_new_world_trains() -> None:

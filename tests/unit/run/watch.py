@@ -333,9 +333,9 @@ class Watch:
             assert left_s is None or waits, f"{hurried} pass, and nothing is done"
         elif run.state is RunState.HANDING_OVER and run.handoffs.can_be_cancelled:
             assert run.handoffs.request is not None
-            target = run.handoffs.target_workers()
+            assert run.handoffs.attempt is not None
             stays -= {*run.handoffs.request.without}
-            stays = stays if target is None else {*target}
+            stays = {*run.handoffs.attempt.target_workers} or stays
             assert not self._of(stays, hurried), f"{hurried} pass behind another handoff"
 
     def _of(self, workers: Iterable[int], hurried: dict[str, float]) -> list[float]:
