@@ -62,9 +62,12 @@ class Agents:
 
     Agents are a0, a1, ... and workers 0, 1, ... in the order in which they came; no name or
     number is ever used twice. What has to be done about them goes to `out`, in order.
+
+    finished: workers that have done their last step; they may end when they like.
     """
 
     def __init__(self, deadlines: DeadlineSection, clock: Clock, out: list[Action]) -> None:
+        self.finished: set[int] = set()
         self._exit_s = deadlines.exit_s
         self._clock = clock
         self._out = out
@@ -73,7 +76,6 @@ class Agents:
         self._agents: dict[str, Agent] = {}
         self._workers: dict[int, Worker] = {}
         self._nodes_of_workers: dict[int, str] = {}
-        self._finished: set[int] = set()
 
     # ---- coming
 
@@ -228,14 +230,6 @@ class Agents:
     def present(self) -> tuple[int, ...]:
         """All connected workers, sorted."""
         return tuple(sorted(self._workers))
-
-    def finish(self, worker: int) -> None:
-        """The worker has done its last step: from now on it may end when it likes."""
-        self._finished.add(worker)
-
-    def finished(self, workers: Iterable[int]) -> tuple[int, ...]:
-        """Those of `workers` that have done their last step."""
-        return tuple(worker for worker in workers if worker in self._finished)
 
     # ---- going
 

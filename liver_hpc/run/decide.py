@@ -240,8 +240,8 @@ class Decider:
         self, doomed: tuple[int, ...], occupied: tuple[str, ...]
     ) -> ReconfigurationRequest:
         """The request to leave these nodes, without its layout."""
-        held = [self.nodes.held.get(name) for name in occupied]
-        warnings = [node.warning for node in held if node is not None and node.warning is not None]
+        held = [self.nodes.held[name] for name in occupied]
+        warnings = [node.warning for node in held if node.warning is not None]
         reasons = ", ".join(sorted({warning.reason for warning in warnings}))
         deadlines = [w.deadline_s for w in warnings if w.deadline_s is not None]
         return ReconfigurationRequest(

@@ -167,8 +167,8 @@ class ElasticPolicy:
         held = self._held.get(event.node)
         if held is None:
             return False
-        hurries = self._held.deadline_s(event.node) is None and event.deadline_s is not None
-        self._held.warn(event)
+        hurries = held.deadline_s is None and event.deadline_s is not None
+        held.warning = event
         if not self.notices.warned(event, held.node.allocation) and not hurries:
             return False
         left_s = None if event.deadline_s is None else event.deadline_s - self._clock.now_s()
@@ -197,7 +197,7 @@ class ElasticPolicy:
 
     def gone(self, event: NodeGone) -> tuple[int, ...]:
         """Strikes a node off; the workers of the run that were still on it."""
-        held = self._held.remove(event.node)
+        held = self._held.pop(event.node, None)
         self._out.append(Note(f"node {event.node} is gone: {event.reason}"))
         if held is None:
             return ()
@@ -214,7 +214,7 @@ class ElasticPolicy:
         """An operator wants a node to be left; RequestRefused for one that is not held."""
         held = self._held.get(node)
         if held is None or not node:
-            names = ", ".join(filter(None, self._held.names)) or "none by name"
+            names = ", ".join(filter(None, self._held)) or "none by name"
             raise RequestRefused(f"node {node!r} is not held by the run; nodes are {names}")
         if world is not None and not can_do_without(self.nodes, world, self.estimates, node):
             raise RequestRefused(f"no layout is allowed without {node}; held: {self.nodes.text()}")
@@ -223,7 +223,7 @@ class ElasticPolicy:
         self._out.append(Avoid(node))
         self.drained.setdefault(node, None)
         self._remember()
-        known_s = self._held.deadline_s(node)
+        known_s = held.deadline_s
         if known_s is not None and known_s <= now_s + window_s:
             return f"{node} is being left already, within {max(0.0, known_s - now_s):.1f} s"
         if held.warning is not None and held.warning.reason != OPERATOR:
@@ -299,7 +299,7 @@ class ElasticPolicy:
         for held in self._held.note_idle(self._agents.taken(), now_s):
             if held.warning is not None:
                 self.notices.left(held.node.name, now_s)
-        for held in self._held.held():
+        for held in self._held.values():
             if held.idle_since_s is None or held.given_back:
                 continue
             idle_s = now_s - held.idle_since_s

@@ -257,7 +257,7 @@ class Lifecycle:
         if self.world is None or not self.handoffs.idle or self._state is ENDED:
             return
         workers = self.world.rank_map.workers
-        if len(self.agents.finished(workers)) < len(workers):
+        if not self.agents.finished.issuperset(workers):
             return
         steps, done = self.config.train.steps, self._steps_done
         if done >= steps:
@@ -328,7 +328,7 @@ class Lifecycle:
         workers = self.world.rank_map.workers
         if self._state is STARTING:
             return f"Restored of workers {sorted({*workers} - self._have_restored)}"
-        return f"Finished of workers {sorted({*workers} - {*self.agents.finished(workers)})}"
+        return f"Finished of workers {sorted({*workers} - self.agents.finished)}"
 
     # ---- what is asked of it
 

@@ -160,7 +160,7 @@ class Run(Lifecycle):
 
     def _lost(self, worker: int, reason: str) -> None:
         """A worker has gone: as it should, or to the cost of a handoff, or of the run."""
-        if self._state is ENDED or self.agents.finished((worker,)):
+        if self._state is ENDED or worker in self.agents.finished:
             return
         if self._state is STARTING:
             self._start_failed(f"worker {worker} lost before training began: {reason}")
@@ -193,7 +193,7 @@ class Run(Lifecycle):
 
     def _finished(self, message: m.Finished) -> None:
         """A worker has done its last step; the others are about to."""
-        self.agents.finish(message.worker)
+        self.agents.finished.add(message.worker)
         self._steps_done = message.step
         if self._state is TRAINING:
             self._state = STOPPING

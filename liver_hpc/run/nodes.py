@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -27,40 +27,33 @@ class HeldNode:
     idle_since_s: float | None = None
     given_back: bool = False
 
+    @property
+    def deadline_s(self) -> float | None:
+        """By when it has to be left, epoch seconds; None where nobody has set a time."""
+        return None if self.warning is None else self.warning.deadline_s
 
-class HeldNodes:
-    """The nodes of a run, in the order in which they came."""
+
+class HeldNodes(dict[str, HeldNode]):
+    """The nodes of a run by name, in the order in which they came."""
 
     def __init__(self, workers_per_agent: int | None) -> None:
+        super().__init__()
         self._workers_per_agent = workers_per_agent
-        self._held: dict[str, HeldNode] = {}
 
     # ---- coming and going
 
     def grant(self, node: Node) -> bool:
         """Enters a node; False when it was held already. A node that comes again is as new."""
-        known = self._held.get(node.name)
+        known = self.get(node.name)
         if known is not None and known.node == node and known.warning is None:
             return False
-        self._held[node.name] = HeldNode(node)
+        self[node.name] = HeldNode(node)
         return True
-
-    def warn(self, warning: NodeWarned) -> bool:
-        """Notes that a node has to be left; False for one that is not held."""
-        held = self._held.get(warning.node)
-        if held is None:
-            return False
-        held.warning = warning
-        return True
-
-    def remove(self, node: str) -> HeldNode | None:
-        """Strikes a node off; None when it was not held."""
-        return self._held.pop(node, None)
 
     def note_idle(self, taken: Taken, now_s: float) -> list[HeldNode]:
         """Notes since when nodes are idle; returns those that have become so."""
         fresh = []
-        for name, held in self._held.items():
+        for name, held in self.items():
             if taken.get(name):
                 held.idle_since_s, held.given_back = None, False
             elif held.idle_since_s is None:
@@ -70,37 +63,23 @@ class HeldNodes:
 
     # ---- what there is
 
-    def get(self, node: str) -> HeldNode | None:
-        return self._held.get(node)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._held)
-
-    def held(self) -> tuple[HeldNode, ...]:
-        return tuple(self._held.values())
-
     def usable(self) -> list[Node]:
         """Nodes that need not be left, the ones to fill first at the front.
 
         What cannot be taken away comes before what can, what is used by itself before what has
         to be asked for.
         """
-        free = [held.node for held in self._held.values() if held.warning is None]
+        free = [held.node for held in self.values() if held.warning is None]
         return sorted(free, key=lambda node: (not node.automatic, node.preemptible))
 
     def doomed(self) -> frozenset[str]:
         """Nodes that have to be left."""
-        return frozenset(name for name, held in self._held.items() if held.warning is not None)
+        return frozenset(name for name, held in self.items() if held.warning is not None)
 
-    def deadline_s(self, node: str) -> float | None:
-        """By when a node has to be left, epoch seconds; None where nobody has set a time."""
-        held = self._held.get(node)
-        return held.warning.deadline_s if held is not None and held.warning is not None else None
-
-    def window_s(self, nodes: Iterable[str], now_s: float) -> float:
+    def window_s(self, nodes: Container[str], now_s: float) -> float:
         """Seconds until the first of the nodes is taken, at least 0; infinite without deadline."""
-        known = [at_s for node in nodes if (at_s := self.deadline_s(node)) is not None]
+        deadlines = (held.deadline_s for name, held in self.items() if name in nodes)
+        known = [at_s for at_s in deadlines if at_s is not None]
         return max(0.0, min(known, default=math.inf) - now_s)
 
     def room(self, occupied: Collection[str]) -> int | None:
@@ -126,7 +105,7 @@ class HeldNodes:
             for node in self.usable()
             if node.burst == burst
             and (node.automatic or node.name in taken)
-            and not self._held[node.name].given_back
+            and not self[node.name].given_back
         )
 
     def seats(self, workers: int, taken: Taken) -> list[Seat]:
@@ -161,7 +140,7 @@ class HeldNodes:
 
     def lines(self, taken: Taken) -> list[str]:
         lines = []
-        for held in self._held.values():
+        for held in self.values():
             node, warning = held.node, held.warning
             used = len(taken.get(node.name, ()))
             slots = "any number" if node.slots is None else str(node.slots)
@@ -181,14 +160,14 @@ class HeldNodes:
         ranks = {worker: self._rank(node) for worker, node in workers.items()}
         if len(set(ranks.values())) <= 1:
             return sorted(workers)
-        order = {name: position for position, name in enumerate(self._held)}
+        order = {name: position for position, name in enumerate(self)}
         whole_nodes = sorted(
             workers, key=lambda w: (ranks[w], order.get(workers[w], len(order)), w)
         )
         return sorted(whole_nodes[:number])
 
     def _rank(self, node: str) -> tuple[bool, bool]:
-        held = self._held.get(node)
+        held = self.get(node)
         if held is None:
             return (True, True)
         return (not held.node.automatic, held.node.preemptible)

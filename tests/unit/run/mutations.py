@@ -68,7 +68,7 @@ MUTATIONS = (
     ),
     Mutation(
         "run/elastic.py",
-        "hurries = self._held.deadline_s(event.node) is None and event.deadline_s is not None",
+        "hurries = held.deadline_s is None and event.deadline_s is not None",
         "hurries = False",
         "a node that is suddenly taken away waits behind another handoff",
     ),

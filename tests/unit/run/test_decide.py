@@ -73,7 +73,7 @@ class Situation:
 
     def warn(self, node: str, window_s: float | None = None) -> None:
         deadline_s = None if window_s is None else NOW_S + window_s
-        assert self.nodes.held.warn(NodeWarned(node, "preempted", NOW_S - 1.0, deadline_s))
+        self.nodes.held[node].warning = NodeWarned(node, "preempted", NOW_S - 1.0, deadline_s)
 
     def ask(self, layout: Layout) -> ReconfigurationRequest:
         request = ReconfigurationRequest(OPERATOR, NOW_S, layout=layout)

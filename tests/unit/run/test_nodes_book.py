@@ -53,15 +53,15 @@ def test_a_machine_without_bound_splits_a_launch_into_agents() -> None:
 
 def test_a_node_that_has_to_be_left_takes_nobody() -> None:
     capacity = book(MAIN, BURST)
-    assert capacity.warn(NodeWarned("n3", "preempted", 0.0, 4.0))
+    capacity["n3"].warning = NodeWarned("n3", "preempted", 0.0, 4.0)
+    assert (capacity["n3"].deadline_s, capacity["n1"].deadline_s) == (4.0, None)
     assert capacity.room(()) == 2
     assert [node.name for node in capacity.usable()] == ["n1"]
-    assert not capacity.warn(NodeWarned("n9", "preempted", 0.0, 4.0))
 
 
 def test_a_node_that_comes_again_is_as_new() -> None:
     capacity = book(BURST)
-    capacity.warn(NodeWarned("n3", "drained", 0.0))
+    capacity["n3"].warning = NodeWarned("n3", "drained", 0.0)
     assert capacity.grant(BURST)
     assert not capacity.grant(BURST)
     assert capacity.room(()) == 2

@@ -317,7 +317,7 @@ class Watch:
     def hurried(self) -> dict[str, float]:
         """Nodes that somebody takes away, and when."""
         held = self.run.elastic.nodes.held
-        known = {name: held.deadline_s(name) for name in self.nodes}
+        known = {name: held[name].deadline_s for name in self.nodes if name in held}
         return {name: at_s for name, at_s in known.items() if at_s is not None}
 
     def _windows(self) -> None:
