@@ -48,15 +48,6 @@ class Agent:
         return f"Hello of workers {late}"
 
 
-@dataclass
-class Worker:
-    """A connected worker. leave_by: set once it was told to exit."""
-
-    worker: int
-    agent: Agent
-    leave_by: Deadline | None = None
-
-
 class Agents:
     """The book of agents and workers.
 
@@ -74,7 +65,8 @@ class Agents:
         self._next_agent = 0
         self._next_worker = 0
         self._agents: dict[str, Agent] = {}
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, Agent] = {}  # those that are connected
+        self._leave_by: dict[int, Deadline] = {}  # those of them that were told to exit
         self._nodes_of_workers: dict[int, str] = {}
 
     # ---- coming
@@ -135,7 +127,7 @@ class Agents:
         agent = self._agent_of(hello.worker)
         assert agent is not None
         agent.arrived.add(hello.worker)
-        self._workers[hello.worker] = Worker(hello.worker, agent)
+        self._workers[hello.worker] = agent
         return agent.generation
 
     def _agent_of(self, worker: int) -> Agent | None:
@@ -143,8 +135,8 @@ class Agents:
 
     def arrived(self, generation: int) -> tuple[int, ...]:
         """The workers launched for a generation that are connected, sorted."""
-        here = self._workers.values()
-        return tuple(sorted(w.worker for w in here if w.agent.generation == generation))
+        here = self._workers.items()
+        return tuple(sorted(w for w, agent in here if agent.generation == generation))
 
     def missing(self, generation: int) -> str:
         """Who of a generation's launch has not come yet; empty when all have."""
@@ -203,8 +195,8 @@ class Agents:
 
     def agent_of(self, worker: int) -> str:
         """The agent of a connected worker that was not told to go; empty for any other."""
-        member = self._workers.get(worker)
-        return member.agent.name if member is not None and member.leave_by is None else ""
+        agent = None if worker in self._leave_by else self._workers.get(worker)
+        return "" if agent is None else agent.name
 
     def listens(self, name: str) -> None:
         """An agent that is of no more use is told so as soon as it can be told anything."""
@@ -221,7 +213,10 @@ class Agents:
             self._out.append(Send(here, message))
         if isinstance(message, Exit):
             for worker in here:
-                self._see_off(self._workers[worker])
+                if worker not in self._leave_by:
+                    deadline = Deadline.after(self._clock, self._exit_s, f"worker {worker} to end")
+                    self._leave_by[worker] = deadline
+                    self._see_off(self._workers[worker])
 
     def complete(self) -> list[str]:
         """Agents whose workers have all come."""
@@ -235,11 +230,12 @@ class Agents:
 
     def leave(self, worker: int) -> bool:
         """Strikes a worker off whose connection has ended; False when it was off already."""
-        member = self._workers.pop(worker, None)
-        if member is None:
+        agent = self._workers.pop(worker, None)
+        if agent is None:
             return False
+        self._leave_by.pop(worker, None)
         self._out.append(Disconnect(worker))
-        self._see_off_agent(member.agent)
+        self._see_off(agent)
         return True
 
     def ended(self, name: str, exit_code: int, said: str = "") -> Agent | None:
@@ -262,7 +258,8 @@ class Agents:
 
     def reap(self) -> list[int]:
         """Ends by force what did not go by itself; returns the workers struck off here."""
-        late = [w.worker for w in self._workers.values() if w.leave_by and w.leave_by.expired()]
+        told = self._leave_by
+        late = [w for w in self._workers if w in told and told[w].expired()]
         for worker in late:
             self.leave(worker)
         for agent in self._agents.values():
@@ -271,15 +268,9 @@ class Agents:
                 self._out.append(KillAgent(agent.name))
         return late
 
-    def _see_off(self, member: Worker) -> None:
-        if member.leave_by is None:
-            waits_for = f"worker {member.worker} to end"
-            member.leave_by = Deadline.after(self._clock, self._exit_s, waits_for)
-            self._see_off_agent(member.agent)
-
-    def _see_off_agent(self, agent: Agent) -> None:
+    def _see_off(self, agent: Agent) -> None:
         """An agent goes once all of its workers have come, and all are gone or about to go."""
-        stays = any(w.agent is agent and w.leave_by is None for w in self._workers.values())
+        stays = any(a is agent and w not in self._leave_by for w, a in self._workers.items())
         if agent.complete and not stays and agent.end_by is None:
             self._retire(agent, self._exit_s)
 

@@ -308,7 +308,8 @@ class ElasticPolicy:
             self.notices.left(held.node.name, now_s)
             held.given_back = True
             self._out.append(GiveBack(held.node.name))
-        wanted = max(0, self._most_workers() - self._steady_slots(burst=False))
+        steady = self._held.steady_slots(self._agents.taken(), with_burst=False)
+        wanted = max(0, self._most_workers() - steady)
         if wanted != self._wanted:
             self._wanted = wanted
             self._out.append(WantWorkers(wanted))
@@ -317,11 +318,8 @@ class ElasticPolicy:
         """Whether the run could have all its workers without a node that nobody takes away."""
         if not node.burst or idle_s < self._config.policy.retry_s:
             return False
-        others = self._steady_slots(burst=False) + self._steady_slots(burst=True)
-        return others - (node.slots or 0) >= self._most_workers()
-
-    def _steady_slots(self, burst: bool) -> int:
-        return self._held.steady_slots(self._agents.taken(), burst)
+        steady = self._held.steady_slots(self._agents.taken(), with_burst=True)
+        return steady - (node.slots or 0) >= self._most_workers()
 
     def _most_workers(self) -> int:
         """The most workers that the run may have, wherever the nodes come from."""

@@ -97,13 +97,13 @@ class HeldNodes(dict[str, HeldNode]):
             for node in self.usable()
         )
 
-    def steady_slots(self, taken: Taken, burst: bool) -> int:
-        """Slots on usable nodes of one kind that are used, or would be without being asked for,
-        but for those that were given back; 0 where there is no bound."""
+    def steady_slots(self, taken: Taken, with_burst: bool) -> int:
+        """Slots on usable nodes that are used, or would be without being asked for, but for those
+        that were given back; 0 where there is no bound."""
         return sum(
             node.slots or 0
             for node in self.usable()
-            if node.burst == burst
+            if (with_burst or not node.burst)
             and (node.automatic or node.name in taken)
             and not self[node.name].given_back
         )

@@ -107,22 +107,19 @@ class RequestQueue:
             return ReconfigurationRequest(OPERATOR, now_s, replace=asked.replace)
         if (asked.layout is None) == (asked.workers is None):
             raise RequestRefused("resize wants either a layout or a number of workers")
-        if asked.layout is not None:
-            return ReconfigurationRequest(OPERATOR, now_s, layout=self._layout(asked.layout))
-        assert asked.workers is not None
-        return ReconfigurationRequest(OPERATOR, now_s, layout=self._preferred(asked.workers))
+        try:
+            layout = None if asked.layout is None else Layout.parse(asked.layout)
+        except ConfigError as error:
+            raise RequestRefused(str(error)) from error
+        return ReconfigurationRequest(OPERATOR, now_s, self._allowed(layout, asked.workers))
 
     def of_notice(self, notice: NoticeSection, now_s: float) -> ReconfigurationRequest:
         """What a scripted notice asks for; raises RequestRefused as `of_operator` does."""
         origin = f"step {notice.at_step}"
         if notice.replace is not None:
             return ReconfigurationRequest(origin, now_s, replace=notice.replace)
-        if notice.layout is not None:
-            layout = self._allowed(notice.layout.layout())
-        else:
-            assert notice.workers is not None
-            layout = self._preferred(notice.workers)
-        return ReconfigurationRequest(origin, now_s, layout=layout)
+        layout = None if notice.layout is None else notice.layout.layout()
+        return ReconfigurationRequest(origin, now_s, self._allowed(layout, notice.workers))
 
     def due(self, step: int) -> list[NoticeSection]:
         """The scripted notices that are raised when step `step` has been done, each once."""
@@ -142,19 +139,14 @@ class RequestQueue:
             if layout is not None:
                 self.ceiling = layout.workers
 
-    def _layout(self, text: str) -> Layout:
-        try:
-            return self._allowed(Layout.parse(text))
-        except ConfigError as error:
-            raise RequestRefused(str(error)) from error
-
-    def _preferred(self, workers: int) -> Layout:
-        layouts = self._config.allowed_layouts(workers)
-        if not layouts:
-            raise RequestRefused(f"no layout of {workers} workers is allowed; {self._choice()}")
-        return self._allowed(layouts[0])
-
-    def _allowed(self, layout: Layout) -> Layout:
+    def _allowed(self, layout: Layout | None, workers: int | None) -> Layout:
+        """The layout, or the one that is preferred for so many workers."""
+        if layout is None:
+            assert workers is not None
+            layouts = self._config.allowed_layouts(workers)
+            if not layouts:
+                raise RequestRefused(f"no layout of {workers} workers is allowed; {self._choice()}")
+            layout = layouts[0]
         most = self._config.workers.max
         if layout.workers > most:
             raise RequestRefused(
