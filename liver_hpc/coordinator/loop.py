@@ -56,7 +56,6 @@ from liver_hpc.run.events import EndNear
 from liver_hpc.run.journal import Written
 from liver_hpc.run.machine import Run
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
-from liver_hpc.run.view import snapshot
 
 log = logging.getLogger(__name__)
 
@@ -395,8 +394,8 @@ class Coordinator:
 
     def _asked(self, asked: Asked) -> None:
         if isinstance(asked.request, StatusRequest):
-            shown = snapshot(
-                self._run, self._clock.now_s(), self._performer.last_event, self._journal.error
+            shown = self._run.snapshot(
+                self._clock.now_s(), self._performer.last_event, self._journal.error
             )
             asked.answer.set_result(Reply(ok=True, text="", data=shown.model_dump()))
             return

@@ -25,6 +25,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.machine import HandoffMachine
+from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run import events as e
 from liver_hpc.run.actions import Action, End, Ending, ForgetGeneration, Log, Note, Record
 from liver_hpc.run.agents import Agents
@@ -354,6 +355,34 @@ class Lifecycle:
         """The world of a generation: the one that trains, or the one that has just committed."""
         worlds = (self.handoffs.committed_world, self.world)
         return next((w for w in worlds if w is not None and w.generation == generation), None)
+
+    def snapshot(self, now_s: float, last_event: str, metrics_error: str) -> StatusSnapshot:
+        """The run at one moment, for people; `last_event` is the newest note."""
+        recorder, last = self.recorder, self.recorder.last_step
+        world = self.handoffs.committed_world or self.world
+        took_s = last.ended_s - last.started_s if last else None
+        return StatusSnapshot(
+            run=self.config.name,
+            state=str(self._state if self.ending is None else self.ending.state),
+            step=recorder.steps_done,
+            steps=self.config.train.steps,
+            loss=last.loss if last else None,
+            grad_norm=last.grad_norm if last else None,
+            tokens_per_s=last.tokens / took_s if last and took_s else None,
+            step_s=took_s,
+            generation=world.generation if world else 0,
+            layout=str(world.rank_map.layout if world else self.first_layout),
+            workers=world.rank_map.workers if world else (),
+            handoffs_done=recorder.completed,
+            handoffs_aborted=recorder.aborted,
+            queued=self.elastic.queue.texts(),
+            handoff=self.handoffs.status(),
+            last_event=last_event,
+            metrics_error=metrics_error,
+            now_s=now_s,
+            nodes=tuple(self.elastic.nodes.held.lines(self.agents.taken())),
+            transports=recorder.transports.get(world.generation, ()) if world else (),
+        )
 
     def identity(self) -> str:
         """Where the run stands, for its log: "gen 4 TRANSFER"."""

@@ -8,7 +8,6 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.run import events as e
 from liver_hpc.run.events import EndNear, NodeGranted, NodeWarned, PoolNote
 from liver_hpc.run.lifecycle import RunState
-from liver_hpc.run.view import snapshot
 from tests.unit.run.outside import KILLED
 from tests.unit.run.play import FAULTS, REASONS, WAITS_S, WINDOWS_S, Play
 from tests.unit.run.remembered import remembered
@@ -182,7 +181,7 @@ def look(play: Play) -> None:
     """Whoever asks how it stands changes nothing."""
     before = remembered(play.run)
     run = play.run
-    snapshot(run, play.now_s, "", "")
+    run.snapshot(play.now_s, "", "")
     assert run.identity()
     assert run.memory == run.memory
     assert run.expects(99) is False
