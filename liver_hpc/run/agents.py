@@ -54,12 +54,13 @@ class Agents:
     Agents are a0, a1, ... and workers 0, 1, ... in the order in which they came; no name or
     number is ever used twice. What has to be done about them goes to `out`, in order.
 
-    finished: workers that have done their last step; they may end when they like.
+    finished: workers that have done their last step; they may end when they like. exit_s: how long
+    an agent may take to end.
     """
 
     def __init__(self, deadlines: DeadlineSection, clock: Clock, out: list[Action]) -> None:
         self.finished: set[int] = set()
-        self._exit_s = deadlines.exit_s
+        self.exit_s = deadlines.exit_s
         self._clock = clock
         self._out = out
         self._next_agent = 0
@@ -214,7 +215,7 @@ class Agents:
         if isinstance(message, Exit):
             for worker in here:
                 if worker not in self._leave_by:
-                    deadline = Deadline.after(self._clock, self._exit_s, f"worker {worker} to end")
+                    deadline = Deadline.after(self._clock, self.exit_s, f"worker {worker} to end")
                     self._leave_by[worker] = deadline
                     self._see_off(self._workers[worker])
 
@@ -254,7 +255,7 @@ class Agents:
                 if agent.exit_code is None:
                     reason = f"the handoff to generation {generation} is off"
                     self._out.append(EndAgent(agent.name, reason))
-                self._retire(agent, self._exit_s if agent.complete else 0.0)
+                self._retire(agent, self.exit_s if agent.complete else 0.0)
 
     def reap(self) -> list[int]:
         """Ends by force what did not go by itself; returns the workers struck off here."""
@@ -272,7 +273,7 @@ class Agents:
         """An agent goes once all of its workers have come, and all are gone or about to go."""
         stays = any(a is agent and w not in self._leave_by for w, a in self._workers.items())
         if agent.complete and not stays and agent.end_by is None:
-            self._retire(agent, self._exit_s)
+            self._retire(agent, self.exit_s)
 
     def _retire(self, agent: Agent, limit_s: float) -> None:
         """An agent is of no more use, and is forgotten once nothing of it runs."""

@@ -15,9 +15,8 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.policy import LayoutPolicy
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol.events import WorldRef
-from liver_hpc.run.agents import Agents
 from liver_hpc.run.estimates import HandoffEstimator
-from liver_hpc.run.nodes import HeldNodes
+from liver_hpc.run.nodes import HeldNodes, Situation
 from liver_hpc.run.requests import GROWTH, ReconfigurationRequest, RequestQueue
 
 MOST_LEAVES = 3
@@ -28,36 +27,6 @@ COMFORTABLE = 0.5
 """Share of a window that a handoff with joiners may take: they have to boot first."""
 
 Place = Callable[[ModelSpec, RankMap, Layout, Sequence[int]], RankMap]
-Situation = tuple[int, frozenset[str], int | None]
-"""What a way out depends on: generation, nodes to be left, free slots."""
-
-
-@dataclass
-class NodesAtHand:
-    """The nodes, who is on them, and when the run may grow onto them.
-
-    exit_s: how long an agent may take to end. granted_s: when the first of the nodes came that the
-    run has not grown onto. grow_at_s: when it may. stuck: the situation in which there was nowhere
-    to go from nodes that nobody takes away.
-    """
-
-    held: HeldNodes
-    agents: Agents
-    exit_s: float
-    granted_s: float = -math.inf
-    grow_at_s: float = math.inf
-    stuck: Situation | None = None
-
-    def free_slots(self, ending: bool = True) -> int | None:
-        """Slots for more workers; without `ending`, those of agents that are ending count too."""
-        return self.held.free_slots(self.agents.taken(ending))
-
-    def situation(self, world: WorldRef) -> Situation:
-        return world.generation, self.held.doomed(), self.free_slots()
-
-    def text(self) -> str:
-        """All nodes in a line."""
-        return self.held.describe(self.agents.taken())
 
 
 @dataclass
@@ -131,7 +100,7 @@ Decision = Begin | ToDisk | Stay | Drop | Wait
 class Decider:
     """A run that trains `world` and has no handoff in progress, as it stands at `now_s`."""
 
-    nodes: NodesAtHand
+    nodes: HeldNodes
     world: WorldRef
     queue: RequestQueue
     estimates: Estimates
@@ -143,7 +112,7 @@ class Decider:
 
     def decide(self) -> Decision:
         """What to do next."""
-        doomed = self.nodes.agents.workers_on(self.nodes.held.doomed(), self.source.workers)
+        doomed = self.nodes.agents.workers_on(self.nodes.doomed(), self.source.workers)
         if doomed:
             way = self._leave(doomed)
             if way is not None:
@@ -165,8 +134,7 @@ class Decider:
             return RankMap(source.layout, seats)
         target, kept = request.target(source), request.kept(source)
         if not fresh:
-            on = {worker: nodes.agents.node_of(worker) for worker in kept}
-            kept = tuple(nodes.held.stayers(on, target.workers))
+            kept = tuple(nodes.stayers(kept, target.workers))
         return self.estimates.place(self.estimates.spec, source, target, (*sorted(kept), *fresh))
 
     # ---- what was asked for
@@ -196,7 +164,7 @@ class Decider:
     def _larger(self) -> Layout | None:
         """A larger layout than the present one for which there is room."""
         nodes, workers = self.nodes, self.source.workers
-        room = nodes.held.room({nodes.agents.node_of(worker) for worker in workers})
+        room = nodes.room({nodes.agents.node_of(worker) for worker in workers})
         if room is None:
             return None
         best = self.estimates.policy.best(min(room, self.queue.ceiling))
@@ -211,8 +179,8 @@ class Decider:
         """How workers get off nodes that have to be left; None where they stay for now."""
         nodes, estimates = self.nodes, self.estimates
         occupied = tuple(sorted({nodes.agents.node_of(worker) for worker in doomed}))
-        window_s = nodes.held.window_s(occupied, self.now_s)
-        if nodes.agents.ending() and window_s > PATIENT_EXITS * nodes.exit_s:
+        window_s = nodes.window_s(occupied, self.now_s)
+        if nodes.agents.ending() and window_s > PATIENT_EXITS * nodes.agents.exit_s:
             return Wait("agents that are ending hold slots that may be needed")
         if math.isinf(window_s) and nodes.stuck == nodes.situation(self.world):
             return None  # nobody takes the nodes away: the run stays where it is
@@ -240,7 +208,7 @@ class Decider:
         self, doomed: tuple[int, ...], occupied: tuple[str, ...]
     ) -> ReconfigurationRequest:
         """The request to leave these nodes, without its layout."""
-        held = [self.nodes.held[name] for name in occupied]
+        held = [self.nodes[name] for name in occupied]
         warnings = [node.warning for node in held if node.warning is not None]
         reasons = ", ".join(sorted({warning.reason for warning in warnings}))
         deadlines = [w.deadline_s for w in warnings if w.deadline_s is not None]
@@ -279,13 +247,13 @@ class Decider:
         return min(smaller, key=lambda each: each.estimate_s, default=None)
 
 
-def can_do_without(nodes: NodesAtHand, world: WorldRef, estimates: Estimates, node: str) -> bool:
+def can_do_without(nodes: HeldNodes, world: WorldRef, estimates: Estimates, node: str) -> bool:
     """Whether there is a layout for the workers that are left when a node goes."""
     survivors = [w for w in world.rank_map.workers if nodes.agents.node_of(w) != node]
     taken = nodes.agents.taken()
     free = sum(
         (other.slots or 0) - len(taken.get(other.name, ()))
-        for other in nodes.held.usable()
+        for other in nodes.usable()
         if other.name != node
     )
     return estimates.policy.best(len(survivors) + free) is not None

@@ -29,7 +29,6 @@ from liver_hpc.run.decide import (
     Decider,
     Drop,
     Estimates,
-    NodesAtHand,
     Stay,
     ToDisk,
     Wait,
@@ -37,6 +36,7 @@ from liver_hpc.run.decide import (
 )
 from liver_hpc.run.events import Memory, Node, NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.handoffs import Handoffs
+from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.notices import NoticeBook
 from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.requests import GROWTH, OPERATOR, ReconfigurationRequest, RequestQueue
@@ -56,7 +56,7 @@ class ElasticPolicy:
         self,
         config: RunConfig,
         clock: Clock,
-        parts: tuple[RequestQueue, NodesAtHand, Estimates, NoticeBook],
+        parts: tuple[RequestQueue, HeldNodes, Estimates, NoticeBook],
         handoffs: Handoffs,
         out: list[Action],
     ) -> None:
@@ -66,7 +66,6 @@ class ElasticPolicy:
         self._clock = clock
         self._handoffs = handoffs
         self._agents = self.nodes.agents
-        self._held = self.nodes.held
         self._out = out
         self._failed_growths = 0
         self._overtaken = -1  # the generation of the handoff that was called off last
@@ -121,7 +120,7 @@ class ElasticPolicy:
         missing = 0 if free is None else max(0, joiners - free)
         if not missing:
             return ""
-        short = f"{request} wants {missing} more free slots; held: {self.nodes.text()}"
+        short = f"{request} wants {missing} more free slots; held: {self.nodes.describe()}"
         if request.layout is None or self._config.cluster.slurm.burst is None:
             raise RequestRefused(short)
         return f"waits for burst nodes: {short}"
@@ -131,7 +130,7 @@ class ElasticPolicy:
     def granted(self, event: NodeGranted, at_start: bool) -> None:
         """A node is held. `at_start`: it was, before the first launch."""
         node, now_s = event.node, self._clock.now_s()
-        if not self._held.grant(node):
+        if not self.nodes.grant(node):
             return
         self.notices.stays(node.name)
         if not at_start:
@@ -153,10 +152,10 @@ class ElasticPolicy:
 
         A run that is resumed takes what there is, a new one waits for `workers.initial`.
         """
-        room = self._held.free_slots({})
+        room = self.nodes.free_slots()
         if room is None or (room >= preferred.workers and not resumed):
             return preferred
-        automatic = self._held.room(()) or 0
+        automatic = self.nodes.room(()) or 0
         return self.estimates.policy.best(min(automatic, self.queue.ceiling)) if resumed else None
 
     # ---- nodes to be left
@@ -164,7 +163,7 @@ class ElasticPolicy:
     def warned(self, event: NodeWarned) -> bool:
         """A node has to be left. False for one that is not held, and for a warning that only moves
         a deadline that was known."""
-        held = self._held.get(event.node)
+        held = self.nodes.get(event.node)
         if held is None:
             return False
         hurries = held.deadline_s is None and event.deadline_s is not None
@@ -179,7 +178,7 @@ class ElasticPolicy:
     def overtake(self, world: WorldRef) -> None:
         """A node that has to be left does not wait behind another handoff: that one is called off,
         unless it leaves the nodes in question anyway."""
-        handoffs, doomed = self._handoffs, self._held.doomed()
+        handoffs, doomed = self._handoffs, self.nodes.doomed()
         request, attempt = handoffs.request, handoffs.attempt
         if attempt is None or request is None or not handoffs.can_be_cancelled:
             return  # once it is over, the next decision sees to it
@@ -197,7 +196,7 @@ class ElasticPolicy:
 
     def gone(self, event: NodeGone) -> tuple[int, ...]:
         """Strikes a node off; the workers of the run that were still on it."""
-        held = self._held.pop(event.node, None)
+        held = self.nodes.pop(event.node, None)
         self._out.append(Note(f"node {event.node} is gone: {event.reason}"))
         if held is None:
             return ()
@@ -212,12 +211,14 @@ class ElasticPolicy:
 
     def drain(self, node: str, within_s: float | None, world: WorldRef | None) -> str:
         """An operator wants a node to be left; RequestRefused for one that is not held."""
-        held = self._held.get(node)
+        held = self.nodes.get(node)
         if held is None or not node:
-            names = ", ".join(filter(None, self._held)) or "none by name"
+            names = ", ".join(filter(None, self.nodes)) or "none by name"
             raise RequestRefused(f"node {node!r} is not held by the run; nodes are {names}")
         if world is not None and not can_do_without(self.nodes, world, self.estimates, node):
-            raise RequestRefused(f"no layout is allowed without {node}; held: {self.nodes.text()}")
+            raise RequestRefused(
+                f"no layout is allowed without {node}; held: {self.nodes.describe()}"
+            )
         now_s = self._clock.now_s()
         window_s = within_s or self._config.policy.drain_window_s
         self._out.append(Avoid(node))
@@ -243,7 +244,7 @@ class ElasticPolicy:
         before = self.drained.pop(node)
         self._out.append(Readmit(node))
         self._remember()
-        held = self._held.get(node)
+        held = self.nodes.get(node)
         if held is None:
             return f"{node} is not held; it may be asked for again"
         if held.warning is not None and held.warning.reason == OPERATOR:
@@ -251,7 +252,7 @@ class ElasticPolicy:
                 self.granted(NodeGranted(held.node), at_start=world is None)
             elif self.warned(before) and world is not None:
                 self.overtake(world)
-            held = self._held.get(node)
+            held = self.nodes.get(node)
         if held is not None and held.warning is not None:
             return f"{node} is not drained any more, but to be left: {held.warning.reason}"
         return f"{node} is used again"
@@ -296,10 +297,10 @@ class ElasticPolicy:
     def look_after_nodes(self, busy: bool) -> None:
         """Gives back nodes on which nothing runs any more, and says how many are wanted."""
         now_s = self._clock.now_s()
-        for held in self._held.note_idle(self._agents.taken(), now_s):
+        for held in self.nodes.note_idle(now_s):
             if held.warning is not None:
                 self.notices.left(held.node.name, now_s)
-        for held in self._held.values():
+        for held in self.nodes.values():
             if held.idle_since_s is None or held.given_back:
                 continue
             idle_s = now_s - held.idle_since_s
@@ -308,7 +309,7 @@ class ElasticPolicy:
             self.notices.left(held.node.name, now_s)
             held.given_back = True
             self._out.append(GiveBack(held.node.name))
-        steady = self._held.steady_slots(self._agents.taken(), with_burst=False)
+        steady = self.nodes.steady_slots(with_burst=False)
         wanted = max(0, self._most_workers() - steady)
         if wanted != self._wanted:
             self._wanted = wanted
@@ -318,7 +319,7 @@ class ElasticPolicy:
         """Whether the run could have all its workers without a node that nobody takes away."""
         if not node.burst or idle_s < self._config.policy.retry_s:
             return False
-        steady = self._held.steady_slots(self._agents.taken(), with_burst=True)
+        steady = self.nodes.steady_slots(with_burst=True)
         return steady - (node.slots or 0) >= self._most_workers()
 
     def _most_workers(self) -> int:

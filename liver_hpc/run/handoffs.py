@@ -20,7 +20,6 @@ from liver_hpc.protocol.events import (
 )
 from liver_hpc.protocol.machine import BEFORE_COMMIT, HandoffMachine
 from liver_hpc.protocol.status import HandoffStatus
-from liver_hpc.run.agents import Agents
 from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.recorder import RunRecorder
 from liver_hpc.run.records import ReconfigurationRecord
@@ -40,7 +39,6 @@ class Handoffs:
     def __init__(
         self,
         machine: HandoffMachine,
-        agents: Agents,
         nodes: HeldNodes,
         recorder: RunRecorder,
         ended: Callable[[Ended, ReconfigurationRecord], None],
@@ -49,7 +47,7 @@ class Handoffs:
         self.request: ReconfigurationRequest | None = None
         self.generation = 0
         self._machine = machine
-        self._agents = agents
+        self._agents = nodes.agents
         self._nodes = nodes
         self._recorder = recorder
         self._tell_ended = ended
@@ -197,7 +195,7 @@ class Handoffs:
 
     def _launch(self, action: LaunchJoiners) -> Event | None:
         try:
-            seats = self._nodes.seats(action.count, self._agents.taken())
+            seats = self._nodes.seats(action.count)
         except LiverError as error:
             return Cancelled(f"cannot launch {action.count} workers: {error}")
         self._agents.launch(action.generation, action.layout, seats)

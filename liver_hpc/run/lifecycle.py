@@ -29,7 +29,7 @@ from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run import events as e
 from liver_hpc.run.actions import Action, End, Ending, ForgetGeneration, Log, Note, Record
 from liver_hpc.run.agents import Agents
-from liver_hpc.run.decide import Estimates, NodesAtHand, Place
+from liver_hpc.run.decide import Estimates, Place
 from liver_hpc.run.elastic import ElasticPolicy
 from liver_hpc.run.estimates import HandoffEstimator
 from liver_hpc.run.handoffs import Handoffs
@@ -95,11 +95,10 @@ class Lifecycle:
         self._state = STARTING
         self.agents = Agents(config.deadlines, self._clock, self._out)
         self.recorder = RunRecorder(self._record, self._clock, self.agents.node_of)
-        held = HeldNodes(config.cluster.workers_per_node)
+        nodes = HeldNodes(self.agents, config.cluster.workers_per_node)
         self.handoffs = Handoffs(
             HandoffMachine(config.deadlines, self._clock),
-            self.agents,
-            held,
+            nodes,
             self.recorder,
             self._handoff_ended,
             self._fail,
@@ -109,7 +108,7 @@ class Lifecycle:
             self._clock,
             (
                 RequestQueue(config, check_layout),
-                NodesAtHand(held, self.agents, config.deadlines.exit_s),
+                nodes,
                 Estimates(
                     LayoutPolicy(config, model), HandoffEstimator(config, model), model, place
                 ),
@@ -169,7 +168,7 @@ class Lifecycle:
             return False
         self.first_layout, self._launched = layout, True
         self._note(f"launching {layout.workers} workers for {layout}")
-        seats = self.elastic.nodes.held.seats(layout.workers, self.agents.taken())
+        seats = self.elastic.nodes.seats(layout.workers)
         self.agents.launch(self._first_generation, layout, seats)
         self._set_deadline(self._limits.boot_s + self._limits.meet_s)
         return True
@@ -380,7 +379,7 @@ class Lifecycle:
             last_event=last_event,
             metrics_error=metrics_error,
             now_s=now_s,
-            nodes=tuple(self.elastic.nodes.held.lines(self.agents.taken())),
+            nodes=tuple(self.elastic.nodes.lines()),
             transports=recorder.transports.get(world.generation, ()) if world else (),
         )
 

@@ -92,7 +92,7 @@ class Run(Lifecycle):
     def _launch_allowed(self, event: e.LaunchAllowed) -> None:
         self._may_launch = True
         if not self._launch_first():
-            self._note(f"waiting for nodes; held: {self.elastic.nodes.text()}")
+            self._note(f"waiting for nodes; held: {self.elastic.nodes.describe()}")
 
     def _launch_failed(self, event: e.LaunchFailed) -> None:
         generation, workers = self.agents.launch_failed(event.agents, event.lost)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
 from liver_hpc.errors import LiverError
+from liver_hpc.protocol.events import WorldRef
+from liver_hpc.run.agents import Agents
 from liver_hpc.run.events import Node, NodeWarned, Seat
 
-Taken = Mapping[str, Collection[int]]
-"""Slots in use, by node."""
+Situation = tuple[int, frozenset[str], int | None]
+"""What a way out depends on: generation, nodes to be left, free slots."""
 
 
 @dataclass
@@ -34,10 +36,18 @@ class HeldNode:
 
 
 class HeldNodes(dict[str, HeldNode]):
-    """The nodes of a run by name, in the order in which they came."""
+    """The nodes of a run by name, in the order in which they came, and who is on them.
 
-    def __init__(self, workers_per_agent: int | None) -> None:
+    granted_s: when the first of the nodes came that the run has not grown onto. grow_at_s: when it
+    may. stuck: the situation in which there was nowhere to go from nodes that nobody takes away.
+    """
+
+    def __init__(self, agents: Agents, workers_per_agent: int | None) -> None:
         super().__init__()
+        self.agents = agents
+        self.granted_s = -math.inf
+        self.grow_at_s = math.inf
+        self.stuck: Situation | None = None
         self._workers_per_agent = workers_per_agent
 
     # ---- coming and going
@@ -50,9 +60,9 @@ class HeldNodes(dict[str, HeldNode]):
         self[node.name] = HeldNode(node)
         return True
 
-    def note_idle(self, taken: Taken, now_s: float) -> list[HeldNode]:
+    def note_idle(self, now_s: float) -> list[HeldNode]:
         """Notes since when nodes are idle; returns those that have become so."""
-        fresh = []
+        fresh, taken = [], self.agents.taken()
         for name, held in self.items():
             if taken.get(name):
                 held.idle_since_s, held.given_back = None, False
@@ -90,16 +100,22 @@ class HeldNodes(dict[str, HeldNode]):
         nodes = [node for node in self.usable() if node.automatic or node.name in occupied]
         return _total(node.slots for node in nodes)
 
-    def free_slots(self, taken: Taken) -> int | None:
-        """Slots without a worker on usable nodes; None without bound."""
+    def free_slots(self, ending: bool = True) -> int | None:
+        """Slots for more workers on usable nodes, None without bound; without `ending`, those of
+        agents that are ending count too."""
+        taken = self.agents.taken(ending)
         return _total(
             None if node.slots is None else node.slots - len(taken.get(node.name, ()))
             for node in self.usable()
         )
 
-    def steady_slots(self, taken: Taken, with_burst: bool) -> int:
+    def situation(self, world: WorldRef) -> Situation:
+        return world.generation, self.doomed(), self.free_slots()
+
+    def steady_slots(self, with_burst: bool) -> int:
         """Slots on usable nodes that are used, or would be without being asked for, but for those
         that were given back; 0 where there is no bound."""
+        taken = self.agents.taken()
         return sum(
             node.slots or 0
             for node in self.usable()
@@ -108,13 +124,13 @@ class HeldNodes(dict[str, HeldNode]):
             and not self[node.name].given_back
         )
 
-    def seats(self, workers: int, taken: Taken) -> list[Seat]:
+    def seats(self, workers: int) -> list[Seat]:
         """Places for this many more workers; an agent for every node, or for `workers_per_node`.
 
         Raises LiverError that says what is held when they do not fit.
         """
         seats: list[Seat] = []
-        left = workers
+        left, taken = workers, self.agents.taken()
         for node in self.usable():
             used = taken.get(node.name, ())
             numbers = count() if node.slots is None else range(node.slots)
@@ -124,7 +140,7 @@ class HeldNodes(dict[str, HeldNode]):
             if left == 0:
                 return seats
         raise LiverError(
-            f"wanted free slots for {workers} workers, got {workers - left}; {self.describe(taken)}"
+            f"wanted free slots for {workers} workers, got {workers - left}; {self.describe()}"
         )
 
     def _split(self, node: Node, slots: tuple[int, ...]) -> list[Seat]:
@@ -134,12 +150,12 @@ class HeldNodes(dict[str, HeldNode]):
             for first in range(0, len(slots), max(1, step))
         ]
 
-    def describe(self, taken: Taken) -> str:
+    def describe(self) -> str:
         """All nodes in a line: "n1 (2 of 2 slots taken), n3 (0 of 2, to be left: preempted)"."""
-        return ", ".join(self.lines(taken)) or "no node is held"
+        return ", ".join(self.lines()) or "no node is held"
 
-    def lines(self, taken: Taken) -> list[str]:
-        lines = []
+    def lines(self) -> list[str]:
+        lines, taken = [], self.agents.taken()
         for held in self.values():
             node, warning = held.node, held.warning
             used = len(taken.get(node.name, ()))
@@ -151,19 +167,18 @@ class HeldNodes(dict[str, HeldNode]):
 
     # ---- who goes first
 
-    def stayers(self, workers: Mapping[int, str], number: int) -> Sequence[int]:
+    def stayers(self, workers: Sequence[int], number: int) -> Sequence[int]:
         """The workers among which those that stay in a smaller world are chosen.
 
-        workers: the node of each. Where some nodes are more lasting than others, exactly `number`
-        workers of the most lasting ones; otherwise all, and the fewest bytes decide.
+        Where some nodes are more lasting than others, exactly `number` workers of the most lasting
+        ones; otherwise all, and the fewest bytes decide.
         """
-        ranks = {worker: self._rank(node) for worker, node in workers.items()}
+        on = {worker: self.agents.node_of(worker) for worker in workers}
+        ranks = {worker: self._rank(node) for worker, node in on.items()}
         if len(set(ranks.values())) <= 1:
             return sorted(workers)
         order = {name: position for position, name in enumerate(self)}
-        whole_nodes = sorted(
-            workers, key=lambda w: (ranks[w], order.get(workers[w], len(order)), w)
-        )
+        whole_nodes = sorted(workers, key=lambda w: (ranks[w], order.get(on[w], len(order)), w))
         return sorted(whole_nodes[:number])
 
     def _rank(self, node: str) -> tuple[bool, bool]:

@@ -64,9 +64,9 @@ def _at_rest(play: Play) -> None:
 def _is_as_large_as_it_can_be(play: Play, used: set[str]) -> None:
     run, elastic = play.run, play.run.elastic
     assert run.world is not None
-    usable = [node for node in elastic.nodes.held.usable() if not play.watch.to_be_left(node.name)]
+    usable = [node for node in elastic.nodes.usable() if not play.watch.to_be_left(node.name)]
     workers = len(run.world.rank_map.workers)
-    if used & elastic.nodes.held.doomed():  # there is nowhere else to run
+    if used & elastic.nodes.doomed():  # there is nowhere else to run
         stuck = elastic.nodes.stuck == elastic.nodes.situation(run.world)
         assert stuck or elastic.estimates.failed_leaves >= MOST_LEAVES
         return
@@ -85,9 +85,7 @@ def _last_word(play: Play) -> None:
     run = play.run
     assert run.world is not None
     free = run.elastic.nodes.free_slots()
-    if run.elastic.nodes.agents.workers_on(
-        run.elastic.nodes.held.doomed(), run.world.rank_map.workers
-    ):
+    if run.elastic.nodes.agents.workers_on(run.elastic.nodes.doomed(), run.world.rank_map.workers):
         return
     present = run.world.rank_map.layout
     allowed = [

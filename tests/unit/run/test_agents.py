@@ -25,11 +25,11 @@ class Scene:
         self.clock = FakeClock()
         self.out: list[Action] = []
         self.agents = Agents(tiny_run().deadlines, self.clock, self.out)
-        self.nodes = HeldNodes(workers_per_agent=2)
+        self.nodes = HeldNodes(self.agents, workers_per_agent=2)
         self.nodes.grant(Node("", "machine"))
 
     def launch(self, generation: int, count: int) -> None:
-        self.agents.launch(generation, DP2, self.nodes.seats(count, self.agents.taken()))
+        self.agents.launch(generation, DP2, self.nodes.seats(count))
 
     def met(self, agent: str, workers: int = 2) -> None:
         """The agent's workers have come, too."""

@@ -22,7 +22,6 @@ from liver_hpc.run.decide import (
     Decision,
     Drop,
     Estimates,
-    NodesAtHand,
     Stay,
     ToDisk,
     Wait,
@@ -53,16 +52,16 @@ class Situation:
         config = tiny_run(layouts=layouts or ANY_NUMBER)
         self.clock = FakeClock(NOW_S)
         self.agents = Agents(config.deadlines, self.clock, [])
-        held = HeldNodes(None)
+        held = HeldNodes(self.agents, None)
         for node in (N1, N2):
             held.grant(node)
-        self.agents.launch(0, DP2, held.seats(2, {}))
+        self.agents.launch(0, DP2, held.seats(2))
         for agent in ("a0", "a1"):
             self.join(agent)
         for node in more:
             held.grant(node)
         self.world = WorldRef(0, RankMap(DP2, (0, 1)))
-        self.nodes = NodesAtHand(held, self.agents, config.deadlines.exit_s)
+        self.nodes = held
         self.queue = RequestQueue(config, tiny_recipe(config).check_layout)
         estimator: Any = FixedEstimates()
         self.estimates = Estimates(LayoutPolicy(config, SPEC), estimator, SPEC, place_once)
@@ -73,7 +72,7 @@ class Situation:
 
     def warn(self, node: str, window_s: float | None = None) -> None:
         deadline_s = None if window_s is None else NOW_S + window_s
-        self.nodes.held[node].warning = NodeWarned(node, "preempted", NOW_S - 1.0, deadline_s)
+        self.nodes[node].warning = NodeWarned(node, "preempted", NOW_S - 1.0, deadline_s)
 
     def ask(self, layout: Layout) -> ReconfigurationRequest:
         request = ReconfigurationRequest(OPERATOR, NOW_S, layout=layout)
@@ -85,7 +84,7 @@ class Situation:
 
     def agent_is_ending(self) -> None:
         """A third worker is told to exit, and its agent holds a slot until it has ended."""
-        self.agents.launch(1, DP1, self.nodes.held.seats(1, self.agents.taken()))
+        self.agents.launch(1, DP1, self.nodes.seats(1))
         self.join("a2")
         self.agents.send((2,), Exit(reason="test"))
 
@@ -276,7 +275,7 @@ def test_nodes_that_nobody_takes_are_stayed_on_where_there_is_nowhere_to_go() ->
     assert situation.decide() == Wait()
     request = situation.ask(TP2)
     assert situation.begins().request == request, "it does not wait behind that"
-    situation.nodes.held.grant(BURST)
+    situation.nodes.grant(BURST)
     assert situation.begins().nodes == ("n2",), "there is somewhere to go now"
 
 

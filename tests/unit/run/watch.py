@@ -316,7 +316,7 @@ class Watch:
 
     def hurried(self) -> dict[str, float]:
         """Nodes that somebody takes away, and when."""
-        held = self.run.elastic.nodes.held
+        held = self.run.elastic.nodes
         known = {name: held[name].deadline_s for name in self.nodes if name in held}
         return {name: at_s for name, at_s in known.items() if at_s is not None}
 
