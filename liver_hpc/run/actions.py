@@ -8,15 +8,7 @@ from enum import StrEnum
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.actions import Send as Send
 from liver_hpc.run.events import Seat
-from liver_hpc.run.records import (
-    NetworkRecord,
-    NoticeRecord,
-    ReconfigurationRecord,
-    TrafficRecord,
-    WorkerPhaseRecord,
-)
-
-Row = ReconfigurationRecord | NoticeRecord | NetworkRecord | WorkerPhaseRecord | TrafficRecord
+from liver_hpc.run.records import Row
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Event, Requested
 from liver_hpc.protocol.messages import Progress, StepDone, Transports
-from liver_hpc.run.actions import Row
 from liver_hpc.run.attempt_notes import AttemptNotes
-from liver_hpc.run.records import NetworkRecord, ReconfigurationRecord
+from liver_hpc.run.records import NetworkRecord, ReconfigurationRecord, Row
 
 
 class RunRecorder:

@@ -24,7 +24,7 @@ from liver_hpc.run.events import (
     PoolNote,
     Seat,
 )
-from liver_hpc.run.records import NetworkRecord, NoticeRecord, TrafficRecord, WorkerPhaseRecord
+from liver_hpc.run.records import NetworkRecord, NoticeRecord, Row, TrafficRecord, WorkerPhaseRecord
 from tests.unit.report.rows import reconfiguration
 from tests.unit.run.replay import decode_event, plain
 
@@ -83,7 +83,7 @@ EVENTS: list[e.Event] = [
     m.Restored(worker=0, generation=1, scalars=SCALARS, digests=(DIGEST,)),
     m.Transports(worker=0, generation=1, workers=2, host="h", kinds=("SHM",), detail="d"),
 ]  # fmt: skip
-RECORDS: list[a.Row] = [
+RECORDS: list[Row] = [
     reconfiguration(),
     NoticeRecord("granted", "n1", "main", 1.0, math.nan, 2.0, "", -1, math.nan, 3.0, "in use"),
     NetworkRecord(1, "gloo tcp", "h", "lo"),
@@ -122,7 +122,7 @@ def through_a_journal(event: e.Event, actions: list[a.Action]) -> entries.Entry:
 def test_there_is_an_example_of_everything() -> None:
     assert {type(event) for event in EVENTS} == {*get_args(e.Event)}
     assert {type(action) for action in ACTIONS} == {*get_args(a.Action)}
-    assert {type(row) for row in RECORDS} == {*get_args(a.Row)}
+    assert {type(row) for row in RECORDS} == {*get_args(Row)}
     names = [name_of(kind) for kind in get_args(e.Event)]
     assert len({*names}) == len(names)
 
