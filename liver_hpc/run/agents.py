@@ -74,10 +74,9 @@ class Agents:
 
     def launch(self, generation: int, layout: Layout, seats: Sequence[Seat]) -> None:
         """An agent for every seat."""
-        agents = []
-        for seat in seats:
-            agents.append(Agent(f"a{self._next_agent}", generation, seat))
-            self._next_agent += 1
+        numbered = enumerate(seats, start=self._next_agent)
+        agents = [Agent(f"a{number}", generation, seat) for number, seat in numbered]
+        self._next_agent += len(agents)
         self._agents.update((agent.name, agent) for agent in agents)
         self._out.append(Launch(tuple(LaunchAgent(a.name, a.seat, layout) for a in agents)))
 

@@ -16,7 +16,7 @@ from liver_hpc.layout.policy import LayoutPolicy
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.run.estimates import HandoffEstimator
-from liver_hpc.run.nodes import HeldNodes, Situation
+from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.requests import GROWTH, ReconfigurationRequest, RequestQueue
 
 MOST_LEAVES = 3
@@ -75,7 +75,7 @@ class Stay:
 
     nodes: tuple[str, ...]
     reason: str
-    situation: Situation
+    action: str
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Decider:
         else:
             way = self._way_out(base, window_s)
         if way is None and math.isinf(window_s):
-            return Stay(occupied, f"{text}: stays: {nowhere}", nodes.situation(self.world))
+            return Stay(occupied, f"{text}: stays: {nowhere}", f"stays: {nowhere}")
         disk_s = estimates.handoffs.checkpoint_s(self.source)
         too_slow = way is not None and estimates.handoffs.measured and way.estimate_s > window_s
         if way is None or (too_slow and disk_s <= window_s):

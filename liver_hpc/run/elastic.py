@@ -272,12 +272,11 @@ class ElasticPolicy:
                     self.notices.decided(decision.nodes, decision.action, -1, decision.estimate_s)
                     return decision
                 case Stay():
-                    self.nodes.stuck = decision.situation
-                    stays = decision.reason.partition(": stays: ")[2]
-                    self.notices.decided(decision.nodes, f"stays: {stays}", -1)
+                    self.nodes.stuck = self.nodes.situation(world)
+                    self.notices.decided(decision.nodes, decision.action, -1)
                     self._out.append(Log(decision.reason))
                 case Drop():
-                    self.queue.pop()
+                    self.queue.waiting.pop(0)
                     self._out.append(Note(f"dropped: {decision.request}: {decision.reason}"))
                 case Begin():
                     self._begin(decision, world)
@@ -290,13 +289,14 @@ class ElasticPolicy:
             late = f"{request.origin}: the deadline may not be met: {decision.action}"
             self._out.append(Log(late))
         if request is self.queue.first:
-            self.queue.pop()
+            self.queue.waiting.pop(0)
         self._out.append(Note(f"generation {generation}: {request}, from {world.rank_map}"))
         self._handoffs.start(request, world, decision.target)
 
-    def look_after_nodes(self, busy: bool) -> None:
+    def look_after_nodes(self) -> None:
         """Gives back nodes on which nothing runs any more, and says how many are wanted."""
         now_s = self._clock.now_s()
+        busy = bool(self.queue.waiting) or not self._handoffs.idle
         for held in self.nodes.note_idle(now_s):
             if held.warning is not None:
                 self.notices.left(held.node.name, now_s)

@@ -15,6 +15,7 @@ from io import FileIO
 from pathlib import Path
 
 from liver_hpc.errors import LiverError
+from liver_hpc.host.files import flush_to_disk
 from liver_hpc.run.entries import STEP_DONE, STEPS_DROPPED, Event, decode, encode, torn_text
 from liver_hpc.run.events import JournalFailed
 
@@ -209,11 +210,7 @@ def _open(path: Path) -> tuple[int, int]:
                 log.warning("%s: %s", path, torn_text(size_bytes - end_bytes))
                 file.truncate(end_bytes)
             os.fsync(file.fileno())
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        flush_to_disk(path.parent)
     except OSError as error:
         raise LiverError(f"{path} cannot be written: {error.strerror}") from error
     if not last:

@@ -310,8 +310,8 @@ class Lifecycle:
         if ending in (Ending.REQUEUE, Ending.RESTART):
             self.elastic.notices.restarts(str(ending), reason, self._clock.now_s())
         self.elastic.notices.close()
-        if self.elastic.queue:
-            never = "; ".join(self.elastic.queue.texts())
+        if self.elastic.queue.waiting:
+            never = "; ".join(map(str, self.elastic.queue.waiting))
             self._out.append(Log(f"never granted: {never}"))
         self._note(f"{ending}: {reason}")
         self.agents.send(self.agents.present(), m.Exit(reason=f"{ending}: {reason}"))
@@ -374,7 +374,7 @@ class Lifecycle:
             workers=world.rank_map.workers if world else (),
             handoffs_done=recorder.completed,
             handoffs_aborted=recorder.aborted,
-            queued=self.elastic.queue.texts(),
+            queued=tuple(map(str, self.elastic.queue.waiting)),
             handoff=self.handoffs.status(),
             last_event=last_event,
             metrics_error=metrics_error,

@@ -7,7 +7,7 @@ returns depends on the events and their times alone: a journal of them gives the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from liver_hpc.errors import LiverError, MeetingError, ProtocolError, RequestRefused
 from liver_hpc.protocol import messages as m
@@ -58,7 +58,9 @@ class Run(Lifecycle):
     def _settle(self, event: e.Event) -> None:
         """What follows from the event for nodes, launches and handoffs. A step changes none of
         that, unless the run file asks for something after it, and there are many of them."""
-        if self._state is ENDED or (isinstance(event, m.StepDone) and not self.elastic.queue):
+        if self._state is ENDED or (
+            isinstance(event, m.StepDone) and not self.elastic.queue.waiting
+        ):
             return
         if self._state is STARTING and self._may_launch and not self._launched:
             self._launch_first()
@@ -68,8 +70,7 @@ class Run(Lifecycle):
             if to_disk is not None:
                 self._stop(to_disk.reason, checkpoint=True, then=Ending.RESTART)
         if self._may_launch:
-            busy = not self.handoffs.idle or bool(self.elastic.queue)
-            self.elastic.look_after_nodes(busy)
+            self.elastic.look_after_nodes()
 
     # ---- the start
 
@@ -367,12 +368,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
         {
             m.StepDone: Run._step_done,
             m.Finished: Run._finished,
-            m.Prepared: Run._of_attempt,
-            m.AtBoundary: Run._of_attempt,
-            m.Vote: Run._of_attempt,
-            m.FirstStep: Run._of_attempt,
-            m.Released: Run._of_attempt,
-            m.Aborted: Run._of_attempt,
+            **dict.fromkeys(get_args(OfAttempt), Run._of_attempt),
         },
     ),
     **_in(

@@ -75,27 +75,21 @@ class ReconfigurationRequest:
 class RequestQueue:
     """The requests that wait for their turn, in order, and the run file's that are yet to come.
 
-    ceiling: the most workers that the run grows to by itself: those of the layout that somebody
-    asked for last, at first `workers.max`.
+    waiting: whose turn it is first. ceiling: the most workers that the run grows to by itself:
+    those of the layout that somebody asked for last, at first `workers.max`.
     """
 
     def __init__(self, config: RunConfig, check_layout: Callable[[Layout], None]) -> None:
         self.ceiling = config.workers.max
         self._config = config
         self._check_layout = check_layout
-        self._waiting: list[ReconfigurationRequest] = []
+        self.waiting: list[ReconfigurationRequest] = []
         self._notices = sorted(config.notices, key=lambda notice: notice.at_step)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     @property
     def first(self) -> ReconfigurationRequest | None:
         """The request whose turn it is."""
-        return self._waiting[0] if self._waiting else None
-
-    def texts(self) -> tuple[str, ...]:
-        return tuple(map(str, self._waiting))
+        return self.waiting[0] if self.waiting else None
 
     # ---- requests from outside
 
@@ -175,24 +169,20 @@ class RequestQueue:
 
     def add(self, request: ReconfigurationRequest) -> ReconfigurationRequest | None:
         """Queues a request, in the place of one that it overtakes, which is returned."""
-        for position, earlier in enumerate(self._waiting):
+        for position, earlier in enumerate(self.waiting):
             if request.overtakes(earlier):
-                self._waiting[position] = request
+                self.waiting[position] = request
                 return earlier
-        self._waiting.append(request)
+        self.waiting.append(request)
         return None
 
     def put_back(self, request: ReconfigurationRequest) -> None:
         """A request whose handoff was called off waits for its next turn, before all others; not
         where a later one has overtaken it meanwhile."""
-        if not any(later.overtakes(request) for later in self._waiting):
-            self._waiting.insert(0, request)
-
-    def pop(self) -> ReconfigurationRequest:
-        """Takes out the request whose turn it is; the queue must not be empty."""
-        return self._waiting.pop(0)
+        if not any(later.overtakes(request) for later in self.waiting):
+            self.waiting.insert(0, request)
 
     def clear(self) -> None:
         """The run is to end: nothing is asked for any more, by the run file neither."""
-        self._waiting.clear()
+        self.waiting.clear()
         self._notices.clear()

@@ -46,7 +46,7 @@ def _waits_for_nodes(play: Play) -> bool:
 def _at_rest(play: Play) -> None:
     run, elastic = play.run, play.run.elastic
     assert run.state is RunState.TRAINING, f"{run.state}: {run._story()}"
-    assert not elastic.queue, f"still waits: {elastic.queue.texts()}"
+    assert not elastic.queue.waiting, f"still waits: {elastic.queue.waiting}"
     assert not run.agents.ending()
     assert run.world is not None
     assert training_world(play.workers) is not None, "nobody trains"

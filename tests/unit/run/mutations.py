@@ -98,8 +98,8 @@ MUTATIONS = (
     ),
     Mutation(
         "run/requests.py",
-        "        self._waiting.append(request)\n",
-        "        self._waiting.insert(0, request)\n",
+        "        self.waiting.append(request)\n",
+        "        self.waiting.insert(0, request)\n",
         "who asked last is granted first",
     ),
     Mutation(

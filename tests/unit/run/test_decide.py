@@ -271,7 +271,7 @@ def test_nodes_that_nobody_takes_are_stayed_on_where_there_is_nowhere_to_go() ->
     assert isinstance(decision, Stay)
     assert decision.nodes == ("n2",)
     assert "stays: there is nowhere else to run" in decision.reason
-    situation.nodes.stuck = decision.situation
+    situation.nodes.stuck = situation.nodes.situation(situation.world)
     assert situation.decide() == Wait()
     request = situation.ask(TP2)
     assert situation.begins().request == request, "it does not wait behind that"
