@@ -297,9 +297,7 @@ class ElasticPolicy:
         """Gives back nodes on which nothing runs any more, and says how many are wanted."""
         now_s = self._clock.now_s()
         busy = bool(self.queue.waiting) or not self._handoffs.idle
-        for held in self.nodes.note_idle(now_s):
-            if held.warning is not None:
-                self.notices.left(held.node.name, now_s)
+        self.nodes.note_idle(now_s)
         for held in self.nodes.values():
             if held.idle_since_s is None or held.given_back:
                 continue

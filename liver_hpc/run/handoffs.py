@@ -107,11 +107,6 @@ class Handoffs:
             waiting_for=attempt.waiting_workers,
         )
 
-    def check(self) -> None:
-        """Asserts what must hold between any two events."""
-        self._machine.check()
-        assert (self._machine.attempt is None) == (self._recorder.attempt is None)
-
     # ---- what happens
 
     def start(self, request: ReconfigurationRequest, world: WorldRef, target: RankMap) -> None:

@@ -140,15 +140,6 @@ class Lifecycle:
             return HANDING_OVER
         return self._state
 
-    def check(self) -> None:
-        """Asserts what must hold between any two events."""
-        assert (self._state is ENDED) == (self.ending is not None), self._story()
-        assert not self._out
-        if self.ending is None:
-            self.handoffs.check()
-            assert self.world is not None or self._state is STARTING, self._story()
-            assert self._state is not STOPPING or self._deadline or not self.handoffs.idle
-
     def _story(self) -> str:
         lines = (f"{state}: {str(event)[:EVENT_TEXT_LENGTH]!r}" for state, event in self._history)
         return "events so far: " + " | ".join(lines)

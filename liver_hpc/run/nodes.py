@@ -60,16 +60,14 @@ class HeldNodes(dict[str, HeldNode]):
         self[node.name] = HeldNode(node)
         return True
 
-    def note_idle(self, now_s: float) -> list[HeldNode]:
-        """Notes since when nodes are idle; returns those that have become so."""
-        fresh, taken = [], self.agents.taken()
+    def note_idle(self, now_s: float) -> None:
+        """Notes since when nodes are idle."""
+        taken = self.agents.taken()
         for name, held in self.items():
             if taken.get(name):
                 held.idle_since_s, held.given_back = None, False
             elif held.idle_since_s is None:
                 held.idle_since_s = now_s
-                fresh.append(held)
-        return fresh
 
     # ---- what there is
 

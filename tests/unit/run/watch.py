@@ -121,7 +121,18 @@ class Watch:
         if not self.ends:
             self._world()
             self._windows()
-        self.run.check()
+        self._consistent()
+
+    def _consistent(self) -> None:
+        """What the run's parts say of one another."""
+        run, handoffs = self.run, self.run.handoffs
+        assert (run._state is RunState.ENDED) == (run.ending is not None), run._story()
+        assert not run._out
+        if run.ending is None:
+            handoffs._machine.check()
+            assert (handoffs.attempt is None) == (run.recorder.attempt is None)
+            assert run.world is not None or run._state is RunState.STARTING, run._story()
+            assert run._state is not RunState.STOPPING or run._deadline or not handoffs.idle
 
     def _answers(self, event: e.Event, actions: list[a.Action]) -> None:
         """Every question is answered once, at once, and nobody else is."""
