@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 from liver_hpc.clock import Clock, Deadline
 from liver_hpc.config.schema import DeadlineSection
-from liver_hpc.errors import MeetingError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import Exit, Hello, ToWorker
-from liver_hpc.run.actions import Action, Disconnect, EndAgent, KillAgent, Launch, LaunchAgent, Send
+from liver_hpc.run import actions as a
 from liver_hpc.run.events import Seat
 
 TERMINATED = 143
@@ -58,7 +57,7 @@ class Agents:
     an agent may take to end.
     """
 
-    def __init__(self, deadlines: DeadlineSection, clock: Clock, out: list[Action]) -> None:
+    def __init__(self, deadlines: DeadlineSection, clock: Clock, out: list[a.Action]) -> None:
         self.finished: set[int] = set()
         self.exit_s = deadlines.exit_s
         self._clock = clock
@@ -78,7 +77,9 @@ class Agents:
         agents = [Agent(f"a{number}", generation, seat) for number, seat in numbered]
         self._next_agent += len(agents)
         self._agents.update((agent.name, agent) for agent in agents)
-        self._out.append(Launch(tuple(LaunchAgent(a.name, a.seat, layout) for a in agents)))
+        self._out.append(
+            a.Launch(tuple(a.LaunchAgent(agent.name, agent.seat, layout) for agent in agents))
+        )
 
     def launch_failed(self, agents: Iterable[str], lost: Container[str]) -> tuple[int, int]:
         """The generation that agents were launched for, -1 where they are known no longer, and how
@@ -101,21 +102,20 @@ class Agents:
         """The ids that the next workers get, if these meet before all others."""
         return tuple(range(self._next_worker, self._next_worker + number))
 
-    def meet(self, name: str, workers: int) -> tuple[int, ...]:
-        """The ids of an agent's workers; MeetingError for one that is not expected."""
+    def meet(self, name: str, workers: int) -> a.Admit | a.TurnAway:
+        """What an agent is told that has come with so many workers: their ids, or to go."""
         agent = self._agents.get(name)
         if agent is None or agent.end_by is not None:
-            raise MeetingError(f"agent {name} is not expected")
+            return a.TurnAway(name, f"agent {name} is not expected")
         if agent.workers:
-            raise MeetingError(f"agent {name} has met already")
-        if workers != len(agent.seat.slots):
-            raise MeetingError(
-                f"agent {name}: wanted {len(agent.seat.slots)} workers, got {workers}"
-            )
+            return a.TurnAway(name, f"agent {name} has met already")
+        wanted = len(agent.seat.slots)
+        if workers != wanted:
+            return a.TurnAway(name, f"agent {name}: wanted {wanted} workers, got {workers}")
         agent.workers = self.next_workers(workers)
         self._next_worker += workers
         self._nodes_of_workers.update(dict.fromkeys(agent.workers, agent.seat.node))
-        return agent.workers
+        return a.Admit(name, agent.workers)
 
     def expects(self, worker: int) -> bool:
         """Whether a worker that says Hello now would be let in."""
@@ -131,7 +131,7 @@ class Agents:
         return agent.generation
 
     def _agent_of(self, worker: int) -> Agent | None:
-        return next((a for a in self._agents.values() if worker in a.workers), None)
+        return next((agent for agent in self._agents.values() if worker in agent.workers), None)
 
     def arrived(self, generation: int) -> tuple[int, ...]:
         """The workers launched for a generation that are connected, sorted."""
@@ -153,10 +153,11 @@ class Agents:
 
     def fallen_told(self, generation: int) -> bool:
         """Whether one of the fallen was told to end: its node is being taken away."""
-        return any(a.exit_code == TERMINATED for a in self._incomplete(generation))
+        return any(each.exit_code == TERMINATED for each in self._incomplete(generation))
 
     def _incomplete(self, generation: int) -> list[Agent]:
-        return [a for a in self._agents.values() if a.generation == generation and not a.complete]
+        launched = (each for each in self._agents.values() if each.generation == generation)
+        return [agent for agent in launched if not agent.complete]
 
     # ---- where they are
 
@@ -202,7 +203,7 @@ class Agents:
         """An agent that is of no more use is told so as soon as it can be told anything."""
         agent = self._agents.get(name)
         if agent is not None and agent.end_by is not None:
-            self._out.append(EndAgent(name, "it is of no more use"))
+            self._out.append(a.EndAgent(name, "it is of no more use"))
 
     # ---- being here
 
@@ -210,7 +211,7 @@ class Agents:
         """A message to those that are still connected; Exit starts their last deadline."""
         here = tuple(worker for worker in workers if worker in self._workers)
         if here:
-            self._out.append(Send(here, message))
+            self._out.append(a.Send(here, message))
         if isinstance(message, Exit):
             for worker in here:
                 if worker not in self._leave_by:
@@ -234,7 +235,7 @@ class Agents:
         if agent is None:
             return False
         self._leave_by.pop(worker, None)
-        self._out.append(Disconnect(worker))
+        self._out.append(a.Disconnect(worker))
         self._see_off(agent)
         return True
 
@@ -253,7 +254,7 @@ class Agents:
             if agent.generation == generation and agent.end_by is None:
                 if agent.exit_code is None:
                     reason = f"the handoff to generation {generation} is off"
-                    self._out.append(EndAgent(agent.name, reason))
+                    self._out.append(a.EndAgent(agent.name, reason))
                 self._retire(agent, self.exit_s if agent.complete else 0.0)
 
     def reap(self) -> list[int]:
@@ -265,12 +266,12 @@ class Agents:
         for agent in self._agents.values():
             if agent.end_by is not None and agent.end_by.expired() and not agent.killed:
                 agent.killed = True
-                self._out.append(KillAgent(agent.name))
+                self._out.append(a.KillAgent(agent.name))
         return late
 
     def _see_off(self, agent: Agent) -> None:
         """An agent goes once all of its workers have come, and all are gone or about to go."""
-        stays = any(a is agent and w not in self._leave_by for w, a in self._workers.items())
+        stays = any(its is agent and w not in self._leave_by for w, its in self._workers.items())
         if agent.complete and not stays and agent.end_by is None:
             self._retire(agent, self.exit_s)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, get_args
 
-from liver_hpc.errors import LiverError, MeetingError, ProtocolError, RequestRefused
+from liver_hpc.errors import LiverError, ProtocolError, RequestRefused
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.events import WorkerLost
 from liver_hpc.run import events as e
-from liver_hpc.run.actions import Action, Admit, Answer, Ending, Log, StepPhase, TurnAway
+from liver_hpc.run.actions import Action, Answer, Ending, Log, StepPhase, TurnAway
 from liver_hpc.run.handoffs import OfAttempt
 from liver_hpc.run.lifecycle import (
     ENDED,
@@ -117,12 +117,7 @@ class Run(Lifecycle):
     # ---- agents
 
     def _agent_met(self, event: e.AgentMet) -> None:
-        try:
-            workers = self.agents.meet(event.agent, event.workers)
-        except MeetingError as error:
-            self._out.append(TurnAway(event.agent, str(error)))
-        else:
-            self._out.append(Admit(event.agent, workers))
+        self._out.append(self.agents.meet(event.agent, event.workers))
 
     def _agent_ended(self, event: e.AgentEnded) -> None:
         agent = self.agents.ended(event.agent, event.exit_code, event.said)

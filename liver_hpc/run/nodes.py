@@ -78,7 +78,7 @@ class HeldNodes(dict[str, HeldNode]):
         to be asked for.
         """
         free = [held.node for held in self.values() if held.warning is None]
-        return sorted(free, key=lambda node: (not node.automatic, node.preemptible))
+        return sorted(free, key=_lasting)
 
     def doomed(self) -> frozenset[str]:
         """Nodes that have to be left."""
@@ -172,18 +172,18 @@ class HeldNodes(dict[str, HeldNode]):
         ones; otherwise all, and the fewest bytes decide.
         """
         on = {worker: self.agents.node_of(worker) for worker in workers}
-        ranks = {worker: self._rank(node) for worker, node in on.items()}
+        gone = (True, True)
+        ranks = {w: _lasting(self[node].node) if node in self else gone for w, node in on.items()}
         if len(set(ranks.values())) <= 1:
             return sorted(workers)
         order = {name: position for position, name in enumerate(self)}
         whole_nodes = sorted(workers, key=lambda w: (ranks[w], order.get(on[w], len(order)), w))
         return sorted(whole_nodes[:number])
 
-    def _rank(self, node: str) -> tuple[bool, bool]:
-        held = self.get(node)
-        if held is None:
-            return (True, True)
-        return (not held.node.automatic, held.node.preemptible)
+
+def _lasting(node: Node) -> tuple[bool, bool]:
+    """A sort key: the most lasting nodes come first."""
+    return not node.automatic, node.preemptible
 
 
 def _total(slots: Iterable[int | None]) -> int | None:

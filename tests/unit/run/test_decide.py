@@ -67,8 +67,9 @@ class Situation:
         self.estimates = Estimates(LayoutPolicy(config, SPEC), estimator, SPEC, place_once)
 
     def join(self, agent: str) -> None:
-        (worker,) = self.agents.meet(agent, 1)
-        self.agents.join(Hello(worker=worker, pid=1, host="h", booted_s=0.0))
+        meeting = self.agents.meet(agent, 1)
+        assert isinstance(meeting, a.Admit)
+        self.agents.join(Hello(worker=meeting.workers[0], pid=1, host="h", booted_s=0.0))
 
     def warn(self, node: str, window_s: float | None = None) -> None:
         deadline_s = None if window_s is None else NOW_S + window_s
