@@ -8,18 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Event, Requested, TargetFixed, WorkerLost
-from liver_hpc.protocol.messages import (
-    AtBoundary,
-    FirstStep,
-    Hello,
-    Prepared,
-    Progress,
-    Released,
-    Vote,
-)
 from liver_hpc.run.records import ReconfigurationRecord, TrafficRecord, WorkerPhaseRecord
 
 SHARED_PARTS = ("connect", "staging")
@@ -53,19 +45,19 @@ class AttemptNotes:
     @property
     def bytes_total(self) -> int:
         """Bytes that all workers together receive."""
-        return sum(message.bytes_in for message in self.said(Prepared).values())
+        return sum(message.bytes_in for message in self.said(m.Prepared).values())
 
     @property
     def bytes_done(self) -> int:
-        return sum(message.bytes_done for message in self.said(Progress).values())
+        return sum(message.bytes_done for message in self.said(m.Progress).values())
 
-    def observe(self, event: Event | Progress, now_s: float) -> None:
+    def observe(self, event: Event | m.Progress, now_s: float) -> None:
         if isinstance(event, TargetFixed):
             self.target = event.target
         worker = getattr(event, "worker", None)
         if worker is not None:
             self._said.setdefault(type(event), {})[worker] = event
-            self.heard_s[event.stage if isinstance(event, Vote) else type(event), worker] = now_s
+            self.heard_s[event.stage if isinstance(event, m.Vote) else type(event), worker] = now_s
 
     def said(self, kind: type[Kind]) -> dict[int, Kind]:
         """Each worker's newest message of a kind."""
@@ -73,7 +65,7 @@ class AttemptNotes:
 
     def pause_s(self) -> float:
         """The largest of the workers that were in both worlds; of all where none was in both."""
-        first, ended_s = self.said(FirstStep), self._ended_s()
+        first, ended_s = self.said(m.FirstStep), self._ended_s()
         both = [w for w in first if w in ended_s]
         if both:
             return max(first[w].started_s - ended_s[w] for w in both)
@@ -86,9 +78,9 @@ class AttemptNotes:
     def record(self, ended: Ended, now_s: float, steps_done: int) -> ReconfigurationRecord:
         """steps_done: where the source stood, for an attempt that has not come to a boundary."""
         source = self.request.source
-        at_boundary = [*self.said(AtBoundary).values()]
-        prepared, first = self.said(Prepared).values(), self.said(FirstStep).values()
-        stayers = [m for m in self.said(Released).values() if self._stays(m.worker)]
+        at_boundary = [*self.said(m.AtBoundary).values()]
+        prepared, first = self.said(m.Prepared).values(), self.said(m.FirstStep).values()
+        stayers = [each for each in self.said(m.Released).values() if self._stays(each.worker)]
         return ReconfigurationRecord(
             generation=self.generation,
             source_generation=source.generation,
@@ -115,14 +107,14 @@ class AttemptNotes:
             first_step_ended_s=max((f.ended_s for f in first), default=math.nan),
             released_s=now_s if ended.outcome == "completed" else math.nan,
             pause_s=self.pause_s(),
-            stayers_file_descriptors=max((m.file_descriptors for m in stayers), default=0),
-            stayers_resident_bytes=max((m.resident_bytes for m in stayers), default=0),
+            stayers_file_descriptors=max((each.file_descriptors for each in stayers), default=0),
+            stayers_resident_bytes=max((each.resident_bytes for each in stayers), default=0),
         )
 
     def traffic(self) -> list[TrafficRecord]:
         return [
             TrafficRecord(self.generation, worker, receiver, num_bytes)
-            for worker, message in sorted(self.said(Prepared).items())
+            for worker, message in sorted(self.said(m.Prepared).items())
             for receiver, num_bytes in message.bytes_to.items()
         ]
 
@@ -135,12 +127,12 @@ class AttemptNotes:
         target = self.target.workers if self.target is not None else ()
         return [
             WorkerPhaseRecord(self.generation, worker, node_of(worker), *span)
-            for worker in sorted({*source, *target, *self.said(Hello)})
+            for worker in sorted({*source, *target, *self.said(m.Hello)})
             for span in self._spans(worker)
         ]
 
     def _spans(self, worker: int) -> Iterator[Span]:
-        hello = self.said(Hello).get(worker)
+        hello = self.said(m.Hello).get(worker)
         if hello is not None:
             yield "boot", hello.booted_s - sum(hello.boot_timings_s.values()), hello.booted_s
         if self.target is not None:
@@ -148,11 +140,11 @@ class AttemptNotes:
             yield from self._cross(worker)
 
     def _prepare(self, worker: int) -> Iterator[Span]:
-        began_s, message = self.entered_s[Phase.PREPARE], self.said(Prepared).get(worker)
+        began_s, message = self.entered_s[Phase.PREPARE], self.said(m.Prepared).get(worker)
         if message is None:
             yield "prepare", began_s, math.nan
             return
-        ended_s = self.heard_s[Prepared, worker]
+        ended_s = self.heard_s[m.Prepared, worker]
         shared_s = sum(message.timings_s.get(part, 0.0) for part in SHARED_PARTS)
         alone_until_s = max(began_s, ended_s - shared_s)
         yield "prepare", began_s, alone_until_s
@@ -167,7 +159,7 @@ class AttemptNotes:
         yield "transfer", moving_s, self.heard_s.get(("parameters", worker), math.nan)
         if Phase.COMMIT not in self.entered_s:
             return
-        first = self.said(FirstStep).get(worker)
+        first = self.said(m.FirstStep).get(worker)
         began_s = first.started_s if first is not None else self.entered_s[Phase.COMMIT]
         yield "first step", began_s, self.heard_s.get(("optimizer", worker), math.nan)
         if Phase.RELEASE not in self.entered_s:
@@ -175,7 +167,7 @@ class AttemptNotes:
         committed_s = self.entered_s[Phase.RELEASE]
         if first is not None:
             yield "update", committed_s, first.ended_s
-        released = self.said(Released).get(worker)
+        released = self.said(m.Released).get(worker)
         gone_s = self.heard_s.get((WorkerLost, worker), math.nan)
         released_s = released.released_s if released is not None else gone_s
         yield "release", first.ended_s if first is not None else committed_s, released_s
@@ -184,7 +176,7 @@ class AttemptNotes:
 
     def _ended_s(self) -> dict[int, float]:
         """When the last step of each worker of the source ended."""
-        return {w: message.last_step_ended_s for w, message in self.said(AtBoundary).items()}
+        return {w: message.last_step_ended_s for w, message in self.said(m.AtBoundary).items()}
 
     def _stays(self, worker: int) -> bool:
         both = (self.request.source.rank_map, self.target)

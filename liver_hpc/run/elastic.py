@@ -14,16 +14,7 @@ from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import StepDone
-from liver_hpc.run.actions import (
-    Action,
-    Avoid,
-    GiveBack,
-    Log,
-    Note,
-    Readmit,
-    Remember,
-    WantWorkers,
-)
+from liver_hpc.run import actions as a
 from liver_hpc.run.decide import (
     Begin,
     Decider,
@@ -58,7 +49,7 @@ class ElasticPolicy:
         clock: Clock,
         parts: tuple[RequestQueue, HeldNodes, Estimates, NoticeBook],
         handoffs: Handoffs,
-        out: list[Action],
+        out: list[a.Action],
     ) -> None:
         self.queue, self.nodes, self.estimates, self.notices = parts
         self.drained: dict[str, NodeWarned | None] = {}
@@ -79,10 +70,10 @@ class ElasticPolicy:
             self.queue.ceiling = memory.ceiling
         for node in memory.drained:
             self.drained[node] = None
-            self._out.append(Avoid(node))
+            self._out.append(a.Avoid(node))
 
     def _remember(self) -> None:
-        self._out.append(Remember(self.queue.ceiling, tuple(sorted(self.drained))))
+        self._out.append(a.Remember(self.queue.ceiling, tuple(sorted(self.drained))))
 
     # ---- requests
 
@@ -141,7 +132,7 @@ class ElasticPolicy:
         if node.name in self.drained:  # it is not used again, whoever grants it
             self.drained[node.name] = None
             self.warned(NodeWarned(node.name, OPERATOR, now_s))
-        self._out.append(Note(f"node granted: {node.name} ({node.allocation})"))
+        self._out.append(a.Note(f"node granted: {node.name} ({node.allocation})"))
 
     def training_begins(self) -> None:
         """Nodes that came before count as granted now: nothing could join them earlier."""
@@ -172,7 +163,7 @@ class ElasticPolicy:
             return False
         left_s = None if event.deadline_s is None else event.deadline_s - self._clock.now_s()
         window = "no deadline" if left_s is None else f"{left_s:.1f} s left"
-        self._out.append(Note(f"node {event.node} has to be left: {event.reason}, {window}"))
+        self._out.append(a.Note(f"node {event.node} has to be left: {event.reason}, {window}"))
         return True
 
     def overtake(self, world: WorldRef) -> None:
@@ -197,7 +188,7 @@ class ElasticPolicy:
     def gone(self, event: NodeGone) -> tuple[int, ...]:
         """Strikes a node off; the workers of the run that were still on it."""
         held = self.nodes.pop(event.node, None)
-        self._out.append(Note(f"node {event.node} is gone: {event.reason}"))
+        self._out.append(a.Note(f"node {event.node} is gone: {event.reason}"))
         if held is None:
             return ()
         workers = self._agents.workers_on({event.node}, self._agents.present())
@@ -221,7 +212,7 @@ class ElasticPolicy:
             )
         now_s = self._clock.now_s()
         window_s = within_s or self._config.policy.drain_window_s
-        self._out.append(Avoid(node))
+        self._out.append(a.Avoid(node))
         self.drained.setdefault(node, None)
         self._remember()
         known_s = held.deadline_s
@@ -242,7 +233,7 @@ class ElasticPolicy:
             drained = ", ".join(sorted(self.drained)) or "none"
             raise RequestRefused(f"node {node!r} is not drained; drained nodes are {drained}")
         before = self.drained.pop(node)
-        self._out.append(Readmit(node))
+        self._out.append(a.Readmit(node))
         self._remember()
         held = self.nodes.get(node)
         if held is None:
@@ -274,10 +265,10 @@ class ElasticPolicy:
                 case Stay():
                     self.nodes.stuck = self.nodes.situation(world)
                     self.notices.decided(decision.nodes, decision.action, -1)
-                    self._out.append(Log(decision.reason))
+                    self._out.append(a.Log(decision.reason))
                 case Drop():
                     self.queue.waiting.pop(0)
-                    self._out.append(Note(f"dropped: {decision.request}: {decision.reason}"))
+                    self._out.append(a.Note(f"dropped: {decision.request}: {decision.reason}"))
                 case Begin():
                     self._begin(decision, world)
         return None
@@ -287,10 +278,10 @@ class ElasticPolicy:
         self.notices.decided(decision.nodes, decision.action, generation, decision.estimate_s)
         if decision.late:
             late = f"{request.origin}: the deadline may not be met: {decision.action}"
-            self._out.append(Log(late))
+            self._out.append(a.Log(late))
         if request is self.queue.first:
             self.queue.waiting.pop(0)
-        self._out.append(Note(f"generation {generation}: {request}, from {world.rank_map}"))
+        self._out.append(a.Note(f"generation {generation}: {request}, from {world.rank_map}"))
         self._handoffs.start(request, world, decision.target)
 
     def look_after_nodes(self) -> None:
@@ -306,12 +297,12 @@ class ElasticPolicy:
                 continue
             self.notices.left(held.node.name, now_s)
             held.given_back = True
-            self._out.append(GiveBack(held.node.name))
+            self._out.append(a.GiveBack(held.node.name))
         steady = self.nodes.steady_slots(with_burst=False)
         wanted = max(0, self._most_workers() - steady)
         if wanted != self._wanted:
             self._wanted = wanted
-            self._out.append(WantWorkers(wanted))
+            self._out.append(a.WantWorkers(wanted))
 
     def _unneeded(self, node: Node, idle_s: float) -> bool:
         """Whether the run could have all its workers without a node that nobody takes away."""

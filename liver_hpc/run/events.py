@@ -7,16 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.events import FromParticipant
-from liver_hpc.protocol.messages import (
-    DrainRequest,
-    ReplaceRequest,
-    ResizeRequest,
-    Restored,
-    StepDone,
-    StopRequest,
-    Transports,
-)
 
 # ---- the nodes that a run may hold
 
@@ -194,7 +186,7 @@ class OperatorAsked:
     """An operator's request; `number` is what the answer is found by."""
 
     number: int
-    request: ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
+    request: m.ResizeRequest | m.ReplaceRequest | m.DrainRequest | m.StopRequest
 
 
 @dataclass(frozen=True)
@@ -249,7 +241,7 @@ class Tick:
     """Time has passed: deadlines, and what waits for its time. Does nothing where none is due."""
 
 
-FromWorker = FromParticipant | StepDone | Restored | Transports
+FromWorker = FromParticipant | m.StepDone | m.Restored | m.Transports
 PoolEvent = NodeGranted | NodeWarned | NodeGone | EndNear | PoolNote
 Event = (
     FromWorker
