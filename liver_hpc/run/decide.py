@@ -132,7 +132,7 @@ class Decider:
             (joiner,) = fresh
             seats = tuple(joiner if w == request.replace else w for w in source.workers)
             return RankMap(source.layout, seats)
-        target, kept = request.target(source), request.kept(source)
+        target, kept = request.layout or source.layout, request.kept(source)
         if not fresh:
             kept = tuple(nodes.stayers(kept, target.workers))
         return self.estimates.place(self.estimates.spec, source, target, (*sorted(kept), *fresh))

@@ -134,10 +134,6 @@ class ElasticPolicy:
             self.warned(NodeWarned(node.name, OPERATOR, now_s))
         self._out.append(a.Note(f"node granted: {node.name} ({node.allocation})"))
 
-    def training_begins(self) -> None:
-        """Nodes that came before count as granted now: nothing could join them earlier."""
-        self.nodes.granted_s = self._clock.now_s()
-
     def first_layout(self, preferred: Layout, resumed: bool) -> Layout | None:
         """What to begin with on the nodes at hand; None while they are too few.
 

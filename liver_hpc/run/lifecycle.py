@@ -183,7 +183,8 @@ class Lifecycle:
 
     def _train(self) -> None:
         self._state, self._deadline = TRAINING, None
-        self.elastic.training_begins()
+        # Nodes that came before count as granted now: nothing could join them earlier.
+        self.elastic.nodes.granted_s = self._clock.now_s()
         self._note(f"training begins: {self.world}")
 
     def _start_failed(self, reason: str) -> None:

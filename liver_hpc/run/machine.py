@@ -116,9 +116,6 @@ class Run(Lifecycle):
 
     # ---- agents
 
-    def _agent_met(self, event: e.AgentMet) -> None:
-        self._out.append(self.agents.meet(event.agent, event.workers))
-
     def _agent_ended(self, event: e.AgentEnded) -> None:
         agent = self.agents.ended(event.agent, event.exit_code, event.said)
         if agent is None or agent.complete or self._state is ENDED:
@@ -198,9 +195,6 @@ class Run(Lifecycle):
         self._end_if_all_finished()
 
     # ---- nodes
-
-    def _node_granted(self, event: e.NodeGranted) -> None:
-        self.elastic.granted(event, at_start=self.world is None)
 
     def _node_warned(self, event: e.NodeWarned) -> None:
         if not self.elastic.warned(event):
@@ -335,12 +329,12 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
     **_in(
         OPEN,
         {
-            e.NodeGranted: Run._node_granted,
+            e.NodeGranted: lambda run, event: run.elastic.granted(event, run.world is None),
             e.NodeWarned: Run._node_warned,
             e.NodeGone: Run._node_gone,
             e.EndNear: Run._end_near,
             e.PoolNote: lambda run, event: run._note(event.text),
-            e.AgentMet: Run._agent_met,
+            e.AgentMet: lambda run, met: run._out.append(run.agents.meet(met.agent, met.workers)),
             e.AgentListens: lambda run, event: run.agents.listens(event.agent),
             e.AgentEnded: Run._agent_ended,
             e.LaunchFailed: Run._launch_failed,

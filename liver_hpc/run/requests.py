@@ -34,9 +34,6 @@ class ReconfigurationRequest:
         what = f"resize to {self.layout}" if self.layout else f"replace worker {self.replace}"
         return f"{what} ({self.origin})"
 
-    def target(self, rank_map: RankMap) -> Layout:
-        return self.layout if self.layout is not None else rank_map.layout
-
     def joiners(self, rank_map: RankMap) -> int:
         """How many workers have to be launched for it."""
         if self.layout is None:
