@@ -245,15 +245,3 @@ class Decider:
         if not smaller and most is not None:
             smaller = [way(most)]
         return min(smaller, key=lambda each: each.estimate_s, default=None)
-
-
-def can_do_without(nodes: HeldNodes, world: WorldRef, estimates: Estimates, node: str) -> bool:
-    """Whether there is a layout for the workers that are left when a node goes."""
-    survivors = [w for w in world.rank_map.workers if nodes.agents.node_of(w) != node]
-    taken = nodes.agents.taken()
-    free = sum(
-        (other.slots or 0) - len(taken.get(other.name, ()))
-        for other in nodes.usable()
-        if other.name != node
-    )
-    return estimates.policy.best(len(survivors) + free) is not None

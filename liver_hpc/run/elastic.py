@@ -15,16 +15,7 @@ from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import StepDone
 from liver_hpc.run import actions as a
-from liver_hpc.run.decide import (
-    Begin,
-    Decider,
-    Drop,
-    Estimates,
-    Stay,
-    ToDisk,
-    Wait,
-    can_do_without,
-)
+from liver_hpc.run.decide import Begin, Decider, Drop, Estimates, Stay, ToDisk, Wait
 from liver_hpc.run.events import Memory, Node, NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.handoffs import Handoffs
 from liver_hpc.run.nodes import HeldNodes
@@ -202,7 +193,7 @@ class ElasticPolicy:
         if held is None or not node:
             names = ", ".join(filter(None, self.nodes)) or "none by name"
             raise RequestRefused(f"node {node!r} is not held by the run; nodes are {names}")
-        if world is not None and not can_do_without(self.nodes, world, self.estimates, node):
+        if world is not None and not self._can_do_without(node, world):
             raise RequestRefused(
                 f"no layout is allowed without {node}; held: {self.nodes.describe()}"
             )
@@ -219,6 +210,12 @@ class ElasticPolicy:
         if self.warned(NodeWarned(node, OPERATOR, now_s, now_s + window_s)) and world is not None:
             self.overtake(world)
         return f"leaving {node} within {window_s:g} s"
+
+    def _can_do_without(self, node: str, world: WorldRef) -> bool:
+        """Whether there is a layout for the workers that are left when a node goes."""
+        survivors = [w for w in world.rank_map.workers if self._agents.node_of(w) != node]
+        free = self.nodes.free_slots(without=node) or 0
+        return self.estimates.policy.best(len(survivors) + free) is not None
 
     def undo_drain(self, node: str, world: WorldRef | None) -> str:
         """An operator wants a node to be used again; RequestRefused for one that none drained.

@@ -98,13 +98,14 @@ class HeldNodes(dict[str, HeldNode]):
         nodes = [node for node in self.usable() if node.automatic or node.name in occupied]
         return _total(node.slots for node in nodes)
 
-    def free_slots(self, ending: bool = True) -> int | None:
-        """Slots for more workers on usable nodes, None without bound; without `ending`, those of
-        agents that are ending count too."""
+    def free_slots(self, ending: bool = True, without: str | None = None) -> int | None:
+        """Slots for more workers on usable nodes but one, None without bound; without `ending`,
+        those of agents that are ending count too."""
         taken = self.agents.taken(ending)
         return _total(
             None if node.slots is None else node.slots - len(taken.get(node.name, ()))
             for node in self.usable()
+            if node.name != without
         )
 
     def situation(self, world: WorldRef) -> Situation:
