@@ -26,7 +26,7 @@ from liver_hpc.coordinator.store import StoreService
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.rendezvous.channel import ControlServer
 from liver_hpc.run.actions import LaunchAgent
-from liver_hpc.run.node_events import PoolEvent, Seat
+from liver_hpc.run.events import PoolEvent, Seat
 from liver_hpc.run.outcome import COORDINATOR_FILE, write_private_json
 from liver_hpc.run.secret import read_secret
 

@@ -34,7 +34,7 @@ from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
 from liver_hpc.rendezvous.mpi.service import Acceptor, MpiRendezvous
 from liver_hpc.run.actions import LaunchAgent
-from liver_hpc.run.node_events import Seat
+from liver_hpc.run.events import Seat
 from liver_hpc.run.secret import create_secret
 
 M = TypeVar("M")

@@ -15,7 +15,7 @@ from liver_hpc.layout.coordinates import Layout
 from liver_hpc.node.agent import EXIT_BOOT, EXIT_NOT_MET
 from liver_hpc.rendezvous.base import Identity, Refusal
 from liver_hpc.run.actions import LaunchAgent
-from liver_hpc.run.node_events import Seat
+from liver_hpc.run.events import Seat
 from tests.integration.agents import Run, request, wait_for
 from tests.memory_launcher import MemoryLauncher
 

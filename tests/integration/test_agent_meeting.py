@@ -35,7 +35,7 @@ from pathlib import Path
 from liver_hpc.cluster.launcher import local_launcher
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.run.actions import LaunchAgent
-from liver_hpc.run.node_events import Seat
+from liver_hpc.run.events import Seat
 directory, *options = sys.argv[1:]
 launcher = local_launcher(Path(directory), further_options=options)
 launcher.launch(LaunchAgent("a0", Seat("", (0, 1)), Layout(1, 1, 2)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from liver_hpc.cluster.slurm.commands import COMPLETING, RUNNING, JobInfo
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
-from liver_hpc.run.node_events import (
+from liver_hpc.run.events import (
     EndNear,
     Node,
     NodeGone,

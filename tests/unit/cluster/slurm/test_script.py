@@ -54,9 +54,7 @@ def test_batch_script(name: str, golden: Golden) -> None:
 
 
 def test_a_line_end_is_never_written() -> None:
-    with pytest.raises(
-        ValueError, match=r"'a\\nb' is empty or has control"
-    ):
+    with pytest.raises(ValueError, match=r"'a\\nb' is empty or has control"):
         text({"name": "main", "options": {"constraint": "a\nb"}})
 
 
