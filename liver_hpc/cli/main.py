@@ -205,13 +205,14 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _prepare_data(options: argparse.Namespace) -> int:
-    from liver_hpc.cli.submission import prepare_data
     from liver_hpc.config.load import absolute_paths, load_run
+    from liver_hpc.recipes.text_data import prepare
 
-    config = load_run(options.config, options.set)
-    if config.data is None or config.data.text is None:
+    data = absolute_paths(load_run(options.config, options.set)).data
+    if data is None or data.text is None:
         raise ConfigError(f"{options.config}: data.text is not given; there is nothing to prepare")
-    print(prepare_data(absolute_paths(config)))
+    held = prepare(data)
+    print(f"{held.prefix}: {held.documents} documents, {held.tokens} tokens of {held.token_type}")
     return EXIT_OK
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
-import tempfile
 
 from liver_hpc.cli.client import await_coordinator
 from liver_hpc.cli.launch import launch_detached
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.run_job import job_of
 from liver_hpc.config.check import check_run
-from liver_hpc.config.indexed_data import read_indexed_data
-from liver_hpc.config.load import absolute_paths, dump_run
+from liver_hpc.config.load import absolute_paths
 from liver_hpc.config.problems import joined, parts
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
@@ -21,7 +18,7 @@ from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import file_lock
 from liver_hpc.layout.candidates import resolve_layouts
 from liver_hpc.recipes.base import Recipe, load_recipe
-from liver_hpc.recipes.text_data import pinned, prefix_of
+from liver_hpc.recipes.text_data import prefix_of, prepare
 from liver_hpc.run.directory import (
     RunDirectory,
     claim_checkpoints,
@@ -184,32 +181,10 @@ def check_partitions(config: RunConfig, commands: SlurmCommands | None = None) -
         raise ConfigError(joined(problems))
 
 
-def prepare_data(config: RunConfig) -> str:
-    """Turns `data.text` into an indexed `.bin/.idx` pair, unless that has been done.
-
-    In a process of its own, since Megatron's writer imports torch. Returns a line about the data.
-    Raises ConfigError for text that cannot be used, LiverError for everything else.
-    """
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        file.write(dump_run(config))
-        file.flush()
-        command = [sys.executable, "-P", "-m", "liver_hpc.recipes.text_data", "--config", file.name]
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-        )
-    if done.returncode == 0:
-        return done.stdout.strip()
-    said = done.stderr.strip().rpartition("error: ")[2] or f"exit code {done.returncode}"
-    raise (ConfigError if done.returncode == 2 else LiverError)(f"preparing the data: {said}")
-
-
 def with_prepared_data(config: RunConfig) -> RunConfig:
-    """The same run on indexed data: the text may change while the run goes on."""
+    """The same run on indexed data: text may change while a run goes on, and may differ between
+    nodes. Raises ConfigError for text that cannot be used."""
     if config.data is None or config.data.text is None:
         return config
-    data = pinned(config.data)
-    try:
-        read_indexed_data(prefix_of(data))
-    except ConfigError:
-        prepare_data(config)
-    return config.model_copy(update={"data": data})
+    named = {"prefix": prepare(config.data).prefix, "text": None}
+    return config.model_copy(update={"data": config.data.model_copy(update=named)})

@@ -1,4 +1,4 @@
-"""Megatron's indexed token data: is a `.bin/.idx` pair whole? Reads the header, never the tokens.
+"""Megatron's indexed token data: the index of a `.bin/.idx` pair, written, and held against both.
 
 The `.idx` of megatron/core/datasets/indexed_dataset.py, little-endian: magic, version, type code,
 number of sequences and of document ends; then the lengths, the byte offsets and the document ends.
@@ -7,7 +7,9 @@ number of sequences and of document ends; then the lengths, the byte offsets and
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from liver_hpc.errors import ConfigError
@@ -25,6 +27,7 @@ _TYPES = {
     7: ("float32", 4),
     8: ("uint16", 2),
 }
+_UINT16 = 8
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,19 @@ def read_indexed_data(prefix: Path) -> IndexedData:
         )
     ends = max(documents - 1, 0)
     return IndexedData(prefix, name, sequences, ends, wanted_bytes // token_bytes)
+
+
+def write_index(path: Path, lengths: Sequence[int]) -> None:
+    """Writes the `.idx` of documents of `lengths` uint16 tokens, one behind the other, each of them
+    one sequence."""
+    count = len(lengths)
+    offsets_bytes = accumulate((2 * length for length in lengths[:-1]), initial=0)
+    path.write_bytes(
+        _HEADER.pack(_MAGIC, _VERSION, _UINT16, count, count + 1)
+        + struct.pack(f"<{count}i", *lengths)
+        + struct.pack(f"<{count}q", *offsets_bytes)
+        + struct.pack(f"<{count + 1}q", *range(count + 1))
+    )
 
 
 def _file_bytes(path: Path) -> int:
