@@ -15,7 +15,7 @@ PARAMETER = "parameter"
 MAIN = "main"
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
-OPTIMIZER_KINDS = (MAIN, EXP_AVG, EXP_AVG_SQ)
+MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 
 
 class Box(NamedTuple):
@@ -108,7 +108,7 @@ class ModelSpec:
     @property
     def optimizer_kinds(self) -> tuple[str, ...]:
         """Kinds of optimizer state that exist apart from the parameters."""
-        return OPTIMIZER_KINDS[1:] if self.main_is_parameter else OPTIMIZER_KINDS
+        return MOMENTS if self.main_is_parameter else (MAIN, *MOMENTS)
 
     @property
     def kinds(self) -> tuple[str, ...]:
