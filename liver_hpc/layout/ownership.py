@@ -123,30 +123,21 @@ def stage_shards(model: ModelSpec, layout: Layout, stage: int) -> StageShards:
 
     All tensors share one bucket; a tied embedding that is on two stages has its own.
     """
+    buckets: list[list[int]] = [[]]
+    for index in reversed(model.stage_tensors(layout.pp, stage)):
+        if len(model.stages_of(model.tensors[index], layout.pp)) > 1:
+            buckets += [[index], []]
+        else:
+            buckets[-1].append(index)
     places: dict[int, tuple[int, int, int]] = {}
     sizes: list[int] = []
-    start = 0
-    filled = False
-
-    def close_bucket(end: int) -> None:
-        nonlocal start, filled
+    for bucket in filter(None, buckets):
+        end = 0
+        for index in bucket:
+            start = _round_up(end, PARAMETER_ALIGNMENT)
+            end = start + math.prod(local_shape(model.tensors[index], layout.tp))
+            places[index] = (len(sizes), start, end)
         sizes.append(_round_up(end, math.lcm(layout.dp, BUCKET_ALIGNMENT)))
-        start, filled = 0, False
-
-    for index in reversed(model.stage_tensors(layout.pp, stage)):
-        tensor = model.tensors[index]
-        rows, cols = local_shape(tensor, layout.tp)
-        shared = len(model.stages_of(tensor, layout.pp)) > 1
-        start = _round_up(start, PARAMETER_ALIGNMENT)
-        if shared and filled:
-            close_bucket(start)
-        end = start + rows * cols
-        places[index] = (len(sizes), start, end)
-        start, filled = end, True
-        if shared:
-            close_bucket(end)
-    if filled:
-        close_bucket(start)
     return StageShards(layout.dp, places, tuple(sizes))
 
 

@@ -170,8 +170,7 @@ def _tensors_of_stages(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]
     return tuple((*mine, *copies) for mine, copies in zip(own, tied, strict=True))
 
 
-@dataclass(frozen=True, order=True)
-class Move:
+class Move(NamedTuple):
     """One box of one kind of one tensor, from one worker to another. Moves cross in their order."""
 
     tensor_index: int
