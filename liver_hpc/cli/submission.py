@@ -43,7 +43,8 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
     section = config.cluster.model_copy(update={"kind": kind})
     config = absolute_paths(config.model_copy(update={"cluster": section}))
     try:
-        config = resolve_layouts(config, load_recipe(config))
+        described = load_recipe(config)
+        config = resolve_layouts(config, described.spec, described.check_layout)
         recipe = load_recipe(config)  # it knows the run as it is resolved
     except ConfigError as error:
         raise ConfigError(joined([*found, *parts(error)])) from error

@@ -135,6 +135,8 @@ class Recipe(ABC):
 
     def check_layout(self, layout: Layout) -> None:
         """Raises ConfigError when the model cannot be laid out so."""
+        if layout.pp > 1:
+            self.hidden_shape()
         self.spec.stage_layers(layout.pp)
         for tensor in self.spec.tensors:
             local_shape(tensor, layout.tp)
