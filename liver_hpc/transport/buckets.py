@@ -42,18 +42,6 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-class BucketKey(NamedTuple):
-    """The global order of buckets: by place in the pair's list, then pair.
-
-    Places first, so that all pairs advance alike and a worker sends and receives at the same
-    time. `shift` is receiver - sender: among equal places, everyone's partner is different.
-    """
-
-    position: int
-    shift: int
-    sender: int
-
-
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """One message from `sender` to `receiver`: the `position`-th of this pair."""
@@ -65,8 +53,13 @@ class Bucket:
     num_bytes: int
 
     @property
-    def key(self) -> BucketKey:
-        return BucketKey(self.position, self.receiver - self.sender, self.sender)
+    def key(self) -> tuple[int, int, int]:
+        """The global order: by place in the pair's list, then pair.
+
+        Places first, so that all pairs advance alike and a worker sends and receives at the same
+        time. Among equal places, by receiver - sender: everyone's partner is different.
+        """
+        return self.position, self.receiver - self.sender, self.sender
 
     @property
     def payload_bytes(self) -> int:
@@ -74,14 +67,8 @@ class Bucket:
         return sum(piece.num_bytes for piece in self.pieces)
 
 
-class Placed(NamedTuple):
-    """A bucket and where it lies in its step's staging slot."""
-
-    bucket: Bucket
-    offset_bytes: int
-
-
-Step = tuple[Placed, ...]
+Step = tuple[Bucket, ...]
+"""Buckets that lie one behind the other in a staging slot."""
 
 
 class Action(NamedTuple):
@@ -170,12 +157,10 @@ def plan_buckets(
     Raises PlanError for a move that is not this worker's.
     """
     pairs: dict[tuple[int, int], list[Move]] = {}
-    for moves, other in ((plan.sends, "receiver"), (plan.receives, "sender")):
-        for move in moves:
-            mine = move.sender if other == "receiver" else move.receiver
-            if mine != plan.worker or move.sender == move.receiver:
-                raise PlanError(f"worker {plan.worker}: this is not mine to move: {move}")
-            pairs.setdefault((move.sender, move.receiver), []).append(move)
+    for move in (*plan.sends, *plan.receives):
+        if plan.worker not in (move.sender, move.receiver) or move.sender == move.receiver:
+            raise PlanError(f"worker {plan.worker}: this is not mine to move: {move}")
+        pairs.setdefault((move.sender, move.receiver), []).append(move)
     buckets = []
     for (sender, receiver), between in pairs.items():
         for position, pieces in enumerate(cut_moves(between, element_bytes, bucket_bytes)):
@@ -187,13 +172,13 @@ def plan_buckets(
 def group_steps(buckets: Sequence[Bucket], slot_bytes: int) -> list[Step]:
     """Neighbouring buckets together in steps of at most `slot_bytes`."""
     steps: list[Step] = []
-    step: list[Placed] = []
+    step: list[Bucket] = []
     filled = 0
     for bucket in buckets:
         if step and filled + bucket.num_bytes > slot_bytes:
             steps.append(tuple(step))
             step, filled = [], 0
-        step.append(Placed(bucket, filled))
+        step.append(bucket)
         filled += bucket.num_bytes
     if step:
         steps.append(tuple(step))
