@@ -99,11 +99,11 @@ class StageShards:
     bucket_elements: tuple[int, ...]
 
     def interval(self, tensor_index: int, dp_rank: int) -> tuple[int, int]:
-        """Flat interval of the local parameter that a dp rank owns; empty when start >= end."""
+        """Flat interval of the local parameter that a dp rank owns; (0, 0) when it owns none."""
         bucket, start, end = self.places[tensor_index]
         size = self.bucket_elements[bucket] // self.dp
         low, high = max(start, dp_rank * size), min(end, (dp_rank + 1) * size)
-        return low - start, high - start
+        return (low - start, high - start) if low < high else (0, 0)
 
     def owners(self, tensor_index: int, low: int = 0, high: int | None = None) -> range:
         """The dp ranks that own a part of the tensor, or of its flat interval [low, high)."""
@@ -148,8 +148,6 @@ def optimizer_boxes(
     """Global boxes of one tensor's optimizer state at a coordinate that holds the tensor."""
     tensor = model.tensors[tensor_index]
     start, end = stage_shards(model, layout, at.pp).interval(tensor_index, at.dp)
-    if start >= end:
-        return ()
     _, cols = local_shape(tensor, layout.tp)
     return tuple(
         slab.to_global(part)

@@ -49,14 +49,10 @@ def _place_exactly(
 
 def _place_by_seat(source: RankMap, target: Layout, available: Sequence[int]) -> RankMap:
     """Keeps every worker whose seat exists in both layouts, then fills up in order."""
+    workers = dict(zip(source.layout.coordinates(), source.workers, strict=True))
     free = set(available)
-    seated: dict[Coordinate, int] = {}
-    source_seats = {at: source.worker_at(at) for at in source.layout.coordinates()}
-    for seat in target.coordinates():
-        worker = source_seats.get(seat)
-        if worker in free:
-            seated[seat] = worker
-            free.discard(worker)
+    seated = {at: workers[at] for at in target.coordinates() if workers.get(at) in free}
+    free -= set(seated.values())
     rest = iter([worker for worker in available if worker in free])
     return RankMap(
         target, tuple(seated[s] if s in seated else next(rest) for s in target.coordinates())

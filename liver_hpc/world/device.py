@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,11 +24,6 @@ class Device:
 
     torch_device: torch.device
     backend_name: str
-
-    @property
-    def backend_type(self) -> Any:
-        kinds = dist.ProcessGroup.BackendType
-        return kinds.NCCL if self.backend_name == "nccl" else kinds.GLOO
 
     def enter(self) -> None:
         """Makes this the calling thread's device. Every thread that touches tensors calls it once,
@@ -76,17 +72,15 @@ class Network:
     def __init__(self, device: Device, plan: NetworkPlan) -> None:
         self._device = device
         self._plan = plan
-        self._gloo: list[Any] = []
         self._log = NcclLog()
         self._log_offset = 0
         self._chosen: WeakKeyDictionary[Any, Chosen] = WeakKeyDictionary()
 
+    @cached_property
     def _gloo_devices(self) -> list[Any]:
-        if not self._gloo:
-            names, create = self._plan.gloo_interfaces, dist.ProcessGroupGloo.create_device
-            wheres = [{"interface": name} for name in names] or [{"hostname": self._plan.hostname}]
-            self._gloo = [create(**where, lazy_init=False) for where in wheres]
-        return self._gloo
+        names, create = self._plan.gloo_interfaces, dist.ProcessGroupGloo.create_device
+        wheres = [{"interface": name} for name in names] or [{"hostname": self._plan.hostname}]
+        return [create(**where, lazy_init=False) for where in wheres]
 
     def open_backend(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
         """Connects one group's members over `store` and returns the c10d backend.
@@ -108,7 +102,7 @@ class Network:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._timeout = timeout
-            options._devices = self._gloo_devices()
+            options._devices = self._gloo_devices
             backend = gloo(store, rank, size, options)
             chosen = Chosen(("gloo tcp",), self._gloo_way())
         backend._set_sequence_number_for_group()

@@ -253,7 +253,7 @@ class World:
         self.optimizer.zero_grad()
         with megatron.groups_in_use(self.groups):
             outputs = self._schedule(
-                forward_step_func=self._forward_step,
+                forward_step_func=lambda samples, model: self.recipe.loss(model, next(samples)),
                 data_iterator=self._micro_batches(step, micro_batches),
                 model=[self.model],
                 num_microbatches=micro_batches,
@@ -264,9 +264,6 @@ class World:
         if self.at.pp != layout.pp - 1 or self.at.tp != 0:
             return Gradients(0.0, 0)
         return Gradients(sum(output["loss"].item() for output in outputs), len(outputs))
-
-    def _forward_step(self, samples: Iterator[Sequence[Any]], model: Any) -> Any:
-        return self.recipe.loss(model, next(samples))
 
     def _micro_batches(self, step: int, count: int) -> Iterator[Sequence[Any]]:
         """This dp rank's micro-batches: its i-th is number i * dp + rank of the whole step."""

@@ -23,7 +23,7 @@ def state_at(
         rows, cols = local_shape(tensor, layout.tp)
         shape = (rows, cols) if len(tensor.shape) == 2 else (rows,)
         start, end = shards.interval(index, at.dp)
-        length = max(end - start, 0)
+        length = end - start
         optimizer = {kind: torch.zeros(length) for kind in (MAIN, *MOMENTS)} if length else {}
         held[index] = HeldTensor(
             torch.zeros(shape, dtype=dtype), (start, start + length), optimizer
