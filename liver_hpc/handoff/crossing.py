@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError, ProtocolError
@@ -55,38 +55,37 @@ class Crossed:
     ended_s: float
 
 
-@dataclass
-class _Background:
-    """Work in a thread of its own, whose failure is raised at `join`.
+class _Moving(threading.Thread):
+    """Work in a thread of its own, whose failure is raised at `outcome`.
 
     Not a Future: that one keeps the failure's traceback, and with it the group's connections; and
     the interpreter waits at its end for every thread of a pool, also for one that is stuck.
     """
 
-    work: Callable[[], Digests]
-    device: Device
-    result: Digests | None = None
-    failure: str = ""
-    thread: threading.Thread = field(init=False)
+    def __init__(self, work: Callable[[], Digests], device: Device) -> None:
+        super().__init__(name="optimizer-transfer", daemon=True)
+        self._work = work
+        self._device = device
+        self._digests: Digests | None = None
+        self._failure = ""
+        self.start()
 
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._run, name="optimizer-transfer", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        self.device.enter()
+    def run(self) -> None:
+        self._device.enter()
         try:
-            self.result = self.work()
+            self._digests = self._work()
         except FAILURES as error:
-            self.failure = f"{type(error).__name__}: {error}"
+            self._failure = f"{type(error).__name__}: {error}"
+        finally:
+            del self._work  # and with it the worlds, which others close
 
-    def join(self, deadline: Deadline) -> Digests:
-        self.thread.join(deadline.remaining_s())
-        if self.failure:
-            raise LiverError(self.failure)
-        if self.result is None:
+    def outcome(self, deadline: Deadline) -> Digests:
+        self.join(deadline.remaining_s())
+        if self._failure:
+            raise LiverError(self._failure)
+        if self._digests is None:
             raise deadline.error()
-        return self.result
+        return self._digests
 
 
 class Crossing:
@@ -143,17 +142,16 @@ class Crossing:
     def _first_gradients(self, scalars: m.ScalarState, gradients: list[Gradients]) -> Digests:
         """Computes the target's first forward and backward while optimizer state moves."""
         kinds = self._session.context.recipe.spec.optimizer_kinds
-        moving = _Background(
+        moving = self._target.moving = _Moving(
             lambda: self._move(kinds, self._target.optimizer, "optimizer state"),
             self._session.context.device,
         )
-        self._target.moving = moving.thread
         deadline = self._deadline("the optimizer state to arrive")
         try:
             if self._target.world is not None:
                 gradients.append(self._target.world.forward_backward(scalars.step))
         finally:
-            digests = moving.join(deadline)
+            digests = moving.outcome(deadline)
         if self._target.world is not None:
             self._target.world.load_scalar_state(scalars)
         return digests

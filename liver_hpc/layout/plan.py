@@ -196,31 +196,30 @@ def transfer_plan(model: ModelSpec, source: RankMap, target: RankMap, worker: in
     when the source does not hold all that the target needs.
     """
     handoff = Handoff(model, source, target)
-    receives: list[Move] = []
-    local: list[Move] = []
-    sends: list[Move] = []
-    to = target.coordinate_of(worker)
-    if to is not None:
-        for index in model.stage_tensors(target.layout.pp, to.pp):
-            for move in _every_kind(model, handoff.incoming, index, to):
-                (local if move.sender == worker else receives).append(move)
-    at = source.coordinate_of(worker)
-    if at is not None:
-        for index in model.stage_tensors(source.layout.pp, at.pp):
-            sends.extend(_every_kind(model, handoff.outgoing, index, at))
-    return TransferPlan(worker, tuple(sorted(sends)), tuple(sorted(receives)), tuple(sorted(local)))
+    incoming = _moves(model, target, worker, handoff.incoming)
+    return TransferPlan(
+        worker,
+        sends=tuple(_moves(model, source, worker, handoff.outgoing)),
+        receives=tuple(move for move in incoming if move.sender != worker),
+        local=tuple(move for move in incoming if move.sender == worker),
+    )
 
 
-def _every_kind(
+def _moves(
     model: ModelSpec,
+    rank_map: RankMap,
+    worker: int,
     moves_of: Callable[[str, int, Coordinate], Iterable[Move]],
-    tensor_index: int,
-    at: Coordinate,
-) -> Iterator[Move]:
-    """The moves of all kinds of a tensor; those of optimizer state are planned once."""
-    yield from moves_of(PARAMETER, tensor_index, at)
-    first, *others = model.optimizer_kinds
-    for move in moves_of(first, tensor_index, at):
-        yield move
-        for kind in others:
-            yield move._replace(kind=kind)
+) -> list[Move]:
+    """The moves of all that a worker of a rank map holds, sorted; those of optimizer state are
+    planned once for all its kinds."""
+    at = rank_map.coordinate_of(worker)
+    if at is None:
+        return []
+    moves: list[Move] = []
+    planned, *others = model.optimizer_kinds
+    for index in model.stage_tensors(rank_map.layout.pp, at.pp):
+        moves += moves_of(PARAMETER, index, at)
+        for move in moves_of(planned, index, at):
+            moves += (move, *(move._replace(kind=kind) for kind in others))
+    return sorted(moves)

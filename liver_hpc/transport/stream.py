@@ -129,7 +129,7 @@ class Transport:
                 self._broken = False
             finally:
                 if self._broken:
-                    stream.drop()
+                    stream.launched.clear()  # the backend's handles hold memory and connections
                     self._wire.abandon()
             self._tags.update(prepared.messages)
         finally:
@@ -204,10 +204,6 @@ class _Stream:
         for pieces in local:
             deadline.check()
             self._copy_local(pieces, progress)
-
-    def drop(self) -> None:
-        """Forgets all unfinished messages: the backend's handles hold memory and connections."""
-        self.launched.clear()
 
     def _launch(self, action: Action) -> None:
         parcels, arriving = [], []
