@@ -34,6 +34,10 @@ class Box(NamedTuple):
     def elements(self) -> int:
         return (self.row1 - self.row0) * (self.col1 - self.col0)
 
+    def moved(self, rows: int, cols: int) -> Box:
+        """The same box, so many rows further down and columns further right."""
+        return Box(self.row0 + rows, self.row1 + rows, self.col0 + cols, self.col1 + cols)
+
     def intersect(self, other: Box) -> Box | None:
         """The common box; None when there is none."""
         row0, row1 = max(self.row0, other.row0), min(self.row1, other.row1)

@@ -99,34 +99,36 @@ def cut_moves(
     need be packed. A move that does not fit is cut by rows, and a row that is larger than a whole
     bucket by columns.
     """
-    capacity_bytes = whole_units(bucket_bytes)
-    buckets: list[tuple[Piece, ...]] = []
-    pieces: list[Piece] = []
-    filled = 0
+    capacity_bytes = room_bytes = whole_units(bucket_bytes)
+    buckets: list[list[Piece]] = [[]]
     before_alone = False
     for move in moves:
         size = element_bytes(move.kind)
         alone = move.box.elements * size >= capacity_bytes * ALONE_SHARE
-        if pieces and (alone or before_alone):
-            buckets.append(tuple(pieces))
-            pieces, filled = [], 0
+        if alone or before_alone:
+            buckets.append([])
+            room_bytes = capacity_bytes
         before_alone = alone
         rest = [move.box]
         while rest:
             box = rest.pop()
-            part, later = _fit(box, size, capacity_bytes - filled, whole_bucket=not filled)
+            part, later = _fit(box, size, room_bytes, whole_bucket=not buckets[-1])
             if part is None:
-                buckets.append(tuple(pieces))
-                pieces, filled = [], 0
+                buckets.append([])
+                room_bytes = capacity_bytes
                 rest.append(box)
                 continue
-            num_bytes = part.elements * size
-            pieces.append(Piece(move.kind, move.tensor_index, part, filled, num_bytes))
-            filled += aligned(num_bytes)
+            piece = Piece(
+                move.kind,
+                move.tensor_index,
+                part,
+                capacity_bytes - room_bytes,
+                part.elements * size,
+            )
+            buckets[-1].append(piece)
+            room_bytes -= aligned(piece.num_bytes)
             rest.extend(reversed(later))
-    if pieces:
-        buckets.append(tuple(pieces))
-    return buckets
+    return [tuple(bucket) for bucket in buckets if bucket]
 
 
 def _fit(
@@ -171,18 +173,15 @@ def plan_buckets(
 
 def group_steps(buckets: Sequence[Bucket], slot_bytes: int) -> list[Step]:
     """Neighbouring buckets together in steps of at most `slot_bytes`."""
-    steps: list[Step] = []
-    step: list[Bucket] = []
-    filled = 0
+    steps: list[list[Bucket]] = []
+    room_bytes = 0
     for bucket in buckets:
-        if step and filled + bucket.num_bytes > slot_bytes:
-            steps.append(tuple(step))
-            step, filled = [], 0
-        step.append(bucket)
-        filled += bucket.num_bytes
-    if step:
-        steps.append(tuple(step))
-    return steps
+        if not steps or bucket.num_bytes > room_bytes:
+            steps.append([])
+            room_bytes = slot_bytes
+        steps[-1].append(bucket)
+        room_bytes -= bucket.num_bytes
+    return [tuple(step) for step in steps]
 
 
 def schedule(steps: Sequence[Step], num_slots: int) -> Iterator[Action]:
