@@ -17,7 +17,6 @@ from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol import messages as m
 from liver_hpc.transport.stream import Prepared
 from liver_hpc.world.device import Device
-from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import Flags, Gradients, StepResult, World
 
 PROGRESS_INTERVAL_S = 0.1
@@ -164,7 +163,7 @@ class Crossing:
         self._target.transport.stream(
             half, source, target, self._progress, self._deadline(f"the bytes of {what}", waits_s)
         )
-        return Digests(_digests(source, kinds), _digests(target, kinds))
+        return Digests(*(state.digests(kinds) if state else () for state in (source, target)))
 
     # ---- talking to the coordinator
 
@@ -219,7 +218,3 @@ class Crossing:
     def _deadline(self, waits_for: str, extra_s: float = 0.0) -> Deadline:
         limit_s = self._limits.transfer_s + extra_s
         return Deadline.after(self._session.context.clock, limit_s, waits_for)
-
-
-def _digests(state: WorldState | None, kinds: tuple[str, ...]) -> tuple[m.ClassDigest, ...]:
-    return state.digests(kinds) if state is not None else ()

@@ -119,9 +119,7 @@ class TokenSamples:
 
 def _order_name(prefix: Path, seq_length: int, samples: int, seed: int) -> str:
     """A name made of all that the order depends on, the index file's content included."""
-    hashed = hashlib.blake2b(digest_size=8)
     with prefix.with_name(f"{prefix.name}.idx").open("rb") as stream:
-        while block := stream.read(1 << 20):
-            hashed.update(block)
+        hashed = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=8))
     hashed.update(f"{seq_length}/{samples}/{seed}".encode())
     return f"samples-{hashed.hexdigest()}"
