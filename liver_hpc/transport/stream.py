@@ -166,10 +166,12 @@ class _Copy(NamedTuple):
 
 
 class _Launched(NamedTuple):
-    """A step on its way. `arriving`: bytes of state and copies to make, of every message here."""
+    """A step on its way. arriving: copies to make once its messages have crossed; num_bytes: of
+    state in what arrives."""
 
     pending: Sequence[Pending]
-    arriving: list[tuple[int, list[_Copy]]]
+    arriving: list[_Copy]
+    num_bytes: int
 
 
 @dataclass
@@ -206,30 +208,31 @@ class _Stream:
             self._copy_local(pieces, progress)
 
     def _launch(self, action: Action) -> None:
-        parcels, arriving = [], []
+        parcels: list[Parcel] = []
+        arriving: list[_Copy] = []
+        num_bytes = 0
         rest = self.slots[action.slot]
         for bucket in action.step:
             parcel, copies = self._parcel(bucket, rest[: bucket.num_bytes])
             rest = rest[bucket.num_bytes :]
             parcels.append(parcel)
-            if not parcel.is_send:
-                arriving.append((bucket.payload_bytes, copies))
-                continue
-            for view, staged in copies:
-                staged.copy_(view, non_blocking=True)
-        self.launched.append(_Launched(self.wire.launch(parcels), arriving))
+            if parcel.is_send:
+                for view, staged in copies:
+                    staged.copy_(view, non_blocking=True)
+            else:
+                arriving += copies
+                num_bytes += bucket.payload_bytes
+        self.launched.append(_Launched(self.wire.launch(parcels), arriving, num_bytes))
 
     def _finish(self, progress: Callable[[int], None], deadline: Deadline) -> None:
         """The oldest launched step: its messages have crossed and are in their places."""
         for messages in self.launched[0].pending:
             messages.wait(deadline)
-        num_bytes = 0
-        for payload_bytes, copies in self.launched.popleft().arriving:
-            num_bytes += payload_bytes
-            for view, staged in copies:
-                view.copy_(staged, non_blocking=True)
-        if num_bytes:
-            progress(num_bytes)
+        step = self.launched.popleft()
+        for view, staged in step.arriving:
+            view.copy_(staged, non_blocking=True)
+        if step.num_bytes:
+            progress(step.num_bytes)
 
     def _copy_local(self, pieces: Sequence[Piece], progress: Callable[[int], None]) -> None:
         num_bytes = 0

@@ -181,11 +181,9 @@ def complete_for_schedules(module: Any) -> None:
         module.model_type = ModelType.encoder_or_decoder
 
 
-def group_collection(rank_map: RankMap, worker: int, book: GroupBook) -> ProcessGroupCollection:
-    """Megatron's groups for one worker of a rank map, taken from `book`. No communication."""
+def group_collection(rank_map: RankMap, at: Coordinate, book: GroupBook) -> ProcessGroupCollection:
+    """Megatron's groups at one coordinate of a rank map, taken from `book`. No communication."""
     layout = rank_map.layout
-    at = rank_map.coordinate_of(worker)
-    assert at is not None, f"worker {worker} is not in {rank_map}"
     tps, pps, dps = range(layout.tp), range(layout.pp), range(layout.dp)
     ends = sorted({0, layout.pp - 1})
 

@@ -93,7 +93,7 @@ class World:
     # ---- building
 
     def _build(self) -> None:
-        self.groups = megatron.group_collection(self.rank_map, self.worker, self.book)
+        self.groups = megatron.group_collection(self.rank_map, self.at, self.book)
         with megatron.rehearsal(), megatron.groups_in_use(self.groups):
             self.model = self._build_model()
             self.optimizer = self._build_optimizer()
