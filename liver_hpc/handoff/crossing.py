@@ -114,21 +114,20 @@ class Crossing:
         gradients: list[Gradients] = []
         self._vote("optimizer", lambda: self._first_gradients(forward.scalars, gradients))
         commit = self._verdict("commit")
-        first_step = None
         world = self._target.world
-        if world is not None:
-            update = world.update(forward.scalars.step)
-            first_step = world.agree(gradients[0], update, Flags())
+        if world is None:
+            return Crossed(commit.scalars, None, started_s, context.clock.now_s())
+        update = world.update(forward.scalars.step)
+        first_step = world.agree(gradients[0], update, Flags())
         ended_s = context.clock.now_s()
-        if world is not None:
-            context.send(
-                m.FirstStep(
-                    worker=context.worker,
-                    generation=session.generation,
-                    started_s=started_s,
-                    ended_s=ended_s,
-                )
+        context.send(
+            m.FirstStep(
+                worker=context.worker,
+                generation=session.generation,
+                started_s=started_s,
+                ended_s=ended_s,
             )
+        )
         return Crossed(commit.scalars, first_step, started_s, ended_s)
 
     # ---- the two stages

@@ -108,7 +108,7 @@ class StageShards:
 
 
 def _round_up(number: int, multiple: int) -> int:
-    return math.ceil(number / multiple) * multiple
+    return -(-number // multiple) * multiple
 
 
 @lru_cache(maxsize=4096)

@@ -37,12 +37,11 @@ def place(model: ModelSpec, source: RankMap, target: Layout, available: Sequence
 def _place_exactly(
     model: ModelSpec, source: RankMap, target: Layout, available: Sequence[int]
 ) -> RankMap:
-    held = overlap_matrix(model, source.layout, target)
-    stays = np.zeros((target.workers, len(available)))  # [seats, workers], bytes that stay
-    for column, worker in enumerate(available):
-        at = source.coordinate_of(worker)
-        if at is not None:
-            stays[:, column] = held[source.layout.rank(at)]
+    joiner = np.zeros(target.workers)
+    held = np.vstack([overlap_matrix(model, source.layout, target), joiner])
+    ranks = {worker: rank for rank, worker in enumerate(source.workers)}
+    # [seats, workers], bytes that stay
+    stays = held[[ranks.get(worker, len(ranks)) for worker in available]].T
     _, columns = linear_sum_assignment(stays, maximize=True)
     return RankMap(target, tuple(available[column] for column in columns))
 

@@ -164,14 +164,14 @@ def _stages_of_layers(model: ModelSpec, pp: int) -> tuple[int, ...]:
 @lru_cache(maxsize=256)
 def _tensors_of_stages(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
     """The tensors of every stage; see `ModelSpec.stage_tensors`."""
-    own: list[list[int]] = [[] for _ in range(pp)]
-    tied: list[list[int]] = [[] for _ in range(pp)]
-    for index, tensor in enumerate(model.tensors):
-        first, *others = model.stages_of(tensor, pp)
-        own[first].append(index)
+    held: list[list[int]] = [[] for _ in range(pp)]
+    stages = [model.stages_of(tensor, pp) for tensor in model.tensors]
+    for index, (stage, *_) in enumerate(stages):
+        held[stage].append(index)
+    for index, (_, *others) in enumerate(stages):
         for stage in others:
-            tied[stage].append(index)
-    return tuple((*mine, *copies) for mine, copies in zip(own, tied, strict=True))
+            held[stage].append(index)
+    return tuple(map(tuple, held))
 
 
 class Move(NamedTuple):
