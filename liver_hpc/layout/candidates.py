@@ -179,8 +179,7 @@ def resolve_layouts(
     taken with `workers.initial` workers, or when one of the file's exceeds `policy.memory_bytes`.
     """
     if config.layouts != AUTO:
-        if config.policy.memory_bytes is not None:
-            _check_memory(config, model, check_layout)
+        _check_memory(config, model, check_layout)
         return config
     candidates = Candidates(config, model, check_layout)
     table, initial = candidates.table(), config.workers.initial
