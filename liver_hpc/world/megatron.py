@@ -29,6 +29,10 @@ from liver_hpc.layout.coordinates import Coordinate, RankMap
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.world.groups import GroupBook
 
+_seeding = inspect.signature(megatron_random.model_parallel_cuda_manual_seed).parameters
+_SEEDING_RANKS = [name for name in _seeding if name.endswith("_rank")]
+"""The ranks that this release's seeding takes; it asks parallel_state for one not given."""
+
 
 class _Thread(threading.local):
     """What this thread does: it may rehearse a world, and megatron may mean the groups of one."""
@@ -150,15 +154,8 @@ def _keep_rehearsals_from_forking() -> None:
 def seed_dropout(seed: int, tp_rank: int) -> None:
     """Seeds the device's generator and megatron's tensor-parallel stream, except in a rehearsal."""
     if not _thread.rehearsing:
-        ranks = dict.fromkeys(_seeding_ranks(), 0) | {"tp_rank": tp_rank}
+        ranks = dict.fromkeys(_SEEDING_RANKS, 0) | {"tp_rank": tp_rank}
         megatron_random.model_parallel_cuda_manual_seed(seed, **ranks)
-
-
-@cache
-def _seeding_ranks() -> tuple[str, ...]:
-    """The ranks that this release's seeding takes; it asks parallel_state for one not given."""
-    accepted = inspect.signature(megatron_random.model_parallel_cuda_manual_seed).parameters
-    return tuple(name for name in accepted if name.endswith("_rank"))
 
 
 def mark_tensor_parallel(parameter: torch.nn.Parameter, tensor: TensorSpec) -> None:
