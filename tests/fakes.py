@@ -10,13 +10,15 @@ from typing import Any, NoReturn
 from pydantic import TypeAdapter
 
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.tensors import EXP_AVG, PARAMETER, ModelSpec, TensorSpec
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.recipes.base import NoOptions, Recipe
-from liver_hpc.run.entries import Entry
-from liver_hpc.run.journal import JournalFailed, MemoryJournal, Written
+from liver_hpc.run.entries import Entry, Event, decode, encode
+from liver_hpc.run.events import JournalFailed
+from liver_hpc.run.journal import Journal, Written
 from liver_hpc.run.records import (
     NetworkRecord,
     NoticeRecord,
@@ -27,7 +29,8 @@ from liver_hpc.run.records import (
 )
 
 FULL_DIGEST = 0x1234_5678_9ABC_DEF0
-WRONG_DIGEST = "00000000000000ff"
+WRONG_DIGEST = "000000ff"
+"""How the digest begins that a worker gets wrong: each in its own way."""
 
 
 class Fault(StrEnum):
@@ -142,7 +145,8 @@ class WorkerScript:
         if fault is Fault.VOTE_NO:
             return [vote.model_copy(update={"ok": False, "reason": "told to"})]
         side = "source" if vote.source else "target"
-        wrong = getattr(vote, side)[0].model_copy(update={"value": WRONG_DIGEST})
+        value = f"{WRONG_DIGEST}{self.worker:08x}"
+        wrong = getattr(vote, side)[0].model_copy(update={"value": value})
         return [vote.model_copy(update={side: (wrong, *getattr(vote, side)[1:])})]
 
     def _prepared(self) -> list[m.FromWorker]:
@@ -235,6 +239,9 @@ class TinyRecipe(Recipe):
         tensors = tuple(TensorSpec(f"layers.{n}.weight", (8, 4), 0) for n in range(2))
         self.spec = ModelSpec(tensors, {1: ((0, 1),), 2: ((0,), (1,))}, parameter_bytes=4)
 
+    def hidden_shape(self) -> tuple[int, ...]:
+        return (1, 1, 4)
+
     def build(self, context: object) -> NoReturn:
         raise NotImplementedError
 
@@ -264,6 +271,43 @@ def tiny_run(**sections: Any) -> RunConfig:
 
 def tiny_recipe(config: RunConfig) -> TinyRecipe:
     return TinyRecipe(NoOptions(), config)
+
+
+class MemoryJournal(Journal):
+    """A journal without a disk: `fail` and `recover` are what a disk does."""
+
+    def __init__(self, tell: Callable[[Written | JournalFailed], None]) -> None:
+        self._tell = tell
+        self.error = ""
+        self._closed = False
+        self._lines: list[bytes] = []
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All that was appended, as a reader would get it."""
+        return [*decode(self._lines, "memory, line")]
+
+    def append(self, at_s: float, event: Event, actions: Sequence[Event] = ()) -> int:
+        if self._closed:
+            raise LiverError(f"the journal is closed: {event.get('type')} came too late")
+        number = len(self._lines)
+        self._lines.append(encode(number, at_s, event, actions))
+        if not self.error:
+            self._tell(Written(number))
+        return number
+
+    def fail(self, reason: str) -> None:
+        """From now on nothing is written."""
+        self.error = reason
+        self._tell(JournalFailed(reason))
+
+    def recover(self) -> None:
+        """All that waits is written."""
+        self.error = ""
+        self._tell(Written(len(self._lines) - 1))
+
+    def close(self, limit_s: float) -> None:
+        self._closed = True
 
 
 class JournalRecords:

@@ -1,8 +1,8 @@
 """All that reaches the coordinator, and how it reaches workers and agents.
 
-Everything that happens comes through the inbox: an event of the run's core (`run/events.py`,
-`run/node_events.py`), news of a connection, or a question whose sender waits for the answer. Who
-calls is told apart by the first message.
+Everything that happens comes through the inbox: an event of the run's core (`run/events.py`), news
+of a connection, or a question whose sender waits for the answer. Who calls is told apart by the
+first message.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from liver_hpc.protocol.messages import (
 )
 from liver_hpc.rendezvous.base import Answer, Identity, Refusal
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed
-from liver_hpc.run.events import StopSignalled
-from liver_hpc.run.journal import JournalFailed, Written
-from liver_hpc.run.node_events import EndNear, PoolEvent
+from liver_hpc.run.events import EndNear, JournalFailed, PoolEvent, StopSignalled
+from liver_hpc.run.journal import Written
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.coordinator.connections import Inbox
-from liver_hpc.run.events import StopSignalled
-from liver_hpc.run.node_events import EndNear
+from liver_hpc.run.events import EndNear, StopSignalled
 from liver_hpc.run.outcome import Outcome
 
 

@@ -52,11 +52,10 @@ from liver_hpc.rendezvous.channel import Channel, ControlServer
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import encode
-from liver_hpc.run.journal import JournalFailed, Written
+from liver_hpc.run.events import EndNear
+from liver_hpc.run.journal import Written
 from liver_hpc.run.machine import Run
-from liver_hpc.run.node_events import EndNear
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
-from liver_hpc.run.view import snapshot
 
 log = logging.getLogger(__name__)
 
@@ -207,10 +206,10 @@ class Coordinator:
                 if self._journal_failed:
                     self._journal_failed = False
                     self._feed(e.JournalFailed(""))
-            case JournalFailed():
+            case e.JournalFailed():
                 self._journal_failed = True
                 self._perform_held()
-                self._feed(e.JournalFailed(event.reason))
+                self._feed(event)
             case _:
                 self._feed(event)
 
@@ -255,7 +254,7 @@ class Coordinator:
         """One event into the core; what it decides is performed once the journal has it."""
         at_s = self._clock.now_s()
         actions = self._run.handle(event, at_s)
-        self._control.steps_done = self._run.steps_done
+        self._control.steps_done = self._run.recorder.steps_done
         if isinstance(event, e.Tick) and not actions:
             return
         number = self._journal.append(at_s, encode(event), [encode(each) for each in actions])
@@ -334,7 +333,7 @@ class Coordinator:
             case Heartbeat():
                 pass
             case Progress():
-                self._run.progress(message)
+                self._run.handoffs.progress(message)
             case Saved():
                 self._saved(message)
             case Restored():
@@ -395,8 +394,8 @@ class Coordinator:
 
     def _asked(self, asked: Asked) -> None:
         if isinstance(asked.request, StatusRequest):
-            shown = snapshot(
-                self._run, self._clock.now_s(), self._performer.last_event, self._journal.error
+            shown = self._run.snapshot(
+                self._clock.now_s(), self._performer.last_event, self._journal.error
             )
             asked.answer.set_result(Reply(ok=True, text="", data=shown.model_dump()))
             return

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from liver_hpc.checkpoint.index import newest_step
 from liver_hpc.clock import SystemClock
-from liver_hpc.cluster.launcher import Launcher
-from liver_hpc.cluster.local import LocalLauncher
-from liver_hpc.cluster.pool import NodePool, ThisMachine
+from liver_hpc.cluster.launcher import Launcher, local_launcher
+from liver_hpc.cluster.pool import NodePool
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.address import control_address
@@ -35,12 +34,12 @@ from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
 from liver_hpc.report.hdf5 import read_hdf5
 from liver_hpc.report.store import METRICS_FILE, write_metrics
+from liver_hpc.run.codec import memory_of
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, read_entries
 from liver_hpc.run.events import Memory
 from liver_hpc.run.journal import Journal
 from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome, open_log
-from liver_hpc.run.replay import memory_of
 from liver_hpc.run.secret import create_secret, read_secret
 
 log = logging.getLogger(__name__)
@@ -77,21 +76,21 @@ def _mpi_network(config: RunConfig) -> MpiNetwork:
 
 def _here(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:
     """Workers on this machine."""
-    return LocalLauncher(run_directory, config.deadlines.exit_s), ThisMachine()
+    return local_launcher(run_directory, config.deadlines.exit_s), NodePool()
 
 
 def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:
     """Workers on the nodes of the Slurm job that this process runs in, and on burst nodes."""
-    from liver_hpc.cluster.slurm.allocation import own_allocations
     from liver_hpc.cluster.slurm.commands import SlurmCommands
-    from liver_hpc.cluster.slurm.launcher import SlurmLauncher
+    from liver_hpc.cluster.slurm.holdings import own_allocations
+    from liver_hpc.cluster.slurm.launcher import slurm_launcher
     from liver_hpc.cluster.slurm.pool import SlurmPool
 
     slurm = config.cluster.slurm
     commands = SlurmCommands(slurm.command_s, slurm.unreachable_s)
     own = own_allocations(os.environ, config, commands.hostnames)
     pool = SlurmPool(config, commands, own, run_directory, SystemClock())
-    return SlurmLauncher(run_directory, config, commands, pool.place_of), pool
+    return slurm_launcher(run_directory, config, commands, pool.use), pool
 
 
 def run_coordinator(

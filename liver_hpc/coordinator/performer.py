@@ -6,7 +6,6 @@ import logging
 from collections import deque
 from typing import assert_never
 
-from liver_hpc.cluster.launcher import NodeRequest
 from liver_hpc.coordinator.connections import Asked, Met, WorkerRegistry
 from liver_hpc.coordinator.services import Services
 from liver_hpc.coordinator.store import StoreService
@@ -55,7 +54,7 @@ class Performer:
             case a.EndAgent():
                 self._registry.end_agent(action.agent, action.reason)
             case a.KillAgent():
-                if self._is_known(action.agent):  # its launch may have failed meanwhile
+                if action.agent in self.launched:  # its launch may have failed meanwhile
                     log.warning("agent %s has not ended by itself: killed", action.agent)
                     services.launcher.kill(action.agent)
             case a.Disconnect():
@@ -86,27 +85,14 @@ class Performer:
         return None
 
     def _launch(self, launch: a.Launch) -> LaunchFailed | None:
-        requests = [
-            NodeRequest(each.agent, str(each.layout), each.seat.slots, each.seat.node)
-            for each in launch.agents
-        ]
-        names = tuple(request.agent for request in requests)
-        try:
-            self._services.launcher.launch(requests)
-        except (LiverError, OSError) as error:
-            lost = tuple(name for name in names if not self._is_known(name))
-            self.launched.update({*names} - {*lost})
-            return LaunchFailed(names, lost, str(error))
-        self.launched.update(names)
+        names = tuple(each.agent for each in launch.agents)
+        for position, each in enumerate(launch.agents):
+            try:
+                self._services.launcher.launch(each)
+            except (LiverError, OSError) as error:
+                return LaunchFailed(names, names[position:], str(error))
+            self.launched.add(each.agent)
         return None
-
-    def _is_known(self, agent: str) -> bool:
-        """Whether the launcher has anything of an agent, after a launch that failed half-way."""
-        try:
-            self._services.launcher.alive(agent)
-        except LiverError:
-            return False
-        return True
 
     def _admit(self, admit: a.Admit) -> None:
         met = self.meetings.popleft()

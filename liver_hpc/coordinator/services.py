@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from liver_hpc.clock import Clock
 from liver_hpc.cluster.launcher import Launcher
-from liver_hpc.cluster.pool import NodePool, ThisMachine
+from liver_hpc.cluster.pool import NodePool
 from liver_hpc.layout.placement import place
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.rendezvous.base import Rendezvous
 from liver_hpc.run.decide import Place
-from liver_hpc.run.journal import EventJournal, JournalFailed, Written
+from liver_hpc.run.events import JournalFailed
+from liver_hpc.run.journal import Journal, Written
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Services:
     recipe: Recipe
     launcher: Launcher
     rendezvous: Rendezvous
-    open_journal: Callable[[Callable[[Written | JournalFailed], None]], EventJournal]
+    open_journal: Callable[[Callable[[Written | JournalFailed], None]], Journal]
     attributes: Mapping[str, str] = field(default_factory=dict)
-    pool: NodePool = field(default_factory=ThisMachine)
+    pool: NodePool = field(default_factory=NodePool)
     place: Place = place

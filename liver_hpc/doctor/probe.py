@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import resource
-import select
 import sys
 import tempfile
 import threading
@@ -28,7 +27,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from liver_hpc.cluster.network import (
-    GLOO_INTERFACE,
     NCCL_LOG,
     NodeFacts,
     control_interface,
@@ -37,7 +35,7 @@ from liver_hpc.cluster.network import (
 )
 from liver_hpc.config.schema import NetworkSection
 from liver_hpc.doctor.checks import Result, failed, passed, warned
-from liver_hpc.errors import ConfigError, DeadlineError, LiverError
+from liver_hpc.errors import ConfigError, LiverError
 
 PACKAGES = ("liver_hpc", "torch", "megatron-core", "mpi4py")
 ASKERS_TOKEN = "asker"
@@ -155,17 +153,13 @@ def rendezvous(node: Node) -> Said:
 def join(node: Node, within_s: float) -> Said:
     """Meets the rendezvous as an agent does; MeetingError when that fails."""
     from liver_hpc.rendezvous.base import Identity
-    from liver_hpc.rendezvous.mpi.joiner_process import JoinerProcess
+    from liver_hpc.rendezvous.mpi.joiner import joiner_process, meet
+    from liver_hpc.run.secret import read_secret
 
     identity = Identity(agent="doctor", host=node.facts.host, pid=os.getpid(), workers=1)
     began_s = time.monotonic()
-    joiner = JoinerProcess(node.directory, identity, within_s)
-    try:
-        select.select([joiner.end], [], [], within_s + 5.0)
-        if joiner.answer() is None:
-            raise DeadlineError(f"waited {within_s:g} s for the joiner")
-    finally:
-        joiner.close()
+    secret = read_secret(node.directory / "secret")
+    meet(joiner_process(), node.directory, identity, secret, within_s)
     return {"took_s": time.monotonic() - began_s}
 
 
@@ -182,15 +176,14 @@ def measure(node: Node, rank_0: str, backend: str, at: tuple[str, int], within_s
     """Bandwidth from `rank_0` to the other node, and by which transport."""
     import torch
 
-    from liver_hpc.world.device import Device, Network, NetworkPlan, open_device
+    from liver_hpc.world.device import Device, Network, open_device
 
     with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
         log = Path(directory) / "nccl.log"
         chosen = worker_network_environment(node.network, "slurm", node.facts, os.environ)
         os.environ.update({NCCL_LOG: str(log), **chosen})
-        listed = (name.strip() for name in os.environ.get(GLOO_INTERFACE, "").split(","))
-        device = open_device(0) if backend == "nccl" else Device(torch.device("cpu"), "gloo")
-        network = Network(device, NetworkPlan(node.address, tuple(filter(None, listed)), log))
+        device = open_device(0) if backend == "nccl" else Device(torch.device("cpu"))
+        network = Network(device, node.address)
         rank, met = int(node.name != rank_0), _store(*at, within_s)
         opened = network.open_backend(met, rank, 2, within_s)
 

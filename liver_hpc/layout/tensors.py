@@ -17,7 +17,7 @@ PARAMETER = "parameter"
 MAIN = "main"
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
-OPTIMIZER_KINDS = (MAIN, EXP_AVG, EXP_AVG_SQ)
+MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 
 
 class Box(NamedTuple):
@@ -35,6 +35,10 @@ class Box(NamedTuple):
     @property
     def elements(self) -> int:
         return (self.row1 - self.row0) * (self.col1 - self.col0)
+
+    def moved(self, rows: int, cols: int) -> Box:
+        """The same box, so many rows further down and columns further right."""
+        return Box(self.row0 + rows, self.row1 + rows, self.col0 + cols, self.col1 + cols)
 
     def intersect(self, other: Box) -> Box | None:
         """The common box; None when there is none."""
@@ -112,7 +116,7 @@ class ModelSpec:
     @property
     def optimizer_kinds(self) -> tuple[str, ...]:
         """Kinds of optimizer state that exist apart from the parameters."""
-        return OPTIMIZER_KINDS[1:] if self.main_is_parameter else OPTIMIZER_KINDS
+        return MOMENTS if self.main_is_parameter else (MAIN, *MOMENTS)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -159,8 +163,7 @@ def _stages_of_tensors(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]
     return tuple(map(tuple, held))
 
 
-@dataclass(frozen=True, order=True)
-class Move:
+class Move(NamedTuple):
     """One box of one kind of one tensor, from one worker to another. Moves cross in their order."""
 
     tensor_index: int

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-PositiveInt = Annotated[int, Field(gt=0, strict=True)]
+from liver_hpc.config.schema import PositiveInt
 
 
 class GPTConfig(BaseModel):

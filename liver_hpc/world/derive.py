@@ -52,7 +52,7 @@ class Derivation:
 
     def __init__(self, recipe: Recipe, worker: int = 0) -> None:
         self._recipe = recipe
-        self._device = Device(torch.device("cpu"), "gloo")
+        self._device = Device(torch.device("cpu"))
         whole = RankMap(Layout(1, 1, 1), (worker,))
         with self._seat(whole, worker) as (module, groups):
             self.frame = frame_of(module, groups)
@@ -134,7 +134,7 @@ class Derivation:
         assert at is not None
         book = GroupBook(next(_generations), worker, self._device)
         try:
-            groups = megatron.group_collection(rank_map, worker, book)
+            groups = megatron.group_collection(rank_map, at, book)
             context = BuildContext(rank_map.layout, at, groups, lambda _seed: None)
             with megatron.rehearsal(), megatron.groups_in_use(groups):
                 with megatron.NoDraws(), megatron.OnMeta():

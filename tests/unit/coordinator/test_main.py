@@ -29,7 +29,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.report.hdf5 import read_hdf5, write_hdf5
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.node_events import Node
+from liver_hpc.run.events import Node
 from liver_hpc.run.outcome import Outcome
 from liver_hpc.run.records import RunRecords
 from tests.fakes import JournalRecords, tiny_recipe, tiny_run
@@ -253,7 +253,7 @@ def test_what_operators_asked_for_holds_after_a_restart_of_the_same_job(tmp_path
 
     restarts.await_status(1, _trains(2))
     second = restarts.clusters[1]
-    assert sorted(request.node for request in second.launched) == sorted(used)
+    assert sorted(request.seat.node for request in second.launched) == sorted(used)
     assert sorted(second.pool.avoided) == sorted(free)
     restarts.ask(m.DrainRequest(node=free[0], undo=True))
     second.pool.grant(Node("n5", "main", slots=1))  # room for four, but two are the bound

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.run.events import Memory
-from liver_hpc.run.node_events import Node
+from liver_hpc.run.events import Memory, Node
 from tests.fakes import tiny_recipe, tiny_run
 from tests.unit.checkpoint.disk import Disk
 from tests.unit.coordinator.live import LiveRun, Start
@@ -29,7 +28,7 @@ def after_step_20(make: Start, memory: Memory | None) -> LiveRun:
 
 
 def nodes_of(run: LiveRun) -> list[str]:
-    return sorted(request.node for request in run.cluster.launched)
+    return sorted(request.seat.node for request in run.cluster.launched)
 
 
 def test_without_memory_the_run_file_is_the_bound(make: Start) -> None:

@@ -94,9 +94,10 @@ def test_a_request_that_overtakes_takes_the_place_in_the_queue() -> None:
     assert requests.add(
         ReconfigurationRequest(OPERATOR, 3.0, layout=PP2)
     ) == ReconfigurationRequest(OPERATOR, 1.0, layout=TP2)
-    assert requests.pop() == ReconfigurationRequest(OPERATOR, 3.0, layout=PP2)
-    assert requests.pop() == ReconfigurationRequest(OPERATOR, 2.0, replace=1)
-    assert not requests
+    assert requests.waiting == [
+        ReconfigurationRequest(OPERATOR, 3.0, layout=PP2),
+        ReconfigurationRequest(OPERATOR, 2.0, replace=1),
+    ]
 
 
 def test_notices_are_due_once_and_in_the_order_of_their_steps() -> None:
@@ -135,7 +136,7 @@ def _labels(outcome: str) -> list[str]:
     labels: list[str] = []
 
     def step(done: StepDone) -> None:
-        labels.append(recorder.step_done(done).phase)
+        labels.append(recorder.step_done(done))
 
     step(_step(0, 0, 1000.0))
     step(_step(1, 0, 1000.9))

@@ -18,8 +18,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from liver_hpc.run import actions as a
+from liver_hpc.run.actions import Ending
 from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord
-from liver_hpc.run.state import Ending
 from tests.unit.run.endings import schedule
 
 SCHEDULES = 10_000
@@ -44,6 +44,12 @@ def test_whatever_comes_the_run_keeps_its_promises(data: bytes) -> None:
 @given(st.binary(min_size=192, max_size=600))
 def test_however_long_it_lasts_the_run_keeps_its_promises(data: bytes) -> None:
     schedule(data)
+
+
+def test_two_workers_that_are_both_wrong_do_not_agree() -> None:
+    """In this schedule both copies' digests are wrong; they once were the same wrong ones."""
+    rng = random.Random(19_350)
+    schedule(rng.randbytes(rng.randrange(64, 192)))
 
 
 def test_schedules_show_all_that_can_become_of_a_run() -> None:

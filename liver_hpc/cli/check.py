@@ -1,0 +1,271 @@
+"""Checks of a run that need more than one key: layouts, notices, budgets, data, this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+from liver_hpc.cluster.network import node_facts, worker_network_environment
+from liver_hpc.config.indexed_data import read_indexed_data
+from liver_hpc.config.schema import (
+    BurstSection,
+    DataSection,
+    NetworkSection,
+    NoticeSection,
+    RunConfig,
+)
+from liver_hpc.errors import ConfigError
+from liver_hpc.layout.candidates import batch_fault, memory_fault
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.recipes.base import Recipe
+from liver_hpc.recipes.text_data import text_files
+
+SMALLEST_BUCKET_BYTES = 65_536
+"""Below this, messages cost more than the bytes in them."""
+
+_LOCAL_WORKERS = 8
+_LOCAL_WORKERS_PER_CORE = 4
+
+
+def check_run(config: RunConfig, recipe: Recipe | None, found: Sequence[str] = ()) -> None:
+    """Raises ConfigError with everything that is wrong with the run, one problem a line.
+
+    recipe: None before its model's spec is known, which some checks need. `found`: problems that
+    were found elsewhere, told with these. `config.cluster.kind` "local"
+    also checks this machine, "slurm" what is asked of the cluster; resolve "auto" before.
+    """
+    problems = [
+        *found,
+        *_check_counts(config),
+        *_check_layouts(config, recipe),
+        *_check_notices(config),
+        *_check_budgets(config),
+        *_check_schedule(config),
+        *_check_data(config.data),
+        *_check_network(config.network),
+    ]
+    if config.cluster.kind == "local":
+        problems += _check_machine(config)
+    if config.cluster.kind == "slurm":
+        problems += _check_slurm(config)
+    if problems:
+        raise ConfigError(*problems)
+
+
+def local_workers_limit() -> int:
+    return max(_LOCAL_WORKERS, _LOCAL_WORKERS_PER_CORE * (os.cpu_count() or 1))
+
+
+def _check_counts(config: RunConfig) -> Iterator[str]:
+    initial, most = config.workers.initial, config.workers.max
+    counts = config.worker_counts
+    if not config.layout_table.get(initial):
+        yield (
+            f"workers.initial is {initial}, but layouts has no entry for {initial} workers "
+            f"(entries: {', '.join(map(str, counts)) or 'none'})"
+        )
+    for count in counts:
+        if count > most:
+            yield f"layouts.{count}: more workers than workers.max, which is {most}"
+
+
+def _check_layouts(config: RunConfig, recipe: Recipe | None) -> Iterator[str]:
+    for count in config.worker_counts:
+        if not config.layout_table[count]:
+            yield f"layouts.{count}: wanted at least one layout, got none"
+        for index, layout in enumerate(config.allowed_layouts(count)):
+            where = f"layouts.{count}.{index} ({layout})"
+            if layout.workers != count:
+                yield f"{where}: tp x pp x dp is {layout.workers}, wanted {count}"
+            if layout in config.allowed_layouts(count)[:index]:
+                yield f"{where}: given twice"
+            faults = [batch_fault(config.train, layout)]
+            try:
+                if recipe is not None:
+                    recipe.check_layout(layout)
+                    faults.append(memory_fault(config, recipe.spec, layout))
+            except ConfigError as error:
+                faults.append(str(error))
+            yield from (f"{where}: {fault}" for fault in faults if fault)
+
+
+def _check_notices(config: RunConfig) -> Iterator[str]:
+    """Plays the scripted notices through, as they go when every handoff succeeds."""
+    allowed = config.allowed_layouts(config.workers.initial)
+    if not allowed:
+        return
+    layout, born, gone = allowed[0], config.workers.initial, set[int]()
+    in_order = sorted(enumerate(config.notices), key=lambda entry: entry[1].at_step)
+    for index, notice in in_order:
+        where = f"notices.{index} (at step {notice.at_step})"
+        if notice.at_step >= config.train.steps:
+            yield f"{where}: the run ends at step {config.train.steps}, before it"
+        if notice.replace is not None:
+            worker = notice.replace
+            if worker in gone:
+                yield f"{where}: worker {worker} has been replaced by then"
+            elif worker >= born:
+                yield f"{where}: there is no worker {worker} by then; the newest is {born - 1}"
+            gone.add(worker)
+            born += 1
+            continue
+        try:
+            target = wished_layout(config, notice)
+        except ConfigError as error:
+            yield f"{where}: {error}"
+            continue
+        if target == layout:
+            yield f"{where}: {target} is the layout in force by then; nothing would change"
+        born += max(0, target.workers - layout.workers)
+        layout = target
+
+
+def wished_layout(config: RunConfig, notice: NoticeSection) -> Layout:
+    """The layout that a notice leads to; raises ConfigError when there is none."""
+    if notice.layout is not None:
+        layout = notice.layout.layout()
+        allowed = config.allowed_layouts(layout.workers)
+        if layout.workers > config.workers.max:
+            raise ConfigError(
+                f"layout {layout} wants {layout.workers} workers, "
+                f"workers.max is {config.workers.max}"
+            )
+        if layout not in allowed:
+            valid = ", ".join(map(str, allowed)) or "none"
+            raise ConfigError(
+                f"layout {layout} is not allowed; layouts.{layout.workers} allows: {valid}"
+            )
+        return layout
+    workers = notice.workers or 0
+    allowed = config.allowed_layouts(workers)
+    if workers > config.workers.max:
+        raise ConfigError(f"{workers} workers are more than workers.max, {config.workers.max}")
+    if not allowed:
+        counts = ", ".join(map(str, config.worker_counts))
+        raise ConfigError(f"layouts has no entry for {workers} workers (entries: {counts})")
+    return allowed[0]
+
+
+def _check_budgets(config: RunConfig) -> Iterator[str]:
+    bucket, staging = config.handoff.bucket_bytes, config.handoff.staging_bytes
+    if bucket < SMALLEST_BUCKET_BYTES:
+        yield (
+            f"handoff.bucket_bytes is {bucket}, below the smallest bucket of "
+            f"{SMALLEST_BUCKET_BYTES} bytes"
+        )
+    if staging < 2 * bucket:
+        yield (
+            f"handoff.staging_bytes is {staging}, wanted at least two buckets "
+            f"(one to fill, one on the wire): 2 x bucket_bytes = {2 * bucket}"
+        )
+    memory = config.policy.memory_bytes
+    if memory is not None and memory <= staging:
+        yield f"policy.memory_bytes is {memory}, wanted more than handoff.staging_bytes, {staging}"
+
+
+def _check_schedule(config: RunConfig) -> Iterator[str]:
+    schedule, optimizer = config.schedule, config.optimizer
+    decay = schedule.decay_steps or config.train.steps
+    if schedule.warmup_steps >= decay:
+        name = "train.steps" if schedule.decay_steps is None else "schedule.decay_steps"
+        yield f"schedule.warmup_steps is {schedule.warmup_steps}, wanted less than {name}, {decay}"
+    if schedule.style != "constant" and optimizer.min_lr > optimizer.lr:
+        yield f"optimizer.min_lr is {optimizer.min_lr:g}, more than optimizer.lr {optimizer.lr:g}"
+
+
+def _check_data(data: DataSection | None) -> Iterator[str]:
+    if data is None:
+        return
+    try:
+        if data.prefix is None:
+            text_files(data)  # what is not there is noticed
+        else:
+            read_indexed_data(data.prefix)
+    except ConfigError as error:
+        yield str(error) if data.prefix is None else f"data.prefix: {error}"
+
+
+_OWN_KEYS = {"NCCL_SOCKET_IFNAME": "nccl_interface", "NCCL_IB_HCA": "ib_hca"}
+
+
+def _check_network(network: NetworkSection) -> Iterator[str]:
+    for variable, key in _OWN_KEYS.items():
+        if variable in network.nccl:
+            yield f"network.nccl.{variable}: has a key of its own; write network.{key}"
+    for key in ("nccl_interface", "gloo_interface", "ib_hca"):
+        given = getattr(network, key)
+        if given is not None and not all(part.strip(" ^=") for part in given.split(",")):
+            yield f"network.{key}: wanted names with commas between, got {given!r}"
+
+
+def _check_machine(config: RunConfig) -> Iterator[str]:
+    most, limit, cores = config.workers.max, local_workers_limit(), os.cpu_count() or 1
+    if most > limit:
+        yield (
+            f"workers.max is {most}, but a local run on this machine may have {limit} workers "
+            f"(the larger of {_LOCAL_WORKERS} and {_LOCAL_WORKERS_PER_CORE} x {cores} cores)"
+        )
+    try:
+        worker_network_environment(config.network, "local", node_facts(), {})
+    except ConfigError as error:
+        yield str(error)
+
+
+# ---- what is asked of Slurm
+
+
+def _check_slurm(config: RunConfig) -> Iterator[str]:
+    slurm = config.cluster.slurm
+    for index, component in enumerate(slurm.components):
+        where = f"cluster.slurm.components.{index}"
+        earlier = [other.name for other in slurm.components[:index]]
+        if component.name in earlier:
+            yield f"{where}.name: {component.name!r} is given twice"
+    if slurm.components and slurm.components[0].join == "asked":
+        yield (
+            "cluster.slurm.components.0.join: the first component is used from the start; "
+            "only another one can wait to be asked for"
+        )
+    if slurm.burst is not None:
+        yield from _check_burst(slurm.burst)
+        if slurm.end_window_s >= 60 * slurm.burst.time_min:
+            yield (
+                f"cluster.slurm.burst.time_min is {slurm.burst.time_min}, wanted more than "
+                f"end_window_s, {slurm.end_window_s:g} s: its nodes would be left at once"
+            )
+    if slurm.end_window_s >= 60 * config.cluster.timeout_min:
+        yield (
+            f"cluster.slurm.end_window_s is {slurm.end_window_s:g}, wanted less than the job's "
+            f"time limit, cluster.timeout_min: {60 * config.cluster.timeout_min} s"
+        )
+    if slurm.components:
+        yield from _check_slots(config)
+    else:
+        yield "cluster.slurm.components: a run on Slurm wants at least one component, got none"
+
+
+def _check_burst(burst: BurstSection) -> Iterator[str]:
+    for key, limit in (
+        ("min_nodes", "max_nodes"),
+        ("nodes_per_request", "max_nodes"),
+        ("backoff_s", "backoff_max_s"),
+    ):
+        value, most = getattr(burst, key), getattr(burst, limit)
+        if value > most:
+            yield f"cluster.slurm.burst.{key} is {value:g}, more than {limit}, {most:g}"
+
+
+def _check_slots(config: RunConfig) -> Iterator[str]:
+    """The nodes must carry the workers that the run file promises."""
+    cluster, burst = config.cluster, config.cluster.slurm.burst
+    held = [(part.nodes, cluster.slots(part), part.name) for part in cluster.slurm.components]
+    if burst is not None:
+        held.append((burst.max_nodes, cluster.slots(burst), "burst"))
+    slots = sum(nodes * workers for nodes, workers, _ in held)
+    told = " + ".join(f"{nodes} x {workers} of {name}" for nodes, workers, name in held)
+    for key, workers in (("initial", config.workers.initial), ("max", config.workers.max)):
+        if workers > slots:
+            yield (
+                f"workers.{key} is {workers}, but the nodes asked for take {slots} "
+                f"({told}, as nodes x workers)"
+            )

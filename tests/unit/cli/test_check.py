@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liver_hpc.cli import check
+from liver_hpc.cli.check import check_run
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import ConfigError
+from liver_hpc.layout.candidates import fullest_worker
+from liver_hpc.layout.coordinates import Layout
+from tests.unit.config.runs import minimal
+from tests.unit.config.test_indexed_data import write_pair
+from tests.unit.layout.models import TIED
+
+
+class FourHeads:
+    """A recipe's word on layouts: tp divides 4 heads."""
+
+    spec = TIED
+
+    def check_layout(self, layout: Layout) -> None:
+        if 4 % layout.tp:
+            raise ConfigError(f"tp={layout.tp} does not divide 4 heads")
+
+
+def problems(config: RunConfig) -> list[str]:
+    """What check_run says, without the count above several problems."""
+    with pytest.raises(ConfigError) as raised:
+        check_run(config, FourHeads())
+    lines = str(raised.value).splitlines()
+    return [line.strip() for line in (lines if len(lines) == 1 else lines[1:])]
+
+
+def test_a_right_run_passes() -> None:
+    check_run(minimal(cluster={"kind": "local"}), FourHeads())
+
+
+def test_all_problems_are_told_at_once() -> None:
+    layouts = {2: [{"dp": 2}, {"tp": 2, "pp": 2}], 3: [{"tp": 3}]}
+    handoff = {"bucket_bytes": 1000, "staging_bytes": 1500}
+    assert problems(minimal(layouts=layouts, handoff=handoff)) == [
+        "layouts.2.1 (tp2 pp2 dp1): tp x pp x dp is 4, wanted 2",
+        "layouts.3.0 (tp3 pp1 dp1): tp=3 does not divide 4 heads",
+        "handoff.bucket_bytes is 1000, below the smallest bucket of 65536 bytes",
+        "handoff.staging_bytes is 1500, wanted at least two buckets "
+        "(one to fill, one on the wire): 2 x bucket_bytes = 2000",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"layouts": {4: [{"dp": 4}]}},
+         "workers.initial is 2, but layouts has no entry for 2 workers (entries: 4)"),
+        ({"layouts": {}},
+         "workers.initial is 2, but layouts has no entry for 2 workers (entries: none)"),
+        ({"layouts": {2: [{"dp": 2}], 8: [{"dp": 8}]}},
+         "layouts.8: more workers than workers.max, which is 4"),
+        ({"layouts": {2: [{"dp": 2}], 4: []}}, "layouts.4: wanted at least one layout, got none"),
+        ({"layouts": {2: [{"dp": 2}, {"dp": 2}]}}, "layouts.2.1 (tp1 pp1 dp2): given twice"),
+        ({"train": {"steps": 9, "global_batch": 6, "micro_batch": 2}},
+         "layouts.2.0 (tp1 pp1 dp2): train.global_batch 6 is not a multiple of "
+         "micro_batch x dp = 2 x 2"),
+        ({"schedule": {"warmup_steps": 10}},
+         "schedule.warmup_steps is 10, wanted less than train.steps, 10"),
+        ({"schedule": {"warmup_steps": 5, "decay_steps": 5}},
+         "schedule.warmup_steps is 5, wanted less than schedule.decay_steps, 5"),
+        ({"optimizer": {"lr": 1e-4, "min_lr": 1e-3}},
+         "optimizer.min_lr is 0.001, more than optimizer.lr 0.0001"),
+    ],
+)  # fmt: skip
+def test_keys_that_do_not_fit_together(sections: dict[str, Any], said: str) -> None:
+    assert said in problems(minimal(**sections))
+
+
+def test_layouts_are_held_against_the_memory() -> None:
+    """The fullest of two replicas holds more than the fuller half of a split model."""
+    half = sum(fullest_worker(TIED, Layout(2, 1, 1)).values())
+    run = minimal(policy={"memory_bytes": minimal().handoff.staging_bytes + half})
+    (said,) = problems(run)
+    assert said.startswith("layouts.2.0 (tp1 pp1 dp2): its fullest worker holds ")
+
+
+# ---- notices
+
+
+def with_notices(*notices: dict[str, Any]) -> RunConfig:
+    return minimal(notices=list(notices))
+
+
+def test_notices_that_work_out() -> None:
+    check_run(
+        with_notices(
+            {"at_step": 7, "layout": {"tp": 2}},
+            {"at_step": 1, "workers": 4},
+            {"at_step": 3, "replace": 3},
+            {"at_step": 4, "replace": 4},
+            {"at_step": 8, "workers": 2},
+        ),
+        FourHeads(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("notice", "said"),
+    [
+        ({"at_step": 10, "workers": 4}, "the run ends at step 10, before it"),
+        ({"at_step": 5, "layout": {"dp": 8}},
+         "layout tp1 pp1 dp8 wants 8 workers, workers.max is 4"),
+        ({"at_step": 5, "layout": {"dp": 4}},
+         "layout tp1 pp1 dp4 is not allowed; layouts.4 allows: tp2 pp1 dp2"),
+        ({"at_step": 5, "layout": {"dp": 3}},
+         "layout tp1 pp1 dp3 is not allowed; layouts.3 allows: none"),
+        ({"at_step": 5, "workers": 3}, "layouts has no entry for 3 workers (entries: 2, 4)"),
+        ({"at_step": 5, "workers": 8}, "8 workers are more than workers.max, 4"),
+        ({"at_step": 5, "workers": 2},
+         "tp1 pp1 dp2 is the layout in force by then; nothing would change"),
+        ({"at_step": 5, "replace": 2}, "there is no worker 2 by then; the newest is 1"),
+    ],
+)  # fmt: skip
+def test_notice_that_cannot_be_followed(notice: dict[str, Any], said: str) -> None:
+    assert problems(with_notices(notice)) == [f"notices.0 (at step {notice['at_step']}): {said}"]
+
+
+def test_notices_are_played_in_order_of_their_steps() -> None:
+    later, sooner = {"at_step": 6, "workers": 4}, {"at_step": 2, "workers": 4}
+    assert problems(with_notices(later, sooner)) == [
+        "notices.0 (at step 6): tp2 pp1 dp2 is the layout in force by then; nothing would change"
+    ]
+
+
+def test_worker_replaced_twice() -> None:
+    twice = with_notices({"at_step": 2, "replace": 1}, {"at_step": 3, "replace": 1})
+    assert problems(twice) == ["notices.1 (at step 3): worker 1 has been replaced by then"]
+
+
+# ---- data
+
+
+def test_indexed_data_is_looked_at(tmp_path: Path) -> None:
+    prefix = tmp_path / "corpus"
+    write_pair(prefix, [3, 4])
+    check_run(minimal(data={"prefix": prefix}), FourHeads())
+    Path(f"{prefix}.bin").unlink()
+    assert problems(minimal(data={"prefix": prefix})) == [
+        f"data.prefix: {prefix}.bin is missing; data.prefix wants corpus.bin and .idx"
+    ]
+
+
+# ---- this machine
+
+
+def test_local_run_with_more_workers_than_the_machine_carries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert check.local_workers_limit() == 12
+    layouts = {2: [{"dp": 2}]}
+    workers = {"initial": 2, "max": 13}
+    said = problems(minimal(layouts=layouts, workers=workers, cluster={"kind": "local"}))
+    assert said == [
+        "workers.max is 13, but a local run on this machine may have 12 workers "
+        "(the larger of 8 and 4 x 3 cores)"
+    ]
+    elsewhere = {"kind": "slurm", "slurm": {"components": [{"name": "main", "nodes": 13}]}}
+    check_run(minimal(layouts=layouts, workers=workers, cluster=elsewhere), FourHeads())
+
+
+def test_a_small_machine_carries_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert check.local_workers_limit() == 8
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (
+            {"interface": "nope0"},
+            r"network\.interface: node .* no interface 'nope0' that",
+        ),
+        ({"nccl_interface": "=lo,nope0"}, r"network\.nccl_interface: node .* no interface 'nope0'"),
+        ({"ib_hca": "nope"}, r"network\.ib_hca: node .* has no active adapter port 'nope'"),
+    ],
+)
+def test_what_this_machine_does_not_have(network: dict[str, str], said: str) -> None:
+    (problem,) = problems(minimal(cluster={"kind": "local"}, network=network))
+    assert re.match(said, problem)

@@ -1,0 +1,118 @@
+"""What a run asks of a Slurm cluster, held against itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liver_hpc.cli.check import check_run
+from liver_hpc.config.load import load_run
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import ConfigError
+from tests.unit.cli.test_check import FourHeads, problems
+from tests.unit.config.runs import minimal, write_minimal
+
+MAIN: dict[str, Any] = {"name": "main", "nodes": 2, "workers_per_node": 2}
+BURST: dict[str, Any] = {"partition": "preempt", "max_nodes": 2}
+
+
+def on_slurm(*components: dict[str, Any], timeout_min: int = 60, **slurm: Any) -> RunConfig:
+    section = {"components": list(components), **slurm}
+    return minimal(cluster={"kind": "slurm", "timeout_min": timeout_min, "slurm": section})
+
+
+def test_a_right_run_passes() -> None:
+    options = {"constraint": "ib&a100", "mem": 0, "exclusive": True}
+    extra = {"name": "extra", "join": "asked", "options": options}
+    check_run(on_slurm(MAIN, extra, burst={**BURST, "options": options}), FourHeads())
+
+
+@pytest.mark.parametrize(
+    ("components", "slurm", "said"),
+    [
+        ([], {}, "cluster.slurm.components: a run on Slurm wants at least one component, got none"),
+        ([MAIN, MAIN], {}, "cluster.slurm.components.1.name: 'main' is given twice"),
+        ([{**MAIN, "join": "asked"}], {},
+         "cluster.slurm.components.0.join: the first component is used from the start; "
+         "only another one can wait to be asked for"),
+        ([{"name": "main"}], {},
+         "workers.initial is 2, but the nodes asked for take 1 "
+         "(1 x 1 of main, as nodes x workers)"),
+        ([{"name": "main"}], {"burst": BURST},
+         "workers.max is 4, but the nodes asked for take 3 "
+         "(1 x 1 of main + 2 x 1 of burst, as nodes x workers)"),
+        ([MAIN], {"burst": {**BURST, "min_nodes": 3}},
+         "cluster.slurm.burst.min_nodes is 3, more than max_nodes, 2"),
+        ([MAIN], {"burst": {**BURST, "nodes_per_request": 3}},
+         "cluster.slurm.burst.nodes_per_request is 3, more than max_nodes, 2"),
+        ([MAIN], {"burst": {**BURST, "backoff_s": 30, "backoff_max_s": 20}},
+         "cluster.slurm.burst.backoff_s is 30, more than backoff_max_s, 20"),
+        ([MAIN], {"end_window_s": 3600},
+         "cluster.slurm.end_window_s is 3600, wanted less than the job's time limit, "
+         "cluster.timeout_min: 3600 s"),
+        ([MAIN], {"burst": {**BURST, "time_min": 2}, "end_window_s": 120},
+         "cluster.slurm.burst.time_min is 2, wanted more than end_window_s, 120 s: its nodes "
+         "would be left at once"),
+    ],
+)  # fmt: skip
+def test_keys_that_do_not_fit_together(
+    components: list[dict[str, Any]], slurm: dict[str, Any], said: str
+) -> None:
+    assert said in problems(on_slurm(*components, **slurm))
+
+
+@pytest.mark.parametrize(
+    ("components", "slurm", "said"),
+    [
+        ([{**MAIN, "options": {"time": 5}}], {},
+         "cluster.slurm.components.0.options.time: liver gives --time itself; its key is "
+         "cluster.timeout_min, or time_min of a burst"),
+        ([MAIN], {"burst": {**BURST, "options": {"array": "0-3"}}},
+         "cluster.slurm.burst.options.array: liver gives --array itself"),
+        ([{**MAIN, "options": {"exclusive": False}}], {},
+         "cluster.slurm.components.0.options.exclusive: wanted a value, or true for none; "
+         "leave it out instead"),
+        ([{**MAIN, "options": {"constraint": "a\n#SBATCH hetjob"}}], {},
+         "cluster.slurm.components.0.options.constraint: 'a\\n#SBATCH hetjob' is empty or has "
+         "control characters"),
+        ([{**MAIN, "partition": "a\nb"}], {},
+         "cluster.slurm.components.0.partition: 'a\\nb' is empty or has control characters"),
+        ([MAIN], {"account": " "},
+         "cluster.slurm.account: ' ' is empty or has control characters"),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_stand_on_a_line_of_sbatch(
+    tmp_path: Path, components: list[dict[str, Any]], slurm: dict[str, Any], said: str
+) -> None:
+    section = {"kind": "slurm", "slurm": {"components": components, **slurm}}
+    with pytest.raises(ConfigError, match=f"{re.escape(said)}$"):
+        load_run(write_minimal(tmp_path, cluster=section))
+
+
+@pytest.mark.parametrize(
+    ("component", "workers_per_node", "slots"),
+    [
+        ({}, None, 1),
+        ({"gpus_per_node": 4}, None, 4),
+        ({"gpus_per_node": 4}, 2, 2),
+        ({"gpus_per_node": 4, "workers_per_node": 3}, 2, 3),
+    ],
+)
+def test_slots_of_a_node(
+    component: dict[str, Any], workers_per_node: int | None, slots: int
+) -> None:
+    section = {"components": [{"name": "main", **component}]}
+    cluster = minimal(cluster={"workers_per_node": workers_per_node, "slurm": section}).cluster
+    assert cluster.slots(cluster.slurm.components[0]) == slots
+
+
+def test_only_a_slurm_run_needs_components() -> None:
+    check_run(minimal(cluster={"kind": "local"}), FourHeads())
+
+
+def test_what_was_found_before_is_told_with_the_rest() -> None:
+    with pytest.raises(ConfigError, match=r"^2 problems\n  elsewhere\n  cluster.slurm.comp"):
+        check_run(on_slurm(), FourHeads(), ["elsewhere"])
