@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
-from liver_hpc.protocol.events import Event, Requested, TargetFixed, WorkerLost
+from liver_hpc.protocol.events import Event, Requested, WorkerLost
 from liver_hpc.protocol.messages import (
     AtBoundary,
     FirstStep,
@@ -64,8 +64,6 @@ class AttemptNotes:
                 self.heard_s["lost", event.worker] = now_s
             case Hello():
                 self.hellos.append(event)
-            case TargetFixed():
-                self.target = event.target
             case Prepared():
                 self.heard_s[event.type, event.worker] = now_s
                 self.prepared.append(event)
@@ -98,7 +96,7 @@ class AttemptNotes:
             generation=self.generation,
             source_generation=source.generation,
             source=str(source.rank_map.layout),
-            target=str(self.request.target),
+            target=str(self.request.target.layout),
             source_workers=_ids(source.rank_map),
             target_workers=_ids(self.target),
             notice=self.request.notice,

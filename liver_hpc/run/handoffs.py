@@ -10,14 +10,13 @@ from liver_hpc.clock import Clock
 from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.protocol.actions import Action, Ended, FailRun, LaunchJoiners, PlaceTarget, Send
+from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Attempt, Phase
 from liver_hpc.protocol.events import (
     Cancelled,
     DeadlinePassed,
     Event,
     Requested,
-    TargetFixed,
     WorkerLost,
     WorldRef,
 )
@@ -77,7 +76,6 @@ class Handoffs:
         self._recorder = recorder
         self._owner = owner
         self._machine = HandoffMachine(deadlines, clock)
-        self._target: RankMap | None = None
         self._events: deque[Event] = deque()
         self._busy = False
 
@@ -131,7 +129,7 @@ class Handoffs:
             generation=attempt.generation,
             phase=str(self._machine.phase),
             source=str(attempt.request.source.rank_map.layout),
-            target=str(attempt.request.target),
+            target=str(attempt.request.target.layout),
             notice=attempt.request.notice,
             since_s=notes.entered_s.get(self._machine.phase, notes.began_s),
             bytes_done=notes.bytes_done,
@@ -151,15 +149,9 @@ class Handoffs:
     def start(self, request: ReconfigurationRequest, world: WorldRef, target: RankMap) -> None:
         """Begins a handoff away from `world`; must be idle. `target` has joiners under the ids that
         were to come next, which they may turn out not to have."""
-        self.request, self._target = request, target
+        self.request = request
         self.generation += 1
-        requested = Requested(
-            generation=self.generation,
-            source=world,
-            target=target.layout,
-            joiners=request.joiners(world.rank_map),
-            notice=str(request),
-        )
+        requested = Requested(self.generation, world, target, str(request))
         self._recorder.attempt_begins(requested, request.made_s)
         self._feed(requested)
 
@@ -189,7 +181,10 @@ class Handoffs:
 
     def lost(self, worker: int, reason: str) -> None:
         """A worker of the attempt or of the world has gone."""
-        self._feed(WorkerLost(worker, reason))
+        if self._machine.phase is Phase.IDLE:
+            self._owner.run_failed(f"worker {worker} lost: {reason}")
+        else:
+            self._feed(WorkerLost(worker, reason))
 
     def cancel(self, reason: str) -> None:
         self._feed(Cancelled(reason))
@@ -225,9 +220,9 @@ class Handoffs:
         if self._recorder.attempt is not None:
             self._recorder.attempt.observe(event, self._clock.now_s())
         actions = self._machine.handle(event)
-        phase = self._machine.phase
-        if phase is not before and phase is not Phase.IDLE and self._recorder.attempt is not None:
-            self._recorder.attempt.entered_s[phase] = self._clock.now_s()
+        attempt, notes, phase = self._machine.attempt, self._recorder.attempt, self._machine.phase
+        if phase is not before and attempt is not None and notes is not None:
+            notes.entered_s[phase], notes.target = self._clock.now_s(), attempt.target
         for action in actions:
             self._perform(action)
 
@@ -235,14 +230,10 @@ class Handoffs:
         match action:
             case LaunchJoiners():
                 self._launch(action)
-            case PlaceTarget():
-                self._feed(TargetFixed(self._placed(action.joiners)))
             case Send():
                 self._agents.send(action.workers, action.message)
             case Ended():
                 self._ended(action)
-            case FailRun():
-                self._owner.run_failed(action.reason)
 
     def _launch(self, action: LaunchJoiners) -> None:
         try:
@@ -252,18 +243,11 @@ class Handoffs:
         else:
             self._agents.launch(action.generation, action.layout, seats)
 
-    def _placed(self, joiners: tuple[int, ...]) -> RankMap:
-        """The target that was estimated, with the ids that the joiners really have."""
-        assert self._target is not None
-        assert self._machine.attempt is not None
-        present = self._machine.attempt.source_workers
-        expected = sorted(worker for worker in self._target.workers if worker not in present)
-        ids = dict(zip(expected, sorted(joiners), strict=True))
-        return RankMap(self._target.layout, tuple(ids.get(w, w) for w in self._target.workers))
-
     def _ended(self, ended: Ended) -> None:
         self.generation = max(self.generation, ended.world.generation)
         self._recorder.attempt_ended(ended)
         if ended.outcome != "completed":
             self._agents.dismiss(ended.generation)
         self._owner.ended(ended)
+        if ended.outcome == "failed":
+            self._owner.run_failed(f"handoff to generation {ended.generation}, {ended.detail}")

@@ -140,7 +140,7 @@ def _labels(outcome: str) -> list[str]:
     step(_step(0, 0, 1000.0))
     step(_step(1, 0, 1000.9))
     clock.advance(2.0)
-    recorder.attempt_begins(Requested(1, source, TP2, 0, "test"), 1002.0)
+    recorder.attempt_begins(Requested(1, source, RankMap(TP2, (0, 1)), "test"), 1002.0)
     step(_step(2, 0, 1000.95))  # ended before the notice, heard of after it
     step(_step(3, 0, 1001.5))
     step(_step(4, 0, 1003.0))

@@ -9,13 +9,12 @@ from liver_hpc.clock import FakeClock
 from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
-from liver_hpc.protocol.actions import Action, Ended, FailRun, LaunchJoiners, PlaceTarget, Send
+from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import (
     DeadlinePassed,
     Event,
     Requested,
-    TargetFixed,
     WorkerLost,
     WorldRef,
 )
@@ -71,7 +70,7 @@ class Play:
 
     def begin(self) -> None:
         source = WorldRef(3, self.change.source)
-        self.feed(Requested(4, source, self.change.target.layout, len(self.change.joiners), "test"))
+        self.feed(Requested(4, source, self.change.target, "test"))
 
     def feed(self, event: Event) -> None:
         for action in self.machine.handle(event):
@@ -84,17 +83,14 @@ class Play:
                 assert count == len(self.change.joiners)
                 for worker in self.change.joiners:
                     self._boot(worker)
-            case PlaceTarget(joiners=joiners):
-                assert joiners == tuple(sorted(self.change.joiners))
-                self.feed(TargetFixed(self.change.target))
             case Send(workers=workers, message=message):
                 for worker in workers:
                     self._deliver(worker, message)
             case Ended():
                 assert self.outcome is None
                 self.outcome = action
-            case FailRun(reason=reason):
-                self.failed = reason
+                if action.outcome == "failed":
+                    self.failed = action.detail
 
     def _boot(self, worker: int) -> None:
         fault = self.faults.take(worker, Phase.BOOT)
