@@ -416,10 +416,9 @@ class StoreRequest(Message):
     """One operation of torch's Store interface; `value` is base64."""
 
     type: Literal["store"] = "store"
-    operation: Literal["set", "get", "add", "wait", "check", "delete", "compare_set"]
+    operation: Literal["set", "get", "add", "wait", "check", "delete"]
     keys: tuple[str, ...]
     value: str = ""
-    expected: str = ""
     amount: int = 0
     timeout_s: float = 0.0
 
