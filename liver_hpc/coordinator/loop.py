@@ -24,13 +24,12 @@ from liver_hpc.coordinator.connections import (
     Asked,
     Closed,
     ConnectionServer,
+    Control,
     InboxEvent,
     Met,
-    Opened,
     Said,
     WorkerRegistry,
 )
-from liver_hpc.coordinator.control import Control
 from liver_hpc.coordinator.performer import Performer
 from liver_hpc.coordinator.services import Services
 from liver_hpc.coordinator.store import StoreService
@@ -192,8 +191,6 @@ class Coordinator:
         match event:
             case Said():
                 self._said(event.channel, event.message)
-            case Opened():
-                self._opened(event.channel, event.hello)
             case Closed():
                 self._closed(event.channel, event.reason)
             case Met():
@@ -230,7 +227,7 @@ class Coordinator:
         self._feed(e.Tick())
         if self._inbox.empty():  # else the heartbeat may be in there
             limit_s = self._config.deadlines.heartbeat_s
-            for worker in self._registry.silent(limit_s):
+            for worker in self._registry.silent_workers(limit_s):
                 if self._run.agents.agent_of(worker):  # else it was told to go
                     self._worker_gone(worker, f"silent for {limit_s:g} s")
 
@@ -279,7 +276,7 @@ class Coordinator:
     def _opened(self, channel: Channel, hello: Hello | AgentHello) -> None:
         if isinstance(hello, AgentHello):
             known = self._run.agents.node_of_agent(hello.agent) is not None
-            if not known or not self._registry.add_agent(hello.agent, channel):
+            if not known or not self._registry.add(hello.agent, channel):
                 log.warning("agent %s on %s is not expected", hello.agent, hello.host)
                 channel.close()
                 return
@@ -289,31 +286,33 @@ class Coordinator:
             log.warning("worker %d on %s is not expected", hello.worker, hello.host)
             channel.close()
             return
-        self._registry.add_worker(hello.worker, channel)
+        self._registry.add(hello.worker, channel)
         took = ", ".join(f"{part} {s:.2f} s" for part, s in hello.boot_timings_s.items())
         log.info("worker %d on %s has booted: %s", hello.worker, hello.host, took)
         self._feed(hello)
 
     def _said(self, channel: Channel, message: AnyMessage) -> None:
-        worker = self._registry.worker_at(channel)
-        if worker is not None:
-            self._worker_said(worker, message)
-            return
-        agent = self._registry.agent_at(channel)
-        if agent is None:
-            return  # of somebody who was struck off
-        if getattr(message, "agent", None) != agent:
-            log.warning("agent %s: unexpected %s", agent, message)
-            self._registry.drop_agent(channel)
-        elif isinstance(message, Warned):
-            self._agent_warned(message)
-        elif isinstance(message, WorkerEnded):
-            self._endings[message.worker] = message.how
-            if message.worker in self._unexplained:
-                self._worker_gone(message.worker, message.how)
-        else:
-            log.warning("agent %s: unexpected %s", agent, message)
-            self._registry.drop_agent(channel)
+        match self._registry.peer_at(channel):
+            case int(worker):
+                self._worker_said(worker, message)
+            case str(agent):
+                self._agent_said(agent, message)
+            case None if isinstance(message, Hello | AgentHello):
+                self._opened(channel, message)
+            case None:
+                pass  # of somebody who was struck off
+
+    def _agent_said(self, agent: str, message: AnyMessage) -> None:
+        match message:
+            case Warned(agent=said_by) if said_by == agent:
+                self._agent_warned(message)
+            case WorkerEnded(agent=said_by) if said_by == agent:
+                self._endings[message.worker] = message.how
+                if message.worker in self._unexplained:
+                    self._worker_gone(message.worker, message.how)
+            case _:
+                log.warning("agent %s: unexpected %s", agent, message)
+                self._registry.drop(agent)
 
     def _agent_warned(self, message: Warned) -> None:
         """The pool finds out what the signal announces."""
@@ -347,16 +346,16 @@ class Coordinator:
 
     def _closed(self, channel: Channel, reason: str) -> None:
         """A worker's agent knows better how it ended, and may say so in a moment."""
-        worker = self._registry.worker_at(channel)
-        if worker is None:
-            self._registry.drop_agent(channel)
-            return
-        how, agent = self._endings.get(worker), self._run.agents.agent_of(worker)
-        if how is not None or not agent or not self._registry.has_agent(agent):
-            self._worker_gone(worker, how or reason)
-        elif worker not in self._unexplained:
-            deadline = Deadline.after(self._clock, EXPLAIN_S, f"the agent of worker {worker}")
-            self._unexplained[worker] = (deadline, reason)
+        match self._registry.peer_at(channel):
+            case str(agent):
+                self._registry.drop(agent)
+            case int(worker):
+                how, agent = self._endings.get(worker), self._run.agents.agent_of(worker)
+                if how is not None or not agent or agent not in self._registry:
+                    self._worker_gone(worker, how or reason)
+                elif worker not in self._unexplained:
+                    limit = Deadline.after(self._clock, EXPLAIN_S, f"the agent of worker {worker}")
+                    self._unexplained[worker] = (limit, reason)
 
     def _worker_gone(self, worker: int, reason: str) -> None:
         self._unexplained.pop(worker, None)
@@ -421,7 +420,7 @@ class Coordinator:
         for event in announced:
             self._inbox.put(event)
         if self._registry.workers:
-            log.warning("workers %s have not ended by themselves", list(self._registry.workers))
+            log.warning("workers %s have not ended by themselves", self._registry.workers)
 
     def _working(self) -> bool:
         """Whether an agent whose workers had all come still runs."""

@@ -25,7 +25,7 @@ from liver_hpc.cluster.pool import NodePool, ThisMachine
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.address import control_address
-from liver_hpc.coordinator.control import Control
+from liver_hpc.coordinator.connections import Control
 from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.services import Services
 from liver_hpc.errors import ConfigError

@@ -11,7 +11,7 @@ from liver_hpc.coordinator.connections import Asked, Met, WorkerRegistry
 from liver_hpc.coordinator.services import Services
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import LiverError, MeetingError, RequestRefused
-from liver_hpc.protocol.messages import Reply
+from liver_hpc.protocol.messages import EndAgent, Reply
 from liver_hpc.rendezvous.base import Answer as MeetingAnswer
 from liver_hpc.run import actions as a
 from liver_hpc.run.events import LaunchFailed
@@ -53,13 +53,13 @@ class Performer:
                 log.warning("turned away: %s", action.reason)
                 self.meetings.popleft().answer.set_exception(MeetingError(action.reason))
             case a.EndAgent():
-                self._registry.end_agent(action.agent, action.reason)
+                self._registry.send((action.agent,), EndAgent(reason=action.reason))
             case a.KillAgent():
                 if self._is_known(action.agent):  # its launch may have failed meanwhile
                     log.warning("agent %s has not ended by itself: killed", action.agent)
                     services.launcher.kill(action.agent)
             case a.Disconnect():
-                self._registry.drop_worker(action.worker)
+                self._registry.drop(action.worker)
             case a.Answer():
                 self._answer(action)
             case a.WantWorkers():

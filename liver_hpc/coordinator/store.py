@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-import logging
 import threading
 from dataclasses import dataclass
 
 from liver_hpc.protocol.messages import StoreReply, StoreRequest
-from liver_hpc.rendezvous.channel import Channel
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -26,23 +22,13 @@ class _Wait:
 
 
 class StoreService:
-    """Serves every store connection in its own thread; a waiting one holds nobody up."""
+    """Each store connection has a thread of its own; one that waits holds nobody up."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
         self._waits: set[_Wait] = set()
         self._changed = threading.Condition()
         self._closed = ""
-
-    def serve(self, channel: Channel, request: StoreRequest) -> None:
-        """Answers a connection's requests until it ends, which raises ChannelClosed."""
-        while True:
-            channel.send(self.perform(request))
-            following = channel.receive()
-            if not isinstance(following, StoreRequest):
-                log.warning("%s: %s on a store connection", channel.peer, following.type)
-                return
-            request = following
 
     def perform(self, request: StoreRequest) -> StoreReply:
         """One operation. `get` and `wait` block for up to `timeout_s`."""

@@ -12,7 +12,7 @@ import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.coordinator.control import Control
+from liver_hpc.coordinator.connections import Control
 from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.services import Services
 from liver_hpc.errors import MeetingError

@@ -21,7 +21,7 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator import main as module
-from liver_hpc.coordinator.control import Control
+from liver_hpc.coordinator.connections import Control
 from liver_hpc.coordinator.main import run_coordinator
 from liver_hpc.coordinator.services import Services
 from liver_hpc.errors import LiverError

@@ -333,7 +333,7 @@ def test_an_agent_says_how_its_worker_ended(make: Start) -> None:
     run = on_two_nodes(make)
     agent, lost = "a1", next(w for w in (0, 1) if run.coordinator._run.agents.node_of(w) == "n2")
     line = agents_own_line(run, agent)
-    run.until(lambda: run.coordinator._registry.has_agent(agent), "the agent's line")
+    run.until(lambda: agent in run.coordinator._registry, "the agent's line")
     run.cluster.workers[lost].channel.close()
     line.send(m.WorkerEnded(agent=agent, worker=lost, how="signal 9"))
     assert run.outcome().reason == f"worker {lost} lost: signal 9"
