@@ -10,7 +10,8 @@ import importlib.metadata
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from liver_hpc.checkpoint.index import (
@@ -39,6 +40,7 @@ from liver_hpc.protocol.messages import Restored, Saved, ScalarState, WireRankMa
 from liver_hpc.protocol.votes import copies_disagree, restored_disagrees
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.run.directory import RunDirectory, claim_checkpoints
+from liver_hpc.run.events import CheckpointFailed, CheckpointWritten
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +80,7 @@ def _checked(path: Path) -> Checkpoint:
 class Checkpoints:
     """The checkpoints of one run; used by the event loop alone.
 
-    directory: where they lie. failure: why the last attempt at one came to nothing; else empty.
-    written: bytes of the largest file of the last one, the longest that a worker stood still, and
-    bytes of all files.
+    directory: where they lie.
     """
 
     def __init__(
@@ -88,20 +88,12 @@ class Checkpoints:
     ) -> None:
         self._run = RunDirectory(run_directory.absolute())
         self.directory = self._run.checkpoints_path
-        self.failure = ""
-        self.written = (0, 0.0, 0)
         self._config = config
         self._recipe = recipe
         self._clock = clock
         self._pending: dict[tuple[int, int], dict[int, Saved]] = {}
         self._source: Checkpoint | None = None
         self._restored: dict[int, Restored] = {}
-        self._last_step: int | None = None
-
-    @property
-    def last_step(self) -> int | None:
-        """The step of the newest complete checkpoint; None while there is none."""
-        return self._last_step
 
     # ---- before the run
 
@@ -124,7 +116,6 @@ class Checkpoints:
             difference = index.model.difference(SavedModel.of(self._recipe.spec))
             if difference:
                 raise CheckpointError(f"{path} is of another model: {difference}")
-            self._last_step = index.scalars.step
         return self._source
 
     def restored(self, message: Restored, rank_map: RankMap) -> bool:
@@ -143,10 +134,6 @@ class Checkpoints:
                 f"{self._way_back(self._source)}"
             )
         return True
-
-    def missing(self, rank_map: RankMap) -> str:
-        """Who has not restored yet."""
-        return f"Restored of workers {sorted({*rank_map.workers} - {*self._restored})}"
 
     def _difference(self, index: CheckpointIndex, rank_map: RankMap) -> str:
         for message in self._restored.values():
@@ -181,31 +168,31 @@ class Checkpoints:
 
     # ---- while it trains
 
-    def saved(self, message: Saved, world: WorldRef) -> str:
-        """A worker's part; once all have come, what became of the checkpoint, else empty."""
+    def saved(self, message: Saved, world: WorldRef) -> CheckpointWritten | CheckpointFailed | None:
+        """A worker's part; once all have come, what became of the checkpoint."""
         step = message.scalars.step
         parts = self._pending.setdefault((message.generation, step), {})
         parts[message.worker] = message
         if set(parts) != set(world.rank_map.workers):
-            return ""
+            return None
         del self._pending[message.generation, step]
-        self.failure = self._problem(parts, world.rank_map)
-        if not self.failure:
+        problem = self._problem(parts, world.rank_map)
+        if not problem:
             try:
                 self._commit(parts, world)
             except OSError as error:
-                self.failure = f"{error.filename}: {error.strerror}"
-        if self.failure:
+                problem = f"{error.filename}: {error.strerror}"
+        if problem:
             _remove(partial_path(self.directory, step))
-            self.failure = f"checkpoint of step {step} given up: {self.failure}"
-            return self.failure
-        self._last_step = step
-        fullest = max(parts.values(), key=lambda part: part.num_bytes)
-        total_bytes = sum(part.num_bytes for part in parts.values())
-        longest_s = max(part.took_s for part in parts.values())
-        self.written = (fullest.num_bytes, longest_s, total_bytes)
+            return CheckpointFailed(f"checkpoint of step {step} given up: {problem}")
         self._remove_old()
-        return f"checkpoint of step {step}: {total_bytes} bytes"
+        return CheckpointWritten(
+            step=step,
+            path=str(complete_path(self.directory, step)),
+            largest_bytes=max(part.num_bytes for part in parts.values()),
+            took_s=max(part.took_s for part in parts.values()),
+            total_bytes=sum(part.num_bytes for part in parts.values()),
+        )
 
     @staticmethod
     def _problem(parts: Mapping[int, Saved], rank_map: RankMap) -> str:
@@ -237,7 +224,7 @@ class Checkpoints:
             ),
             digests=tuple(message.digests for message in saved),
             model=SavedModel.of(self._recipe.spec),
-            versions={name: _version(name) for name in RECORDED_PACKAGES},
+            versions=versions_of(RECORDED_PACKAGES),
         )
         partial, final = partial_path(self.directory, step), complete_path(self.directory, step)
         write_index(partial, index)
@@ -271,11 +258,13 @@ def _first(texts: list[str]) -> str:
     return f"{texts[0]} (and {len(texts) - 1} more)"
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Which versions of these packages are installed here."""
+    versions = dict.fromkeys(packages, "not installed")
+    for package in versions:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def _remove(path: Path) -> None:

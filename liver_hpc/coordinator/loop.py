@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from liver_hpc.checkpoint.index import Checkpoint, complete_path
+from liver_hpc.checkpoint.index import Checkpoint
 from liver_hpc.clock import Deadline
 from liver_hpc.cluster.launcher import last_words
 from liver_hpc.config.schema import RunConfig
@@ -369,14 +369,9 @@ class Coordinator:
         if world is None:
             log.warning("worker %d saved generation %d", message.worker, message.generation)
             return
-        if not self._checkpoints.saved(message, world):
-            return
-        if self._checkpoints.failure:
-            self._feed(e.CheckpointFailed(self._checkpoints.failure))
-            return
-        step = message.scalars.step
-        path = str(complete_path(self._checkpoints.directory, step))
-        self._feed(e.CheckpointWritten(step, path, *self._checkpoints.written))
+        outcome = self._checkpoints.saved(message, world)
+        if outcome is not None:
+            self._feed(outcome)
 
     def _restored(self, message: Restored) -> None:
         """A worker of the first world holds what it read; all train once all hold what was

@@ -6,7 +6,6 @@ the loop. `run_coordinator` is the process: it needs nothing but the run directo
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import platform
@@ -25,6 +24,7 @@ from liver_hpc.cluster.pool import NodePool, ThisMachine
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.address import control_address
+from liver_hpc.coordinator.checkpoints import versions_of
 from liver_hpc.coordinator.connections import Control
 from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.services import Services
@@ -213,17 +213,11 @@ def _stopped_by_signals(control: Control) -> Iterator[None]:
 
 def _attributes(config: RunConfig) -> dict[str, str]:
     """Facts about a run that belong beside its figures."""
-    versions = {}
-    for package in RECORDED_PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
     return {
         "name": config.name,
         "config": dump_run(config),
         "host": socket.gethostname(),
         "python": platform.python_version(),
         "cpus": str(os.cpu_count()),
-        **versions,
+        **versions_of(RECORDED_PACKAGES),
     }

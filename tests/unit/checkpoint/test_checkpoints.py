@@ -22,6 +22,7 @@ from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import Restored, Saved
+from liver_hpc.run.events import CheckpointFailed, CheckpointWritten
 from tests.unit.checkpoint.disk import (
     Disk,
     digests_of,
@@ -41,10 +42,10 @@ def disk(tmp_path: Path) -> Disk:
     return Disk(TIED, tmp_path / "run")
 
 
-def saved_with(disk: Disk, step: int, change: Change) -> str:
+def saved_with(disk: Disk, step: int, change: Change) -> object:
     """A checkpoint of which the second worker's message is another one."""
     first, second = (disk.part(TWO, at, step) for at in TWO.coordinates())
-    assert disk.checkpoints.saved(first, disk.world(TWO)) == ""
+    assert disk.checkpoints.saved(first, disk.world(TWO)) is None
     return disk.checkpoints.saved(change(second), disk.world(TWO))
 
 
@@ -53,7 +54,14 @@ def test_a_checkpoint_is_complete_once_all_workers_have_saved(disk: Disk) -> Non
     disk.checkpoints.saved(second, disk.world(TWO))
     assert disk.steps() == [".step-00000004.partial"]
     assert newest_checkpoint(disk.directory) is None
-    assert "checkpoint of step 4: " in disk.checkpoints.saved(first, disk.world(TWO))
+    longer = first.model_copy(update={"took_s": 1.5})
+    assert disk.checkpoints.saved(longer, disk.world(TWO)) == CheckpointWritten(
+        step=4,
+        path=str(disk.directory / "step-00000004"),
+        largest_bytes=max(first.num_bytes, second.num_bytes),
+        took_s=1.5,
+        total_bytes=first.num_bytes + second.num_bytes,
+    )
     assert disk.steps() == ["step-00000004"]
     newest = newest_checkpoint(disk.directory)
     assert newest is not None
@@ -104,13 +112,12 @@ def test_parts_that_do_not_fit_together_leave_the_one_before(
     disk: Disk, change: Change, said: str
 ) -> None:
     disk.save(TWO, 4)
-    text = saved_with(disk, 8, change)
-    assert text.startswith("checkpoint of step 8 given up: ")
-    assert said in text
-    assert disk.checkpoints.failure == text
+    failed = saved_with(disk, 8, change)
+    assert isinstance(failed, CheckpointFailed)
+    assert failed.reason.startswith("checkpoint of step 8 given up: ")
+    assert said in failed.reason
     assert disk.steps() == ["step-00000004"]
-    assert "checkpoint of step 9: " in disk.save(TWO, 9)
-    assert disk.checkpoints.failure == ""
+    assert isinstance(disk.save(TWO, 9), CheckpointWritten)
 
 
 @pytest.mark.parametrize("dies_in", ["write_index", "rename", "flush_to_disk"])
@@ -142,7 +149,9 @@ def test_a_disk_on_which_the_index_cannot_be_written_costs_that_checkpoint(
 
     with monkeypatch.context() as patched:
         patched.setattr(module, "write_index", full)
-        assert "checkpoint.json: No space left on device" in disk.save(TWO, 8)
+        assert disk.save(TWO, 8) == CheckpointFailed(
+            "checkpoint of step 8 given up: checkpoint.json: No space left on device"
+        )
     assert disk.steps() == ["step-00000004"]
 
 
@@ -254,7 +263,7 @@ def test_of_a_damaged_one_the_run_goes_on_from_the_one_before(
     later = Disk(TIED, disk.run_directory)
     source = later.checkpoints.open()
     assert source is not None
-    assert (source.index.scalars.step, later.checkpoints.last_step) == (4, 4)
+    assert source.index.scalars.step == 4
     assert disk.steps() == ["damaged-step-00000008", "step-00000004"]
     aside = disk.directory / "damaged-step-00000008"
     assert sorted(path.name for path in aside.iterdir()) == left, "it is kept as it was"
