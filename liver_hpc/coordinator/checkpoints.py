@@ -37,7 +37,7 @@ from liver_hpc.host.files import flush_to_disk
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import Restored, Saved, ScalarState, WireRankMap
-from liver_hpc.protocol.votes import copies_disagree, restored_disagrees
+from liver_hpc.protocol.votes import Side, disagreements
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.run.directory import RunDirectory, claim_checkpoints
 from liver_hpc.run.events import CheckpointFailed, CheckpointWritten
@@ -141,11 +141,10 @@ class Checkpoints:
             if other:
                 return f"worker {message.worker}: {other}"
         saved = index.rank_map.rank_map()
-        differ = restored_disagrees(
-            saved,
-            dict(zip(saved.workers, index.digests, strict=True)),
-            rank_map,
-            {worker: message.digests for worker, message in self._restored.items()},
+        restored = {worker: message.digests for worker, message in self._restored.items()}
+        differ = disagreements(
+            Side("saved", saved, dict(zip(saved.workers, index.digests, strict=True))),
+            Side("restored", rank_map, restored),
         )
         return _first(differ)
 
@@ -205,7 +204,8 @@ class Checkpoints:
             other = _scalar_difference(lead, message.scalars)
             if other:
                 return f"worker {worker} against worker {rank_map.workers[0]}: {other}"
-        return _first(copies_disagree(rank_map, {w: m.digests for w, m in parts.items()}))
+        digests = {worker: message.digests for worker, message in parts.items()}
+        return _first(disagreements(Side("world", rank_map, digests)))
 
     def _commit(self, parts: Mapping[int, Saved], world: WorldRef) -> None:
         """Index, then name; raises OSError."""

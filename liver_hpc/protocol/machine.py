@@ -29,7 +29,7 @@ from liver_hpc.protocol.events import (
     WorkerLost,
     WorldRef,
 )
-from liver_hpc.protocol.votes import disagreements
+from liver_hpc.protocol.votes import Side, disagreements
 
 HISTORY_EVENTS = 40
 EVENT_TEXT_LENGTH = 200
@@ -149,7 +149,12 @@ class HandoffMachine:
         now = self._now
         if now.awaited or now.target is None:
             return []
-        found = disagreements(now.request.source.rank_map, now.target, now.votes)
+        found = disagreements(
+            Side(
+                "source", now.request.source.rank_map, {w: v.source for w, v in now.votes.items()}
+            ),
+            Side("target", now.target, {w: v.target for w, v in now.votes.items()}),
+        )
         if found:
             return self._abort("; ".join(["digests differ", *found]))
         now.votes.clear()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from liver_hpc.layout.coordinates import Coordinate, RankMap
 from liver_hpc.layout.tensors import PARAMETER
-from liver_hpc.protocol.messages import ClassDigest, Vote
+from liver_hpc.protocol.messages import ClassDigest
 
 MODULUS = 2**64
 
@@ -70,48 +70,22 @@ class Copy:
         return f"{self.side} {self.index} (workers {list(self.workers)}) is {value}"
 
 
-Digests = Mapping[int, tuple[ClassDigest, ...]]
-"""What each worker reports."""
-
-
-def disagreements(source: RankMap, target: RankMap, votes: Mapping[int, Vote]) -> list[str]:
-    """Every copy that differs from the others, as text; empty when all copies are equal.
-
-    `votes` holds one vote of every worker of both rank maps. A class without a report in one of
-    the worlds, or no report at all, is a disagreement too.
-    """
-    return _differences(
-        _Side("source", source, {worker: vote.source for worker, vote in votes.items()}),
-        _Side("target", target, {worker: vote.target for worker, vote in votes.items()}),
-    )
-
-
-def copies_disagree(rank_map: RankMap, digests: Digests) -> list[str]:
-    """As `disagreements`, within one world: data-parallel and other copies that have diverged."""
-    return _differences(_Side("world", rank_map, digests))
-
-
-def restored_disagrees(
-    saved: RankMap, saved_digests: Digests, restored: RankMap, restored_digests: Digests
-) -> list[str]:
-    """As `disagreements`, between a world on disk and the one filled from it. Worker ids of the
-    two have nothing to do with each other."""
-    return _differences(
-        _Side("saved", saved, saved_digests), _Side("restored", restored, restored_digests)
-    )
-
-
 @dataclass(frozen=True)
-class _Side:
-    """A world, and what its workers report."""
+class Side:
+    """A world by the name that texts have for it, and the digests that each worker reports."""
 
     name: str
     rank_map: RankMap
-    digests: Digests
+    digests: Mapping[int, tuple[ClassDigest, ...]]
 
 
-def _differences(*sides: _Side) -> list[str]:
-    reports = [_reports(side.rank_map, side.digests) for side in sides]
+def disagreements(*sides: Side) -> list[str]:
+    """Every copy that differs from the others, as text; empty when all copies are equal.
+
+    A class without a report in one of the worlds, or no report at all, is a disagreement too.
+    Worker ids of one side need not have to do with those of another.
+    """
+    reports = [_reports(side) for side in sides]
     if not any(reports):
         return ["no worker reported any digest"]
     found = []
@@ -119,7 +93,7 @@ def _differences(*sides: _Side) -> list[str]:
         copies: list[Copy] = []
         for side, reported in zip(sides, reports, strict=True):
             if state_class in reported:
-                copies += _copies(side.name, side.rank_map, state_class, reported[state_class])
+                copies += _copies(side, state_class, reported[state_class])
             else:
                 found.append(f"{state_class}: nobody reported it in the {side.name}")
         found += _odd_ones(state_class, copies)
@@ -129,22 +103,20 @@ def _differences(*sides: _Side) -> list[str]:
 Reports = dict[Coordinate, int]
 
 
-def _reports(rank_map: RankMap, by_worker: Digests) -> dict[StateClass, Reports]:
+def _reports(side: Side) -> dict[StateClass, Reports]:
     """Digests by class and coordinate; a worker that reports a class twice adds up."""
     found: dict[StateClass, Reports] = defaultdict(lambda: defaultdict(int))
-    for rank, worker in enumerate(rank_map.workers):
-        at = rank_map.layout.coordinate(rank)
-        for digest in by_worker[worker]:
+    for rank, worker in enumerate(side.rank_map.workers):
+        at = side.rank_map.layout.coordinate(rank)
+        for digest in side.digests[worker]:
             state_class = StateClass(digest.kind, digest.tp_replicated, digest.multi_stage)
             found[state_class][at] += int(digest.value, 16)
     return found
 
 
-def _copies(
-    side: str, rank_map: RankMap, state_class: StateClass, reports: Reports
-) -> Iterator[Copy]:
+def _copies(side: Side, state_class: StateClass, reports: Reports) -> Iterator[Copy]:
     """All copies that must exist: of several stages, those on which anybody reports the class."""
-    layout = rank_map.layout
+    layout = side.rank_map.layout
     stages = {at.pp for at in reports} if state_class.multi_stage else range(layout.pp)
     members: dict[CopyIndex, list[Coordinate]] = defaultdict(list)
     for dp, tp, stage in product(range(layout.dp), range(layout.tp), sorted(stages)):
@@ -153,9 +125,9 @@ def _copies(
     for index, coordinates in members.items():
         values = [reports[at] for at in coordinates if at in reports]
         yield Copy(
-            side=side,
+            side=side.name,
             index=index,
-            workers=tuple(rank_map.worker_at(at) for at in coordinates),
+            workers=tuple(side.rank_map.worker_at(at) for at in coordinates),
             value=sum(values) % MODULUS if values else None,
         )
 
