@@ -16,6 +16,7 @@ from pathlib import Path
 
 from liver_hpc.checkpoint.index import (
     FORMAT_VERSION,
+    INDEX_FILE,
     Checkpoint,
     CheckpointIndex,
     Part,
@@ -40,7 +41,13 @@ from liver_hpc.protocol.messages import Restored, Saved, ScalarState, WireRankMa
 from liver_hpc.protocol.votes import Side, disagreements
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.run.directory import RunDirectory, claim_checkpoints
-from liver_hpc.run.events import CheckpointFailed, CheckpointWritten
+from liver_hpc.run.events import (
+    CheckpointFailed,
+    CheckpointWritten,
+    Resumed,
+    ShellFailed,
+    StateRestored,
+)
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +104,7 @@ class Checkpoints:
 
     # ---- before the run
 
-    def open(self) -> Checkpoint | None:
+    def open(self) -> Resumed | None:
         """What this run goes on from; None for a new one. Clears away what was never completed, and
         sets aside what is damaged and newer.
 
@@ -108,32 +115,32 @@ class Checkpoints:
         for path in remains(self.directory):
             _remove(path)
         self._source = newest_checkpoint(self.directory)
-        if self._source is not None:
-            path, index = self._source.path, self._source.index
-            for step, damaged in complete_checkpoints(self.directory):
-                if step > index.scalars.step:
-                    log.error("%s is damaged, and now called %s", damaged, set_aside(damaged))
-            difference = index.model.difference(SavedModel.of(self._recipe.spec))
-            if difference:
-                raise CheckpointError(f"{path} is of another model: {difference}")
-        return self._source
+        if self._source is None:
+            return None
+        path, index = self._source.path, self._source.index
+        for step, damaged in complete_checkpoints(self.directory):
+            if step > index.scalars.step:
+                log.error("%s is damaged, and now called %s", damaged, set_aside(damaged))
+        difference = index.model.difference(SavedModel.of(self._recipe.spec))
+        if difference:
+            raise CheckpointError(f"{path} is of another model: {difference}")
+        layout = str(index.rank_map.rank_map().layout)
+        return Resumed(str(path), index.scalars.step, index.generation, layout)
 
-    def restored(self, message: Restored, rank_map: RankMap) -> bool:
-        """Whether all workers of the first world have come, and hold what was saved.
-
-        Raises CheckpointError, naming the file that is at fault, when they hold something else.
-        """
+    def restored(self, message: Restored, rank_map: RankMap) -> StateRestored | ShellFailed | None:
+        """What a worker of the first world holds; once all have come, whether it is what was saved,
+        and which file is at fault where it is not."""
         assert self._source is not None, "restored without a checkpoint"
         self._restored[message.worker] = message
         if set(self._restored) != set(rank_map.workers):
-            return False
+            return None
         problem = self._difference(self._source.index, rank_map)
-        if problem:
-            raise CheckpointError(
-                f"{self._source.path}: what was restored is not what was saved: {problem}; "
-                f"{self._way_back(self._source)}"
-            )
-        return True
+        if not problem:
+            return StateRestored(message.generation)
+        return ShellFailed(
+            f"{self._source.path}: what was restored is not what was saved: {problem}; "
+            f"{self._way_back(self._source)}"
+        )
 
     def _difference(self, index: CheckpointIndex, rank_map: RankMap) -> str:
         for message in self._restored.values():
@@ -273,7 +280,7 @@ def _remove(path: Path) -> None:
         return
     try:
         # Without its index first: half a directory must not look like a checkpoint.
-        (path / "checkpoint.json").unlink(missing_ok=True)
+        (path / INDEX_FILE).unlink(missing_ok=True)
         shutil.rmtree(path)
     except OSError as error:
         log.warning("cannot remove %s: %s", path, error)

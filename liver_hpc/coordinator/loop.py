@@ -14,11 +14,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from liver_hpc.checkpoint.index import Checkpoint
 from liver_hpc.clock import Deadline
 from liver_hpc.cluster.launcher import last_words
+from liver_hpc.cluster.network import control_address
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.coordinator.address import control_address
 from liver_hpc.coordinator.checkpoints import Checkpoints
 from liver_hpc.coordinator.connections import (
     Asked,
@@ -30,10 +29,9 @@ from liver_hpc.coordinator.connections import (
     Said,
     WorkerRegistry,
 )
-from liver_hpc.coordinator.performer import Performer
-from liver_hpc.coordinator.services import Services
+from liver_hpc.coordinator.performer import Performer, Services
 from liver_hpc.coordinator.store import StoreService
-from liver_hpc.errors import CheckpointError, LiverError
+from liver_hpc.errors import LiverError
 from liver_hpc.protocol.messages import (
     AgentHello,
     AnyMessage,
@@ -158,24 +156,18 @@ class Coordinator:
         here = {"host": host, "port": port, "pid": os.getpid(), "hostname": socket.gethostname()}
         write_private_json(self._run_directory / COORDINATOR_FILE, here)
         services.rendezvous.start(lambda identity: self._inbox.ask(Met(identity), control_s))
-        self._feed(self._started(self._checkpoints.open()))
+        self._feed(
+            e.CoordinatorStarted(
+                attributes=dict(services.attributes),
+                checkpoints=str(self._checkpoints.directory),
+                resumed=self._checkpoints.open(),
+                memory=self._memory,
+            )
+        )
         services.pool.start(self._inbox.put)
         while (event := self._inbox.get(0.0)) is not None:  # the nodes that are held already
             self._dispatch(event)
         self._feed(e.LaunchAllowed())
-
-    def _started(self, checkpoint: Checkpoint | None) -> e.CoordinatorStarted:
-        resumed = None
-        if checkpoint is not None:
-            index = checkpoint.index
-            layout = str(index.rank_map.rank_map().layout)
-            resumed = e.Resumed(str(checkpoint.path), index.scalars.step, index.generation, layout)
-        return e.CoordinatorStarted(
-            attributes=dict(self._services.attributes),
-            checkpoints=str(self._checkpoints.directory),
-            resumed=resumed,
-            memory=self._memory,
-        )
 
     # ---- one turn
 
@@ -261,15 +253,17 @@ class Coordinator:
         if self._journal_failed:
             self._perform_held()
 
+    def _feed_any(self, event: e.Event | None) -> None:
+        if event is not None:
+            self._feed(event)
+
     def _perform_held(self, up_to: int | None = None) -> None:
         """Performs the actions of entries up to a number; of all where none is given: the journal
         cannot be written, and what is decided already goes on."""
         while self._held and (up_to is None or self._held[0][0] <= up_to):
             _, actions = self._held.popleft()
             for action in actions:
-                failed = self._performer.perform(action)
-                if failed is not None:
-                    self._feed(failed)
+                self._feed_any(self._performer.perform(action))
 
     # ---- connections
 
@@ -335,10 +329,10 @@ class Coordinator:
             case Progress():
                 self._run.progress(message)
             case Saved():
-                self._saved(message)
+                self._saved_or_restored(message)
             case Restored():
                 self._feed(message)
-                self._restored(message)
+                self._saved_or_restored(message)
             case _ if isinstance(message, e.FromWorker):
                 self._feed(message)
             case _:
@@ -363,27 +357,16 @@ class Coordinator:
 
     # ---- checkpoints
 
-    def _saved(self, message: Saved) -> None:
-        """A worker's part of a checkpoint is on disk, or could not be written."""
-        world = self._run.world_of(message.generation)
+    def _saved_or_restored(self, message: Saved | Restored) -> None:
+        """A worker's part is on disk, or could not be written; or it holds what it read there."""
+        generation = message.generation
+        world = self._run.world_of(generation)
         if world is None:
-            log.warning("worker %d saved generation %d", message.worker, message.generation)
-            return
-        outcome = self._checkpoints.saved(message, world)
-        if outcome is not None:
-            self._feed(outcome)
-
-    def _restored(self, message: Restored) -> None:
-        """A worker of the first world holds what it read; all train once all hold what was
-        saved."""
-        world = self._run.world
-        if world is None:
-            return
-        try:
-            if self._checkpoints.restored(message, world.rank_map):
-                self._feed(e.StateRestored(message.generation))
-        except CheckpointError as error:
-            self._feed(e.ShellFailed(str(error)))
+            log.warning("worker %d %s generation %d", message.worker, message.type, generation)
+        elif isinstance(message, Saved):
+            self._feed_any(self._checkpoints.saved(message, world))
+        else:
+            self._feed_any(self._checkpoints.restored(message, world.rank_map))
 
     # ---- operators
 

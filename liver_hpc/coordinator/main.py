@@ -20,14 +20,14 @@ from liver_hpc.checkpoint.index import newest_step
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.launcher import Launcher
 from liver_hpc.cluster.local import LocalLauncher
+from liver_hpc.cluster.network import control_address
 from liver_hpc.cluster.pool import NodePool, ThisMachine
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.coordinator.address import control_address
 from liver_hpc.coordinator.checkpoints import versions_of
 from liver_hpc.coordinator.connections import Control
 from liver_hpc.coordinator.loop import Coordinator
-from liver_hpc.coordinator.services import Services
+from liver_hpc.coordinator.performer import Services
 from liver_hpc.errors import ConfigError
 from liver_hpc.host.process import raise_descriptor_limit
 from liver_hpc.recipes.base import load_recipe
@@ -55,29 +55,23 @@ Build = Callable[[RunConfig, Path, bytes], Services]
 
 def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Services:
     """What the run file's cluster calls for, MPI to meet, a journal to record."""
-    launcher, pool = (_on_slurm if config.cluster.kind == "slurm" else _here)(config, run_directory)
+    network, kind = config.network, config.cluster.kind
+    if kind == "slurm":
+        launcher, pool = _on_slurm(config, run_directory)
+    else:
+        launcher, pool = LocalLauncher(run_directory, config.deadlines.exit_s), ThisMachine()
+    mpi = MpiNetwork(control_address(network, kind), network.interface, network.mpi_netmod)
     return Services(
         clock=SystemClock(),
         recipe=load_recipe(config),
         launcher=launcher,
         pool=pool,
-        rendezvous=MpiRendezvous(run_directory, secret, _mpi_network(config)),
+        rendezvous=MpiRendezvous(run_directory, secret, mpi),
         open_journal=lambda tell: Journal(
             run_directory / JOURNAL_FILE, tell, config.metrics.reserve_bytes
         ),
         attributes=_attributes(config),
     )
-
-
-def _mpi_network(config: RunConfig) -> MpiNetwork:
-    network = config.network
-    host = control_address(network, config.cluster.kind)
-    return MpiNetwork(host, network.interface, network.mpi_netmod)
-
-
-def _here(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:
-    """Workers on this machine."""
-    return LocalLauncher(run_directory, config.deadlines.exit_s), ThisMachine()
 
 
 def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:

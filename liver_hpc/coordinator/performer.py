@@ -1,23 +1,48 @@
-"""What the run's core has decided, done: sent, launched, answered, asked of the pool."""
+"""The outside world, and what the run's core has decided, done there: sent, launched, answered."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import assert_never
 
-from liver_hpc.cluster.launcher import NodeRequest
+from liver_hpc.clock import Clock
+from liver_hpc.cluster.launcher import Launcher, NodeRequest
+from liver_hpc.cluster.pool import NodePool, ThisMachine
 from liver_hpc.coordinator.connections import Asked, Met, WorkerRegistry
-from liver_hpc.coordinator.services import Services
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import LiverError, MeetingError, RequestRefused
+from liver_hpc.layout.placement import place
 from liver_hpc.protocol.messages import EndAgent, Reply
+from liver_hpc.recipes.base import Recipe
 from liver_hpc.rendezvous.base import Answer as MeetingAnswer
+from liver_hpc.rendezvous.base import Rendezvous
 from liver_hpc.run import actions as a
+from liver_hpc.run.decide import Place
 from liver_hpc.run.events import LaunchFailed
+from liver_hpc.run.journal import EventJournal, JournalFailed, Written
 from liver_hpc.run.outcome import Outcome
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a coordinator works with. It closes all but clock and recipe at its end.
+
+    open_journal: makes the journal, which is told whom to tell. attributes: facts for the record.
+    """
+
+    clock: Clock
+    recipe: Recipe
+    launcher: Launcher
+    rendezvous: Rendezvous
+    open_journal: Callable[[Callable[[Written | JournalFailed], None]], EventJournal]
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    pool: NodePool = field(default_factory=ThisMachine)
+    place: Place = place
 
 
 class Performer:

@@ -14,7 +14,7 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.connections import Control
 from liver_hpc.coordinator.loop import Coordinator
-from liver_hpc.coordinator.services import Services
+from liver_hpc.coordinator.performer import Services
 from liver_hpc.errors import MeetingError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase

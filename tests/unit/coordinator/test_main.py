@@ -23,7 +23,7 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator import main as module
 from liver_hpc.coordinator.connections import Control
 from liver_hpc.coordinator.main import run_coordinator
-from liver_hpc.coordinator.services import Services
+from liver_hpc.coordinator.performer import Services
 from liver_hpc.errors import LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.status import StatusSnapshot

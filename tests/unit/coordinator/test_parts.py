@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.clock import FakeClock
+from liver_hpc.cluster.network import control_address
 from liver_hpc.config.schema import NetworkSection
-from liver_hpc.coordinator.address import control_address
 from liver_hpc.coordinator.connections import Asked, Inbox, InboxClosed, StopSignalled
 from liver_hpc.errors import ConfigError, DeadlineError
 from liver_hpc.layout.coordinates import Layout, RankMap
