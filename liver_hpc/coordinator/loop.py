@@ -26,6 +26,7 @@ from liver_hpc.coordinator.connections import (
     Control,
     InboxEvent,
     Met,
+    Peer,
     Said,
     WorkerRegistry,
 )
@@ -68,7 +69,7 @@ FROZEN_S = 2.0
 class Coordinator:
     """One start of a run, from the launch of its first workers to the end of its last.
 
-    memory: what the starts before it have left.
+    core: what decides. memory: what the starts before it have left.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Coordinator:
         self._services = services
         self._clock = services.clock
         self._memory = memory
-        self._run = Run(config, services.recipe.spec, services.recipe.check_layout, services.place)
+        self.core = Run(config, services.recipe.spec, services.recipe.check_layout, services.place)
         self._control = control
         self._inbox = control.inbox
         self._store = StoreService()
@@ -123,15 +124,6 @@ class Coordinator:
             left_over = f"; not all could be ended: {error}"
         assert self._performer.outcome is not None
         return replace(self._performer.outcome, reason=self._performer.outcome.reason + left_over)
-
-    @property
-    def memory(self) -> e.Memory:
-        """What the next start is to know."""
-        return self._run.memory
-
-    def identity(self) -> str:
-        """Where the run stands, for its log: "gen 4 TRANSFER"."""
-        return self._run.identity()
 
     def _open(self, stack: ExitStack) -> None:
         services, control_s = self._services, self._config.deadlines.control_s
@@ -220,7 +212,7 @@ class Coordinator:
         if self._inbox.empty():  # else the heartbeat may be in there
             limit_s = self._config.deadlines.heartbeat_s
             for worker in self._registry.silent_workers(limit_s):
-                if self._run.agents.agent_of(worker):  # else it was told to go
+                if self.core.agents.agent_of(worker):  # else it was told to go
                     self._worker_gone(worker, f"silent for {limit_s:g} s")
 
     def _look_at_agents(self) -> None:
@@ -232,7 +224,7 @@ class Coordinator:
                 self._performer.launched.discard(agent)
                 said = last_words(self._run_directory, agent)
                 self._feed(e.AgentEnded(agent, code, said))
-        if self._run.awaits_joiners:
+        if self.core.awaits_joiners:
             try:
                 self._services.rendezvous.check()
             except LiverError as error:
@@ -243,8 +235,8 @@ class Coordinator:
     def _feed(self, event: e.Event) -> None:
         """One event into the core; what it decides is performed once the journal has it."""
         at_s = self._clock.now_s()
-        actions = self._run.handle(event, at_s)
-        self._control.steps_done = self._run.steps_done
+        actions = self.core.handle(event, at_s)
+        self._control.steps_done = self.core.steps_done
         if isinstance(event, e.Tick) and not actions:
             return
         number = self._journal.append(at_s, encode(event), [encode(each) for each in actions])
@@ -268,22 +260,22 @@ class Coordinator:
     # ---- connections
 
     def _opened(self, channel: Channel, hello: Hello | AgentHello) -> None:
+        peer: Peer
+        event: e.Event
         if isinstance(hello, AgentHello):
-            known = self._run.agents.node_of_agent(hello.agent) is not None
-            if not known or not self._registry.add(hello.agent, channel):
-                log.warning("agent %s on %s is not expected", hello.agent, hello.host)
-                channel.close()
-                return
-            self._feed(e.AgentListens(hello.agent))
-            return
-        if not self._run.expects(hello.worker):
-            log.warning("worker %d on %s is not expected", hello.worker, hello.host)
+            peer, event = hello.agent, e.AgentListens(hello.agent)
+            expected = self.core.agents.node_of_agent(hello.agent) is not None
+        else:
+            peer, event = hello.worker, hello
+            expected = self.core.expects(hello.worker)
+        if not expected or not self._registry.add(peer, channel):
+            log.warning("%s on %s is not expected", channel.peer, hello.host)
             channel.close()
             return
-        self._registry.add(hello.worker, channel)
-        took = ", ".join(f"{part} {s:.2f} s" for part, s in hello.boot_timings_s.items())
-        log.info("worker %d on %s has booted: %s", hello.worker, hello.host, took)
-        self._feed(hello)
+        if isinstance(hello, Hello):
+            took = ", ".join(f"{part} {s:.2f} s" for part, s in hello.boot_timings_s.items())
+            log.info("worker %d on %s has booted: %s", hello.worker, hello.host, took)
+        self._feed(event)
 
     def _said(self, channel: Channel, message: AnyMessage) -> None:
         match self._registry.peer_at(channel):
@@ -310,7 +302,7 @@ class Coordinator:
 
     def _agent_warned(self, message: Warned) -> None:
         """The pool finds out what the signal announces."""
-        node = self._run.agents.node_of_agent(message.agent)
+        node = self.core.agents.node_of_agent(message.agent)
         log.warning("agent %s got %s on %s", message.agent, message.signal, node or "its node")
         if node:
             self._services.pool.warned(node, f"SIG{message.signal}", message.at_s)
@@ -327,7 +319,7 @@ class Coordinator:
             case Heartbeat():
                 pass
             case Progress():
-                self._run.progress(message)
+                self.core.progress(message)
             case Saved():
                 self._saved_or_restored(message)
             case Restored():
@@ -344,7 +336,7 @@ class Coordinator:
             case str(agent):
                 self._registry.drop(agent)
             case int(worker):
-                how, agent = self._endings.get(worker), self._run.agents.agent_of(worker)
+                how, agent = self._endings.get(worker), self.core.agents.agent_of(worker)
                 if how is not None or not agent or agent not in self._registry:
                     self._worker_gone(worker, how or reason)
                 elif worker not in self._unexplained:
@@ -360,7 +352,7 @@ class Coordinator:
     def _saved_or_restored(self, message: Saved | Restored) -> None:
         """A worker's part is on disk, or could not be written; or it holds what it read there."""
         generation = message.generation
-        world = self._run.world_of(generation)
+        world = self.core.world_of(generation)
         if world is None:
             log.warning("worker %d %s generation %d", message.worker, message.type, generation)
         elif isinstance(message, Saved):
@@ -373,7 +365,7 @@ class Coordinator:
     def _asked(self, asked: Asked) -> None:
         if isinstance(asked.request, StatusRequest):
             shown = snapshot(
-                self._run, self._clock.now_s(), self._performer.last_event, self._journal.error
+                self.core, self._clock.now_s(), self._performer.last_event, self._journal.error
             )
             asked.answer.set_result(Reply(ok=True, text="", data=shown.model_dump()))
             return
@@ -403,4 +395,4 @@ class Coordinator:
     def _working(self) -> bool:
         """Whether an agent whose workers had all come still runs."""
         launcher = self._services.launcher
-        return any(launcher.alive(agent) for agent in self._run.agents.complete())
+        return any(launcher.alive(agent) for agent in self.core.agents.complete())

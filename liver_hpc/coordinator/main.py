@@ -125,7 +125,7 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
     coordinator: Coordinator | None = None
 
     def identity() -> str:
-        return coordinator.identity() if coordinator is not None else "start"
+        return coordinator.core.identity() if coordinator is not None else "start"
 
     stack.enter_context(_logging_to(directory / "logs" / "coordinator.log", identity))
     if threading.current_thread() is threading.main_thread():
@@ -133,7 +133,7 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
     checkpoints = RunDirectory(directory).checkpoints_path
     in_vain, furthest = 0, -1
     while True:
-        memory = coordinator.memory if coordinator is not None else _memory(directory)
+        memory = coordinator.core.memory if coordinator is not None else _memory(directory)
         services = build(config, directory, secret)
         coordinator = Coordinator(config, directory, secret, services, control, memory)
         resumed = newest_step(checkpoints)

@@ -133,7 +133,7 @@ class LiveRun:
 
     def fail_leaves(self, number: int) -> None:
         """The run believes that so many handoffs away from nodes have failed."""
-        self.coordinator._run.elastic.estimates.failed_leaves = number
+        self.coordinator.core.elastic.estimates.failed_leaves = number
         self.core_was_told_more = True
 
     def check_replay(self) -> None:
@@ -144,7 +144,7 @@ class LiveRun:
         assert not different, different[0]
 
     def _new_core(self, event: CoordinatorStarted) -> Run:
-        played = self.coordinator._run
+        played = self.coordinator.core
         recipe = tiny_recipe(played.config)
         core = Run(played.config, recipe.spec, recipe.check_layout)
         if not isinstance(played.elastic.estimates.handoffs, HandoffEstimator):

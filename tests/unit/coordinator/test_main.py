@@ -111,6 +111,7 @@ class Ends:
     def __init__(self, directory: Path, ends: Sequence[tuple[Outcome, int | None]]) -> None:
         self.ends = list(ends)
         self._directory = directory
+        self.core = self
 
     def __call__(self, *_: Any) -> Ends:
         return self

@@ -51,7 +51,7 @@ def test_an_agent_is_killed_only_where_it_was_launched(
         assert isinstance(journal, SlowJournal)
         journal.held = True
         run.cluster.pool.grant(burst(3, 2))
-        core = run.coordinator._run
+        core = run.coordinator.core
         run.until(lambda: not core.handoffs.idle, "the run to grow")
 
         def fails(requests: Sequence[NodeRequest]) -> None:
