@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -88,17 +86,13 @@ def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePoo
     return SlurmLauncher(run_directory, config, commands, pool.place_of), pool
 
 
-def run_coordinator(
-    directory: Path, build: Build = services_of, control: Control | None = None
-) -> Outcome:
+def run_coordinator(directory: Path, control: Control, build: Build = services_of) -> Outcome:
     """Runs the run in a directory to its end; how it ended, which `outcome.json` there says too,
     unless the disk is full.
 
     Needs `run.yaml`; makes the secret where there is none; goes on from a checkpoint that it finds.
-    In a process's main thread SIGTERM and SIGINT stop the run; elsewhere only `control` does.
     """
     raise_descriptor_limit()
-    control = control or Control()
     with ExitStack() as stack:
         try:
             outcome = _run(directory, build, control, stack)
@@ -128,8 +122,6 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         return coordinator.core.identity() if coordinator is not None else "start"
 
     stack.enter_context(_logging_to(directory / "logs" / "coordinator.log", identity))
-    if threading.current_thread() is threading.main_thread():
-        stack.enter_context(_stopped_by_signals(control))
     checkpoints = RunDirectory(directory).checkpoints_path
     in_vain, furthest = 0, -1
     while True:
@@ -188,21 +180,6 @@ def _logging_to(path: Path, identity: Callable[[], str]) -> Iterator[None]:
         package.setLevel(level)
         with suppress(OSError):  # what is left cannot be written: the disk is full
             handler.close()
-
-
-@contextmanager
-def _stopped_by_signals(control: Control) -> Iterator[None]:
-    """SIGTERM and SIGINT are requests to stop, as `liver stop` is."""
-
-    def stop(number: int, frame: object) -> None:
-        control.stop(signal.Signals(number).name)
-
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _attributes(config: RunConfig) -> dict[str, str]:

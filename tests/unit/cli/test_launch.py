@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 from submitit.core.utils import UncompletedJobError
 
-from liver_hpc.cli.launch import CoordinatorJob
+from liver_hpc.cli.launch import CoordinatorJob, coordinate_locally
+from liver_hpc.coordinator.connections import Control, InboxEvent
 from liver_hpc.coordinator.hosting import HostedCoordinator
 from liver_hpc.errors import LiverError
 from liver_hpc.run.directory import RunDirectory, create_run_directory
+from liver_hpc.run.events import StopSignalled
 from liver_hpc.run.outcome import Outcome
 from tests.unit.cli.test_run_here import PLAYED
 from tests.unit.config.runs import minimal
@@ -52,7 +54,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    numbers = (signal.SIGTERM, signal.SIGUSR2)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in numbers}
     yield log
     for number, handler in before.items():
@@ -197,3 +199,24 @@ def test_a_coordinator_that_ends_in_the_window_has_the_last_word(
     job._hosted.give_up()
     assert job._hosted.outcome == Outcome("stopped", reason, 3)
     assert asked.read_text().count("requeue") == 0
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_a_signal_to_a_local_job_stops_its_run(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[InboxEvent | None] = []
+
+    def signalled(directory: Path, control: Control) -> Outcome:
+        os.kill(os.getpid(), number)
+        heard.append(control.inbox.get(LIMIT_S))
+        return Outcome("stopped", "test", 0)
+
+    module = types.ModuleType("liver_hpc.coordinator.main")
+    vars(module)["run_coordinator"] = signalled
+    monkeypatch.setitem(sys.modules, "liver_hpc.coordinator.main", module)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert coordinate_locally(str(tmp_path), None) == 0
+    assert heard == [StopSignalled(number.name)]
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
