@@ -21,7 +21,6 @@ from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.protocol.messages import (
     AgentHello,
     AnyMessage,
-    EndAgent,
     FromOperator,
     Hello,
     KeeperHello,
@@ -281,7 +280,7 @@ class WorkerRegistry:
         """All that are connected."""
         return [peer for peer in self._channels if isinstance(peer, int)]
 
-    def send(self, peers: Iterable[Peer], message: ToWorker | EndAgent) -> None:
+    def send(self, peers: Iterable[Peer], message: ToWorker) -> None:
         """To those that are still connected; a broken connection shows as its Closed."""
         for peer in peers:
             channel = self._channels.get(peer)

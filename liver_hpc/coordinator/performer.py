@@ -15,7 +15,7 @@ from liver_hpc.coordinator.connections import Asked, Met, WorkerRegistry
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import LiverError, MeetingError, RequestRefused
 from liver_hpc.layout.placement import place
-from liver_hpc.protocol.messages import EndAgent, Reply
+from liver_hpc.protocol.messages import Exit, Reply
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.rendezvous.base import Answer as MeetingAnswer
 from liver_hpc.rendezvous.base import Rendezvous
@@ -78,7 +78,7 @@ class Performer:
                 log.warning("turned away: %s", action.reason)
                 self.meetings.popleft().answer.set_exception(MeetingError(action.reason))
             case a.EndAgent():
-                self._registry.send((action.agent,), EndAgent(reason=action.reason))
+                self._registry.send((action.agent,), Exit(reason=action.reason))
             case a.KillAgent():
                 if self._is_known(action.agent):  # its launch may have failed meanwhile
                     log.warning("agent %s has not ended by itself: killed", action.agent)

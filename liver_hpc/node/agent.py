@@ -40,7 +40,7 @@ from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.lifeline import on_parent_exit, quiet_thread
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.node.workers import WARNINGS, BootError, NodeWorkers, WorkerPlan
-from liver_hpc.protocol.messages import AgentHello, EndAgent, Warned, WorkerEnded
+from liver_hpc.protocol.messages import AgentHello, Exit, Warned, WorkerEnded
 from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.rendezvous.mpi.joiner_process import JoinerProcess, NotMet
@@ -110,7 +110,7 @@ class CoordinatorGone:
     reason: str
 
 
-News = EndAgent | CoordinatorGone
+News = Exit | CoordinatorGone
 
 
 class AgentChannel:
@@ -185,7 +185,7 @@ class AgentChannel:
         log.info("the channel stands")
         while True:
             message = channel.receive()
-            if isinstance(message, EndAgent):
+            if isinstance(message, Exit):
                 self._tell(message)
             else:
                 log.warning("%s: unexpected %s", channel.peer, message.type)
@@ -299,7 +299,7 @@ class Agent:
                 return EXIT_COORDINATOR_GONE
             self._turn(None if alone is None else alone.remaining_s())
             for news in channel.news():
-                if isinstance(news, EndAgent):
+                if isinstance(news, Exit):
                     living = self._workers.living()
                     log.info("told to end: %s: workers %s", news.reason, living)
                     return 0

@@ -64,15 +64,5 @@ class DeadlinePassed:
     """`HandoffMachine.deadline` has expired."""
 
 
-FromParticipant = (
-    m.Hello
-    | m.Prepared
-    | m.AtBoundary
-    | m.Vote
-    | m.FirstStep
-    | m.Released
-    | m.Aborted
-    | m.Failed
-    | m.Finished
-)
+FromParticipant = m.Hello | m.OfAttempt | m.Finished
 Event = FromParticipant | Requested | WorkerLost | Cancelled | DeadlinePassed

@@ -276,7 +276,8 @@ class Resume(_OfWorld, type="resume"):
 
 
 class Exit(Message, type="exit"):
-    """End this process: leaver after COMMIT, joiner after ABORT, everybody at the end."""
+    """End this process: leaver after COMMIT, joiner after ABORT, everybody at the end; an agent's,
+    once it has ended its workers."""
 
     reason: str
 
@@ -291,7 +292,7 @@ class Stop(Message, type="stop"):
     checkpoint: str | None = None
 
 
-# ---- joiner <-> coordinator
+# ---- coordinator -> joiner
 
 
 class YourTurn(Message, type="your_turn"):
@@ -300,7 +301,7 @@ class YourTurn(Message, type="your_turn"):
     port_name: str
 
 
-# ---- agent <-> coordinator
+# ---- agent -> coordinator (which answers with Exit)
 
 
 class AgentHello(Message, type="agent_hello"):
@@ -327,12 +328,6 @@ class WorkerEnded(Message, type="worker_ended"):
     agent: str
     worker: int
     how: str
-
-
-class EndAgent(Message, type="end_agent"):
-    """To an agent: end your workers, then yourself."""
-
-    reason: str
 
 
 class KeeperHello(Message, type="keeper_hello"):
@@ -405,27 +400,19 @@ class StoreReply(Message, type="store_reply"):
     error: str = ""
 
 
+OfAttempt = Prepared | AtBoundary | Vote | FirstStep | Released | Aborted | Failed
+"""What workers say in the handoff attempt of their generation."""
 FromWorker = (
-    Hello | StepDone | Prepared | AtBoundary | Progress | Vote | FirstStep | Released | Aborted
-    | Failed | Heartbeat | Finished | Saved | Restored | Transports
+    Hello | StepDone | OfAttempt | Progress | Heartbeat | Finished | Saved | Restored | Transports
 )  # fmt: skip
 ToWorker = Begin | Proceed | Prepare | Arm | Verdict | Abort | Resume | Exit | Stop
-FromAgent = AgentHello | Warned | WorkerEnded | KeeperHello
 FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
 AnyMessage = (
-    FromWorker
-    | ToWorker
-    | YourTurn
-    | FromAgent
-    | EndAgent
-    | FromOperator
-    | Reply
-    | StoreRequest
-    | StoreReply
-)
+    FromWorker | ToWorker | FromOperator | Reply | AgentHello | Warned | WorkerEnded | KeeperHello
+    | YourTurn | StoreRequest | StoreReply
+)  # fmt: skip
 
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(discriminator="type")])
-
 
 _last_encoded: tuple[AnyMessage, bytes] | None = None
 

@@ -85,55 +85,40 @@ def disagreements(*sides: Side) -> list[str]:
     A class without a report in one of the worlds, or no report at all, is a disagreement too.
     Worker ids of one side need not have to do with those of another.
     """
-    reports = [_reports(side) for side in sides]
-    if not any(reports):
+    copies: dict[StateClass, list[Copy]] = defaultdict(list)
+    for side in sides:
+        for state_class, copy in _copies(side):
+            copies[state_class].append(copy)
+    if not copies:
         return ["no worker reported any digest"]
     found = []
-    for state_class in sorted(set().union(*reports)):
-        copies: list[Copy] = []
-        for side, reported in zip(sides, reports, strict=True):
-            if state_class in reported:
-                copies += _copies(side, state_class, reported[state_class])
-            else:
+    for state_class, known in sorted(copies.items()):
+        for side in sides:
+            if all(copy.side != side.name for copy in known):
                 found.append(f"{state_class}: nobody reported it in the {side.name}")
-        found += _odd_ones(state_class, copies)
+        common = Counter(copy.value for copy in known).most_common(1)[0][0]
+        usual = next(copy for copy in known if copy.value == common)
+        found += [f"{state_class}: {copy}, {usual}" for copy in known if copy.value != common]
     return found
 
 
-Reports = dict[Coordinate, int]
-
-
-def _reports(side: Side) -> dict[StateClass, Reports]:
-    """Digests by class and coordinate; a worker that reports a class twice adds up."""
-    found: dict[StateClass, Reports] = defaultdict(lambda: defaultdict(int))
+def _copies(side: Side) -> Iterator[tuple[StateClass, Copy]]:
+    """All copies that must exist of what anybody reports: of a class on several stages, those on
+    the stages of the reports. A worker that reports a class twice adds up."""
+    layout = side.rank_map.layout
+    reports: dict[StateClass, dict[Coordinate, int]] = defaultdict(lambda: defaultdict(int))
     for rank, worker in enumerate(side.rank_map.workers):
-        at = side.rank_map.layout.coordinate(rank)
         for digest in side.digests[worker]:
             state_class = StateClass(digest.kind, digest.tp_replicated, digest.multi_stage)
-            found[state_class][at] += int(digest.value, 16)
-    return found
-
-
-def _copies(side: Side, state_class: StateClass, reports: Reports) -> Iterator[Copy]:
-    """All copies that must exist: of several stages, those on which anybody reports the class."""
-    layout = side.rank_map.layout
-    stages = {at.pp for at in reports} if state_class.multi_stage else range(layout.pp)
-    members: dict[CopyIndex, list[Coordinate]] = defaultdict(list)
-    for dp, tp, stage in product(range(layout.dp), range(layout.tp), sorted(stages)):
-        at = Coordinate(tp, stage, dp)
-        members[CopyIndex.of(state_class, at)].append(at)
-    for index, coordinates in members.items():
-        values = [reports[at] for at in coordinates if at in reports]
-        yield Copy(
-            side=side.name,
-            index=index,
-            workers=tuple(side.rank_map.worker_at(at) for at in coordinates),
-            value=sum(values) % MODULUS if values else None,
-        )
-
-
-def _odd_ones(state_class: StateClass, copies: list[Copy]) -> list[str]:
-    """The copies that differ from the value that most of them have."""
-    common = Counter(copy.value for copy in copies).most_common(1)[0][0]
-    usual = next(copy for copy in copies if copy.value == common)
-    return [f"{state_class}: {copy}, {usual}" for copy in copies if copy.value != common]
+            reports[state_class][layout.coordinate(rank)] += int(digest.value, 16)
+    for state_class, values in reports.items():
+        stages = {at.pp for at in values} if state_class.multi_stage else range(layout.pp)
+        members: dict[CopyIndex, list[Coordinate]] = defaultdict(list)
+        for dp, tp, stage in product(range(layout.dp), range(layout.tp), sorted(stages)):
+            at = Coordinate(tp, stage, dp)
+            members[CopyIndex.of(state_class, at)].append(at)
+        for index, coordinates in members.items():
+            told = [values[at] for at in coordinates if at in values]
+            workers = tuple(side.rank_map.worker_at(at) for at in coordinates)
+            value = sum(told) % MODULUS if told else None
+            yield state_class, Copy(side.name, index, workers, value)

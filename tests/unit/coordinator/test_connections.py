@@ -18,7 +18,7 @@ from liver_hpc.coordinator.connections import (
     WorkerRegistry,
 )
 from liver_hpc.coordinator.store import StoreService
-from liver_hpc.protocol.messages import AgentHello, EndAgent, Hello, Stop, ToWorker, Warned
+from liver_hpc.protocol.messages import AgentHello, Exit, Hello, Stop, ToWorker, Warned
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer, connect
 
 pytestmark = pytest.mark.timeout(30)
@@ -81,8 +81,8 @@ def test_the_loop_reaches_the_agent_by_its_channel(caller: Caller) -> None:
     registry = WorkerRegistry(FakeClock())
     assert registry.add("a7", opened.channel)
     assert not registry.add("a7", opened.channel)
-    registry.send(("a7",), EndAgent(reason="over"))
-    assert caller.channel.receive(5.0) == EndAgent(reason="over")
+    registry.send(("a7",), Exit(reason="over"))
+    assert caller.channel.receive(5.0) == Exit(reason="over")
     registry.drop("a7")
     assert "a7" not in registry
     assert "closed on this side" in caller.next(Closed).reason
