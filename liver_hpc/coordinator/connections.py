@@ -125,45 +125,47 @@ class Inbox:
         return self._events.empty()
 
     def close(self) -> None:
-        """Questions get an error for an answer, before and after, until `reopen`. What the
-        process's signals have announced stays. Idempotent."""
+        """Questions get an error for an answer, before and after. Idempotent."""
         with self._lock:
             self._closed = True
-        announced = []
         while (event := self.get(0.0)) is not None:
             if isinstance(event, Question):
                 event.answer.set_exception(InboxClosed())
-            elif isinstance(event, StopSignalled | EndNear):
-                announced.append(event)
-        for event in announced:
-            self.put(event)
-
-    def reopen(self) -> None:
-        """For the next start in this process."""
-        with self._lock:
-            self._closed = False
 
 
 class Control:
     """How the process around a coordinator speaks to it, from any thread or signal handler, also
-    before there is one: its inbox goes from one start of the run in this process to the next.
+    before there is one: each start of the run in this process hears all that was said.
 
     steps_done: how far the run has come. outcome: how it ended, as soon as that is known.
     """
 
     def __init__(self) -> None:
-        self.inbox = Inbox()
         self.steps_done = 0
         self.outcome: Outcome | None = None
+        self._said: list[StopSignalled | EndNear] = []
+        self._inbox: Inbox | None = None
+
+    def reach(self, inbox: Inbox) -> None:
+        """From now on this inbox gets what is said; now what was said before. Of what is said
+        meanwhile it may get two."""
+        self._inbox = inbox
+        for event in tuple(self._said):
+            inbox.put(event)
 
     def stop(self, why: str) -> None:
         """The run is to stop at its next step boundary."""
-        self.inbox.put(StopSignalled(why))
+        self._say(StopSignalled(why))
 
     def end_near(self, reason: str, deadline_s: float) -> None:
         """The coordinator's job ends at `deadline_s` (epoch): state to disk, to go on in another
         job."""
-        self.inbox.put(EndNear(reason, SystemClock().now_s(), deadline_s))
+        self._say(EndNear(reason, SystemClock().now_s(), deadline_s))
+
+    def _say(self, event: StopSignalled | EndNear) -> None:
+        self._said.append(event)
+        if self._inbox is not None:
+            self._inbox.put(event)
 
 
 class ConnectionServer:

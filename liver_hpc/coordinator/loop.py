@@ -24,6 +24,7 @@ from liver_hpc.coordinator.connections import (
     Closed,
     ConnectionServer,
     Control,
+    Inbox,
     InboxEvent,
     Met,
     Peer,
@@ -52,7 +53,6 @@ from liver_hpc.run import events as e
 from liver_hpc.run.codec import encode
 from liver_hpc.run.journal import JournalFailed, Written
 from liver_hpc.run.machine import Run
-from liver_hpc.run.node_events import EndNear
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
 from liver_hpc.run.view import snapshot
 
@@ -89,7 +89,7 @@ class Coordinator:
         self._memory = memory
         self.core = Run(config, services.recipe.spec, services.recipe.check_layout, services.place)
         self._control = control
-        self._inbox = control.inbox
+        self._inbox = Inbox()
         self._store = StoreService()
         self._registry = WorkerRegistry(services.clock)
         self._performer = Performer(services, self._registry, self._store)
@@ -102,6 +102,7 @@ class Coordinator:
         self._journal_failed = False
         self._next_tick_s = 0.0
         self._last_tick_s = services.clock.now_s()
+        control.reach(self._inbox)
 
     def run(self) -> Outcome:
         """Runs to the end. Whatever happens, nothing that was launched or opened is left; where
@@ -142,7 +143,6 @@ class Coordinator:
             stack.callback(close)
         stack.callback(self._see_all_off)
         stack.callback(lambda: services.pool.want(0))
-        self._inbox.reopen()
         self._performer.address = server.address
         host, port = server.address
         here = {"host": host, "port": port, "pid": os.getpid(), "hostname": socket.gethostname()}
@@ -379,16 +379,11 @@ class Coordinator:
     def _see_all_off(self) -> None:
         """Returns when all who were told to exit have gone, or after `exit_s` anyway."""
         deadline = Deadline.after(self._clock, self._config.deadlines.exit_s, "workers to exit")
-        announced: list[InboxEvent] = []
         while (self._registry.workers or self._working()) and not deadline.expired():
             event = self._inbox.get(TICK_S)
-            if isinstance(event, e.StopSignalled | EndNear):
-                announced.append(event)  # of concern to the next start, if there is one
-            elif event is not None:
+            if event is not None:
                 self._dispatch(event)
         self._perform_held()
-        for event in announced:
-            self._inbox.put(event)
         if self._registry.workers:
             log.warning("workers %s have not ended by themselves", self._registry.workers)
 

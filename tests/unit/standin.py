@@ -142,7 +142,9 @@ def run_standin(path: Path, control: Any) -> Outcome:
     on_node = "SLURM_JOB_ID" in os.environ
     with StandIn(path, socket.gethostname() if on_node else "127.0.0.1") as standin:
         control.steps_done = 7
-        control.outcome = standin.run(60.0, control.inbox)
+        inbox = Inbox()
+        control.reach(inbox)
+        control.outcome = standin.run(60.0, inbox)
         return control.outcome  # type: ignore[no-any-return]
 
 

@@ -14,7 +14,7 @@ import pytest
 from submitit.core.utils import UncompletedJobError
 
 from liver_hpc.cli.launch import CoordinatorJob, coordinate_locally
-from liver_hpc.coordinator.connections import Control, InboxEvent
+from liver_hpc.coordinator.connections import Control, Inbox, InboxEvent
 from liver_hpc.coordinator.hosting import HostedCoordinator
 from liver_hpc.errors import LiverError
 from liver_hpc.run.directory import RunDirectory, create_run_directory
@@ -210,7 +210,9 @@ def test_a_signal_to_a_local_job_stops_its_run(
 
     def signalled(directory: Path, control: Control) -> Outcome:
         os.kill(os.getpid(), number)
-        heard.append(control.inbox.get(LIMIT_S))
+        inbox = Inbox()
+        control.reach(inbox)
+        heard.append(inbox.get(LIMIT_S))
         return Outcome("stopped", "test", 0)
 
     module = types.ModuleType("liver_hpc.coordinator.main")
