@@ -50,7 +50,6 @@ class HandoffMachine:
         self._deadlines = deadlines
         self._clock = clock
         self._history: deque[str] = deque(maxlen=HISTORY_EVENTS)
-        self._decided: list[int] = []
 
     def handle(self, event: Event) -> list[Action]:
         """The answer to one event; ProtocolError when the present phase does not allow it."""
@@ -59,16 +58,6 @@ class HandoffMachine:
         if handler is None:
             raise self._unexpected(f"{type(event).__name__} in phase {self.phase}")
         return handler(self, event)
-
-    def check(self) -> None:
-        """Asserts what must hold between any two events."""
-        now, story = self.attempt, self._story()
-        assert (self.phase is Phase.IDLE) == (now is None) == (self.deadline is None), story
-        assert len({*self._decided}) == len(self._decided), f"decided twice; {story}"
-        if now is not None:
-            assert {*now.waiting_workers} <= {*now.participants, *now.joiners}, story
-            assert (self.phase is Phase.BOOT) == (now.target is None), story
-            assert self.phase is Phase.BOOT or now.awaited, f"waits for no one; {story}"
 
     # ---- BOOT, PREPARE
 
@@ -168,7 +157,6 @@ class HandoffMachine:
 
     def _commit(self, scalars: m.ScalarState) -> list[Action]:
         now = self._now
-        self._decided.append(now.generation)
         awaited: list[Awaited] = [(w, m.FirstStep) for w in now.target_workers]
         awaited += [(w, m.Released) for w in now.target_workers]
         awaited += [(w, WorkerLost) for w in now.leavers]
@@ -260,7 +248,6 @@ class HandoffMachine:
         actions: list[Action] = []
         told = tuple(w for w in now.participants if w not in now.lost)
         if told:
-            self._decided.append(now.generation)
             abort = m.Abort(generation=now.generation, reason=now.reason, rebuild=now.rebuild)
             actions.append(Send(told, abort))
         joiners = tuple(w for w in now.joiners if w not in now.lost)

@@ -24,6 +24,16 @@ from tests.fakes import Fault, FaultInjector, WorkerScript
 DP2, TP2, PP2, TP2_DP2 = Layout(1, 1, 2), Layout(2, 1, 1), Layout(1, 2, 1), Layout(2, 1, 2)
 
 
+def check(machine: HandoffMachine) -> None:
+    """What must hold between any two events."""
+    now, story = machine.attempt, machine._story()
+    assert (machine.phase is Phase.IDLE) == (now is None) == (machine.deadline is None), story
+    if now is not None:
+        assert {*now.waiting_workers} <= {*now.participants, *now.joiners}, story
+        assert (machine.phase is Phase.BOOT) == (now.target is None), story
+        assert machine.phase is Phase.BOOT or now.awaited, f"waits for no one; {story}"
+
+
 @dataclass(frozen=True)
 class Change:
     """One kind of handoff: from, to, and the joiners that it needs."""
@@ -75,7 +85,7 @@ class Play:
     def feed(self, event: Event) -> None:
         for action in self.machine.handle(event):
             self._perform(action)
-        self.machine.check()
+        check(self.machine)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -144,6 +154,8 @@ class Play:
         committed = {w for w in self.change.everybody if self.got(w, m.Verdict, stage="commit")}
         aborted = {w for w in self.change.everybody if self.got(w, m.Abort)}
         assert not committed & aborted
+        decisions = [to for to, message in self.sent if isinstance(message, m.Abort)]
+        assert len({*decisions}) == len(decisions), "told twice to abort"
         assert committed in (set(), set(self.change.everybody))
         if self.outcome is None or self.outcome.outcome == "failed":
             assert self.failed

@@ -25,7 +25,7 @@ from liver_hpc.protocol.events import (
 )
 from liver_hpc.protocol.machine import HandoffMachine
 from tests.fakes import Fault
-from tests.unit.protocol.play import CHANGES, DP2, TP2_DP2, Change, Play
+from tests.unit.protocol.play import CHANGES, DP2, TP2_DP2, Change, Play, check
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def play(request: pytest.FixtureRequest) -> Iterator[Play]:
     play = Play(CHANGES[getattr(request, "param", "grow")])
     play.begin()
     yield play
-    play.machine.check()
+    check(play.machine)
     play.assert_never_a_mix()
 
 
@@ -331,4 +331,4 @@ def test_joiners_take_the_seats_of_those_that_were_expected() -> None:
     assert isinstance(send, Send)
     assert isinstance(send.message, m.Prepare)
     assert send.message.target == m.WireRankMap.of(RankMap(TP2_DP2, (9, 0, 5, 1)))
-    machine.check()
+    check(machine)

@@ -16,6 +16,7 @@ from liver_hpc.run.notices import GRANTED, LOST
 from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord
 from liver_hpc.run.state import Ending, RunState
 from tests.fakes import WRONG_DIGEST
+from tests.unit.protocol.play import check
 
 AFTER_THE_END = (
     a.TurnAway, a.Answer, a.Disconnect, a.EndAgent, a.KillAgent, a.Log
@@ -121,6 +122,8 @@ class Watch:
             self._world()
             self._windows()
         self.run.check()
+        if self.run.ending is None:
+            check(self.run.handoffs._machine)
 
     def _answers(self, event: e.Event, actions: list[a.Action]) -> None:
         """Every question is answered once, at once, and nobody else is."""
