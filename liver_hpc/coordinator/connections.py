@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, NoReturn, TypeVar
 
@@ -213,7 +212,9 @@ class ConnectionServer:
             raise
 
     def _reply(self, channel: Channel, request: FromOperator) -> None:
-        with self._reply_due():
+        with self._settled:
+            self._unsettled += 1
+        try:
             try:
                 reply = self._inbox.ask(Asked(request), self._control_s)
             except InboxClosed as error:
@@ -222,23 +223,16 @@ class ConnectionServer:
             except LiverError as error:
                 reply = Reply(ok=False, text=str(error))
             channel.send(reply)
+        finally:
+            with self._settled:
+                self._unsettled -= 1
+                self._settled.notify_all()
 
     def settle(self) -> None:
         """Waits until the replies that the loop has given are sent. The inbox must be closed."""
         with self._settled:
             if not self._settled.wait_for(lambda: self._unsettled == 0, self._control_s):
                 log.warning("%d replies to operators could not be sent", self._unsettled)
-
-    @contextmanager
-    def _reply_due(self) -> Iterator[None]:
-        with self._settled:
-            self._unsettled += 1
-        try:
-            yield
-        finally:
-            with self._settled:
-                self._unsettled -= 1
-                self._settled.notify_all()
 
 
 Peer = int | str

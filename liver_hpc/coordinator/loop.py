@@ -232,8 +232,11 @@ class Coordinator:
 
     # ---- the core
 
-    def _feed(self, event: e.Event) -> None:
-        """One event into the core; what it decides is performed once the journal has it."""
+    def _feed(self, event: e.Event | None) -> None:
+        """What has happened, if anything, into the core; what that decides is performed once the
+        journal has it."""
+        if event is None:
+            return
         at_s = self._clock.now_s()
         actions = self.core.handle(event, at_s)
         self._control.steps_done = self.core.steps_done
@@ -245,17 +248,13 @@ class Coordinator:
         if self._journal_failed:
             self._perform_held()
 
-    def _feed_any(self, event: e.Event | None) -> None:
-        if event is not None:
-            self._feed(event)
-
     def _perform_held(self, up_to: int | None = None) -> None:
         """Performs the actions of entries up to a number; of all where none is given: the journal
         cannot be written, and what is decided already goes on."""
         while self._held and (up_to is None or self._held[0][0] <= up_to):
             _, actions = self._held.popleft()
             for action in actions:
-                self._feed_any(self._performer.perform(action))
+                self._feed(self._performer.perform(action))
 
     # ---- connections
 
@@ -356,9 +355,9 @@ class Coordinator:
         if world is None:
             log.warning("worker %d %s generation %d", message.worker, message.type, generation)
         elif isinstance(message, Saved):
-            self._feed_any(self._checkpoints.saved(message, world))
+            self._feed(self._checkpoints.saved(message, world))
         else:
-            self._feed_any(self._checkpoints.restored(message, world.rank_map))
+            self._feed(self._checkpoints.restored(message, world.rank_map))
 
     # ---- operators
 

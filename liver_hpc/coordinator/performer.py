@@ -13,7 +13,7 @@ from liver_hpc.cluster.launcher import Launcher, NodeRequest
 from liver_hpc.cluster.pool import NodePool, ThisMachine
 from liver_hpc.coordinator.connections import Asked, Met, WorkerRegistry
 from liver_hpc.coordinator.store import StoreService
-from liver_hpc.errors import LiverError, MeetingError, RequestRefused
+from liver_hpc.errors import LiverError, MeetingError
 from liver_hpc.layout.placement import place
 from liver_hpc.protocol.messages import Exit, Reply
 from liver_hpc.recipes.base import Recipe
@@ -86,7 +86,8 @@ class Performer:
             case a.Disconnect():
                 self._registry.drop(action.worker)
             case a.Answer():
-                self._answer(action)
+                reply = Reply(ok=action.ok, text=action.text)
+                self.requests.pop(action.number).answer.set_result(reply)
             case a.WantWorkers():
                 services.pool.want(action.workers)
             case a.GiveBack():
@@ -139,10 +140,3 @@ class Performer:
         host, port = self.address
         answer = MeetingAnswer(worker_ids=admit.workers, control_host=host, control_port=port)
         met.answer.set_result(answer)
-
-    def _answer(self, answer: a.Answer) -> None:
-        asked = self.requests.pop(answer.number)
-        if answer.ok:
-            asked.answer.set_result(Reply(ok=True, text=answer.text))
-        else:
-            asked.answer.set_exception(RequestRefused(answer.text))
