@@ -40,14 +40,8 @@ from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import Restored, Saved, ScalarState, WireRankMap
 from liver_hpc.protocol.votes import Side, disagreements
 from liver_hpc.recipes.base import Recipe
+from liver_hpc.run import events as e
 from liver_hpc.run.directory import RunDirectory, claim_checkpoints
-from liver_hpc.run.events import (
-    CheckpointFailed,
-    CheckpointWritten,
-    Resumed,
-    ShellFailed,
-    StateRestored,
-)
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +98,7 @@ class Checkpoints:
 
     # ---- before the run
 
-    def open(self) -> Resumed | None:
+    def open(self) -> e.Resumed | None:
         """What this run goes on from; None for a new one. Clears away what was never completed, and
         sets aside what is damaged and newer.
 
@@ -125,9 +119,11 @@ class Checkpoints:
         if difference:
             raise CheckpointError(f"{path} is of another model: {difference}")
         layout = str(index.rank_map.rank_map().layout)
-        return Resumed(str(path), index.scalars.step, index.generation, layout)
+        return e.Resumed(str(path), index.scalars.step, index.generation, layout)
 
-    def restored(self, message: Restored, rank_map: RankMap) -> StateRestored | ShellFailed | None:
+    def restored(
+        self, message: Restored, rank_map: RankMap
+    ) -> e.StateRestored | e.ShellFailed | None:
         """What a worker of the first world holds; once all have come, whether it is what was saved,
         and which file is at fault where it is not."""
         assert self._source is not None, "restored without a checkpoint"
@@ -136,8 +132,8 @@ class Checkpoints:
             return None
         problem = self._difference(self._source.index, rank_map)
         if not problem:
-            return StateRestored(message.generation)
-        return ShellFailed(
+            return e.StateRestored(message.generation)
+        return e.ShellFailed(
             f"{self._source.path}: what was restored is not what was saved: {problem}; "
             f"{self._way_back(self._source)}"
         )
@@ -174,7 +170,9 @@ class Checkpoints:
 
     # ---- while it trains
 
-    def saved(self, message: Saved, world: WorldRef) -> CheckpointWritten | CheckpointFailed | None:
+    def saved(
+        self, message: Saved, world: WorldRef
+    ) -> e.CheckpointWritten | e.CheckpointFailed | None:
         """A worker's part; once all have come, what became of the checkpoint."""
         step = message.scalars.step
         parts = self._pending.setdefault((message.generation, step), {})
@@ -190,9 +188,9 @@ class Checkpoints:
                 problem = f"{error.filename}: {error.strerror}"
         if problem:
             _remove(partial_path(self.directory, step))
-            return CheckpointFailed(f"checkpoint of step {step} given up: {problem}")
+            return e.CheckpointFailed(f"checkpoint of step {step} given up: {problem}")
         self._remove_old()
-        return CheckpointWritten(
+        return e.CheckpointWritten(
             step=step,
             path=str(complete_path(self.directory, step)),
             largest_bytes=max(part.num_bytes for part in parts.values()),

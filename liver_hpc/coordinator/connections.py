@@ -17,16 +17,7 @@ from typing import Generic, NoReturn, TypeVar
 from liver_hpc.clock import Clock, SystemClock
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.protocol.messages import (
-    AgentHello,
-    AnyMessage,
-    FromOperator,
-    Hello,
-    KeeperHello,
-    Reply,
-    StoreRequest,
-    ToWorker,
-)
+from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.base import Answer, Identity, Refusal
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed
 from liver_hpc.run.events import StopSignalled
@@ -51,7 +42,7 @@ class Said:
     """A message on a worker's, or an agent's own, control channel; the first is its hello."""
 
     channel: Channel
-    message: AnyMessage
+    message: m.AnyMessage
 
 
 @dataclass(frozen=True)
@@ -77,10 +68,10 @@ class Met(Question[Answer | Refusal]):
 
 
 @dataclass(frozen=True)
-class Asked(Question[Reply]):
+class Asked(Question[m.Reply]):
     """An operator's request."""
 
-    request: FromOperator
+    request: m.FromOperator
 
 
 InboxEvent = Said | Closed | Met | Asked | PoolEvent | StopSignalled | Written | JournalFailed
@@ -186,22 +177,22 @@ class ConnectionServer:
             return
         while True:
             match message:
-                case Hello():
+                case m.Hello():
                     self._listen(channel, message, f"worker {message.worker}")
-                case AgentHello():
+                case m.AgentHello():
                     self._listen(channel, message, f"agent {message.agent}")
-                case KeeperHello():  # its end and ours are all there is to know
+                case m.KeeperHello():  # its end and ours are all there is to know
                     channel.peer = f"keeper of job {message.job}"
-                case StoreRequest():
+                case m.StoreRequest():
                     channel.send(self._store.perform(message))
-                case _ if isinstance(message, FromOperator):
+                case _ if isinstance(message, m.FromOperator):
                     self._reply(channel, message)
                 case _:
                     log.warning("%s: unexpected %s", channel.peer, message.type)
                     return
             message = channel.receive()
 
-    def _listen(self, channel: Channel, message: AnyMessage, name: str) -> NoReturn:
+    def _listen(self, channel: Channel, message: m.AnyMessage, name: str) -> NoReturn:
         channel.peer = name
         try:
             while True:
@@ -211,7 +202,7 @@ class ConnectionServer:
             self._inbox.put(Closed(channel, str(error)))
             raise
 
-    def _reply(self, channel: Channel, request: FromOperator) -> None:
+    def _reply(self, channel: Channel, request: m.FromOperator) -> None:
         with self._settled:
             self._unsettled += 1
         try:
@@ -221,7 +212,7 @@ class ConnectionServer:
                 channel.close(str(error))
                 return
             except LiverError as error:
-                reply = Reply(ok=False, text=str(error))
+                reply = m.Reply(ok=False, text=str(error))
             channel.send(reply)
         finally:
             with self._settled:
@@ -276,7 +267,7 @@ class WorkerRegistry:
         """All that are connected."""
         return [peer for peer in self._channels if isinstance(peer, int)]
 
-    def send(self, peers: Iterable[Peer], message: ToWorker) -> None:
+    def send(self, peers: Iterable[Peer], message: m.ToWorker) -> None:
         """To those that are still connected; a broken connection shows as its Closed."""
         for peer in peers:
             channel = self._channels.get(peer)

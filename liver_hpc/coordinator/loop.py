@@ -34,19 +34,7 @@ from liver_hpc.coordinator.connections import (
 from liver_hpc.coordinator.performer import Performer, Services
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import LiverError
-from liver_hpc.protocol.messages import (
-    AgentHello,
-    AnyMessage,
-    Heartbeat,
-    Hello,
-    Progress,
-    Reply,
-    Restored,
-    Saved,
-    StatusRequest,
-    Warned,
-    WorkerEnded,
-)
+from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.channel import Channel, ControlServer
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
@@ -258,10 +246,10 @@ class Coordinator:
 
     # ---- connections
 
-    def _opened(self, channel: Channel, hello: Hello | AgentHello) -> None:
+    def _opened(self, channel: Channel, hello: m.Hello | m.AgentHello) -> None:
         peer: Peer
         event: e.Event
-        if isinstance(hello, AgentHello):
+        if isinstance(hello, m.AgentHello):
             peer, event = hello.agent, e.AgentListens(hello.agent)
             expected = self.core.agents.node_of_agent(hello.agent) is not None
         else:
@@ -271,27 +259,27 @@ class Coordinator:
             log.warning("%s on %s is not expected", channel.peer, hello.host)
             channel.close()
             return
-        if isinstance(hello, Hello):
+        if isinstance(hello, m.Hello):
             took = ", ".join(f"{part} {s:.2f} s" for part, s in hello.boot_timings_s.items())
             log.info("worker %d on %s has booted: %s", hello.worker, hello.host, took)
         self._feed(event)
 
-    def _said(self, channel: Channel, message: AnyMessage) -> None:
+    def _said(self, channel: Channel, message: m.AnyMessage) -> None:
         match self._registry.peer_at(channel):
             case int(worker):
                 self._worker_said(worker, message)
             case str(agent):
                 self._agent_said(agent, message)
-            case None if isinstance(message, Hello | AgentHello):
+            case None if isinstance(message, m.Hello | m.AgentHello):
                 self._opened(channel, message)
             case None:
                 pass  # of somebody who was struck off
 
-    def _agent_said(self, agent: str, message: AnyMessage) -> None:
+    def _agent_said(self, agent: str, message: m.AnyMessage) -> None:
         match message:
-            case Warned(agent=said_by) if said_by == agent:
+            case m.Warned(agent=said_by) if said_by == agent:
                 self._agent_warned(message)
-            case WorkerEnded(agent=said_by) if said_by == agent:
+            case m.WorkerEnded(agent=said_by) if said_by == agent:
                 self._endings[message.worker] = message.how
                 if message.worker in self._unexplained:
                     self._worker_gone(message.worker, message.how)
@@ -299,14 +287,14 @@ class Coordinator:
                 log.warning("agent %s: unexpected %s", agent, message)
                 self._registry.drop(agent)
 
-    def _agent_warned(self, message: Warned) -> None:
+    def _agent_warned(self, message: m.Warned) -> None:
         """The pool finds out what the signal announces."""
         node = self.core.agents.node_of_agent(message.agent)
         log.warning("agent %s got %s on %s", message.agent, message.signal, node or "its node")
         if node:
             self._services.pool.warned(node, f"SIG{message.signal}", message.at_s)
 
-    def _worker_said(self, worker: int, message: AnyMessage) -> None:
+    def _worker_said(self, worker: int, message: m.AnyMessage) -> None:
         if getattr(message, "worker", None) != worker:
             self._feed(e.ShellFailed(f"worker {worker} sent {message}"))
             return
@@ -315,13 +303,13 @@ class Coordinator:
             took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in timings_s.items())
             log.info("worker %d %s: %s", worker, message.type, took)
         match message:
-            case Heartbeat():
+            case m.Heartbeat():
                 pass
-            case Progress():
+            case m.Progress():
                 self.core.progress(message)
-            case Saved():
+            case m.Saved():
                 self._saved_or_restored(message)
-            case Restored():
+            case m.Restored():
                 self._feed(message)
                 self._saved_or_restored(message)
             case _ if isinstance(message, e.FromWorker):
@@ -348,13 +336,13 @@ class Coordinator:
 
     # ---- checkpoints
 
-    def _saved_or_restored(self, message: Saved | Restored) -> None:
+    def _saved_or_restored(self, message: m.Saved | m.Restored) -> None:
         """A worker's part is on disk, or could not be written; or it holds what it read there."""
         generation = message.generation
         world = self.core.world_of(generation)
         if world is None:
             log.warning("worker %d %s generation %d", message.worker, message.type, generation)
-        elif isinstance(message, Saved):
+        elif isinstance(message, m.Saved):
             self._feed(self._checkpoints.saved(message, world))
         else:
             self._feed(self._checkpoints.restored(message, world.rank_map))
@@ -362,11 +350,11 @@ class Coordinator:
     # ---- operators
 
     def _asked(self, asked: Asked) -> None:
-        if isinstance(asked.request, StatusRequest):
+        if isinstance(asked.request, m.StatusRequest):
             shown = snapshot(
                 self.core, self._clock.now_s(), self._performer.last_event, self._journal.error
             )
-            asked.answer.set_result(Reply(ok=True, text="", data=shown.model_dump()))
+            asked.answer.set_result(m.Reply(ok=True, text="", data=shown.model_dump()))
             return
         number = self._next_request
         self._next_request += 1
