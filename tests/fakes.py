@@ -10,13 +10,15 @@ from typing import Any, NoReturn
 from pydantic import TypeAdapter
 
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.tensors import EXP_AVG, PARAMETER, ModelSpec, TensorSpec
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.recipes.base import NoOptions, Recipe
-from liver_hpc.run.entries import Entry
-from liver_hpc.run.journal import JournalFailed, MemoryJournal, Written
+from liver_hpc.run.entries import Entry, Event, decode, encode
+from liver_hpc.run.events import JournalFailed
+from liver_hpc.run.journal import Journal, Written
 from liver_hpc.run.records import (
     NetworkRecord,
     NoticeRecord,
@@ -266,6 +268,43 @@ def tiny_run(**sections: Any) -> RunConfig:
 
 def tiny_recipe(config: RunConfig) -> TinyRecipe:
     return TinyRecipe(NoOptions(), config)
+
+
+class MemoryJournal(Journal):
+    """A journal without a disk: `fail` and `recover` are what a disk does."""
+
+    def __init__(self, tell: Callable[[Written | JournalFailed], None]) -> None:
+        self._tell = tell
+        self.error = ""
+        self._closed = False
+        self._lines: list[bytes] = []
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All that was appended, as a reader would get it."""
+        return [*decode(self._lines, "memory, line")]
+
+    def append(self, at_s: float, event: Event, actions: Sequence[Event] = ()) -> int:
+        if self._closed:
+            raise LiverError(f"the journal is closed: {event.get('type')} came too late")
+        number = len(self._lines)
+        self._lines.append(encode(number, at_s, event, actions))
+        if not self.error:
+            self._tell(Written(number))
+        return number
+
+    def fail(self, reason: str) -> None:
+        """From now on nothing is written."""
+        self.error = reason
+        self._tell(JournalFailed(reason))
+
+    def recover(self) -> None:
+        """All that waits is written."""
+        self.error = ""
+        self._tell(Written(len(self._lines) - 1))
+
+    def close(self, limit_s: float) -> None:
+        self._closed = True
 
 
 class JournalRecords:

@@ -14,7 +14,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.base import Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
-from liver_hpc.run.node_events import Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
+from liver_hpc.run.events import Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
 from tests.fakes import Fault, FaultInjector, WorkerScript
 from tests.memory_launcher import MemoryLauncher
 from tests.memory_rendezvous import MemoryRendezvous

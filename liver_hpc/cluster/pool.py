@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from liver_hpc.run.node_events import Node, NodeGranted, PoolEvent
+from liver_hpc.run.events import Node, NodeGranted, PoolEvent
 
 
 class NodePool:

@@ -1,7 +1,7 @@
 """All that reaches the coordinator, and how it reaches workers and agents.
 
-Everything that happens comes through the inbox: an event of the run's core (`run/events.py`,
-`run/node_events.py`), news of a connection, or a question whose sender waits for the answer.
+Everything that happens comes through the inbox: an event of the run's core (`run/events.py`), news
+of a connection, or a question whose sender waits for the answer.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.base import Answer, Identity, Refusal
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed
-from liver_hpc.run.events import StopSignalled
-from liver_hpc.run.journal import JournalFailed, Written
-from liver_hpc.run.node_events import EndNear, PoolEvent
+from liver_hpc.run.events import EndNear, JournalFailed, PoolEvent, StopSignalled
+from liver_hpc.run.journal import Written
 from liver_hpc.run.outcome import Outcome
 
 log = logging.getLogger(__name__)

@@ -39,10 +39,9 @@ from liver_hpc.rendezvous.channel import Channel, ControlServer
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import encode
-from liver_hpc.run.journal import JournalFailed, Written
+from liver_hpc.run.journal import Written
 from liver_hpc.run.machine import Run
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
-from liver_hpc.run.view import snapshot
 
 log = logging.getLogger(__name__)
 
@@ -176,10 +175,10 @@ class Coordinator:
                 if self._journal_failed:
                     self._journal_failed = False
                     self._feed(e.JournalFailed(""))
-            case JournalFailed():
+            case e.JournalFailed():
                 self._journal_failed = True
                 self._perform_held()
-                self._feed(e.JournalFailed(event.reason))
+                self._feed(event)
             case _:
                 self._feed(event)
 
@@ -227,7 +226,7 @@ class Coordinator:
             return
         at_s = self._clock.now_s()
         actions = self.core.handle(event, at_s)
-        self._control.steps_done = self.core.steps_done
+        self._control.steps_done = self.core.recorder.steps_done
         if isinstance(event, e.Tick) and not actions:
             return
         number = self._journal.append(at_s, encode(event), [encode(each) for each in actions])
@@ -306,7 +305,7 @@ class Coordinator:
             case m.Heartbeat():
                 pass
             case m.Progress():
-                self.core.progress(message)
+                self.core.handoffs.progress(message)
             case m.Saved():
                 self._saved_or_restored(message)
             case m.Restored():
@@ -351,8 +350,8 @@ class Coordinator:
 
     def _asked(self, asked: Asked) -> None:
         if isinstance(asked.request, m.StatusRequest):
-            shown = snapshot(
-                self.core, self._clock.now_s(), self._performer.last_event, self._journal.error
+            shown = self.core.snapshot(
+                self._clock.now_s(), self._performer.last_event, self._journal.error
             )
             asked.answer.set_result(m.Reply(ok=True, text="", data=shown.model_dump()))
             return

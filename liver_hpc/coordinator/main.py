@@ -33,12 +33,12 @@ from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
 from liver_hpc.report.hdf5 import read_hdf5
 from liver_hpc.report.store import METRICS_FILE, write_metrics
+from liver_hpc.run.codec import memory_of
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, read_entries
 from liver_hpc.run.events import Memory
 from liver_hpc.run.journal import Journal
 from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome, open_log
-from liver_hpc.run.replay import memory_of
 from liver_hpc.run.secret import create_secret, read_secret
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from liver_hpc.rendezvous.base import Answer as MeetingAnswer
 from liver_hpc.rendezvous.base import Rendezvous
 from liver_hpc.run import actions as a
 from liver_hpc.run.decide import Place
-from liver_hpc.run.events import LaunchFailed
-from liver_hpc.run.journal import EventJournal, JournalFailed, Written
+from liver_hpc.run.events import JournalFailed, LaunchFailed
+from liver_hpc.run.journal import Journal, Written
 from liver_hpc.run.outcome import Outcome
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Services:
     recipe: Recipe
     launcher: Launcher
     rendezvous: Rendezvous
-    open_journal: Callable[[Callable[[Written | JournalFailed], None]], EventJournal]
+    open_journal: Callable[[Callable[[Written | JournalFailed], None]], Journal]
     attributes: Mapping[str, str] = field(default_factory=dict)
     pool: NodePool = field(default_factory=ThisMachine)
     place: Place = place

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.protocol.messages import ToWorker
-from liver_hpc.run.node_events import Seat
-from liver_hpc.run.records import (
-    NetworkRecord,
-    NoticeRecord,
-    ReconfigurationRecord,
-    TrafficRecord,
-    WorkerPhaseRecord,
-)
-from liver_hpc.run.state import Ending
-
-Row = ReconfigurationRecord | NoticeRecord | NetworkRecord | WorkerPhaseRecord | TrafficRecord
+from liver_hpc.protocol.actions import Send as Send
+from liver_hpc.run.events import Seat
+from liver_hpc.run.records import Row
 
 
 @dataclass(frozen=True)
@@ -64,14 +56,6 @@ class KillAgent:
     """End an agent by force: it did not end by itself."""
 
     agent: str
-
-
-@dataclass(frozen=True)
-class Send:
-    """One message to each of these workers."""
-
-    workers: tuple[int, ...]
-    message: ToWorker
 
 
 @dataclass(frozen=True)
@@ -159,6 +143,16 @@ class Log:
     """A line for the log alone."""
 
     text: str
+
+
+class Ending(StrEnum):
+    """How a start of the run ended."""
+
+    STOPPED = "stopped"
+    REQUEUE = "requeue"  # state on disk; the job is to be queued again
+    RESTART = "restart"  # state on disk; begun again within the same job
+    FINISHED = "finished"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True)

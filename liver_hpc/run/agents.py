@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from liver_hpc.clock import Clock, Deadline
 from liver_hpc.config.schema import DeadlineSection
-from liver_hpc.errors import MeetingError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import Exit, Hello, ToWorker
-from liver_hpc.run.actions import Action, Disconnect, EndAgent, KillAgent, Launch, LaunchAgent, Send
-from liver_hpc.run.node_events import Seat
+from liver_hpc.run import actions as a
+from liver_hpc.run.events import Seat
 
 TERMINATED = 143
 """Exit code of an agent that was told to end by SIGTERM before it had met."""
@@ -48,43 +47,39 @@ class Agent:
         return f"Hello of workers {late}"
 
 
-@dataclass
-class Worker:
-    """A connected worker. leave_by: set once it was told to exit."""
-
-    worker: int
-    agent: Agent
-    leave_by: Deadline | None = None
-
-
 class Agents:
     """The book of agents and workers.
 
     Agents are a0, a1, ... and workers 0, 1, ... in the order in which they came; no name or
     number is ever used twice. What has to be done about them goes to `out`, in order.
+
+    finished: workers that have done their last step; they may end when they like. exit_s: how long
+    an agent may take to end.
     """
 
-    def __init__(self, deadlines: DeadlineSection, clock: Clock, out: list[Action]) -> None:
-        self._exit_s = deadlines.exit_s
+    def __init__(self, deadlines: DeadlineSection, clock: Clock, out: list[a.Action]) -> None:
+        self.finished: set[int] = set()
+        self.exit_s = deadlines.exit_s
         self._clock = clock
         self._out = out
         self._next_agent = 0
         self._next_worker = 0
         self._agents: dict[str, Agent] = {}
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, Agent] = {}  # those that are connected
+        self._leave_by: dict[int, Deadline] = {}  # those of them that were told to exit
         self._nodes_of_workers: dict[int, str] = {}
-        self._finished: set[int] = set()
 
     # ---- coming
 
     def launch(self, generation: int, layout: Layout, seats: Sequence[Seat]) -> None:
         """An agent for every seat."""
-        agents = []
-        for seat in seats:
-            agents.append(Agent(f"a{self._next_agent}", generation, seat))
-            self._next_agent += 1
+        numbered = enumerate(seats, start=self._next_agent)
+        agents = [Agent(f"a{number}", generation, seat) for number, seat in numbered]
+        self._next_agent += len(agents)
         self._agents.update((agent.name, agent) for agent in agents)
-        self._out.append(Launch(tuple(LaunchAgent(a.name, a.seat, layout) for a in agents)))
+        self._out.append(
+            a.Launch(tuple(a.LaunchAgent(agent.name, agent.seat, layout) for agent in agents))
+        )
 
     def launch_failed(self, agents: Iterable[str], lost: Container[str]) -> tuple[int, int]:
         """The generation that agents were launched for, -1 where they are known no longer, and how
@@ -107,21 +102,20 @@ class Agents:
         """The ids that the next workers get, if these meet before all others."""
         return tuple(range(self._next_worker, self._next_worker + number))
 
-    def meet(self, name: str, workers: int) -> tuple[int, ...]:
-        """The ids of an agent's workers; MeetingError for one that is not expected."""
+    def meet(self, name: str, workers: int) -> a.Admit | a.TurnAway:
+        """What an agent is told that has come with so many workers: their ids, or to go."""
         agent = self._agents.get(name)
         if agent is None or agent.end_by is not None:
-            raise MeetingError(f"agent {name} is not expected")
+            return a.TurnAway(name, f"agent {name} is not expected")
         if agent.workers:
-            raise MeetingError(f"agent {name} has met already")
-        if workers != len(agent.seat.slots):
-            raise MeetingError(
-                f"agent {name}: wanted {len(agent.seat.slots)} workers, got {workers}"
-            )
+            return a.TurnAway(name, f"agent {name} has met already")
+        wanted = len(agent.seat.slots)
+        if workers != wanted:
+            return a.TurnAway(name, f"agent {name}: wanted {wanted} workers, got {workers}")
         agent.workers = self.next_workers(workers)
         self._next_worker += workers
         self._nodes_of_workers.update(dict.fromkeys(agent.workers, agent.seat.node))
-        return agent.workers
+        return a.Admit(name, agent.workers)
 
     def expects(self, worker: int) -> bool:
         """Whether a worker that says Hello now would be let in."""
@@ -133,16 +127,16 @@ class Agents:
         agent = self._agent_of(hello.worker)
         assert agent is not None
         agent.arrived.add(hello.worker)
-        self._workers[hello.worker] = Worker(hello.worker, agent)
+        self._workers[hello.worker] = agent
         return agent.generation
 
     def _agent_of(self, worker: int) -> Agent | None:
-        return next((a for a in self._agents.values() if worker in a.workers), None)
+        return next((agent for agent in self._agents.values() if worker in agent.workers), None)
 
     def arrived(self, generation: int) -> tuple[int, ...]:
         """The workers launched for a generation that are connected, sorted."""
-        here = self._workers.values()
-        return tuple(sorted(w.worker for w in here if w.agent.generation == generation))
+        here = self._workers.items()
+        return tuple(sorted(w for w, agent in here if agent.generation == generation))
 
     def missing(self, generation: int) -> str:
         """Who of a generation's launch has not come yet; empty when all have."""
@@ -159,10 +153,11 @@ class Agents:
 
     def fallen_told(self, generation: int) -> bool:
         """Whether one of the fallen was told to end: its node is being taken away."""
-        return any(a.exit_code == TERMINATED for a in self._incomplete(generation))
+        return any(each.exit_code == TERMINATED for each in self._incomplete(generation))
 
     def _incomplete(self, generation: int) -> list[Agent]:
-        return [a for a in self._agents.values() if a.generation == generation and not a.complete]
+        launched = (each for each in self._agents.values() if each.generation == generation)
+        return [agent for agent in launched if not agent.complete]
 
     # ---- where they are
 
@@ -201,14 +196,14 @@ class Agents:
 
     def agent_of(self, worker: int) -> str:
         """The agent of a connected worker that was not told to go; empty for any other."""
-        member = self._workers.get(worker)
-        return member.agent.name if member is not None and member.leave_by is None else ""
+        agent = None if worker in self._leave_by else self._workers.get(worker)
+        return "" if agent is None else agent.name
 
     def listens(self, name: str) -> None:
         """An agent that is of no more use is told so as soon as it can be told anything."""
         agent = self._agents.get(name)
         if agent is not None and agent.end_by is not None:
-            self._out.append(EndAgent(name, "it is of no more use"))
+            self._out.append(a.EndAgent(name, "it is of no more use"))
 
     # ---- being here
 
@@ -216,10 +211,13 @@ class Agents:
         """A message to those that are still connected; Exit starts their last deadline."""
         here = tuple(worker for worker in workers if worker in self._workers)
         if here:
-            self._out.append(Send(here, message))
+            self._out.append(a.Send(here, message))
         if isinstance(message, Exit):
             for worker in here:
-                self._see_off(self._workers[worker])
+                if worker not in self._leave_by:
+                    deadline = Deadline.after(self._clock, self.exit_s, f"worker {worker} to end")
+                    self._leave_by[worker] = deadline
+                    self._see_off(self._workers[worker])
 
     def complete(self) -> list[str]:
         """Agents whose workers have all come."""
@@ -229,23 +227,16 @@ class Agents:
         """All connected workers, sorted."""
         return tuple(sorted(self._workers))
 
-    def finish(self, worker: int) -> None:
-        """The worker has done its last step: from now on it may end when it likes."""
-        self._finished.add(worker)
-
-    def finished(self, workers: Iterable[int]) -> tuple[int, ...]:
-        """Those of `workers` that have done their last step."""
-        return tuple(worker for worker in workers if worker in self._finished)
-
     # ---- going
 
     def leave(self, worker: int) -> bool:
         """Strikes a worker off whose connection has ended; False when it was off already."""
-        member = self._workers.pop(worker, None)
-        if member is None:
+        agent = self._workers.pop(worker, None)
+        if agent is None:
             return False
-        self._out.append(Disconnect(worker))
-        self._see_off_agent(member.agent)
+        self._leave_by.pop(worker, None)
+        self._out.append(a.Disconnect(worker))
+        self._see_off(agent)
         return True
 
     def ended(self, name: str, exit_code: int, said: str = "") -> Agent | None:
@@ -263,31 +254,26 @@ class Agents:
             if agent.generation == generation and agent.end_by is None:
                 if agent.exit_code is None:
                     reason = f"the handoff to generation {generation} is off"
-                    self._out.append(EndAgent(agent.name, reason))
-                self._retire(agent, self._exit_s if agent.complete else 0.0)
+                    self._out.append(a.EndAgent(agent.name, reason))
+                self._retire(agent, self.exit_s if agent.complete else 0.0)
 
     def reap(self) -> list[int]:
         """Ends by force what did not go by itself; returns the workers struck off here."""
-        late = [w.worker for w in self._workers.values() if w.leave_by and w.leave_by.expired()]
+        told = self._leave_by
+        late = [w for w in self._workers if w in told and told[w].expired()]
         for worker in late:
             self.leave(worker)
         for agent in self._agents.values():
             if agent.end_by is not None and agent.end_by.expired() and not agent.killed:
                 agent.killed = True
-                self._out.append(KillAgent(agent.name))
+                self._out.append(a.KillAgent(agent.name))
         return late
 
-    def _see_off(self, member: Worker) -> None:
-        if member.leave_by is None:
-            waits_for = f"worker {member.worker} to end"
-            member.leave_by = Deadline.after(self._clock, self._exit_s, waits_for)
-            self._see_off_agent(member.agent)
-
-    def _see_off_agent(self, agent: Agent) -> None:
+    def _see_off(self, agent: Agent) -> None:
         """An agent goes once all of its workers have come, and all are gone or about to go."""
-        stays = any(w.agent is agent and w.leave_by is None for w in self._workers.values())
+        stays = any(its is agent and w not in self._leave_by for w, its in self._workers.items())
         if agent.complete and not stays and agent.end_by is None:
-            self._retire(agent, self._exit_s)
+            self._retire(agent, self.exit_s)
 
     def _retire(self, agent: Agent, limit_s: float) -> None:
         """An agent is of no more use, and is forgotten once nothing of it runs."""

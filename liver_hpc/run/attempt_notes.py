@@ -1,32 +1,33 @@
-"""What is noted of one handoff attempt while it runs, and the record that is made of it."""
+"""What is noted of one handoff attempt while it runs, and the records that are made of it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Event, Requested, WorkerLost
-from liver_hpc.protocol.messages import (
-    AtBoundary,
-    FirstStep,
-    Hello,
-    Prepared,
-    Progress,
-    Released,
-    Vote,
-)
-from liver_hpc.run.records import ReconfigurationRecord, TrafficRecord
+from liver_hpc.run.records import ReconfigurationRecord, TrafficRecord, WorkerPhaseRecord
+
+SHARED_PARTS = ("connect", "staging")
+"""The parts of PREPARE that begin once everybody has come as far."""
+
+Kind = TypeVar("Kind")
+Span = tuple[str, float, float]
+"""A phase, its start and its end in epoch seconds."""
 
 
 @dataclass
 class AttemptNotes:
     """What is noted of one handoff attempt while it runs.
 
-    entered_s: when each phase began. ended_s: when each source worker's last step ended. heard_s:
-    when a worker's word came, by type (of a vote: its stage), in the coordinator's time.
+    entered_s: when each phase began. heard_s: when a worker's word came, by type (of a vote: its
+    stage), in the coordinator's time.
     """
 
     request: Requested
@@ -34,14 +35,8 @@ class AttemptNotes:
     began_s: float
     target: RankMap | None = None
     entered_s: dict[Phase, float] = field(default_factory=dict)
-    step: int = -1
-    ended_s: dict[int, float] = field(default_factory=dict)
-    heard_s: dict[tuple[str, int], float] = field(default_factory=dict)
-    hellos: list[Hello] = field(default_factory=list)
-    prepared: list[Prepared] = field(default_factory=list)
-    progress: dict[int, int] = field(default_factory=dict)
-    first: dict[int, FirstStep] = field(default_factory=dict)
-    released: list[Released] = field(default_factory=list)
+    heard_s: dict[tuple[type | str, int], float] = field(default_factory=dict)
+    _said: dict[type, dict[int, Any]] = field(default_factory=dict)
 
     @property
     def generation(self) -> int:
@@ -50,48 +45,40 @@ class AttemptNotes:
     @property
     def bytes_total(self) -> int:
         """Bytes that all workers together receive."""
-        return sum(message.bytes_in for message in self.prepared)
+        return sum(message.bytes_in for message in self.said(m.Prepared).values())
 
     @property
     def bytes_done(self) -> int:
-        return sum(self.progress.values())
+        return sum(message.bytes_done for message in self.said(m.Progress).values())
 
-    def observe(self, event: Event | Progress, now_s: float) -> None:
-        match event:
-            case Vote():
-                self.heard_s[event.stage, event.worker] = now_s
-            case WorkerLost():
-                self.heard_s["lost", event.worker] = now_s
-            case Hello():
-                self.hellos.append(event)
-            case Prepared():
-                self.heard_s[event.type, event.worker] = now_s
-                self.prepared.append(event)
-            case AtBoundary():
-                self.step = event.scalars.step
-                self.ended_s[event.worker] = event.last_step_ended_s
-            case Progress():
-                self.progress[event.worker] = event.bytes_done
-            case FirstStep():
-                self.first[event.worker] = event
-            case Released():
-                self.released.append(event)
+    def observe(self, event: Event | m.Progress, now_s: float) -> None:
+        worker = getattr(event, "worker", None)
+        if worker is not None:
+            self._said.setdefault(type(event), {})[worker] = event
+            self.heard_s[event.stage if isinstance(event, m.Vote) else type(event), worker] = now_s
+
+    def said(self, kind: type[Kind]) -> dict[int, Kind]:
+        """Each worker's newest message of a kind."""
+        return self._said.get(kind, {})
 
     def pause_s(self) -> float:
         """The largest of the workers that were in both worlds; of all where none was in both."""
-        both = [w for w in self.first if w in self.ended_s]
+        first, ended_s = self.said(m.FirstStep), self._ended_s()
+        both = [w for w in first if w in ended_s]
         if both:
-            return max(self.first[w].started_s - self.ended_s[w] for w in both)
-        if not self.first or not self.ended_s:
+            return max(first[w].started_s - ended_s[w] for w in both)
+        if not first or not ended_s:
             return math.nan
-        return max(f.started_s for f in self.first.values()) - min(self.ended_s.values())
+        return max(f.started_s for f in first.values()) - min(ended_s.values())
 
-    def record(self, ended: Ended, now_s: float) -> ReconfigurationRecord:
+    # ---- once it is over
+
+    def record(self, ended: Ended, now_s: float, steps_done: int) -> ReconfigurationRecord:
+        """steps_done: where the source stood, for an attempt that has not come to a boundary."""
         source = self.request.source
-        stayers = [
-            m for m in self.released if m.worker in source.rank_map.workers and self._stays(m)
-        ]
-        completed = ended.outcome == "completed"
+        at_boundary = [*self.said(m.AtBoundary).values()]
+        prepared, first = self.said(m.Prepared).values(), self.said(m.FirstStep).values()
+        stayers = [each for each in self.said(m.Released).values() if self._stays(each.worker)]
         return ReconfigurationRecord(
             generation=self.generation,
             source_generation=source.generation,
@@ -102,35 +89,96 @@ class AttemptNotes:
             notice=self.request.notice,
             outcome=ended.outcome,
             detail=ended.detail,
-            step=self.step,
+            step=at_boundary[-1].scalars.step if at_boundary else steps_done,
             digest_equal=Phase.RELEASE in self.entered_s,
-            bytes_moved=sum(message.bytes_out for message in self.prepared),
-            bytes_local=sum(message.bytes_local for message in self.prepared),
+            bytes_moved=sum(message.bytes_out for message in prepared),
+            bytes_local=sum(message.bytes_local for message in prepared),
             notice_s=self.notice_s,
             boot_ended_s=self._entered_s(Phase.PREPARE),
             prepare_started_s=self._entered_s(Phase.PREPARE),
             prepare_ended_s=self._entered_s(Phase.ARMED),
             armed_s=self._entered_s(Phase.ARMED),
-            source_last_step_ended_s=max(self.ended_s.values(), default=math.nan),
+            source_last_step_ended_s=max(self._ended_s().values(), default=math.nan),
             transfer_ended_s=self._entered_s(Phase.COMMIT),
-            first_step_started_s=max((f.started_s for f in self.first.values()), default=math.nan),
+            first_step_started_s=max((f.started_s for f in first), default=math.nan),
             committed_s=self._entered_s(Phase.RELEASE),
-            first_step_ended_s=max((f.ended_s for f in self.first.values()), default=math.nan),
-            released_s=now_s if completed else math.nan,
+            first_step_ended_s=max((f.ended_s for f in first), default=math.nan),
+            released_s=now_s if ended.outcome == "completed" else math.nan,
             pause_s=self.pause_s(),
-            stayers_file_descriptors=max((m.file_descriptors for m in stayers), default=0),
-            stayers_resident_bytes=max((m.resident_bytes for m in stayers), default=0),
+            stayers_file_descriptors=max((each.file_descriptors for each in stayers), default=0),
+            stayers_resident_bytes=max((each.resident_bytes for each in stayers), default=0),
         )
-
-    def _stays(self, message: Released) -> bool:
-        return self.target is not None and message.worker in self.target.workers
 
     def traffic(self) -> list[TrafficRecord]:
         return [
-            TrafficRecord(self.generation, message.worker, receiver, num_bytes)
-            for message in sorted(self.prepared, key=lambda message: message.worker)
+            TrafficRecord(self.generation, worker, receiver, num_bytes)
+            for worker, message in sorted(self.said(m.Prepared).items())
             for receiver, num_bytes in message.bytes_to.items()
         ]
+
+    def worker_phases(self, node_of: Callable[[int], str]) -> list[WorkerPhaseRecord]:
+        """What each worker did when: who waited for whom. By worker and in order of time.
+
+        A phase that a worker began and never ended has a NaN for its end.
+        """
+        source = self.request.source.rank_map.workers
+        target = self.target.workers if self.target is not None else ()
+        return [
+            WorkerPhaseRecord(self.generation, worker, node_of(worker), *span)
+            for worker in sorted({*source, *target, *self.said(m.Hello)})
+            for span in self._spans(worker)
+        ]
+
+    def _spans(self, worker: int) -> Iterator[Span]:
+        hello = self.said(m.Hello).get(worker)
+        if hello is not None:
+            yield "boot", hello.booted_s - sum(hello.boot_timings_s.values()), hello.booted_s
+        if self.target is not None:
+            yield from self._prepare(worker)
+            yield from self._cross(worker)
+
+    def _prepare(self, worker: int) -> Iterator[Span]:
+        began_s, message = self.entered_s[Phase.PREPARE], self.said(m.Prepared).get(worker)
+        if message is None:
+            yield "prepare", began_s, math.nan
+            return
+        ended_s = self.heard_s[m.Prepared, worker]
+        shared_s = sum(message.timings_s.get(part, 0.0) for part in SHARED_PARTS)
+        alone_until_s = max(began_s, ended_s - shared_s)
+        yield "prepare", began_s, alone_until_s
+        yield "connect", alone_until_s, ended_s
+
+    def _cross(self, worker: int) -> Iterator[Span]:
+        """From the boundary on; to a joiner nothing moves before the last worker stands there."""
+        source_ended_s = self._ended_s()
+        if not source_ended_s:
+            return
+        moving_s = source_ended_s.get(worker, max(source_ended_s.values()))
+        yield "transfer", moving_s, self.heard_s.get(("parameters", worker), math.nan)
+        if Phase.COMMIT not in self.entered_s:
+            return
+        first = self.said(m.FirstStep).get(worker)
+        began_s = first.started_s if first is not None else self.entered_s[Phase.COMMIT]
+        yield "first step", began_s, self.heard_s.get(("optimizer", worker), math.nan)
+        if Phase.RELEASE not in self.entered_s:
+            return
+        committed_s = self.entered_s[Phase.RELEASE]
+        if first is not None:
+            yield "update", committed_s, first.ended_s
+        released = self.said(m.Released).get(worker)
+        gone_s = self.heard_s.get((WorkerLost, worker), math.nan)
+        released_s = released.released_s if released is not None else gone_s
+        yield "release", first.ended_s if first is not None else committed_s, released_s
+
+    # ---- parts
+
+    def _ended_s(self) -> dict[int, float]:
+        """When the last step of each worker of the source ended."""
+        return {w: message.last_step_ended_s for w, message in self.said(m.AtBoundary).items()}
+
+    def _stays(self, worker: int) -> bool:
+        both = (self.request.source.rank_map, self.target)
+        return all(world is not None and worker in world.workers for world in both)
 
     def _entered_s(self, phase: Phase) -> float:
         return self.entered_s.get(phase, math.nan)

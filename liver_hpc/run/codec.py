@@ -1,17 +1,20 @@
-"""Events and actions as the journal holds them: plain values for JSON, and events back again."""
+"""Events and actions as the journal holds them, and what a journal leaves for the next start."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, get_args
+from collections.abc import Iterable
+from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
-from liver_hpc.errors import ConfigError
 from liver_hpc.run.actions import Action, Record
-from liver_hpc.run.events import Event
+from liver_hpc.run.entries import Entry
+from liver_hpc.run.events import Event, Memory
 from liver_hpc.run.records import TABLES
+
+_TABLES = {kind: name for name, kind in TABLES.items()}
 
 
 def name_of(kind: type) -> str:
@@ -21,36 +24,22 @@ def name_of(kind: type) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
 
-_TABLES = {kind: name for name, kind in TABLES.items()}
-_adapters: dict[type, TypeAdapter[Any]] = {}
-_EVENTS: dict[str, type] = {name_of(kind): kind for kind in get_args(Event)}
-
-
 def encode(item: Event | Action) -> dict[str, Any]:
     """Plain values, with a `type` to be known by."""
     if isinstance(item, Record):
-        row = _adapter(type(item.row)).dump_python(item.row, mode="json")
+        row = to_jsonable_python(item.row)
         return {"type": "record", "table": _TABLES[type(item.row)], "row": row}
-    values = _adapter(type(item)).dump_python(item, mode="json")
-    return {"type": name_of(type(item)), **values}
+    return {"type": name_of(type(item)), **to_jsonable_python(item)}
 
 
-def decode_event(values: Mapping[str, Any]) -> Event:
-    """The event that `encode` was given; raises ConfigError for anything else."""
-    kind = _EVENTS.get(str(values.get("type")))
-    if kind is None:
-        raise ConfigError(f"an event of type {values.get('type')!r} is not known")
-    given = (
-        values if issubclass(kind, BaseModel) else {k: v for k, v in values.items() if k != "type"}
-    )
-    try:
-        event: Event = _adapter(kind).validate_python(given)
-    except ValidationError as error:
-        raise ConfigError(f"event {values.get('type')!r}: {error.errors()[0]['msg']}") from error
-    return event
-
-
-def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    if kind not in _adapters:
-        _adapters[kind] = TypeAdapter(kind)
-    return _adapters[kind]
+def memory_of(entries: Iterable[Entry]) -> Memory:
+    """What the starts that a journal tells of leave for the next one; of any release's journal."""
+    last_generation, ceiling, drained = -1, None, ()
+    for entry in entries:
+        last_generation = max(last_generation, entry.event.get("generation", -1))
+        for action in entry.actions:
+            if action["type"] == "remember":
+                ceiling, drained = action["ceiling"], tuple(action["drained"])
+            elif action["type"] == "record" and action["table"] == "reconfigurations":
+                last_generation = max(last_generation, action["row"]["generation"])
+    return Memory(last_generation, ceiling, drained)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
@@ -26,10 +26,9 @@ LATEST = "latest"
 Kind = TypeVar("Kind")
 
 
-class CoordinatorAddress(BaseModel):
+@dataclass(frozen=True)
+class CoordinatorAddress:
     """coordinator.json: where the coordinator listens; its process id, on the host `hostname`."""
-
-    model_config = ConfigDict(frozen=True)
 
     host: str
     port: int

@@ -13,34 +13,14 @@ from liver_hpc.errors import RequestRefused
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import WorldRef
-from liver_hpc.run.actions import (
-    Action,
-    Avoid,
-    GiveBack,
-    Log,
-    Note,
-    Readmit,
-    Remember,
-    WantWorkers,
-)
-from liver_hpc.run.decide import (
-    Drop,
-    Estimates,
-    Grant,
-    Grow,
-    Leave,
-    NodesAtHand,
-    Stay,
-    ToDisk,
-    Wait,
-    can_do_without,
-    decide,
-)
-from liver_hpc.run.events import Memory
+from liver_hpc.protocol.messages import StepDone
+from liver_hpc.run import actions as a
+from liver_hpc.run.decide import Begin, Decider, Drop, Estimates, Stay, ToDisk, Wait
+from liver_hpc.run.events import Memory, Node, NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.handoffs import Handoffs
-from liver_hpc.run.node_events import Node, NodeGone, NodeGranted, NodeWarned
+from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.notices import NoticeBook
-from liver_hpc.run.records import ReconfigurationRecord, StepRecord
+from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.requests import GROWTH, OPERATOR, ReconfigurationRequest, RequestQueue
 
 MOST_PAUSE_DOUBLINGS = 6
@@ -58,9 +38,9 @@ class ElasticPolicy:
         self,
         config: RunConfig,
         clock: Clock,
-        parts: tuple[RequestQueue, NodesAtHand, Estimates, NoticeBook],
+        parts: tuple[RequestQueue, HeldNodes, Estimates, NoticeBook],
         handoffs: Handoffs,
-        out: list[Action],
+        out: list[a.Action],
     ) -> None:
         self.queue, self.nodes, self.estimates, self.notices = parts
         self.drained: dict[str, NodeWarned | None] = {}
@@ -68,7 +48,6 @@ class ElasticPolicy:
         self._clock = clock
         self._handoffs = handoffs
         self._agents = self.nodes.agents
-        self._held = self.nodes.held
         self._out = out
         self._failed_growths = 0
         self._overtaken = -1  # the generation of the handoff that was called off last
@@ -82,10 +61,10 @@ class ElasticPolicy:
             self.queue.ceiling = memory.ceiling
         for node in memory.drained:
             self.drained[node] = None
-            self._out.append(Avoid(node))
+            self._out.append(a.Avoid(node))
 
     def _remember(self) -> None:
-        self._out.append(Remember(self.queue.ceiling, tuple(sorted(self.drained))))
+        self._out.append(a.Remember(self.queue.ceiling, tuple(sorted(self.drained))))
 
     # ---- requests
 
@@ -123,7 +102,7 @@ class ElasticPolicy:
         missing = 0 if free is None else max(0, joiners - free)
         if not missing:
             return ""
-        short = f"{request} wants {missing} more free slots; held: {self.nodes.text()}"
+        short = f"{request} wants {missing} more free slots; held: {self.nodes.describe()}"
         if request.layout is None or self._config.cluster.slurm.burst is None:
             raise RequestRefused(short)
         return f"waits for burst nodes: {short}"
@@ -133,7 +112,7 @@ class ElasticPolicy:
     def granted(self, event: NodeGranted, at_start: bool) -> None:
         """A node is held. `at_start`: it was, before the first launch."""
         node, now_s = event.node, self._clock.now_s()
-        if not self._held.grant(node):
+        if not self.nodes.grant(node):
             return
         self.notices.stays(node.name)
         if not at_start:
@@ -144,21 +123,17 @@ class ElasticPolicy:
         if node.name in self.drained:  # it is not used again, whoever grants it
             self.drained[node.name] = None
             self.warned(NodeWarned(node.name, OPERATOR, now_s))
-        self._out.append(Note(f"node granted: {node.name} ({node.allocation})"))
-
-    def training_begins(self) -> None:
-        """Nodes that came before count as granted now: nothing could join them earlier."""
-        self.nodes.granted_s = self._clock.now_s()
+        self._out.append(a.Note(f"node granted: {node.name} ({node.allocation})"))
 
     def first_layout(self, preferred: Layout, resumed: bool) -> Layout | None:
         """What to begin with on the nodes at hand; None while they are too few.
 
         A run that is resumed takes what there is, a new one waits for `workers.initial`.
         """
-        room = self._held.free_slots({})
+        room = self.nodes.free_slots()
         if room is None or (room >= preferred.workers and not resumed):
             return preferred
-        automatic = self._held.room(()) or 0
+        automatic = self.nodes.room(()) or 0
         return self.estimates.policy.best(min(automatic, self.queue.ceiling)) if resumed else None
 
     # ---- nodes to be left
@@ -166,27 +141,27 @@ class ElasticPolicy:
     def warned(self, event: NodeWarned) -> bool:
         """A node has to be left. False for one that is not held, and for a warning that only moves
         a deadline that was known."""
-        held = self._held.get(event.node)
+        held = self.nodes.get(event.node)
         if held is None:
             return False
-        hurries = self._held.deadline_s(event.node) is None and event.deadline_s is not None
-        self._held.warn(event)
+        hurries = held.deadline_s is None and event.deadline_s is not None
+        held.warning = event
         if not self.notices.warned(event, held.node.allocation) and not hurries:
             return False
         left_s = None if event.deadline_s is None else event.deadline_s - self._clock.now_s()
         window = "no deadline" if left_s is None else f"{left_s:.1f} s left"
-        self._out.append(Note(f"node {event.node} has to be left: {event.reason}, {window}"))
+        self._out.append(a.Note(f"node {event.node} has to be left: {event.reason}, {window}"))
         return True
 
     def overtake(self, world: WorldRef) -> None:
         """A node that has to be left does not wait behind another handoff: that one is called off,
         unless it leaves the nodes in question anyway."""
-        handoffs, doomed = self._handoffs, self._held.doomed()
-        request = handoffs.request
-        if handoffs.attempt is None or request is None or not handoffs.can_be_cancelled:
+        handoffs, doomed = self._handoffs, self.nodes.doomed()
+        request, attempt = handoffs.request, handoffs.attempt
+        if attempt is None or request is None or not handoffs.can_be_cancelled:
             return  # once it is over, the next decision sees to it
-        members, target = world.rank_map.workers, handoffs.target_workers()
-        stays = {*members} - {*request.without} if target is None else {*target}
+        members = world.rank_map.workers
+        stays = attempt.target_workers or {*members} - {*request.without}
         joins = self._agents.launched_on(doomed, handoffs.generation)
         if joins or self._agents.workers_on(doomed, stays):
             if request.asked_for:
@@ -199,8 +174,8 @@ class ElasticPolicy:
 
     def gone(self, event: NodeGone) -> tuple[int, ...]:
         """Strikes a node off; the workers of the run that were still on it."""
-        held = self._held.remove(event.node)
-        self._out.append(Note(f"node {event.node} is gone: {event.reason}"))
+        held = self.nodes.pop(event.node, None)
+        self._out.append(a.Note(f"node {event.node} is gone: {event.reason}"))
         if held is None:
             return ()
         workers = self._agents.workers_on({event.node}, self._agents.present())
@@ -214,18 +189,20 @@ class ElasticPolicy:
 
     def drain(self, node: str, within_s: float | None, world: WorldRef | None) -> str:
         """An operator wants a node to be left; RequestRefused for one that is not held."""
-        held = self._held.get(node)
+        held = self.nodes.get(node)
         if held is None or not node:
-            names = ", ".join(filter(None, self._held.names)) or "none by name"
+            names = ", ".join(filter(None, self.nodes)) or "none by name"
             raise RequestRefused(f"node {node!r} is not held by the run; nodes are {names}")
-        if world is not None and not can_do_without(self.nodes, world, self.estimates, node):
-            raise RequestRefused(f"no layout is allowed without {node}; held: {self.nodes.text()}")
+        if world is not None and not self._can_do_without(node, world):
+            raise RequestRefused(
+                f"no layout is allowed without {node}; held: {self.nodes.describe()}"
+            )
         now_s = self._clock.now_s()
         window_s = within_s or self._config.policy.drain_window_s
-        self._out.append(Avoid(node))
+        self._out.append(a.Avoid(node))
         self.drained.setdefault(node, None)
         self._remember()
-        known_s = self._held.deadline_s(node)
+        known_s = held.deadline_s
         if known_s is not None and known_s <= now_s + window_s:
             return f"{node} is being left already, within {max(0.0, known_s - now_s):.1f} s"
         if held.warning is not None and held.warning.reason != OPERATOR:
@@ -233,6 +210,12 @@ class ElasticPolicy:
         if self.warned(NodeWarned(node, OPERATOR, now_s, now_s + window_s)) and world is not None:
             self.overtake(world)
         return f"leaving {node} within {window_s:g} s"
+
+    def _can_do_without(self, node: str, world: WorldRef) -> bool:
+        """Whether there is a layout for the workers that are left when a node goes."""
+        survivors = [w for w in world.rank_map.workers if self._agents.node_of(w) != node]
+        free = self.nodes.free_slots(without=node) or 0
+        return self.estimates.policy.best(len(survivors) + free) is not None
 
     def undo_drain(self, node: str, world: WorldRef | None) -> str:
         """An operator wants a node to be used again; RequestRefused for one that none drained.
@@ -243,9 +226,9 @@ class ElasticPolicy:
             drained = ", ".join(sorted(self.drained)) or "none"
             raise RequestRefused(f"node {node!r} is not drained; drained nodes are {drained}")
         before = self.drained.pop(node)
-        self._out.append(Readmit(node))
+        self._out.append(a.Readmit(node))
         self._remember()
-        held = self._held.get(node)
+        held = self.nodes.get(node)
         if held is None:
             return f"{node} is not held; it may be asked for again"
         if held.warning is not None and held.warning.reason == OPERATOR:
@@ -253,7 +236,7 @@ class ElasticPolicy:
                 self.granted(NodeGranted(held.node), at_start=world is None)
             elif self.warned(before) and world is not None:
                 self.overtake(world)
-            held = self._held.get(node)
+            held = self.nodes.get(node)
         if held is not None and held.warning is not None:
             return f"{node} is not drained any more, but to be left: {held.warning.reason}"
         return f"{node} is used again"
@@ -264,7 +247,8 @@ class ElasticPolicy:
         """Begins the next handoff that there is a reason for; the run must train `world`, and have
         none in progress. Where none gets the workers off their nodes in time, returns that."""
         while self._handoffs.idle:
-            decision = decide(self.nodes, world, self.queue, self.estimates, self._clock.now_s())
+            now_s = self._clock.now_s()
+            decision = Decider(self.nodes, world, self.queue, self.estimates, now_s).decide()
             match decision:
                 case Wait():
                     return None
@@ -272,36 +256,33 @@ class ElasticPolicy:
                     self.notices.decided(decision.nodes, decision.action, -1, decision.estimate_s)
                     return decision
                 case Stay():
-                    self.nodes.stuck = decision.situation
-                    stays = decision.reason.partition(": stays: ")[2]
-                    self.notices.decided(decision.nodes, f"stays: {stays}", -1)
-                    self._out.append(Log(decision.reason))
+                    self.nodes.stuck = self.nodes.situation(world)
+                    self.notices.decided(decision.nodes, decision.action, -1)
+                    self._out.append(a.Log(decision.reason))
                 case Drop():
-                    self.queue.pop()
-                    self._out.append(Note(f"dropped: {decision.request}: {decision.reason}"))
-                case _:
+                    self.queue.waiting.pop(0)
+                    self._out.append(a.Note(f"dropped: {decision.request}: {decision.reason}"))
+                case Begin():
                     self._begin(decision, world)
         return None
 
-    def _begin(self, decision: Leave | Grow | Grant, world: WorldRef) -> None:
+    def _begin(self, decision: Begin, world: WorldRef) -> None:
         request, generation = decision.request, self._handoffs.generation + 1
-        if isinstance(decision, Leave):
-            self.notices.decided(decision.nodes, decision.action, generation, decision.estimate_s)
-            if decision.late:
-                late = f"{request.origin}: the deadline may not be met: {decision.action}"
-                self._out.append(Log(late))
-        elif isinstance(decision, Grant):
-            self.queue.pop()
-        self._out.append(Note(f"generation {generation}: {request}, from {world.rank_map}"))
+        self.notices.decided(decision.nodes, decision.action, generation, decision.estimate_s)
+        if decision.late:
+            late = f"{request.origin}: the deadline may not be met: {decision.action}"
+            self._out.append(a.Log(late))
+        if request is self.queue.first:
+            self.queue.waiting.pop(0)
+        self._out.append(a.Note(f"generation {generation}: {request}, from {world.rank_map}"))
         self._handoffs.start(request, world, decision.target)
 
-    def look_after_nodes(self, busy: bool) -> None:
+    def look_after_nodes(self) -> None:
         """Gives back nodes on which nothing runs any more, and says how many are wanted."""
         now_s = self._clock.now_s()
-        for held in self._held.note_idle(self._agents.taken(), now_s):
-            if held.warning is not None:
-                self.notices.left(held.node.name, now_s)
-        for held in self._held.held():
+        busy = bool(self.queue.waiting) or not self._handoffs.idle
+        self.nodes.note_idle(now_s)
+        for held in self.nodes.values():
             if held.idle_since_s is None or held.given_back:
                 continue
             idle_s = now_s - held.idle_since_s
@@ -309,21 +290,19 @@ class ElasticPolicy:
                 continue
             self.notices.left(held.node.name, now_s)
             held.given_back = True
-            self._out.append(GiveBack(held.node.name))
-        wanted = max(0, self._most_workers() - self._steady_slots(burst=False))
+            self._out.append(a.GiveBack(held.node.name))
+        steady = self.nodes.steady_slots(with_burst=False)
+        wanted = max(0, self._most_workers() - steady)
         if wanted != self._wanted:
             self._wanted = wanted
-            self._out.append(WantWorkers(wanted))
+            self._out.append(a.WantWorkers(wanted))
 
     def _unneeded(self, node: Node, idle_s: float) -> bool:
         """Whether the run could have all its workers without a node that nobody takes away."""
         if not node.burst or idle_s < self._config.policy.retry_s:
             return False
-        others = self._steady_slots(burst=False) + self._steady_slots(burst=True)
-        return others - (node.slots or 0) >= self._most_workers()
-
-    def _steady_slots(self, burst: bool) -> int:
-        return self._held.steady_slots(self._agents.taken(), burst)
+        steady = self.nodes.steady_slots(with_burst=True)
+        return steady - (node.slots or 0) >= self._most_workers()
 
     def _most_workers(self) -> int:
         """The most workers that the run may have, wherever the nodes come from."""
@@ -332,22 +311,21 @@ class ElasticPolicy:
 
     # ---- what is learnt
 
-    def step_done(self, world: WorldRef, step: StepRecord) -> None:
+    def undisturbed(self, step: StepDone, world: WorldRef) -> None:
         """An undisturbed step shows how fast its layout is."""
-        if not step.phase and step.generation == world.generation:
+        if step.generation == world.generation:
             took_s = step.ended_s - step.started_s
             self.estimates.policy.observe(world.rank_map.layout, took_s)
             self.estimates.handoffs.observe_step(took_s)
 
-    def handoff_ended(self, ended: Ended, record: ReconfigurationRecord | None) -> None:
+    def handoff_ended(self, ended: Ended, source: WorldRef, record: ReconfigurationRecord) -> None:
         """How long handoffs take, and when, and whether, to try again."""
-        if record is not None:
-            self.estimates.handoffs.observe(record)
-        request, now_s = self._handoffs.request, self._clock.now_s()
+        request, now_s, trains = self._handoffs.request, self._clock.now_s(), ended.world.rank_map
         if ended.outcome == "completed":
+            self.estimates.handoffs.observe(record, source.rank_map, trains)
             self._failed_growths = self.estimates.failed_leaves = 0
-            on = {self._agents.node_of(worker) for worker in ended.world.rank_map.workers}
-            joined = f"joined by {ended.world.rank_map.layout}"
+            on = {self._agents.node_of(worker) for worker in trains.workers}
+            joined = f"joined by {trains.layout}"
             self.notices.used(on, joined, ended.generation)
         elif ended.generation == self._overtaken:
             pass  # it did not fail: there was something more urgent

@@ -63,11 +63,6 @@ def encode(number: int, at_s: float, event: Event, actions: Sequence[Event] = ()
     return b'%s,"crc":"%08x"}\n' % (body, crc32(body))
 
 
-def plain(value: Any) -> Any:
-    """A value as a reader of the journal gets it."""
-    return json.loads(_ENCODER.encode(_spelled(value)))
-
-
 def _spelled(value: Any) -> Any:
     """Every float that is not finite as its word."""
     if isinstance(value, float) and not math.isfinite(value):

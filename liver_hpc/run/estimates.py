@@ -39,37 +39,17 @@ tens of milliseconds; beyond, an upper bound is used."""
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Parts of a handoff, in seconds, and the bytes that all workers together receive.
-
-    prepare_s: boot of joiners and PREPARE. boundary_s: until the source's last step has ended.
-    transfer_s: TRANSFER and the target's first step, during which optimizer state still moves.
-    release_s: from the commit to the exit of the last leaver.
-    """
-
-    total_s: float
-    prepare_s: float
-    boundary_s: float
-    transfer_s: float
-    release_s: float
-    bytes_moved: int
-
-
-@dataclass(frozen=True)
 class Traffic:
-    """Bytes of a handoff: of its busiest worker, in and out together, and of all of them.
+    """Bytes of a handoff's busiest worker, in and out together: bandwidth is a worker's, so it
+    decides how long it takes."""
 
-    Bandwidth is a worker's: the busiest one decides how long it takes.
-    """
-
-    busiest_parameter_bytes: int
-    busiest_bytes: int
-    moved_bytes: int
+    parameter_bytes: int
+    all_bytes: int
 
 
 @lru_cache(maxsize=256)
 def traffic_of(model: ModelSpec, source: RankMap, target: RankMap) -> Traffic:
-    """What a handoff moves between workers: counted, or for large worlds bounded from above."""
+    """What a handoff moves: counted, or for large worlds bounded from above."""
     layout = target.layout
     if layout.tp * layout.dp * len(model.tensors) <= EXACT_PARTS:
         return _counted(model, source, target)
@@ -79,7 +59,6 @@ def traffic_of(model: ModelSpec, source: RankMap, target: RankMap) -> Traffic:
 def _counted(model: ModelSpec, source: RankMap, target: RankMap) -> Traffic:
     plan = Handoff(model, source, target)
     parameters, everything = Counter[int](), Counter[int]()
-    moved_bytes = 0
     for to in target.layout.coordinates():
         for index in model.stage_tensors(target.layout.pp, to.pp):
             for kind in plan.kinds:
@@ -87,13 +66,10 @@ def _counted(model: ModelSpec, source: RankMap, target: RankMap) -> Traffic:
                     if move.sender == move.receiver:
                         continue
                     size_bytes = move.box.elements * model.element_bytes(kind)
-                    moved_bytes += size_bytes
                     for worker in (move.sender, move.receiver):
                         everything[worker] += size_bytes
                         parameters[worker] += size_bytes if kind == PARAMETER else 0
-    return Traffic(
-        max(parameters.values(), default=0), max(everything.values(), default=0), moved_bytes
-    )
+    return Traffic(max(parameters.values(), default=0), max(everything.values(), default=0))
 
 
 def _bounded(model: ModelSpec, source: RankMap, target: RankMap) -> Traffic:
@@ -112,8 +88,10 @@ def _bounded(model: ModelSpec, source: RankMap, target: RankMap) -> Traffic:
     def busiest(each: list[int]) -> int:
         return max(each, default=0) + math.ceil(sum(each) / senders)
 
-    whole = [parameters + state for parameters, state in arrivals]
-    return Traffic(busiest([parameters for parameters, _ in arrivals]), busiest(whole), sum(whole))
+    return Traffic(
+        busiest([parameters for parameters, _ in arrivals]),
+        busiest([parameters + state for parameters, state in arrivals]),
+    )
 
 
 def _stage_bytes(model: ModelSpec, layout: Layout, stage: int) -> tuple[int, int]:
@@ -157,11 +135,8 @@ class HandoffEstimator:
         if seconds > 0:
             _note(self._disk_bytes_per_s, written_bytes / seconds)
 
-    def observe(self, record: ReconfigurationRecord) -> None:
-        """A handoff has ended; only completed ones say how long one takes."""
-        if record.outcome != "completed":
-            return
-        source, target = _rank_maps(record)
+    def observe(self, record: ReconfigurationRecord, source: RankMap, target: RankMap) -> None:
+        """A handoff has been completed."""
         if set(target.workers) - set(source.workers):
             _note(self._boot_s, record.boot_ended_s - record.notice_s)
         _note(self._prepare_s, record.prepare_ended_s - record.prepare_started_s)
@@ -170,8 +145,8 @@ class HandoffEstimator:
         transfer_s = record.transfer_ended_s - record.source_last_step_ended_s
         first_s = record.committed_s - record.transfer_ended_s
         _note(self._first_steps, first_s / self._step_s(source.layout, target.layout))
-        parameter_bytes = traffic_of(self._spec, source, target).busiest_parameter_bytes
         if transfer_s > 0:
+            parameter_bytes = traffic_of(self._spec, source, target).parameter_bytes
             _note(self._bytes_per_s, parameter_bytes / transfer_s)
 
     # ---- answers
@@ -181,42 +156,47 @@ class HandoffEstimator:
         """Whether a handoff of this run has been seen; before, estimates are assumptions."""
         return bool(self._prepare_s)
 
-    def estimate(self, source: RankMap, target: RankMap, joiners: int) -> Estimate:
-        """What a handoff from `source` to `target` takes, `joiners` of whose workers must boot.
-
-        Bytes cross at the rate at which parameters were seen to cross, which contains digests and
-        votes; what crosses beside the first step is counted as if it came on top of it.
-        """
-        traffic = traffic_of(self._spec, source, target)
-        assumed_boot_s = min(ASSUMED_BOOT_S, self._limits.boot_s)
-        # The notice may have waited its turn before anything booted: the slowest says too much.
-        boot_s = median_high(self._boot_s) if self._boot_s else assumed_boot_s
-        prepare_s = max(self._prepare_s, default=min(ASSUMED_PREPARE_S, self._limits.prepare_s))
-        prepare_s += boot_s if joiners > 0 else 0.0
-        first_s = self._step_s(source.layout, target.layout) * max(self._first_steps, default=1.0)
-        rate = min(self._bytes_per_s, default=ASSUMED_BYTES_PER_S)
-        transfer_s = first_s + traffic.busiest_bytes / rate
-        release_s = max(self._release_s, default=min(ASSUMED_RELEASE_S, self._limits.release_s))
-        boundary_s = self._next_boundary_s()
-        return Estimate(
-            total_s=prepare_s + boundary_s + transfer_s + release_s,
-            prepare_s=prepare_s,
-            boundary_s=boundary_s,
-            transfer_s=transfer_s,
-            release_s=release_s,
-            bytes_moved=traffic.moved_bytes,
-        )
+    def estimate_s(self, source: RankMap, target: RankMap, joiners: int) -> float:
+        """A handoff from `source` to `target`, `joiners` of whose workers must boot: from the
+        notice to the exit of the last leaver."""
+        transfer_s = self.transfer_s(source, target)
+        return self.prepare_s(joiners) + self.boundary_s() + transfer_s + self.release_s()
 
     def checkpoint_s(self, rank_map: RankMap) -> float:
         """From the decision to the end of writing: the boundary, then the fullest worker."""
         rate = min(self._disk_bytes_per_s, default=ASSUMED_DISK_BYTES_PER_S)
-        return self._next_boundary_s() + checkpoint_bytes(self._spec, rank_map.layout) / rate
+        return self.boundary_s() + checkpoint_bytes(self._spec, rank_map.layout) / rate
 
-    # ---- parts
+    # ---- parts of a handoff
 
-    def _next_boundary_s(self) -> float:
+    def prepare_s(self, joiners: int) -> float:
+        """The boot of joiners, and PREPARE."""
+        assumed_boot_s = min(ASSUMED_BOOT_S, self._limits.boot_s)
+        # The notice may have waited its turn before anything booted: the slowest says too much.
+        boot_s = median_high(self._boot_s) if self._boot_s else assumed_boot_s
+        prepare_s = max(self._prepare_s, default=min(ASSUMED_PREPARE_S, self._limits.prepare_s))
+        return prepare_s + (boot_s if joiners > 0 else 0.0)
+
+    def boundary_s(self) -> float:
+        """Until the source's last step has ended."""
         steps_s = BOUNDARY_STEPS * self._usual_step_s()
         return max(steps_s, max(self._boundary_s, default=0.0))
+
+    def transfer_s(self, source: RankMap, target: RankMap) -> float:
+        """TRANSFER and the target's first step, during which optimizer state still moves.
+
+        Bytes cross at the rate at which parameters were seen to cross, which contains digests and
+        votes; what crosses beside the first step is counted as if it came on top of it.
+        """
+        first_s = self._step_s(source.layout, target.layout) * max(self._first_steps, default=1.0)
+        rate = min(self._bytes_per_s, default=ASSUMED_BYTES_PER_S)
+        return first_s + traffic_of(self._spec, source, target).all_bytes / rate
+
+    def release_s(self) -> float:
+        """From the commit to the exit of the last leaver."""
+        return max(self._release_s, default=min(ASSUMED_RELEASE_S, self._limits.release_s))
+
+    # ---- steps
 
     def _step_s(self, source: Layout, target: Layout) -> float:
         """A step of the target's: the source's, with its work on fewer workers."""
@@ -230,15 +210,3 @@ def _note(known: deque[float], value: float) -> None:
     """A time that was never reached is NaN, and a clock set back gives less than nothing."""
     if value > 0 and math.isfinite(value):
         known.append(value)
-
-
-def _rank_maps(record: ReconfigurationRecord) -> tuple[RankMap, RankMap]:
-    """The source and the target of a completed handoff."""
-
-    def rank_map(layout: str, workers: str) -> RankMap:
-        return RankMap(Layout.parse(layout), tuple(map(int, workers.split(","))))
-
-    return (
-        rank_map(record.source, record.source_workers),
-        rank_map(record.target, record.target_workers),
-    )

@@ -1,32 +1,91 @@
 """Everything that can happen to a run: what goes into its core, and into its journal.
 
-Workers' messages of `protocol/messages.py` and the nodes' events of `node_events.py` are events as
-they are; the others are here.
+Workers' messages of `protocol/messages.py` are events as they are; the others are here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from liver_hpc.protocol.messages import (
-    Aborted,
-    AtBoundary,
-    DrainRequest,
-    Failed,
-    Finished,
-    FirstStep,
-    Hello,
-    Prepared,
-    Released,
-    ReplaceRequest,
-    ResizeRequest,
-    Restored,
-    StepDone,
-    StopRequest,
-    Transports,
-    Vote,
-)
-from liver_hpc.run.node_events import EndNear, NodeGone, NodeGranted, NodeWarned, PoolNote
+from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.events import FromParticipant
+
+# ---- the nodes that a run may hold
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that agents can be launched on.
+
+    allocation: the name of what it came with: a component, or a burst allocation. slots: how many
+    workers it takes, None without bound. preemptible: it may be taken away again. automatic: used
+    as soon as it is there; otherwise only when somebody asks for so many workers. burst: it was
+    asked for while the run goes on, and goes back when it is of no use.
+    """
+
+    name: str
+    allocation: str
+    slots: int | None = None
+    preemptible: bool = False
+    automatic: bool = True
+    burst: bool = False
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one agent is to run, and the slots of the node that its workers take."""
+
+    node: str
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NodeGranted:
+    """A node is held and answers."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class NodeWarned:
+    """A node is to be left.
+
+    reason: "preempted", "time limit", "drained", "cancelled", "operator" or "node hours".
+    at_s: when the warning came. deadline_s: when its processes will be killed; None when nobody
+    has set a time. Both in epoch seconds. A second warning of a node beats the first.
+    """
+
+    node: str
+    reason: str
+    at_s: float
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True)
+class NodeGone:
+    """A node is held no longer, and whatever ran there has ended."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class EndNear:
+    """The allocation in which the coordinator itself lives ends at `deadline_s`, epoch seconds."""
+
+    reason: str
+    at_s: float
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class PoolNote:
+    """Something that an operator would want to see: a refused request, a controller away."""
+
+    text: str
+
+
+# ---- a start, and its end
 
 
 @dataclass(frozen=True)
@@ -127,7 +186,7 @@ class OperatorAsked:
     """An operator's request; `number` is what the answer is found by."""
 
     number: int
-    request: ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
+    request: m.ResizeRequest | m.ReplaceRequest | m.DrainRequest | m.StopRequest
 
 
 @dataclass(frozen=True)
@@ -182,27 +241,11 @@ class Tick:
     """Time has passed: deadlines, and what waits for its time. Does nothing where none is due."""
 
 
-FromWorker = (
-    Hello
-    | StepDone
-    | Prepared
-    | AtBoundary
-    | Vote
-    | FirstStep
-    | Released
-    | Aborted
-    | Failed
-    | Finished
-    | Restored
-    | Transports
-)
+FromWorker = FromParticipant | m.StepDone | m.Restored | m.Transports
+PoolEvent = NodeGranted | NodeWarned | NodeGone | EndNear | PoolNote
 Event = (
     FromWorker
-    | NodeGranted
-    | NodeWarned
-    | NodeGone
-    | EndNear
-    | PoolNote
+    | PoolEvent
     | CoordinatorStarted
     | LaunchAllowed
     | AgentMet

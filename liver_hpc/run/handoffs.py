@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from liver_hpc.clock import Clock
-from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Attempt, Phase
 from liver_hpc.protocol.events import (
@@ -17,39 +15,14 @@ from liver_hpc.protocol.events import (
     DeadlinePassed,
     Event,
     Requested,
-    WorkerLost,
     WorldRef,
 )
 from liver_hpc.protocol.machine import BEFORE_COMMIT, HandoffMachine
-from liver_hpc.protocol.messages import (
-    Aborted,
-    AtBoundary,
-    Exit,
-    Failed,
-    Finished,
-    FirstStep,
-    Hello,
-    Prepared,
-    Progress,
-    Released,
-    Vote,
-)
 from liver_hpc.protocol.status import HandoffStatus
-from liver_hpc.run.agents import Agents
 from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.recorder import RunRecorder
+from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.requests import ReconfigurationRequest
-
-OfAttempt = Prepared | AtBoundary | Vote | FirstStep | Released | Aborted | Failed
-"""Messages that belong to the handoff attempt of their generation."""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """Who is told how handoffs end."""
-
-    ended: Callable[[Ended], None]
-    run_failed: Callable[[str], None]
 
 
 class Handoffs:
@@ -61,23 +34,18 @@ class Handoffs:
 
     def __init__(
         self,
-        deadlines: DeadlineSection,
-        clock: Clock,
-        agents: Agents,
+        machine: HandoffMachine,
         nodes: HeldNodes,
         recorder: RunRecorder,
-        owner: Owner,
+        ended: Callable[[Ended, ReconfigurationRecord], None],
     ) -> None:
         self.request: ReconfigurationRequest | None = None
         self.generation = 0
-        self._clock = clock
-        self._agents = agents
+        self._machine = machine
+        self._agents = nodes.agents
         self._nodes = nodes
         self._recorder = recorder
-        self._owner = owner
-        self._machine = HandoffMachine(deadlines, clock)
-        self._events: deque[Event] = deque()
-        self._busy = False
+        self._tell_ended = ended
 
     # ---- what is asked
 
@@ -100,11 +68,6 @@ class Handoffs:
         if self._machine.phase is not Phase.RELEASE or attempt is None or attempt.target is None:
             return None
         return WorldRef(attempt.generation, attempt.target)
-
-    def target_workers(self) -> tuple[int, ...] | None:
-        """Who will train after the attempt in progress; None while that is not decided."""
-        attempt = self._machine.attempt
-        return None if attempt is None or attempt.target is None else attempt.target.workers
 
     def describe(self) -> str:
         """The attempt in progress: "generation 4 (ARMED)"; empty when there is none."""
@@ -137,12 +100,6 @@ class Handoffs:
             waiting_for=attempt.waiting_workers,
         )
 
-    def check(self) -> None:
-        """Asserts what must hold between any two events."""
-        assert (self._machine.attempt is None) == (self._recorder.attempt is None)
-        assert not self._events
-        assert not self._busy
-
     # ---- what happens
 
     def start(self, request: ReconfigurationRequest, world: WorldRef, target: RankMap) -> None:
@@ -152,101 +109,80 @@ class Handoffs:
         self.generation += 1
         requested = Requested(self.generation, world, target, str(request))
         self._recorder.attempt_begins(requested, request.made_s)
-        self._feed(requested)
+        self.feed(requested)
 
-    def joined(self, hello: Hello, generation: int) -> None:
+    def joined(self, hello: m.Hello, generation: int) -> None:
         """A joiner that was launched for the attempt of `generation` has booted."""
         attempt = self._machine.attempt
         if self._machine.phase is Phase.BOOT and attempt and attempt.generation == generation:
-            self._feed(hello)
+            self.feed(hello)
         else:
-            gone = Exit(reason=f"the handoff to generation {generation} has ended")
+            gone = m.Exit(reason=f"the handoff to generation {generation} has ended")
             self._agents.send((hello.worker,), gone)
 
-    def message(self, message: OfAttempt) -> None:
+    def message(self, message: m.OfAttempt) -> None:
         """A worker's message; one of an attempt that has ended is ignored."""
         attempt = self._machine.attempt
         if attempt is not None and message.generation == attempt.generation:
-            self._feed(message)
+            self.feed(message)
 
-    def progress(self, message: Progress) -> None:
+    def progress(self, message: m.Progress) -> None:
         """How far a transfer has come; for the status alone."""
         notes = self._recorder.attempt
         if notes is not None and message.generation == notes.generation:
-            notes.observe(message, self._clock.now_s())
-
-    def finished(self, message: Finished) -> None:
-        self._feed(message)
-
-    def lost(self, worker: int, reason: str) -> None:
-        """A worker of the attempt or of the world has gone."""
-        if self._machine.phase is Phase.IDLE:
-            self._owner.run_failed(f"worker {worker} lost: {reason}")
-        else:
-            self._feed(WorkerLost(worker, reason))
+            self._recorder.observe(message)
 
     def cancel(self, reason: str) -> None:
-        self._feed(Cancelled(reason))
+        self.feed(Cancelled(reason))
 
     def cancel_boot(self, reason: str) -> None:
         """Joiners cannot come any more; nothing to an attempt that has them all."""
         if self._machine.phase is Phase.BOOT:
-            self._feed(Cancelled(reason))
+            self.feed(Cancelled(reason))
 
     def tick(self) -> None:
         """A deadline may have passed."""
         deadline = self._machine.deadline
         if deadline is not None and deadline.expired():
-            self._feed(DeadlinePassed())
+            self.feed(DeadlinePassed())
 
     # ---- the machine and its actions
 
-    def _feed(self, event: Event) -> None:
+    def feed(self, event: Event) -> None:
         """Handles an event, and those that performing its actions leads to, one by one."""
-        self._events.append(event)
-        if self._busy:
-            return
-        self._busy = True
-        try:
-            while self._events:
-                self._handle(self._events.popleft())
-        finally:
-            self._busy = False
-            self._events.clear()
+        events = deque([event])
+        while events:
+            event, before = events.popleft(), self._machine.phase
+            self._recorder.observe(event)
+            actions = self._machine.handle(event)
+            attempt = self._machine.attempt
+            if self._machine.phase is not before and attempt is not None:
+                self._recorder.entered(self._machine.phase, attempt.target)
+            answers = [self._perform(action) for action in actions]
+            events.extend(answer for answer in answers if answer is not None)
 
-    def _handle(self, event: Event) -> None:
-        before = self._machine.phase
-        if self._recorder.attempt is not None:
-            self._recorder.attempt.observe(event, self._clock.now_s())
-        actions = self._machine.handle(event)
-        attempt, notes, phase = self._machine.attempt, self._recorder.attempt, self._machine.phase
-        if phase is not before and attempt is not None and notes is not None:
-            notes.entered_s[phase], notes.target = self._clock.now_s(), attempt.target
-        for action in actions:
-            self._perform(action)
-
-    def _perform(self, action: Action) -> None:
+    def _perform(self, action: Action) -> Event | None:
+        """Returns what has come of it that the machine has to hear of."""
         match action:
             case LaunchJoiners():
-                self._launch(action)
+                return self._launch(action)
             case Send():
                 self._agents.send(action.workers, action.message)
             case Ended():
                 self._ended(action)
+        return None
 
-    def _launch(self, action: LaunchJoiners) -> None:
+    def _launch(self, action: LaunchJoiners) -> Event | None:
         try:
-            seats = self._nodes.seats(action.count, self._agents.taken())
+            seats = self._nodes.seats(action.count)
         except LiverError as error:
-            self._feed(Cancelled(f"cannot launch {action.count} workers: {error}"))
-        else:
-            self._agents.launch(action.generation, action.layout, seats)
+            return Cancelled(f"cannot launch {action.count} workers: {error}")
+        self._agents.launch(action.generation, action.layout, seats)
+        return None
 
     def _ended(self, ended: Ended) -> None:
         self.generation = max(self.generation, ended.world.generation)
-        self._recorder.attempt_ended(ended)
+        record = self._recorder.attempt_ended(ended)
         if ended.outcome != "completed":
             self._agents.dismiss(ended.generation)
-        self._owner.ended(ended)
-        if ended.outcome == "failed":
-            self._owner.run_failed(f"handoff to generation {ended.generation}, {ended.detail}")
+        self._tell_ended(ended, record)

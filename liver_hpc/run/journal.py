@@ -9,21 +9,22 @@ import logging
 import mmap
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 
 from liver_hpc.errors import LiverError
-from liver_hpc.run.entries import STEP_DONE, STEPS_DROPPED, Entry, Event, decode, encode, torn_text
+from liver_hpc.host.files import flush_to_disk
+from liver_hpc.run.entries import STEP_DONE, STEPS_DROPPED, Event, decode, encode, torn_text
+from liver_hpc.run.events import JournalFailed
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """So long after a failed write comes the next."""
 WAITING_BYTES = 16 * 2**20
-"""Entries that wait in memory for a disk that takes none; beyond it the oldest steps go."""
+"""Entries that wait in memory for a disk that takes none; beyond it no step is taken."""
 
 
 @dataclass(frozen=True)
@@ -33,44 +34,20 @@ class Written:
     number: int
 
 
-@dataclass(frozen=True)
-class JournalFailed:
-    """Entries wait in memory, for this reason; the next `Written` says that they are safe."""
-
-    reason: str
-
-
-class EventJournal(ABC):
-    """Takes entries in any thread, and says when they are safe.
-
-    error: why entries cannot be written now; empty while they can.
-    """
-
-    error: str = ""
-
-    @abstractmethod
-    def append(self, at_s: float, event: Event, actions: Sequence[Event] = ()) -> int:
-        """Takes an entry, and returns its number; never waits for the disk."""
-
-    @abstractmethod
-    def close(self, limit_s: float) -> None:
-        """Writes what waits, in `limit_s` at most; what cannot be written is lost, and `error` says
-        so. Afterwards `append` raises LiverError."""
-
-
 def free_bytes(directory: Path) -> int:
     """Bytes that an ordinary user may still write in a directory's file system."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
 
 
-class Journal(EventJournal):
-    """The journal on the disk. A thread writes all that waits with one write and one fsync, and
-    tells the highest number that is on the disk.
+class Journal:
+    """Takes entries in any thread, and says when they are safe. A thread writes all that waits with
+    one write and one fsync, and tells the highest number that is on the disk.
 
     Where the disk has less than `reserve_bytes` free, or a write fails, `JournalFailed` is told
     once; entries wait in memory, and every second is another attempt. `tell` is called in the
-    writer's thread.
+    writer's thread. error: why entries cannot be written now; empty while they can. dropped: steps
+    that memory could not keep while the disk took nothing.
     """
 
     def __init__(
@@ -96,27 +73,31 @@ class Journal(EventJournal):
         self._held_bytes = 0
         self._changed = threading.Condition()
         self._closing = False
+        self.error = ""
         self.dropped = 0
-        """Steps that memory could not keep while the disk took nothing."""
         self._thread = threading.Thread(target=self._write_what_comes, name="journal", daemon=True)
         self._thread.start()
 
     def append(self, at_s: float, event: Event, actions: Sequence[Event] = ()) -> int:
+        """Takes an entry, and returns its number; never waits for the disk."""
         with self._changed:
             if self._closing:
                 raise LiverError(f"{self._path} is closed: {event.get('type')} came too late")
             number = self._next
             line = encode(number, at_s, event, actions)
-            is_step = event.get("type") == STEP_DONE
-            self._waiting.append(_Waiting(number, number, at_s, line, is_step))
+            too_many = self._held_bytes + len(line) > self._waiting_bytes
+            if too_many and event.get("type") == STEP_DONE:
+                self.dropped += 1
+                line = b""
+            self._keep(_Waiting(number, number, at_s, line))
             self._next += 1
             self._held_bytes += len(line)
-            if self._held_bytes > self._waiting_bytes:
-                self._waiting = self._bounded(self._waiting)
             self._changed.notify_all()
         return number
 
     def close(self, limit_s: float) -> None:
+        """Writes what waits, in `limit_s` at most; what cannot be written is lost, and `error` says
+        so. Afterwards `append` raises LiverError."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -132,13 +113,15 @@ class Journal(EventJournal):
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._waiting)
                 closing = self._closing
-                batch, self._waiting, self._held_bytes = self._waiting, [], 0
+                batch, self._waiting = self._waiting, []
             try:
                 if batch:
                     self._write(b"".join(map(_line, batch)))
             except (OSError, LiverError) as error:
                 with self._changed:
-                    self._waiting = self._bounded(batch + self._waiting)
+                    later, self._waiting = self._waiting, batch
+                    for each in later:
+                        self._keep(each)
                 self._failed(error)
                 if not closing:
                     with self._changed:
@@ -146,7 +129,7 @@ class Journal(EventJournal):
                     continue
             else:
                 if batch:
-                    self._succeeded(batch[-1].last)
+                    self._succeeded(batch)
             if closing:
                 return
 
@@ -178,30 +161,27 @@ class Journal(EventJournal):
         is_first, waiting = not self.error, sum(bool(each.line) for each in self._waiting)
         self.error = f"{self._path}: {reason}; {waiting} entries wait in memory"
         if self.dropped:
-            self.error += f", {self.dropped} older training steps were dropped"
+            self.error += f", {self.dropped} training steps were dropped"
         if is_first:
             log.warning("%s", self.error)
             self._tell(JournalFailed(reason))
 
-    def _succeeded(self, number: int) -> None:
+    def _succeeded(self, batch: Sequence[_Waiting]) -> None:
+        with self._changed:
+            self._held_bytes -= sum(len(each.line) for each in batch)
         if self.error:
             log.warning("%s can be written again; %d steps were dropped", self._path, self.dropped)
         self.error = ""
-        self._tell(Written(number))
+        self._tell(Written(batch[-1].last))
 
     # ---- with the lock held
 
-    def _bounded(self, waiting: list[_Waiting]) -> list[_Waiting]:
-        """At most as many bytes as memory is meant to hold, but for what is no training step."""
-        self._held_bytes = sum(len(each.line) for each in waiting)
-        if self._held_bytes <= self._waiting_bytes:
-            return waiting
-        # More than must go, so that this does not happen again with every step.
-        kept = _without_steps(waiting, self._held_bytes - self._waiting_bytes * 3 // 4)
-        self._held_bytes = sum(len(each.line) for each in kept)
-        self.dropped += sum(bool(each.line) for each in waiting)
-        self.dropped -= sum(bool(each.line) for each in kept)
-        return kept
+    def _keep(self, each: _Waiting) -> None:
+        """Behind all that waits; steps that are dropped one after the other become one entry."""
+        if each.line or not self._waiting or self._waiting[-1].line:
+            self._waiting.append(each)
+        else:
+            self._waiting[-1] = replace(self._waiting[-1], last=each.last)
 
 
 @dataclass(frozen=True)
@@ -213,25 +193,11 @@ class _Waiting:
     last: int
     at_s: float
     line: bytes
-    is_step: bool = False
 
 
 def _line(waiting: _Waiting) -> bytes:
     dropped = {"type": STEPS_DROPPED, "count": waiting.last - waiting.number + 1}
     return waiting.line or encode(waiting.number, waiting.at_s, dropped)
-
-
-def _without_steps(waiting: Sequence[_Waiting], excess_bytes: int) -> list[_Waiting]:
-    """Without as many bytes of the oldest steps; neighbours that are dropped become one."""
-    kept: list[_Waiting] = []
-    for each in waiting:
-        if excess_bytes > 0 and each.is_step:
-            excess_bytes -= len(each.line)
-            each = _Waiting(each.number, each.last, each.at_s, b"")
-        if kept and not kept[-1].line and not each.line:
-            each = replace(kept.pop(), last=each.last)
-        kept.append(each)
-    return kept
 
 
 def _open(path: Path) -> tuple[int, int]:
@@ -244,11 +210,7 @@ def _open(path: Path) -> tuple[int, int]:
                 log.warning("%s: %s", path, torn_text(size_bytes - end_bytes))
                 file.truncate(end_bytes)
             os.fsync(file.fileno())
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        flush_to_disk(path.parent)
     except OSError as error:
         raise LiverError(f"{path} cannot be written: {error.strerror}") from error
     if not last:
@@ -262,39 +224,3 @@ def _last_line(descriptor: int) -> tuple[int, bytes]:
     with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
         end_bytes = data.rfind(b"\n") + 1
         return end_bytes, data[data.rfind(b"\n", 0, max(end_bytes - 1, 0)) + 1 : end_bytes]
-
-
-class MemoryJournal(EventJournal):
-    """A journal without a disk, for tests: `fail` and `recover` are what a disk does."""
-
-    def __init__(self, tell: Callable[[Written | JournalFailed], None]) -> None:
-        self._tell = tell
-        self._closed = False
-        self._lines: list[bytes] = []
-
-    @property
-    def entries(self) -> list[Entry]:
-        """All that was appended, as a reader would get it."""
-        return [*decode(self._lines, "memory, line")]
-
-    def append(self, at_s: float, event: Event, actions: Sequence[Event] = ()) -> int:
-        if self._closed:
-            raise LiverError(f"the journal is closed: {event.get('type')} came too late")
-        number = len(self._lines)
-        self._lines.append(encode(number, at_s, event, actions))
-        if not self.error:
-            self._tell(Written(number))
-        return number
-
-    def fail(self, reason: str) -> None:
-        """From now on nothing is written."""
-        self.error = reason
-        self._tell(JournalFailed(reason))
-
-    def recover(self) -> None:
-        """All that waits is written."""
-        self.error = ""
-        self._tell(Written(len(self._lines) - 1))
-
-    def close(self, limit_s: float) -> None:
-        self._closed = True

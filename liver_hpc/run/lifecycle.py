@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any
 
 from liver_hpc.clock import Deadline
@@ -23,22 +24,36 @@ from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import WorldRef
+from liver_hpc.protocol.machine import HandoffMachine
+from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run import events as e
-from liver_hpc.run.actions import Action, End, ForgetGeneration, Log, Note, Record
+from liver_hpc.run.actions import Action, End, Ending, ForgetGeneration, Log, Note, Record
 from liver_hpc.run.agents import Agents
-from liver_hpc.run.decide import Estimates, NodesAtHand, Place
+from liver_hpc.run.decide import Estimates, Place
 from liver_hpc.run.elastic import ElasticPolicy
 from liver_hpc.run.estimates import HandoffEstimator
-from liver_hpc.run.handoffs import Handoffs, Owner
+from liver_hpc.run.handoffs import Handoffs
 from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.notices import NoticeBook
 from liver_hpc.run.recorder import RunRecorder
+from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.requests import RequestQueue
-from liver_hpc.run.state import Ending, RunState
 
 HISTORY_EVENTS = 40
 EVENT_TEXT_LENGTH = 200
 OPERATORS_STOP = "an operator's request"
+
+
+class RunState(StrEnum):
+    """Where a start of the run stands."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    HANDING_OVER = "handing over"  # the source world trains on for most of it
+    STOPPING = "stopping"  # told to stop, or the first worker has done its last step
+    ENDED = "ended"
+
+
 STARTING, TRAINING, HANDING_OVER, STOPPING, ENDED = RunState
 
 
@@ -80,21 +95,19 @@ class Lifecycle:
         self._state = STARTING
         self.agents = Agents(config.deadlines, self._clock, self._out)
         self.recorder = RunRecorder(self._record, self._clock, self.agents.node_of)
-        held = HeldNodes(config.cluster.workers_per_node)
+        nodes = HeldNodes(self.agents, config.cluster.workers_per_node)
         self.handoffs = Handoffs(
-            config.deadlines,
-            self._clock,
-            self.agents,
-            held,
+            HandoffMachine(config.deadlines, self._clock),
+            nodes,
             self.recorder,
-            Owner(self._handoff_ended, self._fail),
+            self._handoff_ended,
         )
         self.elastic = ElasticPolicy(
             config,
             self._clock,
             (
                 RequestQueue(config, check_layout),
-                NodesAtHand(held, self.agents, config.deadlines.exit_s),
+                nodes,
                 Estimates(
                     LayoutPolicy(config, model), HandoffEstimator(config, model), model, place
                 ),
@@ -126,15 +139,6 @@ class Lifecycle:
             return HANDING_OVER
         return self._state
 
-    def check(self) -> None:
-        """Asserts what must hold between any two events."""
-        assert (self._state is ENDED) == (self.ending is not None), self._story()
-        assert not self._out
-        if self.ending is None:
-            self.handoffs.check()
-            assert self.world is not None or self._state is STARTING, self._story()
-            assert self._state is not STOPPING or self._deadline or not self.handoffs.idle
-
     def _story(self) -> str:
         lines = (f"{state}: {str(event)[:EVENT_TEXT_LENGTH]!r}" for state, event in self._history)
         return "events so far: " + " | ".join(lines)
@@ -154,7 +158,7 @@ class Lifecycle:
             return False
         self.first_layout, self._launched = layout, True
         self._note(f"launching {layout.workers} workers for {layout}")
-        seats = self.elastic.nodes.held.seats(layout.workers, self.agents.taken())
+        seats = self.elastic.nodes.seats(layout.workers)
         self.agents.launch(self._first_generation, layout, seats)
         self._set_deadline(self._limits.boot_s + self._limits.meet_s)
         return True
@@ -178,7 +182,8 @@ class Lifecycle:
 
     def _train(self) -> None:
         self._state, self._deadline = TRAINING, None
-        self.elastic.training_begins()
+        # Nodes that came before count as granted now: nothing could join them earlier.
+        self.elastic.nodes.granted_s = self._clock.now_s()
         self._note(f"training begins: {self.world}")
 
     def _start_failed(self, reason: str) -> None:
@@ -190,16 +195,17 @@ class Lifecycle:
 
     # ---- how handoffs end
 
-    def _handoff_ended(self, ended: Ended) -> None:
+    def _handoff_ended(self, ended: Ended, record: ReconfigurationRecord) -> None:
         assert self.world is not None
         for generation in sorted({self.world.generation, ended.generation}):
             if generation != ended.world.generation:
                 self._out.append(ForgetGeneration(generation))
+        self.elastic.handoff_ended(ended, self.world, record)
         self.world = ended.world
-        self.elastic.handoff_ended(ended, self.recorder.last_attempt)
         what = f"{ended.outcome}: {ended.detail}" if ended.detail else ended.outcome
         self._note(f"generation {ended.generation}: {what}; now {ended.world}")
         if ended.outcome == "failed":
+            self._fail(f"handoff to generation {ended.generation}, {ended.detail}")
             return
         if self._stop_reason:
             self._tell_to_stop()
@@ -243,7 +249,7 @@ class Lifecycle:
         if self.world is None or not self.handoffs.idle or self._state is ENDED:
             return
         workers = self.world.rank_map.workers
-        if len(self.agents.finished(workers)) < len(workers):
+        if not self.agents.finished.issuperset(workers):
             return
         steps, done = self.config.train.steps, self._steps_done
         if done >= steps:
@@ -296,8 +302,8 @@ class Lifecycle:
         if ending in (Ending.REQUEUE, Ending.RESTART):
             self.elastic.notices.restarts(str(ending), reason, self._clock.now_s())
         self.elastic.notices.close()
-        if self.elastic.queue:
-            never = "; ".join(self.elastic.queue.texts())
+        if self.elastic.queue.waiting:
+            never = "; ".join(map(str, self.elastic.queue.waiting))
             self._out.append(Log(f"never granted: {never}"))
         self._note(f"{ending}: {reason}")
         self.agents.send(self.agents.present(), m.Exit(reason=f"{ending}: {reason}"))
@@ -314,7 +320,7 @@ class Lifecycle:
         workers = self.world.rank_map.workers
         if self._state is STARTING:
             return f"Restored of workers {sorted({*workers} - self._have_restored)}"
-        return f"Finished of workers {sorted({*workers} - {*self.agents.finished(workers)})}"
+        return f"Finished of workers {sorted({*workers} - self.agents.finished)}"
 
     # ---- what is asked of it
 
@@ -336,14 +342,38 @@ class Lifecycle:
         attempt = self.handoffs.attempt
         return self._state is STARTING or (attempt is not None and attempt.target is None)
 
-    @property
-    def steps_done(self) -> int:
-        return self.recorder.steps_done
-
     def world_of(self, generation: int) -> WorldRef | None:
         """The world of a generation: the one that trains, or the one that has just committed."""
         worlds = (self.handoffs.committed_world, self.world)
         return next((w for w in worlds if w is not None and w.generation == generation), None)
+
+    def snapshot(self, now_s: float, last_event: str, metrics_error: str) -> StatusSnapshot:
+        """The run at one moment, for people; `last_event` is the newest note."""
+        recorder, last = self.recorder, self.recorder.last_step
+        world = self.handoffs.committed_world or self.world
+        took_s = last.ended_s - last.started_s if last else None
+        return StatusSnapshot(
+            run=self.config.name,
+            state=str(self._state if self.ending is None else self.ending.state),
+            step=recorder.steps_done,
+            steps=self.config.train.steps,
+            loss=last.loss if last else None,
+            grad_norm=last.grad_norm if last else None,
+            tokens_per_s=last.tokens / took_s if last and took_s else None,
+            step_s=took_s,
+            generation=world.generation if world else 0,
+            layout=str(world.rank_map.layout if world else self.first_layout),
+            workers=world.rank_map.workers if world else (),
+            handoffs_done=recorder.completed,
+            handoffs_aborted=recorder.aborted,
+            queued=tuple(map(str, self.elastic.queue.waiting)),
+            handoff=self.handoffs.status(),
+            last_event=last_event,
+            metrics_error=metrics_error,
+            now_s=now_s,
+            nodes=tuple(self.elastic.nodes.lines()),
+            transports=recorder.transports.get(world.generation, ()) if world else (),
+        )
 
     def identity(self) -> str:
         """Where the run stands, for its log: "gen 4 TRANSFER"."""

@@ -7,13 +7,13 @@ returns depends on the events and their times alone: a journal of them gives the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
-from liver_hpc.errors import LiverError, MeetingError, ProtocolError, RequestRefused
+from liver_hpc.errors import LiverError, ProtocolError, RequestRefused
 from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.events import WorkerLost
 from liver_hpc.run import events as e
-from liver_hpc.run.actions import Action, Admit, Answer, Log, StepPhase, TurnAway
-from liver_hpc.run.handoffs import OfAttempt
+from liver_hpc.run.actions import Action, Answer, Ending, Log, StepPhase, TurnAway
 from liver_hpc.run.lifecycle import (
     ENDED,
     HANDING_OVER,
@@ -22,10 +22,9 @@ from liver_hpc.run.lifecycle import (
     STOPPING,
     TRAINING,
     Lifecycle,
+    RunState,
 )
-from liver_hpc.run.node_events import EndNear, NodeGone, NodeGranted, NodeWarned, PoolNote
 from liver_hpc.run.requests import ReconfigurationRequest
-from liver_hpc.run.state import Ending, RunState
 
 
 class Run(Lifecycle):
@@ -55,14 +54,12 @@ class Run(Lifecycle):
         self._out.clear()
         return actions
 
-    def progress(self, message: m.Progress) -> None:
-        """How far a transfer has come: for the status alone, and never in the journal."""
-        self.handoffs.progress(message)
-
     def _settle(self, event: e.Event) -> None:
         """What follows from the event for nodes, launches and handoffs. A step changes none of
         that, unless the run file asks for something after it, and there are many of them."""
-        if self._state is ENDED or (isinstance(event, m.StepDone) and not self.elastic.queue):
+        if self._state is ENDED or (
+            isinstance(event, m.StepDone) and not self.elastic.queue.waiting
+        ):
             return
         if self._state is STARTING and self._may_launch and not self._launched:
             self._launch_first()
@@ -72,8 +69,7 @@ class Run(Lifecycle):
             if to_disk is not None:
                 self._stop(to_disk.reason, checkpoint=True, then=Ending.RESTART)
         if self._may_launch:
-            busy = not self.handoffs.idle or bool(self.elastic.queue)
-            self.elastic.look_after_nodes(busy)
+            self.elastic.look_after_nodes()
 
     # ---- the start
 
@@ -96,7 +92,7 @@ class Run(Lifecycle):
     def _launch_allowed(self, event: e.LaunchAllowed) -> None:
         self._may_launch = True
         if not self._launch_first():
-            self._note(f"waiting for nodes; held: {self.elastic.nodes.text()}")
+            self._note(f"waiting for nodes; held: {self.elastic.nodes.describe()}")
 
     def _launch_failed(self, event: e.LaunchFailed) -> None:
         generation, workers = self.agents.launch_failed(event.agents, event.lost)
@@ -118,14 +114,6 @@ class Run(Lifecycle):
         self._train()
 
     # ---- agents
-
-    def _agent_met(self, event: e.AgentMet) -> None:
-        try:
-            workers = self.agents.meet(event.agent, event.workers)
-        except MeetingError as error:
-            self._out.append(TurnAway(event.agent, str(error)))
-        else:
-            self._out.append(Admit(event.agent, workers))
 
     def _agent_ended(self, event: e.AgentEnded) -> None:
         agent = self.agents.ended(event.agent, event.exit_code, event.said)
@@ -164,31 +152,34 @@ class Run(Lifecycle):
 
     def _lost(self, worker: int, reason: str) -> None:
         """A worker has gone: as it should, or to the cost of a handoff, or of the run."""
-        if self._state is ENDED or self.agents.finished((worker,)):
+        if self._state is ENDED or worker in self.agents.finished:
             return
         if self._state is STARTING:
             self._start_failed(f"worker {worker} lost before training began: {reason}")
         elif self.world is not None and (
             self.handoffs.involves(worker) or worker in self.world.rank_map.workers
         ):
-            self.handoffs.lost(worker, reason)
+            if self.handoffs.attempt is None:
+                self._fail(f"worker {worker} lost: {reason}")
+            else:
+                self.handoffs.feed(WorkerLost(worker, reason))
         else:
             self._out.append(Log(f"worker {worker} has ended: {reason}"))
 
     def _step_done(self, message: m.StepDone) -> None:
         """A step, and with it perhaps scripted notices."""
-        record = self.recorder.step_done(message)
-        if record.phase:
-            self._out.append(StepPhase(record.phase))
-        if self.world is not None:
-            self.elastic.step_done(self.world, record)
+        phase = self.recorder.step_done(message)
+        if phase:
+            self._out.append(StepPhase(phase))
+        elif self.world is not None:
+            self.elastic.undisturbed(message, self.world)
         for notice in self.elastic.queue.due(message.step):
             try:
                 self._ask(self.elastic.queue.of_notice(notice, self._clock.now_s()))
             except RequestRefused as error:
                 self._note(f"notice of step {notice.at_step} refused: {error}")
 
-    def _of_attempt(self, message: OfAttempt) -> None:
+    def _of_attempt(self, message: m.OfAttempt) -> None:
         ours = self.world is not None and message.generation == self.world.generation
         if isinstance(message, m.Failed) and ours:
             self._fail(f"worker {message.worker}: {message.reason}")
@@ -197,20 +188,17 @@ class Run(Lifecycle):
 
     def _finished(self, message: m.Finished) -> None:
         """A worker has done its last step; the others are about to."""
-        self.agents.finish(message.worker)
+        self.agents.finished.add(message.worker)
         self._steps_done = message.step
         if self._state is TRAINING:
             self._state = STOPPING
             self._set_deadline(self._limits.boundary_s)
-        self.handoffs.finished(message)
+        self.handoffs.feed(message)
         self._end_if_all_finished()
 
     # ---- nodes
 
-    def _node_granted(self, event: NodeGranted) -> None:
-        self.elastic.granted(event, at_start=self.world is None)
-
-    def _node_warned(self, event: NodeWarned) -> None:
+    def _node_warned(self, event: e.NodeWarned) -> None:
         if not self.elastic.warned(event):
             return
         if self._state is STARTING:
@@ -219,7 +207,7 @@ class Run(Lifecycle):
         elif self._state is TRAINING and self.world is not None:
             self.elastic.overtake(self.world)
 
-    def _node_gone(self, event: NodeGone) -> None:
+    def _node_gone(self, event: e.NodeGone) -> None:
         reason = f"node {event.node} is gone: {event.reason}"
         if self._begins_on(event.node):
             self._end(Ending.RESTART, f"{reason}, before training began")
@@ -234,7 +222,7 @@ class Run(Lifecycle):
         starting = self._state is STARTING
         return starting and self.agents.launched_on({node}, self._first_generation)
 
-    def _end_near(self, event: EndNear) -> None:
+    def _end_near(self, event: e.EndNear) -> None:
         """The coordinator's own allocation ends soon: state to disk, and again from there, unless
         its job may not be queued again."""
         again = self.config.cluster.slurm.requeue
@@ -343,12 +331,12 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
     **_in(
         OPEN,
         {
-            NodeGranted: Run._node_granted,
-            NodeWarned: Run._node_warned,
-            NodeGone: Run._node_gone,
-            EndNear: Run._end_near,
-            PoolNote: lambda run, event: run._note(event.text),
-            e.AgentMet: Run._agent_met,
+            e.NodeGranted: lambda run, event: run.elastic.granted(event, run.world is None),
+            e.NodeWarned: Run._node_warned,
+            e.NodeGone: Run._node_gone,
+            e.EndNear: Run._end_near,
+            e.PoolNote: lambda run, event: run._note(event.text),
+            e.AgentMet: lambda run, met: run._out.append(run.agents.meet(met.agent, met.workers)),
             e.AgentListens: lambda run, event: run.agents.listens(event.agent),
             e.AgentEnded: Run._agent_ended,
             e.LaunchFailed: Run._launch_failed,
@@ -371,12 +359,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
         {
             m.StepDone: Run._step_done,
             m.Finished: Run._finished,
-            m.Prepared: Run._of_attempt,
-            m.AtBoundary: Run._of_attempt,
-            m.Vote: Run._of_attempt,
-            m.FirstStep: Run._of_attempt,
-            m.Released: Run._of_attempt,
-            m.Aborted: Run._of_attempt,
+            **dict.fromkeys(get_args(m.OfAttempt), Run._of_attempt),
         },
     ),
     **_in(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
 from liver_hpc.errors import LiverError
-from liver_hpc.run.node_events import Node, NodeWarned, Seat
+from liver_hpc.protocol.events import WorldRef
+from liver_hpc.run.agents import Agents
+from liver_hpc.run.events import Node, NodeWarned, Seat
 
-Taken = Mapping[str, Collection[int]]
-"""Slots in use, by node."""
+Situation = tuple[int, frozenset[str], int | None]
+"""What a way out depends on: generation, nodes to be left, free slots."""
 
 
 @dataclass
@@ -27,58 +29,47 @@ class HeldNode:
     idle_since_s: float | None = None
     given_back: bool = False
 
+    @property
+    def deadline_s(self) -> float | None:
+        """By when it has to be left, epoch seconds; None where nobody has set a time."""
+        return None if self.warning is None else self.warning.deadline_s
 
-class HeldNodes:
-    """The nodes of a run, in the order in which they came."""
 
-    def __init__(self, workers_per_agent: int | None) -> None:
+class HeldNodes(dict[str, HeldNode]):
+    """The nodes of a run by name, in the order in which they came, and who is on them.
+
+    granted_s: when the first of the nodes came that the run has not grown onto. grow_at_s: when it
+    may. stuck: the situation in which there was nowhere to go from nodes that nobody takes away.
+    """
+
+    def __init__(self, agents: Agents, workers_per_agent: int | None) -> None:
+        super().__init__()
+        self.agents = agents
+        self.granted_s = -math.inf
+        self.grow_at_s = math.inf
+        self.stuck: Situation | None = None
         self._workers_per_agent = workers_per_agent
-        self._held: dict[str, HeldNode] = {}
 
     # ---- coming and going
 
     def grant(self, node: Node) -> bool:
         """Enters a node; False when it was held already. A node that comes again is as new."""
-        known = self._held.get(node.name)
+        known = self.get(node.name)
         if known is not None and known.node == node and known.warning is None:
             return False
-        self._held[node.name] = HeldNode(node)
+        self[node.name] = HeldNode(node)
         return True
 
-    def warn(self, warning: NodeWarned) -> bool:
-        """Notes that a node has to be left; False for one that is not held."""
-        held = self._held.get(warning.node)
-        if held is None:
-            return False
-        held.warning = warning
-        return True
-
-    def remove(self, node: str) -> HeldNode | None:
-        """Strikes a node off; None when it was not held."""
-        return self._held.pop(node, None)
-
-    def note_idle(self, taken: Taken, now_s: float) -> list[HeldNode]:
-        """Notes since when nodes are idle; returns those that have become so."""
-        fresh = []
-        for name, held in self._held.items():
+    def note_idle(self, now_s: float) -> None:
+        """Notes since when nodes are idle."""
+        taken = self.agents.taken()
+        for name, held in self.items():
             if taken.get(name):
                 held.idle_since_s, held.given_back = None, False
             elif held.idle_since_s is None:
                 held.idle_since_s = now_s
-                fresh.append(held)
-        return fresh
 
     # ---- what there is
-
-    def get(self, node: str) -> HeldNode | None:
-        return self._held.get(node)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._held)
-
-    def held(self) -> tuple[HeldNode, ...]:
-        return tuple(self._held.values())
 
     def usable(self) -> list[Node]:
         """Nodes that need not be left, the ones to fill first at the front.
@@ -86,21 +77,17 @@ class HeldNodes:
         What cannot be taken away comes before what can, what is used by itself before what has
         to be asked for.
         """
-        free = [held.node for held in self._held.values() if held.warning is None]
-        return sorted(free, key=lambda node: (not node.automatic, node.preemptible))
+        free = [held.node for held in self.values() if held.warning is None]
+        return sorted(free, key=_lasting)
 
     def doomed(self) -> frozenset[str]:
         """Nodes that have to be left."""
-        return frozenset(name for name, held in self._held.items() if held.warning is not None)
+        return frozenset(name for name, held in self.items() if held.warning is not None)
 
-    def deadline_s(self, node: str) -> float | None:
-        """By when a node has to be left, epoch seconds; None where nobody has set a time."""
-        held = self._held.get(node)
-        return held.warning.deadline_s if held is not None and held.warning is not None else None
-
-    def window_s(self, nodes: Iterable[str], now_s: float) -> float:
+    def window_s(self, nodes: Container[str], now_s: float) -> float:
         """Seconds until the first of the nodes is taken, at least 0; infinite without deadline."""
-        known = [at_s for node in nodes if (at_s := self.deadline_s(node)) is not None]
+        deadlines = (held.deadline_s for name, held in self.items() if name in nodes)
+        known = [at_s for at_s in deadlines if at_s is not None]
         return max(0.0, min(known, default=math.inf) - now_s)
 
     def room(self, occupied: Collection[str]) -> int | None:
@@ -111,31 +98,38 @@ class HeldNodes:
         nodes = [node for node in self.usable() if node.automatic or node.name in occupied]
         return _total(node.slots for node in nodes)
 
-    def free_slots(self, taken: Taken) -> int | None:
-        """Slots without a worker on usable nodes; None without bound."""
+    def free_slots(self, ending: bool = True, without: str | None = None) -> int | None:
+        """Slots for more workers on usable nodes but one, None without bound; without `ending`,
+        those of agents that are ending count too."""
+        taken = self.agents.taken(ending)
         return _total(
             None if node.slots is None else node.slots - len(taken.get(node.name, ()))
             for node in self.usable()
+            if node.name != without
         )
 
-    def steady_slots(self, taken: Taken, burst: bool) -> int:
-        """Slots on usable nodes of one kind that are used, or would be without being asked for,
-        but for those that were given back; 0 where there is no bound."""
+    def situation(self, world: WorldRef) -> Situation:
+        return world.generation, self.doomed(), self.free_slots()
+
+    def steady_slots(self, with_burst: bool) -> int:
+        """Slots on usable nodes that are used, or would be without being asked for, but for those
+        that were given back; 0 where there is no bound."""
+        taken = self.agents.taken()
         return sum(
             node.slots or 0
             for node in self.usable()
-            if node.burst == burst
+            if (with_burst or not node.burst)
             and (node.automatic or node.name in taken)
-            and not self._held[node.name].given_back
+            and not self[node.name].given_back
         )
 
-    def seats(self, workers: int, taken: Taken) -> list[Seat]:
+    def seats(self, workers: int) -> list[Seat]:
         """Places for this many more workers; an agent for every node, or for `workers_per_node`.
 
         Raises LiverError that says what is held when they do not fit.
         """
         seats: list[Seat] = []
-        left = workers
+        left, taken = workers, self.agents.taken()
         for node in self.usable():
             used = taken.get(node.name, ())
             numbers = count() if node.slots is None else range(node.slots)
@@ -145,7 +139,7 @@ class HeldNodes:
             if left == 0:
                 return seats
         raise LiverError(
-            f"wanted free slots for {workers} workers, got {workers - left}; {self.describe(taken)}"
+            f"wanted free slots for {workers} workers, got {workers - left}; {self.describe()}"
         )
 
     def _split(self, node: Node, slots: tuple[int, ...]) -> list[Seat]:
@@ -155,13 +149,13 @@ class HeldNodes:
             for first in range(0, len(slots), max(1, step))
         ]
 
-    def describe(self, taken: Taken) -> str:
+    def describe(self) -> str:
         """All nodes in a line: "n1 (2 of 2 slots taken), n3 (0 of 2, to be left: preempted)"."""
-        return ", ".join(self.lines(taken)) or "no node is held"
+        return ", ".join(self.lines()) or "no node is held"
 
-    def lines(self, taken: Taken) -> list[str]:
-        lines = []
-        for held in self._held.values():
+    def lines(self) -> list[str]:
+        lines, taken = [], self.agents.taken()
+        for held in self.values():
             node, warning = held.node, held.warning
             used = len(taken.get(node.name, ()))
             slots = "any number" if node.slots is None else str(node.slots)
@@ -172,26 +166,25 @@ class HeldNodes:
 
     # ---- who goes first
 
-    def stayers(self, workers: Mapping[int, str], number: int) -> Sequence[int]:
+    def stayers(self, workers: Sequence[int], number: int) -> Sequence[int]:
         """The workers among which those that stay in a smaller world are chosen.
 
-        workers: the node of each. Where some nodes are more lasting than others, exactly `number`
-        workers of the most lasting ones; otherwise all, and the fewest bytes decide.
+        Where some nodes are more lasting than others, exactly `number` workers of the most lasting
+        ones; otherwise all, and the fewest bytes decide.
         """
-        ranks = {worker: self._rank(node) for worker, node in workers.items()}
+        on = {worker: self.agents.node_of(worker) for worker in workers}
+        gone = (True, True)
+        ranks = {w: _lasting(self[node].node) if node in self else gone for w, node in on.items()}
         if len(set(ranks.values())) <= 1:
             return sorted(workers)
-        order = {name: position for position, name in enumerate(self._held)}
-        whole_nodes = sorted(
-            workers, key=lambda w: (ranks[w], order.get(workers[w], len(order)), w)
-        )
+        order = {name: position for position, name in enumerate(self)}
+        whole_nodes = sorted(workers, key=lambda w: (ranks[w], order.get(on[w], len(order)), w))
         return sorted(whole_nodes[:number])
 
-    def _rank(self, node: str) -> tuple[bool, bool]:
-        held = self._held.get(node)
-        if held is None:
-            return (True, True)
-        return (not held.node.automatic, held.node.preemptible)
+
+def _lasting(node: Node) -> tuple[bool, bool]:
+    """A sort key: the most lasting nodes come first."""
+    return not node.automatic, node.preemptible
 
 
 def _total(slots: Iterable[int | None]) -> int | None:

@@ -4,43 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, field
+from dataclasses import replace
+from typing import Any
 
-from liver_hpc.run.node_events import Node, NodeWarned
+from liver_hpc.run.events import Node, NodeWarned
 from liver_hpc.run.records import NoticeRecord
 
 GRANTED = "granted"
 LOST = "lost"
-
-
-@dataclass
-class Notice:
-    """One node's notice while it is open; see NoticeRecord for the fields."""
-
-    kind: str
-    node: str
-    allocation: str
-    at_s: float
-    deadline_s: float = math.nan
-    estimate_s: float = math.nan
-    actions: list[str] = field(default_factory=list)
-    generation: int = -1
-    left_s: float = math.nan
-
-    def record(self, outcome: str, returned_s: float = math.nan) -> NoticeRecord:
-        return NoticeRecord(
-            kind=self.kind,
-            node=self.node,
-            allocation=self.allocation,
-            at_s=self.at_s,
-            deadline_s=self.deadline_s,
-            estimate_s=self.estimate_s,
-            action="; ".join(self.actions),
-            generation=self.generation,
-            left_s=self.left_s,
-            returned_s=returned_s,
-            outcome=outcome,
-        )
 
 
 class NoticeBook:
@@ -48,35 +19,32 @@ class NoticeBook:
 
     def __init__(self, add: Callable[[NoticeRecord], None]) -> None:
         self._add = add
-        self._open: dict[str, Notice] = {}
+        self._open: dict[str, NoticeRecord] = {}
 
     # ---- nodes that come
 
     def granted(self, node: Node, at_s: float) -> None:
-        self._open[node.name] = Notice(GRANTED, node.name, node.allocation, at_s)
+        self._open[node.name] = _opened(GRANTED, node.name, node.allocation, at_s)
 
     def used(self, nodes: Container[str], action: str, generation: int) -> None:
         """A handoff onto these nodes is complete. Recorded in the order in which they came."""
         for name, notice in list(self._open.items()):
             if name in nodes and notice.kind == GRANTED:
-                notice.actions.append(action)
-                notice.generation = generation
-                self._close(name, "in use")
+                self._close(name, "in use", action=action, generation=generation)
 
     # ---- nodes to be left
 
     def warned(self, warning: NodeWarned, allocation: str) -> bool:
         """Opens a notice; of one that is open already only the deadline changes, and False."""
+        node, kind = warning.node, warning.reason
         deadline_s = math.nan if warning.deadline_s is None else warning.deadline_s
-        notice = self._open.get(warning.node)
-        if notice is not None and notice.kind != GRANTED:
-            notice.deadline_s, notice.kind = deadline_s, warning.reason
+        known = self._to_leave(node)
+        if known is not None:
+            self._open[node] = replace(known, deadline_s=deadline_s, kind=kind)
             return False
-        if notice is not None:
-            self._close(warning.node, "not needed")
-        self._open[warning.node] = Notice(
-            warning.reason, warning.node, allocation, warning.at_s, deadline_s
-        )
+        if node in self._open:
+            self._close(node, "not needed")
+        self._open[node] = _opened(kind, node, allocation, warning.at_s, deadline_s)
         return True
 
     def decided(
@@ -84,57 +52,66 @@ class NoticeBook:
     ) -> None:
         """What is being done about nodes that have to be left."""
         for name in nodes:
-            notice = self._open.get(name)
-            if notice is not None and notice.kind != GRANTED:
-                if notice.actions[-1:] != [action] or notice.generation != generation:
-                    notice.actions.append(action)
-                notice.generation, notice.estimate_s = generation, estimate_s
+            notice = self._to_leave(name)
+            if notice is None:
+                continue
+            again = notice.generation == generation and notice.action.endswith(action)
+            actions = notice.action if again else f"{notice.action}; {action}".removeprefix("; ")
+            self._open[name] = replace(
+                notice, action=actions, generation=generation, estimate_s=estimate_s
+            )
 
     def left(self, node: str, at_s: float) -> None:
         """The last process of the run on a node has ended. Only the first call counts."""
-        notice = self._open.get(node)
-        if notice is not None and notice.kind != GRANTED and math.isnan(notice.left_s):
-            notice.left_s = at_s
+        notice = self._to_leave(node)
+        if notice is not None and math.isnan(notice.left_s):
+            self._open[node] = replace(notice, left_s=at_s)
 
     def gone(self, node: str, allocation: str, now_s: float, had_workers: bool) -> None:
         """The node is held no longer; with workers of the run on it, it was lost."""
-        notice = self._open.get(node)
-        if notice is None:
-            if had_workers:
-                self._add(Notice(LOST, node, allocation, now_s).record(LOST, now_s))
-            return
-        if notice.kind == GRANTED:
-            outcome = LOST if had_workers else "not needed"
-        else:
-            outcome = LOST if had_workers else _outcome(notice)
-        self._close(node, outcome, now_s)
+        if node in self._open:
+            outcome = LOST if had_workers else _outcome(self._open[node])
+            self._close(node, outcome, returned_s=now_s)
+        elif had_workers:
+            self._open[node] = _opened(LOST, node, allocation, now_s)
+            self._close(node, LOST, returned_s=now_s)
 
     def stays(self, node: str) -> None:
         """The node was left and stays held: nobody takes it back."""
-        notice = self._open.get(node)
-        if notice is not None and notice.kind != GRANTED:
+        notice = self._to_leave(node)
+        if notice is not None:
             self._close(node, _outcome(notice))
 
     def restarts(self, kind: str, reason: str, at_s: float) -> None:
         """The run is to go on from the disk: whoever was to leave has left so."""
-        for name in [name for name, notice in self._open.items() if notice.kind != GRANTED]:
+        for name in filter(self._to_leave, [*self._open]):
             self._close(name, "to disk")
-        self._add(Notice(kind, "", "", at_s, actions=[reason]).record("to disk"))
+        self._add(replace(_opened(kind, "", "", at_s), action=reason, outcome="to disk"))
 
     def close(self) -> None:
         """The run ends: what is still open is recorded as it stands."""
-        for name in list(self._open):
+        for name in filter(self._to_leave, [*self._open]):
             notice = self._open[name]
-            if notice.kind != GRANTED:
-                self._close(name, _outcome(notice) if notice.left_s > 0 else "open")
+            self._close(name, _outcome(notice) if notice.left_s > 0 else "open")
         self._open.clear()
 
-    def _close(self, node: str, outcome: str, returned_s: float = math.nan) -> None:
-        notice = self._open.pop(node)
-        self._add(notice.record(outcome, returned_s))
+    def _to_leave(self, node: str) -> NoticeRecord | None:
+        """The open notice of a node that has to be left."""
+        notice = self._open.get(node)
+        return None if notice is None or notice.kind == GRANTED else notice
+
+    def _close(self, node: str, outcome: str, **known: Any) -> None:
+        self._add(replace(self._open.pop(node), outcome=outcome, **known))
 
 
-def _outcome(notice: Notice) -> str:
+def _opened(
+    kind: str, node: str, allocation: str, at_s: float, deadline_s: float = math.nan
+) -> NoticeRecord:
+    nan = math.nan
+    return NoticeRecord(kind, node, allocation, at_s, deadline_s, nan, "", -1, nan, nan, "open")
+
+
+def _outcome(notice: NoticeRecord) -> str:
     """A node that was left after its deadline was left late; without a deadline, in time."""
     if math.isnan(notice.left_s):
         return "not needed"

@@ -6,16 +6,13 @@ import math
 from collections.abc import Callable
 
 from liver_hpc.clock import Clock
+from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.actions import Ended
-from liver_hpc.protocol.events import Requested
-from liver_hpc.protocol.messages import (
-    StepDone,
-    Transports,
-)
-from liver_hpc.run.actions import Row
+from liver_hpc.protocol.attempt import Phase
+from liver_hpc.protocol.events import Event, Requested
+from liver_hpc.protocol.messages import Progress, StepDone, Transports
 from liver_hpc.run.attempt_notes import AttemptNotes
-from liver_hpc.run.lanes import worker_phases
-from liver_hpc.run.records import NetworkRecord, ReconfigurationRecord, StepRecord
+from liver_hpc.run.records import NetworkRecord, ReconfigurationRecord, Row
 
 
 class RunRecorder:
@@ -34,7 +31,6 @@ class RunRecorder:
         # The phase label of steps that began before the last attempt was over, and its end.
         self._wake: tuple[str, float] = ("", -math.inf)
         self.attempt: AttemptNotes | None = None
-        self.last_attempt: ReconfigurationRecord | None = None
         self.first_step = 0
         self.last_step: StepDone | None = None
         self.completed = 0
@@ -46,22 +42,9 @@ class RunRecorder:
     def steps_done(self) -> int:
         return self.last_step.step + 1 if self.last_step is not None else self.first_step
 
-    def step_done(self, done: StepDone) -> StepRecord:
-        record = StepRecord(
-            step=done.step,
-            generation=done.generation,
-            loss=done.loss,
-            grad_norm=done.grad_norm,
-            learning_rate=done.learning_rate,
-            tokens=done.tokens,
-            started_s=done.started_s,
-            ended_s=done.ended_s,
-            phase=self._phase_of(done),
-        )
+    def step_done(self, done: StepDone) -> str:
+        """What the step's record has for its phase; see `StepRecord`."""
         self.last_step = done
-        return record
-
-    def _phase_of(self, done: StepDone) -> str:
         if done.generation not in self._generations:
             self._generations.add(done.generation)
             return "first"
@@ -98,18 +81,25 @@ class RunRecorder:
         """From here on steps count as disturbed; `notice_s` is when the request was made."""
         self.attempt = AttemptNotes(request, notice_s, began_s=self._clock.now_s())
 
-    def attempt_ended(self, ended: Ended) -> None:
+    def observe(self, event: Event | Progress) -> None:
+        """Of the attempt, if there is one."""
+        if self.attempt is not None:
+            self.attempt.observe(event, self._clock.now_s())
+
+    def entered(self, phase: Phase, target: RankMap | None) -> None:
+        if self.attempt is not None:
+            self.attempt.entered_s[phase], self.attempt.target = self._clock.now_s(), target
+
+    def attempt_ended(self, ended: Ended) -> ReconfigurationRecord:
         notes, now_s = self.attempt, self._clock.now_s()
         assert notes is not None
-        if notes.step < 0:
-            notes.step = self.steps_done
-        self.last_attempt = notes.record(ended, now_s)
-        self._add(self.last_attempt)
-        for traffic in notes.traffic():
-            self._add(traffic)
-        for phase in worker_phases(notes, self._node_of):
-            self._add(phase)
+        record = notes.record(ended, now_s, self.steps_done)
+        phases = notes.worker_phases(self._node_of)
+        rows: list[Row] = [record, *notes.traffic(), *phases]
+        for row in rows:
+            self._add(row)
         self._wake = ("release" if ended.outcome == "completed" else "prepare", now_s)
         self.completed += ended.outcome == "completed"
         self.aborted += ended.outcome != "completed"
         self.attempt = None
+        return record

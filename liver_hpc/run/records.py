@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +203,12 @@ class RunRecords:
     traffic: list[TrafficRecord] = field(default_factory=list)
 
 
+Row = ReconfigurationRecord | NoticeRecord | WorkerPhaseRecord | TrafficRecord | NetworkRecord
+"""What the core records; steps are in the journal as they were told."""
+
 TABLES: dict[str, type[Any]] = {
-    "steps": StepRecord,
-    "reconfigurations": ReconfigurationRecord,
-    "baselines": BaselineRecord,
-    "notices": NoticeRecord,
-    "networks": NetworkRecord,
-    "worker_phases": WorkerPhaseRecord,
-    "traffic": TrafficRecord,
+    name: get_args(kind)[0]
+    for name, kind in get_type_hints(RunRecords).items()
+    if get_origin(kind) is list
 }
 """The kinds of records by the names of their lists."""

@@ -34,9 +34,6 @@ class ReconfigurationRequest:
         what = f"resize to {self.layout}" if self.layout else f"replace worker {self.replace}"
         return f"{what} ({self.origin})"
 
-    def target(self, rank_map: RankMap) -> Layout:
-        return self.layout if self.layout is not None else rank_map.layout
-
     def joiners(self, rank_map: RankMap) -> int:
         """How many workers have to be launched for it."""
         if self.layout is None:
@@ -75,27 +72,21 @@ class ReconfigurationRequest:
 class RequestQueue:
     """The requests that wait for their turn, in order, and the run file's that are yet to come.
 
-    ceiling: the most workers that the run grows to by itself: those of the layout that somebody
-    asked for last, at first `workers.max`.
+    waiting: whose turn it is first. ceiling: the most workers that the run grows to by itself:
+    those of the layout that somebody asked for last, at first `workers.max`.
     """
 
     def __init__(self, config: RunConfig, check_layout: Callable[[Layout], None]) -> None:
         self.ceiling = config.workers.max
         self._config = config
         self._check_layout = check_layout
-        self._waiting: list[ReconfigurationRequest] = []
+        self.waiting: list[ReconfigurationRequest] = []
         self._notices = sorted(config.notices, key=lambda notice: notice.at_step)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     @property
     def first(self) -> ReconfigurationRequest | None:
         """The request whose turn it is."""
-        return self._waiting[0] if self._waiting else None
-
-    def texts(self) -> tuple[str, ...]:
-        return tuple(map(str, self._waiting))
+        return self.waiting[0] if self.waiting else None
 
     # ---- requests from outside
 
@@ -107,22 +98,19 @@ class RequestQueue:
             return ReconfigurationRequest(OPERATOR, now_s, replace=asked.replace)
         if (asked.layout is None) == (asked.workers is None):
             raise RequestRefused("resize wants either a layout or a number of workers")
-        if asked.layout is not None:
-            return ReconfigurationRequest(OPERATOR, now_s, layout=self._layout(asked.layout))
-        assert asked.workers is not None
-        return ReconfigurationRequest(OPERATOR, now_s, layout=self._preferred(asked.workers))
+        try:
+            layout = None if asked.layout is None else Layout.parse(asked.layout)
+        except ConfigError as error:
+            raise RequestRefused(str(error)) from error
+        return ReconfigurationRequest(OPERATOR, now_s, self._allowed(layout, asked.workers))
 
     def of_notice(self, notice: NoticeSection, now_s: float) -> ReconfigurationRequest:
         """What a scripted notice asks for; raises RequestRefused as `of_operator` does."""
         origin = f"step {notice.at_step}"
         if notice.replace is not None:
             return ReconfigurationRequest(origin, now_s, replace=notice.replace)
-        if notice.layout is not None:
-            layout = self._allowed(notice.layout.layout())
-        else:
-            assert notice.workers is not None
-            layout = self._preferred(notice.workers)
-        return ReconfigurationRequest(origin, now_s, layout=layout)
+        layout = None if notice.layout is None else notice.layout.layout()
+        return ReconfigurationRequest(origin, now_s, self._allowed(layout, notice.workers))
 
     def due(self, step: int) -> list[NoticeSection]:
         """The scripted notices that are raised when step `step` has been done, each once."""
@@ -142,19 +130,14 @@ class RequestQueue:
             if layout is not None:
                 self.ceiling = layout.workers
 
-    def _layout(self, text: str) -> Layout:
-        try:
-            return self._allowed(Layout.parse(text))
-        except ConfigError as error:
-            raise RequestRefused(str(error)) from error
-
-    def _preferred(self, workers: int) -> Layout:
-        layouts = self._config.allowed_layouts(workers)
-        if not layouts:
-            raise RequestRefused(f"no layout of {workers} workers is allowed; {self._choice()}")
-        return self._allowed(layouts[0])
-
-    def _allowed(self, layout: Layout) -> Layout:
+    def _allowed(self, layout: Layout | None, workers: int | None) -> Layout:
+        """The layout, or the one that is preferred for so many workers."""
+        if layout is None:
+            assert workers is not None
+            layouts = self._config.allowed_layouts(workers)
+            if not layouts:
+                raise RequestRefused(f"no layout of {workers} workers is allowed; {self._choice()}")
+            layout = layouts[0]
         most = self._config.workers.max
         if layout.workers > most:
             raise RequestRefused(
@@ -183,24 +166,20 @@ class RequestQueue:
 
     def add(self, request: ReconfigurationRequest) -> ReconfigurationRequest | None:
         """Queues a request, in the place of one that it overtakes, which is returned."""
-        for position, earlier in enumerate(self._waiting):
+        for position, earlier in enumerate(self.waiting):
             if request.overtakes(earlier):
-                self._waiting[position] = request
+                self.waiting[position] = request
                 return earlier
-        self._waiting.append(request)
+        self.waiting.append(request)
         return None
 
     def put_back(self, request: ReconfigurationRequest) -> None:
         """A request whose handoff was called off waits for its next turn, before all others; not
         where a later one has overtaken it meanwhile."""
-        if not any(later.overtakes(request) for later in self._waiting):
-            self._waiting.insert(0, request)
-
-    def pop(self) -> ReconfigurationRequest:
-        """Takes out the request whose turn it is; the queue must not be empty."""
-        return self._waiting.pop(0)
+        if not any(later.overtakes(request) for later in self.waiting):
+            self.waiting.insert(0, request)
 
     def clear(self) -> None:
         """The run is to end: nothing is asked for any more, by the run file neither."""
-        self._waiting.clear()
+        self.waiting.clear()
         self._notices.clear()

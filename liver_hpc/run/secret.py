@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.host.files import whose
+from liver_hpc.host.files import whose, write_whole
 
 SECRET_BYTES = 32
 
@@ -18,21 +18,12 @@ def create_secret(path: Path) -> bytes:
 
     Raises ConfigError if the file exists already or cannot be written.
     """
+    if os.path.lexists(path):
+        raise ConfigError(f"secret {path}: exists already; a run makes its own")
     secret = secrets.token_bytes(SECRET_BYTES)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags, 0o600)
-    except FileExistsError:
-        raise ConfigError(f"secret {path}: exists already; a run makes its own") from None
+        write_whole(path, secret.hex() + "\n", mode=0o600, sync=True)
     except OSError as error:
-        raise ConfigError(f"secret {path}: {error.strerror}") from error
-    try:
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(secret.hex() + "\n")
-            file.flush()
-            os.fsync(descriptor)
-    except OSError as error:
-        path.unlink(missing_ok=True)
         raise ConfigError(f"secret {path}: {error.strerror}") from error
     return secret
 

@@ -25,7 +25,7 @@ from liver_hpc.config.load import load_run
 from liver_hpc.coordinator.connections import ConnectionServer, Inbox
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.rendezvous.channel import ControlServer
-from liver_hpc.run.node_events import PoolEvent
+from liver_hpc.run.events import PoolEvent
 from liver_hpc.run.outcome import COORDINATOR_FILE, write_private_json
 from liver_hpc.run.secret import read_secret
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from liver_hpc.config.load import parse_run
 from liver_hpc.recipes.base import load_recipe
+from liver_hpc.run.codec import memory_of
 from liver_hpc.run.entries import JOURNAL_FILE, read_entries
 from liver_hpc.run.events import CoordinatorStarted
 from liver_hpc.run.machine import Run
-from liver_hpc.run.replay import Difference, differences, memory_of
+from tests.unit.run.replay import Difference, differences
 
 
 def core_of(started: CoordinatorStarted) -> Run:

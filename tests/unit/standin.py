@@ -28,8 +28,7 @@ from liver_hpc.protocol.messages import (
 )
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
-from liver_hpc.run.events import StopSignalled
-from liver_hpc.run.node_events import EndNear
+from liver_hpc.run.events import EndNear, StopSignalled
 from liver_hpc.run.outcome import Outcome
 from liver_hpc.run.secret import read_secret
 

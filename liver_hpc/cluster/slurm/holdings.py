@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo, is_down, is_drained
 from liver_hpc.errors import LiverError
-from liver_hpc.run.node_events import EndNear, Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
+from liver_hpc.run.events import EndNear, Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
 
 PREEMPTED = "preempted"
 TIME_LIMIT = "time limit"

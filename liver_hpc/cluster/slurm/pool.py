@@ -16,7 +16,7 @@ from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Place
 from liver_hpc.cluster.slurm.replies import JobInfo, PartitionInfo, parse_setting_s
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.run.node_events import PoolEvent, PoolNote
+from liver_hpc.run.events import PoolEvent, PoolNote
 
 _ANSWER_S = 2.0
 """How long a warning may wait for Slurm's word before the worst is assumed."""

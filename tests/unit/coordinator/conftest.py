@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.run.node_events import Node
+from liver_hpc.run.events import Node
 from tests.fakes import tiny_run
 from tests.unit.coordinator.live import LiveRun, Start
 

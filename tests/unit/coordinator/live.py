@@ -21,14 +21,13 @@ from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.base import Identity
 from liver_hpc.rendezvous.channel import Channel, connect
 from liver_hpc.run.estimates import HandoffEstimator
-from liver_hpc.run.events import CoordinatorStarted, Memory
+from liver_hpc.run.events import CoordinatorStarted, Memory, Node
 from liver_hpc.run.machine import Run
-from liver_hpc.run.node_events import Node
 from liver_hpc.run.outcome import Outcome
 from liver_hpc.run.records import ReconfigurationRecord
-from liver_hpc.run.replay import differences
 from tests.fakes import Fault, JournalRecords, tiny_recipe
 from tests.scripted_cluster import ScriptedCluster
+from tests.unit.run.replay import differences
 
 SECRET = b"s" * 32
 LIMIT_S = 10.0

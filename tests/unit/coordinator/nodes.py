@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.run.estimates import Estimate
-from liver_hpc.run.node_events import Node
+from liver_hpc.run.events import Node
 from liver_hpc.run.records import ReconfigurationRecord
 from tests.unit.coordinator.live import LiveRun, Start
 
@@ -25,21 +24,14 @@ class FixedEstimates:
 
     measured = True
 
-    def observe(self, record: ReconfigurationRecord) -> None:
+    def observe(self, record: ReconfigurationRecord, source: RankMap, target: RankMap) -> None:
         pass
 
     def observe_step(self, step_s: float) -> None:
         pass
 
-    def estimate(self, source: RankMap, target: RankMap, joiners: int) -> Estimate:
-        return Estimate(
-            total_s=9.0 if joiners else 2.0,
-            prepare_s=8.0 if joiners else 1.0,
-            boundary_s=0.5,
-            transfer_s=0.25,
-            release_s=0.25,
-            bytes_moved=1,
-        )
+    def estimate_s(self, source: RankMap, target: RankMap, joiners: int) -> float:
+        return 9.0 if joiners else 2.0
 
     def checkpoint_s(self, rank_map: RankMap) -> float:
         return 4.0

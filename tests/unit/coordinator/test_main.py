@@ -27,7 +27,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.report.hdf5 import read_hdf5, write_hdf5
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.node_events import Node
+from liver_hpc.run.events import Node
 from liver_hpc.run.outcome import Outcome
 from liver_hpc.run.records import RunRecords
 from tests.fakes import JournalRecords, tiny_recipe, tiny_run

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.run.events import Memory
-from liver_hpc.run.node_events import Node
+from liver_hpc.run.events import Memory, Node
 from tests.fakes import tiny_recipe, tiny_run
 from tests.unit.checkpoint.disk import Disk
 from tests.unit.coordinator.live import LiveRun, Start

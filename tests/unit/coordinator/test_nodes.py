@@ -11,7 +11,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.channel import Channel, connect
 from liver_hpc.run.agents import TERMINATED
-from liver_hpc.run.node_events import EndNear, NodeGone
+from liver_hpc.run.events import EndNear, NodeGone
 from liver_hpc.run.outcome import Outcome
 from tests.fakes import Fault
 from tests.unit.coordinator.live import LIMIT_S, SECRET, LiveRun, Start

@@ -20,8 +20,7 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import Requested, WorldRef
 from liver_hpc.protocol.messages import Reply, StatusRequest, StepDone
-from liver_hpc.run.events import StopSignalled
-from liver_hpc.run.node_events import EndNear
+from liver_hpc.run.events import EndNear, StopSignalled
 from liver_hpc.run.outcome import Outcome, open_log, write_private_json
 from liver_hpc.run.recorder import RunRecorder
 from liver_hpc.run.requests import OPERATOR, ReconfigurationRequest, RequestQueue
@@ -108,9 +107,10 @@ def test_a_request_that_overtakes_takes_the_place_in_the_queue() -> None:
     assert requests.add(
         ReconfigurationRequest(OPERATOR, 3.0, layout=PP2)
     ) == ReconfigurationRequest(OPERATOR, 1.0, layout=TP2)
-    assert requests.pop() == ReconfigurationRequest(OPERATOR, 3.0, layout=PP2)
-    assert requests.pop() == ReconfigurationRequest(OPERATOR, 2.0, replace=1)
-    assert not requests
+    assert requests.waiting == [
+        ReconfigurationRequest(OPERATOR, 3.0, layout=PP2),
+        ReconfigurationRequest(OPERATOR, 2.0, replace=1),
+    ]
 
 
 def test_notices_are_due_once_and_in_the_order_of_their_steps() -> None:
@@ -149,7 +149,7 @@ def _labels(outcome: str) -> list[str]:
     labels: list[str] = []
 
     def step(done: StepDone) -> None:
-        labels.append(recorder.step_done(done).phase)
+        labels.append(recorder.step_done(done))
 
     step(_step(0, 0, 1000.0))
     step(_step(1, 0, 1000.9))

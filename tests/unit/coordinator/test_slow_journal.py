@@ -12,8 +12,8 @@ from liver_hpc.coordinator.connections import Met
 from liver_hpc.errors import LiverError, MeetingError
 from liver_hpc.rendezvous.base import Identity
 from liver_hpc.run.entries import Event
-from liver_hpc.run.journal import MemoryJournal, Written
-from tests.fakes import tiny_run
+from liver_hpc.run.journal import Written
+from tests.fakes import MemoryJournal, tiny_run
 from tests.unit.coordinator.live import LIMIT_S, LiveRun
 from tests.unit.coordinator.nodes import MAIN, POLICY, burst
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol import messages as m
 from liver_hpc.run import events as e
-from liver_hpc.run.codec import decode_event
+from liver_hpc.run.actions import Ending
+from liver_hpc.run.codec import memory_of
 from liver_hpc.run.decide import MOST_LEAVES
 from liver_hpc.run.elastic import MOST_PAUSE_DOUBLINGS
-from liver_hpc.run.replay import differences, memory_of
-from liver_hpc.run.state import Ending, RunState
+from liver_hpc.run.lifecycle import RunState
 from tests.unit.run.choices import Choices
 from tests.unit.run.outside import training_world
 from tests.unit.run.play import Play
+from tests.unit.run.replay import decode_event, differences
 from tests.unit.run.scenes import LONGEST_WAIT_S, POLICY, SCENES
 from tests.unit.run.storm import storm
 
@@ -45,7 +46,7 @@ def _waits_for_nodes(play: Play) -> bool:
 def _at_rest(play: Play) -> None:
     run, elastic = play.run, play.run.elastic
     assert run.state is RunState.TRAINING, f"{run.state}: {run._story()}"
-    assert not elastic.queue, f"still waits: {elastic.queue.texts()}"
+    assert not elastic.queue.waiting, f"still waits: {elastic.queue.waiting}"
     assert not run.agents.ending()
     assert run.world is not None
     assert training_world(play.workers) is not None, "nobody trains"
@@ -63,9 +64,9 @@ def _at_rest(play: Play) -> None:
 def _is_as_large_as_it_can_be(play: Play, used: set[str]) -> None:
     run, elastic = play.run, play.run.elastic
     assert run.world is not None
-    usable = [node for node in elastic.nodes.held.usable() if not play.watch.to_be_left(node.name)]
+    usable = [node for node in elastic.nodes.usable() if not play.watch.to_be_left(node.name)]
     workers = len(run.world.rank_map.workers)
-    if used & elastic.nodes.held.doomed():  # there is nowhere else to run
+    if used & elastic.nodes.doomed():  # there is nowhere else to run
         stuck = elastic.nodes.stuck == elastic.nodes.situation(run.world)
         assert stuck or elastic.estimates.failed_leaves >= MOST_LEAVES
         return
@@ -84,9 +85,7 @@ def _last_word(play: Play) -> None:
     run = play.run
     assert run.world is not None
     free = run.elastic.nodes.free_slots()
-    if run.elastic.nodes.agents.workers_on(
-        run.elastic.nodes.held.doomed(), run.world.rank_map.workers
-    ):
+    if run.elastic.nodes.agents.workers_on(run.elastic.nodes.doomed(), run.world.rank_map.workers):
         return
     present = run.world.rank_map.layout
     allowed = [

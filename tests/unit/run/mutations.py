@@ -56,19 +56,19 @@ MUTATIONS = (
     ),
     Mutation(
         "run/decide.py",
-        "    if doomed:\n",
-        "    if doomed and queue.first is None:\n",
+        "        if doomed:\n",
+        "        if doomed and self.queue.first is None:\n",
         "what was asked for comes before nodes that have to be left",
     ),
     Mutation(
         "run/decide.py",
-        "best = estimates.policy.best(min(room, ceiling))",
-        "best = estimates.policy.best(room)",
+        "best = self.estimates.policy.best(min(room, self.queue.ceiling))",
+        "best = self.estimates.policy.best(room)",
         "the run grows beyond what was asked for last",
     ),
     Mutation(
         "run/elastic.py",
-        "hurries = self._held.deadline_s(event.node) is None and event.deadline_s is not None",
+        "hurries = held.deadline_s is None and event.deadline_s is not None",
         "hurries = False",
         "a node that is suddenly taken away waits behind another handoff",
     ),
@@ -98,8 +98,8 @@ MUTATIONS = (
     ),
     Mutation(
         "run/requests.py",
-        "        self._waiting.append(request)\n",
-        "        self._waiting.insert(0, request)\n",
+        "        self.waiting.append(request)\n",
+        "        self.waiting.insert(0, request)\n",
         "who asked last is granted first",
     ),
     Mutation(

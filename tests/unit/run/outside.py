@@ -13,7 +13,7 @@ from typing import Any
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
-from liver_hpc.run.node_events import Node, Seat
+from liver_hpc.run.events import Node, Seat
 from tests.fakes import Fault, WorkerScript
 
 KILLED = 137

@@ -12,11 +12,12 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
+from liver_hpc.run.actions import Ending
 from liver_hpc.run.codec import encode
-from liver_hpc.run.entries import Entry, plain
+from liver_hpc.run.entries import Entry
+from liver_hpc.run.events import Node, NodeGone, NodeGranted, PoolEvent
+from liver_hpc.run.lifecycle import RunState
 from liver_hpc.run.machine import Run
-from liver_hpc.run.node_events import Node, NodeGone, NodeGranted, PoolEvent
-from liver_hpc.run.state import Ending, RunState
 from tests.fakes import Fault
 from tests.unit.run.choices import Choices
 from tests.unit.run.outside import (
@@ -30,6 +31,7 @@ from tests.unit.run.outside import (
     training_world,
 )
 from tests.unit.run.remembered import remembered
+from tests.unit.run.replay import plain
 from tests.unit.run.scenes import LONGEST_WAIT_S, Scene
 from tests.unit.run.watch import Watch
 

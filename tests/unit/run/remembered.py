@@ -43,7 +43,10 @@ def _freeze_of(kind: type) -> Freeze | None:
     if issubclass(kind, IMMUTABLE) or (parameters is not None and parameters.frozen):
         return None
     if issubclass(kind, dict):
-        return lambda value, seen: tuple((k, _frozen(v, seen)) for k, v in value.items())
+        return lambda value, seen: (
+            tuple((k, _frozen(v, seen)) for k, v in value.items()),
+            _frozen(getattr(value, "__dict__", None), seen),
+        )
     if issubclass(kind, list | tuple | deque):
         return lambda value, seen: tuple([_frozen(inner, seen) for inner in value])
     if issubclass(kind, set):

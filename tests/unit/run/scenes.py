@@ -12,9 +12,8 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.placement import place
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol.messages import DrainRequest, ReplaceRequest, ResizeRequest
-from liver_hpc.run.events import CoordinatorStarted
+from liver_hpc.run.events import CoordinatorStarted, Node
 from liver_hpc.run.machine import Run
-from liver_hpc.run.node_events import Node
 from tests.fakes import tiny_recipe, tiny_run
 
 DEADLINES = {

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from liver_hpc.protocol import messages as m
 from liver_hpc.run import events as e
-from liver_hpc.run.node_events import EndNear, NodeGranted, NodeWarned, PoolNote
-from liver_hpc.run.state import RunState
-from liver_hpc.run.view import snapshot
+from liver_hpc.run.events import EndNear, NodeGranted, NodeWarned, PoolNote
+from liver_hpc.run.lifecycle import RunState
 from tests.unit.run.outside import KILLED
 from tests.unit.run.play import FAULTS, REASONS, WAITS_S, WINDOWS_S, Play
 from tests.unit.run.remembered import remembered
@@ -146,7 +145,7 @@ def journal(play: Play) -> None:
 
 def checkpoint(play: Play) -> None:
     """One of those that the run file asks for."""
-    step = play.run.steps_done
+    step = play.run.recorder.steps_done
     if play.run.world is not None and play.run.state is not RunState.ENDED:
         play.feed(e.CheckpointWritten(step, f"/checkpoints/step-{step}", 100, 0.5, 200))
 
@@ -182,7 +181,7 @@ def look(play: Play) -> None:
     """Whoever asks how it stands changes nothing."""
     before = remembered(play.run)
     run = play.run
-    snapshot(run, play.now_s, "", "")
+    run.snapshot(play.now_s, "", "")
     assert run.identity()
     assert run.memory == run.memory
     assert run.expects(99) is False
@@ -190,7 +189,7 @@ def look(play: Play) -> None:
     assert remembered(run) == before
     if run.state is RunState.HANDING_OVER:
         generation = run.handoffs.generation
-        run.progress(m.Progress(worker=0, generation=generation, bytes_done=1))
+        run.handoffs.progress(m.Progress(worker=0, generation=generation, bytes_done=1))
 
 
 def pool_note(play: Play) -> None:

@@ -13,8 +13,9 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.run import actions as a
 from liver_hpc.run import entries
 from liver_hpc.run import events as e
-from liver_hpc.run.codec import decode_event, encode, name_of
-from liver_hpc.run.node_events import (
+from liver_hpc.run.actions import Ending
+from liver_hpc.run.codec import encode, name_of
+from liver_hpc.run.events import (
     EndNear,
     Node,
     NodeGone,
@@ -23,9 +24,9 @@ from liver_hpc.run.node_events import (
     PoolNote,
     Seat,
 )
-from liver_hpc.run.records import NetworkRecord, NoticeRecord, TrafficRecord, WorkerPhaseRecord
-from liver_hpc.run.state import Ending
+from liver_hpc.run.records import NetworkRecord, NoticeRecord, Row, TrafficRecord, WorkerPhaseRecord
 from tests.unit.report.rows import reconfiguration
+from tests.unit.run.replay import decode_event, plain
 
 SCALARS = m.ScalarState(step=3, consumed_samples=24, optimizer_step=3, loss_scale=1.0, seed=7)
 DIGEST = m.ClassDigest(kind="main", tp_replicated=True, multi_stage=False, value="00000000000000ff")
@@ -82,7 +83,7 @@ EVENTS: list[e.Event] = [
     m.Restored(worker=0, generation=1, scalars=SCALARS, digests=(DIGEST,)),
     m.Transports(worker=0, generation=1, workers=2, host="h", kinds=("SHM",), detail="d"),
 ]  # fmt: skip
-RECORDS: list[a.Row] = [
+RECORDS: list[Row] = [
     reconfiguration(),
     NoticeRecord("granted", "n1", "main", 1.0, math.nan, 2.0, "", -1, math.nan, 3.0, "in use"),
     NetworkRecord(1, "gloo tcp", "h", "lo"),
@@ -121,7 +122,7 @@ def through_a_journal(event: e.Event, actions: list[a.Action]) -> entries.Entry:
 def test_there_is_an_example_of_everything() -> None:
     assert {type(event) for event in EVENTS} == {*get_args(e.Event)}
     assert {type(action) for action in ACTIONS} == {*get_args(a.Action)}
-    assert {type(row) for row in RECORDS} == {*get_args(a.Row)}
+    assert {type(row) for row in RECORDS} == {*get_args(Row)}
     names = [name_of(kind) for kind in get_args(e.Event)]
     assert len({*names}) == len(names)
 
@@ -146,8 +147,8 @@ def test_a_loss_that_is_no_number_comes_back_too() -> None:
 def test_every_action_is_written_as_plain_values(action: a.Action) -> None:
     """Which a replay compares with what a core decides: once plain, always the same."""
     values = encode(action)
-    assert through_a_journal(e.Tick(), [action]).actions == [entries.plain(values)]
-    assert entries.plain(entries.plain(values)) == entries.plain(values)
+    assert through_a_journal(e.Tick(), [action]).actions == [plain(values)]
+    assert plain(plain(values)) == plain(values)
     assert values["type"] == name_of(type(action))
 
 

@@ -17,21 +17,17 @@ from liver_hpc.run import actions as a
 from liver_hpc.run.agents import Agents
 from liver_hpc.run.decide import (
     MOST_LEAVES,
+    Begin,
+    Decider,
     Decision,
     Drop,
     Estimates,
-    Grant,
-    Grow,
-    Leave,
-    NodesAtHand,
     Stay,
     ToDisk,
     Wait,
-    decide,
 )
-from liver_hpc.run.events import CoordinatorStarted
+from liver_hpc.run.events import CoordinatorStarted, Node, NodeWarned
 from liver_hpc.run.machine import Run
-from liver_hpc.run.node_events import Node, NodeWarned
 from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.requests import GROWTH, OPERATOR, ReconfigurationRequest, RequestQueue
 from tests.fakes import tiny_recipe, tiny_run
@@ -56,27 +52,28 @@ class Situation:
         config = tiny_run(layouts=layouts or ANY_NUMBER)
         self.clock = FakeClock(NOW_S)
         self.agents = Agents(config.deadlines, self.clock, [])
-        held = HeldNodes(None)
+        held = HeldNodes(self.agents, None)
         for node in (N1, N2):
             held.grant(node)
-        self.agents.launch(0, DP2, held.seats(2, {}))
+        self.agents.launch(0, DP2, held.seats(2))
         for agent in ("a0", "a1"):
             self.join(agent)
         for node in more:
             held.grant(node)
         self.world = WorldRef(0, RankMap(DP2, (0, 1)))
-        self.nodes = NodesAtHand(held, self.agents, config.deadlines.exit_s)
+        self.nodes = held
         self.queue = RequestQueue(config, tiny_recipe(config).check_layout)
         estimator: Any = FixedEstimates()
         self.estimates = Estimates(LayoutPolicy(config, SPEC), estimator, SPEC, place_once)
 
     def join(self, agent: str) -> None:
-        (worker,) = self.agents.meet(agent, 1)
-        self.agents.join(Hello(worker=worker, pid=1, host="h", booted_s=0.0))
+        meeting = self.agents.meet(agent, 1)
+        assert isinstance(meeting, a.Admit)
+        self.agents.join(Hello(worker=meeting.workers[0], pid=1, host="h", booted_s=0.0))
 
     def warn(self, node: str, window_s: float | None = None) -> None:
         deadline_s = None if window_s is None else NOW_S + window_s
-        assert self.nodes.held.warn(NodeWarned(node, "preempted", NOW_S - 1.0, deadline_s))
+        self.nodes[node].warning = NodeWarned(node, "preempted", NOW_S - 1.0, deadline_s)
 
     def ask(self, layout: Layout) -> ReconfigurationRequest:
         request = ReconfigurationRequest(OPERATOR, NOW_S, layout=layout)
@@ -88,17 +85,24 @@ class Situation:
 
     def agent_is_ending(self) -> None:
         """A third worker is told to exit, and its agent holds a slot until it has ended."""
-        self.agents.launch(1, DP1, self.nodes.held.seats(1, self.agents.taken()))
+        self.agents.launch(1, DP1, self.nodes.seats(1))
         self.join("a2")
         self.agents.send((2,), Exit(reason="test"))
+
+    def begins(self) -> Begin:
+        """What it decides, which is a handoff."""
+        decision = self.decide()
+        assert isinstance(decision, Begin)
+        return decision
 
     def decide(self) -> Decision:
         """Which changes nothing, and says the same again."""
         everything = (self.nodes, self.world, self.queue, self.estimates, self.agents)
         before = [remembered(each) for each in everything]
-        args = (self.nodes, self.world, self.queue, self.estimates, self.clock.now_s())
-        decision = decide(*args)
-        assert decide(*args) == decision
+        now_s = self.clock.now_s()
+        decider = Decider(self.nodes, self.world, self.queue, self.estimates, now_s)
+        decision = decider.decide()
+        assert decider.decide() == decision
         assert [remembered(each) for each in everything] == before
         return decision
 
@@ -113,8 +117,7 @@ def test_nothing_is_done_without_a_reason() -> None:
 def test_a_run_grows_onto_nodes_that_came() -> None:
     situation = Situation(BURST)
     situation.may_grow()
-    decision = situation.decide()
-    assert isinstance(decision, Grow)
+    decision = situation.begins()
     assert decision.request == ReconfigurationRequest(GROWTH, NOW_S - 5.0, layout=Layout(1, 1, 4))
     assert {*decision.target.workers} == {0, 1, 2, 3}
 
@@ -124,7 +127,7 @@ def test_growing_waits_for_more_nodes_to_come() -> None:
     situation.nodes.grow_at_s = NOW_S + 1.0
     assert situation.decide() == Wait()
     situation.clock.advance(1.0)
-    assert isinstance(situation.decide(), Grow)
+    assert situation.begins().request.origin == GROWTH
 
 
 def test_a_run_does_not_grow_beyond_what_was_asked_for_last() -> None:
@@ -133,8 +136,7 @@ def test_a_run_does_not_grow_beyond_what_was_asked_for_last() -> None:
     situation.queue.ceiling = 2
     assert situation.decide() == Wait()
     situation.queue.ceiling = 3
-    decision = situation.decide()
-    assert isinstance(decision, Grow)
+    decision = situation.begins()
     assert decision.target.layout.workers == 3
 
 
@@ -158,14 +160,14 @@ def test_a_request_is_granted_before_the_run_grows() -> None:
     situation = Situation(BURST)
     situation.may_grow()
     request = situation.ask(TP2)
-    assert situation.decide() == Grant(request, RankMap(TP2, (0, 1)))
+    assert situation.decide() == Begin(request, RankMap(TP2, (0, 1)))
 
 
 def test_a_replacement_takes_the_seat_of_whom_it_replaces() -> None:
     situation = Situation(BURST)
     request = ReconfigurationRequest(OPERATOR, NOW_S, replace=1)
     situation.queue.add(request)
-    assert situation.decide() == Grant(request, RankMap(DP2, (0, 2)))
+    assert situation.decide() == Begin(request, RankMap(DP2, (0, 2)))
 
 
 def test_a_request_without_a_point_is_dropped() -> None:
@@ -194,7 +196,7 @@ def test_a_request_waits_for_agents_that_hold_the_slots_that_it_needs() -> None:
     assert decision.reason.endswith("agents that are ending hold slots that it needs")
     situation.agents.leave(2)
     situation.agents.ended("a2", 0)
-    assert isinstance(situation.decide(), Grant)
+    assert situation.begins().request.origin == OPERATOR
 
 
 # ---- leaving
@@ -204,8 +206,7 @@ def test_a_node_is_left_before_anything_is_granted() -> None:
     situation = Situation()
     situation.ask(TP2)
     situation.warn("n2", 60.0)
-    decision = situation.decide()
-    assert isinstance(decision, Leave)
+    decision = situation.begins()
     assert decision.target == RankMap(DP1, (0,))
     assert decision.nodes == ("n2",)
     assert (decision.action, decision.estimate_s, decision.late) == (
@@ -219,20 +220,17 @@ def test_a_node_is_left_before_anything_is_granted() -> None:
 def test_other_nodes_take_the_place_of_those_that_go_where_there_is_time_to_boot() -> None:
     situation = Situation(BURST)
     situation.warn("n2", 60.0)
-    decision = situation.decide()
-    assert isinstance(decision, Leave)
+    decision = situation.begins()
     assert decision.target == RankMap(DP2, (0, 2))
     situation.warn("n2", 15.0)  # 9 s are more than half of it
-    decision = situation.decide()
-    assert isinstance(decision, Leave)
+    decision = situation.begins()
     assert decision.target == RankMap(DP1, (0,))
 
 
 def test_a_window_that_is_too_short_for_either_way_is_said_to_be() -> None:
     situation = Situation()
     situation.warn("n2", 1.0)
-    decision = situation.decide()
-    assert isinstance(decision, Leave)
+    decision = situation.begins()
     assert decision.late
     assert decision.action == "live to tp1 pp1 dp1, estimated 2.0 s for a window of 1.0 s"
 
@@ -246,7 +244,7 @@ def test_the_state_goes_to_disk_where_only_that_is_in_time() -> None:
     assert isinstance(decision, ToDisk)
     assert decision.action == "to disk (live: 2.0 s, disk: 0.5 s, window: 1.0 s)"
     estimator.measured = False  # what is only assumed does not send a run to the disk
-    assert isinstance(situation.decide(), Leave)
+    assert situation.begins().nodes == ("n2",)
 
 
 def test_the_state_goes_to_disk_where_no_layout_is_left() -> None:
@@ -274,12 +272,12 @@ def test_nodes_that_nobody_takes_are_stayed_on_where_there_is_nowhere_to_go() ->
     assert isinstance(decision, Stay)
     assert decision.nodes == ("n2",)
     assert "stays: there is nowhere else to run" in decision.reason
-    situation.nodes.stuck = decision.situation
+    situation.nodes.stuck = situation.nodes.situation(situation.world)
     assert situation.decide() == Wait()
     request = situation.ask(TP2)
-    assert isinstance(situation.decide(), Grant), f"{request} does not wait behind that"
-    situation.nodes.held.grant(BURST)
-    assert isinstance(situation.decide(), Leave), "there is somewhere to go now"
+    assert situation.begins().request == request, "it does not wait behind that"
+    situation.nodes.grant(BURST)
+    assert situation.begins().nodes == ("n2",), "there is somewhere to go now"
 
 
 def test_a_long_window_is_used_to_wait_for_agents_that_are_ending() -> None:
@@ -289,7 +287,7 @@ def test_a_long_window_is_used_to_wait_for_agents_that_are_ending() -> None:
     decision = situation.decide()
     assert decision == Wait("agents that are ending hold slots that may be needed")
     situation.warn("n2", 39.0)  # four exits of 10 s do not fit
-    assert isinstance(situation.decide(), Leave)
+    assert situation.begins().nodes == ("n2",)
 
 
 def test_an_empty_node_that_has_to_be_left_is_nobodys_concern() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from liver_hpc.run.node_events import Node, NodeWarned
+from liver_hpc.run.events import Node, NodeWarned
 from liver_hpc.run.notices import NoticeBook
 from liver_hpc.run.records import NoticeRecord
 

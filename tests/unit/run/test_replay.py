@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from liver_hpc.errors import ConfigError
+from liver_hpc.run.codec import memory_of
 from liver_hpc.run.entries import Entry
 from liver_hpc.run.events import Memory
-from liver_hpc.run.replay import differences, memory_of
 from tests.unit.run.choices import Choices
 from tests.unit.run.endings import schedule
 from tests.unit.run.play import Play
+from tests.unit.run.replay import differences
 from tests.unit.run.scenes import SCENES
 
 

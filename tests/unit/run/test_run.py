@@ -8,8 +8,9 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
-from liver_hpc.run.node_events import NodeGone, NodeGranted, NodeWarned
-from liver_hpc.run.state import Ending, RunState
+from liver_hpc.run.actions import Ending
+from liver_hpc.run.events import NodeGone, NodeGranted, NodeWarned
+from liver_hpc.run.lifecycle import RunState
 from tests.fakes import Fault
 from tests.unit.run.choices import Choices
 from tests.unit.run.play import Play
@@ -85,6 +86,7 @@ def test_a_node_that_is_gone_takes_the_handoff_onto_it_with_it() -> None:
     (row,) = [each.row for each in of(a.Record, actions) if each.row.generation == 1]  # type: ignore[attr-defined]
     assert (row.outcome, row.detail) == ("aborted", "BOOT: node b3 is gone: it is down")
     assert play.run.state is RunState.TRAINING
+    assert not play.run.elastic.estimates.handoffs.measured, "that teaches nothing"
 
 
 def test_what_is_done_about_a_node_is_said_once() -> None:
@@ -137,7 +139,7 @@ def test_the_first_world_begins_once_all_workers_are_there() -> None:
     assert play.run.world.rank_map.workers == (0, 1)
     play.train()
     play.settle()
-    assert play.run.steps_done == 1
+    assert play.run.recorder.steps_done == 1
 
 
 def test_a_resize_is_granted_and_the_new_world_trains() -> None:

@@ -18,8 +18,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from liver_hpc.run import actions as a
+from liver_hpc.run.actions import Ending
 from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord
-from liver_hpc.run.state import Ending
 from tests.unit.run.endings import schedule
 
 SCHEDULES = 10_000

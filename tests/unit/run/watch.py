@@ -9,12 +9,13 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.protocol import messages as m
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
+from liver_hpc.run.actions import Ending
 from liver_hpc.run.decide import PATIENT_EXITS
+from liver_hpc.run.events import NodeGone, NodeGranted, NodeWarned, Seat
+from liver_hpc.run.lifecycle import RunState
 from liver_hpc.run.machine import Run
-from liver_hpc.run.node_events import NodeGone, NodeGranted, NodeWarned, Seat
 from liver_hpc.run.notices import GRANTED, LOST
 from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord
-from liver_hpc.run.state import Ending, RunState
 from tests.fakes import WRONG_DIGEST
 from tests.unit.protocol.play import check
 
@@ -121,9 +122,18 @@ class Watch:
         if not self.ends:
             self._world()
             self._windows()
-        self.run.check()
-        if self.run.ending is None:
-            check(self.run.handoffs._machine)
+        self._consistent()
+
+    def _consistent(self) -> None:
+        """What the run's parts say of one another."""
+        run, handoffs = self.run, self.run.handoffs
+        assert (run._state is RunState.ENDED) == (run.ending is not None), run._story()
+        assert not run._out
+        if run.ending is None:
+            check(handoffs._machine)
+            assert (handoffs.attempt is None) == (run.recorder.attempt is None)
+            assert run.world is not None or run._state is RunState.STARTING, run._story()
+            assert run._state is not RunState.STOPPING or run._deadline or not handoffs.idle
 
     def _answers(self, event: e.Event, actions: list[a.Action]) -> None:
         """Every question is answered once, at once, and nobody else is."""
@@ -318,8 +328,8 @@ class Watch:
 
     def hurried(self) -> dict[str, float]:
         """Nodes that somebody takes away, and when."""
-        held = self.run.elastic.nodes.held
-        known = {name: held.deadline_s(name) for name in self.nodes}
+        held = self.run.elastic.nodes
+        known = {name: held[name].deadline_s for name in self.nodes if name in held}
         return {name: at_s for name, at_s in known.items() if at_s is not None}
 
     def _windows(self) -> None:
@@ -335,9 +345,9 @@ class Watch:
             assert left_s is None or waits, f"{hurried} pass, and nothing is done"
         elif run.state is RunState.HANDING_OVER and run.handoffs.can_be_cancelled:
             assert run.handoffs.request is not None
-            target = run.handoffs.target_workers()
+            assert run.handoffs.attempt is not None
             stays -= {*run.handoffs.request.without}
-            stays = stays if target is None else {*target}
+            stays = {*run.handoffs.attempt.target_workers} or stays
             assert not self._of(stays, hurried), f"{hurried} pass behind another handoff"
 
     def _of(self, workers: Iterable[int], hurried: dict[str, float]) -> list[float]:

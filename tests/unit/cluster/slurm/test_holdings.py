@@ -9,7 +9,7 @@ import pytest
 from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Place
 from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.errors import LiverError
-from liver_hpc.run.node_events import EndNear, NodeGone, NodeGranted, NodeWarned, PoolEvent
+from liver_hpc.run.events import EndNear, NodeGone, NodeGranted, NodeWarned, PoolEvent
 
 LIMIT_S = 10_000.0
 KILL_S = 5.0

@@ -12,7 +12,7 @@ from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands
 from liver_hpc.cluster.slurm.holdings import Holding, Place
 from liver_hpc.cluster.slurm.pool import SlurmPool
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.run.node_events import NodeGranted, NodeWarned, PoolEvent, PoolNote
+from liver_hpc.run.events import NodeGranted, NodeWarned, PoolEvent, PoolNote
 
 BURST = {"partition": "preempt", "max_nodes": 2, "backoff_s": 60.0}
 NAMES = ("main", "left", "right")

@@ -8,8 +8,7 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Requested, WorkerLost, WorldRef
-from liver_hpc.run.lanes import worker_phases
-from liver_hpc.run.recorder import AttemptNotes
+from liver_hpc.run.attempt_notes import AttemptNotes
 
 SMALL = m.ScalarState(step=3, consumed_samples=0, optimizer_step=3, loss_scale=1.0, seed=1)
 
@@ -54,7 +53,7 @@ def cross(notes: AttemptNotes) -> None:
 
 
 def spans(notes: AttemptNotes) -> dict[tuple[int, str], tuple[float, float]]:
-    found = worker_phases(notes, lambda worker: f"n{worker}")
+    found = notes.worker_phases(lambda worker: f"n{worker}")
     assert {(each.worker, each.node) for each in found} <= {(0, "n0"), (1, "n1"), (2, "n2")}
     return {
         (each.worker, each.phase): (round(each.started_s, 6), round(each.ended_s, 6))

@@ -1,0 +1,65 @@
+"""A journal played again: whether a core decides the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import TypeAdapter, ValidationError
+
+from liver_hpc.errors import ConfigError
+from liver_hpc.run.codec import encode, name_of
+from liver_hpc.run.entries import STEPS_DROPPED, Entry, decode
+from liver_hpc.run.entries import encode as encode_entry
+from liver_hpc.run.events import CoordinatorStarted, Event
+from liver_hpc.run.machine import Run
+
+EVENTS = {name_of(kind): TypeAdapter(kind) for kind in get_args(Event)}
+
+
+def plain(value: Any) -> Any:
+    """A value as a reader of the journal gets it."""
+    (entry,) = decode([encode_entry(0, 0.0, {"value": value})], "memory, line")
+    return entry.event["value"]
+
+
+def decode_event(values: Mapping[str, Any]) -> Event:
+    """The event that `encode` was given; raises ConfigError for anything else."""
+    kind = EVENTS.get(str(values.get("type")))
+    if kind is None:
+        raise ConfigError(f"an event of type {values.get('type')!r} is not known")
+    try:
+        event: Event = kind.validate_python(values)
+    except ValidationError as error:
+        raise ConfigError(f"event {values.get('type')!r}: {error.errors()[0]['msg']}") from error
+    return event
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a replayed core decided something else than the journal has."""
+
+    number: int
+    wanted: list[dict[str, Any]]
+    got: list[dict[str, Any]]
+
+
+def differences(
+    entries: Iterable[Entry], new_run: Callable[[CoordinatorStarted], Run]
+) -> Iterable[Difference]:
+    """Plays a journal to fresh cores, one for each start; what they decide otherwise.
+
+    Raises ConfigError for an event that this release does not know.
+    """
+    run: Run | None = None
+    for entry in entries:
+        if entry.event["type"] == STEPS_DROPPED:  # nothing but training steps
+            continue
+        event = decode_event(entry.event)
+        if isinstance(event, CoordinatorStarted):
+            run = new_run(event)
+        assert run is not None, "the journal does not begin with a start"
+        got = plain([encode(action) for action in run.handle(event, entry.at_s)])
+        if got != entry.actions:
+            yield Difference(entry.number, entry.actions, got)
