@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from liver_hpc.cluster.launcher import KILLED, LaunchedAgent, Launcher, NodeRequest
+from liver_hpc.cluster.launcher import KILLED, LaunchedAgent, Launcher
 from liver_hpc.host.child import Command
+from liver_hpc.run.actions import LaunchAgent
 
 
 class MemoryLauncher(Launcher):
     """`start` is called for every request, and `end` plays a death."""
 
-    def __init__(self, start: Callable[[NodeRequest], None] = lambda request: None) -> None:
-        super().__init__()
-        self._start = start
-
-    def _prepare(self, request: NodeRequest) -> LaunchedAgent:
-        return _Played(lambda: self._start(request))
+    def __init__(self, start: Callable[[LaunchAgent], None] = lambda request: None) -> None:
+        super().__init__(lambda request: _Played(lambda: start(request)))
 
     def end(self, agent: str, exit_code: int) -> None:
         """The agent ends by itself, unless it has ended before."""

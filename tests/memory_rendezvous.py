@@ -10,10 +10,9 @@ from liver_hpc.rendezvous.base import (
     Decide,
     Identity,
     Rendezvous,
-    accepted,
+    answer_in,
     introduction,
     reception,
-    verdict_in,
 )
 
 
@@ -48,4 +47,4 @@ class MemoryRendezvous(Rendezvous):
             if answer is None:
                 raise MeetingError("the rendezvous is closed")
             said, _ = reception(self._secret, introduction(secret, identity), answer)
-        return accepted(verdict_in(secret, said), identity)
+        return answer_in(secret, said, identity)

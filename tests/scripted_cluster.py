@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 from liver_hpc.clock import SystemClock
-from liver_hpc.cluster.launcher import NodeRequest
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.errors import DeadlineError, MeetingError
 from liver_hpc.layout.coordinates import RankMap
@@ -14,6 +13,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.base import Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
+from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.events import Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
 from tests.fakes import Fault, FaultInjector, WorkerScript
 from tests.memory_launcher import MemoryLauncher
@@ -135,23 +135,25 @@ class ScriptedCluster:
         self.faults = FaultInjector()
         self.rendezvous = MemoryRendezvous(secret)
         self.launcher = MemoryLauncher(self._start)
-        self.launched: list[NodeRequest] = []
+        self.launched: list[LaunchAgent] = []
         self.fallen_agents: dict[str, int] = {}
         self.workers: dict[int, ScriptedWorker] = {}
         self.refusals: list[str] = []
         self._threads: list[threading.Thread] = []
 
-    def _start(self, request: NodeRequest) -> None:
+    def _start(self, request: LaunchAgent) -> None:
         self.launched.append(request)
         thread = threading.Thread(target=self._agent, args=(request,), daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _agent(self, request: NodeRequest) -> None:
+    def _agent(self, request: LaunchAgent) -> None:
         if request.agent in self.fallen_agents:
             self.launcher.end(request.agent, self.fallen_agents[request.agent])
             return
-        identity = Identity(agent=request.agent, host="test", pid=1, workers=len(request.slots))
+        identity = Identity(
+            agent=request.agent, host="test", pid=1, workers=len(request.seat.slots)
+        )
         try:
             answer = self.rendezvous.meet(identity, self.secret)
         except MeetingError as error:

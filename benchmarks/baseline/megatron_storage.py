@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.baseline.storage import SaveInProgress, Storage
-from liver_hpc.host.lifeline import die_with_parent
+from benchmarks.lifeline import die_with_parent
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.world.world import World
 

@@ -20,10 +20,10 @@ from torchft.checkpointing.http_transport import HTTPTransport
 from torchft.coordination import LighthouseServer
 from torchft.ddp import DistributedDataParallel
 
+from benchmarks.lifeline import on_parent_exit
 from benchmarks.peers.events import Step
 from benchmarks.peers.torchft_settings import HEARTBEAT_TIMEOUT_MS, JOIN_TIMEOUT_MS, TICK_MS
 from benchmarks.peers.training import StepLog, Training, open_worker
-from liver_hpc.host.lifeline import on_parent_exit
 
 # Any: torch's stubs do not export what is public.
 dist: Any = importlib.import_module("torch.distributed")

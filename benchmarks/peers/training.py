@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.lifeline import on_parent_exit
 from benchmarks.peers.events import Step
 from benchmarks.steady_state.plain import filled_module
 from liver_hpc.config.load import load_run
-from liver_hpc.host.lifeline import on_parent_exit
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.world.device import Device, open_device

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmError
-from liver_hpc.cluster.slurm.run_job import RunJob, gone, is_queued, job_of, job_text
+from liver_hpc.cluster.slurm.run_job import JOB_POLL_S, RunJob, gone, job_of
 from liver_hpc.errors import DeadlineError, LiverError, RequestRefused
 from liver_hpc.protocol.messages import FromOperator, Reply, StatusRequest, StopRequest
 from liver_hpc.protocol.status import StatusSnapshot
@@ -20,7 +20,6 @@ CONNECT_S = 10.0
 REPLY_S = 30.0
 _OUTCOME_S = 30.0
 """How long a coordinator that has hung up may take to write its outcome."""
-_JOB_POLL_S = 0.5
 _QUEUE_POLL_S = 2.0
 _LOCAL_POLL_S = 0.02
 
@@ -76,7 +75,7 @@ def stop(run: RunDirectory, timeout_s: float | None = None, checkpoint: bool = F
         assert job is not None
         return job.cancel(timeout_s)
     if job is not None:
-        job.await_end(deadline)
+        poll_until(job.is_over, deadline, JOB_POLL_S)
     elif config.cluster.kind == "local" and address is not None and process is not None:
         pids = (address.pid, int(process))
         poll_until(lambda: not any(map(process_lives, pids)), deadline)
@@ -115,7 +114,7 @@ def await_coordinator(run: RunDirectory, tell: Callable[[str], None] = lambda te
             deadline = Deadline.after(SystemClock(), config.deadlines.boot_s, waits_for)
         else:
             deadline.check()
-        pause.wait(_LOCAL_POLL_S if job is None else _QUEUE_POLL_S if queued else _JOB_POLL_S)
+        pause.wait(_LOCAL_POLL_S if job is None else _QUEUE_POLL_S if queued else JOB_POLL_S)
 
 
 def _state(run: RunDirectory, job: RunJob) -> tuple[str, bool]:
@@ -125,7 +124,7 @@ def _state(run: RunDirectory, job: RunJob) -> tuple[str, bool]:
     except ControllerUnreachable as error:
         return f"job {job.job_id}: {error.complaint}", True
     if info is not None:
-        return job_text(info), is_queued(info)
+        return str(info), info.queued
     outcome = run.outcome()
     if outcome is None:
         raise gone(run, job)
@@ -172,7 +171,7 @@ def final_outcome(run: RunDirectory) -> Outcome | None:
         return run.last_outcome() is not None or not _coordinator_lives(run)
 
     try:
-        poll_until(settled, deadline, _JOB_POLL_S if job_of(run) is not None else _LOCAL_POLL_S)
+        poll_until(settled, deadline, JOB_POLL_S if job_of(run) is not None else _LOCAL_POLL_S)
     except DeadlineError:
         return None
     return run.outcome()
@@ -188,7 +187,7 @@ def is_queued_again(run: RunDirectory) -> bool:
         return False
     deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"job {job.job_id} to be queued again")
     try:
-        poll_until(job.is_out_of_work, deadline, _JOB_POLL_S)
+        poll_until(lambda: job.is_over(or_queued=True), deadline, JOB_POLL_S)
     except DeadlineError:  # it has come back within a moment
         return True
     return not job.is_over()
@@ -199,7 +198,7 @@ def _coordinator_lives(run: RunDirectory) -> bool:
     address, job = run.coordinator(), job_of(run)
     if address is not None and address.is_here:
         return process_lives(address.pid)
-    return job is None or not job.is_out_of_work()
+    return job is None or not job.is_over(or_queued=True)
 
 
 def _ask(channel: Channel, message: FromOperator) -> Reply:
@@ -219,8 +218,8 @@ def _silence(run: RunDirectory) -> LiverError:
         info = job.find() if job is not None else None
     except SlurmError as error:
         return LiverError(f"run {run}: its coordinator does not answer, and Slurm neither: {error}")
-    if info is not None and (is_queued(info) or address is None):
-        return RunWaits(f"run {run}: {job_text(info)}")
+    if info is not None and (info.queued or address is None):
+        return RunWaits(f"run {run}: {info}")
     if address is None and job is not None:
         return gone(run, job)
     if address is None:

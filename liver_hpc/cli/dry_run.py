@@ -10,11 +10,10 @@ from liver_hpc.cluster.slurm.burst import Request
 from liver_hpc.cluster.slurm.commands import sbatch_words
 from liver_hpc.cluster.slurm.script import (
     BURST_SCRIPT,
-    Submission,
+    RUN_SCRIPT,
     batch_script,
     burst_options,
     burst_script,
-    coordinator_command,
 )
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import NoticeSection, RunConfig
@@ -53,11 +52,12 @@ def describe_run(config: RunConfig, recipe: Recipe) -> str:
 def _submissions(config: RunConfig) -> list[str]:
     """The batch scripts as they would be written, and the words of each sbatch, as comments."""
     run = config.runs_directory / f"{config.name}-{STAMP}"
-    submission = Submission.of_run(config.cluster, run, RunDirectory(run).jobs_path)
+    directory = RunDirectory(run)
+    script = directory.jobs_path / RUN_SCRIPT
     parts = [
-        *_file(submission.script_path, batch_script(submission, coordinator_command(submission))),
+        *_file(script, batch_script(config.cluster, directory)),
         "# submitted by",
-        _indented([shlex.join(sbatch_words([], submission.script_path))]),
+        _indented([shlex.join(sbatch_words([], script))]),
     ]
     slurm = config.cluster.slurm
     if (burst := slurm.burst) is not None:

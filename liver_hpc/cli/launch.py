@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from liver_hpc.config.schema import RunConfig, SlurmSection
 from liver_hpc.coordinator.hosting import HostedCoordinator, checkpoint_in_time, requeue
@@ -55,13 +55,13 @@ def launch_detached(run: RunDirectory) -> str:
 
 
 def submit_to_cluster(run: RunDirectory, config: RunConfig) -> str:
-    executor: Any
     if config.cluster.kind == "slurm":
-        from liver_hpc.cluster.slurm.executor import HetExecutor
-        from liver_hpc.cluster.slurm.script import Submission
+        from submitit.core.utils import DelayedSubmission
 
-        executor = HetExecutor(Submission.of_run(config.cluster, run.path, run.jobs_path))
-        return str(executor.submit(CoordinatorJob(), str(run.path)).job_id)
+        from liver_hpc.cluster.slurm.submit import submit_call
+
+        call = DelayedSubmission(CoordinatorJob(), str(run.path))
+        return submit_call(config.cluster, run, call)
     import submitit
 
     executor = submitit.LocalExecutor(run.jobs_path)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from liver_hpc.cli.submission import checked_run, note_latest, with_prepared_data
-from liver_hpc.cluster.slurm.own_job import OwnJob
+from liver_hpc.cluster.slurm.run_job import OwnJob
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import RunConfig, SlurmSection
 from liver_hpc.coordinator.hosting import HostedCoordinator, checkpoint_in_time, requeue

@@ -1,1 +1,1 @@
-"""Where workers run: local processes here, Slurm later."""
+"""How agents come to run, on this machine and on Slurm, and on which nodes."""

@@ -1,22 +1,30 @@
-"""How agents come to run: the launcher, and what its kinds have in common."""
+"""How agents come to run: the launcher, and its kind for this machine.
+
+The tree of one agent is the agent, its workers and, while it meets the rendezvous, its joiner.
+Here, whichever of them, or of the processes above, is killed, what is below it follows: the agent
+dies with the process that launched it, its children with the agent; and once the agent has ended
+the launcher kills whatever is left.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.child import Child, Command
+from liver_hpc.run.actions import LaunchAgent
 
 KILLED = 137
 """Exit code of an agent that was killed (128 + SIGKILL, as shells count)."""
 
 AGENT_MODULE = "liver_hpc.node.agent"
+
+_SWEEP_S = 20.0
 
 _log = logging.getLogger(__name__)
 
@@ -36,23 +44,11 @@ def last_words(run_directory: Path, agent: str) -> str:
     return next(filter(None, reversed(errors)), "")
 
 
-@dataclass(frozen=True)
-class NodeRequest:
-    """One agent: the layout that its workers rehearse, and where they run.
-
-    slots: the worker places of the node that its workers take, one each; a slot is the number of
-    an accelerator. node: the node's name; empty where there is no choice.
-    """
-
-    agent: str
-    layout: str
-    slots: tuple[int, ...]
-    node: str = ""
-
-    def options(self, run_directory: Path) -> list[str]:
-        """The agent's command line after the program."""
-        words = ["--run-directory", str(run_directory), "--agent", self.agent]
-        return [*words, "--layout", self.layout, "--slots", ",".join(map(str, self.slots))]
+def agent_options(launch: LaunchAgent, run_directory: Path) -> list[str]:
+    """The agent's command line after the program."""
+    words = ["--run-directory", str(run_directory), "--agent", launch.agent]
+    slots = ",".join(map(str, launch.seat.slots))
+    return [*words, "--layout", str(launch.layout), "--slots", slots]
 
 
 class LaunchedAgent:
@@ -118,40 +114,36 @@ class LaunchedAgent:
         threading.Thread(target=run, name=f"{name}-{self.agent}", daemon=True).start()
 
 
-class Launcher(ABC):
+class Launcher:
     """Starts agents, tells whether they still run, and ends them. An agent's name is used once.
 
-    close_s: how long killed agents may take to end.
+    prepare: makes an agent that has not started; raises LiverError when it never could. close_s:
+    how long killed agents may take to end.
     """
 
-    def __init__(self, close_s: float = 0.0) -> None:
+    def __init__(
+        self, prepare: Callable[[LaunchAgent], LaunchedAgent], close_s: float = 0.0
+    ) -> None:
+        self._prepare = prepare
         self._close_s = close_s
         self._agents: dict[str, LaunchedAgent] = {}
         self._closed = False
 
-    @abstractmethod
-    def _prepare(self, request: NodeRequest) -> LaunchedAgent:
-        """An agent that has not started. Raises LiverError when it never could."""
+    def launch(self, launch: LaunchAgent) -> None:
+        """Starts an agent; does not wait until it has booted.
 
-    def launch(self, requests: Sequence[NodeRequest]) -> None:
-        """Starts an agent for every request; does not wait until it has booted.
-
-        Raises LiverError when that is impossible or a name was used before; what has not started
-        then is not known.
+        Raises LiverError, OSError when that is impossible or its name was used before.
         """
         if self._closed:
             raise LiverError("the launcher is closed")
-        names = [request.agent for request in requests]
-        again = sorted({name for name in names if name in self._agents or names.count(name) > 1})
-        if again:
-            raise LiverError(f"agents {again} were launched before; a name is used once")
-        for name, agent in [(request.agent, self._prepare(request)) for request in requests]:
-            self._agents[name] = agent
-            try:
-                agent.start()
-            except LiverError:
-                del self._agents[name]
-                raise
+        if launch.agent in self._agents:
+            raise LiverError(f"agent {launch.agent!r} was launched before; a name is used once")
+        agent = self._agents[launch.agent] = self._prepare(launch)
+        try:
+            agent.start()
+        except (LiverError, OSError):
+            del self._agents[launch.agent]
+            raise
 
     def alive(self, agent: str) -> bool:
         """Whether anything of the agent still runs. Raises LiverError for an unknown agent."""
@@ -183,3 +175,23 @@ class Launcher(ABC):
         if agent not in self._agents:
             raise LiverError(f"agent {agent!r} was never launched")
         return self._agents[agent]
+
+
+def local_launcher(
+    run_directory: Path, exit_s: float = 10.0, further_options: Sequence[str] = ()
+) -> Launcher:
+    """Runs agents on this machine.
+
+    `exit_s` is how long a killed agent may take to end its workers before all get SIGKILL;
+    `further_options` are added to every agent's command line. What an agent prints goes to its
+    log, logs/agent-NAME.log of the run directory.
+    """
+
+    def prepare(launch: LaunchAgent) -> LaunchedAgent:
+        options = [*agent_options(launch, run_directory), *further_options]
+        words = [sys.executable, "-P", "-m", AGENT_MODULE, *options]
+        log = agent_log(run_directory, launch.agent)
+        command = Command(f"agent {launch.agent}", words, log=log, apart="session")
+        return LaunchedAgent(launch.agent, command, exit_s)
+
+    return Launcher(prepare, close_s=exit_s + _SWEEP_S)

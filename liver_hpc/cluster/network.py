@@ -120,24 +120,25 @@ def worker_network_environment(
 
     Raises ConfigError when the run file names an interface or adapter that the node lacks.
     """
-    told = {name: str(value) for name, value in network.nccl.items()}
     control = control_interface(network, kind, facts)
-    found: dict[str, str] = {}
+    found = dict(NCCL_TELLS)
+    if network.interface is not None:
+        found[GLOO_INTERFACE] = network.interface
+    if control is not None:
+        found[NCCL_INTERFACE] = f"={control}"
+    if facts.hca_ports:
+        # InfiniBand where there is any: the Ethernet ports beside it are for something else.
+        infiniband = [port for port in facts.hca_ports if port.link_layer == "InfiniBand"]
+        found[NCCL_HCA] = f"={','.join(map(str, infiniband or facts.hca_ports))}"
+    told = {name: str(value) for name, value in network.nccl.items()}
     if network.gloo_interface is not None:
         _require(_names(network.gloo_interface), "gloo_interface", facts)
         told[GLOO_INTERFACE] = network.gloo_interface
-    elif network.interface is not None:
-        found[GLOO_INTERFACE] = network.interface
     if network.nccl_interface is not None:
         told[NCCL_INTERFACE] = _nccl_interfaces(network.nccl_interface, facts)
-    elif control is not None:
-        found[NCCL_INTERFACE] = f"={control}"
     if network.ib_hca is not None:
         _require_hca(network.ib_hca, facts)
         told[NCCL_HCA] = network.ib_hca
-    elif facts.hca_ports:
-        found[NCCL_HCA] = f"={','.join(map(str, _preferred(facts.hca_ports)))}"
-    found |= NCCL_TELLS
     return {name: value for name, value in found.items() if name not in environment} | told
 
 
@@ -151,12 +152,6 @@ def nccl_log_path(
         return directory / f"nccl-{facts.host}-{pid}.log"
     # The two that NCCL itself replaces; it takes the name up to the first dot.
     return Path(given.replace("%h", facts.host.partition(".")[0]).replace("%p", str(pid)))
-
-
-def _preferred(ports: tuple[HcaPort, ...]) -> list[HcaPort]:
-    """InfiniBand where there is any: the Ethernet ports beside it are for something else."""
-    infiniband = [port for port in ports if port.link_layer == "InfiniBand"]
-    return infiniband or list(ports)
 
 
 def _nccl_interfaces(given: str, facts: NodeFacts) -> str:
@@ -188,17 +183,13 @@ def _require_hca(given: str, facts: NodeFacts) -> None:
     exact = given.startswith("=")
     for entry in _names(given.removeprefix("=")):
         name, _, port = re.sub(r":+", ":", entry).partition(":")
-        if not any(_is_meant(held, name, port, exact) for held in facts.hca_ports):
+        meant = f"{re.escape(name)}{'' if exact else '.*'}:{re.escape(port) or '.*'}"
+        if not any(re.fullmatch(meant, str(held)) for held in facts.hca_ports):
             ports = ", ".join(map(str, facts.hca_ports)) or "none"
             raise ConfigError(
                 f"network.ib_hca: node {facts.host} has no active adapter port {entry!r}; "
                 f"active ports are {ports}"
             )
-
-
-def _is_meant(held: HcaPort, name: str, port: str, exact: bool) -> bool:
-    fits = held.adapter == name if exact else held.adapter.startswith(name)
-    return fits and port in ("", str(held.port))
 
 
 def _listed(facts: NodeFacts) -> str:

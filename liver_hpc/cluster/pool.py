@@ -10,8 +10,8 @@ from liver_hpc.run.events import Node, NodeGranted, PoolEvent
 class NodePool:
     """Finds out which nodes the run holds, asks for more of them, and gives them back.
 
-    No method blocks but `start` and `close`. Here nothing is asked for and nothing given back: what
-    holds nodes that come and go does more.
+    No method blocks but `start` and `close`. Here it is this machine, which is simply there, with
+    any number of slots: nothing is asked for and nothing given back.
     """
 
     def start(self, tell: Callable[[PoolEvent], None]) -> None:
@@ -19,7 +19,7 @@ class NodePool:
 
         The nodes that are held already are told before it returns.
         """
-        raise NotImplementedError
+        tell(NodeGranted(Node("", "machine")))
 
     def warned(self, node: str, signal: str, at_s: float) -> None:
         """An agent on the node got a signal, such as "SIGTERM": finds out what that announces, then
@@ -42,10 +42,3 @@ class NodePool:
 
     def close(self) -> None:
         """Everything that was asked for while the run went on is returned. Idempotent."""
-
-
-class ThisMachine(NodePool):
-    """It is simply there, with any number of slots."""
-
-    def start(self, tell: Callable[[PoolEvent], None]) -> None:
-        tell(NodeGranted(Node("", "machine")))

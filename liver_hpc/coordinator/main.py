@@ -16,10 +16,9 @@ from pathlib import Path
 
 from liver_hpc.checkpoint.index import newest_step
 from liver_hpc.clock import SystemClock
-from liver_hpc.cluster.launcher import Launcher
-from liver_hpc.cluster.local import LocalLauncher
+from liver_hpc.cluster.launcher import Launcher, local_launcher
 from liver_hpc.cluster.network import control_address
-from liver_hpc.cluster.pool import NodePool, ThisMachine
+from liver_hpc.cluster.pool import NodePool
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.checkpoints import versions_of
@@ -57,7 +56,7 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
     if kind == "slurm":
         launcher, pool = _on_slurm(config, run_directory)
     else:
-        launcher, pool = LocalLauncher(run_directory, config.deadlines.exit_s), ThisMachine()
+        launcher, pool = local_launcher(run_directory, config.deadlines.exit_s), NodePool()
     mpi = MpiNetwork(control_address(network, kind), network.interface, network.mpi_netmod)
     return Services(
         clock=SystemClock(),
@@ -74,16 +73,16 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
 
 def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:
     """Workers on the nodes of the Slurm job that this process runs in, and on burst nodes."""
-    from liver_hpc.cluster.slurm.allocation import own_allocations
     from liver_hpc.cluster.slurm.commands import SlurmCommands
-    from liver_hpc.cluster.slurm.launcher import SlurmLauncher
+    from liver_hpc.cluster.slurm.holdings import own_allocations
+    from liver_hpc.cluster.slurm.launcher import slurm_launcher
     from liver_hpc.cluster.slurm.pool import SlurmPool
 
     slurm = config.cluster.slurm
     commands = SlurmCommands(slurm.command_s, slurm.unreachable_s)
     own = own_allocations(os.environ, config, commands.hostnames)
     pool = SlurmPool(config, commands, own, run_directory, SystemClock())
-    return SlurmLauncher(run_directory, config, commands, pool.place_of), pool
+    return slurm_launcher(run_directory, config, commands, pool.use), pool
 
 
 def run_coordinator(directory: Path, control: Control, build: Build = services_of) -> Outcome:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from liver_hpc.clock import Clock
-from liver_hpc.cluster.launcher import Launcher, NodeRequest
-from liver_hpc.cluster.pool import NodePool, ThisMachine
+from liver_hpc.cluster.launcher import Launcher
+from liver_hpc.cluster.pool import NodePool
 from liver_hpc.coordinator.connections import Asked, Met, WorkerRegistry
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import LiverError, MeetingError
@@ -41,7 +41,7 @@ class Services:
     rendezvous: Rendezvous
     open_journal: Callable[[Callable[[Written | JournalFailed], None]], Journal]
     attributes: Mapping[str, str] = field(default_factory=dict)
-    pool: NodePool = field(default_factory=ThisMachine)
+    pool: NodePool = field(default_factory=NodePool)
     place: Place = place
 
 
@@ -80,7 +80,7 @@ class Performer:
             case a.EndAgent():
                 self._registry.send((action.agent,), Exit(reason=action.reason))
             case a.KillAgent():
-                if self._is_known(action.agent):  # its launch may have failed meanwhile
+                if action.agent in self.launched:  # its launch may have failed meanwhile
                     log.warning("agent %s has not ended by itself: killed", action.agent)
                     services.launcher.kill(action.agent)
             case a.Disconnect():
@@ -112,27 +112,14 @@ class Performer:
         return None
 
     def _launch(self, launch: a.Launch) -> LaunchFailed | None:
-        requests = [
-            NodeRequest(each.agent, str(each.layout), each.seat.slots, each.seat.node)
-            for each in launch.agents
-        ]
-        names = tuple(request.agent for request in requests)
-        try:
-            self._services.launcher.launch(requests)
-        except (LiverError, OSError) as error:
-            lost = tuple(name for name in names if not self._is_known(name))
-            self.launched.update({*names} - {*lost})
-            return LaunchFailed(names, lost, str(error))
-        self.launched.update(names)
+        names = tuple(each.agent for each in launch.agents)
+        for position, each in enumerate(launch.agents):
+            try:
+                self._services.launcher.launch(each)
+            except (LiverError, OSError) as error:
+                return LaunchFailed(names, names[position:], str(error))
+            self.launched.add(each.agent)
         return None
-
-    def _is_known(self, agent: str) -> bool:
-        """Whether the launcher has anything of an agent, after a launch that failed half-way."""
-        try:
-            self._services.launcher.alive(agent)
-        except LiverError:
-            return False
-        return True
 
     def _admit(self, admit: a.Admit) -> None:
         met = self.meetings.popleft()

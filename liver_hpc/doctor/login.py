@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
-from liver_hpc.cluster.slurm.replies import PartitionInfo
+from liver_hpc.cluster.slurm.commands import PartitionInfo, SlurmCommands, SlurmError
 from liver_hpc.config.schema import SlurmSection
 from liver_hpc.doctor.checks import Check, Order, Result, failed, passed, warned
 from liver_hpc.errors import ConfigError

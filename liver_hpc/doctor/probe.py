@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import resource
-import select
 import sys
 import tempfile
 import threading
@@ -37,7 +36,7 @@ from liver_hpc.cluster.network import (
 )
 from liver_hpc.config.schema import NetworkSection
 from liver_hpc.doctor.checks import Result, failed, passed, warned
-from liver_hpc.errors import ConfigError, DeadlineError, LiverError
+from liver_hpc.errors import ConfigError, LiverError
 
 PACKAGES = ("liver_hpc", "torch", "megatron-core", "mpi4py")
 ASKERS_TOKEN = "asker"
@@ -155,17 +154,13 @@ def rendezvous(node: Node) -> Said:
 def join(node: Node, within_s: float) -> Said:
     """Meets the rendezvous as an agent does; MeetingError when that fails."""
     from liver_hpc.rendezvous.base import Identity
-    from liver_hpc.rendezvous.mpi.joiner_process import JoinerProcess
+    from liver_hpc.rendezvous.mpi.joiner import joiner_process, meet
+    from liver_hpc.run.secret import read_secret
 
     identity = Identity(agent="doctor", host=node.facts.host, pid=os.getpid(), workers=1)
     began_s = time.monotonic()
-    joiner = JoinerProcess(node.directory, identity, within_s)
-    try:
-        select.select([joiner.end], [], [], within_s + 5.0)
-        if joiner.answer() is None:
-            raise DeadlineError(f"waited {within_s:g} s for the joiner")
-    finally:
-        joiner.close()
+    secret = read_secret(node.directory / "secret")
+    meet(joiner_process(), node.directory, identity, secret, within_s)
     return {"took_s": time.monotonic() - began_s}
 
 

@@ -25,7 +25,7 @@ from liver_hpc.doctor.checks import Order
 from liver_hpc.doctor.probe import ANSWER, Said
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.child import Child, Command
-from liver_hpc.host.lifeline import quiet_thread
+from liver_hpc.host.process import quiet_thread
 
 ALLOCATION_MIN = 10
 """Time limit of the doctor's own allocation, in minutes: its end is Slurm's, whatever happens."""

@@ -25,9 +25,13 @@ from typing import IO, Literal
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.host.lifeline import EXIT_ORPHANED, PR_SET_PDEATHSIG, quiet_thread
 from liver_hpc.host.marks import kill_marked
-from liver_hpc.host.process import clean_environment
+from liver_hpc.host.process import clean_environment, quiet_thread
+
+EXIT_ORPHANED = 86
+"""Exit code of a process that found its parent already gone when it started."""
+
+PR_SET_PDEATHSIG = 1
 
 _START_S = 30.0
 _KILL_S = 5.0
@@ -99,7 +103,7 @@ class Child:
         self.name = command.name
         self.mark = command.mark
         self._leads_group = command.apart == "group"
-        self._process = _spawner(os.getpid()).start(command)
+        self._process = _start(command)
         self._end: int | None = None
 
     @property
@@ -197,43 +201,42 @@ def end_all(
     return sorted(killed)
 
 
-class _Spawner:
-    """A thread that starts all children of a process, and lives as long as the process.
+def _start(command: Command) -> subprocess.Popen[str]:
+    """Returns once the process runs. Raises LiverError, DeadlineError."""
+    started: Future[subprocess.Popen[str]] = Future()
+    _spawner(os.getpid()).put((command, started))
+    try:
+        return started.result(_START_S)
+    except TimeoutError:
+        started.add_done_callback(lambda late: late.result().kill())
+        raise DeadlineError(f"waited {_START_S:g} s for {command.name} to start") from None
+    except OSError as error:
+        raise LiverError(f"{command.name} cannot be started: {error}") from error
+
+
+_Orders = queue.SimpleQueue[tuple[Command, Future[subprocess.Popen[str]]]]
+
+
+@functools.cache
+def _spawner(pid: int) -> _Orders:
+    """Leads to a thread that starts all children of process `pid`, and lives as long as that.
 
     The kernel takes the end of the thread that started a process for the end of its parent. The
-    thread takes no signals, so that what comes to a child before it has set its own waits.
+    thread takes no signals, so that what comes to a child before it has set its own waits. A
+    forked child needs one of its own.
     """
+    orders: _Orders = queue.SimpleQueue()
 
-    def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[tuple[Command, Future[subprocess.Popen[str]]]]
-        self._asked = queue.SimpleQueue()
-        quiet_thread(self._serve, "spawner")
-
-    def start(self, command: Command) -> subprocess.Popen[str]:
-        """Returns once the process runs. Raises LiverError, DeadlineError."""
-        started: Future[subprocess.Popen[str]] = Future()
-        self._asked.put((command, started))
-        try:
-            return started.result(_START_S)
-        except TimeoutError:
-            started.add_done_callback(lambda late: late.result().kill())
-            raise DeadlineError(f"waited {_START_S:g} s for {command.name} to start") from None
-        except OSError as error:
-            raise LiverError(f"{command.name} cannot be started: {error}") from error
-
-    def _serve(self) -> None:
+    def serve() -> None:
         while True:
-            command, started = self._asked.get()
+            command, started = orders.get()
             try:
                 started.set_result(_popen(command))
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 started.set_exception(error)
 
-
-@functools.cache
-def _spawner(pid: int) -> _Spawner:
-    """That of this process; a forked child needs one of its own."""
-    return _Spawner()
+    quiet_thread(serve, "spawner")
+    return orders
 
 
 def _popen(command: Command) -> subprocess.Popen[str]:
@@ -242,13 +245,15 @@ def _popen(command: Command) -> subprocess.Popen[str]:
         raise FileNotFoundError(f"there is no command {command.words[0]!r} on the path")
     given = command.environment
     environment = clean_environment(os.environ) if given is None else given
+    ignored = ",".join(str(int(one)) for one in command.ignored)
+    told = [str(os.getpid()), str(int(command.orphan_signal or 0)), ignored]
     with contextlib.ExitStack() as stack:
         output = None
         if command.log is not None:
             command.log.parent.mkdir(parents=True, exist_ok=True)
             output = stack.enter_context(command.log.open("ab"))
         return subprocess.Popen(
-            [*_guard(command), program, *command.words[1:]],
+            [sys.executable, "-I", "-S", "-c", _GUARD, *told, program, *command.words[1:]],
             env={**environment, command.mark: _SET},
             stdin=command.stdin,
             stdout=output if command.stdout is None else command.stdout,
@@ -259,10 +264,3 @@ def _popen(command: Command) -> subprocess.Popen[str]:
             encoding="utf-8",
             errors="replace",
         )
-
-
-def _guard(command: Command) -> list[str]:
-    """What the command line begins with: the interpreter below which the command runs."""
-    ignored = ",".join(str(int(one)) for one in command.ignored)
-    words = [str(os.getpid()), str(int(command.orphan_signal or 0)), ignored]
-    return [sys.executable, "-I", "-S", "-c", _GUARD, *words]

@@ -1,7 +1,7 @@
 """Processes of this machine found by a mark in their environment.
 
 Descendants inherit it, also those that lost their parent or left its session: so a whole tree is
-found after any of its members has died. Linux only: reads /proc.
+found after any of its members has died.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from pathlib import Path
+import threading
 
-from liver_hpc.clock import Deadline, SystemClock, poll_until
+import psutil
+
+from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError
+
+_AGAIN_S = 0.02
 
 
 def marked_processes(name: str, value: str) -> list[int]:
     """Living processes of this user that were started with `name=value` in the environment."""
-    entry = f"{name}={value}".encode()
     return [
-        int(directory.name)
-        for directory in Path("/proc").iterdir()
-        if directory.name.isdecimal() and entry in _environment(directory)
+        process.pid
+        for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get(name) == value  # None for somebody else's
     ]
 
 
@@ -31,28 +34,15 @@ def kill_marked(name: str, value: str, limit_s: float) -> list[int]:
     Returns whom it killed. Raises DeadlineError when some still live after `limit_s` (stuck in
     the kernel).
     """
-    found: list[int] = []
+    deadline = Deadline.after(SystemClock(), limit_s, "killed processes to end")
+    pause = threading.Event()
     killed: set[int] = set()
-
-    def none_left() -> bool:
-        found[:] = marked_processes(name, value)
+    while found := marked_processes(name, value):
+        if deadline.expired():
+            raise DeadlineError(f"waited {limit_s:g} s for killed processes {found} to end")
         killed.update(found)
         for process in found:
             with contextlib.suppress(ProcessLookupError):  # has ended meanwhile
                 os.kill(process, signal.SIGKILL)
-        return not found
-
-    deadline = Deadline.after(SystemClock(), limit_s, "killed processes to end")
-    try:
-        poll_until(none_left, deadline)
-    except DeadlineError as error:
-        raise DeadlineError(f"waited {limit_s:g} s for killed processes {found} to end") from error
+        pause.wait(_AGAIN_S)
     return sorted(killed)
-
-
-def _environment(process: Path) -> list[bytes]:
-    """Empty for a process that has ended, a zombie included, or is somebody else's."""
-    try:
-        return (process / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return []

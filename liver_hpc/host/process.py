@@ -1,11 +1,13 @@
-"""This process: the environment it hands on, its descriptors, its garbage collector."""
+"""This process: the environment it hands on, its descriptors, threads and garbage collector."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import resource
-from collections.abc import Iterator, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
 
 ENOUGH = 65_536
 """Of a hard limit without bounds no more is taken: children inherit it, and some close them all."""
@@ -34,6 +36,21 @@ def raise_descriptor_limit() -> None:
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:
+    """Starts a daemon thread to which the kernel delivers no signal of the process.
+
+    Not for a thread that starts processes, unless by `child.Child`: others would inherit its
+    blocked signals.
+    """
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        thread.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+    return thread
 
 
 @contextlib.contextmanager

@@ -10,8 +10,7 @@ With --warnings, SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the coordinator; 
 channel stands, and without the option, they end the agent.
 
 Exit codes: the workers' worst one (128 + n for signal n), 0 when told to end by the coordinator,
-128 + n when ended by signal n (which also stands for the end of the parent), those named below,
-and those of `rendezvous.joiner`.
+128 + n when ended by signal n (which also stands for the end of the parent), and those named below.
 """
 
 from __future__ import annotations
@@ -26,24 +25,23 @@ import selectors
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
-from liver_hpc.clock import Clock, Deadline, SystemClock
+from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.launcher import agent_log
 from liver_hpc.config.load import load_run
-from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.host.lifeline import on_parent_exit, quiet_thread
+from liver_hpc.errors import LiverError, MeetingError
+from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.node.workers import WARNINGS, BootError, NodeWorkers, WorkerPlan
-from liver_hpc.protocol.messages import AgentHello, Exit, Warned, WorkerEnded
+from liver_hpc.protocol.messages import AgentHello, Exit, FromAgent, Warned, WorkerEnded
 from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
-from liver_hpc.rendezvous.mpi.joiner_process import JoinerProcess, NotMet
+from liver_hpc.rendezvous.mpi.joiner import RendezvousLost, StuckInMpi, joiner_process, meet
+from liver_hpc.rendezvous.mpi.process import MpiProcess
 from liver_hpc.run.secret import read_secret
 
 EXIT_FAILED = 1
@@ -53,146 +51,18 @@ EXIT_BOOT = 87
 EXIT_COORDINATOR_GONE = 89
 """The coordinator is gone, and workers had to be ended."""
 
-# How much longer than its own deadline a joiner gets to end by itself and say why.
-_MEET_MARGIN_S = 3.0
+EXIT_STUCK = 81
+"""A call of MPI's did not come back by the deadline."""
+EXIT_RENDEZVOUS_LOST = 82
+"""The rendezvous ended in the middle of the meeting."""
+EXIT_NOT_MET = 88
+"""The rendezvous refused the agent, or did not answer in time."""
+
+_CODES = {BootError: EXIT_BOOT, StuckInMpi: EXIT_STUCK, RendezvousLost: EXIT_RENDEZVOUS_LOST}
+
+News = Answer | Channel | LiverError
 
 log = logging.getLogger(__name__)
-
-
-class Stopped(LiverError):
-    """The agent was told to stop."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
-        self.signum = signum
-
-
-class Wake:
-    """What the agent's loop selects on: signals of this process, and `wake` from any thread. To be
-    made in the main thread."""
-
-    def __init__(self, signals: set[signal.Signals], clock: Clock) -> None:
-        self._clock = clock
-        self._arrived: list[tuple[int, float]] = []
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for signum in signals:
-            signal.signal(signum, self._note)
-        # Whoever started us may have had them blocked.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-
-    def fileno(self) -> int:
-        return self._reader
-
-    def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes, too
-            os.write(self._writer, b"\0")
-
-    def drain(self) -> None:
-        """Until the next one there is nothing to select."""
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._reader, 4096):
-                pass
-
-    def take(self) -> list[tuple[int, float]]:
-        """The signals that have come since the last call: numbers, and epoch seconds."""
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._arrived.append((signum, self._clock.now_s()))
-
-
-@dataclass(frozen=True)
-class CoordinatorGone:
-    """The channel has ended, or never came to be; nothing follows."""
-
-    reason: str
-
-
-News = Exit | CoordinatorGone
-
-
-class AgentChannel:
-    """The agent's own control channel, which opens with `hello`; `wake` is called when there is
-    `news`.
-
-    Its thread connects and listens. It takes no signals, so that they all come to the main thread.
-    """
-
-    def __init__(
-        self, dial: Callable[[], Channel], hello: AgentHello, wake: Callable[[], None]
-    ) -> None:
-        self._dial = dial
-        self._hello = hello
-        self._wake = wake
-        self._lock = threading.Lock()
-        self._channel: Channel | None = None  # once it stands
-        self._early: list[Warned | WorkerEnded] = []
-        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        self._closed = False
-        self._thread = quiet_thread(self._serve, "control")
-
-    @property
-    def stands(self) -> bool:
-        """Whether the coordinator hears what is sent."""
-        return self._channel is not None
-
-    def news(self) -> Iterator[News]:
-        """All that has come since the last call; does not block."""
-        while not self._news.empty():
-            yield self._news.get()
-
-    def send(self, message: Warned | WorkerEnded) -> None:
-        """Sends as soon as the channel stands; an end of it shows in the news."""
-        with self._lock:
-            channel = self._channel
-            if channel is None:
-                self._early.append(message)
-                return
-        try:
-            channel.send(message)
-        except ChannelClosed as error:
-            log.warning("the coordinator did not get %s: %s", message.type, error)
-
-    def close(self, limit_s: float) -> None:
-        """Ends the channel; what was sent before still arrives."""
-        with self._lock:
-            self._closed = True
-            channel = self._channel
-        if channel is not None:
-            channel.close()
-            self._thread.join(limit_s)
-
-    def _serve(self) -> None:
-        reason = "its thread has failed"
-        try:
-            self._listen(self._dial())
-        except (ChannelClosed, DeadlineError) as error:
-            reason = str(error)
-        finally:
-            self._channel = None
-            self._tell(CoordinatorGone(reason))
-
-    def _listen(self, channel: Channel) -> None:
-        channel.send(self._hello)
-        with self._lock:
-            if self._closed:
-                channel.close()
-            for early in self._early:
-                channel.send(early)
-            self._channel = channel
-        log.info("the channel stands")
-        while True:
-            message = channel.receive()
-            if isinstance(message, Exit):
-                self._tell(message)
-            else:
-                log.warning("%s: unexpected %s", channel.peer, message.type)
-
-    def _tell(self, news: News) -> None:
-        self._news.put(news)
-        self._wake()
 
 
 class Agent:
@@ -201,39 +71,62 @@ class Agent:
     def __init__(self, plan: WorkerPlan) -> None:
         self._plan = plan
         self._warnings = frozenset(WARNINGS) if plan.sheltered else frozenset()
-        self._clock = SystemClock()
         # With warnings SIGTERM announces the node's end, and says nothing of the parent.
         self._orphaned = signal.SIGINT if plan.sheltered else signal.SIGTERM
-        self._wake = Wake({signal.SIGTERM, signal.SIGINT, *self._warnings}, self._clock)
-        self._channel: AgentChannel | None = None
+        self._clock = SystemClock()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake, selectors.EVENT_READ, self._wake.drain)
+        self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._awake)
+        self._heed({signal.SIGTERM, signal.SIGINT, *self._warnings})
+        self._limits = load_run(plan.run_directory / "run.yaml").deadlines
+        self._secret = read_secret(plan.run_directory / "secret")
+        self._held = contextlib.ExitStack()
+        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._met = False
+        self._channel: Channel | None = None  # as long as it stands
+        self._early: list[WorkerEnded] = []
+        self._alone: Deadline | None = None  # once the coordinator is gone
         self._workers = NodeWorkers(self._plan, self._selector, self._worker_ended)
 
     def run(self) -> int:
-        """The agent's exit code. Raises LiverError when its workers never got to work."""
+        """The agent's exit code, or SystemExit with it where the agent is told to stop.
+
+        Raises LiverError when its workers never got to work.
+        """
         self._workers.start()
-        on_parent_exit(lambda: os.kill(os.getpid(), self._orphaned))
-        deadlines = load_run(self._plan.run_directory / "run.yaml").deadlines
         try:
-            self._await_boot(deadlines.boot_s)
-            answer = self._meet(deadlines.meet_s)
-            self._workers.hand_out(answer)
-            channel = self._open_channel(answer, deadlines.control_s)
-            return self._supervise(channel, deadlines.exit_s)
-        except Stopped as stop:
-            log.info("%s: ending workers %s", stop, self._workers.living())
-            return 128 + stop.signum
+            self._watch_parent()
+            self._await_boot(self._limits.boot_s)
+            joiner = joiner_process()
+            self._held.callback(joiner.end, 0.0)
+            self._start("meet", partial(self._meet, joiner))
+            return self._supervise()
         finally:
-            self._workers.end(deadlines.exit_s)
-            if self._channel is not None:
-                self._channel.close(deadlines.control_s)
+            self._workers.end(self._limits.exit_s)
+            self._held.close()
+
+    def _heed(self, signals: set[signal.Signals]) -> None:
+        """From now on each of them writes its number to what the selector looks at."""
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        for signum in signals:
+            signal.signal(signum, lambda *_: None)
+        # Whoever started us may have had them blocked.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+
+    def _watch_parent(self) -> None:
+        """Has the parent's end taken for a signal."""
+        parent = os.getppid()
+        with contextlib.suppress(OSError):  # it has ended, or is outside of our PID namespace
+            end = os.pidfd_open(parent)
+            orphaned = partial(self._signalled, self._orphaned)
+            self._selector.register(end, selectors.EVENT_READ, orphaned)
+        if os.getppid() != parent:
+            self._signalled(self._orphaned)
 
     def _turn(self, timeout_s: float | None) -> None:
-        """Waits for the next events and deals with them. Raises Stopped and BootError."""
+        """Waits for the next events and deals with them. Raises SystemExit, BootError."""
         ready = self._selector.select(timeout_s)
-        for signum, at_s in self._wake.take():
-            self._signalled(signum, at_s)
+        self._awake()  # a signal says more than the ends that it may have led to
         for key, _ in ready:
             key.data()
 
@@ -248,29 +141,83 @@ class Agent:
             self._turn(deadline.remaining_s())
         log.info("all %d workers have booted", len(self._plan.slots))
 
-    def _meet(self, meet_s: float) -> Answer:
-        identity = Identity(
-            agent=self._plan.agent,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            workers=len(self._plan.slots),
-        )
-        limit_s = meet_s + _MEET_MARGIN_S
-        deadline = Deadline.after(self._clock, limit_s, "the joiner to end")
-        joiner = JoinerProcess(self._plan.run_directory, identity, meet_s)
-        self._selector.register(joiner.end, selectors.EVENT_READ, lambda: None)
-        try:
-            while (answer := joiner.answer()) is None:
-                if deadline.expired():
-                    raise NotMet(f"waited {limit_s:g} s for the joiner to end")
-                self._turn(deadline.remaining_s())
-        finally:
-            self._selector.unregister(joiner.end)
-            joiner.close()
-        log.info("met the rendezvous: workers %s", list(answer.worker_ids))
-        return answer
+    def _start(self, name: str, work: Callable[[], Answer | Channel]) -> None:
+        """Does it in a thread: signals and workers' ends are not to wait. Its result is news."""
 
-    def _open_channel(self, answer: Answer, control_s: float) -> AgentChannel:
+        def run() -> None:
+            news: News = LiverError(f"{name}: the thread has failed")
+            try:
+                news = work()
+            except LiverError as error:
+                news = error
+            finally:
+                self._news.put(news)
+                os.write(self._waker, b"\0")  # wakes like a signal's number, which it is not
+
+        quiet_thread(run, name)
+
+    def _meet(self, joiner: MpiProcess) -> Answer:
+        plan = self._plan
+        identity = Identity(
+            agent=plan.agent, host=socket.gethostname(), pid=os.getpid(), workers=len(plan.slots)
+        )
+        return meet(joiner, plan.run_directory, identity, self._secret, self._limits.meet_s)
+
+    def _supervise(self) -> int:
+        """Until every worker has ended, by itself or because the coordinator wants it or is gone.
+
+        Each worker notices by itself that the coordinator is gone, and is given time to end.
+        """
+        while self._workers.living():
+            alone = self._alone
+            if alone is not None and alone.expired():
+                log.warning("workers %s go on without a coordinator", self._workers.living())
+                return EXIT_COORDINATOR_GONE
+            self._turn(None if alone is None else alone.remaining_s())
+        self._turn(0.0)  # their ends, where they were not the events that woke us
+        return self._workers.worst()
+
+    # ---- what happens meanwhile
+
+    def _stop(self, why: str, code: int) -> NoReturn:
+        log.info("%s: ending workers %s", why, self._workers.living())
+        sys.exit(code)
+
+    def _awake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # there is nothing
+            for signum in filter(None, os.read(self._woken, 4096)):
+                self._signalled(signum)
+        while not self._news.empty():
+            self._hear_of(self._news.get())
+
+    def _hear_of(self, news: News) -> None:
+        match news:
+            case Answer():
+                log.info("met the rendezvous: workers %s", list(news.worker_ids))
+                self._met = True
+                self._workers.hand_out(news)
+                address, limit_s = (news.control_host, news.control_port), self._limits.control_s
+                waits_for = "the coordinator's control channel"
+                self._start("dial", partial(connect, address, self._secret, limit_s, waits_for))
+            case Channel():
+                self._connected(news)
+            case error if self._met:
+                self._coordinator_gone(error)
+            case error:
+                raise error
+
+    def _signalled(self, signum: int) -> None:
+        name = signal.Signals(signum).name
+        if signum not in self._warnings or self._channel is None:
+            self._stop(f"stopped by {name}", 128 + signum)
+        log.info("warned by %s", name)
+        at_s = self._clock.now_s()
+        self._send(Warned(agent=self._plan.agent, signal=name.removeprefix("SIG"), at_s=at_s))
+
+    def _connected(self, channel: Channel) -> None:
+        self._channel = channel
+        self._held.callback(channel.close)
+        self._selector.register(channel, selectors.EVENT_READ, partial(self._hear, channel))
         hello = AgentHello(
             agent=self._plan.agent,
             host=socket.gethostname(),
@@ -278,50 +225,41 @@ class Agent:
             job=os.environ.get("SLURM_JOB_ID", ""),
             step=os.environ.get("SLURM_STEP_ID", ""),
         )
-        address = (answer.control_host, answer.control_port)
-        secret = read_secret(self._plan.run_directory / "secret")
-        self._channel = AgentChannel(
-            lambda: connect(address, secret, control_s, "the coordinator's control channel"),
-            hello,
-            self._wake.wake,
-        )
-        return self._channel
+        self._send(hello)
+        for early in self._early:
+            self._send(early)
+        log.info("the channel stands")
 
-    def _supervise(self, channel: AgentChannel, exit_s: float) -> int:
-        """Until every worker has ended, by itself or because the coordinator wants it or is gone.
-
-        Each worker notices by itself that the coordinator is gone, and is given time to end.
-        """
-        alone: Deadline | None = None
-        while self._workers.living():
-            if alone is not None and alone.expired():
-                log.warning("workers %s go on without a coordinator", self._workers.living())
-                return EXIT_COORDINATOR_GONE
-            self._turn(None if alone is None else alone.remaining_s())
-            for news in channel.news():
-                if isinstance(news, Exit):
-                    living = self._workers.living()
-                    log.info("told to end: %s: workers %s", news.reason, living)
-                    return 0
-                log.info("the coordinator is gone: %s", news.reason)
-                alone = Deadline.after(self._clock, exit_s, "workers to end")
-        self._turn(0.0)  # their ends, where they were not the events that woke us
-        return self._workers.worst()
-
-    # ---- what happens meanwhile
-
-    def _signalled(self, signum: int, at_s: float) -> None:
-        channel = self._channel
-        if signum not in self._warnings or channel is None or not channel.stands:
-            raise Stopped(signum)
-        name = signal.Signals(signum).name
-        log.info("warned by %s", name)
-        warned = Warned(agent=self._plan.agent, signal=name.removeprefix("SIG"), at_s=at_s)
-        channel.send(warned)
+    def _hear(self, channel: Channel) -> None:
+        try:
+            message = channel.receive()
+        except ChannelClosed as error:
+            self._coordinator_gone(error)
+            return
+        if isinstance(message, Exit):
+            self._stop(f"told to end: {message.reason}", 0)
+        log.warning("%s: unexpected %s", channel.peer, message.type)
 
     def _worker_ended(self, worker: int, how: str) -> None:
+        ended = WorkerEnded(agent=self._plan.agent, worker=worker, how=how)
+        if self._channel is None:
+            self._early.append(ended)
+        else:
+            self._send(ended)
+
+    def _send(self, message: FromAgent) -> None:
         if self._channel is not None:
-            self._channel.send(WorkerEnded(agent=self._plan.agent, worker=worker, how=how))
+            try:
+                self._channel.send(message)
+            except ChannelClosed as error:
+                self._coordinator_gone(error)
+
+    def _coordinator_gone(self, error: LiverError) -> None:
+        log.info("the coordinator is gone: %s", error)
+        if self._channel is not None:
+            self._selector.unregister(self._channel)
+            self._channel = None
+        self._alone = Deadline.after(self._clock, self._limits.exit_s, "workers to end")
 
 
 def parse_options(arguments: list[str] | None = None) -> WorkerPlan:
@@ -338,14 +276,11 @@ def parse_options(arguments: list[str] | None = None) -> WorkerPlan:
     )
     parser.add_argument("--worker-command", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    return WorkerPlan(
-        run_directory=given.run_directory.absolute(),
-        agent=given.agent,
-        slots=given.slots,
-        layout=str(Layout.parse(given.layout)),
-        command=tuple(given.worker_command or ()),
-        sheltered=given.warnings,
-    )
+    directory, layout = given.run_directory.absolute(), str(Layout.parse(given.layout))
+    module = [sys.executable, "-P", "-m", "liver_hpc.worker.main"]
+    worker = [*module, "--run-directory", str(directory), "--layout", layout]
+    command = tuple(given.worker_command or worker)  # another one stands in for it in tests
+    return WorkerPlan(directory, given.agent, given.slots, command, given.warnings)
 
 
 def _slots(text: str) -> tuple[int, ...]:
@@ -371,12 +306,9 @@ def main() -> NoReturn:
     _log_to(plan)
     try:
         code = Agent(plan).run()
-    except BootError as error:
+    except (BootError, MeetingError) as error:
         log.error("%s", error)
-        code = EXIT_BOOT
-    except NotMet as error:
-        log.error("%s", error)
-        code = error.code
+        code = _CODES.get(type(error), EXIT_NOT_MET)
     except Exception:
         log.exception("the agent failed")
         code = EXIT_FAILED

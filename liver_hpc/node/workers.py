@@ -8,9 +8,10 @@ import logging
 import os
 import selectors
 import signal
-import sys
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from liver_hpc.errors import DeadlineError, LiverError
@@ -21,7 +22,8 @@ from liver_hpc.rendezvous.base import Answer
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """By these Slurm announces the end of a node, to the agent and maybe to all below it."""
 
-_MAX_LINE_BYTES = 4096
+_BOOTED = b"booted"
+_MAX_SAID_BYTES = 4096
 _REAP_S = 1.0
 _DEFAULTS = {
     # Several workers share a machine: two threads each would be slower than one.
@@ -40,24 +42,17 @@ class BootError(LiverError):
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What an agent starts: a worker for each of `slots`, which is its LIVER_LOCAL_RANK.
+    """What an agent starts: `command` for each of `slots`, which is its LIVER_LOCAL_RANK.
 
-    command: empty for the worker's own; another one stands in for it in tests. sheltered: warnings
-    do not reach the workers; they are in process groups of their own, and ignore them.
+    sheltered: warnings do not reach the workers; they are in process groups of their own, and
+    ignore them.
     """
 
     run_directory: Path
     agent: str
     slots: tuple[int, ...]
-    layout: str
-    command: tuple[str, ...] = ()
-    sheltered: bool = False
-
-    def command_line(self) -> list[str]:
-        if self.command:
-            return list(self.command)
-        module = [sys.executable, "-P", "-m", "liver_hpc.worker.main"]
-        return [*module, "--run-directory", str(self.run_directory), "--layout", self.layout]
+    command: tuple[str, ...]
+    sheltered: bool
 
     def log_of(self, index: int) -> Path:
         return self.run_directory / "logs" / f"worker-{self.agent}-{index}.log"
@@ -65,14 +60,12 @@ class WorkerPlan:
 
 @dataclass
 class _Worker:
-    """One worker: its process, and the agent's ends of its two pipes. number: its id, once it was
-    told."""
+    """One worker: its process, and the agent's end of a socket for whole messages, one each way.
+    number: its id, once it was told."""
 
     index: int
     process: Child
-    from_worker: int
-    to_worker: int
-    said: bytes = b""
+    line: socket.socket
     booted: bool = False
     number: int | None = None
 
@@ -117,12 +110,11 @@ class NodeWorkers:
         for worker, number in zip(self._workers, answer.worker_ids, strict=True):
             worker.number = number
             told = {"worker": number, "host": answer.control_host, "port": answer.control_port}
-            try:
-                os.write(worker.to_worker, json.dumps(told).encode() + b"\n")
-            except BrokenPipeError:
-                log.error("worker %d does not listen", worker.index)
-            finally:
-                os.close(worker.to_worker)
+            with worker.line:
+                try:
+                    worker.line.send(json.dumps(told).encode())
+                except BrokenPipeError:
+                    log.error("worker %d does not listen", worker.index)
 
     def end(self, exit_s: float) -> None:
         """Tells the living to end, kills those that live on after `exit_s`; nothing is left."""
@@ -136,54 +128,38 @@ class NodeWorkers:
 
     def _spawn(self, index: int) -> _Worker:
         plan = self._plan
-        read_by_worker, to_worker = os.pipe()
-        from_worker, written_by_worker = os.pipe()
+        line, workers_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        line.setblocking(False)
         told = {
             "LIVER_LOCAL_RANK": str(plan.slots[index]),
-            "LIVER_AGENT_READ_FD": str(read_by_worker),
-            "LIVER_AGENT_WRITE_FD": str(written_by_worker),
+            "LIVER_AGENT_FD": str(workers_end.fileno()),
         }
         command = Command(
             f"worker {index}",
-            plan.command_line(),
+            plan.command,
             environment={**_DEFAULTS, **clean_environment(os.environ), **told},
             log=plan.log_of(index),
-            pass_fds=(read_by_worker, written_by_worker),
+            pass_fds=(workers_end.fileno(),),
             apart="group" if plan.sheltered else None,
             ignored=WARNINGS if plan.sheltered else (),
             mark=self._mark,
         )
-        try:
-            process = Child(command)
-        finally:
-            os.close(read_by_worker)
-            os.close(written_by_worker)
-        os.set_blocking(from_worker, False)
-        worker = _Worker(index, process, from_worker, to_worker)
-        self._selector.register(from_worker, selectors.EVENT_READ, lambda: self._listen(worker))
-        self._selector.register(process, selectors.EVENT_READ, lambda: self._ended(worker))
+        with workers_end:
+            worker = _Worker(index, Child(command), line)
+        self._selector.register(line, selectors.EVENT_READ, partial(self._listen, worker))
+        self._selector.register(worker.process, selectors.EVENT_READ, partial(self._ended, worker))
         return worker
 
     def _listen(self, worker: _Worker) -> None:
-        """Reads what a worker wrote; its end of the pipe is of no more use once it has booted."""
-        data = b""
-        with contextlib.suppress(BlockingIOError):  # it has ended, what it started holds the pipe
-            data = os.read(worker.from_worker, _MAX_LINE_BYTES)
-        worker.said += data
-        line, newline, _ = worker.said.partition(b"\n")
-        if data and not newline and len(worker.said) < _MAX_LINE_BYTES:
-            return
-        self._selector.unregister(worker.from_worker)
-        os.close(worker.from_worker)
-        said = _parsed(line) if newline else {}
-        worker.booted = said.get("booted") is True
-        if "failed" in said:
-            raise BootError(self._obituary(worker, f"failed in boot: {said['failed']}"))
+        """Takes what a worker says of its boot: that it is done, or why it failed."""
+        said = b""
+        with contextlib.suppress(BlockingIOError):  # it has ended, what it started holds the line
+            said = worker.line.recv(_MAX_SAID_BYTES)
+        self._selector.unregister(worker.line)
+        worker.booted = said == _BOOTED
         if not worker.booted:
-            what = (
-                f"said {worker.said[:80]!r} instead of having booted" if data else "ended in boot"
-            )
-            raise BootError(self._obituary(worker, what))
+            why = f"failed in boot: {said.decode(errors='replace')}" if said else "ended in boot"
+            raise BootError(self._obituary(worker, why))
 
     def _ended(self, worker: _Worker) -> None:
         code = worker.process.exit_code()
@@ -206,12 +182,3 @@ class NodeWorkers:
             f"worker {worker.index} of agent {self._plan.agent} {what} ({worker.process.how()}); "
             f"see {self._plan.log_of(worker.index)}"
         )
-
-
-def _parsed(line: bytes) -> dict[str, object]:
-    """What a worker says of its boot: {"booted": true} or {"failed": why}; else empty."""
-    try:
-        said = json.loads(line)
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) else {}

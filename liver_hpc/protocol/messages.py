@@ -406,10 +406,10 @@ FromWorker = (
     Hello | StepDone | OfAttempt | Progress | Heartbeat | Finished | Saved | Restored | Transports
 )  # fmt: skip
 ToWorker = Begin | Proceed | Prepare | Arm | Verdict | Abort | Resume | Exit | Stop
+FromAgent = AgentHello | Warned | WorkerEnded | KeeperHello
 FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
 AnyMessage = (
-    FromWorker | ToWorker | FromOperator | Reply | AgentHello | Warned | WorkerEnded | KeeperHello
-    | YourTurn | StoreRequest | StoreReply
+    FromWorker | ToWorker | FromAgent | FromOperator | Reply | YourTurn | StoreRequest | StoreReply
 )  # fmt: skip
 
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(discriminator="type")])

@@ -15,27 +15,21 @@ import hmac
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from liver_hpc.errors import LiverError, MeetingError
+from liver_hpc.protocol.messages import Message
 from liver_hpc.rendezvous.handshake import PROOF_BYTES, prove
 
 MAX_MESSAGE_BYTES = 64 * 1024
 
 _JOINER, _ACCEPTOR = b"J", b"A"
 
-M = TypeVar("M", bound=BaseModel)
-
 _log = logging.getLogger(__name__)
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Identity(_Frozen):
+class Identity(Message):
     """Who wants to join: an agent and the number of workers that have booted under it."""
 
     agent: str
@@ -44,7 +38,7 @@ class Identity(_Frozen):
     workers: int = Field(gt=0)
 
 
-class Answer(_Frozen):
+class Answer(Message):
     """The joiner is expected: its workers' ids, in their order, and the control address."""
 
     worker_ids: tuple[int, ...]
@@ -52,15 +46,13 @@ class Answer(_Frozen):
     control_port: int
 
 
-class Refusal(_Frozen):
+class Refusal(Message):
     """The joiner is not wanted."""
 
     reason: str
 
 
-class Verdict(RootModel[Answer | Refusal]):
-    """What the coordinator said, read from JSON."""
-
+_VERDICT: TypeAdapter[Answer | Refusal] = TypeAdapter(Answer | Refusal)
 
 Decide = Callable[[Identity], Answer | Refusal]
 """The coordinator's decision about a joiner; a LiverError from it is a refusal."""
@@ -79,8 +71,8 @@ def reception(key: bytes, said: bytes, decide: Decide) -> tuple[bytes, Identity 
     """
     try:
         payload = _opened(key, _JOINER, said, "it could not prove that it holds the run's secret")
-        identity = _read(Identity, payload, "its identity")
-    except MeetingError as error:
+        identity = Identity.model_validate_json(payload)
+    except (MeetingError, ValidationError) as error:
         _log.warning("a joiner was turned away: %s", error)
         return b"", None
     try:
@@ -90,18 +82,17 @@ def reception(key: bytes, said: bytes, decide: Decide) -> tuple[bytes, Identity 
     return _sealed(key, _ACCEPTOR, verdict), identity
 
 
-def verdict_in(key: bytes, said: bytes) -> Answer | Refusal:
+def answer_in(key: bytes, said: bytes, identity: Identity) -> Answer:
     """What a joiner reads in its reception.
 
-    Raises MeetingError when the acceptor cannot prove that it is the run's.
+    Raises MeetingError when the acceptor cannot prove that it is the run's, or refuses the joiner.
     """
     complaint = "the rendezvous and this joiner do not hold the same secret"
     payload = _opened(key, _ACCEPTOR, said, complaint)
-    return _read(Verdict, payload, "the rendezvous's answer").root
-
-
-def accepted(verdict: Answer | Refusal, identity: Identity) -> Answer:
-    """The answer; raises MeetingError with the reason of a refusal."""
+    try:
+        verdict = _VERDICT.validate_json(payload)
+    except ValidationError as error:
+        raise MeetingError(f"the rendezvous's answer: {error}") from None
     if isinstance(verdict, Refusal):
         raise MeetingError(f"agent {identity.agent} was refused: {verdict.reason}")
     if len(verdict.worker_ids) != identity.workers:
@@ -112,7 +103,7 @@ def accepted(verdict: Answer | Refusal, identity: Identity) -> Answer:
     return verdict
 
 
-def _sealed(key: bytes, speaker: bytes, said: BaseModel) -> bytes:
+def _sealed(key: bytes, speaker: bytes, said: Message) -> bytes:
     payload = said.model_dump_json().encode()
     return prove(key, speaker, payload) + payload
 
@@ -124,14 +115,6 @@ def _opened(key: bytes, speaker: bytes, message: bytes, complaint: str) -> bytes
     return payload
 
 
-def _read(model: type[M], data: bytes, source: str) -> M:
-    try:
-        return model.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        raise MeetingError(f"{source}: {first['msg']}") from None
-
-
 class Rendezvous(ABC):
     """Where joiners come to; one per coordinator."""
 
@@ -140,7 +123,7 @@ class Rendezvous(ABC):
         """Opens the rendezvous; returns once joiners can come.
 
         `answer` is called for every joiner that holds the secret, one at a time, in any thread;
-        a LiverError from it refuses the joiner. Raises MeetingError when it cannot open.
+        a LiverError from it refuses the joiner. Raises LiverError when it cannot open.
         """
 
     @abstractmethod

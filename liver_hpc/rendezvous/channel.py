@@ -10,36 +10,49 @@ from __future__ import annotations
 import contextlib
 import logging
 import select
+import selectors
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 from pydantic import ValidationError
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, ProtocolError
 from liver_hpc.protocol.messages import AnyMessage, decode, encode
-from liver_hpc.rendezvous.handshake import ChannelClosed, ChannelRefused, introduce, welcome
+from liver_hpc.rendezvous.handshake import (
+    ANSWER_BYTES,
+    PROOF_BYTES,
+    ChannelClosed,
+    ChannelRefused,
+    challenge,
+    check_greeting,
+    introduce,
+    welcome,
+)
 
 __all__ = ["Channel", "ChannelClosed", "ChannelRefused", "ControlServer", "connect"]
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 STALL_S = 30.0
 """The longest that a peer may stand still within a message, in either direction."""
+HANDSHAKE_S = 5.0
+"""What a stranger has to prove the secret in."""
 MOST_STRANGERS = 512
-"""So many may be about to prove the secret; others wait in the kernel's queue."""
-CROWDED_S = 1.0
-"""What a stranger has for its proof while others wait for a place."""
+"""So many may be about to prove the secret; one more takes the place of the first of them."""
 
 _LENGTH = struct.Struct("!I")
 _QUEUE = 4096
 _AGAIN_S = 0.1
-_KEEPALIVE_IDLE_S = 10
-_KEEPALIVE_INTERVAL_S = 5
-_KEEPALIVE_PROBES = 4
+_TCP_OPTIONS = {
+    socket.TCP_NODELAY: 1,
+    socket.TCP_KEEPIDLE: 10,  # seconds; then that many probes, so far apart
+    socket.TCP_KEEPCNT: 4,
+    socket.TCP_KEEPINTVL: 5,
+}
 _CLOSE_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -49,25 +62,22 @@ class Channel:
     """One authenticated conversation; any thread may send, one thread at a time receives.
 
     peer: the other end in errors and logs, which may be set to a better name. key: a secret of this
-    connection alone, which both ends know once each has been proved.
+    connection alone, which both ends know.
     """
 
-    key = b""
-
-    def __init__(self, connected: socket.socket, peer: str) -> None:
+    def __init__(self, connected: socket.socket, peer: str, key: bytes) -> None:
         _tune(connected)
         self.peer = peer
+        self.key = key
         self._socket = connected
         self._state = threading.Lock()
         self._reading = threading.Lock()
         self._writing = threading.Lock()
         self._closed_because: str | None = None
 
-    def begin(self, handshake: Callable[[socket.socket], bytes]) -> None:
-        """The handshake, before all else; raises what that does, and leaves the channel open."""
-        with self._reading, self._writing:
-            self.key = handshake(self._socket)
-            self._socket.settimeout(None)
+    def fileno(self) -> int:
+        """For a selector: readable when there is something to receive, also the end."""
+        return self._socket.fileno()
 
     def send(self, message: AnyMessage) -> None:
         """Sends one message, whole; from any thread.
@@ -79,9 +89,12 @@ class Channel:
             raise ProtocolError(
                 f"{message.type} to {self.peer}: {len(data)} bytes, at most {MAX_MESSAGE_BYTES}"
             )
+        self._write(_LENGTH.pack(len(data)) + data)
+
+    def _write(self, data: bytes) -> None:
         try:
             with self._writing:
-                self._socket.sendall(_LENGTH.pack(len(data)) + data)
+                self._socket.sendall(data)
             return
         except OSError as error:
             reason = _reason(error)
@@ -99,7 +112,7 @@ class Channel:
                 if not self._is_readable(timeout_s):
                     raise DeadlineError(f"waited {timeout_s:g} s for a message from {self.peer}")
                 (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
-                data = bytes(self._read(size)) if size <= MAX_MESSAGE_BYTES else None
+                data = self._read(size) if size <= MAX_MESSAGE_BYTES else None
             if data is not None:
                 return decode(data)
             reason = f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES}"
@@ -132,46 +145,49 @@ class Channel:
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000))
 
-    def _read(self, size: int) -> bytearray:
-        data = bytearray(size)
-        rest = memoryview(data)
-        while rest:
-            count = self._socket.recv_into(rest)
-            if count == 0:
+    def _read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            part = self._socket.recv(size - len(data), socket.MSG_WAITALL)
+            if not part:
                 raise EOFError
-            rest = rest[count:]
+            data += part
         return data
 
     def _closed_error(self) -> ChannelClosed:
         return ChannelClosed(f"connection to {self.peer}: {self._closed_because}")
 
 
+@dataclass(eq=False)
+class _Stranger:
+    """Who has connected and proved nothing yet. late_s: when its time is over (monotonic)."""
+
+    connected: socket.socket
+    peer: str
+    late_s: float
+    challenged: bytes
+    said: bytes = b""
+
+
 class ControlServer:
     """Listens on `host` and runs `handle` for every authenticated channel in a thread of its own.
 
-    A stranger, silent or talkative, holds a place for at most `handshake_timeout_s` and nobody
-    else up; while others wait for a place, for CROWDED_S. A channel is closed when its `handle`
-    returns; ChannelClosed may simply be let out of `handle`.
+    A stranger, silent or talkative, is dropped after HANDSHAKE_S; it holds no thread, and
+    nobody else up. A channel is closed when its `handle` returns; ChannelClosed may simply be let
+    out of `handle`.
     """
 
-    def __init__(
-        self,
-        host: str,
-        secret: bytes,
-        handle: Callable[[Channel], None],
-        handshake_timeout_s: float = 5.0,
-    ) -> None:
+    def __init__(self, host: str, secret: bytes, handle: Callable[[Channel], None]) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=_QUEUE)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._secret = secret
         self._handle = handle
-        self._handshake_timeout_s = handshake_timeout_s
         self._closing = threading.Event()
-        self._changed = threading.Condition()
-        """Held to see or change the two below."""
+        self._changing = threading.Lock()
         self._threads: dict[threading.Thread, Channel] = {}
-        self._strangers: dict[Channel, float] = {}  # since when (monotonic), the first comer first
+        self._selector = selectors.DefaultSelector()
+        self._strangers: dict[_Stranger, None] = {}  # the first comer first
         self._acceptor = threading.Thread(
             target=self._accept_all, name=f"accept-{self.address[1]}", daemon=True
         )
@@ -185,11 +201,9 @@ class ControlServer:
         self._closing.set()
         with contextlib.suppress(OSError):  # closed before
             self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the acceptor
-        with self._changed:
-            self._changed.notify_all()
         end_s = time.monotonic() + _CLOSE_S
         self._acceptor.join(_CLOSE_S)
-        with self._changed:
+        with self._changing:
             threads = dict(self._threads)
         for channel in threads.values():
             channel.close("the server closed")
@@ -199,82 +213,92 @@ class ControlServer:
                 if thread.is_alive():
                     _log.warning("handler %s still runs after %g s", thread.name, _CLOSE_S)
 
+    # ---- in the acceptor's thread: strangers
+
     def _accept_all(self) -> None:
-        with self._listener:
+        with self._listener, self._selector:
+            self._selector.register(self._listener, selectors.EVENT_READ)
             while not self._closing.is_set():
-                try:
-                    self._make_room()
-                    connected, address = self._listener.accept()
-                except OSError as error:  # out of descriptors, or closing
-                    if not self._closing.is_set():
-                        _log.warning("accept on %s:%d: %s", *self.address, error.strerror)
-                        self._closing.wait(_AGAIN_S)
-                else:
-                    self._begin(connected, f"{address[0]}:{address[1]}")
+                for key, _ in self._selector.select(self._drop_late()):
+                    if key.data is None:
+                        self._accept()
+                    elif key.data in self._strangers:  # it may have lost its place just now
+                        self._hear(key.data)
+            for stranger in self._strangers:
+                stranger.connected.close()
 
-    def _make_room(self) -> None:
-        """Returns once there is a place for one more, which the first comer may have to give."""
-        with self._changed:
-            while len(self._strangers) >= MOST_STRANGERS and not self._closing.is_set():
-                first, since_s = next(iter(self._strangers.items()))
-                left_s = since_s + CROWDED_S - time.monotonic()
-                if left_s <= 0:
-                    del self._strangers[first]
-                    break
-                self._changed.wait(left_s)
-            else:
-                return
-        first.close(f"no proof of the secret in {CROWDED_S:g} s")  # which its thread holds
+    def _drop_late(self) -> float | None:
+        """Seconds until the next stranger is late; None without any."""
+        for stranger in list(self._strangers):
+            left_s = stranger.late_s - time.monotonic()
+            if left_s > 0:
+                return left_s
+            self._turn_away(stranger, f"no proof in {HANDSHAKE_S:g} s")
+        return None
 
-    def _begin(self, connected: socket.socket, peer: str) -> None:
+    def _accept(self) -> None:
+        try:
+            connected, address = self._listener.accept()
+        except OSError as error:  # out of descriptors, or closing
+            if not self._closing.is_set():
+                _log.warning("accept on %s:%d: %s", *self.address, error.strerror)
+                self._closing.wait(_AGAIN_S)
+            return
+        if len(self._strangers) >= MOST_STRANGERS:
+            self._turn_away(next(iter(self._strangers)), "another one came")
+        late_s = time.monotonic() + HANDSHAKE_S
+        stranger = _Stranger(connected, f"{address[0]}:{address[1]}", late_s, challenge())
+        self._strangers[stranger] = None
+        self._selector.register(connected, selectors.EVENT_READ, stranger)
+        connected.setblocking(False)
+        with contextlib.suppress(OSError):  # the selector tells that it has gone
+            connected.send(stranger.challenged)
+
+    def _hear(self, stranger: _Stranger) -> None:
         """A client that no thread can be started for tries again."""
         try:
-            channel = Channel(connected, peer)
-            thread = threading.Thread(
-                target=self._serve, args=(channel,), name=f"wire-{peer}", daemon=True
-            )
-            with self._changed:  # which the thread needs to end
-                thread.start()
-                self._threads[thread] = channel
-                self._strangers[channel] = time.monotonic()
-        except (OSError, RuntimeError) as error:
-            _log.warning("stranger %s turned away: %s", peer, error)
-            connected.close()
+            part = stranger.connected.recv(ANSWER_BYTES - len(stranger.said))
+            stranger.said += part
+            if not part:
+                raise EOFError
+            check_greeting(stranger.said)
+            if len(stranger.said) == ANSWER_BYTES:
+                self._begin(stranger, *welcome(self._secret, stranger.challenged, stranger.said))
+        except (ChannelClosed, OSError, EOFError, RuntimeError) as error:
+            if isinstance(error, ChannelRefused):
+                with contextlib.suppress(OSError):
+                    stranger.connected.send(bytes(PROOF_BYTES))
+            self._turn_away(stranger, _reason(error))
+
+    def _begin(self, stranger: _Stranger, proof: bytes, key: bytes) -> None:
+        channel = Channel(stranger.connected, stranger.peer, key)
+        thread = threading.Thread(
+            target=self._serve, args=(channel, proof), name=f"wire-{stranger.peer}", daemon=True
+        )
+        self._selector.unregister(stranger.connected)
+        with self._changing:  # which the thread needs to end
+            thread.start()
+            self._threads[thread] = channel
+        del self._strangers[stranger]
+
+    def _turn_away(self, stranger: _Stranger, why: str) -> None:
+        _log.warning("stranger %s turned away: %s before its proof", stranger.peer, why)
+        del self._strangers[stranger]
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(stranger.connected)
+        stranger.connected.close()
 
     # ---- in a thread of the channel's own
 
-    def _serve(self, channel: Channel) -> None:
+    def _serve(self, channel: Channel, proof: bytes) -> None:
         try:
-            if self._admits(channel):
-                with contextlib.suppress(ChannelClosed):  # how a conversation usually ends
-                    self._handle(channel)
+            with contextlib.suppress(ChannelClosed):  # how a conversation usually ends
+                channel._write(proof)
+                self._handle(channel)
         finally:
             channel.close()
-            with self._changed:
+            with self._changing:
                 del self._threads[threading.current_thread()]
-
-    def _admits(self, channel: Channel) -> bool:
-        """Whether the stranger proves that it holds the secret, while it has a place."""
-        waits_for = f"{channel.peer}'s proof of the secret"
-        deadline = Deadline.after(SystemClock(), self._handshake_timeout_s, waits_for)
-        try:
-            channel.begin(
-                partial(welcome, self._secret, deadline, partial(self._give_back, channel))
-            )
-            return True
-        except (ChannelClosed, OSError, EOFError) as error:
-            why = str(error) if isinstance(error, ChannelClosed) else _reason(error)
-            _log.warning("stranger %s turned away: %s before its proof", channel.peer, why)
-            with contextlib.suppress(ChannelClosed):
-                self._give_back(channel)
-            return False
-
-    def _give_back(self, channel: Channel) -> None:
-        """Ends a stranger's stay; raises ChannelClosed where its place was taken from it."""
-        with self._changed:
-            if self._strangers.pop(channel, None) is None:
-                raise ChannelClosed("others waited for its place")
-            self._changed.notify_all()
 
 
 def connect(address: tuple[str, int], secret: bytes, timeout_s: float, waits_for: str) -> Channel:
@@ -305,35 +329,30 @@ def _connect_once(address: tuple[str, int], secret: bytes, deadline: Deadline) -
         raise
     except OSError as error:
         raise ChannelClosed(f"{place}: {error.strerror or error}") from error
-    channel = Channel(connected, deadline.waits_for)
-    try:
-        channel.begin(partial(introduce, secret, deadline))
-    except ChannelClosed as error:
-        channel.close()
-        raise type(error)(f"{place}: {error}") from None
-    except (OSError, EOFError):
-        channel.close()
-        raise
-    return channel
+    with contextlib.ExitStack() as unless_met:
+        unless_met.enter_context(connected)
+        try:
+            key = introduce(secret, connected, deadline)
+        except ChannelClosed as error:
+            raise type(error)(f"{place}: {error}") from None
+        unless_met.pop_all()
+    return Channel(connected, deadline.waits_for, key)
 
 
-def _reason(error: OSError | EOFError) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, EOFError):
         return "closed by the other side"
     if isinstance(error, BlockingIOError):  # SO_SNDTIMEO or SO_RCVTIMEO ran out
         return f"stood still within a message for {STALL_S:g} s"
-    return str(error.strerror or error)
+    return str(getattr(error, "strerror", None) or error)
 
 
 def _tune(connected: socket.socket) -> None:
     """No Nagle delay, a dead host noticed within half a minute, no endless read or write."""
     connected.setblocking(True)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+    for option, value in _TCP_OPTIONS.items():
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_S * 1000))
-    stall = struct.pack("ll", int(STALL_S), 0)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, stall)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, stall)
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(STALL_S), 0))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
-from collections.abc import Callable
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError
@@ -21,6 +20,7 @@ from liver_hpc.errors import LiverError
 GREETING = b"liver_hpc wire 2\0"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
+ANSWER_BYTES = len(GREETING) + NONCE_BYTES + PROOF_BYTES
 
 _CLIENT, _SERVER, _KEY = b"C", b"S", b"K"
 
@@ -38,42 +38,41 @@ def prove(secret: bytes, speaker: bytes, said: bytes) -> bytes:
     return hmac.digest(secret, GREETING + speaker + said, "sha256")
 
 
-def welcome(
-    secret: bytes, deadline: Deadline, admit: Callable[[], None], client: socket.socket
-) -> bytes:
-    """The server's side; returns the connection's key. It calls `admit`, which may raise, before it
-    proves anything itself.
+def challenge() -> bytes:
+    """What a server says first."""
+    return GREETING + secrets.token_bytes(NONCE_BYTES)
 
-    Raises ChannelRefused for a bad proof, ChannelClosed for a client that says something else, and
-    OSError or EOFError when it has gone or time runs out. So does `introduce` of a server.
+
+def welcome(secret: bytes, challenged: bytes, answer: bytes) -> tuple[bytes, bytes]:
+    """The server's proof and the connection's key, for a client's answer of ANSWER_BYTES.
+
+    Raises ChannelRefused for a bad proof, ChannelClosed for who says something else.
     """
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    client.sendall(GREETING + nonce)
-    nonces = nonce + _nonce_of(client, deadline)
-    try:
-        _check_proof(_heard(client, PROOF_BYTES, deadline), prove(secret, _CLIENT, nonces))
-    except ChannelRefused:
-        client.sendall(bytes(PROOF_BYTES))
-        raise
-    admit()
-    client.sendall(prove(secret, _SERVER, nonces))
-    return prove(secret, _KEY, nonces)
+    check_greeting(answer)
+    nonces = challenged[len(GREETING) :] + answer[len(GREETING) : -PROOF_BYTES]
+    _check_proof(answer[-PROOF_BYTES:], prove(secret, _CLIENT, nonces))
+    return prove(secret, _SERVER, nonces), prove(secret, _KEY, nonces)
 
 
-def introduce(secret: bytes, deadline: Deadline, server: socket.socket) -> bytes:
-    """The client's side; returns the connection's key. Raises what `welcome` does."""
-    theirs, nonce = _nonce_of(server, deadline), secrets.token_bytes(NONCE_BYTES)
+def introduce(secret: bytes, server: socket.socket, deadline: Deadline) -> bytes:
+    """The client's side; returns the connection's key.
+
+    Raises ChannelRefused for a bad proof, ChannelClosed for a server that says something else, and
+    OSError or EOFError when it has gone or time runs out.
+    """
+    check_greeting(_heard(server, len(GREETING), deadline))
+    theirs, nonce = _heard(server, NONCE_BYTES, deadline), secrets.token_bytes(NONCE_BYTES)
     nonces = theirs + nonce
     server.sendall(GREETING + nonce + prove(secret, _CLIENT, nonces))
     _check_proof(_heard(server, PROOF_BYTES, deadline), prove(secret, _SERVER, nonces))
     return prove(secret, _KEY, nonces)
 
 
-def _nonce_of(peer: socket.socket, deadline: Deadline) -> bytes:
-    greeting = _heard(peer, len(GREETING), deadline)
-    if greeting != GREETING:
-        raise ChannelClosed(f"does not speak liver_hpc's protocol: it began with {greeting!r}")
-    return _heard(peer, NONCE_BYTES, deadline)
+def check_greeting(said: bytes) -> None:
+    """Raises ChannelClosed as soon as what was said is no greeting."""
+    begins = said[: len(GREETING)]
+    if not GREETING.startswith(begins):
+        raise ChannelClosed(f"does not speak liver_hpc's protocol: it began with {begins!r}")
 
 
 def _check_proof(got: bytes, wanted: bytes) -> None:

@@ -38,14 +38,13 @@ def report(run_directory: Path, options: argparse.Namespace) -> None:
     if options.json:
         raise ConfigError("--json prints; it does not go with --html, --png or --hdf5")
     records = _records(run_directory)
-    for path in write_report(records, options.html, options.png, options.baselines):
-        print(path)
+    if options.html or options.png:
+        draw(records, options.html, options.png, options.baselines)
     if options.hdf5 is not None:
         from liver_hpc.report.hdf5 import write_hdf5
 
         with _writing(options.hdf5):
             write_hdf5(options.hdf5, records)
-        print(options.hdf5)
 
 
 def show(run_directory: Path, as_json: bool = False) -> None:
@@ -61,42 +60,45 @@ def show(run_directory: Path, as_json: bool = False) -> None:
         print_report(records, Console())
 
 
-def write_report(
-    records: RunRecords, html: Path | None, png: Path | None, baselines: Path | None
-) -> list[Path]:
-    """Writes the page `html` and the plots into the directory `png`, as far as they are wanted;
-    returns what was written. baselines: a benchmark's result to compare with.
+def draw(
+    records: RunRecords, html: Path | None, png: Path | None, baselines: Path | None = None
+) -> None:
+    """Writes the page `html` and the drawings into the directory `png`, as far as they are wanted.
+    baselines: a benchmark's result to compare with.
 
     Raises ConfigError for a result that is none, and for a place that cannot be written to.
     """
+    # matplotlib takes longer to import than all the rest of a report.
     from liver_hpc.host.files import write_whole
     from liver_hpc.report.compare import of_benchmark
+    from liver_hpc.report.derive import run_figures
+    from liver_hpc.report.drawings.canvas import styled
+    from liver_hpc.report.drawings.run import drawings
     from liver_hpc.report.page.document import page
 
-    comparisons = of_benchmark(baselines) if baselines is not None else []
-    written: list[Path] = []
+    figures = run_figures(records)
+    drawn = drawings(records, figures, of_benchmark(baselines) if baselines else None)
     if html is not None:
         with _writing(html):
-            write_whole(html, page(records, comparisons).encode(errors="replace"))
-        written.append(html)
+            write_whole(html, page(records, figures, drawn).encode(errors="replace"))
     if png is not None:
-        # Imports matplotlib, which takes longer than all the rest of a report.
-        from liver_hpc.report.plots import write_plots
-
-        with _writing(png):
-            png.mkdir(parents=True, exist_ok=True)
-            written += write_plots(records, comparisons, png)
-    return written
+        for name, figure in drawn.items():
+            with _writing(png / f"{name}.png") as path, styled():
+                png.mkdir(parents=True, exist_ok=True)
+                figure.suptitle(str(figure.get_label()).partition(". ")[0])
+                figure.savefig(path)
 
 
 @contextmanager
-def _writing(where: Path) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[Path]:
+    """Says what was written, or what could not be."""
     from liver_hpc.report.hdf5 import failure_text
 
     try:
-        yield
+        yield path
     except OSError as error:
-        raise ConfigError(f"{where} cannot be written: {failure_text(error)}") from None
+        raise ConfigError(f"{path} cannot be written: {failure_text(error)}") from None
+    print(path)
 
 
 def _records(run_directory: Path) -> RunRecords:

@@ -6,84 +6,60 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from liver_hpc.errors import ConfigError
 from liver_hpc.report.derive import RunFigures
 from liver_hpc.report.wording import layout_text
-from liver_hpc.run.records import RunRecords
+from liver_hpc.run.records import BaselineRecord, ReconfigurationRecord, RunRecords
 
 LIVE = "live"
 _GROUPED_BY = ("model", "size", "state", "transition", "source", "target")
 """Columns of a benchmark's rows that say what was changed, as far as they are there."""
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Lost time of one method, one value a measurement, in seconds. `method` is LIVE for ours."""
-
-    method: str
-    lost_s: tuple[float, ...]
-
-    @property
-    def median_s(self) -> float:
-        return statistics.median(self.lost_s)
-
-    @property
-    def is_live(self) -> bool:
-        return self.method.split(",")[0].strip().lower() == LIVE
+Comparisons = Mapping[str, Mapping[str, Sequence[float]]]
+"""Of each change, of each method, LIVE first: lost time in seconds, one value a measurement."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The methods' costs of one change: the live one first, the others in their order."""
-
-    change: str
-    costs: tuple[Costs, ...]
-
-    @property
-    def speedup(self) -> float:
-        """Lost time of the best restart over that of the live handoff; NaN where one is missing."""
-        live = [costs.median_s for costs in self.costs if costs.is_live]
-        others = [costs.median_s for costs in self.costs if not costs.is_live]
-        if not live or not others or min(live) <= 0:
-            return math.nan
-        return min(others) / min(live)
+def is_live(method: str) -> bool:
+    return method.split(",")[0].strip().lower() == LIVE
 
 
-def of_run(figures: RunFigures, records: RunRecords) -> list[Comparison]:
+def speedup(methods: Mapping[str, Sequence[float]]) -> float:
+    """Lost time of the best restart over that of the live handoff; NaN where one is missing."""
+    live = [statistics.median(lost_s) for method, lost_s in methods.items() if is_live(method)]
+    others = [
+        statistics.median(lost_s) for method, lost_s in methods.items() if not is_live(method)
+    ]
+    return min(others) / min(live) if live and others and min(live) > 0 else math.nan
+
+
+def of_run(figures: RunFigures, records: RunRecords) -> Comparisons:
     """For each change that a restart was measured of: it, and the run's handoffs that did it."""
-    live: dict[str, list[float]] = {}
-    for attempt in figures.reconfigurations:
-        if attempt.completed and math.isfinite(attempt.lost_s):
-            live.setdefault(_change(attempt.source, attempt.target), []).append(attempt.lost_s)
-    found: dict[str, dict[str, list[float]]] = {}
-    for baseline in records.baselines:
-        known = math.isfinite(baseline.lost_s)
-        lost_s = baseline.lost_s if known else baseline.total_s
-        if math.isfinite(lost_s):
-            change = _change(baseline.source, baseline.target)
-            found.setdefault(change, {LIVE: live.get(change, [])})
-            found[change].setdefault(baseline.method, []).append(lost_s)
-    return _comparisons(found)
+    restarts = [
+        (_change(each), each.method, each.lost_s if math.isfinite(each.lost_s) else each.total_s)
+        for each in records.baselines
+    ]
+    changes = {change for change, _, lost_s in restarts if math.isfinite(lost_s)}
+    done = [attempt for attempt in figures.reconfigurations if attempt.completed]
+    live = [(_change(each), LIVE, each.lost_s) for each in done if _change(each) in changes]
+    return _comparisons(restarts + live)
 
 
-def of_benchmark(path: Path) -> list[Comparison]:
+def of_benchmark(path: Path) -> Comparisons:
     """From the JSON that a benchmark wrote: `samples`, or else `rows`, with `method` and `lost_s`,
     and with what was changed. Raises ConfigError, which names the file, for anything else."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for row in _rows(path):
-        method, lost_s = row.get("method"), row.get("lost_s")
-        if not isinstance(method, str) or not isinstance(lost_s, int | float):
-            continue  # a measurement that failed has no figure
-        if not math.isfinite(lost_s):
-            continue
-        change = ", ".join(str(row[name]) for name in _GROUPED_BY if row.get(name) is not None)
-        found.setdefault(change, {LIVE: []}).setdefault(method, []).append(float(lost_s))
-    comparisons = _comparisons(found)
+    measured = [
+        (", ".join(str(row[name]) for name in _GROUPED_BY if row.get(name) is not None),
+         row["method"], float(row["lost_s"]))
+        for row in _rows(path)
+        # A measurement that failed has no figure.
+        if isinstance(row.get("method"), str) and isinstance(row.get("lost_s"), int | float)
+    ]  # fmt: skip
+    comparisons = _comparisons(measured)
     if not comparisons:
         raise ConfigError(f"{path}: wanted rows with 'method' and 'lost_s' (seconds), got none")
     return comparisons
@@ -102,14 +78,17 @@ def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
     return rows
 
 
-def _comparisons(found: Mapping[str, Mapping[str, Sequence[float]]]) -> list[Comparison]:
-    return [
-        Comparison(
-            change, tuple(Costs(m, tuple(values)) for m, values in methods.items() if values)
-        )
+def _comparisons(measured: Iterable[tuple[str, str, float]]) -> Comparisons:
+    """Of changes, methods and lost times; one that is not finite is no measurement."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for change, method, lost_s in measured:
+        if math.isfinite(lost_s):
+            found.setdefault(change, {LIVE: []}).setdefault(method, []).append(lost_s)
+    return {
+        change: {method: lost_s for method, lost_s in methods.items() if lost_s}
         for change, methods in found.items()
-    ]
+    }
 
 
-def _change(source: str, target: str) -> str:
-    return f"{layout_text(source)} \u2192 {layout_text(target)}"
+def _change(record: BaselineRecord | ReconfigurationRecord) -> str:
+    return f"{layout_text(record.source)} \u2192 {layout_text(record.target)}"

@@ -156,42 +156,38 @@ def _worlds(records: RunRecords) -> dict[int, GenerationFigures]:
     by_generation: dict[int, list[StepRecord]] = defaultdict(list)
     for step in records.steps:
         by_generation[step.generation].append(step)
-    worlds = {}
+    worlds, layouts = {}, _layouts(records.reconfigurations)
     for generation, steps in sorted(by_generation.items()):
-        median_s, disturbed = _median_step_s(steps)
+        quiet_s = [_took_s(step) for step in steps if step.phase == ""]
+        known_s = quiet_s or [_took_s(step) for step in steps if step.phase != "first"]
+        median_s = statistics.median(known_s) if known_s else math.nan
         worlds[generation] = GenerationFigures(
             generation=generation,
-            layout=_layout_of(generation, records.reconfigurations),
+            layout=layouts.get(generation, ""),
             steps=len(steps),
             median_step_s=median_s,
-            median_is_disturbed=disturbed,
+            median_is_disturbed=not quiet_s,
             tokens_per_s=_ratio(statistics.median(s.tokens for s in steps), median_s),
         )
     return worlds
 
 
-def _median_step_s(steps: Iterable[StepRecord]) -> tuple[float, bool]:
-    """The median of one generation's steps, and whether it had to be taken of disturbed ones."""
-    took_s: dict[str, list[float]] = defaultdict(list)
-    for step in steps:
-        took_s[step.phase].append(step.ended_s - step.started_s)
-    if took_s[""]:
-        return statistics.median(took_s[""]), False
-    rest_s = [s for phase, phase_s in took_s.items() if phase != "first" for s in phase_s]
-    return (statistics.median(rest_s) if rest_s else math.nan), True
+def _took_s(step: StepRecord) -> float:
+    return step.ended_s - step.started_s
 
 
-def _layout_of(generation: int, attempts: Sequence[ReconfigurationRecord]) -> str:
+def _layouts(attempts: Sequence[ReconfigurationRecord]) -> dict[int, str]:
+    """By generation."""
+    layouts: dict[int, str] = {}
     for attempt in attempts:
-        if attempt.source_generation == generation:
-            return attempt.source
-        if attempt.generation == generation and attempt.outcome == COMPLETED:
-            return attempt.target
+        layouts.setdefault(attempt.source_generation, attempt.source)
+        if attempt.outcome == COMPLETED:
+            layouts.setdefault(attempt.generation, attempt.target)
     for attempt in attempts:
         # An aborted attempt may leave the source world to be built anew, under the next number.
-        if attempt.generation + 1 == generation and attempt.outcome == ABORTED:
-            return attempt.source
-    return ""
+        if attempt.outcome == ABORTED:
+            layouts.setdefault(attempt.generation + 1, attempt.source)
+    return layouts
 
 
 def _useful_s(
@@ -201,7 +197,7 @@ def _useful_s(
     quiet_s: dict[str, list[float]] = defaultdict(list)
     for step in steps:
         if step.phase == "":
-            quiet_s[worlds[step.generation].layout].append(step.ended_s - step.started_s)
+            quiet_s[worlds[step.generation].layout].append(_took_s(step))
     useful_s = {generation: world.median_step_s for generation, world in worlds.items()}
     for generation, world in worlds.items():
         if world.median_is_disturbed and world.layout and quiet_s[world.layout]:
@@ -231,8 +227,7 @@ def _attempts(
                 lost_s=lost_s,
                 lost_steps=0.0 if lost_s == 0 else _ratio(lost_s, median_s),
                 slowdown_s=math.fsum(
-                    step.ended_s - step.started_s - worlds[step.generation].median_step_s
-                    for step in disturbed
+                    _took_s(step) - worlds[step.generation].median_step_s for step in disturbed
                 ),
                 reconfiguration_s=record.first_step_ended_s - record.notice_s,
                 median_is_disturbed=any(worlds[each].median_is_disturbed for each in used),

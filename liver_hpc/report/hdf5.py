@@ -60,7 +60,7 @@ def read_hdf5(path: Path) -> RunRecords:
         # Earlier releases let readers in while they wrote, and what they left may still say so.
         with h5py.File(path, "r", swmr=True, locking=False) as file:
             return RunRecords(
-                attributes={name: _text(value) for name, value in file.attrs.items()},
+                attributes={name: str(_plain(value)) for name, value in file.attrs.items()},
                 **{name: _records(file.get(name), name, path) for name in TABLES},
             )
     except FileNotFoundError:
@@ -83,10 +83,8 @@ def _rows(kind: type[Any], records: Sequence[Any]) -> Rows:
     for name, hint in get_type_hints(kind).items():
         values = [getattr(record, name) for record in records]
         columns[name] = _texts(values) if hint is str else np.array(values, dtype=np.dtype(hint))
-    rows = np.empty(len(records), dtype=[(name, column.dtype) for name, column in columns.items()])
-    for name, column in columns.items():
-        rows[name] = column
-    return rows
+    dtypes = [(name, column.dtype) for name, column in columns.items()]
+    return np.rec.fromarrays(list(columns.values()), dtypes)
 
 
 def _texts(texts: Sequence[str]) -> Rows:
@@ -108,14 +106,8 @@ def _records(dataset: Any, name: str, path: Path) -> list[Any]:
             f"{path}: table /{name} lacks {sorted(missing)}; another version of liver_hpc wrote it"
         )
     known = [f.name for f in fields(kind) if f.name in columns]
-    texts = [get_type_hints(kind)[each] is str for each in known]
-    return [
-        kind(**{
-            each: _text(value) if is_text else value
-            for each, value, is_text in zip(known, row, texts, strict=True)
-        })
-        for row in dataset[:][known].tolist()
-    ]  # fmt: skip
+    rows = dataset[:][known].tolist()
+    return [kind(**dict(zip(known, map(_plain, row), strict=True))) for row in rows]
 
 
 def _check_whole(path: Path) -> None:
@@ -133,5 +125,5 @@ def _check_whole(path: Path) -> None:
         raise ConfigError(f"{path} is truncated: only {got_bytes} bytes of it are left")
 
 
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+def _plain(value: Any) -> Any:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

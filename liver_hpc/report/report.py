@@ -13,19 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from liver_hpc.report.derive import run_figures
-from liver_hpc.report.tables import Cell, Sheet, Tone, remarks, sheets, summary_lines
-from liver_hpc.run.records import RunRecords
+from liver_hpc.report.tables import Cell, Sheet, remarks, sheets, summary_lines
+from liver_hpc.run.records import TABLES, RunRecords
 
 NAMING = ("kind", "node", "allocation", "generation", "outcome", "action")
 """What a notice's derived figures are told with."""
-
-_STYLES = {
-    Tone.PLAIN: "",
-    Tone.GOOD: "green",
-    Tone.WARNING: "yellow",
-    Tone.BAD: "bold red",
-    Tone.DIM: "dim",
-}
 
 
 # ---- for programs
@@ -44,16 +36,14 @@ def report_json(records: RunRecords) -> dict[str, Any]:
         "attributes": records.attributes,
         "summary": summary,
         "generations": summary.pop("generations"),
-        "steps": [asdict(s) | {"step_s": s.ended_s - s.started_s} for s in records.steps],
+        **{name: [asdict(row) for row in getattr(records, name)] for name in TABLES},
         "reconfigurations": summary.pop("reconfigurations"),
         "notices": [*map(_notice, summary.pop("notices"))],
-        "baselines": [asdict(baseline) for baseline in records.baselines],
-        "networks": [asdict(network) for network in records.networks],
-        "worker_phases": [asdict(phase) for phase in records.worker_phases],
-        "traffic": [asdict(traffic) for traffic in records.traffic],
     }
-    strict: dict[str, Any] = _strict(document)
-    return strict
+    for step in document["steps"]:
+        step["step_s"] = step["ended_s"] - step["started_s"]
+    known: dict[str, Any] = strict(document)
+    return known
 
 
 def _notice(figures: dict[str, Any]) -> dict[str, Any]:
@@ -62,12 +52,12 @@ def _notice(figures: dict[str, Any]) -> dict[str, Any]:
     return {**record, "figures": {name: record[name] for name in NAMING} | figures}
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
     """JSON knows neither NaN nor infinity."""
     if isinstance(value, dict):
-        return {name: _strict(inner) for name, inner in value.items()}
+        return {name: strict(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(inner) for inner in value]
+        return [strict(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -93,19 +83,19 @@ def print_report(records: RunRecords, console: Console) -> None:
 
 def _fitting(sheet: Sheet, console: Console) -> RenderableType:
     unlimited = console.options.update(max_width=10 * console.width)
-    for form in (sheet, sheet.stacked()):
-        table = _table(form)
+    for form, gap in ((sheet, 2), (sheet, 1), (sheet.stacked(), 1)):
+        table = _table(form, gap)
         if console.measure(table, options=unlimited).minimum <= console.width:
             return table
     return _listed(sheet)
 
 
-def _table(sheet: Sheet) -> Table:
+def _table(sheet: Sheet, gap: int) -> Table:
     table = Table(
         title=f"\n{sheet.title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD
     )
     table.show_edge = False
-    table.padding = (0, sheet.gap - 1, 0, 0)
+    table.padding = (0, gap - 1, 0, 0)
     for index, column in enumerate(sheet.columns):
         texts = (column.name, *(row[index].text for row in sheet.rows))
         longest = max(cell_len(line) for text in texts for line in text.splitlines() or [""])
@@ -141,4 +131,4 @@ def _grid() -> Table:
 
 
 def _text(cell: Cell) -> Text:
-    return Text(cell.text, _STYLES[cell.tone])
+    return Text(cell.text, cell.tone)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from liver_hpc.errors import ConfigError
 from liver_hpc.report.hdf5 import failure_text, read_hdf5, write_hdf5
@@ -42,7 +43,6 @@ def read_journal(path: Path) -> RunRecords:
     Raises ConfigError for a damaged journal, and where a record lacks a field.
     """
     tables: dict[str, list[Any]] = {name: [] for name in TABLES}
-    hints = {name: get_type_hints(kind) for name, kind in TABLES.items()}
     attributes: dict[str, str] = {}
     steps = tables["steps"]
     for number, _, event, actions in read_entries(path):
@@ -54,7 +54,7 @@ def read_journal(path: Path) -> RunRecords:
                 attributes = event["attributes"]
             for action in actions:
                 if action["type"] == "record" and (name := action["table"]) in TABLES:
-                    tables[name].append(TABLES[name](**_fields(action["row"], hints[name])))
+                    tables[name].append(_record(TABLES[name], action["row"]))
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path}, entry {number}: {error}; another version of liver_hpc wrote it"
@@ -78,9 +78,6 @@ def _step(event: dict[str, Any], actions: list[dict[str, Any]]) -> StepRecord:
     )
 
 
-def _fields(row: dict[str, Any], hints: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: float(value) if hints[name] is float else value
-        for name, value in row.items()
-        if name in hints
-    }
+def _record(kind: type[Any], row: dict[str, Any]) -> Any:
+    known = {f.name: f.type for f in fields(kind) if f.name in row}
+    return kind(**{n: float(row[n]) if t == "float" else row[n] for n, t in known.items()})

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from liver_hpc.report.derive import (
     ABORTED,
     COMPLETED,
-    GenerationFigures,
     NoticeFigures,
     PhaseFigures,
     ReconfigurationFigures,
     RunFigures,
 )
-from liver_hpc.report.wording import (
-    NOTHING,
-    bytes_text,
-    duration_text,
-    layout_text,
-    number_text,
-)
+from liver_hpc.report.wording import NOTHING, bytes_text, duration_text, layout_text, number_text
 from liver_hpc.run.records import BaselineRecord, NetworkRecord, RunRecords
 
 DETAIL_LENGTH = 300
@@ -33,30 +28,29 @@ _DISTURBED = "*"
 
 
 class Tone(StrEnum):
-    """How a cell is meant; the words say it too."""
+    """How a cell is meant, and how a terminal shows it; the words say it too."""
 
-    PLAIN = "plain"
-    GOOD = "good"
-    WARNING = "warning"
-    BAD = "bad"
+    PLAIN = ""
+    GOOD = "green"
+    WARNING = "yellow"
+    BAD = "bold red"
     DIM = "dim"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """share: of the largest cell, where a page shades it; from 0 to 1."""
-
     text: str
     tone: Tone = Tone.PLAIN
-    share: float | None = None
 
 
 @dataclass(frozen=True)
 class Column:
-    """name: a line break where a narrow head may have one. is_text: aligned to the left. stack: the
-    name of what it makes with its neighbours of the same stack, where there is little room."""
+    """name: a line break where a narrow head may have one. content: what it has in a row. is_text:
+    aligned to the left. stack: the name of what it makes with its neighbours of the same stack,
+    where there is little room."""
 
     name: str
+    content: Callable[[Any], str | Cell]
     is_text: bool = False
     may_wrap: bool = False
     stack: str = ""
@@ -66,53 +60,44 @@ class Column:
         """The name in one line."""
         return self.name.replace("-\n", "").replace("\n", " ")
 
+    def cell(self, row: Any) -> Cell:
+        content = self.content(row)
+        return Cell(content) if isinstance(content, str) else content
+
 
 @dataclass(frozen=True)
 class Sheet:
     title: str
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    gap: int = 2
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
 
     def stacked(self) -> Sheet:
         """The narrow form: a row of several lines, one for each column of a stack."""
         by_stack = groupby(enumerate(self.columns), lambda each: each[1].stack or each[1].name)
         groups = [(name, list(group)) for name, group in by_stack]
-        columns = tuple(replace(group[0][1], name=name) for name, group in groups)
-        rows = tuple(
-            tuple(_above([row[index] for index, _ in group]) for _, group in groups)
-            for row in self.rows
-        )
-        return Sheet(self.title, columns, rows, gap=1)
+        columns = [replace(group[0][1], name=name) for name, group in groups]
+        rows = [[_above([row[i] for i, _ in group]) for _, group in groups] for row in self.rows]
+        return Sheet(self.title, columns, rows)
 
 
 def _above(cells: Sequence[Cell]) -> Cell:
     return cells[0] if len(cells) == 1 else Cell("\n".join(cell.text for cell in cells))
 
 
-Row = TypeVar("Row")
-Columns = Sequence[tuple[Column, Callable[[Row], str | Cell]]]
-"""A table's columns, and what each has in a row."""
-
-
-def _sheet(title: str, columns: Columns[Row], rows: Iterable[Row], gap: int = 2) -> Sheet:
-    def cell(content: str | Cell) -> Cell:
-        return Cell(content) if isinstance(content, str) else content
-
-    cells = tuple(tuple(cell(content(row)) for _, content in columns) for row in rows)
-    return Sheet(title, tuple(column for column, _ in columns), cells, gap)
-
-
 def sheets(figures: RunFigures, records: RunRecords) -> list[Sheet]:
     """All tables that a run has rows for."""
-    found = [
-        _sheet("Worlds", _WORLDS, figures.generations),
-        _sheet("Reconfigurations", _RECONFIGURATIONS, figures.reconfigurations),
-        _sheet("Seconds in each phase", _PHASES, figures.reconfigurations),
-        _sheet("Nodes", _NOTICES, figures.notices, gap=1),
-        _sheet("Checkpoint and restart, seconds in each phase", _RESTARTS, records.baselines, 1),
+    tables: dict[str, tuple[Sequence[Column], Sequence[Any]]] = {
+        "Worlds": (_WORLDS, figures.generations),
+        "Reconfigurations": (_RECONFIGURATIONS, figures.reconfigurations),
+        "Seconds in each phase": (_PHASES, figures.reconfigurations),
+        "Nodes": (_NOTICES, figures.notices),
+        "Checkpoint and restart, seconds in each phase": (_RESTARTS, records.baselines),
+    }
+    return [
+        Sheet(title, columns, [[column.cell(row) for column in columns] for row in rows])
+        for title, (columns, rows) in tables.items()
+        if rows
     ]
-    return [sheet for sheet in found if sheet.rows]
 
 
 def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
@@ -165,13 +150,12 @@ def outcome_tone(outcome: str) -> Tone:
 
 def _transports(networks: Sequence[NetworkRecord]) -> str:
     """What the collectives used; where that has changed, in which worlds."""
-    by_generation: dict[int, str] = {}
+    by_generation: dict[int, list[str]] = defaultdict(list)
     for record in networks:
-        others = by_generation.get(record.generation)
-        by_generation[record.generation] = ", ".join(filter(None, [others, record.transport]))
-    users: dict[str, list[str]] = {}
-    for generation, used in by_generation.items():
-        users.setdefault(used, []).append(str(generation))
+        by_generation[record.generation].append(record.transport)
+    users: dict[str, list[str]] = defaultdict(list)
+    for generation, transports in by_generation.items():
+        users[", ".join(transports)].append(str(generation))
     if len(users) == 1:
         return next(iter(users))
     return "; ".join(f"{used} (gen {', '.join(worlds)})" for used, worlds in users.items())
@@ -210,67 +194,56 @@ def _method(baseline: BaselineRecord) -> str:
     return f"{baseline.method}\n{ends}"
 
 
-def _figure(
-    name: str, path: str, text: Callable[[Any], str] = number_text, stack: str = ""
-) -> tuple[Column, Callable[[Any], str]]:
-    """A column of one attribute, such as `phases.boot_s`."""
+def _figure(name: str, path: str, text: Callable[[Any], str] = number_text, **kind: Any) -> Column:
+    """A column of one attribute, such as `phases.boot_s`. kind: more of Column's fields."""
     get = attrgetter(path)
-    return Column(name, stack=stack), lambda row: text(get(row))
+    return Column(name, lambda row: text(get(row)), **kind)
 
 
-def _words(
-    name: str, path: str, text: Callable[[Any], str] = str, stack: str = ""
-) -> tuple[Column, Callable[[Any], str]]:
-    column, content = _figure(name, path, text, stack)
-    return replace(column, is_text=True), content
+_words = partial(_figure, text=str, is_text=True)
 
-
-_WORLDS: Columns[GenerationFigures] = (
+_WORLDS = (
     _figure("generation", "generation", str),
-    _words("layout", "layout", layout_text),
+    _words("layout", "layout", text=layout_text),
     _figure("steps", "steps", str),
-    (Column("median step s"), lambda row: _marked(row.median_step_s, row.median_is_disturbed)),
+    Column("median step s", lambda row: _marked(row.median_step_s, row.median_is_disturbed)),
     _figure("tokens/s", "tokens_per_s"),
 )
 _ENDS, _LOST, _BYTES = "from\nto", "lost s\nsteps", "moved\nstayed"
-_RECONFIGURATIONS: Columns[ReconfigurationFigures] = (
+_RECONFIGURATIONS = (
     _figure("gen", "generation", str),
-    _words("from", "source", layout_text, _ENDS),
-    _words("to", "target", layout_text, _ENDS),
+    _words("from", "source", text=layout_text, stack=_ENDS),
+    _words("to", "target", text=layout_text, stack=_ENDS),
     _figure("pause\ns", "pause_s"),
     _figure("lost\ns", "lost_s", stack=_LOST),
-    (
-        Column("lost\nsteps", stack=_LOST),
-        lambda row: _marked(row.lost_steps, row.median_is_disturbed),
+    Column(
+        "lost\nsteps", lambda row: _marked(row.lost_steps, row.median_is_disturbed), stack=_LOST
     ),
     _figure("slow-\ndown s", "slowdown_s"),
     _figure("reconf.\ns", "reconfiguration_s"),
-    (Column("bytes\nmoved", stack=_BYTES), lambda row: _moved(row, row.bytes_moved)),
-    (Column("bytes\nstayed", stack=_BYTES), lambda row: _moved(row, row.bytes_local)),
-    (Column("digest\nequal", is_text=True), _digest),
-    (Column("outcome", is_text=True), lambda row: Cell(row.outcome, outcome_tone(row.outcome))),
+    Column("bytes\nmoved", lambda row: _moved(row, row.bytes_moved), stack=_BYTES),
+    Column("bytes\nstayed", lambda row: _moved(row, row.bytes_local), stack=_BYTES),
+    Column("digest\nequal", _digest, is_text=True),
+    Column("outcome", lambda row: Cell(row.outcome, outcome_tone(row.outcome)), is_text=True),
 )
-_PHASES: Columns[ReconfigurationFigures] = (
+_PHASES = (
     _figure("gen", "generation", str),
-    (Column("notice", is_text=True, may_wrap=True), lambda row: row.notice),
-    *(
-        _figure(each.name.removesuffix("_s"), f"phases.{each.name}")
-        for each in fields(PhaseFigures)
-    ),
+    _words("notice", "notice", may_wrap=True),
+    *(_figure(f.name.removesuffix("_s"), f"phases.{f.name}") for f in fields(PhaseFigures)),
 )
-_NOTICES: Columns[NoticeFigures] = (
+_NOTICES = (
     _words("notice", "record.kind"),
-    _words("node", "record.node", lambda node: node or NOTHING),
+    _words("node", "record.node", text=lambda node: node or NOTHING),
     _figure("window\ns", "window_s"),
     _figure("left or\njoined s", "left_s"),
     _figure("gen", "record.generation", lambda number: str(number) if number >= 0 else NOTHING),
     _figure("pause\ns", "pause_s"),
     _figure("lost\nsteps", "lost_steps"),
     _figure("steps\nagain", "repeated_steps", str),
-    (Column("outcome", is_text=True), _notice_outcome),
+    Column("outcome", _notice_outcome, is_text=True),
 )
 _STAGES = ("save", "stop", "launch", "import", "groups", "load", "first_step", "total")
-_RESTARTS: Columns[BaselineRecord] = (
-    (Column("method, from, to", is_text=True), _method),
+_RESTARTS = (
+    Column("method, from, to", _method, is_text=True),
     *(_figure(stage.replace("_", "\n"), f"{stage}_s") for stage in _STAGES),
 )

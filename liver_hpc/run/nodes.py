@@ -21,7 +21,7 @@ class HeldNode:
     """A node that the run holds.
 
     warning: set once it has to be left. idle_since_s: when its last process ended; None while one
-    runs there. given_back: nothing is started there any more.
+    runs there. given_back: the pool was told so; a burst allocation goes back with its last node.
     """
 
     node: Node
@@ -72,12 +72,17 @@ class HeldNodes(dict[str, HeldNode]):
     # ---- what there is
 
     def usable(self) -> list[Node]:
-        """Nodes that need not be left, the ones to fill first at the front.
+        """Nodes that need not be left and do not go back, the ones to fill first at the front.
 
         What cannot be taken away comes before what can, what is used by itself before what has
         to be asked for.
         """
-        free = [held.node for held in self.values() if held.warning is None]
+        kept = {held.node.allocation for held in self.values() if not held.given_back}
+        free = [
+            held.node
+            for held in self.values()
+            if held.warning is None and (held.node.allocation in kept or not held.node.burst)
+        ]
         return sorted(free, key=_lasting)
 
     def doomed(self) -> frozenset[str]:

@@ -11,9 +11,8 @@ import argparse
 import json
 import logging
 import os
+import socket
 import warnings
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -36,6 +35,7 @@ log = logging.getLogger(__name__)
 EXIT_FAILED = 1
 _MOST_SAID = 1000
 """Characters of its error that a worker hands its agent."""
+_MOST_TOLD_BYTES = 4096
 
 
 def main() -> NoReturn:
@@ -46,22 +46,18 @@ def main() -> NoReturn:
     options = parser.parse_args()
     _quieten()
     try:
-        read_fd = int(os.environ["LIVER_AGENT_READ_FD"])
-        write_fd = int(os.environ["LIVER_AGENT_WRITE_FD"])
-        with open(write_fd, "w") as to_agent:
+        with socket.socket(fileno=int(os.environ["LIVER_AGENT_FD"])) as agent:
             try:
-                start = _boot(options.run_directory, Layout.parse(options.layout))
+                worker = _boot(options.run_directory, Layout.parse(options.layout))
             except Exception as error:
                 why = " ".join(f"{type(error).__name__}: {error}".split())
-                to_agent.write(json.dumps({"failed": why[:_MOST_SAID]}) + "\n")
+                agent.send(why[:_MOST_SAID].encode())
                 raise
-            to_agent.write(json.dumps({"booted": True}) + "\n")
-        with open(read_fd) as from_agent:
-            line = from_agent.readline()
-        if not line:
+            agent.send(b"booted")
+            told = json.loads(agent.recv(_MOST_TOLD_BYTES) or "null")
+        if told is None:
             raise LiverError("the agent closed before it gave this worker an id")
-        told = json.loads(line)
-        start(int(told["worker"]), (told["host"], int(told["port"]))).run()
+        worker.serve(int(told["worker"]), (told["host"], int(told["port"])))
     except Exception:
         log.exception("worker failed")
         logging.shutdown()
@@ -69,17 +65,16 @@ def main() -> NoReturn:
         os._exit(EXIT_FAILED)
 
 
-def _boot(run_directory: Path, layout: Layout) -> Callable[[int, tuple[str, int]], Worker]:
-    """What makes this process's worker once its id and the coordinator's address are known."""
+def _boot(run_directory: Path, layout: Layout) -> Worker:
     _choose_network(run_directory)
     with collector_paused():
         from liver_hpc.world.device import open_device
 
         # Before megatron is imported: where there is no CUDA, the device brings the stand-in.
         device = open_device(int(os.environ.get("LIVER_LOCAL_RANK", "0")))
-        from liver_hpc.worker.control import Worker, boot
+        from liver_hpc.worker.control import Worker
 
-    return partial(Worker, boot(run_directory, layout, device))
+    return Worker(run_directory, layout, device)
 
 
 def _choose_network(run_directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from pathlib import Path
 
 from liver_hpc.checkpoint.parts import restore, save
@@ -12,6 +13,7 @@ from liver_hpc.handoff.crossing import FAILURES, Crossed, Crossing
 from liver_hpc.handoff.prepare import connect_groups, prepare, prepared_message
 from liver_hpc.handoff.release import release
 from liver_hpc.handoff.session import HandoffAborted, Session, Target, WorkerContext
+from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.world.state import WorldState
@@ -65,8 +67,7 @@ class Trainer:
         try:
             restored = restore(world, path)
         except FAILURES as error:
-            log.exception("cannot go on from %s", path)
-            self._fail(world.generation, str(error))
+            self._fail(world.generation, f"cannot go on from {path}", str(error))
             raise LeftWorld(f"cannot go on from {path}: {error}") from error
         self.step = restored.scalars.step
         context.send(restored)
@@ -98,7 +99,7 @@ class Trainer:
         """Opens a handoff attempt; a source worker starts PREPARE beside its training thread."""
         session = self.session = Session(message, self._context)
         if session.is_source:
-            session.preparing = threading.Thread(
+            session.preparing = threading.Thread(  # which may start compilers
                 target=self._prepare, args=(session,), name="prepare", daemon=True
             )
             session.preparing.start()
@@ -193,8 +194,7 @@ class Trainer:
             if session.aborted is not None:
                 log.info("generation %d ended while preparing: %s", session.generation, error)
                 return
-            log.exception("generation %d: PREPARE failed", session.generation)
-            self._fail(session.generation, f"{type(error).__name__}: {error}")
+            self._fail(session.generation, "PREPARE failed", f"{type(error).__name__}: {error}")
         else:
             self._context.send(prepared_message(session, session.prepared))
 
@@ -222,7 +222,7 @@ class Trainer:
                 m.Aborted(worker=self._context.worker, generation=session.generation)
             )
 
-        threading.Thread(target=clear_up, name="drop", daemon=True).start()
+        quiet_thread(clear_up, "drop")
 
     def _forget(self, session: Session) -> None:
         """Ends this attempt; the control thread may have opened the next one already."""
@@ -260,9 +260,7 @@ class Trainer:
             self.step = crossed.scalars.step + 1
             assert crossed.first_step is not None
             self._report(self._world, crossed.first_step, crossed.started_s, crossed.ended_s)
-        threading.Thread(
-            target=self._release, args=(session, target, source), name="release", daemon=True
-        ).start()
+        quiet_thread(partial(self._release, session, target, source), "release")
         if self._world is None:
             raise LeftWorld(f"no seat in {session.target}")
 
@@ -271,10 +269,11 @@ class Trainer:
         try:
             release(session, target, source)
         except FAILURES as error:
-            log.exception("generation %d: RELEASE failed", session.generation)
-            self._fail(session.generation, f"{type(error).__name__}: {error}")
+            self._fail(session.generation, "RELEASE failed", f"{type(error).__name__}: {error}")
 
-    def _fail(self, generation: int, reason: str) -> None:
+    def _fail(self, generation: int, what: str, reason: str) -> None:
+        """Logs the error of the moment and tells the coordinator."""
+        log.exception("generation %d: %s", generation, what)
         worker = self._context.worker
         self._context.send(m.Failed(worker=worker, generation=generation, reason=reason))
 

@@ -16,7 +16,7 @@ import psutil
 import yaml
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands
+from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.run.secret import create_secret
 from slurm.testbed.hosts import environment, in_control
 from tests.cluster.harness import REPOSITORY, SlurmCluster
@@ -45,8 +45,8 @@ def wait_for(condition: Callable[[], bool], limit_s: float, waits_for: str) -> N
 def commands_of(cluster: SlurmCluster) -> SlurmCommands:
     """Slurm's commands on the control host, from the test's process."""
 
-    def run(words: Sequence[str], limit_s: float) -> Answer:
-        done = subprocess.run(
+    def run(words: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             in_control(cluster.place, words),
             env={**environment(cluster.place), "SLURM_TIME_FORMAT": "%s"},
             stdin=subprocess.DEVNULL,
@@ -54,7 +54,6 @@ def commands_of(cluster: SlurmCluster) -> SlurmCommands:
             text=True,
             timeout=limit_s,
         )
-        return Answer(done.returncode, done.stdout, done.stderr)
 
     return SlurmCommands(20.0, 40.0, run=run)
 

@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from liver_hpc.clock import SystemClock
-from liver_hpc.cluster.launcher import NodeRequest
-from liver_hpc.cluster.slurm.allocation import own_allocations
 from liver_hpc.cluster.slurm.commands import SlurmCommands
-from liver_hpc.cluster.slurm.launcher import SlurmLauncher
+from liver_hpc.cluster.slurm.holdings import own_allocations
+from liver_hpc.cluster.slurm.launcher import slurm_launcher
 from liver_hpc.cluster.slurm.pool import SlurmPool
 from liver_hpc.config.load import load_run
 from liver_hpc.coordinator.connections import ConnectionServer, Inbox
 from liver_hpc.coordinator.store import StoreService
+from liver_hpc.layout.coordinates import Layout
 from liver_hpc.rendezvous.channel import ControlServer
-from liver_hpc.run.events import PoolEvent
+from liver_hpc.run.actions import LaunchAgent
+from liver_hpc.run.events import PoolEvent, Seat
 from liver_hpc.run.outcome import COORDINATOR_FILE, write_private_json
 from liver_hpc.run.secret import read_secret
 
@@ -50,7 +51,7 @@ class Driver:
         own = own_allocations(environment, config, commands.hostnames)
         self.pool = SlurmPool(config, commands, own, run_directory, SystemClock())
         agent = (sys.executable, str(run_directory / "agent.py"))
-        self.launcher = SlurmLauncher(run_directory, config, commands, self.pool.place_of, agent)
+        self.launcher = slurm_launcher(run_directory, config, commands, self.pool.use, agent)
         secret = read_secret(run_directory / "secret")
         connections = ConnectionServer(Inbox(), StoreService(), control_s=10.0)
         self.server = ControlServer(CONTROL_ADDRESS, secret, connections.handle)
@@ -65,7 +66,7 @@ class Driver:
         say(type(event).__name__, **asdict(event))
 
     def launch(self, agent: str, node: str) -> None:
-        self.launcher.launch([NodeRequest(agent, "tp1 pp1 dp1", (0,), node)])
+        self.launcher.launch(LaunchAgent(agent, Seat(node, (0,)), Layout(1, 1, 1)))
 
     def close(self) -> None:
         self.launcher.close()

@@ -36,10 +36,9 @@ CONTROL_ADDRESS = "10.77.0.1"
 WORKER = """
 import json, os, subprocess, sys, time
 rank, directory = os.environ["LIVER_LOCAL_RANK"], sys.argv[1]
-with open(int(os.environ["LIVER_AGENT_WRITE_FD"]), "w") as to_agent:
-    to_agent.write(json.dumps({"booted": True}) + "\\n")
-with open(int(os.environ["LIVER_AGENT_READ_FD"])) as from_agent:
-    told = json.loads(from_agent.readline())
+agent = int(os.environ["LIVER_AGENT_FD"])
+os.write(agent, b"booted")
+told = json.loads(os.read(agent, 4096))
 loop = "while :; do touch $0; sleep 0.05; done"
 subprocess.Popen(["/bin/sh", "-c", loop, f"{directory}/child-{rank}"])
 while True:

@@ -1,4 +1,4 @@
-"""Jobs of several components on a real Slurm: by the executor, by `liver submit`, by sbatch.
+"""Jobs of several components on a real Slurm: of one call, by `liver submit`, by sbatch.
 
 Where a run is needed its coordinator is a stand-in, which trains nothing.
 """
@@ -7,82 +7,95 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from submitit.core.utils import DelayedSubmission, JobPaths
 
-from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands, SlurmError
-from liver_hpc.cluster.slurm.executor import HetExecutor
-from liver_hpc.cluster.slurm.replies import JobInfo
-from liver_hpc.cluster.slurm.script import Submission
+from liver_hpc.cluster.slurm.commands import JobInfo, SlurmCommands, SlurmError
+from liver_hpc.cluster.slurm.submit import submit_call
 from liver_hpc.config.schema import ClusterSection
+from liver_hpc.run.directory import RunDirectory
 from tests.cluster.calls import wait_for
 from tests.cluster.harness import REPOSITORY, SlurmCluster, command_line
 from tests.cluster.sites import AGAIN_S, COMPONENTS, Site, await_coordinator, await_that
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
-# ---- the executor
+# ---- one call
 
 
 @pytest.fixture
 def commands(slurm_cluster: SlurmCluster) -> SlurmCommands:
     """As they are on the control host."""
 
-    def run(words: Any, limit_s: float) -> Answer:
+    def run(words: Any, limit_s: float) -> subprocess.CompletedProcess[str]:
         line = command_line(slurm_cluster.name, "exec", "--", *words)
-        done = slurm_cluster.attempt(line, limit_s)
-        return Answer(done.returncode, done.stdout, done.stderr)
+        return slurm_cluster.attempt(line, limit_s)
 
     return SlurmCommands(command_s=20.0, unreachable_s=20.0, run=run)
 
 
+class OddlyNamedRun(RunDirectory):
+    """Only what is well quoted keeps its name; in a log's path Slurm takes no backslash."""
+
+    @property
+    def jobs_path(self) -> Path:
+        return self.path.parent / "submitit"
+
+
 @pytest.fixture
-def submission(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> Submission:
+def run(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> RunDirectory:
     directory = slurm_cluster.shared / request.node.name
-    directory.mkdir()
-    section = {"components": COMPONENTS, "setup": [f"export PYTHONPATH={REPOSITORY} SAID='a b'"]}
-    cluster = ClusterSection.model_validate({"timeout_min": 5, "slurm": section})
-    return Submission(cluster, directory.name, """it's "this" run, \\ # $HOME""", directory)
+    made = OddlyNamedRun(directory / """it's "this" run, \\ # $HOME""")
+    made.jobs_path.mkdir(parents=True)
+    return made
+
+
+def cluster_section(extra: dict[str, Any]) -> ClusterSection:
+    components = [COMPONENTS[0], {**COMPONENTS[1], **extra}]
+    setup = [f"export PYTHONPATH={REPOSITORY} SAID='a b'"]
+    slurm = {"components": components, "setup": setup}
+    return ClusterSection.model_validate({"timeout_min": 5, "slurm": slurm})
 
 
 def test_a_call_runs_once_in_a_job_of_two_components(
-    submission: Submission, commands: SlurmCommands, slurm_cluster: SlurmCluster
+    run: RunDirectory, commands: SlurmCommands, slurm_cluster: SlurmCluster
 ) -> None:
-    end = submission.folder / "end"
-    job = HetExecutor(submission, commands).submit(wait_for, str(end))
+    end = run.jobs_path / "end"
+    call = DelayedSubmission(wait_for, str(end))
+    job = submit_call(cluster_section({}), run, call, commands)
+    paths = JobPaths(run.jobs_path, job)
 
     def running() -> list[JobInfo]:
-        return [info for info in commands.jobs([job.job_id]).values() if info.state == "RUNNING"]
+        return [info for info in commands.jobs([job]).values() if info.state == "RUNNING"]
 
     await_that(lambda: len(running()) == 2, "both components to run")
-    await_that((submission.folder / "end-awaited").exists, "the call to be made")
+    await_that((run.jobs_path / "end-awaited").exists, "the call to be made")
     main, extra = sorted(running(), key=lambda info: int(info.job_id))
     assert len(main.nodes) == len(extra.nodes) == 1
     assert main.nodes != extra.nodes
-    shown = slurm_cluster.run("squeue", "--noheader", "--format=%j|%k", f"--jobs={job.job_id}")
-    assert set(shown.splitlines()) == {f"{submission.name}|{submission.comment}"}
+    shown = slurm_cluster.run("squeue", "--noheader", "--format=%j|%k", f"--jobs={job}")
+    assert set(shown.splitlines()) == {f"{run.path.name}|liver run {run.path}"}
 
     end.touch()
-    await_that(job.paths.result_pickle.exists, "the call's result")
-    outcome, environment = pickle.loads(job.paths.result_pickle.read_bytes())
+    await_that(paths.result_pickle.exists, "the call's result")
+    outcome, environment = pickle.loads(paths.result_pickle.read_bytes())
     assert outcome == "success"
     assert environment["SLURM_HET_SIZE"] == "2"
     assert environment["SAID"] == "a b"
-    assert "it waits" in job.paths.stdout.read_text()
+    assert "it waits" in paths.stdout.read_text()
     await_that(lambda: not running(), "the job's end")
 
 
-def test_slurm_says_why_it_refuses(submission: Submission, commands: SlurmCommands) -> None:
-    slurm = submission.cluster.slurm
-    missing = slurm.components[1].model_copy(update={"partition": "nowhere"})
-    changed = slurm.model_copy(update={"components": [slurm.components[0], missing]})
-    cluster = submission.cluster.model_copy(update={"slurm": changed})
-    wrong = Submission(cluster, submission.name, "", submission.folder)
+def test_slurm_says_why_it_refuses(run: RunDirectory, commands: SlurmCommands) -> None:
+    wrong = cluster_section({"partition": "nowhere"})
     with pytest.raises(SlurmError, match="invalid partition specified: nowhere"):
-        HetExecutor(wrong, commands).submit(wait_for, "")
+        submit_call(wrong, run, DelayedSubmission(wait_for, ""), commands)
 
 
 # ---- runs

@@ -16,8 +16,7 @@ from typing import TypeVar
 import psutil
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.launcher import Launcher, NodeRequest
-from liver_hpc.cluster.local import LocalLauncher
+from liver_hpc.cluster.launcher import Launcher, local_launcher
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import (
     DeadlineSection,
@@ -28,11 +27,14 @@ from liver_hpc.config.schema import (
     WorkersSection,
 )
 from liver_hpc.host.marks import marked_processes
+from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import AgentHello, AnyMessage, YourTurn
 from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
 from liver_hpc.rendezvous.mpi.service import Acceptor, MpiRendezvous
+from liver_hpc.run.actions import LaunchAgent
+from liver_hpc.run.events import Seat
 from liver_hpc.run.secret import create_secret
 
 M = TypeVar("M")
@@ -45,24 +47,22 @@ WORKER = """
 import json, os, signal, subprocess, sys, threading
 from pathlib import Path
 directory, then = Path(sys.argv[1]), sys.argv[2]
-rank = os.environ["LIVER_LOCAL_RANK"]
+rank, agent = os.environ["LIVER_LOCAL_RANK"], int(os.environ["LIVER_AGENT_FD"])
 if then == "boot fails" and rank == "1":
     sys.exit(3)
 if then == "boot is refused" and rank == "1":
-    os.write(int(os.environ["LIVER_AGENT_WRITE_FD"]), b'{"failed": "PlanError: no"}' + b"\\n")
+    os.write(agent, b"PlanError: no")
     sys.exit(1)
 if then == "talks" and rank == "1":
-    os.write(int(os.environ["LIVER_AGENT_WRITE_FD"]), b"hello there" + b"\\n")
+    os.write(agent, b"hello there")
 if then in ("stubborn", "never boots"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN if then == "stubborn" else signal.SIG_DFL)
     (directory / f"boots-{os.getpid()}").touch()
     threading.Event().wait()
 if then.startswith("boot fails") or then == "talks":
     threading.Event().wait()
-with open(int(os.environ["LIVER_AGENT_WRITE_FD"]), "w") as to_agent:
-    to_agent.write(json.dumps({"booted": True}) + "\\n")
-with open(int(os.environ["LIVER_AGENT_READ_FD"])) as from_agent:
-    line = from_agent.readline()
+os.write(agent, b"booted")
+line = os.read(agent, 4096)
 note = {"told": json.loads(line), "pid": os.getpid(), "environment": dict(os.environ)}
 if then == "deaf":
     for signum in (signal.SIGHUP, signal.SIGTERM):
@@ -79,8 +79,8 @@ threading.Event().wait()
 """
 
 
-def request(agent: str = "a0", workers: int = 2) -> NodeRequest:
-    return NodeRequest(agent, f"tp1 pp1 dp{workers}", tuple(range(workers)))
+def request(agent: str = "a0", workers: int = 2) -> LaunchAgent:
+    return LaunchAgent(agent, Seat("", tuple(range(workers))), Layout(1, 1, workers))
 
 
 def wait_for(condition: Callable[[], bool], what: str, limit_s: float = 15.0) -> None:
@@ -107,9 +107,15 @@ def listens(pid: int) -> list[str]:
     ]
 
 
+def acceptor_pid(rendezvous: MpiRendezvous) -> int | None:
+    """The process id of its present acceptor; None while there is none."""
+    acceptor = rendezvous._acceptor
+    return None if acceptor is None else acceptor.pid
+
+
 def dead_port_name(directory: Path) -> str:
     """MPI's name of a port at which there is nobody any more."""
-    acceptor = Acceptor(MpiNetwork(), 1.0, directory / "logs" / "dead.log")
+    acceptor = Acceptor(MpiNetwork(), directory / "logs" / "dead.log")
     acceptor.close()
     return acceptor.port_name
 
@@ -166,7 +172,7 @@ class Run:
     def __init__(self, directory: Path, mark: str) -> None:
         self.directory = directory
         self.mark = mark
-        self.launchers: list[LocalLauncher] = []
+        self.launchers: list[Launcher] = []
         config = RunConfig(
             train=TrainSection(steps=1, global_batch=8),
             workers=WorkersSection(initial=2, max=8),
@@ -175,7 +181,7 @@ class Run:
         )
         (directory / "run.yaml").write_text(dump_run(config))
         self.secret = create_secret(directory / "secret")
-        self.rendezvous = MpiRendezvous(directory, self.secret)
+        self.rendezvous = MpiRendezvous(directory, self.secret, MpiNetwork())
         self.coordinator = Coordinator(self.secret)
         self.control = self.coordinator.address
 
@@ -195,10 +201,8 @@ class Run:
         command = [sys.executable, "-c", WORKER, str(self.directory), then]
         return ["--worker-command", json.dumps(command)]
 
-    def launcher(
-        self, then: str, exit_s: float = 5.0, options: Sequence[str] = ()
-    ) -> LocalLauncher:
-        launcher = LocalLauncher(self.directory, exit_s, [*options, *self.options(then)])
+    def launcher(self, then: str, exit_s: float = 5.0, options: Sequence[str] = ()) -> Launcher:
+        launcher = local_launcher(self.directory, exit_s, [*options, *self.options(then)])
         self.launchers.append(launcher)
         return launcher
 
@@ -235,7 +239,7 @@ class Run:
         return [
             pid
             for pid in marked_processes(TEST_MARK, self.mark)
-            if pid not in (os.getpid(), self.rendezvous.pid)
+            if pid not in (os.getpid(), acceptor_pid(self.rendezvous))
         ]
 
     def find(self, *words: str) -> list[int]:
@@ -251,8 +255,14 @@ class Run:
         return [pid for pid in self.find("-m", "liver_hpc.node.agent") if self.is_python(pid)]
 
     def joiners(self) -> list[int]:
-        joiners = self.find("-m", "liver_hpc.rendezvous.mpi.joiner")
+        joiners = self.find("liver_hpc.rendezvous.mpi.endpoint", "connect")
         return [pid for pid in joiners if self.is_python(pid)]
+
+    def joiner(self) -> int:
+        """The process id of the joiner that there is, once it is in MPI."""
+        wait_for(lambda: any(map(listens, self.joiners())), "a joiner in MPI")
+        (joiner,) = self.joiners()
+        return joiner
 
     def programs(self) -> dict[str, int]:
         """What runs, and one process id of each."""

@@ -9,12 +9,13 @@ import time
 
 import pytest
 
-from liver_hpc.cluster.launcher import KILLED, Launcher, NodeRequest, last_words
-from liver_hpc.cluster.local import LocalLauncher
+from liver_hpc.cluster.launcher import KILLED, Launcher, last_words, local_launcher
 from liver_hpc.errors import LiverError
-from liver_hpc.node.agent import EXIT_BOOT
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.node.agent import EXIT_BOOT, EXIT_NOT_MET
 from liver_hpc.rendezvous.base import Identity, Refusal
-from liver_hpc.rendezvous.mpi.joiner import EXIT_NOT_MET
+from liver_hpc.run.actions import LaunchAgent
+from liver_hpc.run.events import Seat
 from tests.integration.agents import Run, request, wait_for
 from tests.memory_launcher import MemoryLauncher
 
@@ -29,7 +30,8 @@ def launcher(request: pytest.FixtureRequest, run: Run) -> Launcher:
 
 
 def test_launched_agents_live_until_they_are_killed(launcher: Launcher, run: Run) -> None:
-    launcher.launch([request("a0"), request("a1")])
+    launcher.launch(request("a0"))
+    launcher.launch(request("a1"))
     assert launcher.alive("a0")
     assert launcher.exit_code("a0") is None
     launcher.kill("a0")
@@ -42,17 +44,13 @@ def test_launched_agents_live_until_they_are_killed(launcher: Launcher, run: Run
 
 
 def test_a_name_is_launched_once(launcher: Launcher, run: Run) -> None:
-    launcher.launch([request("a0")])
-    with pytest.raises(LiverError, match=r"agents \['a0'\] were launched before"):
-        launcher.launch([request("a1"), request("a0")])
-    with pytest.raises(LiverError, match="'a1' was never launched"):
-        launcher.alive("a1")
+    launcher.launch(request("a0"))
+    with pytest.raises(LiverError, match="agent 'a0' was launched before"):
+        launcher.launch(request("a0"))
     launcher.kill("a0")
     run.wait_ended(launcher)
-    with pytest.raises(LiverError, match="were launched before"):
-        launcher.launch([request("a0")])
-    with pytest.raises(LiverError, match="were launched before"):
-        launcher.launch([request("a2"), request("a2")])
+    with pytest.raises(LiverError, match="agent 'a0' was launched before"):
+        launcher.launch(request("a0"))
 
 
 def test_unknown_agents_are_errors(launcher: Launcher) -> None:
@@ -64,13 +62,14 @@ def test_unknown_agents_are_errors(launcher: Launcher) -> None:
 def test_nothing_is_launched_after_close(launcher: Launcher) -> None:
     launcher.close()
     with pytest.raises(LiverError, match="closed"):
-        launcher.launch([request()])
+        launcher.launch(request())
 
 
 def test_memory_launcher_starts_and_ends_agents_as_told() -> None:
-    started: list[NodeRequest] = []
+    started: list[LaunchAgent] = []
     launcher = MemoryLauncher(started.append)
-    launcher.launch([request("a0"), request("a1")])
+    launcher.launch(request("a0"))
+    launcher.launch(request("a1"))
     assert started == [request("a0"), request("a1")]
     launcher.end("a0", 3)
     launcher.end("a0", 4)
@@ -90,7 +89,7 @@ def test_workers_get_their_ids_their_environment_and_their_logs(
     monkeypatch.setenv("MKL_NUM_THREADS", "3")
     run.open_rendezvous()
     launcher = run.launcher("ends")
-    launcher.launch([request()])
+    launcher.launch(request())
     for rank, note in enumerate(run.notes()):
         assert note["told"] == {
             "worker": 4 + rank,
@@ -114,7 +113,7 @@ def test_workers_get_their_ids_their_environment_and_their_logs(
 def test_workers_take_the_slots_that_they_are_given(run: Run) -> None:
     run.open_rendezvous()
     launcher = run.launcher("ends")
-    launcher.launch([NodeRequest("a0", "tp1 pp1 dp2", slots=(5, 2))])
+    launcher.launch(LaunchAgent("a0", Seat("", (5, 2)), Layout(1, 1, 2)))
     assert [note["told"]["worker"] for note in run.notes((5, 2))] == [4, 5]  # type: ignore[index]
     assert run.wait_ended(launcher) == 5
 
@@ -128,7 +127,7 @@ def test_the_rendezvous_learns_who_the_agent_is(run: Run) -> None:
 
     run.rendezvous.start(refuse)
     launcher = run.launcher("works")
-    launcher.launch([request("burst-2", workers=3)])
+    launcher.launch(request("burst-2", workers=3))
     assert run.wait_ended(launcher, "burst-2") == EXIT_NOT_MET
     assert [(who.agent, who.workers, who.host) for who in seen] == [
         ("burst-2", 3, socket.gethostname())
@@ -141,14 +140,14 @@ def test_the_rendezvous_learns_who_the_agent_is(run: Run) -> None:
     [
         ("boot fails", "worker 1 of agent a0 ended in boot (exit code 3)"),
         ("boot is refused", "worker 1 of agent a0 failed in boot: PlanError: no (exit code 1)"),
-        ("talks", "worker 1 of agent a0 said b'hello there\\n' instead of having booted"),
+        ("talks", "worker 1 of agent a0 failed in boot: hello there (still running)"),
     ],
 )
 def test_a_worker_that_fails_in_boot_fails_the_agent_which_says_who(
     run: Run, then: str, said: str
 ) -> None:
     launcher = run.launcher(then)
-    launcher.launch([request()])
+    launcher.launch(request())
     assert run.wait_ended(launcher) == EXIT_BOOT
     assert said in run.log("agent-a0")
     assert str(run.directory / "logs" / "worker-a0-1.log") in run.log("agent-a0")
@@ -157,9 +156,9 @@ def test_a_worker_that_fails_in_boot_fails_the_agent_which_says_who(
 
 def test_an_agent_says_why_its_worker_refused_to_boot(run: Run) -> None:
     run.set_network(interface="nope0")
-    launcher = LocalLauncher(run.directory)
+    launcher = local_launcher(run.directory)
     run.launchers.append(launcher)
-    launcher.launch([request(workers=1)])
+    launcher.launch(request(workers=1))
     assert run.wait_ended(launcher) == EXIT_BOOT
     wanted = "worker 0 of agent a0 failed in boot: ConfigError: network.interface: node"
     assert wanted in last_words(run.directory, "a0")
@@ -169,7 +168,7 @@ def test_an_agent_says_why_its_worker_refused_to_boot(run: Run) -> None:
 def test_a_worker_that_boots_too_slowly_fails_the_agent(run: Run) -> None:
     run.set_deadline("boot_s", 0.3)
     launcher = run.launcher("never boots")
-    launcher.launch([request()])
+    launcher.launch(request())
     assert run.wait_ended(launcher) == EXIT_BOOT
     assert "waited 0.3 s for workers [0, 1] of agent a0 to boot" in run.log("agent-a0")
 
@@ -177,7 +176,7 @@ def test_a_worker_that_boots_too_slowly_fails_the_agent(run: Run) -> None:
 def test_one_workers_death_does_not_touch_the_others(run: Run) -> None:
     run.open_rendezvous()
     launcher = run.launcher("works")
-    launcher.launch([request(workers=3)])
+    launcher.launch(request(workers=3))
     first, second, third = (note["pid"] for note in run.notes((0, 1, 2)))
     assert isinstance(second, int)
     os.kill(second, signal.SIGKILL)
@@ -196,7 +195,7 @@ def test_an_agent_told_to_stop_ends_its_workers_and_says_so(
 ) -> None:
     run.open_rendezvous()
     launcher = run.launcher("works")
-    launcher.launch([request()])
+    launcher.launch(request())
     run.notes()
     (agent,) = run.agents()
     os.kill(agent, signum)
@@ -206,7 +205,7 @@ def test_an_agent_told_to_stop_ends_its_workers_and_says_so(
 
 def test_a_worker_that_ignores_sigterm_is_killed_after_its_deadline(run: Run) -> None:
     launcher = run.launcher("stubborn", exit_s=10.0)
-    launcher.launch([request()])
+    launcher.launch(request())
     wait_for(lambda: len(run.boots()) == 2, "workers to start")
     launcher.kill("a0")
     assert run.wait_ended(launcher) == 128 + signal.SIGTERM
@@ -216,7 +215,7 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_its_deadline(run: Run) ->
 @pytest.mark.parametrize("delay_s", [0.0, 0.03, 0.1, 0.3])
 def test_an_agent_killed_while_it_starts_ends_at_once(run: Run, delay_s: float) -> None:
     launcher = run.launcher("never boots", exit_s=30.0)
-    launcher.launch([request()])
+    launcher.launch(request())
     time.sleep(delay_s)
     launcher.kill("a0")
     wait_for(lambda: not launcher.alive("a0"), "the agent to end", 10.0)
@@ -225,7 +224,7 @@ def test_an_agent_killed_while_it_starts_ends_at_once(run: Run, delay_s: float) 
 
 def test_an_agent_that_does_not_end_is_killed_by_its_launcher(run: Run) -> None:
     launcher = run.launcher("never boots", exit_s=0.5)
-    launcher.launch([request()])
+    launcher.launch(request())
     wait_for(lambda: len(run.boots()) == 2, "workers to start")
     (agent,) = run.agents()
     os.kill(agent, signal.SIGSTOP)

@@ -28,7 +28,7 @@ WITH = pytest.mark.parametrize("options", [(), ("--warnings",)], ids=["", "warni
 def at_work(run: Run, then: str, options: tuple[str, ...] = ("--warnings",)) -> int:
     """An agent whose two workers are at work and whose channel stands; its process id."""
     run.open_rendezvous()
-    run.launcher(then, options=options).launch([request()])
+    run.launcher(then, options=options).launch(request())
     run.notes()
     run.coordinator.wait_heard(AgentHello)
     (agent,) = run.agents()
@@ -51,7 +51,7 @@ def test_an_agent_says_who_it_is_and_ends_its_workers_when_told(
     (hello,) = run.coordinator.said(AgentHello)
     assert hello == AgentHello(agent="a0", host=socket.gethostname(), pid=agent)
     assert end(run) == 0
-    assert "told to end: of no more use: workers [0, 1]" in run.log("agent-a0")
+    assert "told to end: of no more use: ending workers [0, 1]" in run.log("agent-a0")
     assert run.alive() == []
     assert run.coordinator.said(WorkerEnded) == []
     wait_for(lambda: run.coordinator.gone == ["a0"], "the channel to end")
@@ -110,7 +110,7 @@ def test_workers_do_not_mind_signals_from_their_first_moment_on(run: Run) -> Non
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
 def test_a_signal_in_boot_ends_the_agent(run: Run, signum: signal.Signals) -> None:
     launcher = run.launcher("never boots", options=["--warnings"])
-    launcher.launch([request()])
+    launcher.launch(request())
     wait_for(lambda: len(run.boots()) == 2, "workers to start")
     os.kill(run.agents()[0], signum)
     assert run.wait_ended(launcher) == 128 + signum
@@ -146,7 +146,7 @@ def test_a_signal_before_the_channel_stands_ends_the_agent(run: Run) -> None:
     with silent_coordinator(run) as came:
         run.open_rendezvous()
         launcher = run.launcher("works", options=["--warnings"])
-        launcher.launch([request()])
+        launcher.launch(request())
         run.notes()
         assert came.wait(10)
         os.kill(run.agents()[0], signal.SIGTERM)
@@ -170,7 +170,7 @@ def test_without_a_coordinator_workers_get_their_time_to_end_then_are_ended(
     if from_the_start:
         run.coordinator.close()
         run.open_rendezvous()
-        run.launcher("works", options=["--warnings"]).launch([request()])
+        run.launcher("works", options=["--warnings"]).launch(request())
         run.notes()
     else:
         at_work(run, "works")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,10 +10,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
@@ -27,11 +28,12 @@ from liver_hpc.rendezvous.base import (
     Rendezvous,
 )
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
-from liver_hpc.rendezvous.mpi.joiner import EXIT_RENDEZVOUS_LOST, EXIT_STUCK, meet
+from liver_hpc.rendezvous.mpi import service
+from liver_hpc.rendezvous.mpi.joiner import RendezvousLost, StuckInMpi, joiner_process, meet
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
-from liver_hpc.rendezvous.mpi.process import MpiProcess
+from liver_hpc.rendezvous.mpi.process import ENDPOINT, MpiProcess
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
-from tests.integration.agents import dead_port_name, queue_alone
+from tests.integration.agents import acceptor_pid, dead_port_name, queue_alone
 from tests.integration.leftovers import no_abandoned_files
 from tests.memory_rendezvous import MemoryRendezvous
 
@@ -40,65 +42,50 @@ pytestmark = pytest.mark.timeout(90)
 SECRET = b"s" * 32
 WRONG = b"w" * 32
 
-# A joiner that is told its secret: the only process of an MPI world. Prints what came of it.
-JOINER = """
-import json, sys
-from pathlib import Path
-from liver_hpc.errors import LiverError
-from liver_hpc.rendezvous.mpi.joiner import meet
-from liver_hpc.rendezvous.base import Identity
-directory, agent, secret, timeout_s = sys.argv[1:5]
-identity = Identity(agent=agent, host="here", pid=1, workers=2)
-try:
-    answer = meet(Path(directory), identity, bytes.fromhex(secret), float(timeout_s))
-    print(answer.model_dump_json())
-except LiverError as error:
-    print(json.dumps({"error": type(error).__name__, "text": str(error)}))
-"""
-
 # A joiner that, step by step, gets as far as it is told and then dies or stands still. It may
 # introduce itself under another key than that of its place in the queue.
 BAD_JOINER = """
-import os, signal, sys, threading
-from pathlib import Path
-from liver_hpc.clock import Deadline, SystemClock
+import json, os, signal, sys, threading
+from multiprocessing.connection import Connection
 from liver_hpc.rendezvous.base import Identity, introduction
-from liver_hpc.rendezvous.mpi.joiner import _wait_for_turn
-from liver_hpc.rendezvous.mpi.network import RendezvousPlace
-directory, end, how, secret, key = sys.argv[1:6]
+from liver_hpc.rendezvous.channel import connect
+host, port, end, how, secret, key, line = sys.argv[1:8]
 
 def reach(step):
     if step != end:
         return
-    print(step, flush=True)
+    parent.send_bytes(step.encode())
     if how == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Event().wait()
 
-os.environ.update(RendezvousPlace.read(Path(directory)).network.variables(os.environ))
-from liver_hpc.rendezvous.mpi.calls import MpiPeer, start_mpi
+parent = Connection(int(line))
+os.environ.update(json.loads(parent.recv_bytes()))
+from liver_hpc.rendezvous.mpi.calls import MPI, receive, send, start_mpi
 start_mpi()
-deadline = Deadline.after(SystemClock(), 20.0, "the rendezvous")
-wire, port_name = _wait_for_turn(Path(directory), bytes.fromhex(secret), deadline)
+wire = connect((host, int(port)), bytes.fromhex(secret), 20.0, "the rendezvous")
+port_name = wire.receive(20.0).port_name
 reach("turn")
-peer = MpiPeer.connected(port_name, 20.0)
+peer = MPI.COMM_SELF.Connect(port_name)
 reach("connected")
 who = Identity(agent="bad", host="here", pid=1, workers=2)
-peer.send(introduction(bytes.fromhex(key) or wire.key, who))
+send(peer, introduction(bytes.fromhex(key) or wire.key, who))
 reach("introduced")
-peer.receive()
+receive(peer)
 reach("answered")
-peer.leave()
+peer.Disconnect()
 reach("left")
 """
 
 # Enters MPI as MPICH alone does, says by which segment of shared memory, and stays.
 BARE_MPI = """
-import re, threading
+import re, sys, threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 from mpi4py import MPI
 maps = Path("/proc/self/maps").read_text()
-print(*sorted(set(re.findall(r"/dev/shm/mpich\\S+", maps))), flush=True)
+(segment,) = set(re.findall(r"/dev/shm/mpich\\S+", maps))
+Connection(int(sys.argv[1])).send_bytes(segment.encode())
 threading.Event().wait()
 """
 
@@ -106,10 +93,11 @@ OWNER = """
 import sys, threading
 from pathlib import Path
 from liver_hpc.rendezvous.base import Refusal
+from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
-rendezvous = MpiRendezvous(Path(sys.argv[1]), b"s" * 32)
+rendezvous = MpiRendezvous(Path(sys.argv[1]), b"s" * 32, MpiNetwork())
 rendezvous.start(lambda identity: Refusal(reason="nobody"))
-print(rendezvous.pid, flush=True)
+print(rendezvous._acceptor.pid, flush=True)
 threading.Event().wait()
 """
 
@@ -156,45 +144,41 @@ class MemoryPlace(Place):
 
 
 class MpiPlace(Place):
-    def __init__(self, directory: Path, turn_s: float = 10.0) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.rendezvous: MpiRendezvous = MpiRendezvous(directory, SECRET, turn_s=turn_s)
+        self.rendezvous: MpiRendezvous = MpiRendezvous(directory, SECRET, MpiNetwork())
 
     def join(self, agent: str, secret: bytes = SECRET) -> Answer:
-        return result(start_joiner(self.directory, agent, secret))
+        return start_joiner(self.directory, agent, secret).result()
 
     def bad_joiner(self, end: str, how: str = "die", key: bytes = b"") -> MpiProcess:
-        return mpi_process(BAD_JOINER, str(self.directory), end, how, SECRET.hex(), key.hex())
+        place = RendezvousPlace.read(self.directory)
+        assert place is not None
+        address = (place.network.host, str(place.port))
+        process = mpi_process(BAD_JOINER, *address, end, how, SECRET.hex(), key.hex())
+        process.enter(place.network)
+        return process
 
 
 STARTED: list[MpiProcess] = []
+JOINERS = ThreadPoolExecutor()
 
 
 def mpi_process(script: str, *arguments: str) -> MpiProcess:
-    process = MpiProcess(["-c", script, *arguments], output=subprocess.PIPE)
+    process = MpiProcess("an MPI process", ["-c", script, *arguments])
     STARTED.append(process)
     return process
 
 
 def start_joiner(
     directory: Path, agent: str, secret: bytes = SECRET, timeout_s: float = 20.0
-) -> MpiProcess:
-    return mpi_process(JOINER, str(directory), agent, secret.hex(), str(timeout_s))
+) -> Future[Answer]:
+    who = identity(agent)
+    return JOINERS.submit(meet, joiner_process(), directory, who, secret, timeout_s)
 
 
 def said(process: MpiProcess) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().decode().rstrip("\n")
-
-
-def result(joiner: MpiProcess) -> Answer:
-    output, _ = joiner.communicate(timeout=60)
-    told = json.loads(output)
-    if "error" in told:
-        raise {"MeetingError": MeetingError, "DeadlineError": DeadlineError}[told["error"]](
-            told["text"]
-        )
-    return Answer.model_validate(told)
+    return process.hear(Deadline.after(SystemClock(), 20.0, process.name)).decode()
 
 
 def wait_until_gone(pid: int) -> None:
@@ -217,23 +201,10 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     with no_abandoned_files():
         yield
         while STARTED:
-            with STARTED.pop() as process:
-                process.end()
+            STARTED.pop().close()
     assert not list(tmp_path.glob("*rendezvous.json*"))
-    ours = str(tmp_path).encode()
-    left = [
-        path.parent.name
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if ours in read(path) and b"rendezvous" in read(path)
-    ]
-    assert not left
-
-
-def read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+    lines = [child.cmdline() for child in psutil.Process().children() if child.is_running()]
+    assert not [line for line in lines if ENDPOINT[1] in line]
 
 
 @contextmanager
@@ -260,8 +231,11 @@ def place(
 
 
 @pytest.fixture
-def mpi_place(tmp_path: Path, coordinator: Coordinator) -> Iterator[MpiPlace]:
-    made = MpiPlace(tmp_path, turn_s=2.0)
+def mpi_place(
+    tmp_path: Path, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MpiPlace]:
+    monkeypatch.setattr(service, "TURN_S", 2.0)
+    made = MpiPlace(tmp_path)
     with opened(made, coordinator):
         yield made
 
@@ -322,7 +296,7 @@ def test_joiners_that_come_together_are_all_met(
     mpi_place: MpiPlace, coordinator: Coordinator
 ) -> None:
     joiners = [start_joiner(mpi_place.directory, f"a{number}") for number in range(3)]
-    ids = sorted(worker for joiner in joiners for worker in result(joiner).worker_ids)
+    ids = sorted(worker for joiner in joiners for worker in joiner.result().worker_ids)
     assert ids == list(range(6))
 
 
@@ -330,19 +304,19 @@ def test_joiners_that_come_together_are_all_met(
 def test_a_coordinator_that_fails_over_one_joiner_still_meets_the_next(
     mpi_place: MpiPlace, coordinator: Coordinator
 ) -> None:
-    joiner = start_joiner(mpi_place.directory, "a fault")
-    assert joiner.wait(20) == EXIT_RENDEZVOUS_LOST
+    with pytest.raises(RendezvousLost, match="has ended"):
+        mpi_place.join("a fault")
     assert mpi_place.join("a1").worker_ids == (0, 1)
 
 
 def test_a_secret_that_opens_the_queue_alone_does_not_pass_at_the_acceptor(
     mpi_place: MpiPlace, coordinator: Coordinator
 ) -> None:
-    before = mpi_place.rendezvous.pid
+    before = acceptor_pid(mpi_place.rendezvous)
     mpi_place.bad_joiner("left", key=WRONG).wait(30)
     assert mpi_place.join("a0").worker_ids == (0, 1)
     assert coordinator.met == [identity("a0")]
-    assert mpi_place.rendezvous.pid == before
+    assert acceptor_pid(mpi_place.rendezvous) == before
 
 
 @pytest.mark.parametrize("end", ["turn", "connected", "introduced", "answered", "left"])
@@ -360,9 +334,9 @@ def test_joiners_wait_their_turn_while_another_stands_still_in_the_meeting(
     """They wait in the queue, not in MPI: the acceptor that is given up is followed by another."""
     stuck = mpi_place.bad_joiner("connected", "stand still")
     assert said(stuck) == "connected"
-    before = mpi_place.rendezvous.pid
+    before = acceptor_pid(mpi_place.rendezvous)
     assert mpi_place.join("a1").worker_ids == (0, 1)
-    assert mpi_place.rendezvous.pid != before
+    assert acceptor_pid(mpi_place.rendezvous) != before
 
 
 def test_an_acceptor_killed_in_a_meeting_is_replaced_and_those_who_wait_are_met(
@@ -371,10 +345,10 @@ def test_an_acceptor_killed_in_a_meeting_is_replaced_and_those_who_wait_are_met(
     stuck = mpi_place.bad_joiner("turn", "stand still")
     assert said(stuck) == "turn"
     waiting = start_joiner(mpi_place.directory, "a1")
-    before = mpi_place.rendezvous.pid
+    before = acceptor_pid(mpi_place.rendezvous)
     assert before is not None
     os.kill(before, signal.SIGKILL)
-    assert result(waiting).worker_ids == (0, 1)
+    assert waiting.result().worker_ids == (0, 1)
     mpi_place.rendezvous.check()
     wait_until_gone(before)
 
@@ -382,20 +356,20 @@ def test_an_acceptor_killed_in_a_meeting_is_replaced_and_those_who_wait_are_met(
 def test_an_acceptor_killed_between_meetings_is_replaced_for_the_next_joiner(
     mpi_place: MpiPlace,
 ) -> None:
-    before = mpi_place.rendezvous.pid
+    before = acceptor_pid(mpi_place.rendezvous)
     assert before is not None
     os.kill(before, signal.SIGKILL)
     wait_until_gone(before)
     assert mpi_place.join("a0").worker_ids == (0, 1)
-    assert mpi_place.rendezvous.pid != before
+    assert acceptor_pid(mpi_place.rendezvous) != before
 
 
 def test_an_idle_rendezvous_uses_no_processor_time(mpi_place: MpiPlace) -> None:
     mpi_place.join("a0")
-    assert mpi_place.rendezvous.pid is not None
+    assert acceptor_pid(mpi_place.rendezvous) is not None
 
     def ticks() -> int:
-        stat = Path(f"/proc/{mpi_place.rendezvous.pid}/stat").read_text()
+        stat = Path(f"/proc/{acceptor_pid(mpi_place.rendezvous)}/stat").read_text()
         fields = stat.rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
 
@@ -408,7 +382,7 @@ def test_a_rendezvous_whose_mpi_does_not_start_says_where_to_look(
     tmp_path: Path, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FI_PROVIDER", "no-such-provider")
-    rendezvous = MpiRendezvous(tmp_path, SECRET)
+    rendezvous = MpiRendezvous(tmp_path, SECRET, MpiNetwork())
     with pytest.raises(MeetingError, match=r"the acceptor, process \d+, has ended; see .*\.log"):
         rendezvous.start(coordinator.answer)
     rendezvous.close()
@@ -421,14 +395,14 @@ def test_a_rendezvous_at_an_address_that_is_not_this_hosts_says_so(
     rendezvous = MpiRendezvous(tmp_path, SECRET, MpiNetwork(host="203.0.113.9"))
     with pytest.raises(MeetingError, match=r"cannot queue at 203\.0\.113\.9: Cannot assign"):
         rendezvous.start(coordinator.answer)
-    assert rendezvous.pid is None
+    assert acceptor_pid(rendezvous) is None
 
 
 def test_a_rendezvous_whose_acceptors_do_not_open_any_more_is_broken(
     mpi_place: MpiPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FI_PROVIDER", "no-such-provider")
-    acceptor = mpi_place.rendezvous.pid
+    acceptor = acceptor_pid(mpi_place.rendezvous)
     assert acceptor is not None
     os.kill(acceptor, signal.SIGKILL)
     wait_until_gone(acceptor)
@@ -456,7 +430,7 @@ def test_the_acceptor_dies_with_the_coordinator(tmp_path: Path) -> None:
 
 
 def test_closing_ends_the_acceptor_and_takes_the_file_away(mpi_place: MpiPlace) -> None:
-    acceptor = mpi_place.rendezvous.pid
+    acceptor = acceptor_pid(mpi_place.rendezvous)
     assert acceptor is not None
     assert place_file(mpi_place.directory).exists()
     mpi_place.rendezvous.close()
@@ -485,14 +459,14 @@ def test_the_joiner_goes_by_the_netmod_of_the_rendezvous_whatever_the_environmen
         place = RendezvousPlace.read(tmp_path)
         assert place is not None
         assert place.network.netmod == "ucx"
-        assert result(start_joiner(tmp_path, "a0")).worker_ids == (0, 1)
+        assert start_joiner(tmp_path, "a0").result().worker_ids == (0, 1)
     finally:
         rendezvous.close()
 
 
 def test_without_a_rendezvous_the_joiner_gives_up_at_its_deadline(tmp_path: Path) -> None:
-    with pytest.raises(DeadlineError, match=r"waited 0\.2 s for the rendezvous of"):
-        meet(tmp_path, identity(), SECRET, 0.2)
+    with pytest.raises(MeetingError, match=r"waited 0\.2 s for the rendezvous of"):
+        meet(joiner_process(), tmp_path, identity(), SECRET, 0.2)
 
 
 def test_at_the_address_of_a_dead_rendezvous_the_joiner_gives_up_at_its_deadline(
@@ -502,8 +476,8 @@ def test_at_the_address_of_a_dead_rendezvous_the_joiner_gives_up_at_its_deadline
         left_over = place_file(tmp_path).read_text()
     place_file(tmp_path).write_text(left_over)
     joiner = start_joiner(tmp_path, "a0", timeout_s=1.0)
-    with pytest.raises(DeadlineError, match="the rendezvous of"):
-        result(joiner)
+    with pytest.raises(MeetingError, match="the rendezvous of"):
+        joiner.result()
     place_file(tmp_path).unlink()
 
 
@@ -524,7 +498,8 @@ def test_a_joiner_stuck_in_mpi_ends_with_the_rendezvous_or_at_its_deadline(
 
     with queue_alone(tmp_path, SECRET, line_up):
         joiner = start_joiner(tmp_path, "a0", timeout_s=30.0 if rendezvous_ends else 2.0)
-        assert joiner.wait(20) == (EXIT_RENDEZVOUS_LOST if rendezvous_ends else EXIT_STUCK)
+        with pytest.raises(RendezvousLost if rendezvous_ends else StuckInMpi):
+            joiner.result(20)
         assert ended.wait(5)
 
 
@@ -536,5 +511,5 @@ def test_a_process_killed_in_its_initialisation_leaves_no_shared_memory() -> Non
     process = mpi_process(BARE_MPI)
     segment = Path(said(process))
     assert segment.exists()
-    process.end()
+    process.end(0.0)
     assert not segment.exists()

@@ -16,8 +16,8 @@ from typing import Any
 import matplotlib.image
 import pytest
 
-from liver_hpc.report.page.document import page
 from tests.integration.browser import NoBrowser, View, browse, find_browser
+from tests.unit.report.page.test_document import page
 from tests.unit.report.run_of_everything import everything
 
 LOOK = """

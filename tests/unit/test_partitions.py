@@ -9,9 +9,10 @@ import pytest
 
 from liver_hpc.cli.submission import check_partitions
 from liver_hpc.clock import FakeClock
-from liver_hpc.cluster.slurm.commands import Answer, ControllerUnreachable, SlurmCommands
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
+from tests.slurm_answers import Answer
 from tests.unit.config.runs import minimal
 
 SHOWN = """\

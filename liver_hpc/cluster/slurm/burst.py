@@ -20,8 +20,8 @@ class Request:
     time_min: int
 
 
-@dataclass
-class _Grant:
+@dataclass(frozen=True)
+class Grant:
     nodes: int
     since_s: float
 
@@ -32,7 +32,8 @@ class BurstPolicy:
     Requests stand, each for `nodes_per_request` nodes, until the run holds or has asked for as
     many nodes as its wanted workers take, within `min_nodes` and `max_nodes`. spent_node_hours:
     what earlier jobs of the run have used of the cap. shortest_min: an allocation for a shorter
-    time is of no use, so near the cap nothing is asked for.
+    time is of no use, so near the cap nothing is asked for. pending: the nodes of each request that
+    stands, the oldest first. not_before_s: nothing is asked for before; -inf after no refusal.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class BurstPolicy:
         self._spent_node_hours = spent_node_hours
         self._shortest_min = shortest_min
         self._workers = 0
-        self._pending: dict[str, int] = {}
-        self._held: dict[str, _Grant] = {}
+        self.pending: dict[str, int] = {}
+        self.held: dict[str, Grant] = {}
+        self.not_before_s = -math.inf
         self._backoff_s = config.backoff_s
-        self._not_before_s = -math.inf
 
     # ---- what happened
 
@@ -61,30 +62,25 @@ class BurstPolicy:
         self._workers = workers
 
     def submitted(self, job: str, nodes: int) -> None:
-        self._pending[job] = nodes
-
-    def refused(self, job: str = "") -> None:
-        """sbatch failed, or the pending `job` can never start."""
-        self._pending.pop(job, None)
-        self._back_off()
+        self.pending[job] = nodes
 
     def granted(self, job: str, nodes: int) -> None:
-        self._pending.pop(job, None)
-        self._held[job] = _Grant(nodes, self._clock.now_s())
+        self.pending.pop(job, None)
+        self.held[job] = Grant(nodes, self._clock.now_s())
 
     def ended(self, job: str, by_us: bool) -> None:
         """A request or a grant is no more; `by_us`: it was cancelled or given back on purpose."""
-        pending = self._pending.pop(job, None)
-        grant = self._held.pop(job, None)
-        lived_s = 0.0
+        self.pending.pop(job, None)
+        grant, lived_s = self.held.pop(job, None), 0.0
         if grant is not None:
             lived_s = self._clock.now_s() - grant.since_s
             self._spent_node_hours += grant.nodes * lived_s / 3600
-        if not by_us and (pending is not None or grant is not None) and lived_s < HELD_S:
-            self._back_off()
+        if not by_us and lived_s < HELD_S:
+            self.refused()
 
-    def _back_off(self) -> None:
-        self._not_before_s = self._clock.now_s() + self._backoff_s
+    def refused(self) -> None:
+        """Slurm does not want to give anything now."""
+        self.not_before_s = self._clock.now_s() + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, self._config.backoff_max_s)
 
     # ---- what follows
@@ -93,7 +89,7 @@ class BurstPolicy:
     def node_hours(self) -> float:
         """Granted nodes times the hours for which they were held, up to now."""
         now_s = self._clock.now_s()
-        running = sum(grant.nodes * (now_s - grant.since_s) for grant in self._held.values())
+        running = sum(grant.nodes * (now_s - grant.since_s) for grant in self.held.values())
         return self._spent_node_hours + running / 3600
 
     @property
@@ -102,28 +98,15 @@ class BurstPolicy:
         cap = self._config.node_hours
         return cap is not None and self.node_hours >= cap
 
-    @property
-    def next_request_s(self) -> float:
-        """Before this time nothing is asked for; -inf after no refusal."""
-        return self._not_before_s
-
-    @property
-    def pending(self) -> list[str]:
-        """Requests that stand, the oldest first."""
-        return list(self._pending)
-
-    def knows(self, job: str) -> bool:
-        """Whether it stands or is held."""
-        return job in self._pending or job in self._held
-
     def to_submit(self) -> list[Request]:
         """Requests to be made now."""
-        self._forgive()
-        if self._clock.now_s() < self._not_before_s or self.exhausted:
+        now_s = self._clock.now_s()
+        if any(now_s - grant.since_s >= HELD_S for grant in self.held.values()):
+            self._backoff_s = self._config.backoff_s  # a grant that has held ends the back-off
+        if now_s < self.not_before_s or self.exhausted:
             return []
         requests = []
-        asked = self._nodes_held() + sum(self._pending.values())
-        target = self._target_nodes()
+        asked, target = self._nodes_asked(), self._target_nodes()
         while asked < target:
             nodes = min(self._config.nodes_per_request, self._config.max_nodes - asked)
             asked += nodes
@@ -136,24 +119,19 @@ class BurstPolicy:
     def to_cancel(self) -> list[str]:
         """Pending requests, the newest first, that are of no use any more."""
         if self.exhausted:
-            return list(self._pending)
-        surplus = self._nodes_held() + sum(self._pending.values()) - self._target_nodes()
+            return list(self.pending)
+        surplus = self._nodes_asked() - self._target_nodes()
         cancelled = []
-        for job, nodes in reversed(self._pending.items()):
+        for job, nodes in reversed(self.pending.items()):
             if nodes > surplus:
                 break
             surplus -= nodes
             cancelled.append(job)
         return cancelled
 
-    def _forgive(self) -> None:
-        """A grant that has held ends the back-off."""
-        now_s = self._clock.now_s()
-        if any(now_s - grant.since_s >= HELD_S for grant in self._held.values()):
-            self._backoff_s = self._config.backoff_s
-
-    def _nodes_held(self) -> int:
-        return sum(grant.nodes for grant in self._held.values())
+    def _nodes_asked(self) -> int:
+        """Those held and those of the requests that stand."""
+        return sum(grant.nodes for grant in self.held.values()) + sum(self.pending.values())
 
     def _target_nodes(self) -> int:
         wanted = math.ceil(self._workers / self._slots_per_node)

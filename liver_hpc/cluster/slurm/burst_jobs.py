@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,15 +14,25 @@ from pydantic import BaseModel, ValidationError
 
 from liver_hpc.clock import Clock
 from liver_hpc.cluster.slurm.burst import BurstPolicy
-from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, SlurmError
-from liver_hpc.cluster.slurm.reaper import cancel_all, start_reaper
-from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo
+from liver_hpc.cluster.slurm.commands import (
+    COMPLETING,
+    RUNNING,
+    ControllerUnreachable,
+    JobInfo,
+    SlurmCommands,
+    SlurmError,
+)
+from liver_hpc.cluster.slurm.holdings import Allocation
+from liver_hpc.cluster.slurm.reaper import cancel_all
 from liver_hpc.cluster.slurm.script import BURST_SCRIPT, burst_options, burst_script
 from liver_hpc.config.schema import BurstSection, RunConfig
-from liver_hpc.host.child import Child
+from liver_hpc.host.child import Child, Command
 from liver_hpc.run.outcome import write_private_json
 
 RECORD_FILE = "burst.json"
+
+_NONE = BurstSection(partition="", max_nodes=1)
+"""In the place of a section that the run file has not; it is never opened."""
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +57,15 @@ class _Record(BaseModel):
 
 
 class BurstJobs:
-    """Used by the pool's watching thread alone, but for `want`; `note` gets what an operator is to
-    read."""
+    """Used by the pool's watching thread alone, but for `want`.
+
+    note: gets what an operator is to read. avoided: nodes that no request is to get; any thread may
+    set it.
+    """
 
     def __init__(
         self,
         config: RunConfig,
-        burst: BurstSection,
         commands: SlurmCommands,
         run_directory: Path,
         clock: Clock,
@@ -59,19 +73,20 @@ class BurstJobs:
     ) -> None:
         self._note = note
         self._slurm = config.cluster.slurm
-        self._burst = burst
+        self._burst = self._slurm.burst or _NONE
+        self._slots = config.cluster.slots(self._burst)
         self._script = burst_script(config.cluster)
         self._commands = commands
         self._once = commands.once()
         self._run_directory = run_directory.absolute()
         self._record_path = run_directory / RECORD_FILE
-        self.avoided: frozenset[str] = frozenset()  # no request names them; set by any thread
+        self.avoided: frozenset[str] = frozenset()
         earlier = _Record.read(self._record_path)
         self._earlier_name = earlier.job_name
         self.name = f"{self._run_directory.name}-burst-{secrets.token_hex(4)}"
         self.policy = BurstPolicy(
-            burst,
-            config.cluster.slots(burst),
+            self._burst,
+            self._slots,
             clock,
             spent_node_hours=earlier.node_hours,
             shortest_min=math.floor(self._slurm.end_window_s / 60) + 1,
@@ -87,9 +102,18 @@ class BurstJobs:
         if self._earlier_name:  # left by a coordinator that was killed
             self._commands.cancel_named(self._earlier_name)
         self.save()
-        log_path = self._run_directory / "logs" / "reaper.log"
-        limits_s = (self._slurm.command_s, self._slurm.unreachable_s)
-        self._reaper = start_reaper(self.name, *limits_s, log_path)
+        program = [sys.executable, "-P", "-m", "liver_hpc.cluster.slurm.reaper"]
+        limits = [str(self._slurm.command_s), str(self._slurm.unreachable_s)]
+        self._reaper = Child(
+            Command(
+                "the reaper of burst jobs",
+                [*program, self.name, *limits],
+                orphan_signal=None,
+                stdin=subprocess.PIPE,
+                log=self._run_directory / "logs" / "reaper.log",
+                apart="session",
+            )
+        )
 
     def save(self) -> None:
         """Notes what has been used of the cap; a full disk must not cost a grant, or its end."""
@@ -99,33 +123,46 @@ class BurstJobs:
         except OSError as error:
             log.warning("%s: %s", self._record_path, error)
 
-    def observe(self, jobs: Mapping[str, JobInfo]) -> list[JobInfo]:
-        """Takes in an answer about all pending requests; those that were granted."""
+    def observe(self, jobs: Mapping[str, JobInfo]) -> list[Allocation]:
+        """Takes in an answer about all pending requests; what was granted."""
         if self._unsure:
             jobs = {**jobs, **self._adopt()}
         granted = []
-        for job in self.policy.pending:
+        for job in list(self.policy.pending):
             info = jobs.get(job)
             if info is not None and info.state == RUNNING and info.nodes:
                 self.policy.granted(job, len(info.nodes))
-                granted.append(info)
+                granted.append(self._allocation(info))
             elif info is None or info.over:
                 self.policy.ended(job, by_us=False)
                 self._note(f"burst request {job} has ended without a grant")
             elif info.hopeless:
                 self._once.cancel(job)
-                self.policy.refused(job)
+                self.policy.ended(job, by_us=False)
                 self._note(f"burst request {job} was refused: {info.reason}")
         if granted:
             self.save()
         return granted
 
+    def _allocation(self, info: JobInfo) -> Allocation:
+        return Allocation(
+            name=f"burst-{info.job_id}",
+            job=info.job_id,
+            nodes=info.nodes,
+            slots=self._slots,
+            gpus_per_node=self._burst.gpus_per_node,
+            partition=self._burst.partition,
+            burst=True,
+            ends_s=info.ends_s,
+        )
+
     def _adopt(self) -> dict[str, JobInfo]:
         """Requests that Slurm has taken although its answer never came."""
+        known = self.policy.pending.keys() | self.policy.held.keys()
         found = {
             job: info
             for job, info in self._once.named(self.name).items()
-            if not self.policy.knows(job) and info.state != COMPLETING
+            if job not in known and info.state != COMPLETING
         }
         for job in found:
             self.policy.submitted(job, self._burst.nodes_per_request)
@@ -134,9 +171,10 @@ class BurstJobs:
         return found
 
     def ended(self, job: str, by_us: bool) -> None:
-        """A grant is no more."""
-        self.policy.ended(job, by_us)
-        self.save()
+        """An allocation is no more; one that was no burst allocation is nothing here."""
+        if job in self.policy.held:
+            self.policy.ended(job, by_us)
+            self.save()
 
     def act(self) -> None:
         """Submits and cancels what the policy says. Raises ControllerUnreachable."""

@@ -1,31 +1,19 @@
-"""Slurm's commands: a deadline on every call, retries while the controller does not answer.
-
-Nothing here decides anything. `replies` takes apart what the commands print.
+"""Slurm's commands, and what they print taken apart: a deadline on every call, retries while the
+controller does not answer. Nothing here decides anything.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from liver_hpc.clock import Clock, SystemClock
-from liver_hpc.cluster.slurm.replies import (
-    JOB_FORMAT,
-    STEP_FORMAT,
-    JobInfo,
-    PartitionInfo,
-    is_one_host,
-    parse_config,
-    parse_job_id,
-    parse_job_line,
-    parse_node_states,
-    parse_partition,
-)
+from liver_hpc.clock import Clock, Deadline, SystemClock
 from liver_hpc.errors import LiverError
 from liver_hpc.host.process import clean_environment
 
@@ -53,6 +41,32 @@ _UNREACHABLE = (
 _UNKNOWN_JOB = ("Invalid job id",)
 _OVER = (*_UNKNOWN_JOB, "already completing or completed", "Job/step already")
 
+_JOB_FORMAT = "%A|%i|%T|%r|%e|%N"
+_STEP_FORMAT = "%i|%j"  # a name may contain the separator: it comes last
+
+RUNNING = "RUNNING"
+COMPLETING = "COMPLETING"
+_QUEUED = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
+_LASTING = {*_QUEUED, "CONFIGURING", RUNNING, COMPLETING, "SUSPENDED", "STOPPED", "SIGNALING"}
+_LASTING |= {"STAGE_OUT", "RESIZING"}
+
+# Reasons for which a request would stay pending for ever.
+_HOPELESS = (
+    "BadConstraints",
+    "PartitionNodeLimit",
+    "PartitionTimeLimit",
+    "PartitionDown",
+    "PartitionInactive",
+    "InvalidAccount",
+    "InvalidQOS",
+    "AssocMaxNodePerJobLimit",
+    "QOSMaxNodePerJobLimit",
+    "JobHeldAdmin",
+    "JobHeldUser",
+    "JobLaunchFailure",
+    "launch failed",
+)
+
 _log = logging.getLogger(__name__)
 
 
@@ -61,7 +75,6 @@ class SlurmError(LiverError):
 
     def __init__(self, line: Sequence[str], code: int, complaint: str) -> None:
         super().__init__(f"{' '.join(line)}: exit code {code}: {complaint or 'said nothing'}")
-        self.code = code
         self.complaint = complaint
 
 
@@ -70,21 +83,62 @@ class ControllerUnreachable(SlurmError):
 
 
 @dataclass(frozen=True)
-class Answer:
-    """How a command ended, and what it printed."""
+class JobInfo:
+    """A job, or one component of a het job under its own id.
 
-    code: int
-    output: str
-    complaint: str = ""
+    het_leader: the het job's id; None for a plain job. state: in Slurm's long words, such as
+    "RUNNING". ends_s: when its time is up, epoch seconds; for a job under preemption, the end of
+    its grace time. None where that is open.
+    """
+
+    job_id: str
+    het_leader: str | None
+    state: str
+    reason: str
+    nodes: tuple[str, ...]
+    ends_s: float | None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it is left on its nodes."""
+        return self.state not in _LASTING
+
+    @property
+    def queued(self) -> bool:
+        """Whether it has not started, or will start again."""
+        return self.state in _QUEUED
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it is pending and will not start by waiting."""
+        return self.state == "PENDING" and self.reason.startswith(_HOPELESS)
+
+    def __str__(self) -> str:
+        """`queued as job 12: PENDING (Resources)`, `job 12 is RUNNING on n1`."""
+        if self.queued:
+            reason = f" ({self.reason})" if self.reason not in ("", "None") else ""
+            return f"queued as job {self.job_id}: {self.state}{reason}"
+        return f"job {self.job_id} is {self.state} on {','.join(self.nodes) or 'no node'}"
 
 
-CommandRunner = Callable[[Sequence[str], float], Answer]
-"""Runs a command for at most so many seconds; raises TimeoutError, FileNotFoundError."""
+@dataclass(frozen=True)
+class PartitionInfo:
+    """grace_s: seconds between a preemption's warning and its kill. preempt_mode: "OFF" where
+    jobs are not preempted. nodes: Slurm's node list."""
+
+    name: str
+    grace_s: float
+    preempt_mode: str
+    nodes: str
+
+
+CommandRunner = Callable[[Sequence[str], float], "subprocess.CompletedProcess[str]"]
+"""Runs a command for at most so many seconds; raises TimeoutExpired, FileNotFoundError."""
 
 
 def run_command(
     words: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
-) -> Answer:
+) -> subprocess.CompletedProcess[str]:
     """Runs a command of Slurm in the environment of no job, with times in epoch seconds.
 
     `environment` is taken instead, as it is: a job that sbatch queues inherits it.
@@ -92,18 +146,15 @@ def run_command(
     if environment is None:
         own = clean_environment(os.environ)
         environment = {**own, "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
-    try:
-        done = subprocess.run(
-            list(words),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=limit_s,
-        )
-    except subprocess.TimeoutExpired:
-        raise TimeoutError from None
-    output, complaint = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
-    return Answer(done.returncode, output, complaint)
+    return subprocess.run(
+        list(words),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=limit_s,
+    )
 
 
 def sbatch_words(options: Sequence[str], script: Path, told: Sequence[str] = ()) -> list[str]:
@@ -140,7 +191,11 @@ class SlurmCommands:
 
     def sbatch(self, options: Sequence[str], script: Path, told: Sequence[str] = ()) -> str:
         """Submits `script`, which is told `told`; the job's id (a het job's leader)."""
-        return parse_job_id(self._call(sbatch_words(options, script, told)))
+        printed = self._call(sbatch_words(options, script, told))
+        job = printed.strip().partition(";")[0]  # "123" or "123;cluster"
+        if not job.isdecimal():
+            raise LiverError(f"sbatch --parsable: wanted a job id, got {printed!r}")
+        return job
 
     def cancel(self, job: str, signal: str = "") -> None:
         """Ends a job, a component ("123+1", or its own id) or a step ("123.4").
@@ -169,15 +224,25 @@ class SlurmCommands:
         return self._squeue(f"--user={os.geteuid()}", f"--name={name}")
 
     def _squeue(self, *which: str) -> dict[str, JobInfo]:
-        asked = ["squeue", "--noheader", *which, f"--format={JOB_FORMAT}"]
+        asked = ["squeue", "--noheader", *which, f"--format={_JOB_FORMAT}"]
         lines = self._call(asked, _UNKNOWN_JOB).splitlines()
-        found = [parse_job_line(line, self.hostnames) for line in lines if line.strip()]
+        found = [self._job_info(line) for line in lines if line.strip()]
         return {job.job_id: job for job in found}
+
+    def _job_info(self, line: str) -> JobInfo:
+        fields = line.strip().split("|")
+        if len(fields) != 6:
+            raise LiverError(f"squeue: wanted 6 fields, got {line!r}")
+        job_id, shown, state, reason, end, nodes = fields
+        leader, plus, _ = shown.partition("+")
+        ends_s = float(end) if end.isdecimal() and int(end) > 0 else None
+        het_leader = leader if plus else None
+        return JobInfo(job_id, het_leader, state, reason, self.hostnames(nodes), ends_s)
 
     def steps(self, job: str, name: str) -> list[str]:
         """The ids, such as "123.4", of a job's steps of this name that have not ended; a component
         is asked for by its own id."""
-        asked = ["squeue", "--noheader", "--steps", f"--jobs={job}", f"--format={STEP_FORMAT}"]
+        asked = ["squeue", "--noheader", "--steps", f"--jobs={job}", f"--format={_STEP_FORMAT}"]
         lines = self._call(asked, _UNKNOWN_JOB).splitlines()
         found = [line.strip().partition("|") for line in lines]
         return [step_id for step_id, _, its_name in found if its_name == name]
@@ -188,11 +253,13 @@ class SlurmCommands:
         """Each node's state with its flags, such as "allocated+drain", "idle" or "down"."""
         which = ["--noheader", "--Node", f"--nodes={','.join(names)}"]
         asked = ["sinfo", *which, "--Format=NodeList:|,StateComplete:|"]
-        return parse_node_states(self._call(asked)) if names else {}
+        lines = self._call(asked).splitlines() if names else []
+        rows = [line.strip().split("|") for line in lines]  # one for every partition of a node
+        return {row[0]: row[1].lower() for row in rows if len(row) >= 2}
 
     def hostnames(self, nodelist: str) -> tuple[str, ...]:
         """The nodes of "n[1-3,7]", in order; asks no controller."""
-        if is_one_host(nodelist):
+        if not set(nodelist) & set("[,"):
             return (nodelist,) if nodelist else ()
         if nodelist not in self._hosts:
             named = self._call(["scontrol", "show", "hostnames", nodelist])
@@ -202,45 +269,53 @@ class SlurmCommands:
     def partitions(self) -> dict[str, PartitionInfo]:
         """All partitions by name, hidden ones too: a job may be submitted to them."""
         lines = self._call(["scontrol", "--all", "--oneliner", "show", "partition"]).splitlines()
-        found = [parse_partition(line) for line in lines if "PartitionName=" in line]
+        rows = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
+        found = [
+            PartitionInfo(
+                name=row["PartitionName"],
+                grace_s=float(row.get("GraceTime", "0")),
+                preempt_mode=row.get("PreemptMode", "OFF"),
+                nodes=row.get("Nodes", "").replace("(null)", ""),
+            )
+            for row in rows
+            if "PartitionName" in row
+        ]
         return {partition.name: partition for partition in found}
 
     def setting(self, name: str) -> str:
         """A value of Slurm's configuration as Slurm shows it: setting("KillWait") == "30 sec"."""
         asked = ["scontrol", "show", "config"]
-        settings = parse_config(self._call(asked))
-        try:
-            return settings[name.lower()]
-        except KeyError:
-            raise SlurmError(asked, 0, f"there is no setting {name!r}") from None
+        found = re.search(rf"^\s*{re.escape(name)}\s*=(.*)$", self._call(asked), re.I | re.M)
+        if found is None:
+            raise SlurmError(asked, 0, f"there is no setting {name!r}")
+        return found[1].strip()
 
     # ---- how
 
     def _call(self, line: Sequence[str], fine: Sequence[str] = ()) -> str:
         """What the command prints; a complaint that contains one of `fine` is none."""
-        began_s = self._clock.now_s()
+        patience = Deadline.after(self._clock, self._unreachable_s, "the controller")
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 return self._once(line, fine)
             except ControllerUnreachable as error:
-                left_s = self._unreachable_s - (self._clock.now_s() - began_s)
-                if left_s <= 0:
+                if patience.expired():
                     raise
                 _log.warning("%s; again in %g s", error, pause_s)
-                threading.Event().wait(min(pause_s, left_s))
+                threading.Event().wait(min(pause_s, patience.remaining_s()))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _once(self, line: Sequence[str], fine: Sequence[str]) -> str:
         try:
-            answer = self._run(line, self._command_s)
-        except TimeoutError:
+            done = self._run(line, self._command_s)
+        except subprocess.TimeoutExpired:
             raise ControllerUnreachable(line, 124, f"no answer in {self._command_s:g} s") from None
         except OSError as error:
             raise SlurmError(line, 127, str(error)) from error
-        complaint = answer.complaint.strip()
-        if answer.code == 0 or any(known in complaint for known in fine):
-            return answer.output
+        complaint = done.stderr.strip()
+        if done.returncode == 0 or any(known in complaint for known in fine):
+            return done.stdout
         if any(known in complaint for known in _UNREACHABLE):
-            raise ControllerUnreachable(line, answer.code, complaint)
-        raise SlurmError(line, answer.code, complaint)
+            raise ControllerUnreachable(line, done.returncode, complaint)
+        raise SlurmError(line, done.returncode, complaint)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo, is_down, is_drained
-from liver_hpc.errors import LiverError
-from liver_hpc.run.events import EndNear, Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
+from liver_hpc.cluster.slurm.commands import COMPLETING, RUNNING, JobInfo
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.run.events import (
+    EndNear,
+    Node,
+    NodeGone,
+    NodeGranted,
+    NodeWarned,
+    PoolEvent,
+    PoolNote,
+)
 
 PREEMPTED = "preempted"
 TIME_LIMIT = "time limit"
@@ -15,78 +24,113 @@ DRAINED = "drained"
 CANCELLED = "cancelled"
 NODE_HOURS = "node hours"
 
-_TAKEN = frozenset({PREEMPTED, TIME_LIMIT, CANCELLED, NODE_HOURS})
+GIVEN_BACK = "given back"
+
 _SAME_S = 1.5
 """Slurm's times are whole seconds; ends closer together than this are one."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """How Slurm calls the allocation of a node.
-
-    job_id: what srun wants, for a component its leader's. het_group: the component's index, None
-    in a plain job. own_id: the component's own job id, under which squeue lists its steps. burst:
-    whether it is an allocation that was asked for while the run goes on. gpus_per_node: what
-    steps ask for.
-    """
-
-    job_id: str
-    het_group: int | None = None
-    own_id: str = ""
-    burst: bool = False
-    gpus_per_node: int = 0
-
-    @property
-    def steps_of(self) -> str:
-        """The job whose steps run on the node."""
-        return self.own_id or self.job_id
+_DRAINED_FLAGS = {"drain", "draining", "drained", "drng"}
+_DOWN_FLAGS = {"down", "fail", "failing", "power_down", "powered_down"}
 
 
 @dataclass
-class Holding:
-    """One allocation: a component of the own job, or a burst job.
+class Allocation:
+    """Nodes that Slurm gave together: a component of the own job, all of a plain one, or a burst
+    job, which was asked for while the run goes on.
 
-    own: the coordinator runs in it. automatic: its nodes are used without being asked for.
-    grace_s: what its partition grants the preempted; None where nobody is preempted. ends_s: when
-    its time is up as long as nothing shortens it; None without a limit, or before that is known.
+    job: its own id, under which squeue lists its steps. het: of a component, the id of its leader,
+    which srun wants, and its index. gpus_per_node: what steps ask for. own: the coordinator runs in
+    it. automatic: its nodes are used without being asked for. grace_s: what its partition grants
+    the preempted; None where nobody is preempted. ends_s: when its time is up as long as nothing
+    shortens it; None without a limit, or before that is known. returning: why it is to be
+    cancelled; empty as long as it is not.
     """
 
     name: str
-    place: Place
+    job: str
     nodes: tuple[str, ...]
     slots: int
-    own: bool = False
-    automatic: bool = True
+    het: tuple[str, int] | None = None
+    gpus_per_node: int = 0
     partition: str = ""
+    own: bool = False
+    burst: bool = False
+    automatic: bool = True
     grace_s: float | None = None
     ends_s: float | None = None
     warned: dict[str, NodeWarned] = field(default_factory=dict)
-    end_told: tuple[str, float] | None = None
+    end_told: EndNear | None = None
     given_back: set[str] = field(default_factory=set)
-    returning: bool = False
-
-    @property
-    def job(self) -> str:
-        """Its own id."""
-        return self.place.steps_of
+    returning: str = ""
 
     def node(self, name: str) -> Node:
-        burst = self.place.burst
-        preemptible = not self.own and (burst or self.grace_s is not None)
-        return Node(name, self.name, self.slots, preemptible, self.automatic, burst)
+        preemptible = not self.own and (self.burst or self.grace_s is not None)
+        return Node(name, self.name, self.slots, preemptible, self.automatic, self.burst)
+
+    def is_preemption(self, ends_s: float, now_s: float) -> bool:
+        """Preemption moves a job's end to the end of its grace time; a time limit stays."""
+        if self.grace_s is None:
+            return False
+        shortened = self.ends_s is None or ends_s < self.ends_s - _SAME_S
+        return shortened and ends_s <= now_s + self.grace_s + _SAME_S
+
+    def is_taken(self, node: str) -> bool:
+        """Whether Slurm takes the node anyway: there is a time by which it does."""
+        warning = self.warned.get(node)
+        return warning is not None and warning.deadline_s is not None
+
+    def warn(self, reason: str, at_s: float, deadline_s: float) -> list[PoolEvent]:
+        """Warns of every node; the end of the own allocation is the end of the run."""
+        if not self.own:
+            told = [self.warn_node(node, reason, at_s, deadline_s) for node in self.nodes]
+            return [event for events in told for event in events]
+        if _is_told(self.end_told, reason, deadline_s):
+            return []
+        self.end_told = EndNear(reason, at_s, deadline_s)
+        return [self.end_told]
+
+    def warn_node(self, node: str, reason: str, at_s: float, deadline_s: float) -> list[PoolEvent]:
+        known = self.warned.get(node)
+        if _is_told(known, reason, deadline_s):
+            return []
+        if known is not None and known.reason == reason:
+            at_s = min(at_s, known.at_s)
+        self.warned[node] = NodeWarned(node, reason, at_s, deadline_s)
+        return [self.warned[node]]
+
+    def lift(self, reason: str, nodes: Iterable[str]) -> list[PoolEvent]:
+        """Withdraws the warnings of these nodes that have this reason: they are as new."""
+        lifted = [n for n in nodes if n in self.warned and self.warned[n].reason == reason]
+        for node in lifted:
+            del self.warned[node]
+            self.given_back.discard(node)
+        return [NodeGranted(self.node(node)) for node in lifted]
+
+    def remove(self, node: str, reason: str) -> NodeGone:
+        self.nodes = tuple(name for name in self.nodes if name != node)
+        return NodeGone(node, reason)
+
+
+def _is_told(told: NodeWarned | EndNear | None, reason: str, deadline_s: float) -> bool:
+    if told is None or told.deadline_s is None:
+        return False
+    return told.reason == reason and abs(told.deadline_s - deadline_s) < 0.1
 
 
 class Holdings:
     """The book of allocations. Every change returns the events that follow from it.
 
     end_window_s: how long before a time limit it is told. kill_s: between the SIGTERM and the
-    SIGKILL of a job that ends (KillWait).
+    SIGKILL of a job that ends (KillWait). grace_s: of every partition whose jobs are preempted,
+    the seconds that they have to leave.
     """
 
-    def __init__(self, end_window_s: float, kill_s: float) -> None:
+    def __init__(
+        self, end_window_s: float, kill_s: float, grace_s: Mapping[str, float] | None = None
+    ) -> None:
+        self.kill_s = kill_s
+        self.grace_s = grace_s or {}
         self._end_window_s = end_window_s
-        self._kill_s = kill_s
-        self._held: dict[str, Holding] = {}
+        self._held: dict[str, Allocation] = {}
 
     # ---- what is held
 
@@ -94,212 +138,201 @@ class Holdings:
     def jobs(self) -> list[str]:
         return list(self._held)
 
-    def burst_jobs(self) -> list[str]:
-        return [job for job, holding in self._held.items() if holding.place.burst]
-
     def node_names(self) -> list[str]:
-        return sorted({node for holding in self._held.values() for node in holding.nodes})
+        return sorted({node for held in self._held.values() for node in held.nodes})
 
-    def of(self, node: str) -> Holding | None:
+    def returning(self) -> list[Allocation]:
+        """Those that are to be cancelled."""
+        return [held for held in self._held.values() if held.returning]
+
+    def of(self, node: str) -> Allocation | None:
         """The newest allocation that holds the node."""
-        for holding in reversed(self._held.values()):
-            if node in holding.nodes:
-                return holding
+        for held in reversed(self._held.values()):
+            if node in held.nodes:
+                return held
         return None
 
-    def place_of(self, node: str) -> Place:
+    def use(self, node: str) -> Allocation:
         """Where steps on the node belong; it is in use again. Raises LiverError when not held."""
-        holding = self.of(node)
-        if holding is None or holding.returning:
-            held = ", ".join(self.node_names()) or "none"
-            raise LiverError(f"node {node!r} is not held (any more); nodes are {held}")
-        holding.given_back.discard(node)
-        return holding.place
+        held = self.of(node)
+        if held is None or held.returning:
+            names = ", ".join(self.node_names()) or "none"
+            raise LiverError(f"node {node!r} is not held (any more); nodes are {names}")
+        held.given_back.discard(node)
+        return held
 
-    def enter(self, holding: Holding) -> list[PoolEvent]:
-        self._held[holding.job] = holding
-        return [NodeGranted(holding.node(name)) for name in holding.nodes]
+    def enter(self, new: Allocation) -> list[PoolEvent]:
+        """A burst job goes back when some of its nodes are held already."""
+        new.grace_s = self.grace_s.get(new.partition)
+        shared = sorted({*new.nodes} & {*self.node_names()}) if new.burst else []
+        self._held[new.job] = new
+        if not shared:
+            return [NodeGranted(new.node(name)) for name in new.nodes]
+        new.nodes, new.returning = (), "its nodes are held already"
+        return [
+            PoolNote(
+                f"burst job {new.job} goes back: {', '.join(shared)} held already; "
+                "cluster.slurm.burst.options wants exclusive: true"
+            )
+        ]
 
     def strike(self, job: str, reason: str) -> list[PoolEvent]:
         """The allocation has ended."""
-        holding = self._held.pop(job, None)
-        if holding is None:
-            return []
-        return [NodeGone(node, reason) for node in holding.nodes]
+        held = self._held.pop(job, None)
+        return [NodeGone(node, reason) for node in held.nodes] if held is not None else []
 
     # ---- what Slurm says when it is asked now and then
 
     def observe(self, jobs: Mapping[str, JobInfo], now_s: float) -> list[PoolEvent]:
         """Takes in an answer about all held jobs; a job that is absent from it is over."""
         events: list[PoolEvent] = []
-        for job, holding in list(self._held.items()):
+        for job, held in list(self._held.items()):
             info = jobs.get(job)
             if info is None or info.over:
-                events += self.strike(job, _end_reason(holding, info))
-            elif info.state == COMPLETING:
-                events += self._ending(holding, now_s)
+                events += self.strike(job, _end_reason(held, info))
+            elif info.state == COMPLETING and not held.own:  # who ends the own job says so himself
+                for node in held.nodes:
+                    if not held.is_taken(node):
+                        events += held.warn_node(node, CANCELLED, now_s, now_s + self.kill_s)
             elif info.state == RUNNING:
-                events += self._shrunk(holding, info)
-                events += self._end_moved(holding, info.ends_s, now_s)
+                lost = [n for n in held.nodes if info.nodes and n not in info.nodes]
+                events += [held.remove(node, "taken out of its allocation") for node in lost]
+                if info.ends_s is not None:
+                    events += self._end_moved(held, info.ends_s, now_s)
         return events
 
-    def _ending(self, holding: Holding, now_s: float) -> Iterator[PoolEvent]:
-        """Its processes are being ended. Whoever ends the own job tells the coordinator itself."""
-        for node in holding.nodes:
-            warning = holding.warned.get(node)
-            if not holding.own and (warning is None or warning.reason not in _TAKEN):
-                yield from _warn_node(holding, node, CANCELLED, now_s, now_s + self._kill_s)
-
-    def _shrunk(self, holding: Holding, info: JobInfo) -> Iterator[PoolEvent]:
-        for node in holding.nodes:
-            if info.nodes and node not in info.nodes:
-                yield _remove(holding, node, "taken out of its allocation")
-
-    def _end_moved(
-        self, holding: Holding, ends_s: float | None, now_s: float
-    ) -> Iterable[PoolEvent]:
-        if ends_s is None:
-            return []
-        if _is_preemption(holding, ends_s, now_s):
-            return _warn_all(holding, PREEMPTED, now_s, ends_s)
-        holding.ends_s = ends_s
+    def _end_moved(self, held: Allocation, ends_s: float, now_s: float) -> list[PoolEvent]:
+        if held.is_preemption(ends_s, now_s):
+            return held.warn(PREEMPTED, now_s, ends_s)
+        held.ends_s = ends_s
         if ends_s - now_s <= self._end_window_s:
-            return _warn_all(holding, TIME_LIMIT, now_s, ends_s)
+            return held.warn(TIME_LIMIT, now_s, ends_s)
         # Somebody has extended the limit.
-        holding.end_told = None
-        return _lift(holding, holding.nodes, TIME_LIMIT)
+        held.end_told = None
+        return held.lift(TIME_LIMIT, held.nodes)
 
     def observe_nodes(self, states: Mapping[str, str], now_s: float) -> list[PoolEvent]:
         """Takes in the states of nodes; those that are not mentioned are as before."""
         events: list[PoolEvent] = []
-        for holding in self._held.values():
-            for node in holding.nodes:
+        for held in self._held.values():
+            for node in held.nodes:
                 state = states.get(node, "")
-                if is_down(state):
-                    events.append(_remove(holding, node, f"Slurm says {state}"))
-                elif is_drained(state) and node not in holding.warned:
-                    events += _warn_node(holding, node, DRAINED, now_s, None)
-                elif state and not is_drained(state):
-                    events += _lift(holding, [node], DRAINED)
+                flags = {flag.rstrip("*~#!%$@^-") for flag in state.split("+")}
+                if flags & _DOWN_FLAGS:
+                    events.append(held.remove(node, f"Slurm says {state}"))
+                elif flags & _DRAINED_FLAGS:  # the node is up, somebody wants its work to end
+                    if node not in held.warned:
+                        held.warned[node] = NodeWarned(node, DRAINED, now_s, None)
+                        events.append(held.warned[node])
+                elif state:
+                    events += held.lift(DRAINED, [node])
         return events
 
     # ---- what a signal means
 
     def signalled(
-        self, node: str, signal: str, at_s: float, info: JobInfo | None
+        self, node: str, signal: str, at_s: float, jobs: Mapping[str, JobInfo] | None
     ) -> list[PoolEvent]:
-        """An agent on the node got `signal`; `info` is Slurm's word on the job after that."""
-        holding = self.of(node)
-        if holding is None:
+        """An agent on the node got `signal`; `jobs` is Slurm's answer about the job after that,
+        None where it gave none."""
+        held = self.of(node)
+        if held is None:
             return []
-        kill_s = at_s + self._kill_s
+        if jobs is None:
+            return self._unexplained(held, node, at_s)
+        info, kill_s = jobs.get(held.job), at_s + self.kill_s
         if info is None or info.state != RUNNING:
-            return [] if holding.own else list(_warn_all(holding, CANCELLED, at_s, kill_s))
+            return [] if held.own else held.warn(CANCELLED, at_s, kill_s)
         ends_s = info.ends_s
-        if ends_s is not None and _is_preemption(holding, ends_s, at_s):
+        if ends_s is not None and held.is_preemption(ends_s, at_s):
             # The second SIGTERM comes when the grace time is over.
-            deadline_s = ends_s if ends_s > at_s else kill_s
-            return list(_warn_all(holding, PREEMPTED, at_s, deadline_s))
+            return held.warn(PREEMPTED, at_s, ends_s if ends_s > at_s else kill_s)
         if ends_s is not None and (signal != "SIGTERM" or ends_s <= at_s + _SAME_S):
-            return list(_warn_all(holding, TIME_LIMIT, at_s, max(ends_s, kill_s)))
+            return held.warn(TIME_LIMIT, at_s, max(ends_s, kill_s))
         if signal != "SIGTERM":
-            return self.unanswered(node, at_s)
+            return self._unexplained(held, node, at_s)
         # The job goes on unchanged: somebody cancels this one step.
-        return list(_warn_node(holding, node, CANCELLED, at_s, kill_s))
+        return held.warn_node(node, CANCELLED, at_s, kill_s)
 
-    def unanswered(self, node: str, at_s: float) -> list[PoolEvent]:
-        """An agent on the node got a signal, and Slurm does not say why: the worst is assumed."""
-        holding = self.of(node)
-        if holding is None:
-            return []
-        if holding.grace_s is None:
-            kill_s = at_s + self._kill_s
-            return list(_warn_node(holding, node, CANCELLED, at_s, kill_s))
-        return list(_warn_all(holding, PREEMPTED, at_s, at_s + holding.grace_s))
+    def _unexplained(self, held: Allocation, node: str, at_s: float) -> list[PoolEvent]:
+        """Slurm does not say why: the worst is assumed."""
+        if held.grace_s is None:
+            return held.warn_node(node, CANCELLED, at_s, at_s + self.kill_s)
+        return held.warn(PREEMPTED, at_s, at_s + held.grace_s)
 
     # ---- what the run decides
 
     def spent(self, now_s: float, deadline_s: float) -> list[PoolEvent]:
         """The cap of node hours is reached: burst nodes have to be left."""
         events: list[PoolEvent] = []
-        for holding in self._held.values():
-            if holding.place.burst and not holding.warned:
-                events += _warn_all(holding, NODE_HOURS, now_s, deadline_s)
+        for held in self._held.values():
+            if held.burst and not held.warned:
+                events += held.warn(NODE_HOURS, now_s, deadline_s)
         return events
 
-    def give_back(self, node: str) -> str | None:
-        """The job to be cancelled now that nothing of the run is on the node any more.
+    def give_back(self, node: str) -> None:
+        """Nothing of the run is on the node any more.
 
         A burst allocation goes back once all its nodes are empty, a component of the own job only
         when Slurm takes it anyway.
         """
-        holding = self.of(node)
-        if holding is None:
-            return None
-        holding.given_back.add(node)
-        if holding.own or not holding.given_back >= set(holding.nodes):
-            return None
-        warnings = [holding.warned.get(name) for name in holding.nodes]
-        taken = all(warning and warning.reason in _TAKEN for warning in warnings)
-        if not holding.place.burst and not taken:
-            return None
-        holding.returning = True
-        return holding.job
-
-
-def _is_preemption(holding: Holding, ends_s: float, now_s: float) -> bool:
-    """Preemption moves a job's end to the end of its grace time; a time limit stays."""
-    if holding.grace_s is None:
-        return False
-    shortened = holding.ends_s is None or ends_s < holding.ends_s - _SAME_S
-    return shortened and ends_s <= now_s + holding.grace_s + _SAME_S
-
-
-def _warn_all(holding: Holding, reason: str, at_s: float, deadline_s: float) -> Iterator[PoolEvent]:
-    """Warns of every node of the allocation; the end of the own one is the end of the run."""
-    if not holding.own:
-        for node in holding.nodes:
-            yield from _warn_node(holding, node, reason, at_s, deadline_s)
-    elif not _same(holding.end_told, (reason, deadline_s)):
-        holding.end_told = (reason, deadline_s)
-        yield EndNear(reason, at_s, deadline_s)
-
-
-def _warn_node(
-    holding: Holding, node: str, reason: str, at_s: float, deadline_s: float | None
-) -> Iterator[PoolEvent]:
-    known = holding.warned.get(node)
-    if known is not None and known.deadline_s is not None:
-        if deadline_s is None or _same((known.reason, known.deadline_s), (reason, deadline_s)):
+        held = self.of(node)
+        if held is None:
             return
-        at_s = min(at_s, known.at_s) if known.reason == reason else at_s
-    warning = NodeWarned(node, reason, at_s, deadline_s)
-    if known is None or (known.reason, known.deadline_s) != (reason, deadline_s):
-        holding.warned[node] = warning
-        yield warning
+        held.given_back.add(node)
+        if held.own or not held.given_back >= set(held.nodes):
+            return
+        if held.burst or all(map(held.is_taken, held.nodes)):
+            held.returning = GIVEN_BACK
 
 
-def _same(told: tuple[str, float] | None, now: tuple[str, float]) -> bool:
-    return told is not None and told[0] == now[0] and abs(told[1] - now[1]) < 0.1
-
-
-def _lift(holding: Holding, nodes: Iterable[str], reason: str) -> Iterator[PoolEvent]:
-    """The warning is withdrawn: the node is as new."""
-    for node in nodes:
-        warning = holding.warned.get(node)
-        if warning is not None and warning.reason == reason:
-            del holding.warned[node]
-            holding.given_back.discard(node)
-            yield NodeGranted(holding.node(node))
-
-
-def _remove(holding: Holding, node: str, reason: str) -> NodeGone:
-    holding.nodes = tuple(name for name in holding.nodes if name != node)
-    return NodeGone(node, reason)
-
-
-def _end_reason(holding: Holding, info: JobInfo | None) -> str:
-    reasons = sorted({warning.reason for warning in holding.warned.values()})
+def _end_reason(held: Allocation, info: JobInfo | None) -> str:
+    reasons = sorted({warning.reason for warning in held.warned.values()})
     how = f" ({', '.join(reasons)})" if reasons else ""
     state = f": {info.state}" if info is not None else ""
-    return f"job {holding.job} has ended{how}{state}"
+    return f"job {held.job} has ended{how}{state}"
+
+
+def own_allocations(
+    environ: Mapping[str, str], config: RunConfig, hostnames: Callable[[str], tuple[str, ...]]
+) -> tuple[Allocation, ...]:
+    """The job that this process runs in: a component each, or the whole of a plain job; the first
+    is the one that we are in.
+
+    Read from what Slurm tells the batch script; `hostnames` expands "n[1-3]". Raises ConfigError
+    outside of a job, or when its components are not those of the run file.
+    """
+    job_id = environ.get("SLURM_JOB_ID", "")
+    if not job_id:
+        raise ConfigError(
+            "cluster.kind is slurm, but this is no Slurm job (SLURM_JOB_ID is not set); "
+            "start the run with `liver submit` or sbatch"
+        )
+
+    def told(name: str) -> str:
+        if value := environ.get(name, ""):
+            return value
+        raise ConfigError(f"job {job_id}: Slurm has not set {name}")
+
+    suffixes, sections = [""], config.cluster.slurm.components
+    if "SLURM_HET_SIZE" in environ:
+        suffixes = [f"_HET_GROUP_{index}" for index in range(int(told("SLURM_HET_SIZE")))]
+    if len(suffixes) != len(sections):
+        raise ConfigError(
+            f"cluster.slurm.components: job {job_id} has {len(suffixes)} components, the "
+            f"run file {len(sections)} ({', '.join(section.name for section in sections)})"
+        )
+    return tuple(
+        Allocation(
+            name=section.name,
+            job=told(f"SLURM_JOB_ID{suffix}"),
+            nodes=hostnames(told(f"SLURM_JOB_NODELIST{suffix}")),
+            slots=config.cluster.slots(section),
+            het=(job_id, index) if len(suffixes) > 1 else None,
+            gpus_per_node=section.gpus_per_node,
+            partition=environ.get(f"SLURM_JOB_PARTITION{suffix}", ""),
+            own=index == 0,
+            automatic=index == 0 or section.join == "auto",
+        )
+        for index, (suffix, section) in enumerate(zip(suffixes, sections, strict=True))
+    )

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.cluster.launcher import AGENT_MODULE, KILLED, LaunchedAgent, Launcher, NodeRequest
-from liver_hpc.cluster.slurm.commands import SlurmCommands
-from liver_hpc.cluster.slurm.holdings import Place
-from liver_hpc.cluster.slurm.replies import RUNNING
+from liver_hpc.cluster.launcher import AGENT_MODULE, KILLED, LaunchedAgent, Launcher, agent_options
+from liver_hpc.cluster.slurm.commands import RUNNING, SlurmCommands
+from liver_hpc.cluster.slurm.holdings import Allocation
 from liver_hpc.cluster.slurm.script import python_words
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.host.child import Command
+from liver_hpc.run.actions import LaunchAgent
 
 _IMMEDIATE_S = 5
 _CLOSE_MARGIN_S = 10.0
@@ -48,59 +48,51 @@ _NOT_CREATED = re.compile(
 _log = logging.getLogger(__name__)
 
 
-class SlurmLauncher(Launcher):
+def slurm_launcher(
+    run_directory: Path,
+    config: RunConfig,
+    commands: SlurmCommands,
+    use: Callable[[str], Allocation],
+    program: Sequence[str] = (),
+) -> Launcher:
     """Runs agents on the nodes of Slurm jobs.
 
-    where: the place of a node that is held; raises LiverError for another one. program: what a
-    step runs, to which the request's options are added; without it the agent. What srun prints,
-    and an agent before it has a log of its own, goes to logs/srun-NAME.log of the run directory.
+    use: the allocation of a node that is held; raises LiverError for another one. program: what a
+    step runs, to which the agent's options are added; without it the agent. What srun prints, and
+    an agent before it has a log of its own, goes to logs/srun-NAME.log of the run directory.
     """
+    slurm, directory = config.cluster.slurm, run_directory.absolute()
+    program = program or (*python_words(config.cluster), "-m", AGENT_MODULE)
 
-    def __init__(
-        self,
-        run_directory: Path,
-        config: RunConfig,
-        commands: SlurmCommands,
-        where: Callable[[str], Place],
-        program: Sequence[str] = (),
-    ) -> None:
-        self._slurm = config.cluster.slurm
-        super().__init__(self._slurm.unreachable_s + self._slurm.command_s + _CLOSE_MARGIN_S)
-        self._run_directory = run_directory.absolute()
-        self._commands = commands.once()
-        self._where = where
-        self._program = program or (*python_words(config.cluster), "-m", AGENT_MODULE)
-
-    def _prepare(self, request: NodeRequest) -> Step:
-        if not request.node:
-            raise LiverError(f"agent {request.agent}: a step of Slurm needs a node")
-        place, name = self._where(request.node), f"liver-{request.agent}"
-        srun = srun_words(place, name, request.node)
-        agent = [*self._program, *request.options(self._run_directory), "--warnings"]
+    def prepare(launch: LaunchAgent) -> Step:
+        held, name = use(launch.seat.node), f"liver-{launch.agent}"
+        agent = [*program, *agent_options(launch, directory), "--warnings"]
         command = Command(
-            f"srun of agent {request.agent}",
-            [*srun, *agent],
+            f"srun of agent {launch.agent}",
+            [*srun_words(held, name, launch.seat.node), *agent],
             orphan_signal=signal.SIGTERM,  # an orphaned srun still ends its step
-            log=self._run_directory / "logs" / f"srun-{request.agent}.log",
+            log=directory / "logs" / f"srun-{launch.agent}.log",
             apart="session",
         )
-        unreachable_s = self._slurm.unreachable_s
-        return Step(request.agent, command, name, place.steps_of, self._commands, unreachable_s)
+        return Step(launch.agent, command, name, held.job, commands.once(), slurm.unreachable_s)
+
+    return Launcher(prepare, slurm.unreachable_s + slurm.command_s + _CLOSE_MARGIN_S)
 
 
-def srun_words(place: Place, name: str, node: str) -> list[str]:
+def srun_words(held: Allocation, name: str, node: str) -> list[str]:
     """A step of one task on `node`, which sees all of it, whatever else runs there, and outlives
     the loss of another one. What the task runs follows."""
-    words = ["srun", f"--jobid={place.job_id}"]
-    if place.het_group is not None:
-        words.append(f"--het-group={place.het_group}")
+    words = ["srun", f"--jobid={held.job}"]
+    if held.het is not None:
+        leader, index = held.het
+        words = ["srun", f"--jobid={leader}", f"--het-group={index}"]
     words += [f"--job-name={name}", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
     words += ["--overlap", "--cpu-bind=none", "--input=none", "--no-kill"]
     words += ["--kill-on-bad-exit=0", "--unbuffered"]
     # Left alone, an srun that has to wait asks again only after a minute.
     words += [f"--immediate={_IMMEDIATE_S}", "--mpi=none"]
-    if place.gpus_per_node:
-        words.append(f"--gpus-per-node={place.gpus_per_node}")
+    if held.gpus_per_node:
+        words.append(f"--gpus-per-node={held.gpus_per_node}")
     return words
 
 
@@ -199,8 +191,10 @@ class Step(LaunchedAgent):
         pause = threading.Event()
         while not limit.expired():
             try:
-                if not self._step_ids():
-                    return self._last_word(code)
+                if not self._commands.steps(self._job, self._name):
+                    # srun calls it success when the job was taken away from under its step.
+                    taken = code == 0 and (self._killed.is_set() or not self._job_lasts())
+                    return KILLED if taken else code
                 if own_end.expired() and not seen:
                     self._cancel_steps()
                     own_end = Deadline.after(clock, _CANCEL_AGAIN_S, own_end.waits_for)
@@ -214,17 +208,8 @@ class Step(LaunchedAgent):
         _log.error("agent %s: %s", self.agent, limit.error())
         return code or KILLED
 
-    def _last_word(self, code: int) -> int:
-        """srun calls it success when the job was taken away from under its step."""
-        if code != 0:
-            return code
-        return KILLED if self._killed.is_set() or not self._job_lasts() else 0
-
     # ---- in either thread
 
-    def _step_ids(self) -> list[str]:
-        return self._commands.steps(self._job, self._name)
-
     def _cancel_steps(self) -> None:
-        for step_id in self._step_ids():
+        for step_id in self._commands.steps(self._job, self._name):
             self._commands.cancel(step_id, signal="KILL")

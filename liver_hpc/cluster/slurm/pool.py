@@ -11,9 +11,8 @@ from pathlib import Path
 from liver_hpc.clock import Clock, Deadline
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.cluster.slurm.burst_jobs import BurstJobs
-from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
-from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Place
-from liver_hpc.cluster.slurm.replies import JobInfo, PartitionInfo, parse_setting_s
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, JobInfo, SlurmCommands
+from liver_hpc.cluster.slurm.holdings import GIVEN_BACK, Allocation, Holdings
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.run.events import PoolEvent, PoolNote
@@ -25,7 +24,6 @@ _KILL_WAIT_S = 30.0
 _NODES_EVERY = 3
 """Polls of jobs for one of node states."""
 _THREAD_END_S = 5.0
-_GIVEN_BACK = "given back"
 
 _log = logging.getLogger(__name__)
 
@@ -44,23 +42,20 @@ class SlurmPool(NodePool):
         self,
         config: RunConfig,
         commands: SlurmCommands,
-        own: Sequence[Holding],
+        own: Sequence[Allocation],
         run_directory: Path,
         clock: Clock,
     ) -> None:
-        self._config = config
         self._slurm = config.cluster.slurm
+        self._drain_window_s = config.policy.drain_window_s
         self._commands = commands
         self._once = commands.once()
         self._own = own
         self._clock = clock
-        self._burst: BurstJobs | None = None
-        if (burst := self._slurm.burst) is not None:
-            self._burst = BurstJobs(config, burst, commands, run_directory, clock, self._note)
-        self._partitions: dict[str, PartitionInfo] = {}
-        self._lock = threading.RLock()
+        self._burst = BurstJobs(config, commands, run_directory, clock, self._note)
+        self._asks = False  # for burst nodes
+        self._lock = threading.RLock()  # of the holdings, and so of the order of what is told
         self._holdings = Holdings(self._slurm.end_window_s, _KILL_WAIT_S)
-        self._returning: dict[str, str] = {}  # jobs to be cancelled, and why
         self._warnings: queue.SimpleQueue[_Warning | None] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._ending = threading.Event()
@@ -73,50 +68,47 @@ class SlurmPool(NodePool):
     def start(self, tell: Callable[[PoolEvent], None]) -> None:
         self._tell = tell
         try:
-            self._partitions = self._commands.partitions()
-            kill_s = parse_setting_s(self._commands.setting("KillWait"), _KILL_WAIT_S)
-            self._holdings = Holdings(self._slurm.end_window_s, kill_s)
-        except LiverError as error:
+            found = self._commands.partitions().values()
+            preempted = [partition for partition in found if partition.preempt_mode != "OFF"]
+            self._holdings.grace_s = {partition.name: partition.grace_s for partition in preempted}
+            kill_wait, *_ = self._commands.setting("KillWait").split()  # "30 sec"
+            self._holdings.kill_s = float(kill_wait)
+        except (LiverError, ValueError) as error:
             self._note(f"Slurm's partitions are unknown: {error}")
         self._enter_own()
-        if self._burst is not None:
+        if self._slurm.burst is not None:
             try:
                 self._burst.open()
+                self._asks = True
             except (LiverError, OSError) as error:
                 self._note(f"no burst nodes will be asked for: {error}")
-                self._burst = None
         for target, name in ((self._watch, "slurm-pool"), (self._explain, "slurm-warnings")):
             thread = threading.Thread(target=target, name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
 
-    def place_of(self, node: str) -> Place:
+    def use(self, node: str) -> Allocation:
         """Where steps on a held node belong. Raises LiverError for another one."""
         with self._lock:
-            return self._holdings.place_of(node)
+            return self._holdings.use(node)
 
     def warned(self, node: str, signal: str, at_s: float) -> None:
         self._warnings.put((node, signal, at_s))
 
     def want(self, workers: int) -> None:
-        if self._burst is not None:
-            self._burst.policy.want(workers)
-            self._wake.set()
+        self._burst.policy.want(workers)
+        self._wake.set()
 
     def give_back(self, node: str) -> None:
         with self._lock:
-            job = self._holdings.give_back(node)
-            if job is not None:
-                self._returning[job] = _GIVEN_BACK
+            self._holdings.give_back(node)
         self._wake.set()
 
     def avoid(self, node: str) -> None:
-        if self._burst is not None:
-            self._burst.avoided |= {node}
+        self._burst.avoided |= {node}
 
     def readmit(self, node: str) -> None:
-        if self._burst is not None:
-            self._burst.avoided -= {node}
+        self._burst.avoided -= {node}
 
     def close(self) -> None:
         if self._ending.is_set():
@@ -128,8 +120,7 @@ class SlurmPool(NodePool):
         deadline = Deadline.after(self._clock, limit_s, "the pool's threads to end")
         for thread in self._threads:
             thread.join(deadline.remaining_s())
-        if self._burst is not None:
-            self._burst.close()
+        self._burst.close()
         late = [thread.name for thread in self._threads if thread.is_alive()]
         if late:
             raise DeadlineError(f"waited {limit_s:g} s for threads {late} to end")
@@ -137,30 +128,21 @@ class SlurmPool(NodePool):
     # ---- the start
 
     def _enter_own(self) -> None:
-        jobs: dict[str, JobInfo] | None = None
+        jobs: dict[str, JobInfo] = {}
         try:
-            jobs = self._commands.jobs([holding.job for holding in self._own])
+            jobs = self._commands.jobs([held.job for held in self._own])
         except LiverError as error:
             self._note(f"the own job is taken as it was submitted: {error}")
-        for holding in self._own:
-            info = jobs.get(holding.job) if jobs is not None else None
-            if jobs is not None and not holding.own and (info is None or info.over):
-                self._note(f"component {holding.name} has ended before")
+        for held in self._own:
+            info = jobs.get(held.job)
+            if jobs and not held.own and (info is None or info.over):
+                self._note(f"component {held.name} has ended before")
                 continue
-            holding.grace_s = self._grace_s(holding.partition)
             if info is not None:
-                holding.ends_s = info.ends_s
-                holding.nodes = info.nodes or holding.nodes
-            self._tell_all(self._holdings.enter(holding))
-        if jobs is not None:
+                held.ends_s, held.nodes = info.ends_s, info.nodes or held.nodes
+            self._tell_all(self._holdings.enter(held))
+        if jobs:
             self._observe(jobs)
-
-    def _grace_s(self, partition: str) -> float | None:
-        """None where nobody is preempted, as far as is known."""
-        known = self._partitions.get(partition)
-        if known is None or known.preempt_mode == "OFF":
-            return None
-        return known.grace_s
 
     # ---- the watching thread
 
@@ -190,119 +172,77 @@ class SlurmPool(NodePool):
                 self._note(f"the run directory: {error}")
 
     def _pause_s(self, next_poll_s: float) -> float:
-        until_s = next_poll_s
-        if self._burst is not None and not self._unreachable:
-            after_refusal_s = self._burst.policy.next_request_s
-            if after_refusal_s > self._clock.now_s():
-                until_s = min(until_s, after_refusal_s)
-        return max(0.0, until_s - self._clock.now_s())
+        now_s, after_refusal_s = self._clock.now_s(), self._burst.policy.not_before_s
+        if not self._unreachable and after_refusal_s > now_s:
+            next_poll_s = min(next_poll_s, after_refusal_s)
+        return max(0.0, next_poll_s - now_s)
 
     def _poll(self, with_nodes: bool) -> None:
         with self._lock:
-            ids = self._holdings.jobs
-            nodes = self._holdings.node_names()
-        if self._burst is not None:
-            ids += self._burst.policy.pending
-        jobs = self._once.jobs(ids)
-        self._observe(jobs)
+            jobs, nodes = self._holdings.jobs, self._holdings.node_names()
+        self._observe(self._once.jobs([*jobs, *self._burst.policy.pending]))
         if with_nodes and nodes:
             states = self._once.node_states(nodes)
             with self._lock:
-                events = self._holdings.observe_nodes(states, self._clock.now_s())
-            self._tell_all(events)
+                self._tell_all(self._holdings.observe_nodes(states, self._clock.now_s()))
         if self._unreachable:
             self._unreachable = False
             self._note("the Slurm controller answers again")
 
     def _observe(self, jobs: dict[str, JobInfo]) -> None:
         with self._lock:
-            before = set(self._holdings.burst_jobs())
-            events = self._holdings.observe(jobs, self._clock.now_s())
-            ended = before - set(self._holdings.burst_jobs())
-        if self._burst is not None:
-            for job in ended:
-                self._burst.ended(job, by_us=False)
-            for info in self._burst.observe(jobs):
-                with self._lock:
-                    shared = sorted({*info.nodes} & {*self._holdings.node_names()})
-                    if shared:
-                        self._returning[info.job_id] = f"on nodes that are held already: {shared}"
-                    else:
-                        events += self._holdings.enter(self._granted(info))
-                if shared:
-                    self._note(
-                        f"burst job {info.job_id} goes back: {', '.join(shared)} held already; "
-                        "cluster.slurm.burst.options wants exclusive: true"
-                    )
-        self._tell_all(events)
-
-    def _granted(self, info: JobInfo) -> Holding:
-        burst = self._slurm.burst
-        assert burst is not None
-        return Holding(
-            name=f"burst-{info.job_id}",
-            place=Place(info.job_id, burst=True, gpus_per_node=burst.gpus_per_node),
-            nodes=info.nodes,
-            slots=self._config.cluster.slots(burst),
-            grace_s=self._grace_s(burst.partition),
-            ends_s=info.ends_s,
-        )
+            self._tell_all(self._holdings.observe(jobs, self._clock.now_s()))
+            ended = self._burst.policy.held.keys() - self._holdings.jobs
+        for job in ended:
+            self._burst.ended(job, by_us=False)
+        granted = self._burst.observe(jobs)
+        with self._lock:
+            for new in granted:
+                self._tell_all(self._holdings.enter(new))
 
     def _return(self) -> None:
         """Cancels what nobody needs any more."""
         with self._lock:
-            returning = dict(self._returning)
-        for job, reason in returning.items():
-            self._once.cancel(job)
+            returning = self._holdings.returning()
+        for held in returning:
+            self._once.cancel(held.job)
+            self._burst.ended(held.job, by_us=held.returning == GIVEN_BACK)
             with self._lock:
-                self._returning.pop(job, None)
-                events = self._holdings.strike(job, reason)
-            if self._burst is not None:
-                self._burst.ended(job, by_us=reason == _GIVEN_BACK)
-            self._tell_all(events)
+                self._tell_all(self._holdings.strike(held.job, held.returning))
 
     def _ask_for_more(self) -> None:
-        if self._burst is None or self._unreachable:
+        if self._unreachable or not self._asks:
             return
         now_s = self._clock.now_s()
         if self._burst.policy.exhausted:
             with self._lock:
-                deadline_s = now_s + self._config.policy.drain_window_s
-                events = self._holdings.spent(now_s, deadline_s)
-            self._tell_all(events)
+                self._tell_all(self._holdings.spent(now_s, now_s + self._drain_window_s))
         self._burst.act()
 
     # ---- the explaining thread
 
     def _explain(self) -> None:
         commands = self._commands.once(_ANSWER_S)
-        ending = False
-        while not ending:
+        while not self._ending.is_set():
             came = [self._warnings.get()]
             while not self._warnings.empty():
                 came.append(self._warnings.get())
-            ending = None in came
             self._explain_all(commands, [warning for warning in came if warning is not None])
 
     def _explain_all(self, commands: SlurmCommands, warnings: list[_Warning]) -> None:
         """Asks one question for all: their windows are too short for one each."""
         with self._lock:
             held = {node: self._holdings.of(node) for node, _, _ in warnings}
-        asked = {node: holding.job for node, holding in held.items() if holding is not None}
+        asked = {node: one.job for node, one in held.items() if one is not None}
         jobs: dict[str, JobInfo] | None = None
         try:
             jobs = commands.jobs(sorted(set(asked.values())))
         except LiverError as error:
             _log.warning("what signals on %s mean is not known: %s", sorted(asked), error)
-        for node, signal, at_s in warnings:
-            if node not in asked:
-                continue
-            with self._lock:
-                if jobs is None:
-                    events = self._holdings.unanswered(node, at_s)
-                else:
-                    events = self._holdings.signalled(node, signal, at_s, jobs.get(asked[node]))
-            self._tell_all(events)
+        with self._lock:
+            for node, signal, at_s in warnings:
+                if node in asked:
+                    self._tell_all(self._holdings.signalled(node, signal, at_s, jobs))
 
     def _note(self, text: str) -> None:
         self._tell(PoolNote(text))

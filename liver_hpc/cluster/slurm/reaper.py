@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import logging
 import signal
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
-from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.cluster.slurm.commands import SlurmCommands
-from liver_hpc.cluster.slurm.replies import COMPLETING
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.slurm.commands import COMPLETING, SlurmCommands
 from liver_hpc.errors import LiverError
-from liver_hpc.host.child import Child, Command
 
 _SETTLE_S = 2.0
 _LOOK_S = 0.2
@@ -27,38 +23,19 @@ _CANCEL_S = 30.0
 log = logging.getLogger(__name__)
 
 
-def start_reaper(name: str, command_s: float, unreachable_s: float, log_path: Path) -> Child:
-    """The reaper of all jobs called `name`; `end` dismisses it, when nothing is left to cancel."""
-    program = [sys.executable, "-P", "-m", "liver_hpc.cluster.slurm.reaper"]
-    return Child(
-        Command(
-            "the reaper of burst jobs",
-            [*program, name, str(command_s), str(unreachable_s)],
-            orphan_signal=None,
-            stdin=subprocess.PIPE,
-            log=log_path,
-            apart="session",
-        )
-    )
-
-
-def cancel_all(
-    commands: SlurmCommands, name: str, settle_s: float = 0.0, limit_s: float = _CANCEL_S
-) -> None:
+def cancel_all(commands: SlurmCommands, name: str, settle_s: float = 0.0) -> None:
     """Ends all jobs of that name; those that only wait for their processes to end are left.
 
-    settle_s: how long a submission may still be under way. Raises DeadlineError after `limit_s`,
-    SlurmError.
+    settle_s: how long a submission may still be under way. Raises DeadlineError, SlurmError.
     """
-    deadline = Deadline.after(SystemClock(), limit_s, f"jobs named {name} to end")
-    pause = threading.Event()
-    while True:
+    deadline = Deadline.after(SystemClock(), _CANCEL_S, f"jobs named {name} to end")
+
+    def ended() -> bool:
         commands.cancel_named(name)
-        pause.wait(settle_s)
-        if all(job.state == COMPLETING for job in commands.named(name).values()):
-            return
-        deadline.check()
-        pause.wait(_LOOK_S)
+        threading.Event().wait(settle_s)
+        return all(job.state == COMPLETING for job in commands.named(name).values())
+
+    poll_until(ended, deadline, _LOOK_S)
 
 
 def main() -> int:

@@ -1,51 +1,97 @@
-"""The Slurm job of a run, as somebody outside of it sees it."""
+"""The Slurm job of a run: as the process in it sees it, and as somebody outside of it does."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
-from liver_hpc.cluster.slurm.replies import JobInfo
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, JobInfo, SlurmCommands
 from liver_hpc.errors import LiverError
+from liver_hpc.host.files import write_whole
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import Outcome
 
-_POLL_S = 0.5
-_QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
-_CANCELLED = "cancelled before it trained"
+JOB_FILE = "job.json"
+JOB_POLL_S = 0.5
 
 
+class OwnJob(BaseModel):
+    """One start of the job that this process runs in. An id alone is not enough: a new cluster
+    begins again at 1, and the largest id is followed by the first.
+
+    started: when, as Slurm writes it; empty where it does not. restarts: how often it was queued
+    again.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    job_id: str
+    cluster: str = ""
+    started: str = ""
+    restarts: int = 0
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> OwnJob | None:
+        """None outside of a job."""
+        job_id = environment.get("SLURM_JOB_ID", "")
+        if not job_id:
+            return None
+        return cls(
+            job_id=job_id,
+            cluster=environment.get("SLURM_CLUSTER_NAME", ""),
+            started=environment.get("SLURM_JOB_START_TIME", ""),
+            restarts=int(environment.get("SLURM_RESTART_COUNT") or 0),
+        )
+
+    def made(self, run_directory: Path) -> bool:
+        """Whether this start of the job, or an earlier one, noted itself in `run_directory`. One
+        that was queued again also finds a directory of its name in which nobody has: its first
+        start was killed before it could, or was an earlier release's."""
+        try:
+            noted = OwnJob.model_validate_json((run_directory / JOB_FILE).read_bytes())
+        except FileNotFoundError:
+            return self.restarts > 0 and run_directory.name.endswith(f"-{self.job_id}")
+        except ValidationError:
+            return False
+        if (noted.job_id, noted.cluster) != (self.job_id, self.cluster):
+            return False
+        return self.restarts > noted.restarts or self == noted
+
+    @staticmethod
+    def noted_s(run_directory: Path) -> float:
+        """When a job last noted itself there: of several jobs of one id the last one still runs."""
+        path = run_directory / JOB_FILE
+        return path.stat().st_mtime if path.exists() else 0.0
+
+    def note(self, run_directory: Path) -> None:
+        """Raises OSError."""
+        write_whole(run_directory / JOB_FILE, self.model_dump_json() + "\n", mode=0o600)
+
+
+@dataclass(frozen=True)
 class RunJob:
     """Job `job_id` of a run. Every method may raise SlurmError."""
 
-    def __init__(self, run: RunDirectory, job_id: str, commands: SlurmCommands) -> None:
-        self._run = run
-        self._commands = commands
-        self.job_id = job_id
+    run: RunDirectory
+    job_id: str
+    commands: SlurmCommands
 
     def find(self) -> JobInfo | None:
         """The job's first component; None once Slurm lists it no more."""
-        listed = self._commands.jobs([self.job_id])
-        return listed.get(self.job_id)
+        return self.commands.jobs([self.job_id]).get(self.job_id)
 
-    def is_over(self) -> bool:
-        """Whether Slurm lists the job no more; False while the controller does not answer."""
-        try:
-            return self.find() is None
-        except ControllerUnreachable:
-            return False
-
-    def is_out_of_work(self) -> bool:
-        """Whether nothing of the job runs: it is over, or queued again. False while the controller
-        does not answer."""
+    def is_over(self, or_queued: bool = False) -> bool:
+        """Whether Slurm lists the job no more, or has it in its queue again where that is as good;
+        False while the controller does not answer."""
         try:
             info = self.find()
         except ControllerUnreachable:
             return False
-        return info is None or is_queued(info)
-
-    def await_end(self, deadline: Deadline) -> None:
-        """Returns when Slurm lists the job no more; raises DeadlineError."""
-        poll_until(self.is_over, deadline, _POLL_S)
+        return info is None or (or_queued and info.queued)
 
     def cancel(self, timeout_s: float) -> Outcome:
         """Ends the job, and tells how the run ended: a queued one has nobody else to say so.
@@ -53,13 +99,14 @@ class RunJob:
         Raises DeadlineError when the job does not end.
         """
         deadline = Deadline.after(SystemClock(), timeout_s, f"job {self.job_id} to end")
-        self._commands.cancel(self.job_id)
-        self.await_end(deadline)
-        if (outcome := self._run.outcome()) is not None:
+        self.commands.cancel(self.job_id)
+        poll_until(self.is_over, deadline, JOB_POLL_S)
+        if (outcome := self.run.outcome()) is not None:
             return outcome
-        before = self._run.last_outcome()
-        outcome = Outcome("stopped", _CANCELLED, before.step if before is not None else 0)
-        outcome.write(self._run.path)
+        before = self.run.last_outcome()
+        step = before.step if before is not None else 0
+        outcome = Outcome("stopped", "cancelled before it trained", step)
+        outcome.write(self.run.path)
         return outcome
 
 
@@ -72,19 +119,6 @@ def job_of(run: RunDirectory) -> RunJob | None:
     if config.cluster.kind != "slurm" or job_id is None:
         return None
     return RunJob(run, job_id, SlurmCommands(config.cluster.slurm.command_s, unreachable_s=0.0))
-
-
-def is_queued(info: JobInfo) -> bool:
-    """Whether a job has not started, or will start again."""
-    return info.state in _QUEUED
-
-
-def job_text(info: JobInfo) -> str:
-    """`queued as job 12: PENDING (Resources)`, `job 12 is RUNNING on n1`."""
-    if is_queued(info):
-        reason = f" ({info.reason})" if info.reason not in ("", "None") else ""
-        return f"queued as job {info.job_id}: {info.state}{reason}"
-    return f"job {info.job_id} is {info.state} on {','.join(info.nodes) or 'no node'}"
 
 
 def gone(run: RunDirectory, job: RunJob | None) -> LiverError:

@@ -1,4 +1,4 @@
-"""The few MPI calls that a meeting needs. Importing this module loads MPI into the process.
+"""What both ends of a meeting do in MPI. Importing this module loads MPI into the process.
 
 MPI's waits spin, and cannot be interrupted from within: who calls has somebody else end the process
 when a call does not come back. Only upper-case calls on bytes: the lower-case ones pickle.
@@ -10,6 +10,7 @@ import contextlib
 import re
 import signal
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from liver_hpc.errors import MeetingError
@@ -25,100 +26,76 @@ except (ImportError, RuntimeError) as error:  # mpi4py itself, or the library th
     raise MeetingError(f"MPI cannot be loaded ({error}); pip install mpi4py mpich") from error
 
 _TAG = 1
-
-
-class MpiError(MeetingError):
-    """MPI failed: this process must make no more MPI calls. Every function here may raise it."""
+_PROGRESS_INTERVAL_S = 0.001
 
 
 @contextlib.contextmanager
-def _mpi_errors(call: str) -> Iterator[None]:
+def _mpi_errors() -> Iterator[None]:
+    """An error of MPI's is a MeetingError, after which this process must make no more MPI calls."""
     try:
         yield
     except MPI.Exception as error:
-        raise MpiError(f"{call}: {error.Get_error_string().splitlines()[0]}") from error
+        raise MeetingError("; ".join(error.Get_error_string().splitlines())) from error
+
+
+@_mpi_errors()
+def accept(parent: Connection) -> None:
+    """Opens a port and meets joiners. Raises EOFError once the parent has gone, MeetingError."""
+    start_mpi()
+    port_name = MPI.Open_port()
+    parent.send_bytes(port_name.encode())
+    while True:
+        parent.recv_bytes()
+        joiner = MPI.COMM_SELF.Accept(port_name)
+        parent.send_bytes(receive(joiner))
+        send(joiner, parent.recv_bytes())
+        joiner.Disconnect()
+        parent.send_bytes(b"left")
+        while not parent.poll(_PROGRESS_INTERVAL_S):
+            MPI.COMM_SELF.Iprobe()
+        parent.recv_bytes()
+
+
+@_mpi_errors()
+def connect(parent: Connection) -> None:
+    """Meets the acceptor and leaves MPI again. Raises what `accept` does."""
+    start_mpi()
+    acceptor = MPI.COMM_SELF.Connect(parent.recv_bytes().decode())
+    send(acceptor, parent.recv_bytes())
+    parent.send_bytes(receive(acceptor))
+    acceptor.Disconnect()
+    MPI.Finalize()
+    parent.send_bytes(b"left")
 
 
 def start_mpi() -> None:
-    """Initialises MPI in this process.
+    """Initialises MPI in this process, and takes the name of MPICH's segment away.
 
-    SIGTERM and SIGINT wait meanwhile, so that they find nothing of MPI's in /dev/shm.
+    Nobody else on this host will attach to that, the world being one process; so the kernel frees
+    it however this process ends. SIGTERM and SIGINT wait meanwhile.
     """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
-        with _mpi_errors("MPI_Init_thread"):
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        _unlink_shared_memory()
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        for name in set(re.findall(r"(/dev/shm/mpich_shm_\w+)$", maps, re.MULTILINE)):
+            Path(name).unlink(missing_ok=True)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def _unlink_shared_memory() -> None:
-    """Takes the name of MPICH's segment away, as MPICH itself would at Finalize.
-
-    Nobody else on this host will attach to it, the world being one process; so the kernel frees
-    it however this process ends.
-    """
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    for name in set(re.findall(r"(/dev/shm/mpich_shm_\w+)$", maps, re.MULTILINE)):
-        Path(name).unlink(missing_ok=True)
+def send(peer: MPI.Intercomm, data: bytes) -> None:
+    """Sends one message to the one process at the other end; so does `receive`."""
+    peer.Send([data, MPI.BYTE], dest=0, tag=_TAG)
 
 
-def open_port() -> str:
-    """The name of a new port, to which joiners can connect."""
-    with _mpi_errors("MPI_Open_port"):
-        return MPI.Open_port()
-
-
-def make_progress() -> None:
-    """Lets MPI answer a peer that still needs it."""
-    with _mpi_errors("MPI_Iprobe"):
-        MPI.COMM_SELF.Iprobe()
-
-
-def leave_mpi() -> None:
-    """Finalizes MPI; the process goes on without it."""
-    with _mpi_errors("MPI_Finalize"):
-        MPI.Finalize()
-
-
-class MpiPeer:
-    """The one process at the other end of an intercommunicator."""
-
-    def __init__(self, communicator: MPI.Intercomm) -> None:
-        self._communicator = communicator
-
-    @classmethod
-    def accepted(cls, port_name: str) -> MpiPeer:
-        """The next one that connects to a port of this process; waits for it without end."""
-        with _mpi_errors("MPI_Comm_accept"):
-            return cls(MPI.COMM_SELF.Accept(port_name))
-
-    @classmethod
-    def connected(cls, port_name: str, limit_s: float) -> MpiPeer:
-        """The one that accepts there. Where nobody does any more, it may hang beyond the limit."""
-        info = MPI.Info.Create({"timeout": str(max(1, round(limit_s)))})  # MPICH's own key
-        with _mpi_errors("MPI_Comm_connect"):
-            return cls(MPI.COMM_SELF.Connect(port_name, info))
-
-    def send(self, data: bytes) -> None:
-        """Sends one message."""
-        with _mpi_errors("MPI_Send"):
-            self._communicator.Send([data, MPI.BYTE], dest=0, tag=_TAG)
-
-    def receive(self) -> bytes:
-        """The next message."""
-        with _mpi_errors("MPI_Recv"):
-            status = MPI.Status()
-            self._communicator.Probe(source=0, tag=_TAG, status=status)
-            num_bytes = status.Get_count(MPI.BYTE)
-            if not 0 <= num_bytes <= MAX_MESSAGE_BYTES:
-                raise MpiError(f"message of {num_bytes} bytes, at most {MAX_MESSAGE_BYTES}")
-            data = bytearray(num_bytes)
-            self._communicator.Recv([data, MPI.BYTE], source=0, tag=_TAG)
-            return bytes(data)
-
-    def leave(self) -> None:
-        """Disconnects from the peer."""
-        with _mpi_errors("MPI_Comm_disconnect"):
-            self._communicator.Disconnect()
+def receive(peer: MPI.Intercomm) -> bytes:
+    """The next message. Raises MeetingError for one of over MAX_MESSAGE_BYTES."""
+    status = MPI.Status()
+    peer.Probe(source=0, tag=_TAG, status=status)
+    num_bytes = status.Get_count(MPI.BYTE)
+    if not 0 <= num_bytes <= MAX_MESSAGE_BYTES:
+        raise MeetingError(f"message of {num_bytes} bytes, at most {MAX_MESSAGE_BYTES}")
+    data = bytearray(num_bytes)
+    peer.Recv([data, MPI.BYTE], source=0, tag=_TAG)
+    return bytes(data)

@@ -1,74 +1,56 @@
-"""The joiner: `python -m liver_hpc.rendezvous.mpi.joiner PARENT RUN_DIRECTORY TIMEOUT_S IDENTITY`.
-
-It lives for one meeting: enters MPI, meets the rendezvous, leaves MPI, prints the Answer as a
-line of JSON on standard output and ends. Only its stderr says why a meeting failed.
-
-Exit codes: 0 after a meeting, else those named below.
-"""
+"""The joiner's side of a meeting (the coordinator's is `service.py`)."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
-import signal
-import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, MeetingError, ProtocolError
-from liver_hpc.host.lifeline import die_with_parent, quiet_thread
 from liver_hpc.protocol.messages import YourTurn
-from liver_hpc.rendezvous.base import Answer, Identity, accepted, introduction, verdict_in
+from liver_hpc.rendezvous.base import Answer, Identity, answer_in, introduction
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ChannelRefused, connect
 from liver_hpc.rendezvous.mpi.network import RendezvousPlace
-from liver_hpc.run.secret import read_secret
-
-EXIT_FAILED = 1
-"""The joiner itself failed."""
-EXIT_STUCK = 81
-"""A call of MPI's did not come back by the deadline."""
-EXIT_RENDEZVOUS_LOST = 82
-"""The rendezvous ended in the middle of the meeting."""
-EXIT_NOT_MET = 88
-"""The rendezvous refused the joiner, or did not answer in time."""
+from liver_hpc.rendezvous.mpi.process import ENDPOINT, MpiProcess
 
 _RETRY_INTERVAL_S = 0.05
-_STUCK_MARGIN_S = 1.0
-
-log = logging.getLogger(__name__)
 
 
-def meet(run_directory: Path, identity: Identity, secret: bytes, timeout_s: float) -> Answer:
-    """Meets the rendezvous of a run over MPI and leaves MPI again; once per process.
+class StuckInMpi(MeetingError):
+    """A call of MPI's did not come back by the deadline."""
 
-    This process must be the only one of an MPI world, as an `MpiProcess` is.
 
-    Raises MeetingError when refused, or when the rendezvous does not hold the same secret;
-    DeadlineError after `timeout_s`. A call of MPI's may not come back at all: then the process
-    ends with EXIT_STUCK soon after, or with EXIT_RENDEZVOUS_LOST as soon as that has ended.
+class RendezvousLost(MeetingError):
+    """The rendezvous ended in the middle of the meeting."""
+
+
+def joiner_process() -> MpiProcess:
+    """An MPI process for one meeting, which will end with this process. Raises LiverError."""
+    return MpiProcess("the joiner", [*ENDPOINT, "connect"])
+
+
+def meet(
+    process: MpiProcess, run_directory: Path, identity: Identity, secret: bytes, timeout_s: float
+) -> Answer:
+    """Meets the rendezvous of a run by a fresh `joiner_process`, of which nothing is left then.
+
+    Raises MeetingError when refused, when the rendezvous does not hold the same secret, or after
+    `timeout_s`: StuckInMpi when that came in the middle.
     """
-    name, waits_for = f"agent {identity.agent}", f"the rendezvous of {run_directory}"
-    deadline = Deadline.after(SystemClock(), timeout_s, waits_for)
-    left = threading.Event()
-    place = _place(run_directory, deadline)
-    os.environ.update(place.network.variables(os.environ))
-    quiet_thread(lambda: _end_when_stuck(left, deadline, name), "watchdog")
-    from liver_hpc.rendezvous.mpi.calls import MpiPeer, leave_mpi, start_mpi
-
-    start_mpi()
-    queue, port_name = _wait_for_turn(run_directory, secret, deadline)
-    quiet_thread(lambda: _end_when_lost(left, queue, name), "rendezvous-watch")
-    peer = MpiPeer.connected(port_name, deadline.remaining_s())
-    peer.send(introduction(queue.key, identity))
-    verdict = verdict_in(queue.key, peer.receive())
-    peer.leave()
-    leave_mpi()
-    left.set()
-    queue.close()
-    return accepted(verdict, identity)
+    deadline = Deadline.after(SystemClock(), timeout_s, f"the rendezvous of {run_directory}")
+    try:
+        process.enter(_place(run_directory, deadline).network)
+        queue, port_name = _wait_for_turn(process, run_directory, secret, deadline)
+        with contextlib.closing(queue):
+            said = introduction(queue.key, identity)
+            heard = _exchange(process, queue, [port_name.encode(), said], deadline)
+        return answer_in(queue.key, heard, identity)
+    except DeadlineError as error:
+        raise MeetingError(str(error)) from error
+    finally:
+        process.close()
 
 
 def _place(run_directory: Path, deadline: Deadline) -> RendezvousPlace:
@@ -79,7 +61,9 @@ def _place(run_directory: Path, deadline: Deadline) -> RendezvousPlace:
     return place
 
 
-def _wait_for_turn(run_directory: Path, secret: bytes, deadline: Deadline) -> tuple[Channel, str]:
+def _wait_for_turn(
+    process: MpiProcess, run_directory: Path, secret: bytes, deadline: Deadline
+) -> tuple[Channel, str]:
     """Queues until it is this joiner's turn; the place in the queue, and MPI's port name.
 
     A rendezvous that has ended meanwhile may be followed by another one, at another place.
@@ -91,6 +75,7 @@ def _wait_for_turn(run_directory: Path, secret: bytes, deadline: Deadline) -> tu
         try:
             limit_s = max(deadline.remaining_s(), 0.001)
             queue = connect(address, secret, limit_s, deadline.waits_for)
+            process.await_peer(queue, deadline)
             told = queue.receive(deadline.remaining_s())
         except ChannelRefused as error:
             raise MeetingError(str(error)) from error
@@ -103,54 +88,17 @@ def _wait_for_turn(run_directory: Path, secret: bytes, deadline: Deadline) -> tu
             return queue, told.port_name
 
 
-def _end_when_stuck(left: threading.Event, deadline: Deadline, name: str) -> None:
-    if not left.wait(deadline.remaining_s() + _STUCK_MARGIN_S):
-        _end_process(f"[{name}] stuck in MPI: {deadline.error()}", EXIT_STUCK)
-
-
-def _end_when_lost(left: threading.Event, queue: Channel, name: str) -> None:
-    """MPI would never come back from a rendezvous that has ended."""
+def _exchange(
+    process: MpiProcess, queue: Channel, says: Sequence[bytes], deadline: Deadline
+) -> bytes:
+    """What the acceptor said, once the process has left MPI."""
     try:
-        queue.receive()
+        for said in says:
+            process.say(said)
+        heard = process.hear(deadline, queue)
+        process.hear(deadline, queue)
+        return heard
+    except DeadlineError as error:
+        raise StuckInMpi(f"stuck in MPI: {error}") from error
     except ChannelClosed as error:
-        if not left.is_set():
-            _end_process(f"[{name}] {error}", EXIT_RENDEZVOUS_LOST)
-
-
-def _end_process(message: str, code: int) -> NoReturn:
-    """Says why on standard error and ends the process at once, whatever its threads do."""
-    with contextlib.suppress(OSError):
-        os.write(sys.stderr.fileno(), f"{message}\n".encode())
-    os._exit(code)
-
-
-def main() -> NoReturn:
-    """Meets and exits at once: an MPI that a meeting has left broken must not hold it."""
-    parent, run_directory, timeout_s = int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
-    identity = Identity.model_validate_json(sys.argv[4])
-    # Not SIGKILL: that one could come between MPI's making and unlinking shared memory.
-    die_with_parent(parent, signal.SIGTERM)
-    # Whatever a library prints must not pass for the answer.
-    output = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s [agent {identity.agent}] %(message)s",
-    )
-    code = 0
-    try:
-        secret = read_secret(run_directory / "secret")
-        answer = meet(run_directory, identity, secret, timeout_s)
-        os.write(output, answer.model_dump_json().encode() + b"\n")
-    except (MeetingError, DeadlineError) as error:
-        log.error("%s", error)
-        code = EXIT_NOT_MET
-    except Exception:
-        log.exception("the joiner failed")
-        code = EXIT_FAILED
-    logging.shutdown()
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    main()
+        raise RendezvousLost(str(error)) from error

@@ -9,13 +9,13 @@ Lines of text, `cmd=NAME key=value ...`, one reply to each; see Flux RFC 13.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import socket
 from pathlib import Path
 
-from liver_hpc.clock import Deadline
-from liver_hpc.errors import DeadlineError, MeetingError
+from liver_hpc.errors import MeetingError
 
 MAX_LINE_BYTES = 4096
 
@@ -43,19 +43,9 @@ class PmiServer:
     def __init__(self) -> None:
         self.world = f"liver_{secrets.token_hex(8)}"
         self._values: dict[str, str] = {}
-        self._unread = b""
 
-    def answer(self, data: bytes) -> bytes:
-        """The replies to the lines that are whole once `data` has come.
-
-        Raises PmiError for what is no line of PMI-1; then the conversation is over.
-        """
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        if max(map(len, [*lines, self._unread])) > MAX_LINE_BYTES:
-            raise PmiError(f"a line of more than {MAX_LINE_BYTES} bytes")
-        return b"".join(map(self._reply, lines))
-
-    def _reply(self, line: bytes) -> bytes:
+    def answer(self, line: str) -> str:
+        """The reply to a line. Raises PmiError for what is no line of PMI-1."""
         fields = _fields(line)
         match fields["cmd"]:
             case "init":
@@ -73,39 +63,36 @@ class PmiServer:
             case "get":
                 said = "cmd=get_result rc=-1 msg=key_not_found value=unknown"
             case "abort":
-                return b""  # the process ends now, and reads no more
+                return ""  # the process ends now, and reads no more
             case other:
                 said = _REPLIES.get(other, f"cmd={other}_result rc=-1 msg=not_supported")
-        return f"{said}\n".encode("ascii")
+        return f"{said}\n"
 
 
-def _fields(line: bytes) -> dict[str, str]:
+def _fields(line: str) -> dict[str, str]:
     """Keys and values of a line. A `value`, always the last one, may have spaces."""
-    text = line.decode("ascii", errors="replace")
+    text = line.removesuffix("\n")
     head, _, value = text.partition(" value=")
     fields = dict(word.split("=", 1) for word in head.split() if "=" in word)
     name = fields.get("cmd", "").replace("_", "")
-    if not (text.isascii() and text.isprintable() and name.isalnum()):
+    if text == line or not (text.isascii() and text.isprintable() and name.isalnum()):
         raise PmiError(f"not a line of PMI-1: {line[:40]!r}")
     return {**fields, "value": value}
 
 
-def serve(server: PmiServer, line: socket.socket, deadline: Deadline | None) -> None:
-    """Answers a process until it has ended, or until the deadline; then hangs up."""
-    with line:
+def serve(server: PmiServer, process: socket.socket) -> None:
+    """Answers a process until it has ended; hangs up on one that says something else."""
+    with (
+        contextlib.suppress(OSError),  # it was killed with a reply unread
+        process,
+        process.makefile("rwb") as lines,
+    ):
         try:
-            while True:
-                if deadline is not None:
-                    deadline.check()
-                    line.settimeout(deadline.remaining_s() or 0.001)
-                data = line.recv(MAX_LINE_BYTES)
-                if not data:
-                    return
-                line.sendall(server.answer(data))
-        except (PmiError, DeadlineError, TimeoutError) as error:
+            while line := lines.readline(MAX_LINE_BYTES):
+                lines.write(server.answer(line.decode("ascii", errors="replace")).encode("ascii"))
+                lines.flush()
+        except PmiError as error:
             _log.warning("hanging up on an MPI process: %s", error)
-        except OSError:  # it was killed with a reply unread
-            pass
 
 
 def shared_memory_of(world: str) -> Path:

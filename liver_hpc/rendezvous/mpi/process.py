@@ -1,81 +1,123 @@
-"""A child process that enters MPI as a world of its own."""
+"""A child process that enters MPI as a world of its own, and the line to it.
+
+What has deadlines and secrets never loads MPI. A call of MPI's that hangs or aborts takes nothing
+else with it, and MPI's port, which asks nobody for a secret, is gone with the process.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from typing import IO
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from pathlib import Path
 
 from liver_hpc.clock import Deadline
-from liver_hpc.errors import DeadlineError
-from liver_hpc.host.lifeline import quiet_thread
-from liver_hpc.host.process import clean_environment
+from liver_hpc.errors import DeadlineError, MeetingError
+from liver_hpc.host.child import Child, Command
+from liver_hpc.host.process import clean_environment, quiet_thread
+from liver_hpc.rendezvous.base import MAX_MESSAGE_BYTES
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed
+from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.pmi import PmiServer, serve, shared_memory_of
 
-_END_S = 5.0
+_LOOK_S = 0.02
+
+ENDPOINT = ("-m", "liver_hpc.rendezvous.mpi.endpoint")
 
 
-class MpiProcess(subprocess.Popen[bytes]):
-    """Runs this Python with `words`, and is its process manager for as long as it lives.
+class MpiEnded(MeetingError):
+    """An MPI process has ended."""
 
-    The child is to end itself with its parent. Raises OSError.
 
-    variables: added to the environment, which is cleaned of other launches. descriptors: handed
-    down. deadline: when the process manager hangs up on a child that still lives; None: never.
+class MpiProcess(Child):
+    """This Python with `words` and a descriptor's number, the other end of the line to it.
+
+    This process is its process manager as long as it lives. Raises LiverError.
     """
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        *,
-        output: int | IO[bytes],
-        errors: IO[bytes] | None = None,
-        variables: Mapping[str, str] | None = None,
-        descriptors: Sequence[int] = (),
-        deadline: Deadline | None = None,
-    ) -> None:
+    def __init__(self, name: str, words: Sequence[str], log: Path | None = None) -> None:
         pmi = PmiServer()
         self._segment = shared_memory_of(pmi.world)
-        mine, theirs = socket.socketpair()
-        try:
+        self._line, line = Pipe()
+        manager, managed = socket.socketpair()
+        quiet_thread(lambda: serve(pmi, manager), "pmi")
+        with line, managed:
+            environment = {
+                **clean_environment(os.environ),
+                "PMI_FD": str(managed.fileno()),
+                "PMI_RANK": "0",
+                "PMI_SIZE": "1",
+                "MPIR_CVAR_PMI_VERSION": "1",
+            }
             super().__init__(
-                [sys.executable, "-P", *words],
-                env={
-                    **clean_environment(os.environ),
-                    **(variables or {}),
-                    "PMI_FD": str(theirs.fileno()),
-                    "PMI_RANK": "0",
-                    "PMI_SIZE": "1",
-                    "MPIR_CVAR_PMI_VERSION": "1",
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-                pass_fds=(theirs.fileno(), *descriptors),
-                start_new_session=True,
+                Command(
+                    name,
+                    [sys.executable, "-P", *words, str(line.fileno())],
+                    # Not SIGKILL: that could come between MPI's making and unlinking shared memory.
+                    orphan_signal=signal.SIGTERM,
+                    environment=environment,
+                    log=log,
+                    pass_fds=(line.fileno(), managed.fileno()),
+                    apart="session",
+                )
             )
-        except OSError:
-            mine.close()
-            raise
-        finally:
-            theirs.close()
-        self._service = quiet_thread(lambda: serve(pmi, mine, deadline), "pmi")
 
-    def end(self) -> None:
-        """Kills it if it still lives; afterwards nothing of it is left on this machine.
+    def enter(self, network: MpiNetwork) -> None:
+        """Has it enter MPI. Raises MpiEnded."""
+        self.say(json.dumps(network.variables(os.environ)).encode())
 
-        Raises DeadlineError when it does not end (stuck in the kernel).
-        """
-        self.kill()
+    def say(self, data: bytes) -> None:
+        """Raises MpiEnded."""
         try:
-            self.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            raise DeadlineError(
-                f"waited {_END_S:g} s for killed process {self.pid} to end"
-            ) from None
-        self._service.join(_END_S)
+            self._line.send_bytes(data)
+        except OSError as error:
+            raise self._ended() from error
+
+    def hear(self, deadline: Deadline, peer: Channel | None = None) -> bytes:
+        """What it says next. Raises MpiEnded, DeadlineError, and ChannelClosed once `peer` has
+        gone, which the process talks with."""
+        try:
+            while not self._line.poll(_LOOK_S):
+                if peer is not None and is_gone(peer):
+                    raise ChannelClosed(f"{deadline.waits_for} has ended")
+                deadline.check()
+            return self._line.recv_bytes(MAX_MESSAGE_BYTES)
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+
+    def await_peer(self, peer: Channel, deadline: Deadline) -> None:
+        """Until that says something, and this process nothing. Raises MpiEnded, DeadlineError."""
+        ready = wait([self._line, peer.fileno()], deadline.remaining_s())
+        if self._line in ready:
+            raise self._ended()
+        if not ready:
+            raise deadline.error()
+
+    def close(self) -> None:
+        """Kills it if it still lives. Raises DeadlineError when it does not end."""
+        self.end(0.0)
+        self._line.close()
+
+    def _release(self) -> None:
+        super()._release()
         # It may have been killed before it could take the name away itself.
         self._segment.unlink(missing_ok=True)
+
+    def _ended(self) -> MpiEnded:
+        return MpiEnded(f"{self.name}, process {self.pid}, has ended")
+
+
+def is_gone(peer: Channel, limit_s: float = 0.0) -> bool:
+    """Whether a peer that has nothing to say leaves within a time."""
+    try:
+        peer.receive(limit_s)
+    except DeadlineError:
+        return False
+    except ChannelClosed:
+        pass
+    return True

@@ -4,7 +4,7 @@ Joiners queue at a TCP port, authenticated with the run's secret, until it is th
 do they connect over MPI. A joiner's place in the queue stays open until it is through with MPI: so
 each side knows when the other has died.
 
-MPI lives in a process of its own (`acceptor.py`): one that hangs or aborts takes nothing with it.
+MPI lives in a process of its own (`process.py`): one that hangs or aborts takes nothing with it.
 After a meeting that broke off a fresh one takes its place: nothing that a dead joiner left in MPI
 can reach the next joiner.
 """
@@ -13,140 +13,74 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
-from multiprocessing import Pipe
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.errors import DeadlineError, MeetingError
+from liver_hpc.errors import DeadlineError, LiverError, MeetingError
 from liver_hpc.host.files import write_whole
 from liver_hpc.protocol.messages import YourTurn
-from liver_hpc.rendezvous.base import MAX_MESSAGE_BYTES, Decide, Identity, Rendezvous, reception
+from liver_hpc.rendezvous.base import Decide, Identity, Rendezvous, reception
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
-from liver_hpc.rendezvous.mpi.process import MpiProcess
+from liver_hpc.rendezvous.mpi.process import ENDPOINT, MpiEnded, MpiProcess, is_gone
 
+TURN_S = 10.0
+"""The longest that one joiner may hold the acceptor, the coordinator's answer included."""
 _OPEN_S = 30.0
 _CLOSE_S = 10.0
-_LOOK_S = 0.02
 _MAX_FAILURES = 5
 _RETRY_PAUSE_S = 0.1
-
-HERE = MpiNetwork()
-"""For joiners of this machine alone."""
 
 _log = logging.getLogger(__name__)
 
 
-class AcceptorEnded(MeetingError):
-    """The acceptor's process has ended."""
+class Acceptor(MpiProcess):
+    """A running acceptor, and the port name at which it accepts.
 
-
-class Acceptor:
-    """A running acceptor: its process, the line to it, and the port name at which it accepts.
-
-    Raises MeetingError when it cannot be started, or does not open its port.
+    Raises LiverError when it cannot be started, MeetingError when it does not open its port.
     """
 
-    def __init__(self, network: MpiNetwork, turn_s: float, log: Path) -> None:
-        self._turn_s = turn_s
-        self._line, theirs = Pipe()
+    def __init__(self, network: MpiNetwork, log: Path) -> None:
+        super().__init__("the acceptor", [*ENDPOINT, "accept"], log)
         try:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with theirs, log.open("ab") as stream:
-                self.process = MpiProcess(
-                    ["-m", "liver_hpc.rendezvous.mpi.acceptor", str(theirs.fileno())],
-                    output=stream,
-                    errors=stream,
-                    variables=network.variables(os.environ),
-                    descriptors=[theirs.fileno()],
-                )
-        except OSError as error:
-            raise MeetingError(f"no acceptor can be started: {error}") from error
-        try:
-            opens = _deadline(_OPEN_S, "the acceptor to open its port")
-            self.port_name = self._hear(opens).decode()
-        except (AcceptorEnded, DeadlineError) as error:
+            self.enter(network)
+            opens = Deadline.after(SystemClock(), _OPEN_S, "the acceptor to open its port")
+            self.port_name = self.hear(opens).decode()
+        except (MpiEnded, DeadlineError) as error:
             self.close()
             raise MeetingError(f"{error}; see {log}") from error
 
     def meet(self, joiner: Channel, decide: Decide) -> Identity | None:
         """The turn of the joiner at the other end of the channel; who it is, where it proved it.
 
-        Raises AcceptorEnded, ChannelClosed when the joiner has ended, and DeadlineError: then it is
-        of no more use.
+        Raises MpiEnded, ChannelClosed when the joiner has ended, and DeadlineError: then it is of
+        no more use.
         """
-        deadline = _deadline(self._turn_s, f"the joiner from {joiner.peer}")
+        deadline = Deadline.after(SystemClock(), TURN_S, f"the joiner from {joiner.peer}")
         joiner.send(YourTurn(port_name=self.port_name))
-        self._say(b"comes")
-        said, identity = reception(joiner.key, self._hear(deadline, joiner), decide)
-        self._say(said)
-        self._hear(deadline)
-        if not _is_gone(joiner, deadline.remaining_s()):
+        self.say(b"comes")
+        said, identity = reception(joiner.key, self.hear(deadline, joiner), decide)
+        self.say(said)
+        self.hear(deadline)
+        if not is_gone(joiner, deadline.remaining_s()):
             raise deadline.error()
-        self._say(b"through")
+        self.say(b"through")
         return identity
-
-    def close(self) -> None:
-        """Ends the process; nothing of it remains."""
-        self._line.close()
-        self.process.end()
-
-    def _say(self, data: bytes) -> None:
-        try:
-            self._line.send_bytes(data)
-        except OSError as error:
-            raise self._ended() from error
-
-    def _hear(self, deadline: Deadline, joiner: Channel | None = None) -> bytes:
-        """What it says next, for as long as there is the joiner that it speaks of."""
-        try:
-            while not self._line.poll(_LOOK_S):
-                if joiner is not None and _is_gone(joiner):
-                    raise ChannelClosed(f"{deadline.waits_for} has ended")
-                deadline.check()
-            return self._line.recv_bytes(MAX_MESSAGE_BYTES)
-        except (EOFError, OSError) as error:
-            raise self._ended() from error
-
-    def _ended(self) -> AcceptorEnded:
-        return AcceptorEnded(f"the acceptor, process {self.process.pid}, has ended")
-
-
-def _deadline(limit_s: float, waits_for: str) -> Deadline:
-    return Deadline.after(SystemClock(), limit_s, waits_for)
-
-
-def _is_gone(joiner: Channel, limit_s: float = 0.0) -> bool:
-    """Whether it leaves the queue within a time. It has nothing to say there."""
-    try:
-        joiner.receive(limit_s)
-    except DeadlineError:
-        return False
-    except ChannelClosed:
-        pass
-    return True
 
 
 class MpiRendezvous(Rendezvous):
     """Keeps a queue and an acceptor, whose log is logs/rendezvous.log.
 
-    `network` is the address at which joiners queue, and what MPI goes by. One joiner may hold the
-    acceptor for `turn_s`, the coordinator's answer included.
+    `network` is the address at which joiners queue, and what MPI goes by.
     """
 
-    def __init__(
-        self,
-        run_directory: Path,
-        secret: bytes,
-        network: MpiNetwork = HERE,
-        turn_s: float = 10.0,
-    ) -> None:
+    def __init__(self, run_directory: Path, secret: bytes, network: MpiNetwork) -> None:
         self._place_file = place_file(run_directory)
         self._log_file = run_directory / "logs" / "rendezvous.log"
         self._secret = secret
         self._network = network
-        self._turn_s = turn_s
         self._turn = threading.RLock()
         """Whoever holds it has the acceptor."""
         self._acceptor: Acceptor | None = None
@@ -154,14 +88,9 @@ class MpiRendezvous(Rendezvous):
         self._closing = threading.Event()
         self._failures: list[str] = []
 
-    @property
-    def pid(self) -> int | None:
-        """The process id of the present acceptor; None while there is none."""
-        return None if self._acceptor is None else self._acceptor.process.pid
-
     def start(self, answer: Decide) -> None:
         self._network = self._network.decided(os.environ)
-        self._acceptor = Acceptor(self._network, self._turn_s, self._log_file)
+        self._acceptor = Acceptor(self._network, self._log_file)
         host = self._network.host
         try:
             self._queue = ControlServer(host, self._secret, lambda one: self._line_up(one, answer))
@@ -181,7 +110,7 @@ class MpiRendezvous(Rendezvous):
     def close(self) -> None:
         self._closing.set()
         if self._acceptor is not None:
-            self._acceptor.process.kill()  # ends a turn that is under way
+            self._acceptor.send_signal(signal.SIGKILL)  # ends a turn that is under way
         if self._queue is not None:
             self._queue.close()
         if self._turn.acquire(timeout=_CLOSE_S):
@@ -192,14 +121,14 @@ class MpiRendezvous(Rendezvous):
     def _line_up(self, joiner: Channel, answer: Decide) -> None:
         """Runs in the queue's thread of one joiner, which leaves the queue at its end."""
         with self._turn:
-            if not _is_gone(joiner) and (acceptor := self._ready()) is not None:
+            if not is_gone(joiner) and (acceptor := self._ready()) is not None:
                 through = False
                 try:
                     met = acceptor.meet(joiner, answer)
                     through = True
                     if met is not None:
                         _log.info("agent %s has been met", met.agent)
-                except (AcceptorEnded, ChannelClosed, DeadlineError) as error:
+                except (MpiEnded, ChannelClosed, DeadlineError) as error:
                     _log.warning("a meeting broke off: %s", error)
                 finally:
                     if not through:
@@ -209,14 +138,14 @@ class MpiRendezvous(Rendezvous):
 
     def _ready(self) -> Acceptor | None:
         """An acceptor that runs; None where none can be had."""
-        if self._acceptor is not None and self._acceptor.process.poll() is not None:
+        if self._acceptor is not None and self._acceptor.exit_code() is not None:
             self._discard()
         broken = len(self._failures) > _MAX_FAILURES
         if self._acceptor is None and not broken and not self._closing.is_set():
             try:
-                self._acceptor = Acceptor(self._network, self._turn_s, self._log_file)
+                self._acceptor = Acceptor(self._network, self._log_file)
                 self._failures.clear()
-            except MeetingError as error:
+            except LiverError as error:
                 _log.warning("%s", error)
                 self._failures.append(str(error))
                 self._closing.wait(_RETRY_PAUSE_S * len(self._failures))

@@ -2,6 +2,9 @@
 // The cursor on the first chart: which step is under it, with its figures.
 const steps = JSON.parse(document.getElementById("steps").textContent);
 const hover = document.getElementById("hover");
+const svg = steps.length ? document.querySelector("svg[data-seconds]") : null;
+const cursor = document.createElementNS(svg?.namespaceURI, "path");
+cursor.classList.add("cursor");
 
 function nearest(seconds) {
   let low = 0;
@@ -14,19 +17,17 @@ function nearest(seconds) {
   return steps[low];
 }
 
-function show(svg, event) {
+function show(event) {
   const { left, right, seconds } = svg.dataset;
   const box = svg.getBoundingClientRect();
   const scale = svg.viewBox.baseVal.width / box.width;
   const span = Number(right) - Number(left);
   const x = (event.clientX - box.left) * scale;
-  if (x < Number(left) || x > Number(right)) return hide(svg);
+  if (x < Number(left) || x > Number(right)) return hide();
   const step = nearest(((x - left) / span) * Number(seconds));
   const at = Number(left) + (step[0] / Number(seconds)) * span;
-  const cursor = svg.querySelector(".cursor");
-  cursor.setAttribute("x1", at);
-  cursor.setAttribute("x2", at);
-  cursor.classList.add("shown");
+  cursor.setAttribute("d", `M${at} 0V${svg.viewBox.baseVal.height}`);
+  svg.append(cursor);
   const loss = step[3] === null ? "not finite" : step[3];
   const rate = step[4] === null ? "unknown" : step[4];
   hover.textContent = `step ${step[1]}, generation ${step[2]}: loss ${loss}, ${rate} tokens/s`;
@@ -38,12 +39,10 @@ function show(svg, event) {
   hover.style.top = `${box.top + window.scrollY - 6}px`;
 }
 
-function hide(svg) {
+function hide() {
   hover.hidden = true;
-  svg.querySelector(".cursor").classList.remove("shown");
+  cursor.remove();
 }
 
-for (const svg of document.querySelectorAll("svg[data-seconds]")) {
-  svg.addEventListener("pointermove", (event) => show(svg, event));
-  svg.addEventListener("pointerleave", () => hide(svg));
-}
+svg?.addEventListener("pointermove", show);
+svg?.addEventListener("pointerleave", hide);

@@ -26,10 +26,10 @@ scancel --user=1000 --name=run-burst-1
 scontrol requeue 12
 
 # some jobs
-squeue --noheader --jobs=12,15 '--format=%A|%i|%T|%r|%e|%N|%j'
+squeue --noheader --jobs=12,15 '--format=%A|%i|%T|%r|%e|%N'
 
 # jobs of a name
-squeue --noheader --user=1000 --name=run-burst-1 '--format=%A|%i|%T|%r|%e|%N|%j'
+squeue --noheader --user=1000 --name=run-burst-1 '--format=%A|%i|%T|%r|%e|%N'
 
 # a job's steps
 squeue --noheader --steps --jobs=12 '--format=%i|%j'

@@ -23,7 +23,7 @@ from tests.unit.layout.models import TIED
 
 STOPPED = Outcome("stopped", "asked to", 7)
 SQUEUE = """#!/bin/sh
-test -z "{state}" || echo "77|77|{state}|None|N/A|n1|job"
+test -z "{state}" || echo "77|77|{state}|None|N/A|n1"
 test -n "{state}" || {{ echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }}
 """
 SQUEUE_AWAY = "#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n"

@@ -26,7 +26,7 @@ SLURM = {"components": [{"name": "main", "nodes": 4}], "end_window_s": 30.0}
 # Notes its words; squeue says that the job ends in 8 s.
 PLAYED = """#!/bin/sh
 echo "$(basename $0) $*" >> {log}
-test "$(basename $0)" != squeue || echo "77|77|RUNNING|None|$(($(date +%s) + 8))|n1|job"
+test "$(basename $0)" != squeue || echo "77|77|RUNNING|None|$(($(date +%s) + 8))|n1"
 """
 
 

@@ -42,7 +42,7 @@ def test_where_the_coordinator_is_stands_in_a_private_file(make: Start) -> None:
 
 def test_agents_are_launched_with_the_workers_of_a_node(make: Start) -> None:
     run = make(workers={"initial": 4, "max": 4}, cluster={"workers_per_node": 3})
-    assert [(r.agent, len(r.slots), r.layout) for r in run.cluster.launched] == [
+    assert [(r.agent, len(r.seat.slots), str(r.layout)) for r in run.cluster.launched] == [
         ("a0", 3, "tp2 pp1 dp2"),
         ("a1", 1, "tp2 pp1 dp2"),
     ]

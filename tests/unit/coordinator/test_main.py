@@ -255,7 +255,7 @@ def test_what_operators_asked_for_holds_after_a_restart_of_the_same_job(tmp_path
 
     restarts.await_status(1, _trains(2))
     second = restarts.clusters[1]
-    assert sorted(request.node for request in second.launched) == sorted(used)
+    assert sorted(request.seat.node for request in second.launched) == sorted(used)
     assert sorted(second.pool.avoided) == sorted(free)
     restarts.ask(m.DrainRequest(node=free[0], undo=True))
     second.pool.grant(Node("n5", "main", slots=1))  # room for four, but two are the bound

@@ -28,7 +28,7 @@ def after_step_20(make: Start, memory: Memory | None) -> LiveRun:
 
 
 def nodes_of(run: LiveRun) -> list[str]:
-    return sorted(request.node for request in run.cluster.launched)
+    return sorted(request.seat.node for request in run.cluster.launched)
 
 
 def test_without_memory_the_run_file_is_the_bound(make: Start) -> None:

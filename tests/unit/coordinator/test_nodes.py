@@ -25,7 +25,7 @@ def test_granted_nodes_become_one_growth(make: Start) -> None:
     record = run.record(0)
     assert (record.source, record.target) == ("tp1 pp1 dp2", "tp2 pp1 dp2")
     assert record.notice == "resize to tp2 pp1 dp2 (nodes granted)"
-    on = {request.node for request in run.cluster.launched}
+    on = {request.seat.node for request in run.cluster.launched}
     assert on == {"n1", "n2", "burst3", "burst4"}
     run.until(lambda: len(run.metrics.notices) == 2, "both notices")
     assert {n.outcome for n in run.metrics.notices} == {"in use"}
@@ -144,7 +144,7 @@ def test_a_spare_component_is_joined_when_asked_and_left_again(make: Start) -> N
     assert run.status()["handoff"] is None
     run.resize("tp=2,dp=2")
     assert run.record(0).outcome == "completed"
-    assert "n5" in {request.node for request in run.cluster.launched}
+    assert "n5" in {request.seat.node for request in run.cluster.launched}
     run.resize("dp=2")
     assert run.record(1).outcome == "completed"
     assert {run.coordinator.core.agents.node_of(w) for w in run.status()["workers"]} == {"n1", "n2"}
@@ -259,7 +259,7 @@ def test_the_first_workers_wait_for_nodes(make: Start) -> None:
     run.until(lambda: "waiting for nodes" in run.status()["last_event"], "the wait")
     run.cluster.pool.grant(burst(3))
     run.until(lambda: run.status()["state"] == "training", "training")
-    assert {request.node for request in run.cluster.launched} == {"n1", "burst3"}
+    assert {request.seat.node for request in run.cluster.launched} == {"n1", "burst3"}
 
 
 def test_a_node_that_goes_before_training_began_ends_this_life(make: Start) -> None:

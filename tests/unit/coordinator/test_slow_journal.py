@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.cluster.launcher import NodeRequest
 from liver_hpc.coordinator.connections import Met
 from liver_hpc.errors import LiverError, MeetingError
 from liver_hpc.rendezvous.base import Identity
+from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.entries import Event
 from liver_hpc.run.journal import Written
 from tests.fakes import MemoryJournal, tiny_run
@@ -54,7 +54,7 @@ def test_an_agent_is_killed_only_where_it_was_launched(
         core = run.coordinator.core
         run.until(lambda: not core.handoffs.idle, "the run to grow")
 
-        def fails(requests: Sequence[NodeRequest]) -> None:
+        def fails(launch: LaunchAgent) -> None:
             raise LiverError("the node is away")
 
         monkeypatch.setattr(run.cluster.launcher, "launch", fails)

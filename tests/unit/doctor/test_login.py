@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands
+from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.doctor import login as module
 from liver_hpc.doctor.checks import Examination, Level, Order, Result
 from liver_hpc.doctor.login import LOGIN_CHECKS, Login, slowest_handoff_s
 from liver_hpc.run.records import RunRecords
+from tests.slurm_answers import Answer
 from tests.unit.config.runs import minimal
 from tests.unit.report.journals import write_journal
 from tests.unit.report.rows import reconfiguration

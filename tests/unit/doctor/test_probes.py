@@ -91,7 +91,9 @@ def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_probe_that_cannot_look_says_why(nodes: Nodes) -> None:
-    with pytest.raises(LiverError, match=r"the join probe on n1: .*meeting"):
+    with pytest.raises(
+        LiverError, match=r"the join probe on n1: MeetingError: waited .* for the rendezvous"
+    ):
         nodes.probes.ask(["n1"], "join", LIMIT_S, within_s=0.2)
 
 

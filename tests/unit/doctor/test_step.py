@@ -37,10 +37,10 @@ while :; do sleep 0.1; done
 
 DOCTOR = """
 from pathlib import Path
-from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands
+from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.doctor import command, step
 from liver_hpc.doctor.checks import Order
-
+from tests.slurm_answers import Answer
 step._KILL_S = 0.5
 order = Order(command.RunConfig.model_validate(command._LEAST), nodes=1)
 commands = SlurmCommands(1.0, 1.0, run=lambda words, limit_s: Answer(0, "", ""))

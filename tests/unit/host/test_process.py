@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import resource
+import signal
+import threading
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from liver_hpc.host.process import (
     ENOUGH,
     clean_environment,
     collector_paused,
+    quiet_thread,
     raise_descriptor_limit,
 )
 
@@ -100,3 +103,19 @@ def test_the_collector_goes_on_where_an_import_fails() -> None:
         imports()
     assert gc.isenabled()
     gc.unfreeze()
+
+
+# ---- threads
+
+
+def test_quiet_thread_takes_no_signals_and_the_caller_still_does() -> None:
+    masks: list[set[signal.Signals]] = []
+
+    def note() -> None:
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+    quiet_thread(note, "quiet").join()
+    threading.Thread(target=note).start()
+    note()
+    assert signal.SIGTERM in masks[0]
+    assert all(signal.SIGTERM not in mask for mask in masks[1:])

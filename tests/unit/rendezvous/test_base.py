@@ -14,17 +14,16 @@ from liver_hpc.rendezvous.base import (
     Answer,
     Identity,
     Refusal,
-    accepted,
+    answer_in,
     introduction,
     reception,
-    verdict_in,
 )
 
 KEY = bytes(range(32))
 IDENTITY = Identity(agent="a0", host="node1", pid=17, workers=2)
 ANSWER = Answer(worker_ids=(4, 5), control_host="node0", control_port=4711)
 
-Met = tuple[Answer | Refusal | MeetingError, Identity | None]
+Met = tuple[Answer | MeetingError, Identity | None]
 
 
 def meet(
@@ -38,7 +37,7 @@ def meet(
     """
     said, met = reception(KEY, tamper(0, introduction(joiner_key, IDENTITY)), answer)
     try:
-        return verdict_in(joiner_key, tamper(1, said)), met
+        return answer_in(joiner_key, tamper(1, said), IDENTITY), met
     except MeetingError as error:
         return error, met
 
@@ -48,15 +47,18 @@ def test_both_sides_learn_what_the_other_said() -> None:
 
 
 def test_refusal_reaches_the_joiner() -> None:
-    refusal = Refusal(reason="not expected")
-    assert meet(answer=lambda identity: refusal) == (refusal, IDENTITY)
+    refused, met = meet(answer=lambda identity: Refusal(reason="not expected"))
+    assert isinstance(refused, MeetingError)
+    assert (str(refused), met) == ("agent a0 was refused: not expected", IDENTITY)
 
 
 def test_an_error_of_the_coordinator_is_a_refusal() -> None:
     def answer(identity: Identity) -> Answer:
         raise LiverError("no such agent")
 
-    assert meet(answer=answer) == (Refusal(reason="no such agent"), IDENTITY)
+    refused, met = meet(answer=answer)
+    assert isinstance(refused, MeetingError)
+    assert (str(refused), met) == ("agent a0 was refused: no such agent", IDENTITY)
 
 
 def test_joiner_with_another_key_is_turned_away_unasked(
@@ -113,7 +115,7 @@ def test_an_overheard_introduction_is_of_no_use_in_another_place_of_the_queue() 
 def test_a_joiners_own_proof_does_not_pass_as_the_acceptors() -> None:
     """The speaker is part of the proof: nothing can be reflected."""
     with pytest.raises(MeetingError, match="do not hold the same secret"):
-        verdict_in(KEY, introduction(KEY, IDENTITY))
+        answer_in(KEY, introduction(KEY, IDENTITY), IDENTITY)
 
 
 @given(st.binary(max_size=300))
@@ -124,12 +126,11 @@ def test_junk_from_a_joiner_gets_an_empty_reception(junk: bytes) -> None:
 @given(st.binary(max_size=300))
 def test_junk_from_an_acceptor_is_a_meeting_error(junk: bytes) -> None:
     with pytest.raises(MeetingError, match="do not hold the same secret"):
-        verdict_in(KEY, junk)
+        answer_in(KEY, junk, IDENTITY)
 
 
-def test_accepted_wants_one_id_per_worker() -> None:
-    assert accepted(ANSWER, IDENTITY) == ANSWER
-    with pytest.raises(MeetingError, match="agent a0 was refused: full"):
-        accepted(Refusal(reason="full"), IDENTITY)
-    with pytest.raises(MeetingError, match=r"has 3 workers, was given the ids \[4, 5\]"):
-        accepted(ANSWER, IDENTITY.model_copy(update={"workers": 3}))
+def test_an_answer_has_one_id_per_worker() -> None:
+    short = Answer(worker_ids=(4,), control_host="node0", control_port=4711)
+    error, _ = meet(answer=lambda identity: short)
+    assert isinstance(error, MeetingError)
+    assert str(error) == "agent a0: has 2 workers, was given the ids [4]"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -31,7 +32,7 @@ from liver_hpc.rendezvous.channel import (
     ControlServer,
     connect,
 )
-from liver_hpc.rendezvous.handshake import GREETING, NONCE_BYTES, PROOF_BYTES
+from liver_hpc.rendezvous.handshake import GREETING, NONCE_BYTES, PROOF_BYTES, prove
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -59,11 +60,12 @@ def nothing_left() -> Iterator[None]:
 
 @contextmanager
 def serving(
-    handle: Callable[[Channel], None] = echo, handshake_timeout_s: float = 5.0
+    handle: Callable[[Channel], None] = echo, handshake_s: float = 5.0
 ) -> Iterator[ControlServer]:
-    server = ControlServer(HOST, SECRET, handle, handshake_timeout_s)
+    server = ControlServer(HOST, SECRET, handle)
     try:
-        yield server
+        with mock.patch.object(channel_module, "HANDSHAKE_S", handshake_s):
+            yield server
     finally:
         server.close()
 
@@ -417,7 +419,7 @@ def test_a_thread_that_cannot_be_started_costs_that_try_alone(
 
 
 def test_silent_strangers_hold_nobody_up_and_are_dropped() -> None:
-    with serving(handshake_timeout_s=0.3) as server:
+    with serving(handshake_s=0.3) as server:
         strangers = [socket.create_connection(server.address, timeout=5.0) for _ in range(8)]
         started_s = time.monotonic()
         with connected(server) as channel:
@@ -431,27 +433,45 @@ def test_silent_strangers_hold_nobody_up_and_are_dropped() -> None:
 
 
 def test_a_stranger_that_drips_bytes_is_dropped_at_the_same_deadline() -> None:
-    with serving(handshake_timeout_s=0.4) as server, raw_client(server) as stranger:
+    with serving(handshake_s=0.4) as server, raw_client(server) as stranger:
         started_s = time.monotonic()
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             drip(stranger)
         assert time.monotonic() - started_s < 2.0
 
 
-def test_half_open_strangers_in_all_places_are_soon_dropped(
+def test_half_open_strangers_hold_no_threads_and_nobody_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who is honest waits in the queue behind them, for no longer than a handshake may take."""
+    """They have all places there are; who comes later takes the place of the first of them."""
     monkeypatch.setattr(channel_module, "MOST_STRANGERS", 4)
-    monkeypatch.setattr(channel_module, "CROWDED_S", 0.2)
-    with serving(handshake_timeout_s=5.0) as server, contextlib.ExitStack() as stack:
-        for _ in range(18):
-            stack.enter_context(raw_client(server))
+    with serving(handshake_s=20.0) as server, contextlib.ExitStack() as stack:
+        threads = threading.active_count()
+        strangers = [stack.enter_context(raw_client(server)) for _ in range(18)]
+        wait_closed(strangers[13])
+        assert threading.active_count() == threads
         started_s = time.monotonic()
         with connected(server) as channel:
             channel.send(BEAT)
             assert channel.receive(5.0) == BEAT
-        assert 0.2 < time.monotonic() - started_s < 5.0
+        assert time.monotonic() - started_s < 1.0
+
+
+def test_an_answer_in_single_bytes_is_an_answer() -> None:
+    with serving() as server, raw_client(server) as client:
+        challenged, nonce = client.recv(4096), b"c" * NONCE_BYTES
+        nonces = challenged[len(GREETING) :] + nonce
+        for byte in GREETING + nonce + prove(SECRET, b"C", nonces):
+            client.sendall(bytes([byte]))
+        assert client.recv(4096) == prove(SECRET, b"S", nonces)
+
+
+def test_a_wrong_secret_learns_no_proof() -> None:
+    with serving() as server, raw_client(server) as client:
+        challenged, nonce = client.recv(4096), b"c" * NONCE_BYTES
+        client.sendall(GREETING + nonce + prove(b"?", b"C", challenged[len(GREETING) :] + nonce))
+        assert client.recv(4096) == bytes(PROOF_BYTES)
+        assert client.recv(4096) == b""
 
 
 @pytest.fixture
@@ -551,7 +571,7 @@ def test_a_server_out_of_descriptors_serves_again_once_there_are_some(
     ],
 )
 def test_junk_instead_of_a_proof_is_dropped(junk: bytes) -> None:
-    with serving(handshake_timeout_s=0.5) as server:
+    with serving(handshake_s=0.5) as server:
         with raw_client(server) as stranger:
             with contextlib.suppress(ConnectionError):  # it may know after the first bytes
                 stranger.sendall(junk)

@@ -1,116 +1,91 @@
-"""The handshake over a pair of sockets."""
+"""The handshake: what a server makes of an answer, and a client over a pair of sockets."""
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.rendezvous.handshake import (
+    ANSWER_BYTES,
     GREETING,
     NONCE_BYTES,
     PROOF_BYTES,
     ChannelClosed,
     ChannelRefused,
+    challenge,
+    check_greeting,
     introduce,
     prove,
     welcome,
 )
 
 SECRET = bytes(range(32))
-ANSWER_BYTES = len(GREETING) + NONCE_BYTES + PROOF_BYTES
 
 
-def soon() -> Deadline:
-    return Deadline.after(SystemClock(), 5.0, "the other side")
-
-
-@dataclass
-class Server:
-    """What came of the server's side: the key, or the error; admitted: whether it asked."""
-
-    key: bytes = b""
-    error: Exception | None = None
-    admitted: list[bool] = field(default_factory=list)
-
-    def welcome(self, client: socket.socket) -> None:
-        try:
-            self.key = welcome(SECRET, soon(), partial(self.admitted.append, True), client)
-        except (ChannelClosed, OSError, EOFError) as error:
-            self.error = error
-
-
-@contextmanager
-def served() -> Iterator[tuple[Server, socket.socket]]:
-    """A server at work, and the client's end of its connection; the server is done on leaving."""
-    server, (mine, theirs) = Server(), socket.socketpair()
-    with mine, theirs:
-        mine.settimeout(5.0)
-        thread = threading.Thread(target=server.welcome, args=(theirs,))
-        thread.start()
-        yield server, mine
-        thread.join()
-
-
-def answer(challenge: bytes, secret: bytes = SECRET) -> bytes:
+def answer(challenged: bytes, secret: bytes = SECRET) -> bytes:
     nonce = b"c" * NONCE_BYTES
-    return GREETING + nonce + prove(secret, b"C", challenge[len(GREETING) :] + nonce)
+    return GREETING + nonce + prove(secret, b"C", challenged[len(GREETING) :] + nonce)
 
 
 def test_both_ends_have_one_key_and_the_next_connection_has_another() -> None:
-    keys = set()
+    keys: list[bytes] = []
+
+    def introduce_once() -> None:
+        deadline = Deadline.after(SystemClock(), 5.0, "the server")
+        keys.append(introduce(SECRET, client, deadline))
+
     for _ in range(2):
-        with served() as (server, client):
-            key = introduce(SECRET, soon(), client)
-        assert key == server.key
-        assert server.admitted
-        keys.add(key)
-    assert len(keys) == 2
+        server, client = socket.socketpair()
+        with server, client:
+            thread = threading.Thread(target=introduce_once)
+            thread.start()
+            challenged = challenge()
+            server.sendall(challenged)
+            proof, key = welcome(SECRET, challenged, server.recv(ANSWER_BYTES))
+            server.sendall(proof)
+            thread.join()
+        assert keys[-1] == key
+    assert len(set(keys)) == 2
 
 
-def test_an_answer_in_single_bytes_is_returned_the_servers_proof() -> None:
-    with served() as (server, client):
-        challenge = client.recv(4096)
-        for byte in answer(challenge):
-            client.send(bytes([byte]))
-        nonces = challenge[len(GREETING) :] + b"c" * NONCE_BYTES
-        assert client.recv(4096) == prove(SECRET, b"S", nonces)
-    assert server.error is None
+def test_an_answer_is_returned_the_servers_proof() -> None:
+    challenged = challenge()
+    proof, _ = welcome(SECRET, challenged, answer(challenged))
+    assert proof == prove(SECRET, b"S", challenged[len(GREETING) :] + b"c" * NONCE_BYTES)
 
 
 @pytest.mark.parametrize("place", range(0, ANSWER_BYTES, 5))
 def test_a_change_of_any_byte_is_noticed(place: int) -> None:
-    with served() as (server, client):
-        said = bytearray(answer(client.recv(4096)))
-        said[place] ^= 1 + place
-        client.sendall(said)
-    refused = ChannelRefused if place >= len(GREETING) else ChannelClosed
-    assert type(server.error) is refused
-    assert not server.admitted
+    challenged = challenge()
+    said = bytearray(answer(challenged))
+    said[place] ^= 1 + place
+    with pytest.raises(ChannelClosed) as info:
+        welcome(SECRET, challenged, bytes(said))
+    assert (info.type is ChannelRefused) == (place >= len(GREETING))
 
 
-def test_another_secret_is_refused_and_learns_no_proof() -> None:
-    with served() as (server, client):
-        client.sendall(answer(client.recv(4096), b"?" * 32))
-        assert client.recv(4096) == bytes(PROOF_BYTES)
-    assert "do not hold the same secret" in str(server.error)
-    assert not server.admitted
+def test_another_secret_is_refused() -> None:
+    challenged = challenge()
+    with pytest.raises(ChannelRefused, match="do not hold the same secret"):
+        welcome(SECRET, challenged, answer(challenged, b"?" * 32))
 
 
 def test_an_overheard_answer_is_of_no_use_later() -> None:
-    with served() as (first, client):
-        overheard = answer(client.recv(4096))
-        client.sendall(overheard)
-    assert first.error is None
-    with served() as (second, client):
-        client.sendall(overheard)
-    assert isinstance(second.error, ChannelRefused)
+    challenged = challenge()
+    overheard = answer(challenged)
+    welcome(SECRET, challenged, overheard)
+    with pytest.raises(ChannelRefused):
+        welcome(SECRET, challenge(), overheard)
+
+
+def test_another_protocol_is_noticed_as_soon_as_it_differs() -> None:
+    for size in range(len(GREETING) + 1):
+        check_greeting(GREETING[:size])
+    with pytest.raises(ChannelClosed, match="does not speak liver_hpc's protocol: it began with"):
+        check_greeting(b"live!")
 
 
 def test_a_proof_is_of_its_secret_its_speaker_and_what_is_said() -> None:

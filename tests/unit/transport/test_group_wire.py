@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
 
-from liver_hpc.errors import TransferError
+from liver_hpc.clock import Deadline, FakeClock
+from liver_hpc.errors import DeadlineError, TransferError
 from liver_hpc.transport.wire import Parcel, group_wire
 
 
@@ -33,3 +35,28 @@ def test_an_error_in_starting_keeps_no_connection(is_send: bool) -> None:
     wire.close()
     assert failed.value.__traceback__ is not None
     assert gone() is None
+
+
+class _Silent:
+    """A group whose peer never answers. Like c10d's, a wait ends after whole milliseconds."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self._clock = clock
+
+    def recv(self, _memory: list[torch.Tensor], _rank: int, _tag: int) -> _Silent:
+        return self
+
+    def wait(self, limit: timedelta) -> None:
+        milliseconds = int(limit.total_seconds() * 1000)
+        assert milliseconds > 0, "0 means for ever"
+        self._clock.advance(milliseconds / 1000)
+        raise RuntimeError("Timed out waiting for recv operation to complete")
+
+
+@pytest.mark.parametrize("limit_s", [0.3, 0.2999, 0.0001])
+def test_a_silent_peer_is_told_as_a_passed_deadline(limit_s: float) -> None:
+    clock = FakeClock()
+    wire = group_wire(_Silent(clock), {0: 0, 1: 1}, torch.device("cpu"))
+    (pending,) = wire.launch([Parcel(1, 0, torch.zeros(16, dtype=torch.uint8), False)])
+    with pytest.raises(DeadlineError, match="worker 1"):
+        pending.wait(Deadline.after(clock, limit_s, "the bytes"))

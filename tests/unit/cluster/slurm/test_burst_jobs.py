@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 import pytest
 
 from liver_hpc.clock import FakeClock
 from liver_hpc.cluster.slurm.burst_jobs import BurstJobs
-from liver_hpc.cluster.slurm.commands import Answer, ControllerUnreachable, SlurmCommands
-from liver_hpc.cluster.slurm.replies import JobInfo
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, JobInfo, SlurmCommands
 from liver_hpc.config.schema import RunConfig
+from tests.slurm_answers import Answer
 
 BURST = {"partition": "preempt", "max_nodes": 2, "time_min": 60}
 CONFIG = RunConfig.model_validate(
@@ -47,10 +48,8 @@ def cluster() -> Cluster:
 
 
 def burst_jobs(cluster: Cluster, clock: FakeClock, run_directory: Path) -> BurstJobs:
-    burst = CONFIG.cluster.slurm.burst
-    assert burst is not None
     commands = SlurmCommands(5.0, 0.0, clock, cluster)
-    return BurstJobs(CONFIG, burst, commands, run_directory, clock, cluster.notes.append)
+    return BurstJobs(CONFIG, commands, run_directory, clock, cluster.notes.append)
 
 
 @pytest.fixture
@@ -63,14 +62,14 @@ def jobs(cluster: Cluster, tmp_path: Path) -> BurstJobs:
 def test_a_request_whose_answer_was_lost_is_found_by_its_name(
     cluster: Cluster, jobs: BurstJobs
 ) -> None:
-    cluster.answers["sbatch"] = TimeoutError()
+    cluster.answers["sbatch"] = TimeoutExpired("slurm", 5.0)
     with pytest.raises(ControllerUnreachable):
         jobs.act()
-    assert jobs.policy.pending == []
+    assert jobs.policy.pending == {}
     # It runs already when the controller answers again.
-    cluster.answers["squeue"] = Answer(0, f"7|7|RUNNING|None|9999|n4|{jobs.name}\n")
+    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4\n")
     (granted,) = jobs.observe({})
-    assert (granted.job_id, granted.nodes) == ("7", ("n4",))
+    assert (granted.job, granted.nodes, granted.burst) == ("7", ("n4",), True)
     assert cluster.notes == ["burst request 7 was taken after all"]
     jobs.act()
     assert [words[0] for words in cluster.asked].count("sbatch") == 1
@@ -79,13 +78,13 @@ def test_a_request_whose_answer_was_lost_is_found_by_its_name(
 def test_a_request_that_can_never_start_is_a_refused_one(cluster: Cluster, jobs: BurstJobs) -> None:
     cluster.answers["sbatch"] = Answer(0, "7\n")
     jobs.act()
-    assert jobs.policy.pending == ["7"]
-    cluster.answers["squeue"] = Answer(0, f"7|7|PENDING|PartitionTimeLimit|N/A||{jobs.name}\n")
+    assert jobs.policy.pending == {"7": 1}
+    cluster.answers["squeue"] = Answer(0, "7|7|PENDING|PartitionTimeLimit|N/A|\n")
     assert jobs.observe(_now(cluster)) == []
     assert cluster.notes == ["burst request 7 was refused: PartitionTimeLimit"]
     assert cluster.asked[-1] == ["scancel", "7"]
     jobs.act()
-    assert jobs.policy.pending == [], "not before the back-off is over"
+    assert jobs.policy.pending == {}, "not before the back-off is over"
 
 
 def _now(cluster: Cluster) -> dict[str, JobInfo]:
@@ -109,8 +108,8 @@ def test_a_disk_that_is_full_does_not_cost_a_grant(
     cluster.answers["sbatch"] = Answer(0, "7\n")
     jobs.act()
     (tmp_path / "burst.json").mkdir()  # where the record would be
-    cluster.answers["squeue"] = Answer(0, f"7|7|RUNNING|None|9999|n4|{jobs.name}\n")
-    assert [info.job_id for info in jobs.observe(_now(cluster))] == ["7"]
+    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4\n")
+    assert [granted.job for granted in jobs.observe(_now(cluster))] == ["7"]
 
 
 def test_a_node_that_was_drained_is_not_asked_for_again(cluster: Cluster, jobs: BurstJobs) -> None:

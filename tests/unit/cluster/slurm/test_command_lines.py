@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from liver_hpc.cluster.slurm.burst import Request
-from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands, sbatch_words
-from liver_hpc.cluster.slurm.holdings import Place
+from liver_hpc.cluster.slurm.commands import SlurmCommands, sbatch_words
+from liver_hpc.cluster.slurm.holdings import Allocation
 from liver_hpc.cluster.slurm.launcher import srun_words
 from liver_hpc.cluster.slurm.script import burst_options
 from liver_hpc.config.schema import BurstSection, SlurmSection
 from tests.golden_files import Golden
+from tests.slurm_answers import Answer
 
 RUN = Path("/runs/a b%")
 SCRIPT = RUN / "burst.sbatch"
@@ -34,9 +35,9 @@ LINES = {
     "a plain burst request": sbatch_words(
         burst_options(SlurmSection(), PLAIN, Request(1, 5), "run-burst-2", RUN), SCRIPT, [str(RUN)]
     ),
-    "an agent's step": srun_words(Place("12"), "liver-a0", "n1"),
+    "an agent's step": srun_words(Allocation("main", "12", ("n1",), 1), "liver-a0", "n1"),
     "a component's step, with accelerators": srun_words(
-        Place("12", 1, gpus_per_node=4), "liver-a1", "n2"
+        Allocation("extra", "13", ("n2",), 1, ("12", 1), gpus_per_node=4), "liver-a1", "n2"
     ),
 }
 CALLS = {

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 import pytest
 
 from liver_hpc.clock import FakeClock
 from liver_hpc.cluster.slurm.commands import (
-    Answer,
     ControllerUnreachable,
+    JobInfo,
     SlurmCommands,
     SlurmError,
     run_command,
 )
-from liver_hpc.cluster.slurm.replies import JobInfo
+from tests.slurm_answers import Answer
 
 AWAY = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
 HET_JOB = """\
-2|1+1|RUNNING|None|1795264860|n[2-3]|a | name
-1|1+0|RUNNING|None|1795264860|n1|a | name
-7|7|PENDING|Resources|N/A||other
+2|1+1|RUNNING|None|1795264860|n[2-3]
+1|1+0|RUNNING|None|1795264860|n1
+7|7|PENDING|Resources|N/A|
 """
 
 
@@ -49,9 +50,9 @@ def commands(*answers: Answer | BaseException, unreachable_s: float = 0.0) -> Sl
 
 def test_jobs_of_a_het_job_come_by_their_own_ids() -> None:
     assert commands(Answer(0, HET_JOB)).jobs(["1", "7"]) == {
-        "1": JobInfo("1", "1", "RUNNING", "None", ("n1",), 1795264860.0, "a | name"),
-        "2": JobInfo("2", "1", "RUNNING", "None", ("n2", "n3"), 1795264860.0, "a | name"),
-        "7": JobInfo("7", None, "PENDING", "Resources", (), None, "other"),
+        "1": JobInfo("1", "1", "RUNNING", "None", ("n1",), 1795264860.0),
+        "2": JobInfo("2", "1", "RUNNING", "None", ("n2", "n3"), 1795264860.0),
+        "7": JobInfo("7", None, "PENDING", "Resources", (), None),
     }
 
 
@@ -69,7 +70,7 @@ def test_what_is_over_needs_no_cancelling() -> None:
         commands(Answer(1, "", complaint)).cancel("77.1", signal="KILL")
 
 
-@pytest.mark.parametrize("answer", [AWAY, TimeoutError()])
+@pytest.mark.parametrize("answer", [AWAY, TimeoutExpired("slurm", 5.0)])
 def test_an_absent_controller_is_asked_again(answer: Answer | BaseException) -> None:
     played = Played(answer, Answer(0, HET_JOB))
     assert len(SlurmCommands(5.0, 60.0, run=played).jobs(["1"])) == 3
@@ -127,10 +128,10 @@ def test_partitions_and_settings() -> None:
 
 def test_a_command_runs_in_the_environment_of_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "5")
-    printed = run_command(["env"], 5.0).output.splitlines()
+    printed = run_command(["env"], 5.0).stdout.splitlines()
     assert "SLURM_TIME_FORMAT=%s" in printed
     assert not any(line.startswith("SLURM_JOB_ID") for line in printed)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutExpired):
         run_command(["sleep", "5"], 0.1)
     with pytest.raises(SlurmError, match="squeue"):
         commands(FileNotFoundError("no such file")).jobs(["1"])

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from liver_hpc.cluster.slurm.holdings import Holding, Holdings, Place
-from liver_hpc.cluster.slurm.replies import JobInfo
+from liver_hpc.cluster.slurm.commands import JobInfo
+from liver_hpc.cluster.slurm.holdings import GIVEN_BACK, Allocation, Holdings
 from liver_hpc.errors import LiverError
 from liver_hpc.run.events import EndNear, NodeGone, NodeGranted, NodeWarned, PoolEvent
 
@@ -15,20 +15,21 @@ LIMIT_S = 10_000.0
 KILL_S = 5.0
 GRACE_S = 6.0
 
-MAIN = JobInfo("1", "1", "RUNNING", "None", ("n1",), LIMIT_S, "run")
-EXTRA = JobInfo("2", "1", "RUNNING", "None", ("n2", "n3"), LIMIT_S, "run")
-BURST = JobInfo("9", None, "RUNNING", "None", ("n4", "n5"), LIMIT_S, "run-burst")
+MAIN = JobInfo("1", "1", "RUNNING", "None", ("n1",), LIMIT_S)
+EXTRA = JobInfo("2", "1", "RUNNING", "None", ("n2", "n3"), LIMIT_S)
+BURST = JobInfo("9", None, "RUNNING", "None", ("n4", "n5"), LIMIT_S)
 
 
 @pytest.fixture
 def held() -> Holdings:
     """main: n1. extra: n2, n3, preemptible. burst-9: n4, n5."""
-    holdings = Holdings(end_window_s=100.0, kill_s=KILL_S)
-    holdings.enter(Holding("main", Place("1", 0, "1"), ("n1",), 2, own=True, ends_s=LIMIT_S))
-    extra = Place("1", 1, "2")
-    holdings.enter(Holding("extra", extra, ("n2", "n3"), 2, grace_s=GRACE_S, ends_s=LIMIT_S))
-    burst = Place("9", burst=True)
-    holdings.enter(Holding("burst-9", burst, ("n4", "n5"), 2, grace_s=GRACE_S, ends_s=LIMIT_S))
+    holdings = Holdings(end_window_s=100.0, kill_s=KILL_S, grace_s={"preempt": GRACE_S})
+    main = Allocation("main", "1", ("n1",), 2, ("1", 0), own=True)
+    extra = Allocation("extra", "2", ("n2", "n3"), 2, ("1", 1), partition="preempt")
+    burst = Allocation("burst-9", "9", ("n4", "n5"), 2, partition="preempt", burst=True)
+    for allocation in (main, extra, burst):
+        allocation.ends_s = LIMIT_S
+        holdings.enter(allocation)
     return holdings
 
 
@@ -38,19 +39,26 @@ def observe(held: Holdings, *jobs: JobInfo, now_s: float = 1_000.0) -> list[Pool
     return held.observe({**answer, **{job.job_id: job for job in jobs}}, now_s)
 
 
+def signalled(
+    held: Holdings, node: str, signal: str, at_s: float, info: JobInfo | None
+) -> list[PoolEvent]:
+    """A signal, and an answer in which there is this job, or none any more."""
+    return held.signalled(node, signal, at_s, {} if info is None else {info.job_id: info})
+
+
 def warned(nodes: str, reason: str, at_s: float, deadline_s: float | None) -> list[PoolEvent]:
     return [NodeWarned(node, reason, at_s, deadline_s) for node in nodes.split()]
 
 
 def test_grants_say_what_can_be_taken_unreachable() -> None:
     holdings = Holdings(100.0, KILL_S)
-    place = Place("9", burst=True)
-    (event,) = holdings.enter(Holding("burst-9", place, ("n4",), 2, grace_s=None))
+    burst = Allocation("burst-9", "9", ("n4",), 2, burst=True)
+    (event,) = holdings.enter(burst)
     assert isinstance(event, NodeGranted)
     assert (event.node.preemptible, event.node.burst, event.node.slots) == (True, True, 2)
-    assert holdings.place_of("n4") == place
+    assert holdings.use("n4") is burst
     with pytest.raises(LiverError, match=r"'n9' is not held .*nodes are n4"):
-        holdings.place_of("n9")
+        holdings.use("n9")
 
 
 def test_as_long_as_nothing_changes_there_is_nothing_to_tell(held: Holdings) -> None:
@@ -60,14 +68,14 @@ def test_as_long_as_nothing_changes_there_is_nothing_to_tell(held: Holdings) -> 
 
 def test_preemption_is_a_limit_that_was_moved_into_the_grace_time(held: Holdings) -> None:
     taken = replace(BURST, ends_s=1_006.0)
-    assert held.signalled("n5", "SIGTERM", 1_000.0, taken) == warned(
+    assert signalled(held, "n5", "SIGTERM", 1_000.0, taken) == warned(
         "n4 n5", "preempted", 1_000.0, 1_006.0
     )
     # its other agents, and the poll, say nothing new
-    assert held.signalled("n4", "SIGTERM", 1_000.2, taken) == []
+    assert signalled(held, "n4", "SIGTERM", 1_000.2, taken) == []
     assert observe(held, taken, now_s=1_001.0) == []
     # SIGTERM again at the end of the grace time: now the kill is near
-    assert held.signalled("n5", "SIGTERM", 1_008.0, taken) == warned(
+    assert signalled(held, "n5", "SIGTERM", 1_008.0, taken) == warned(
         "n4 n5", "preempted", 1_000.0, 1_008.0 + KILL_S
     )
 
@@ -100,35 +108,35 @@ def test_the_own_end_is_told_once_and_before_the_others(held: Holdings) -> None:
 
 
 def test_a_user_signal_announces_a_limit_or_a_preemption(held: Holdings) -> None:
-    assert held.signalled("n2", "SIGUSR1", 9_950.0, EXTRA) == warned(
+    assert signalled(held, "n2", "SIGUSR1", 9_950.0, EXTRA) == warned(
         "n2 n3", "time limit", 9_950.0, LIMIT_S
     )
     taken = replace(BURST, ends_s=1_006.0)
-    assert held.signalled("n4", "SIGUSR1", 1_000.0, taken) == warned(
+    assert signalled(held, "n4", "SIGUSR1", 1_000.0, taken) == warned(
         "n4 n5", "preempted", 1_000.0, 1_006.0
     )
 
 
 @pytest.mark.parametrize("info", [None, replace(EXTRA, state="COMPLETING")])
 def test_a_job_that_ends_at_once_is_cancelled(held: Holdings, info: JobInfo | None) -> None:
-    assert held.signalled("n2", "SIGTERM", 1_000.0, info) == warned(
+    assert signalled(held, "n2", "SIGTERM", 1_000.0, info) == warned(
         "n2 n3", "cancelled", 1_000.0, 1_000.0 + KILL_S
     )
 
 
 def test_a_step_that_is_cancelled_alone_costs_its_node_alone(held: Holdings) -> None:
-    assert held.signalled("n2", "SIGTERM", 1_000.0, EXTRA) == warned(
+    assert signalled(held, "n2", "SIGTERM", 1_000.0, EXTRA) == warned(
         "n2", "cancelled", 1_000.0, 1_000.0 + KILL_S
     )
 
 
 def test_without_an_answer_the_worst_is_assumed_and_corrected_later(held: Holdings) -> None:
-    assert held.unanswered("n4", 1_000.0) == warned(
+    assert held.signalled("n4", "SIGTERM", 1_000.0, None) == warned(
         "n4 n5", "preempted", 1_000.0, 1_000.0 + GRACE_S
     )
     corrected = observe(held, replace(BURST, ends_s=1_005.0), now_s=1_003.0)
     assert corrected == warned("n4 n5", "preempted", 1_000.0, 1_005.0)
-    assert held.unanswered("n9", 1_000.0) == []
+    assert held.signalled("n9", "SIGTERM", 1_000.0, None) == []
 
 
 def test_completing_is_a_warning_and_absence_the_end(held: Holdings) -> None:
@@ -142,7 +150,7 @@ def test_completing_is_a_warning_and_absence_the_end(held: Holdings) -> None:
 
 def test_whoever_ends_the_own_job_tells_the_coordinator_itself(held: Holdings) -> None:
     assert observe(held, replace(MAIN, state="COMPLETING")) == []
-    assert held.signalled("n1", "SIGTERM", 1_000.0, None) == []
+    assert signalled(held, "n1", "SIGTERM", 1_000.0, None) == []
 
 
 def test_nodes_that_fall_out_of_a_job_are_gone(held: Holdings) -> None:
@@ -166,23 +174,27 @@ def test_a_drain_is_told_once_and_never_beats_a_deadline(held: Holdings) -> None
 
 
 def test_a_burst_job_goes_back_when_all_its_nodes_are_empty(held: Holdings) -> None:
-    assert held.give_back("n4") is None
-    held.place_of("n4")  # used again
-    assert held.give_back("n5") is None
-    assert held.give_back("n4") == "9"
+    held.give_back("n4")
+    held.use("n4")  # used again
+    held.give_back("n5")
+    assert held.returning() == []
+    held.give_back("n4")
+    assert [(back.job, back.returning) for back in held.returning()] == [("9", GIVEN_BACK)]
     with pytest.raises(LiverError, match="not held"):
-        held.place_of("n4")
+        held.use("n4")
     assert held.strike("9", "given back") == [NodeGone(n, "given back") for n in ("n4", "n5")]
-    assert held.burst_jobs() == []
+    assert "9" not in held.jobs
 
 
 def test_a_component_goes_back_only_when_slurm_takes_it_anyway(held: Holdings) -> None:
     held.observe_nodes({"n2": "allocated+drain"}, 1_000.0)
-    assert held.give_back("n2") is None
-    assert held.give_back("n3") is None
+    held.give_back("n2")
+    held.give_back("n3")
+    assert held.returning() == []
     observe(held, replace(EXTRA, ends_s=1_026.0), now_s=1_020.0)
-    assert held.give_back("n3") == "2"
-    assert held.give_back("n1") is None
+    held.give_back("n3")
+    held.give_back("n1")
+    assert [back.job for back in held.returning()] == ["2"]
 
 
 def test_at_the_cap_burst_nodes_have_to_be_left_once(held: Holdings) -> None:

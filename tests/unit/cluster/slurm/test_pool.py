@@ -8,20 +8,21 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.commands import Answer, SlurmCommands
-from liver_hpc.cluster.slurm.holdings import Holding, Place
+from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.holdings import Allocation
 from liver_hpc.cluster.slurm.pool import SlurmPool
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.run.events import NodeGranted, NodeWarned, PoolEvent, PoolNote
+from tests.slurm_answers import Answer
 
 BURST = {"partition": "preempt", "max_nodes": 2, "backoff_s": 60.0}
 NAMES = ("main", "left", "right")
 LIMIT_S = 10.0
 
 
-def own() -> list[Holding]:
+def own() -> list[Allocation]:
     return [
-        Holding(name, Place("1", n, str(n + 1)), (f"n{n + 1}",), 1, own=n == 0)
+        Allocation(name, str(n + 1), (f"n{n + 1}",), 1, ("1", n), own=n == 0)
         for n, name in enumerate(NAMES)
     ]
 
@@ -30,7 +31,7 @@ class Controller:
     """squeue lists `jobs`; what else is asked succeeds and says nothing, or `says`."""
 
     def __init__(self) -> None:
-        self.jobs = {n: f"{n}|1+{n - 1}|RUNNING|None|9999999999|n{n}|run" for n in (1, 2, 3)}
+        self.jobs = {n: f"{n}|1+{n - 1}|RUNNING|None|9999999999|n{n}" for n in (1, 2, 3)}
         self.says = {"sbatch": "9\n"}
         self.asked: list[list[str]] = []
         self.hold: Callable[[], None] = lambda: None
@@ -122,7 +123,7 @@ def test_an_answer_that_makes_no_sense_is_told_and_watching_goes_on(
     lines = dict(controller.jobs)
     watched = watch(0.05)
     controller.jobs = {1: "something else"}
-    watched.until(lambda: "wanted 7 fields" in watched.notes(), "the note")
+    watched.until(lambda: "wanted 6 fields" in watched.notes(), "the note")
     controller.jobs = {1: lines[1], 2: lines[2]}
     watched.until(lambda: "NodeGone" in str(watched.told), "the end of a component")
 
@@ -133,7 +134,7 @@ def test_a_burst_job_on_a_node_that_is_held_already_goes_back(
     watched = watch(0.05)
     watched.pool.want(1)
     watched.until(lambda: any(words[0] == "sbatch" for words in controller.asked), "the request")
-    controller.jobs[9] = "9|9|RUNNING|None|9999999999|n2|run-burst"
+    controller.jobs[9] = "9|9|RUNNING|None|9999999999|n2"
     watched.until(lambda: ["scancel", "9"] in controller.asked, "it to be cancelled")
     assert "burst job 9 goes back: n2 held already" in watched.notes()
     assert [e.node.name for e in watched.told if isinstance(e, NodeGranted)] == ["n1", "n2", "n3"]

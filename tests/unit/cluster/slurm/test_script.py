@@ -10,35 +10,33 @@ from typing import Any
 import pytest
 
 from liver_hpc.cluster.slurm.script import (
-    Submission,
     batch_script,
     burst_script,
-    coordinator_command,
     job_options,
     python_words,
     sbatch_environment,
 )
 from liver_hpc.config.schema import ClusterSection, SlurmSection
 from liver_hpc.errors import ConfigError
+from liver_hpc.run.directory import RunDirectory
 from tests.golden_files import Golden
 
 MAIN: dict[str, Any] = {"name": "main"}
 RUN = Path("/shared/runs/big-20260102-030405")
 
 
-def submission(*components: dict[str, Any], run: Path = RUN, **slurm: Any) -> Submission:
+def cluster(*components: dict[str, Any], **slurm: Any) -> ClusterSection:
     section = {"components": list(components), "python": "python3", **slurm}
-    cluster = ClusterSection.model_validate({"timeout_min": 240, "slurm": section})
-    return Submission.of_run(cluster, run, run / "submitit")
+    return ClusterSection.model_validate({"timeout_min": 240, "slurm": section})
 
 
-def text(made: Submission) -> str:
-    return batch_script(made, coordinator_command(made))
+def text(*components: dict[str, Any], run: Path = RUN, **slurm: Any) -> str:
+    return batch_script(cluster(*components, **slurm), RunDirectory(run))
 
 
 FILES = {
-    "one-component.sh": submission({"name": "main", "nodes": 2}),
-    "components.sh": submission(
+    "one-component.sh": text({"name": "main", "nodes": 2}),
+    "components.sh": text(
         {"name": "main", "partition": "stable", "nodes": 2, "gpus_per_node": 4, "cpus_per_node": 32,
          "options": {"exclusive": True, "mem": 0, "constraint": "ib&a100"}},
         {"name": "extra", "partition": "stable",
@@ -47,23 +45,23 @@ FILES = {
         setup=["module load cuda/12.4", "export NCCL_DEBUG=INFO"],
         python="apptainer exec --nv '/images/my image.sif' python3",
     ),
-    "odd-path.sh": submission(MAIN, run=Path("/shared/it's 100% \"mine\" $HOME # no/run-1")),
+    "odd-path.sh": text(MAIN, run=Path("/shared/it's 100% \"mine\" $HOME # no/run-1")),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_batch_script(name: str, golden: Golden) -> None:
-    golden.check(f"batch/{name}", text(FILES[name]))
+    golden.check(f"batch/{name}", FILES[name])
 
 
 def test_a_line_end_is_never_written() -> None:
     with pytest.raises(ConfigError, match=r"sbatch --constraint: 'a\\nb' has control characters"):
-        text(submission({"name": "main", "options": {"constraint": "a\nb"}}))
+        text({"name": "main", "options": {"constraint": "a\nb"}})
 
 
 def test_setup_cannot_become_an_option() -> None:
     """sbatch reads options up to the first command."""
-    lines = text(submission(MAIN, setup=["#SBATCH --nodes=9"])).splitlines()
+    lines = text(MAIN, setup=["#SBATCH --nodes=9"]).splitlines()
     commands = [index for index, line in enumerate(lines) if line and not line.startswith("#")]
     assert commands[0] < lines.index("#SBATCH --nodes=9")
 
@@ -91,9 +89,9 @@ def test_the_python_of_this_process_runs_the_nodes_too() -> None:
     ],
 )
 def test_what_sbatch_starts_from(variable: str, stays: bool) -> None:
-    made = submission({"name": "main", "partition": "stable", "gpus_per_node": 1})
+    made = cluster({"name": "main", "partition": "stable", "gpus_per_node": 1})
     environment = {variable: "x", "HOME": "/home/me"}
-    left = sbatch_environment(environment, job_options(made))
+    left = sbatch_environment(environment, job_options(made, RunDirectory(RUN)))
     assert left == (environment if stays else {"HOME": "/home/me"})
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.cluster.slurm.commands import (
-    Answer,
     ControllerUnreachable,
     SlurmCommands,
     SlurmError,
 )
-from liver_hpc.cluster.slurm.executor import submit_once
+from liver_hpc.cluster.slurm.submit import submit_once
+from tests.slurm_answers import Answer
 
 AWAY = Answer(1, "", "sbatch: error: Unable to contact slurm controller (connect failure)")
 
@@ -35,7 +35,7 @@ def commands(played: Played) -> SlurmCommands:
 
 
 def queued(job: int, shown: str = "", state: str = "PENDING") -> Answer:
-    return Answer(0, f"{job}|{shown or job}|{state}|None|N/A||run-1\n")
+    return Answer(0, f"{job}|{shown or job}|{state}|None|N/A|\n")
 
 
 def test_a_job_is_submitted_once() -> None:
@@ -45,7 +45,7 @@ def test_a_job_is_submitted_once() -> None:
 
 
 def test_a_job_that_a_silent_controller_took_is_found_by_its_name() -> None:
-    both = Answer(0, queued(13, "12+1").output + queued(12, "12+0").output)
+    both = Answer(0, queued(13, "12+1").stdout + queued(12, "12+0").stdout)
     played = Played(AWAY, both)
     assert submit_once(commands(played), Path("batch.sh"), "run-1") == "12"
     assert played.asked == ["sbatch", "squeue"]

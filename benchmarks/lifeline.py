@@ -1,6 +1,6 @@
 """Lifelines: a process ends when the process that it serves has ended, however that one died.
 
-Linux 5.3 or newer: `prctl(PR_SET_PDEATHSIG)` and process file descriptors.
+For processes that somebody else starts: launchers of peers, multiprocessing. Linux 5.3 or newer.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ import ctypes
 import os
 import select
 import signal
-import threading
 from collections.abc import Callable
 
-EXIT_ORPHANED = 86
-"""Exit code of a process that found its parent already gone when it started."""
-
-PR_SET_PDEATHSIG = 1
+from liver_hpc.host.child import EXIT_ORPHANED, PR_SET_PDEATHSIG
+from liver_hpc.host.process import quiet_thread
 
 
 def die_with_parent(parent: int, signum: signal.Signals) -> None:
@@ -32,21 +29,6 @@ def die_with_parent(parent: int, signum: signal.Signals) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os._exit(EXIT_ORPHANED)
-
-
-def quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:
-    """Starts a daemon thread to which the kernel delivers no signal of the process.
-
-    Not for a thread that starts processes, unless by `child.Child`: others would inherit its
-    blocked signals.
-    """
-    thread = threading.Thread(target=target, name=name, daemon=True)
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
-        thread.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-    return thread
 
 
 def on_parent_exit(act: Callable[[], None]) -> None:

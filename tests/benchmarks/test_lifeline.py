@@ -7,13 +7,12 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from liver_hpc.host.lifeline import EXIT_ORPHANED, quiet_thread
+from liver_hpc.host.child import EXIT_ORPHANED
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -27,14 +26,14 @@ threading.Event().wait()
 """
 WATCHING_CHILD = """
 import os, threading
-from liver_hpc.host.lifeline import on_parent_exit
+from benchmarks.lifeline import on_parent_exit
 on_parent_exit(lambda: os._exit(0))
 print("watching", flush=True)
 threading.Event().wait()
 """
 DYING_CHILD = """
 import os, signal, sys, threading
-from liver_hpc.host.lifeline import die_with_parent
+from benchmarks.lifeline import die_with_parent
 die_with_parent(int(sys.argv[1]) if len(sys.argv) > 1 else os.getppid(), signal.SIGTERM)
 print("guarded", flush=True)
 threading.Event().wait()
@@ -81,16 +80,3 @@ def test_child_ends_when_its_parent_is_killed(parent: tuple[str, ...]) -> None:
 def test_process_that_finds_another_parent_exits_at_once() -> None:
     with running(sys.executable, "-c", DYING_CHILD, "1") as process:
         assert process.wait(10.0) == EXIT_ORPHANED
-
-
-def test_quiet_thread_takes_no_signals_and_the_caller_still_does() -> None:
-    masks: list[set[signal.Signals]] = []
-
-    def note() -> None:
-        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-
-    quiet_thread(note, "quiet").join()
-    threading.Thread(target=note).start()
-    note()
-    assert signal.SIGTERM in masks[0]
-    assert all(signal.SIGTERM not in mask for mask in masks[1:])

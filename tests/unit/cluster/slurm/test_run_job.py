@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.cluster.slurm.own_job import OwnJob
+from liver_hpc.cluster.slurm.run_job import OwnJob
 
 
 def job(

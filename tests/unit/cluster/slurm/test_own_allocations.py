@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from liver_hpc.cluster.slurm.allocation import own_allocations
-from liver_hpc.cluster.slurm.holdings import Holding, Place
+from liver_hpc.cluster.slurm.holdings import Allocation, own_allocations
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 
@@ -51,18 +50,16 @@ PLAIN = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n[2-3]", "SLURM_JOB_PARTITI
 
 def test_a_het_job() -> None:
     main, extra = own_allocations(HET, config("main", "extra"), hostnames)
-    assert main == Holding("main", Place("1", 0, "1"), ("n1",), 2, own=True, partition="stable")
-    assert extra == Holding(
-        "extra", Place("1", 1, "2"), ("n2", "n3"), 4, automatic=False, partition="preempt"
-    )
     # srun knows a component by its leader, squeue lists its steps under its own id
-    assert (extra.place.job_id, extra.job) == ("1", "2")
+    assert main == Allocation("main", "1", ("n1",), 2, ("1", 0), partition="stable", own=True)
+    assert extra == Allocation(
+        "extra", "2", ("n2", "n3"), 4, ("1", 1), partition="preempt", automatic=False
+    )
 
 
 def test_a_plain_job() -> None:
     (own,) = own_allocations(PLAIN, config("main"), hostnames)
-    assert own == Holding("main", Place("5"), ("n2", "n3"), 2, own=True, partition="stable")
-    assert own.job == "5"
+    assert own == Allocation("main", "5", ("n2", "n3"), 2, partition="stable", own=True)
 
 
 def test_what_does_not_fit_is_said() -> None:
