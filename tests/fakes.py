@@ -29,7 +29,8 @@ from liver_hpc.run.records import (
 )
 
 FULL_DIGEST = 0x1234_5678_9ABC_DEF0
-WRONG_DIGEST = "00000000000000ff"
+WRONG_DIGEST = "000000ff"
+"""How the digest begins that a worker gets wrong: each in its own way."""
 
 
 class Fault(StrEnum):
@@ -144,7 +145,8 @@ class WorkerScript:
         if fault is Fault.VOTE_NO:
             return [vote.model_copy(update={"ok": False, "reason": "told to"})]
         side = "source" if vote.source else "target"
-        wrong = getattr(vote, side)[0].model_copy(update={"value": WRONG_DIGEST})
+        value = f"{WRONG_DIGEST}{self.worker:08x}"
+        wrong = getattr(vote, side)[0].model_copy(update={"value": value})
         return [vote.model_copy(update={side: (wrong, *getattr(vote, side)[1:])})]
 
     def _prepared(self) -> list[m.FromWorker]:

@@ -46,6 +46,12 @@ def test_however_long_it_lasts_the_run_keeps_its_promises(data: bytes) -> None:
     schedule(data)
 
 
+def test_two_workers_that_are_both_wrong_do_not_agree() -> None:
+    """In this schedule both copies' digests are wrong; they once were the same wrong ones."""
+    rng = random.Random(19_350)
+    schedule(rng.randbytes(rng.randrange(64, 192)))
+
+
 def test_schedules_show_all_that_can_become_of_a_run() -> None:
     """Or their promises would be cheap."""
     outcomes: Counter[str] = Counter()
