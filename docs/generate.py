@@ -22,7 +22,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from liver_hpc.cli.arguments import new_parser
+from liver_hpc.cli.main import new_parser
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.recipes.gpt_config import GPTConfig
 from liver_hpc.run import records

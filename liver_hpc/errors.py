@@ -8,7 +8,15 @@ class LiverError(Exception):
 
 
 class ConfigError(LiverError):
-    """A run file, a command-line value or a data file is wrong; nothing was launched."""
+    """A run file, a command-line value or a data file is wrong; nothing was launched.
+
+    args: the problems, each a line of its own where there are several.
+    """
+
+    def __str__(self) -> str:
+        if len(self.args) == 1:
+            return str(self.args[0])
+        return f"{len(self.args)} problems\n" + "\n".join(f"  {each}" for each in self.args)
 
 
 class PlanError(LiverError):

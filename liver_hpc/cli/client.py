@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from contextlib import suppress
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmError
@@ -12,7 +12,7 @@ from liver_hpc.errors import DeadlineError, LiverError, RequestRefused
 from liver_hpc.protocol.messages import FromOperator, Reply, StatusRequest, StopRequest
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ChannelRefused, connect
-from liver_hpc.run.directory import RunDirectory, process_lives
+from liver_hpc.run.directory import CoordinatorAddress, RunDirectory, process_lives
 from liver_hpc.run.outcome import Outcome
 from liver_hpc.run.secret import read_secret
 
@@ -37,10 +37,11 @@ def request(run: RunDirectory, message: FromOperator) -> Reply:
     """
     if (outcome := run.outcome()) is not None:
         raise LiverError(f"run {run} is over: {outcome}")
-    if run.coordinator() is None:
+    address = run.coordinator()
+    if address is None:
         raise _silence(run)
     try:
-        channel = _open(run)
+        channel = _open(run, address)
     except ChannelRefused as error:
         raise LiverError(f"run {run}: {error}") from error
     except ChannelClosed as error:
@@ -87,12 +88,12 @@ def stop(run: RunDirectory, timeout_s: float | None = None, checkpoint: bool = F
     return outcome
 
 
-def await_coordinator(run: RunDirectory, tell: Callable[[str], None] = lambda text: None) -> None:
+def await_coordinator(run: RunDirectory) -> None:
     """Returns once the coordinator listens, or the run is over already.
 
-    On Slurm it waits for as long as the job is queued; `tell` hears what Slurm says of it,
-    whenever that changes. Raises LiverError if the coordinator died, DeadlineError when it did not
-    come within `deadlines.boot_s`.
+    On Slurm it waits for as long as the job is queued; what Slurm says of it is printed whenever
+    that changes. Raises LiverError if the coordinator died, DeadlineError when it did not come
+    within `deadlines.boot_s`.
     """
     config, process, job = run.config(), run.job_id(), job_of(run)
     told, pause = "", threading.Event()
@@ -100,7 +101,7 @@ def await_coordinator(run: RunDirectory, tell: Callable[[str], None] = lambda te
     while run.outcome() is None:
         text, queued = _state(run, job) if job is not None else ("", False)
         if text != told:
-            tell(text)
+            print(text, flush=True)
             told = text
         if not queued and run.coordinator() is not None:  # in the queue an earlier one's may lie
             return
@@ -144,11 +145,12 @@ class Watch:
         Raises DeadlineError when the coordinator takes too long.
         """
         for _ in range(2):
-            if self._run.outcome() is not None or self._run.coordinator() is None:
+            address = self._run.coordinator()
+            if self._run.outcome() is not None or address is None:
                 return None
             try:
                 if self._channel is None:
-                    self._channel = _open(self._run)
+                    self._channel = _open(self._run, address)
                 return StatusSnapshot.model_validate(_ask(self._channel, StatusRequest()).data)
             except RequestRefused:  # it is about to end
                 return None
@@ -162,29 +164,22 @@ class Watch:
             self._channel = None
 
 
-def final_outcome(run: RunDirectory) -> Outcome | None:
-    """The outcome of a run whose coordinator has hung up; None when it was killed, or when the
-    run is to go on in another job."""
-    deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"the outcome of {run}")
+def goes_on(run: RunDirectory) -> bool:
+    """Whether a run whose coordinator has hung up goes on with its job, which is queued again.
+
+    Returns once that is known: otherwise its outcome is written by then, unless it was killed.
+    """
+    job = job_of(run)
 
     def settled() -> bool:
         return run.last_outcome() is not None or not _coordinator_lives(run)
 
-    try:
-        poll_until(settled, deadline, JOB_POLL_S if job_of(run) is not None else _LOCAL_POLL_S)
-    except DeadlineError:
-        return None
-    return run.outcome()
-
-
-def is_queued_again(run: RunDirectory) -> bool:
-    """Whether the run's job is queued, and the run with it goes on later.
-
-    Right after a coordinator has ended its job may be on its way to the queue still.
-    """
-    job = job_of(run)
+    deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"the outcome of {run}")
+    with suppress(DeadlineError):
+        poll_until(settled, deadline, _LOCAL_POLL_S if job is None else JOB_POLL_S)
     if job is None or run.outcome() is not None:
         return False
+    # Right after a coordinator has ended its job may be on its way to the queue still.
     deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"job {job.job_id} to be queued again")
     try:
         poll_until(lambda: job.is_over(or_queued=True), deadline, JOB_POLL_S)
@@ -223,7 +218,7 @@ def _silence(run: RunDirectory) -> LiverError:
     if address is None and job is not None:
         return gone(run, job)
     if address is None:
-        return _none_yet(run)
+        return LiverError(f"run {run} has no coordinator: it is starting or ending")
     if _coordinator_lives(run):
         return LiverError(f"run {run} is ending; its outcome is not written yet")
     who = f"process {address.pid}"
@@ -234,14 +229,6 @@ def _silence(run: RunDirectory) -> LiverError:
     )
 
 
-def _none_yet(run: RunDirectory) -> LiverError:
-    return LiverError(f"run {run} has no coordinator: it is starting or ending")
-
-
-def _open(run: RunDirectory) -> Channel:
-    address = run.coordinator()
-    if address is None:
-        raise _none_yet(run)
-    secret = read_secret(run.secret_path)
+def _open(run: RunDirectory, address: CoordinatorAddress) -> Channel:
     where = f"the coordinator of {run} at {address.host}:{address.port}"
-    return connect((address.host, address.port), secret, CONNECT_S, where)
+    return connect((address.host, address.port), read_secret(run.secret_path), CONNECT_S, where)

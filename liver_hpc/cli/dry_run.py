@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from liver_hpc.cli.check import wished_layout
 from liver_hpc.cluster.slurm.burst import Request
 from liver_hpc.cluster.slurm.commands import sbatch_words
 from liver_hpc.cluster.slurm.script import (
@@ -17,8 +18,9 @@ from liver_hpc.cluster.slurm.script import (
 )
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import NoticeSection, RunConfig
-from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.layout.memory import handoff_bytes, worker_bytes
+from liver_hpc.layout.candidates import fullest_worker
+from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.memory import handoff_bytes
 from liver_hpc.layout.placement import place
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import Recipe
@@ -81,21 +83,13 @@ def _indented(lines: Sequence[str]) -> str:
 
 
 def _layout_rows(config: RunConfig, model: ModelSpec) -> list[list[str]]:
-    kinds: list[str] = []
     rows = []
     for workers in config.worker_counts:
         for layout in config.allowed_layouts(workers):
-            held = _fullest_worker(model, layout)
-            kinds = list(held)
-            figures = [bytes_text(count) for count in held.values()]
-            rows.append([str(workers), str(layout), *figures, bytes_text(sum(held.values()))])
-    return [["workers", "layout", *kinds, "together"], *rows]
-
-
-def _fullest_worker(model: ModelSpec, layout: Layout) -> dict[str, int]:
-    """Bytes by kind; what dp splits is the fullest at dp 0, so the other dp are left out."""
-    seats = [at for at in layout.coordinates() if at.dp == 0]
-    return max((worker_bytes(model, layout, at) for at in seats), key=lambda b: sum(b.values()))
+            held = fullest_worker(model, layout)
+            figures = [bytes_text(count) for count in (*held.values(), sum(held.values()))]
+            rows.append([str(workers), str(layout), *figures])
+    return [["workers", "layout", *held, "together"], *rows]
 
 
 def _handoff_rows(config: RunConfig, model: ModelSpec) -> list[list[str]]:
@@ -121,8 +115,7 @@ def _next_rank_map(
         if notice.replace in available:
             available.remove(notice.replace)
     else:
-        asked = notice.layout
-        layout = asked.layout() if asked else config.allowed_layouts(notice.workers or 0)[0]
+        layout = wished_layout(config, notice)
         joiners = max(0, layout.workers - len(available))
     available += range(born, born + joiners)
     return place(model, rank_map, layout, available), born + joiners
@@ -136,6 +129,5 @@ def _notice_text(notice: NoticeSection) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns, the first row their names; YAML comments, so that the output is YAML."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(f"#   {line}" for line in lines)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return _indented(["  ".join(map(str.ljust, row, widths)) for row in rows])

@@ -1,9 +1,9 @@
-"""Watches a run in the terminal: a view that is redrawn, or plain lines where there is none."""
+"""A run as its snapshots show it: in lines of text, or in a view that a terminal redraws."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import nullcontext
 
 from rich.console import Console, RenderableType
@@ -14,22 +14,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from liver_hpc.cli.status_text import (
-    FINAL_STATES,
-    PlainLines,
-    figure_texts,
-    handoffs_text,
-    moved_text,
-    waits_text,
-)
 from liver_hpc.protocol.status import HandoffStatus, StatusSnapshot
 from liver_hpc.report.wording import (
+    bytes_text,
     duration_text,
     ids_text,
     layout_text,
     number_text,
 )
 
+FINAL_STATES = ("finished", "failed")
+STEPS_A_LINE = 10
 LABEL_COLUMNS = 9
 BESIDE_BAR_COLUMNS = 28
 MOST_COLUMNS = 120
@@ -49,18 +44,17 @@ def follow(
     console: Console,
     interval_s: float,
     wait: Callable[[float], None] = time.sleep,
-) -> StatusSnapshot | None:
+) -> None:
     """Shows snapshots until the run is over or its coordinator gone, which None tells.
 
-    Returns the last snapshot, None if there never was one. Ctrl-C restores the terminal, leaves
-    the run alone, and goes on to the caller as KeyboardInterrupt; so do errors of `snapshots`.
+    Ctrl-C restores the terminal, leaves the run alone, and goes on to the caller as
+    KeyboardInterrupt; so do errors of `snapshots`.
     """
     is_plain = not console.is_terminal or console.is_dumb_terminal
-    lines, last = PlainLines(), None
+    lines = PlainLines()
     # Redrawn with each snapshot and at no other time: nothing blinks or spins.
     with nullcontext() if is_plain else Live(console=console, auto_refresh=False) as live:
         while (snapshot := snapshots()) is not None:
-            last = snapshot
             if live is not None:
                 live.update(view(snapshot), refresh=True)
             for line in lines.of(snapshot) if live is None else ():
@@ -68,7 +62,102 @@ def follow(
             if snapshot.state in FINAL_STATES:
                 break
             wait(interval_s)
-    return last
+
+
+# ---- in lines
+
+
+def status_text(status: StatusSnapshot) -> str:
+    """One line each for progress, shape, handoffs, and for what is out of the ordinary."""
+    over = f", over {', '.join(status.transports)}" if status.transports else ""
+    lines = [
+        f"run {status.run}: {status.state}, {_step_text(status)}",
+        f"workers {ids_text(status.workers)}{over}",
+        f"handoffs: {_handoffs_text(status)}",
+    ]
+    if status.handoff is not None:
+        lines.append(_handoff_text(status.handoff, status.now_s))
+    named = [line for line in status.nodes if not line.startswith("machine:")]
+    for name, text in (
+        ("queued", "; ".join(status.queued)),
+        ("nodes", "; ".join(named)),
+        ("last event", status.last_event),
+        ("metrics", status.metrics_error),
+    ):
+        if text:
+            lines.append(f"{name}: {text}")
+    return "\n".join(lines)
+
+
+class PlainLines:
+    """What is new in each snapshot, in lines: a step now and then, and whatever has changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, str] = {("metrics", ""): ""}
+        self._told_step = -1
+
+    def of(self, status: StatusSnapshot) -> Iterator[str]:
+        known, self._known = self._known, dict(_facts(status))
+        yield from (text for fact, text in self._known.items() if fact not in known)
+        over = status.state in FINAL_STATES and status.step != self._told_step
+        if status.loss is not None and (over or self._is_due(status.step)):
+            self._told_step = status.step
+            yield _step_text(status)
+
+    def _is_due(self, step: int) -> bool:
+        return self._told_step < 0 or step // STEPS_A_LINE > self._told_step // STEPS_A_LINE
+
+
+def _facts(status: StatusSnapshot) -> Iterator[tuple[Hashable, str]]:
+    """What there is to tell, each with what has to change before it is told again."""
+    yield status.state, f"run {status.run}: {status.state}"
+    if status.last_event:
+        yield ("event", status.last_event), f"event: {status.last_event}"
+    for request in status.queued:
+        yield ("queued", request), f"queued: {request}"
+    if (handoff := status.handoff) is not None:
+        yield (handoff.generation, handoff.phase), _handoff_text(handoff, status.now_s)
+    yield ("metrics", status.metrics_error), f"metrics: {status.metrics_error or 'written again'}"
+
+
+def _moved_text(handoff: HandoffStatus) -> str:
+    if handoff.bytes_total == 0:
+        return "no bytes to move yet"
+    return f"{bytes_text(handoff.bytes_done)} of {bytes_text(handoff.bytes_total)}"
+
+
+def _waits_text(handoff: HandoffStatus) -> str:
+    return f"waits for workers {ids_text(handoff.waiting_for)}" if handoff.waiting_for else ""
+
+
+def _figure_texts(status: StatusSnapshot) -> list[str]:
+    figures = []
+    if status.loss is not None:
+        figures.append(f"loss {status.loss:.4f}")
+    if status.grad_norm is not None:
+        figures.append(f"gradient norm {status.grad_norm:.3f}")
+    if status.tokens_per_s is not None:
+        figures.append(f"{number_text(status.tokens_per_s)} tokens/s")
+    return figures
+
+
+def _handoffs_text(status: StatusSnapshot) -> str:
+    return f"{status.handoffs_done} done, {status.handoffs_aborted} aborted"
+
+
+def _step_text(status: StatusSnapshot) -> str:
+    world = f"{status.layout} (generation {status.generation})"
+    return f"step {status.step} of {status.steps}: {', '.join([*_figure_texts(status), world])}"
+
+
+def _handoff_text(handoff: HandoffStatus, now_s: float) -> str:
+    parts = [
+        f"handoff to generation {handoff.generation}: {handoff.phase}",
+        f"for {duration_text(now_s - handoff.since_s)}",
+        _moved_text(handoff) if handoff.bytes_total else "",
+        _waits_text(handoff),
+    ]
+    return ", ".join(filter(None, parts))
 
 
 # ---- in a terminal
@@ -84,7 +173,7 @@ def view(status: StatusSnapshot) -> RenderableType:
         ("progress", _bar(status.step, status.steps, _progress(status), "green")),
         ("training", _training(status)),
         ("layout", _layout(status)),
-        ("handoffs", handoffs_text(status) + queued),
+        ("handoffs", _handoffs_text(status) + queued),
         *_handoff(status),
         ("event", " ".join(status.last_event.split())),
     ):
@@ -122,7 +211,7 @@ def _progress(status: StatusSnapshot) -> str:
 
 
 def _training(status: StatusSnapshot) -> str:
-    figures = figure_texts(status)
+    figures = _figure_texts(status)
     if status.step_s is not None:
         figures.append(f"{number_text(status.step_s)} s a step")
     return "  ".join(figures) or "no step yet"
@@ -144,8 +233,8 @@ def _handoff(status: StatusSnapshot) -> Iterator[tuple[str, RenderableType]]:
         ends = f"{layout_text(handoff.source)} to {layout_text(handoff.target)}"
         yield "handoff", f"{ends}  generation {handoff.generation}  {handoff.notice}"
         yield "", _beside(_phases(handoff), duration_text(status.now_s - handoff.since_s))
-        yield "", _bar(handoff.bytes_done, handoff.bytes_total, moved_text(handoff), "cyan")
-        yield "", waits_text(handoff)
+        yield "", _bar(handoff.bytes_done, handoff.bytes_total, _moved_text(handoff), "cyan")
+        yield "", _waits_text(handoff)
     yield "", ""
 
 

@@ -1,57 +1,39 @@
-"""Hands a run to submitit, from a short-lived process of its own.
+"""The coordinator in a process: of a job that submitit starts, or of `liver run`.
 
-submitit starts a local job's controller in the session of the process that submits, and with its
-output. Started from here, the run has a session of its own and its output in a file: Ctrl-C, a
-closed terminal and `$(liver submit ...)` leave it alone.
+`python -m liver_hpc.cli.launch RUN` hands a run to submitit, which starts a local job's controller
+in the session of the process that submits, and with its output. Started from here, the run has a
+session of its own and its output in a file: Ctrl-C, a closed terminal and `$(liver submit ...)`
+leave it alone.
+
+In a Slurm job that begins again `liver run` goes on: the run's directory is named after the job,
+and the run file is the one that the job began with.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from liver_hpc.cli.submission import checked_run, note_latest, with_prepared_data
+from liver_hpc.cluster.slurm.run_job import OwnJob
+from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import RunConfig, SlurmSection
 from liver_hpc.coordinator.hosting import HostedCoordinator, checkpoint_in_time, requeue
-from liver_hpc.errors import LiverError
-from liver_hpc.run.directory import RunDirectory
+from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.host.files import whose
+from liver_hpc.run.directory import RunDirectory, create_run_directory
+from liver_hpc.run.outcome import Outcome
 
-_TIMEOUT_S = 120.0
+_END_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-def launch_detached(run: RunDirectory) -> str:
-    """Submits the run's coordinator; returns the job id (a process id on the local cluster).
-
-    Ctrl-C does not come between a launch and its job id: it is raised once that is written.
-    Raises LiverError with what submitit said.
-    """
-    log = run.jobs_path / "launch.log"
-    cluster = run.config().cluster
-    limit_s = _TIMEOUT_S + (cluster.slurm.unreachable_s if cluster.kind == "slurm" else 0.0)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "liver_hpc.cli.launch", str(run.path)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        code = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise LiverError(f"waited {limit_s:g} s for submitit; see {log}") from None
-    except KeyboardInterrupt:
-        process.wait(limit_s)
-        raise
-    if code != 0:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise LiverError(f"submitit: {lines[-1] if lines else f'exit code {code}'}; see {log}")
-    return run.job_id_path.read_text(encoding="utf-8")
+# ---- by submitit
 
 
 def submit_to_cluster(run: RunDirectory, config: RunConfig) -> str:
@@ -72,57 +54,30 @@ def submit_to_cluster(run: RunDirectory, config: RunConfig) -> str:
 
 
 class CoordinatorJob:
-    """What a Slurm job runs, by submitit's protocol: called, and asked for a checkpoint when the
-    job's end is near. submitit pickles it: it holds nothing before it is called."""
-
-    def __init__(self) -> None:
-        self._hosted: HostedCoordinator | None = None
-
-    def __getstate__(self) -> dict[str, None]:
-        return {"_hosted": None}
+    """What a Slurm job runs, by submitit's protocol: called, or asked for a checkpoint where the
+    job's end is near before that."""
 
     def __call__(self, run_directory: str) -> int:
         """Runs a run's coordinator. Does not return when the job is queued again."""
-        from submitit.core.utils import UncompletedJobError
-
-        run = RunDirectory(Path(run_directory))
-        hosted = self._hosted = HostedCoordinator(run.path)
-        # For submitit SIGTERM is nothing; it is what `scancel` sends.
-        signal.signal(signal.SIGTERM, lambda number, frame: hosted.stop("SIGTERM"))
-        hosted.start()
-        try:
-            hosted.wait()
-        except UncompletedJobError:  # submitit's way to say that `checkpoint` returned None
-            if hosted.outcome is None:
-                raise
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        outcome, config = hosted.outcome, run.config()
-        if outcome is not None and outcome.goes_on(config):
-            _queue_again(config.cluster.slurm)
-        if outcome is None or outcome.state == "failed":
+        signals = JobSignals()
+        signals.listen()  # in the place of submitit, which knows no end but its own
+        outcome = signals.coordinate(RunDirectory(Path(run_directory)))
+        if outcome is None:
+            sys.exit(0)  # without a result: as far as submitit knows, the job is not over
+        if outcome.state == "failed":
             # For Slurm the job has failed, and what depends on its success does not start.
-            raise LiverError(outcome.reason if outcome is not None else "there is no outcome")
+            raise LiverError(outcome.reason)
         return 0
 
     def checkpoint(self, run_directory: str) -> None:
-        """In a signal handler, once the job's end is near. Returns when the run is over, and not at
-        all when the job is queued again."""
+        """In a signal handler. Does not return when the job is queued again: by ourselves, for
+        submitit would write to the disk first, which may be full."""
         run = RunDirectory(Path(run_directory))
-        config, hosted = run.config(), self._hosted or HostedCoordinator(run.path)
-        if hosted.started:
-            checkpoint_in_time(hosted, config.cluster.slurm, os.environ["SLURM_JOB_ID"])
-        if hosted.outcome is not None and not hosted.outcome.goes_on(config):
-            return
-        if config.cluster.slurm.requeue:
-            _queue_again(config.cluster.slurm)
-        hosted.give_up()
-
-
-def _queue_again(slurm: SlurmSection) -> NoReturn:
-    """By ourselves: submitit would write to the disk first, which may be full."""
-    requeue(slurm, os.environ["SLURM_JOB_ID"])
-    # Without a result: as far as submitit knows, the job is not over.
-    sys.exit(0)
+        slurm = run.config().cluster.slurm
+        if slurm.requeue:
+            requeue(slurm, os.environ["SLURM_JOB_ID"])
+            sys.exit(0)
+        HostedCoordinator(run.path).give_up()
 
 
 def coordinate_locally(run_directory: str, visible_devices: str | None) -> int:
@@ -139,6 +94,131 @@ def coordinate_locally(run_directory: str, visible_devices: str | None) -> int:
     hosted.start()
     hosted.wait()
     return int(hosted.outcome is None or hosted.outcome.state == "failed")
+
+
+# ---- by `liver run`
+
+
+def run_here(config_path: Path, overrides: Sequence[str]) -> tuple[RunDirectory, Outcome | None]:
+    """Runs to the end of the run, or of this job; the run's directory, and how it ended.
+
+    No outcome: the run goes on when the job, which has been queued again, starts again. SIGUSR1
+    and SIGUSR2 say that the job's end is near, SIGTERM and SIGINT stop the run. The run
+    directory is printed as soon as there is one. Raises ConfigError before anything is started.
+    """
+    signals = JobSignals()
+    signals.listen()
+    run = _open_run(load_run(config_path, overrides), signals.job)
+    last = run.last_outcome()
+    if last is not None and last.state == "finished":
+        return run, last
+    return run, signals.coordinate(run)
+
+
+def _open_run(config: RunConfig, job: OwnJob | None) -> RunDirectory:
+    """The directory of this job's run, made where it is not there yet."""
+    kind = config.cluster.kind
+    if kind == "slurm" and job is None:
+        raise ConfigError(
+            "cluster slurm: `liver run` belongs into a Slurm job (SLURM_JOB_ID is not set); "
+            "`liver submit` makes one"
+        )
+    name = f"{config.name}-{job.job_id}" if job is not None else None
+    if job is not None and (known := _known_run(config, job)) is not None:
+        print(f"run {known} goes on", flush=True)
+        with contextlib.suppress(OSError):  # a full disk: an earlier start stays noted
+            job.note(known.path)
+        return known
+    if kind == "auto":
+        kind = "slurm" if job is not None and config.cluster.slurm.components else "local"
+    config, _ = checked_run(config, kind)
+    run = create_run_directory(with_prepared_data(config), name)
+    if job is not None:
+        job.note(run.path)
+        if kind == "slurm":
+            run.note_job_id(job.job_id)
+    note_latest(run)
+    print(f"run {run}", flush=True)
+    return run
+
+
+def _known_run(config: RunConfig, job: OwnJob) -> RunDirectory | None:
+    """The directory that this job made when it started before; it has a number behind its name
+    where another job of the same id came first."""
+    runs = config.runs_directory.expanduser().absolute()
+    found = [
+        path
+        for path in runs.glob(f"{config.name}-{job.job_id}*")
+        if not path.is_symlink() and not whose(path.lstat()) and (path / "run.yaml").is_file()
+    ]
+    mine = [path for path in found if job.made(path)]
+    return RunDirectory(max(mine, key=OwnJob.noted_s)) if mine else None
+
+
+# ---- a job's signals
+
+
+class _TimeIsUp(Exception):
+    """The window was over before the state was on disk; the job begins again where it may."""
+
+
+class JobSignals:
+    """What signals say, kept until there is a coordinator to hear it. job: the one that this
+    process runs in; outside of a job nobody begins the run again."""
+
+    def __init__(self) -> None:
+        self.job = OwnJob.of(os.environ)
+        self._hosted: HostedCoordinator | None = None
+        self._slurm = SlurmSection()
+        self._said: list[int] = []
+
+    def listen(self) -> None:
+        """To this process's end: after the coordinator's, nothing comes of what is said."""
+        for number in (*_END_SIGNALS, *_STOP_SIGNALS):
+            signal.signal(number, self._hear)
+
+    def coordinate(self, run: RunDirectory) -> Outcome | None:
+        """Runs the run's coordinator, which is told what signals say, also of before.
+
+        Returns how it ended; None when its job has been queued again, where the run goes on.
+        Raises LiverError when it has left no outcome.
+        """
+        config = run.config()
+        hosted = self._hosted = HostedCoordinator(run.path)
+        self._slurm = config.cluster.slurm
+        for number in self._said:
+            self._hear(number, None)
+        try:
+            hosted.start()
+            hosted.wait()
+        except _TimeIsUp:
+            return hosted.outcome
+        if hosted.outcome is None:
+            raise LiverError(f"run {run} ended without an outcome; {run.where_logs_are()}")
+        if self.job is not None and hosted.outcome.goes_on(config):
+            requeue(self._slurm, self.job.job_id)
+            return None
+        return hosted.outcome
+
+    def _hear(self, number: int, frame: object) -> None:
+        if self._hosted is None:
+            self._said.append(number)
+            if number in _STOP_SIGNALS:
+                raise KeyboardInterrupt
+        elif number in _END_SIGNALS and self.job is not None:
+            self._end_near(self._hosted, self.job.job_id)
+        else:
+            self._hosted.stop(signal.Signals(number).name)
+
+    def _end_near(self, hosted: HostedCoordinator, job_id: str) -> None:
+        """Raises _TimeIsUp where nobody is left to wait for."""
+        checkpoint_in_time(hosted, self._slurm, job_id)
+        if hosted.started and not hosted.wait(0.0):
+            if self._slurm.requeue:
+                requeue(self._slurm, job_id)
+            else:
+                hosted.give_up()
+            raise _TimeIsUp
 
 
 def main(arguments: list[str]) -> int:

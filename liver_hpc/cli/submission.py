@@ -5,23 +5,19 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import tempfile
 
+from liver_hpc.cli.check import check_run
 from liver_hpc.cli.client import await_coordinator
-from liver_hpc.cli.launch import launch_detached
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.run_job import job_of
-from liver_hpc.config.check import check_run
-from liver_hpc.config.indexed_data import read_indexed_data
-from liver_hpc.config.load import absolute_paths, dump_run
-from liver_hpc.config.problems import joined, parts
+from liver_hpc.config.load import absolute_paths
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import file_lock
 from liver_hpc.layout.candidates import resolve_layouts
 from liver_hpc.recipes.base import Recipe, load_recipe
-from liver_hpc.recipes.text_data import pinned, prefix_of
+from liver_hpc.recipes.text_data import prepare
 from liver_hpc.run.directory import (
     RunDirectory,
     claim_checkpoints,
@@ -30,6 +26,8 @@ from liver_hpc.run.directory import (
     process_lives,
 )
 from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome
+
+_LAUNCH_S = 120.0
 
 
 def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfig, Recipe]:
@@ -46,15 +44,11 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
     section = config.cluster.model_copy(update={"kind": kind})
     config = absolute_paths(config.model_copy(update={"cluster": section}))
     try:
-        config = resolve_layouts(config, load_recipe(config))
+        described = load_recipe(config)
+        config = resolve_layouts(config, described.spec, described.check_layout)
         recipe = load_recipe(config)  # it knows the run as it is resolved
     except ConfigError as error:
-        raise ConfigError(joined([*found, *parts(error)])) from error
-    if config.data is not None:
-        try:
-            prefix_of(config.data)  # text that is not there is noticed
-        except ConfigError as error:
-            found += parts(error)
+        raise ConfigError(*found, *error.args) from error
     check_run(config, recipe, found)
     return config, recipe
 
@@ -122,6 +116,36 @@ def _launch(run: RunDirectory) -> None:
             note_latest(run)
 
 
+def launch_detached(run: RunDirectory) -> None:
+    """Submits the run's coordinator, from a process of its own (`launch`) that notes the job id.
+
+    Ctrl-C does not come between a launch and its job id: it is raised once that is written.
+    Raises LiverError with what submitit said.
+    """
+    log = run.jobs_path / "launch.log"
+    cluster = run.config().cluster
+    limit_s = _LAUNCH_S + (cluster.slurm.unreachable_s if cluster.kind == "slurm" else 0.0)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "liver_hpc.cli.launch", str(run.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise LiverError(f"waited {limit_s:g} s for submitit; see {log}") from None
+    except KeyboardInterrupt:
+        process.wait(limit_s)
+        raise
+    if code != 0:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        raise LiverError(f"submitit: {lines[-1] if lines else f'exit code {code}'}; see {log}")
+
+
 def note_latest(run: RunDirectory) -> None:
     """`latest` names the run from now on, or else a line says why it does not."""
     if problem := point_latest(run):
@@ -181,35 +205,13 @@ def check_partitions(config: RunConfig, commands: SlurmCommands | None = None) -
         if wanted:
             problems.append(f"{where}: wanted {wanted} nodes, partition {name} has {has}")
     if problems:
-        raise ConfigError(joined(problems))
-
-
-def prepare_data(config: RunConfig) -> str:
-    """Turns `data.text` into an indexed `.bin/.idx` pair, unless that has been done.
-
-    In a process of its own, since Megatron's writer imports torch. Returns a line about the data.
-    Raises ConfigError for text that cannot be used, LiverError for everything else.
-    """
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        file.write(dump_run(config))
-        file.flush()
-        command = [sys.executable, "-P", "-m", "liver_hpc.recipes.text_data", "--config", file.name]
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-        )
-    if done.returncode == 0:
-        return done.stdout.strip()
-    said = done.stderr.strip().rpartition("error: ")[2] or f"exit code {done.returncode}"
-    raise (ConfigError if done.returncode == 2 else LiverError)(f"preparing the data: {said}")
+        raise ConfigError(*problems)
 
 
 def with_prepared_data(config: RunConfig) -> RunConfig:
-    """The same run on indexed data: the text may change while the run goes on."""
+    """The same run on indexed data: text may change while a run goes on, and may differ between
+    nodes. Raises ConfigError for text that cannot be used."""
     if config.data is None or config.data.text is None:
         return config
-    data = pinned(config.data)
-    try:
-        read_indexed_data(prefix_of(data))
-    except ConfigError:
-        prepare_data(config)
-    return config.model_copy(update={"data": data})
+    named = {"prefix": prepare(config.data).prefix, "text": None}
+    return config.model_copy(update={"data": config.data.model_copy(update=named)})

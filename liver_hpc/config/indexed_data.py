@@ -1,4 +1,4 @@
-"""Megatron's indexed token data: is a `.bin/.idx` pair whole? Reads the header, never the tokens.
+"""Megatron's indexed token data: the index of a `.bin/.idx` pair, written, and held against both.
 
 The `.idx` of megatron/core/datasets/indexed_dataset.py, little-endian: magic, version, type code,
 number of sequences and of document ends; then the lengths, the byte offsets and the document ends.
@@ -7,24 +7,21 @@ number of sequences and of document ends; then the lengths, the byte offsets and
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+
+import numpy as np
 
 from liver_hpc.errors import ConfigError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
-_TYPES = {
-    1: ("uint8", 1),
-    2: ("int8", 1),
-    3: ("int16", 2),
-    4: ("int32", 4),
-    5: ("int64", 8),
-    6: ("float64", 8),
-    7: ("float32", 4),
-    8: ("uint16", 2),
-}
+_TYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
+"""Of tokens, in the order of their codes, from 1."""
+_UINT16 = 8
 
 
 @dataclass(frozen=True)
@@ -43,20 +40,19 @@ def read_indexed_data(prefix: Path) -> IndexedData:
     index_bytes, held_bytes = _file_bytes(index), _file_bytes(tokens)
     try:
         with index.open("rb") as stream:
-            sequences, documents, code = _unpack_header(index, stream.read(_HEADER.size))
-            wanted_index = _HEADER.size + sequences * 12 + documents * 8
-            if index_bytes < wanted_index:
-                raise ConfigError(
-                    f"{index} is truncated: {sequences} sequences and {documents} document ends "
-                    f"want {wanted_index} bytes, the file has {index_bytes}"
-                )
-            stream.seek(_HEADER.size + (sequences - 1) * 4)
-            (last_length,) = struct.unpack("<i", stream.read(4))
-            stream.seek(_HEADER.size + sequences * 4 + (sequences - 1) * 8)
-            (last_offset,) = struct.unpack("<q", stream.read(8))
+            sequences, documents, name = _unpack_header(index, stream.read(_HEADER.size))
+        wanted_index = _HEADER.size + sequences * 12 + documents * 8
+        if index_bytes < wanted_index:
+            raise ConfigError(
+                f"{index} is truncated: {sequences} sequences and {documents} document ends "
+                f"want {wanted_index} bytes, the file has {index_bytes}"
+            )
+        lengths_end = _HEADER.size + sequences * 4
+        last_length = int(np.fromfile(index, "<i4", 1, offset=lengths_end - 4)[0])
+        last_offset = int(np.fromfile(index, "<i8", 1, offset=lengths_end + sequences * 8 - 8)[0])
     except OSError as error:
         raise ConfigError(f"{index} cannot be read: {error.strerror}") from None
-    name, token_bytes = _TYPES[code]
+    token_bytes = np.dtype(name).itemsize
     # Sequences lie one behind the other, so the end of the last one is the end of the data.
     wanted_bytes = last_offset + last_length * token_bytes
     if last_offset < 0 or last_length < 0 or wanted_bytes % token_bytes:
@@ -70,14 +66,27 @@ def read_indexed_data(prefix: Path) -> IndexedData:
     return IndexedData(prefix, name, sequences, ends, wanted_bytes // token_bytes)
 
 
+def write_index(path: Path, lengths: Sequence[int]) -> None:
+    """Writes the `.idx` of documents of `lengths` uint16 tokens, one behind the other, each of them
+    one sequence."""
+    count = len(lengths)
+    offsets_bytes = accumulate((2 * length for length in lengths[:-1]), initial=0)
+    path.write_bytes(
+        _HEADER.pack(_MAGIC, _VERSION, _UINT16, count, count + 1)
+        + struct.pack(f"<{count}i", *lengths)
+        + struct.pack(f"<{count}q", *offsets_bytes)
+        + struct.pack(f"<{count + 1}q", *range(count + 1))
+    )
+
+
 def _file_bytes(path: Path) -> int:
     if not path.is_file():
         raise ConfigError(f"{path} is missing; data.prefix wants {path.stem}.bin and .idx")
     return path.stat().st_size
 
 
-def _unpack_header(path: Path, header: bytes) -> tuple[int, int, int]:
-    """Numbers of sequences and of document ends, and the type code; raises ConfigError."""
+def _unpack_header(path: Path, header: bytes) -> tuple[int, int, str]:
+    """Numbers of sequences and of document ends, and the tokens' type; raises ConfigError."""
     if header[: len(_MAGIC)] != _MAGIC:
         raise ConfigError(f"{path} is not an index of Megatron's IndexedDataset (wrong magic)")
     if len(header) < _HEADER.size:
@@ -87,8 +96,8 @@ def _unpack_header(path: Path, header: bytes) -> tuple[int, int, int]:
     _, version, code, sequences, documents = _HEADER.unpack(header)
     if version != _VERSION:
         raise ConfigError(f"{path} has version {version}, wanted {_VERSION}")
-    if code not in _TYPES:
-        raise ConfigError(f"{path} has the unknown token type {code}, wanted one of {list(_TYPES)}")
+    if not 1 <= code <= len(_TYPES):
+        raise ConfigError(f"{path} has the unknown token type {code}, wanted 1 to {len(_TYPES)}")
     if sequences == 0:
         raise ConfigError(f"{path} holds no sequences")
-    return sequences, documents, code
+    return sequences, documents, _TYPES[code - 1]

@@ -1,22 +1,18 @@
-"""A run file -> RunConfig, with `--set` overrides; and RunConfig -> YAML that reads back equal."""
+"""A run file -> RunConfig, with `--set` overrides; and RunConfig -> YAML that reads back equal.
+
+A key that is given twice is an error, and every error names its line.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import re
+from collections.abc import Hashable, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
-from pydantic import ValidationError
+import yaml
 
-from liver_hpc.config.document import (
-    Document,
-    KeyPath,
-    dump_document,
-    parse_document,
-    parse_value,
-    read_document,
-)
-from liver_hpc.config.problems import joined, key_text, problems_of
+from liver_hpc.config.problems import KeyPath, key_text, validated
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 
@@ -27,65 +23,57 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Relative paths in the file stay as they are: they are relative to the current directory.
     Raises ConfigError that names file, line, key, what was wanted and what came, all at once.
     """
-    return _run_of(read_document(path), overrides)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a UTF-8 text file ({error.reason})") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    return parse_run(text, str(path), overrides)
 
 
-def parse_run(text: str, name: str = "run.yaml") -> RunConfig:
+def parse_run(text: str, name: str = "run.yaml", overrides: Sequence[str] = ()) -> RunConfig:
     """The same from a text; `name` stands for it in errors."""
-    return _run_of(parse_document(text, name), ())
+    values, lines = _parse(text, name)
+    set_by = {_override(values, override): override for override in overrides}
+
+    def where(path: KeyPath) -> str:
+        """File, line and key, or the override that a key came from."""
+        around = [path[:length] for length in range(len(path), 0, -1)]
+        if given := next((each for each in around if each in set_by), None):
+            override = f"--set {set_by[given]}"
+            return override if given == path else f"{override}: {key_text(path)}"
+        line = next((lines[each] for each in around if each in lines), None)
+        file = name if line is None else f"{name}:{line}"
+        return f"{file}: {key_text(path)}" if path else file
+
+    return validated(RunConfig, values, where)
 
 
 def dump_run(config: RunConfig) -> str:
     """The whole run as YAML, defaults included; `load_run` reads an equal object from it."""
-    return dump_document(config.model_dump())
+    # ASCII alone: PyYAML does not quote every Unicode line break that it reads as one.
+    return str(yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False))
 
 
 def absolute_paths(config: RunConfig) -> RunConfig:
     """The same run with every path absolute, so that it means the same in any directory."""
-    update: dict[str, Any] = {
-        "runs_directory": _absolute(config.runs_directory),
-        "recipe_directory": config.own_recipe_directory,
-    }
-    if (data := config.data) is not None:
-        text = data.text
-        update["data"] = data.model_copy(
-            update={
-                "prefix": None if data.prefix is None else _absolute(data.prefix),
-                "directory": _absolute(data.directory),
-                "text": [str(_absolute(Path(t))) for t in text] if isinstance(text, list) else text,
-            }
-        )
-    if (directory := config.checkpoint.directory) is not None:
-        update["checkpoint"] = config.checkpoint.model_copy(
-            update={"directory": _absolute(directory)}
-        )
-    return config.model_copy(update=update)
+    values = _absolute({**config.model_dump(), "recipe_directory": config.own_recipe_directory})
+    if config.data is not None and isinstance(config.data.text, list):
+        values["data"]["text"] = [str(_absolute(Path(text))) for text in config.data.text]
+    return RunConfig.model_validate(values)
 
 
-def _absolute(path: Path) -> Path:
-    return path.expanduser().absolute()
+def _absolute(value: Any) -> Any:
+    """A path, or those in a section."""
+    if isinstance(value, dict):
+        return {key: _absolute(held) for key, held in value.items()}
+    return value.expanduser().absolute() if isinstance(value, Path) else value
 
 
-def _run_of(document: Document, overrides: Sequence[str]) -> RunConfig:
-    set_by = {_override(document.values, override): override for override in overrides}
-    try:
-        return RunConfig.model_validate(document.values)
-    except ValidationError as error:
-        found = problems_of(error, RunConfig, document.values)
-        raise ConfigError(
-            joined([f"{_where(document, set_by, path)}: {text}" for path, text in found])
-        ) from None
-
-
-def _where(document: Document, set_by: dict[KeyPath, str], path: KeyPath) -> str:
-    """File, line and key, or the override that a key came from."""
-    for length in range(len(path), 0, -1):
-        if path[:length] in set_by:
-            given = f"--set {set_by[path[:length]]}"
-            return given if length == len(path) else f"{given}: {key_text(path)}"
-    line = document.line_of(path)
-    where = document.name if line is None else f"{document.name}:{line}"
-    return f"{where}: {key_text(path)}" if path else where
+# ---- overrides
 
 
 def _override(values: dict[Any, Any], override: str) -> KeyPath:
@@ -95,12 +83,18 @@ def _override(values: dict[Any, Any], override: str) -> KeyPath:
     if not equals or "" in parts:
         raise ConfigError(f"--set {override}: wanted key.sub=VALUE")
     try:
-        value = parse_value(text)
+        value = _parse_value(text)
     except ConfigError as error:
         raise ConfigError(f"--set {override}: {error}") from None
     section: Any = values
     for depth, part in enumerate(parts):
-        _check_entry(section, part, f"--set {override}", key_text(tuple(parts[:depth])))
+        name = key_text(tuple(parts[:depth]))
+        if isinstance(section, list):
+            if not isinstance(part, int) or part >= len(section):
+                said = f"{name} is a list of {len(section)}, without {part!r}"
+                raise ConfigError(f"--set {override}: {said}")
+        elif not isinstance(section, dict):
+            raise ConfigError(f"--set {override}: {name} is {section!r}, not a section")
         if depth == len(parts) - 1:
             section[part] = value
         elif isinstance(section, dict) and section.get(part) is None:
@@ -109,10 +103,85 @@ def _override(values: dict[Any, Any], override: str) -> KeyPath:
     return tuple(parts)
 
 
-def _check_entry(section: Any, part: str | int, override: str, name: str) -> None:
-    """Raises ConfigError where a key cannot stand in a section, or an index not in a list."""
-    if isinstance(section, list):
-        if not isinstance(part, int) or part >= len(section):
-            raise ConfigError(f"{override}: {name} is a list of {len(section)}, without {part!r}")
-    elif not isinstance(section, dict):
-        raise ConfigError(f"{override}: {name} is {section!r}, not a section")
+def _parse_value(text: str) -> Any:
+    """One YAML value, such as `4` or `[{tp: 2}]`; raises ConfigError."""
+    values, _ = _parse(f"value: {text}", repr(text))
+    if list(values) != ["value"]:
+        raise ConfigError(f"{text!r}: wanted one YAML value")
+    return values["value"]
+
+
+# ---- YAML
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe, and `1e-3` is a number as in YAML 1.2 (YAML 1.1 wants `1.0e-3`).
+
+    lines: of every key and list entry by its path, from 1.
+    """
+
+    def __init__(self, text: str, name: str) -> None:
+        super().__init__(text)
+        self.name = name
+        self.lines: dict[KeyPath, int] = {}
+        self._noted: set[int] = set()
+
+    def note_lines(self, node: yaml.Node, path: KeyPath = ()) -> None:
+        """Of all keys below a node; raises ConfigError for a key given twice."""
+        if id(node) in self._noted:  # an alias: its keys stand, and are checked, at its anchor
+            return
+        self._noted.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            for index, entry in enumerate(node.value):
+                self.lines[(*path, index)] = entry.start_mark.line + 1
+                self.note_lines(entry, (*path, index))
+        elif isinstance(node, yaml.MappingNode):
+            for key_node, value_node in node.value:
+                is_merge = key_node.tag == "tag:yaml.org,2002:merge"  # `<<: *base`
+                key = "<<" if is_merge else self.construct_object(key_node, deep=True)
+                if not isinstance(key, Hashable):
+                    continue  # construct_document refuses it, with its line
+                line, first = key_node.start_mark.line + 1, self.lines.get((*path, key))
+                if first is not None:
+                    raise ConfigError(
+                        f"{self.name}:{line}: key {key!r} is given twice, first in line {first}"
+                    )
+                self.lines[(*path, key)] = line
+                self.note_lines(value_node, (*path, key))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Knows paths, and quotes the texts that `_Loader` would take for numbers."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
+    )
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
+
+
+def _parse(text: str, name: str) -> tuple[dict[Any, Any], dict[KeyPath, int]]:
+    """What a text holds, and the lines of its keys; `name` stands for it in errors."""
+    loader = _Loader(text, name)
+    try:
+        values, node = None, loader.get_single_node()
+        if node is not None:
+            loader.note_lines(node)
+            values = loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = name if mark is None else f"{name}:{mark.line + 1}"
+        raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        # ValueError: a scalar that looks like a date or number but is none, such as 2024-13-45.
+        raise ConfigError(f"{name}: not valid YAML: {error}") from None
+    finally:
+        loader.dispose()
+    if values is None:
+        raise ConfigError(f"{name}: the file is empty")
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name}: wanted keys and values, got {type(values).__name__}")
+    return values, loader.lines

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, get_args, get_origin
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from liver_hpc.config.document import KeyPath
+from liver_hpc.errors import ConfigError
+
+KeyPath = tuple[Hashable, ...]
+Model = TypeVar("Model", bound=BaseModel)
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-RENAMED = {"away_s": "unreachable_s"}
-"""Keys of earlier releases, and what they are called now."""
-REMOVED = {
-    "metrics.flush_interval_s": "every event goes to the journal at once",
-    "cluster.slurm.mpi": "nodes meet over MPI without a plugin of Slurm's",
+_NO_MORE = "there is no such key any more, leave it out"
+EARLIER = {
+    "cluster.slurm.away_s": "this key is called 'unreachable_s' now",
+    "cluster.slurm.mpi": f"{_NO_MORE}: nodes meet over MPI without a plugin of Slurm's",
+    "metrics.flush_interval_s": f"{_NO_MORE}: every event goes to the journal at once",
 }
 """Keys of earlier releases, and what holds now."""
 _BOUNDS = {
@@ -39,40 +42,23 @@ _KINDS = {
 _QUANTITY = re.compile(r"^\s*([0-9]+)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
 
-def joined(problems: Sequence[str]) -> str:
-    """One problem as it is, several one a line."""
-    if len(problems) == 1:
-        return problems[0]
-    return f"{len(problems)} problems\n" + "\n".join(f"  {problem}" for problem in problems)
-
-
-def parts(error: Exception) -> list[str]:
-    first, *lines = str(error).splitlines()
-    return (
-        [line.strip() for line in lines] if re.fullmatch(r"\d+ problems", first) else [str(error)]
-    )
-
-
 def key_text(path: KeyPath) -> str:
     """`("layouts", 4, 1, "tp")` as `layouts.4.1.tp`, as `--set` takes it."""
     return ".".join(map(str, path))
 
 
-def suggestion(wrong: str, valid: Iterable[str]) -> str:
-    """A did-you-mean for an unknown key, or nothing."""
-    close = difflib.get_close_matches(wrong, list(valid), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def problems_of(
-    error: ValidationError, model: type[BaseModel], values: Any
-) -> Iterator[tuple[KeyPath, str]]:
-    """Path and text of every problem that pydantic found in `values`, each key once."""
-    by_path: dict[KeyPath, list[ErrorDetails]] = {}
-    for detail in error.errors():
-        by_path.setdefault(_real_path(detail, values), []).append(detail)
-    for path, details in by_path.items():
-        yield path, _text(details, path, model)
+def validated(model: type[Model], values: Any, where: Callable[[KeyPath], str]) -> Model:
+    """The model of `values`; raises ConfigError with every problem that pydantic finds, each key
+    once, after what `where` says of its path."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        by_path: dict[KeyPath, list[ErrorDetails]] = {}
+        for detail in error.errors():
+            by_path.setdefault(_real_path(detail, values), []).append(detail)
+    raise ConfigError(
+        *(f"{where(path)}: {_text(details, path, model)}" for path, details in by_path.items())
+    )
 
 
 def _real_path(detail: ErrorDetails, values: Any) -> KeyPath:
@@ -94,17 +80,18 @@ def _text(details: list[ErrorDetails], path: KeyPath, model: type[BaseModel]) ->
     kind, got, key = details[0]["type"], details[0]["input"], str(path[-1]) if path else ""
     if kind == "extra_forbidden":
         valid = sorted(_fields_at(model, path[:-1]))
-        if RENAMED.get(key) in valid:
-            return f"this key is called {RENAMED[key]!r} now"
-        if key_text(path) in REMOVED:
-            return f"there is no such key any more, leave it out: {REMOVED[key_text(path)]}"
-        return f"unknown key{suggestion(key, valid)} (valid keys here: {', '.join(valid)})"
+        if (now := EARLIER.get(key_text(path))) is not None:
+            return now
+        close = difflib.get_close_matches(key, valid, n=1)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        return f"unknown key{meant} (valid keys here: {', '.join(valid)})"
     if kind == "missing":
         return "this key is required"
     if kind == "value_error":
         return str(details[0].get("ctx", {}).get("error", details[0]["msg"]))
     wanted = " or ".join(dict.fromkeys(_wanted(detail, key) for detail in details))
-    came = "nothing" if got is None else _short(got)
+    came = "nothing" if got is None else repr(got)
+    came = came if len(came) <= 80 else f"{came[:77]}..."
     return f"wanted {wanted}, got {came}{_hint(key, got)}"
 
 
@@ -123,11 +110,6 @@ def _wanted(detail: ErrorDetails, key: str) -> str:
     if basic == "float" and key.endswith("_s"):
         return "a number of seconds"
     return _KINDS.get(basic) or detail["msg"][:1].lower() + detail["msg"][1:]
-
-
-def _short(got: Any) -> str:
-    text = repr(got)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _hint(key: str, got: Any) -> str:

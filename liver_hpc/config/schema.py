@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -142,7 +144,50 @@ class DeadlineSection(Section):
     exit_s: Seconds = 10.0
 
 
-SbatchOptions = dict[Annotated[str, Field(pattern=r"^[a-z][a-z-]*$")], str | int | bool]
+_OWN_OPTIONS = {
+    "cpus-per-task": "cpus_per_node",
+    "gpus-per-node": "gpus_per_node",
+    "job-name": "name",
+    "no-requeue": "cluster.slurm.requeue",
+    "nodes": "nodes",
+    "ntasks": "workers_per_node",
+    "ntasks-per-node": "workers_per_node",
+    "partition": "partition",
+    "requeue": "cluster.slurm.requeue",
+    "signal": "cluster.slurm.end_window_s",
+    "time": "cluster.timeout_min, or time_min of a burst",
+}
+"""Options of sbatch that liver gives itself, and the key that says what it gives."""
+_KEYLESS = re.compile("array|comment|error|hold|open-mode|output|parsable|test-only|wait|wrap")
+"""More of them, of which no key says anything."""
+
+
+def _plain(text: str) -> str:
+    """Of a batch script's line: a line end in it would begin another."""
+    if not (text.strip() and text.isprintable()):
+        raise ValueError(f"{text!r} is empty or has control characters")
+    return text
+
+
+def _option(name: str) -> str:
+    if name in _OWN_OPTIONS:
+        raise ValueError(f"liver gives --{name} itself; its key is {_OWN_OPTIONS[name]}")
+    if _KEYLESS.fullmatch(name):
+        raise ValueError(f"liver gives --{name} itself")
+    return name
+
+
+def _option_value(value: str | int | bool) -> str | int | bool:
+    if value is False:
+        raise ValueError("wanted a value, or true for none; leave it out instead")
+    return _plain(value) if isinstance(value, str) else value
+
+
+PlainText = Annotated[str, AfterValidator(_plain)]
+SbatchOptions = dict[
+    Annotated[str, Field(pattern=r"^[a-z][a-z-]*$"), AfterValidator(_option)],
+    Annotated[str | int | bool, AfterValidator(_option_value)],
+]
 """Further options of sbatch by their long names, without dashes; true means without a value."""
 
 
@@ -154,7 +199,7 @@ class ComponentSection(Section):
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,30}$")]
-    partition: str | None = None
+    partition: PlainText | None = None
     nodes: PositiveInt = 1
     workers_per_node: PositiveInt | None = None
     join: Literal["auto", "asked"] = "auto"
@@ -166,7 +211,7 @@ class ComponentSection(Section):
 class BurstSection(Section):
     """Preemptible allocations of their own, asked for and given back while the run goes on."""
 
-    partition: str
+    partition: PlainText
     max_nodes: PositiveInt
     min_nodes: NonNegativeInt = 0
     nodes_per_request: PositiveInt = 1
@@ -183,12 +228,12 @@ class BurstSection(Section):
 class SlurmSection(Section):
     """How the run uses a Slurm cluster."""
 
-    account: str | None = None
-    qos: str | None = None
+    account: PlainText | None = None
+    qos: PlainText | None = None
     components: list[ComponentSection] = []
     burst: BurstSection | None = None
     setup: list[str] = []
-    python: str | None = None
+    python: PlainText | None = None
     requeue: bool = True
     end_window_s: Seconds = 120.0
     poll_s: Seconds = 5.0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Generic, TypeVar
 
-from liver_hpc.config.schema import RunConfig
+from liver_hpc.cluster.slurm.commands import PartitionInfo, SlurmCommands
+from liver_hpc.config.schema import RunConfig, SlurmSection
 from liver_hpc.errors import LiverError
 
 NAME_WIDTH = 16
@@ -30,6 +32,25 @@ class Order:
     account: str | None = None
     gpus_per_node: int = 0
     grant_s: float = 120.0
+    commands: SlurmCommands = field(
+        default_factory=lambda: SlurmCommands(command_s=20.0, unreachable_s=0.0)
+    )
+
+    @cached_property
+    def partitions(self) -> dict[str, PartitionInfo]:
+        return self.commands.partitions()
+
+    def modes(self, names: str) -> list[str]:
+        """How jobs are preempted in a partition, or in each of several, with commas between."""
+        return [self.partitions[name].preempt_mode for name in names.split(",")]
+
+    @property
+    def runs_directory(self) -> Path:
+        return self.config.runs_directory.absolute()
+
+    @property
+    def slurm(self) -> SlurmSection:
+        return self.config.cluster.slurm
 
 
 class Level(StrEnum):
@@ -52,17 +73,11 @@ class Result:
         found = " ".join(f"{self.found}{advice}".split())
         return f"{self.level:<4}  {check:<{NAME_WIDTH}}  {found}"
 
-    def json(self, check: str) -> dict[str, str]:
-        return {"check": check, **asdict(self)}
-
 
 passed = partial(Result, Level.PASS)
 warned = partial(Result, Level.WARN)
 failed = partial(Result, Level.FAIL)
 skipped = partial(Result, Level.SKIP)
-
-Finding = tuple[str, Result]
-"""The name of a check, and what it has found."""
 
 
 @dataclass(frozen=True)
@@ -80,26 +95,26 @@ class Check(Generic[Context]):
 
 @dataclass
 class Examination:
-    """Checks one after the other; what a failed one stands in the way of is skipped."""
+    """Checks one after the other; what a failed one stands in the way of is skipped. tell: hears
+    of each check what it has found, at once."""
 
+    tell: Callable[[str, Result], None]
     obstacles: dict[str, str] = field(default_factory=dict)
     """What became of the checks that stand in the way of others."""
 
-    def run(self, checks: Sequence[Check[Context]], context: Context) -> Iterator[Finding]:
-        """Yields each finding as soon as there is one."""
+    def run(self, checks: Sequence[Check[Context]], context: Context) -> None:
         for check in checks:
             result = self.obstacle(check.needs)
             if result is not None:
                 self.obstacles[check.name] = "was not made"
-                yield check.name, result
-                continue
-            try:
-                result = check.look(context)
-            except LiverError as error:
-                result = failed(str(error), check.advice)
-            if result.level is Level.FAIL:
-                self.obstacles[check.name] = "failed"
-            yield check.name, result
+            else:
+                try:
+                    result = check.look(context)
+                except LiverError as error:
+                    result = failed(str(error), check.advice)
+                if result.level is Level.FAIL:
+                    self.obstacles[check.name] = "failed"
+            self.tell(check.name, result)
 
     def obstacle(self, needs: Sequence[str]) -> Result | None:
         """Why something that needs these checks cannot be done; None when it can."""

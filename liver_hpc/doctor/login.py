@@ -5,49 +5,20 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
-from liver_hpc.cluster.slurm.commands import PartitionInfo, SlurmCommands, SlurmError
-from liver_hpc.config.schema import SlurmSection
+from liver_hpc.cluster.slurm.commands import SlurmError
 from liver_hpc.doctor.checks import Check, Order, Result, failed, passed, warned
 from liver_hpc.errors import ConfigError
 
 COMMANDS = ("sbatch", "srun", "scancel", "scontrol", "squeue", "sinfo")
 
-_COMMAND_S = 20.0
 # A controller that does not trust this host's credentials hangs up.
 _AUTHENTICATION = re.compile(r"munge|credential|authenticat|Zero Bytes", re.I)
 _HINT = "If munged is up"
 
 
-@dataclass
-class Login:
-    """What the checks of a login node work with."""
-
-    order: Order
-    commands: SlurmCommands = field(
-        default_factory=lambda: SlurmCommands(command_s=_COMMAND_S, unreachable_s=0.0)
-    )
-
-    def setting(self, name: str) -> str:
-        return self.commands.setting(name)
-
-    @cached_property
-    def partitions(self) -> dict[str, PartitionInfo]:
-        return self.commands.partitions()
-
-    @property
-    def runs_directory(self) -> Path:
-        return self.order.config.runs_directory.absolute()
-
-    @property
-    def slurm(self) -> SlurmSection:
-        return self.order.config.cluster.slurm
-
-
-def _commands(login: Login) -> Result:
+def _commands(order: Order) -> Result:
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if missing:
         return failed(
@@ -57,9 +28,9 @@ def _commands(login: Login) -> Result:
     return passed(f"in {Path(str(shutil.which('srun'))).parent}")
 
 
-def _controller(login: Login) -> Result:
+def _controller(order: Order) -> Result:
     try:
-        version = login.setting("SLURM_VERSION")
+        version = order.commands.setting("SLURM_VERSION")
     except SlurmError as error:
         complaint = error.complaint or str(error)
         for line in complaint.splitlines():
@@ -67,18 +38,19 @@ def _controller(login: Login) -> Result:
                 advice = "start munged here and on the controller, with the same key and right time"
                 return failed(line, advice)
         return failed(complaint, "ask for slurmctld; `scontrol ping` says where it should be")
-    cluster, kind = login.setting("ClusterName"), login.setting("AuthType")
+    cluster, kind = order.commands.setting("ClusterName"), order.commands.setting("AuthType")
     return passed(f"cluster {cluster} takes this host's credentials ({kind}), Slurm {version}")
 
 
-def _partitions(login: Login) -> Result:
-    held = login.partitions
+def _partitions(order: Order) -> Result:
+    held = order.partitions
     listed = ", ".join(
         f"{p.name} (preempt mode {p.preempt_mode}, grace {p.grace_s:g} s)" for p in held.values()
     )
-    named = [component.partition for component in login.slurm.components]
-    named += [login.slurm.burst.partition if login.slurm.burst else None, login.order.partition]
-    missing = list(dict.fromkeys(name for name in named if name and name not in held))
+    named = [component.partition for component in order.slurm.components]
+    named += [order.slurm.burst.partition if order.slurm.burst else None, order.partition]
+    asked = (name for names in named if names for name in names.split(","))
+    missing = list(dict.fromkeys(name for name in asked if name not in held))
     if missing:
         return failed(
             f"no partition {', '.join(map(repr, missing))}; there are {listed or 'none'}",
@@ -87,24 +59,24 @@ def _partitions(login: Login) -> Result:
     return passed(listed)
 
 
-def _preemption(login: Login) -> Result:
+def _preemption(order: Order) -> Result:
     """Whether what is meant to be preempted is, and with time enough to leave."""
     # Slurm preempts a het job only when every component may be.
-    parts = [part for part in login.slurm.components if part.partition is not None]
-    modes = {part.name: login.partitions[str(part.partition)].preempt_mode for part in parts}
-    shields = sorted(part for part, mode in modes.items() if mode == "OFF")
-    shielded = sorted(modes.keys() - set(shields))
+    parts = {part.name: part.partition for part in order.slurm.components if part.partition}
+    shields = sorted(name for name, given in parts.items() if "OFF" in order.modes(given))
+    shielded = sorted(parts.keys() - set(shields))
     if shields and shielded:
         return warned(
             f"components {', '.join(shielded)} are never preempted: {', '.join(shields)} of the "
             "same job cannot be",
             "move what is to be preempted to cluster.slurm.burst, a job of its own",
         )
-    burst, kind = login.slurm.burst, login.setting("PreemptType")
-    name = burst.partition if burst else login.order.partition
+    burst, kind = order.slurm.burst, order.commands.setting("PreemptType")
+    name = burst.partition if burst else order.partition
     if name is None:
         return passed(f"{kind}; no burst partition is named")
-    mode, grace_s = login.partitions[name].preempt_mode, login.partitions[name].grace_s
+    mode = next((mode for mode in order.modes(name) if mode != "OFF"), "OFF")
+    grace_s = min(order.partitions[part].grace_s for part in name.split(","))
     if mode == "OFF":
         return passed(f"{kind}; jobs in {name} are never preempted (PreemptMode OFF)")
     if grace_s <= 0:
@@ -112,7 +84,7 @@ def _preemption(login: Login) -> Result:
             f"{name} gives no grace time: its nodes are lost without a warning",
             "ask for GraceTime on it; until then a preemption ends in the last resort",
         )
-    took_s = slowest_handoff_s(login.runs_directory)
+    took_s = slowest_handoff_s(order.runs_directory)
     if grace_s < took_s:
         return warned(
             f"{name} gives {grace_s:g} s of grace, the slowest handoff measured took "
@@ -123,19 +95,25 @@ def _preemption(login: Login) -> Result:
 
 
 def slowest_handoff_s(runs_directory: Path) -> float:
-    """Notice to release of the slowest handoff in the newest run here; 0 when none is known."""
+    """Notice to release of the slowest handoff in the newest run here, 0 when none is known. One
+    that had to boot joiners does not count: whoever leaves a node boots none."""
     from liver_hpc.report.store import read_run
 
     try:
         records = read_run(runs_directory / "latest")
     except (ConfigError, OSError):
         return 0.0
-    done = [record for record in records.reconfigurations if record.outcome == "completed"]
-    return max((record.released_s - record.notice_s for record in done), default=0.0)
+    took_s = [
+        record.released_s - record.notice_s
+        for record in records.reconfigurations
+        if record.outcome == "completed"
+        and set(record.target_workers.split(",")) <= set(record.source_workers.split(","))
+    ]
+    return max(took_s, default=0.0)
 
 
-def _runs_directory(login: Login) -> Result:
-    directory = login.runs_directory
+def _runs_directory(order: Order) -> Result:
+    directory = order.runs_directory
     there = next(path for path in (directory, *directory.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return failed(f"{there} cannot be written to", "name another by --runs-directory")

@@ -1,46 +1,109 @@
-"""Checks that need nodes: each asks probes, and judges what they answer."""
+"""Nodes with a probe on each, the line on which to ask them, and the checks of what they answer.
+
+The probes are one step of Slurm, in the job around this process, or srun takes an allocation of its
+own for it. srun hands what it reads to all probes; what they say comes back as lines of JSON (see
+`probe`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import queue
 import secrets
+import signal
+import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.doctor.checks import Check, Level, Result, failed, passed, skipped, warned
-from liver_hpc.doctor.probe import ASKERS_TOKEN, Said, versions
-from liver_hpc.doctor.step import Probes
-from liver_hpc.errors import LiverError
+from liver_hpc.cluster.slurm.script import python_words
+from liver_hpc.doctor.checks import Check, Level, Order, Result, failed, passed, skipped, warned
+from liver_hpc.doctor.probe import ANSWER, ASKERS_TOKEN, Said, versions
+from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.host.child import Child, Command
+from liver_hpc.host.process import quiet_thread
 from liver_hpc.run.secret import create_secret
 
+ALLOCATION_MIN = 10
+"""Time limit of the doctor's own allocation, in minutes: its end is Slurm's, whatever happens."""
 MOST_SKEW_S = 0.5
 
+_START_S = 60.0
+_END_S = 5.0
+_KILL_S = 10.0
 _NODE_S = 30.0
 _MEET_S = 60.0
 _BYTES_S = 120.0
 _SEEN_S = 15.0
 
 
-@dataclass(frozen=True)
 class Nodes:
-    """What the checks of nodes work with. directory: the doctor's own, in the runs directory."""
+    """`count` nodes with a probe on each, behind one process here that reads requests and prints
+    answers.
 
-    probes: Probes
-    names: tuple[str, ...]
-    directory: Path
+    words: its command. When this process ends, it gets SIGTERM and the end of its input.
+    directory: the doctor's own, in the runs directory. names: the nodes', once they have greeted.
+    """
+
+    def __init__(self, words: Sequence[str], count: int, directory: Path) -> None:
+        self.directory = directory
+        self.names: list[str] = []
+        self._count = count
+        self._requests = 0
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._told: deque[str] = deque(maxlen=3)  # what else was printed, the end of it
+        self._child = Child(
+            Command(
+                "the doctor's step",
+                words,
+                orphan_signal=signal.SIGTERM,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                apart="session",  # Ctrl-C is for this process, which ends the step
+            )
+        )
+        quiet_thread(self._read, "probes")
+
+    def ask(
+        self, nodes: Sequence[str], probe: str, limit_s: float, **arguments: Any
+    ) -> dict[str, Said]:
+        """The answer of each of `nodes` by node; without any, of all that there are.
+
+        Raises LiverError when a node could not look or there is none any more, DeadlineError
+        when one is late.
+        """
+        self._requests += 1
+        request = {"number": self._requests, "nodes": nodes, "probe": probe, "with": arguments}
+        with contextlib.suppress(BrokenPipeError):  # the end of the answers says why
+            self._child.stdin.write(json.dumps(request) + "\n")
+            self._child.stdin.flush()
+        waits_for = f"the {probe} probe on {', '.join(nodes) or f'{self._count} nodes'}"
+        deadline = Deadline.after(SystemClock(), limit_s, waits_for)
+        answers: dict[str, Said] = {}
+        while len(answers) < (len(nodes) or self._count):
+            said = self._next(deadline, answers)
+            if said["number"] != self._requests:
+                continue  # of an earlier request, too late
+            if "error" in said:
+                raise LiverError(f"the {probe} probe on {said['node']}: {said['error']}")
+            answers[said["node"]] = said
+        return answers
 
     def one(self, node: str, probe: str, limit_s: float, **arguments: Any) -> Said:
-        return self.probes.ask([node], probe, limit_s, **arguments)[node]
+        return self.ask([node], probe, limit_s, **arguments)[node]
 
     def each(self, probe: str, **arguments: Any) -> Result:
         """The worst of what the nodes find about themselves, and who says what."""
-        answers = self.probes.ask(self.names, probe, _NODE_S, **arguments)
+        answers = self.ask(self.names, probe, _NODE_S, **arguments)
         results = [
             (name, Result(Level(said["level"]), said["found"], said["advice"]))
             for name, said in sorted(answers.items())
@@ -53,8 +116,94 @@ class Nodes:
         told = [f"{', '.join(names)}: {found}" for found, names in who.items()]
         return replace(worst, found="; ".join(told))
 
+    def _next(self, deadline: Deadline, answers: dict[str, Said]) -> Said:
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.001, deadline.remaining_s()))
+            except queue.Empty:
+                only = [f"only {', '.join(answers)} answered"] if answers else []
+                said = "; ".join([str(deadline.error()), *only, *self._told])
+                raise DeadlineError(said) from None
+            if line is None:
+                self._lines.put(None)
+                self._child.wait(_END_S)
+                told = " | ".join(self._told) or f"it said nothing ({self._child.how()})"
+                raise LiverError(f"{deadline.waits_for}: {told}")
+            if line.startswith(ANSWER):
+                return dict(json.loads(line.removeprefix(ANSWER)))
+            self._told.append(line.strip())
 
-@contextmanager
+    def _read(self) -> None:
+        with self._child.stdout as lines:
+            for line in filter(str.strip, lines):
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def close(self) -> None:
+        """The probes end with their input; what has not ended then is made to."""
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.close()
+        with contextlib.suppress(DeadlineError):
+            self._child.wait(_END_S)
+        self._child.end(_END_S)  # SIGTERM: srun passes it on, or takes its request back
+
+
+@contextlib.contextmanager
+def nodes_of(order: Order) -> Iterator[tuple[Nodes, str]]:
+    """The nodes, and the job that they are of; neither probes, nor nodes taken for them, nor what
+    they wrote is left afterwards.
+
+    Raises LiverError when nodes are refused, DeadlineError when they are not granted in
+    `order.grant_s` or Python does not start there.
+    """
+    name, around = f"liver-doctor-{secrets.token_hex(4)}", os.environ.get("SLURM_JOB_ID", "")
+    count = order.nodes or int(os.environ["SLURM_JOB_NUM_NODES"])
+    with own_directory(order.runs_directory) as directory:
+        probe = ["-P", "-m", "liver_hpc.doctor.probe", str(directory)]
+        probe += [order.config.network.model_dump_json()]
+        words = [*_srun(order, count, name, around), *python_words(order.config.cluster), *probe]
+        nodes = Nodes(words, count, directory)
+        try:
+            greetings = _greetings(nodes, order, name)
+            nodes.names = sorted(greetings)
+            yield nodes, greetings[nodes.names[0]]["job"]
+        finally:
+            nodes.close()
+            if not around:
+                order.commands.cancel_named(name)
+
+
+def _srun(order: Order, count: int, name: str, around: str) -> list[str]:
+    longest_s = order.grant_s + 60 * ALLOCATION_MIN
+    words = ["timeout", f"--kill-after={_KILL_S:g}", f"{longest_s:g}"]  # it passes a SIGTERM on
+    words += ["srun", f"--job-name={name}", f"--nodes={count}", f"--ntasks={count}"]
+    words += ["--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--mpi=none"]
+    wanted: dict[str, Any] = {"gres": order.gpus_per_node and f"gpu:{order.gpus_per_node}"}
+    if around:
+        wanted["jobid"] = around
+        words.append("--overlap")
+    else:
+        wanted |= {"time": ALLOCATION_MIN, "partition": order.partition}
+        wanted["account"] = order.account or order.slurm.account
+    return words + [f"--{option}={value}" for option, value in wanted.items() if value]
+
+
+def _greetings(nodes: Nodes, order: Order, name: str) -> dict[str, Said]:
+    """name: of the job, if it is the doctor's own, which may still have to be granted."""
+    try:
+        return nodes.ask((), "hello", order.grant_s)
+    except DeadlineError as error:
+        waiting = [job for job in order.commands.named(name).values() if not job.nodes]
+        if waiting:
+            where = f"partition {order.partition}" if order.partition else "the default partition"
+            raise DeadlineError(
+                f"waited {order.grant_s:g} s for {order.nodes} nodes of {where} (the request is "
+                f"{waiting[0].state.lower()}, {waiting[0].reason})"
+            ) from error
+    return nodes.ask((), "hello", _START_S)
+
+
+@contextlib.contextmanager
 def own_directory(runs_directory: Path) -> Iterator[Path]:
     """A private directory with a secret; afterwards there is neither it nor one made for it."""
     made = not runs_directory.exists()
@@ -69,8 +218,11 @@ def own_directory(runs_directory: Path) -> Iterator[Path]:
             yield Path(own.name)
     finally:
         if made:
-            with suppress(OSError):  # something else has come into it
+            with contextlib.suppress(OSError):  # something else has come into it
                 runs_directory.rmdir()
+
+
+# ---- checks
 
 
 def _shared(nodes: Nodes) -> Result:
@@ -88,7 +240,7 @@ def _shared(nodes: Nodes) -> Result:
 def _clocks(nodes: Nodes) -> Result:
     """All are asked at once: what they say is apart by no more than their clocks and the wait."""
     began_s = time.monotonic()
-    answers = nodes.probes.ask(nodes.names, "now", _NODE_S)
+    answers = nodes.ask(nodes.names, "now", _NODE_S)
     wait_s = time.monotonic() - began_s
     said = sorted((said["s"], name) for name, said in answers.items())
     (slow_s, slow), (fast_s, fast) = said[0], said[-1]
@@ -107,15 +259,15 @@ def _meeting(nodes: Nodes) -> Result:
 
 def _bandwidth(backend: str, nodes: Nodes) -> Result:
     first, second = pair = nodes.names[:2]
-    opened = nodes.probes.ask(pair, "store", _BYTES_S, within_s=_BYTES_S / 2)
+    opened = nodes.ask(pair, "store", _BYTES_S, within_s=_BYTES_S / 2)
     lacking = [name for name in pair if backend == "nccl" and not opened[name]["cuda"]]
-    if lacking == list(pair):
+    if lacking == pair:
         return skipped(f"not applicable: no CUDA device on {first} and {second}")
     if lacking:
         return failed(f"of {first} and {second} only {lacking[0]} has no CUDA device", _LINK)
     asked = {"rank_0": first, "backend": backend, "within_s": _BYTES_S / 2}
     asked["at"] = opened[first]["at"]
-    said = nodes.probes.ask(pair, "measure", _BYTES_S, **asked)[second]
+    said = nodes.ask(pair, "measure", _BYTES_S, **asked)[second]
     return passed(
         f"{said['megabytes_per_s']:.0f} MB/s from {first} to {second} by {said['transport']}"
     )

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from liver_hpc.config.problems import joined
-from liver_hpc.config.schema import (
-    AUTO,
-    LayoutSection,
-    RunConfig,
-    TrainSection,
-)
+from liver_hpc.config.schema import AUTO, LayoutSection, RunConfig, TrainSection
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.memory import worker_bytes
@@ -20,19 +14,6 @@ from liver_hpc.layout.tensors import ModelSpec
 
 NEAREST = 4
 """How many layouts an error explains."""
-
-
-class DescribesModel(Protocol):
-    """What is asked of a recipe here."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    def check_layout(self, layout: Layout) -> None:
-        """Raises ConfigError when the model cannot be laid out so."""
-
-    def hidden_shape(self) -> tuple[int, ...]:
-        """Raises ConfigError when the recipe knows no pipeline stages."""
 
 
 class StepTerms(NamedTuple):
@@ -105,52 +86,47 @@ def workers_of_a_node(config: RunConfig) -> int | None:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Judges layouts for one run and one recipe."""
+    """Judges layouts for one run and one model.
+
+    check_layout: raises ConfigError for a layout that the model cannot have.
+    """
 
     config: RunConfig
-    recipe: DescribesModel
+    model: ModelSpec
+    check_layout: Callable[[Layout], None]
 
     def fault(self, layout: Layout) -> str:
         """Why the run cannot take a layout; empty when it can."""
-        train = self.config.train
-        if train.global_batch % (train.micro_batch * layout.dp):
-            return (
-                f"train.global_batch {train.global_batch} is not a multiple of micro_batch x dp = "
-                f"{train.micro_batch} x {layout.dp}"
-            )
+        if fault := batch_fault(self.config.train, layout):
+            return fault
         node = workers_of_a_node(self.config)
         if node is not None and layout.tp > node:
             return f"tp={layout.tp} is more than the {node} workers of a node"
-        if layout.tp > 1 and all(tensor.tp_dim is None for tensor in self.recipe.spec.tensors):
+        if layout.tp > 1 and all(tensor.tp_dim is None for tensor in self.model.tensors):
             return "no tensor of the model is split over tp"
         try:
-            if layout.pp > 1:
-                self.recipe.hidden_shape()
-            self.recipe.check_layout(layout)
+            self.check_layout(layout)
         except ConfigError as error:
             return str(error)
-        return memory_fault(self.config, self.recipe.spec, layout)
+        return memory_fault(self.config, self.model, layout)
 
     def table(self) -> dict[int, list[Layout]]:
         """All layouts that the run can take by worker count, those expected fastest first."""
-        train = self.config.train
+        fitting = (each for each in layouts_up_to(self.config.workers.max) if not self.fault(each))
         found: dict[int, list[Layout]] = {}
-        for layout in layouts_up_to(self.config.workers.max):
-            if not self.fault(layout):
-                found.setdefault(layout.workers, []).append(layout)
-        return {
-            count: sorted(found[count], key=lambda layout: expected_order(layout, train))
-            for count in sorted(found)
-        }
+        for layout in self._in_order(fitting):
+            found.setdefault(layout.workers, []).append(layout)
+        return found
 
     def why_none(self, workers: int) -> str:
         """Why the best few layouts of `workers` workers cannot be taken."""
+        nearest = (each for each in layouts_up_to(workers) if each.workers == workers)
+        some = self._in_order(nearest)[:NEAREST]
+        return "; ".join(f"{layout}: {self.fault(layout)}" for layout in some)
+
+    def _in_order(self, layouts: Iterable[Layout]) -> list[Layout]:
         train = self.config.train
-        nearest = sorted(
-            (layout for layout in layouts_up_to(workers) if layout.workers == workers),
-            key=lambda layout: expected_order(layout, train),
-        )[:NEAREST]
-        return "; ".join(f"{layout}: {self.fault(layout)}" for layout in nearest)
+        return sorted(layouts, key=lambda each: (each.workers, expected_order(each, train)))
 
 
 def layouts_up_to(workers: int) -> Iterator[Layout]:
@@ -161,14 +137,24 @@ def layouts_up_to(workers: int) -> Iterator[Layout]:
                 yield Layout(tp, pp, dp)
 
 
-def fullest_bytes(model: ModelSpec, layout: Layout) -> int:
-    """Bytes of parameters, gradients and optimizer state of a layout's fullest worker.
+def fullest_worker(model: ModelSpec, layout: Layout) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer state, by kind, of a layout's fullest worker.
 
     Exact to within the padding between the optimizer's parameters.
     """
     # On one stage every tp rank holds as much, and every dp rank as much of each bucket.
     seats = [Coordinate(0, stage, 0) for stage in range(layout.pp)]
-    return max(sum(worker_bytes(model, layout, seat).values()) for seat in seats)
+    return max((worker_bytes(model, layout, seat) for seat in seats), key=lambda b: sum(b.values()))
+
+
+def batch_fault(train: TrainSection, layout: Layout) -> str:
+    """Why a global batch cannot be split over a layout; empty when it can."""
+    if train.global_batch % (train.micro_batch * layout.dp) == 0:
+        return ""
+    return (
+        f"train.global_batch {train.global_batch} is not a multiple of micro_batch x dp = "
+        f"{train.micro_batch} x {layout.dp}"
+    )
 
 
 def memory_fault(config: RunConfig, model: ModelSpec, layout: Layout) -> str:
@@ -180,7 +166,8 @@ def memory_fault(config: RunConfig, model: ModelSpec, layout: Layout) -> str:
     most = config.policy.memory_bytes
     if most is None:
         return ""
-    held, staging = fullest_bytes(model, layout), config.handoff.staging_bytes
+    held = sum(fullest_worker(model, layout).values())
+    staging = config.handoff.staging_bytes
     if held + staging <= most:
         return ""
     return (
@@ -189,17 +176,17 @@ def memory_fault(config: RunConfig, model: ModelSpec, layout: Layout) -> str:
     )
 
 
-def resolve_layouts(config: RunConfig, recipe: DescribesModel) -> RunConfig:
+def resolve_layouts(
+    config: RunConfig, model: ModelSpec, check_layout: Callable[[Layout], None]
+) -> RunConfig:
     """The run with `layouts: auto` written out as a table, and `policy.layout` set to auto.
 
     It leaves a table that the run file gives as it is. Raises ConfigError when no layout can be
-    taken with `workers.initial` workers, or when one of the file's exceeds `policy.memory_bytes`.
+    taken with `workers.initial` workers.
     """
     if config.layouts != AUTO:
-        if config.policy.memory_bytes is not None:
-            _check_memory(config, recipe)
         return config
-    candidates = Candidates(config, recipe)
+    candidates = Candidates(config, model, check_layout)
     table, initial = candidates.table(), config.workers.initial
     if initial not in table:
         counts = ", ".join(map(str, table)) or "none"
@@ -213,17 +200,3 @@ def resolve_layouts(config: RunConfig, recipe: DescribesModel) -> RunConfig:
     }
     policy = config.policy.model_copy(update={"layout": AUTO})
     return config.model_copy(update={"layouts": layouts, "policy": policy})
-
-
-def _check_memory(config: RunConfig, recipe: DescribesModel) -> None:
-    problems = []
-    for count in config.worker_counts:
-        for index, layout in enumerate(config.allowed_layouts(count)):
-            try:
-                recipe.check_layout(layout)
-            except ConfigError:
-                continue  # told by the checks of the whole run
-            if fault := memory_fault(config, recipe.spec, layout):
-                problems.append(f"layouts.{count}.{index} ({layout}): {fault}")
-    if problems:
-        raise ConfigError(joined(problems))

@@ -15,9 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from liver_hpc.config.problems import joined, key_text, problems_of
+from liver_hpc.config.problems import key_text, validated
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
@@ -135,6 +135,8 @@ class Recipe(ABC):
 
     def check_layout(self, layout: Layout) -> None:
         """Raises ConfigError when the model cannot be laid out so."""
+        if layout.pp > 1:
+            self.hidden_shape()
         self.spec.stage_layers(layout.pp)
         for tensor in self.spec.tensors:
             local_shape(tensor, layout.tp)
@@ -160,10 +162,5 @@ def load_recipe(config: RunConfig) -> Recipe:
     recipe_class = getattr(module, class_name, None)
     if not (isinstance(recipe_class, type) and issubclass(recipe_class, Recipe)):
         raise ConfigError(f"recipe: {module_name!r} has no subclass of Recipe named {class_name!r}")
-    try:
-        options = recipe_class.Options.model_validate(config.model)
-    except ValidationError as error:
-        found = problems_of(error, recipe_class.Options, config.model)
-        texts = [f"{key_text(('model', *path))}: {text}" for path, text in found]
-        raise ConfigError(joined(texts)) from error
+    options = validated(recipe_class.Options, config.model, lambda path: key_text(("model", *path)))
     return recipe_class(options, config)

@@ -2,30 +2,21 @@
 
 A token is a byte, 0 to 255; 256 ends a document, and a file is a document. The prefix is named
 after the list of files, their sizes and times, so that other text never meets an old index.
-
-    python -m liver_hpc.recipes.text_data --config run.yaml [--set data.max_text_bytes=1000000]
-
-Importing this imports no torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import glob
 import hashlib
 import os
-import sys
 import sysconfig
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from liver_hpc.config.indexed_data import read_indexed_data
-from liver_hpc.config.load import load_run
+from liver_hpc.config.indexed_data import IndexedData, read_indexed_data, write_index
 from liver_hpc.config.schema import DataSection
-from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.errors import ConfigError
 from liver_hpc.host.files import file_lock
 
 END_OF_DOCUMENT = 256
@@ -117,27 +108,26 @@ def _text_prefix(data: DataSection, files: Sequence[TextFile]) -> Path:
     return data.directory / f"text-{hashed.hexdigest()}"
 
 
-def pinned(data: DataSection) -> DataSection:
-    """The same data, named by its prefix: text may change while a run goes on, and may differ
-    between nodes."""
-    return data.model_copy(update={"prefix": prefix_of(data), "text": None})
-
-
-def prepare(data: DataSection) -> Path:
-    """Tokenizes `data.text` unless that has been done, and returns the prefix.
+def prepare(data: DataSection) -> IndexedData:
+    """Tokenizes `data.text` unless that has been done.
 
     Any number of processes may call it at once: one writes while the others wait. `data.prefix`
     is only checked. Raises ConfigError for text that cannot be read, an output that cannot be
     written, or indexed data that is not whole.
     """
     if data.prefix is not None:
-        return read_indexed_data(data.prefix).prefix
+        return read_indexed_data(data.prefix)
     files = text_files(data)
     prefix = _text_prefix(data, files)
-    with file_lock(prefix.with_name(prefix.name + ".lock")):
-        if not all(_suffixed(prefix, suffix).exists() for suffix in _SUFFIXES):
-            _write(prefix, files)
-    return read_indexed_data(prefix).prefix
+    if not _is_written(prefix):
+        with file_lock(prefix.with_name(prefix.name + ".lock")):
+            if not _is_written(prefix):
+                _write(prefix, files)
+    return read_indexed_data(prefix)
+
+
+def _is_written(prefix: Path) -> bool:
+    return all(_suffixed(prefix, suffix).exists() for suffix in _SUFFIXES)
 
 
 def _suffixed(prefix: Path, suffix: str) -> Path:
@@ -151,11 +141,11 @@ def _write(prefix: Path, files: Sequence[TextFile]) -> None:
 
     made = {suffix: _suffixed(prefix, f"{suffix}.part") for suffix in _SUFFIXES}
     try:
-        builder = _megatron_builder()(str(made["bin"]), dtype=np.uint16)
-        for file in files:
-            tokens = np.append(np.frombuffer(_read(file), np.uint8), np.uint16(END_OF_DOCUMENT))
-            builder.add_document(tokens, [len(tokens)])
-        builder.finalize(str(made["idx"]))
+        with made["bin"].open("wb") as stream:
+            for file in files:
+                text = np.frombuffer(_read(file), np.uint8)
+                stream.write(np.append(text, np.uint16(END_OF_DOCUMENT)).tobytes())
+        write_index(made["idx"], [file.take_bytes + 1 for file in files])
         for suffix, path in made.items():
             path.replace(_suffixed(prefix, suffix))
     except OSError as error:
@@ -163,16 +153,6 @@ def _write(prefix: Path, files: Sequence[TextFile]) -> None:
     finally:
         for path in made.values():
             path.unlink(missing_ok=True)
-
-
-def _megatron_builder() -> Any:
-    """Megatron's IndexedDatasetBuilder. Its import warns of what only training would use."""
-    from liver_hpc.recipes.cpu_modules import import_only_triton
-
-    with warnings.catch_warnings(), import_only_triton():
-        warnings.simplefilter("ignore")
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-    return IndexedDatasetBuilder
 
 
 def _read(file: TextFile) -> bytes:
@@ -184,26 +164,3 @@ def _read(file: TextFile) -> bytes:
     if len(text) != file.take_bytes:
         raise ConfigError(f"data.text: {file.path} shrank while it was read")
     return text
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepares the data of one run file; prints where it is."""
-    parser = argparse.ArgumentParser(prog="python -m liver_hpc.recipes.text_data")
-    parser.add_argument("--config", type=Path, required=True, help="the run file")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    options = parser.parse_args(arguments)
-    try:
-        data = load_run(options.config, options.set).data
-        if data is None:
-            raise ConfigError(f"{options.config}: data is not given")
-        prefix = prepare(data)
-        held = read_indexed_data(prefix)
-        print(f"{prefix}: {held.documents} documents, {held.tokens} tokens of {held.token_type}")
-    except LiverError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.convergence.__main__ import FULL, config_of, differences, result
-from liver_hpc.config.check import check_run
+from liver_hpc.cli.check import check_run
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import load_recipe

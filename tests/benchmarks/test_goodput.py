@@ -28,7 +28,7 @@ from benchmarks.goodput.trace import (
     goodput,
     poisson_trace,
 )
-from liver_hpc.config.check import check_run
+from liver_hpc.cli.check import check_run
 from liver_hpc.errors import LiverError
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.run.records import RunRecords

@@ -14,7 +14,7 @@ from benchmarks.reconfigure.cells import Rows, time_left_s
 from benchmarks.reconfigure.figures import figures, measured, result
 from benchmarks.reconfigure.live import rows as live_rows
 from benchmarks.reconfigure.sweep import Cell, Sweep, cells, load_sweep
-from liver_hpc.config.check import check_run
+from liver_hpc.cli.check import check_run
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.run.records import RunRecords

@@ -102,4 +102,4 @@ def test_a_job_that_may_not_be_queued_again_fails_when_its_window_was_too_short(
         "step": 0,
     }
     log = (run / "submitit" / f"{job}_0_log.out").read_text()
-    assert "not requeued because: checkpoint function returned None" in log
+    assert "LiverError: its job's time was up before its state was on disk" in log

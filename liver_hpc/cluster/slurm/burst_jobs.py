@@ -31,7 +31,7 @@ from liver_hpc.run.outcome import write_private_json
 
 RECORD_FILE = "burst.json"
 
-_NONE = BurstSection(partition="", max_nodes=1)
+_NONE = BurstSection(partition="none", max_nodes=1)
 """In the place of a section that the run file has not; it is never opened."""
 
 log = logging.getLogger(__name__)

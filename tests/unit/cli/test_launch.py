@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from submitit.core.utils import UncompletedJobError
 
 from liver_hpc.cli.launch import CoordinatorJob, coordinate_locally
 from liver_hpc.coordinator.connections import Control, Inbox, InboxEvent
@@ -54,7 +53,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in numbers}
     yield log
     for number, handler in before.items():
@@ -73,24 +72,17 @@ def ends_as(state: str, reason: str = "so it was") -> Ends:
 
 @pytest.fixture
 def hangs() -> Iterator[Ends]:
-    """A coordinator that does not end by itself."""
+    """A coordinator that does not end by itself, in a job that is told of its end."""
     over = threading.Event()
 
     def run(directory: Path) -> Outcome | None:
         (directory / "coordinator.json").write_text("{}")
+        os.kill(os.getpid(), signal.SIGUSR2)
         over.wait(LIMIT_S)
         return None
 
     yield run
     over.set()
-
-
-def running(run: RunDirectory) -> CoordinatorJob:
-    """A job that has called its coordinator, as far as `checkpoint` sees."""
-    job = CoordinatorJob()
-    job._hosted = HostedCoordinator(run.path)
-    job._hosted.start()
-    return job
 
 
 def test_a_job_whose_run_has_failed_fails(coordinator: Coordinator, asked: Path) -> None:
@@ -104,7 +96,7 @@ def test_a_job_whose_coordinator_leaves_nothing_fails(
     coordinator: Coordinator, asked: Path
 ) -> None:
     coordinator(lambda directory: None)
-    with pytest.raises(LiverError, match="there is no outcome"):
+    with pytest.raises(LiverError, match="ended without an outcome; its logs are"):
         CoordinatorJob()(str(a_run(requeue=True).path))
 
 
@@ -131,8 +123,9 @@ def test_a_missed_window_has_the_job_queued_again(
     """By ourselves: submitit would write to the disk first, which may be full."""
     coordinator(hangs)
     run = a_run(requeue=True)
-    with pytest.raises(SystemExit):
-        running(run).checkpoint(str(run.path))
+    with pytest.raises(SystemExit) as ended:
+        CoordinatorJob()(str(run.path))
+    assert ended.value.code == 0
     assert asked.read_text().splitlines()[-1] == "scontrol requeue 77"
     assert run.last_outcome() is None
 
@@ -142,7 +135,8 @@ def test_a_missed_window_is_the_end_where_the_job_may_not_be_queued_again(
 ) -> None:
     coordinator(hangs)
     run = a_run(requeue=False)
-    running(run).checkpoint(str(run.path))
+    with pytest.raises(LiverError, match=OUT_OF_TIME.reason):
+        CoordinatorJob()(str(run.path))
     assert run.outcome() == OUT_OF_TIME
     assert not (run.path / "coordinator.json").exists()
     assert "requeue" not in asked.read_text()
@@ -163,42 +157,44 @@ def test_a_job_that_ends_before_its_coordinator_began_fails_where_it_may_not_be(
     assert asked.read_text() == ""
 
 
-def test_submitits_word_that_the_job_ends_makes_it_fail(
-    coordinator: Coordinator,
-    asked: Path,
-    hangs: Ends,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    coordinator(hangs)
-    run = a_run(requeue=False)
-    job = CoordinatorJob()
-
-    def signalled(hosted: HostedCoordinator, limit_s: float | None = None) -> bool:
-        """As submitit's handler does, while the job waits for the coordinator."""
-        if limit_s is not None:
-            return False
-        job.checkpoint(str(run.path))
-        raise UncompletedJobError("not requeued")
-
-    monkeypatch.setattr(HostedCoordinator, "wait", signalled)
-    with pytest.raises(LiverError, match=OUT_OF_TIME.reason):
-        job(str(run.path))
-    assert run.outcome() == OUT_OF_TIME
-    assert "requeue" not in asked.read_text()
-
-
 def test_a_coordinator_that_ends_in_the_window_has_the_last_word(
     coordinator: Coordinator, asked: Path
 ) -> None:
+    """Also when the job is told once more while submitit writes its result."""
     reason = "its job is about to end; checkpoint of step 3"
-    coordinator(ends_as("stopped", reason))
+
+    def ends(directory: Path) -> Outcome:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        outcome = Outcome("stopped", reason, 3)
+        outcome.write(directory)
+        return outcome
+
+    coordinator(ends)
     run = a_run(requeue=False, end_window_s=LIMIT_S)
-    job = running(run)
-    job.checkpoint(str(run.path))
-    assert job._hosted is not None
-    job._hosted.give_up()
-    assert job._hosted.outcome == Outcome("stopped", reason, 3)
+    assert CoordinatorJob()(str(run.path)) == 0
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert run.outcome() == Outcome("stopped", reason, 3)
     assert asked.read_text().count("requeue") == 0
+
+
+def test_a_cancelled_job_stops_its_run(coordinator: Coordinator, asked: Path) -> None:
+    told = threading.Event()
+    stop = HostedCoordinator.stop
+
+    def ends(directory: Path) -> Outcome:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told.wait(LIMIT_S)
+        return Outcome("stopped", "SIGTERM", 3)
+
+    def stopped(hosted: HostedCoordinator, why: str) -> None:
+        stop(hosted, why)
+        assert why == "SIGTERM"
+        told.set()
+
+    coordinator(ends)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostedCoordinator, "stop", stopped)
+        assert CoordinatorJob()(str(a_run(requeue=True).path)) == 0
 
 
 @pytest.mark.usefixtures("asked")

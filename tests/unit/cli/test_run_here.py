@@ -39,8 +39,8 @@ def _with_the_standin(tmp_path: Path, repository: Path, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def in_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As if in job 77; what was asked of Slurm."""
+def in_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """As if in job 77; what was asked of Slurm. Signal handlers are as before afterwards."""
     log = tmp_path / "asked"
     programs = tmp_path / "programs"
     programs.mkdir()
@@ -49,7 +49,11 @@ def in_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    return log
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield log
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class Here:

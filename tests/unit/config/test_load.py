@@ -105,6 +105,7 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
          "leave it out: every event goes to the journal at once"),
         ("qqq=4", "unknown key (valid keys here: checkpoint, cluster, data, deadlines, handoff, "),
         ("layouts.2.0.ep=4", "valid keys here: dp, pp, tp"),
+        ("cluster.slurm.away_s=5", "away_s=5: this key is called 'unreachable_s' now"),
         ("cluster.slurm.mpi=pmi2", "mpi=pmi2: there is no such key any more, leave it "
          "out: nodes meet over MPI without a plugin of Slurm's"),
         ("handoff.staging_bytes=64MB", "a whole number of bytes, got '64MB'; write 64000000"),

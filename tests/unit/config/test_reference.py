@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from liver_hpc.config.check import check_run
+from liver_hpc.cli.check import check_run
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import (
     BurstSection,

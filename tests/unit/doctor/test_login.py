@@ -12,7 +12,7 @@ from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.doctor import login as module
 from liver_hpc.doctor.checks import Examination, Level, Order, Result
-from liver_hpc.doctor.login import LOGIN_CHECKS, Login, slowest_handoff_s
+from liver_hpc.doctor.login import LOGIN_CHECKS, slowest_handoff_s
 from liver_hpc.run.records import RunRecords
 from tests.slurm_answers import Answer
 from tests.unit.config.runs import minimal
@@ -65,8 +65,10 @@ def results(
             return replies.get(key, Answer(0, answers[key]))
 
         wanted = config.model_copy(update={"runs_directory": tmp_path / "runs"})
-        login = Login(Order(wanted, **order), SlurmCommands(1.0, 0.0, run=run))
-        return dict(Examination().run(LOGIN_CHECKS, login))
+        results: dict[str, Result] = {}
+        asked = Order(wanted, commands=SlurmCommands(1.0, 0.0, run=run), **order)
+        Examination(results.__setitem__).run(LOGIN_CHECKS, asked)
+        return results
 
     return examine
 
@@ -144,14 +146,30 @@ def test_a_grace_time_is_held_against_the_slowest_handoff_of_the_newest_run(
     run = tmp_path / "runs" / "latest"
     run.mkdir(parents=True)
     attempts = [
-        reconfiguration(outcome=outcome, notice_s=7.0, released_s=7.0 + took_s)
-        for took_s, outcome in [(12.0, "completed"), (41.5, "completed"), (99.0, "aborted")]
+        reconfiguration(
+            outcome=outcome, notice_s=7.0, released_s=7.0 + took_s, target_workers=workers
+        )
+        for took_s, outcome, workers in [
+            (12.0, "completed", "0"),
+            (41.5, "completed", "1"),
+            (55.0, "completed", "0,1,2"),  # whoever leaves a node boots no joiners
+            (99.0, "aborted", "0"),
+        ]
     ]
     write_journal(run, RunRecords([], attempts, [], {}))
     assert slowest_handoff_s(tmp_path / "runs") == 41.5
     found = results(cluster(), partition="spot")["preemption"]
     assert found.level is Level.WARN
     assert "30 s of grace, the slowest handoff measured took 41.5 s" in found.found
+
+
+def test_a_job_may_be_offered_several_partitions(results: Any) -> None:
+    burst = {"partition": "spot,abrupt", "max_nodes": 1}
+    found = results(cluster(components=components(main="stable,spot"), burst=burst))
+    assert found["partitions"].level is Level.PASS
+    assert found["preemption"].found.startswith("spot,abrupt gives no grace time")
+    found = results(cluster(components=components(main="stable,gpu")))["partitions"]
+    assert found.found.startswith("no partition 'gpu'; there are stable")
 
 
 def test_a_runs_directory_that_cannot_be_made(results: Any, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from liver_hpc.config.schema import NetworkSection
 from liver_hpc.doctor import probe
 from liver_hpc.doctor.checks import Examination, Level, Result
 from liver_hpc.doctor.nodes import NODE_CHECKS, PAIR_CHECKS, Nodes, own_directory
-from liver_hpc.doctor.step import Probes
 from liver_hpc.errors import LiverError
 
 LIMIT_S = 30.0
@@ -38,22 +37,26 @@ for probe in probes:
 """
 
 
-def probes(directory: Path, interface: str = "lo") -> Probes:
+def nodes_in(directory: Path, interface: str = "lo") -> Nodes:
     network = NetworkSection(interface=interface).model_dump_json()
-    return Probes([sys.executable, "-c", SRUN, str(directory), network], 2)
+    nodes = Nodes([sys.executable, "-c", SRUN, str(directory), network], 2, directory)
+    nodes.names = sorted(nodes.ask((), "hello", LIMIT_S))
+    return nodes
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    with own_directory(tmp_path / "runs") as directory, closing(probes(directory)) as started:
-        assert sorted(started.ask((), "hello", LIMIT_S)) == ["n1", "n2"]
-        yield Nodes(started, ("n1", "n2"), directory)
+    with own_directory(tmp_path / "runs") as directory, closing(nodes_in(directory)) as started:
+        assert started.names == ["n1", "n2"]
+        yield started
     assert not (tmp_path / "runs").exists()
 
 
 def found(nodes: Nodes, *names: str) -> dict[str, Result]:
     checks = [check for check in (*NODE_CHECKS, *PAIR_CHECKS) if check.name in names or not names]
-    return dict(Examination().run(checks, nodes))
+    results: dict[str, Result] = {}
+    Examination(results.__setitem__).run(checks, nodes)
+    return results
 
 
 def test_two_nodes_on_which_all_is_well(nodes: Nodes) -> None:
@@ -68,8 +71,8 @@ def test_two_nodes_on_which_all_is_well(nodes: Nodes) -> None:
 
 def test_a_directory_of_one_host_alone(nodes: Nodes, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    elsewhere = Nodes(nodes.probes, nodes.names, tmp_path / "other")
-    result = found(elsewhere, "shared directory")["shared directory"]
+    nodes.directory = tmp_path / "other"
+    result = found(nodes, "shared directory")["shared directory"]
     assert result.level is Level.FAIL
     assert f"n1, n2: {tmp_path}/runs as the asking host has it is not there" in result.found
     assert "all nodes mount" in result.advice
@@ -83,8 +86,8 @@ def test_what_one_node_lacks_is_told_of_it(nodes: Nodes) -> None:
 
 
 def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
-    with closing(probes(tmp_path, interface="nowhere0")) as started:
-        results = found(Nodes(started, ("n1", "n2"), tmp_path), "interfaces", "gloo")
+    with closing(nodes_in(tmp_path, interface="nowhere0")) as started:
+        results = found(started, "interfaces", "gloo")
     assert results["interfaces"].level is Level.FAIL
     assert "no interface 'nowhere0'" in results["interfaces"].found
     assert results["gloo"].level is Level.SKIP
@@ -94,15 +97,15 @@ def test_a_probe_that_cannot_look_says_why(nodes: Nodes) -> None:
     with pytest.raises(
         LiverError, match=r"the join probe on n1: MeetingError: waited .* for the rendezvous"
     ):
-        nodes.probes.ask(["n1"], "join", LIMIT_S, within_s=0.2)
+        nodes.ask(["n1"], "join", LIMIT_S, within_s=0.2)
 
 
 def test_a_probe_that_hangs_holds_up_no_other(nodes: Nodes) -> None:
     at = nodes.one("n1", "store", LIMIT_S, within_s=LIMIT_S)["at"]
     waits = {"rank_0": "n1", "backend": "gloo", "at": at, "within_s": LIMIT_S}
     with pytest.raises(LiverError, match=r"waited 0.1 s for the measure probe on n1"):
-        nodes.probes.ask(["n1"], "measure", 0.1, **waits)
-    assert nodes.probes.ask(["n1"], "now", LIMIT_S).keys() == {"n1"}
+        nodes.ask(["n1"], "measure", 0.1, **waits)
+    assert nodes.ask(["n1"], "now", LIMIT_S).keys() == {"n1"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.doctor.step import Probes
+from liver_hpc.doctor.nodes import Nodes
 from liver_hpc.errors import DeadlineError, LiverError
 
 LIMIT_S = 20.0
@@ -36,21 +36,22 @@ while :; do sleep 0.1; done
 """
 
 DOCTOR = """
-from pathlib import Path
+from subprocess import CompletedProcess
+
 from liver_hpc.cluster.slurm.commands import SlurmCommands
-from liver_hpc.doctor import command, step
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.doctor import nodes
 from liver_hpc.doctor.checks import Order
-from tests.slurm_answers import Answer
-step._KILL_S = 0.5
-order = Order(command.RunConfig.model_validate(command._LEAST), nodes=1)
-commands = SlurmCommands(1.0, 1.0, run=lambda words, limit_s: Answer(0, "", ""))
-with step.probes_on_nodes(order, commands, Path("runs")):
+
+nodes._KILL_S = 0.5
+commands = SlurmCommands(1.0, 1.0, run=lambda words, limit_s: CompletedProcess(words, 0, "", ""))
+with nodes.nodes_of(Order(RunConfig.model_construct(), nodes=1, commands=commands)):
     pass
 """
 
 
-def python(program: str, count: int = 1) -> Probes:
-    return Probes([sys.executable, "-c", program], count)
+def python(program: str, count: int = 1) -> Nodes:
+    return Nodes([sys.executable, "-c", program], count, Path())
 
 
 def test_what_else_is_printed_and_answers_that_come_late_are_passed_over() -> None:
@@ -96,7 +97,7 @@ def test_an_srun_that_does_not_end_is_killed_with_the_doctor(tmp_path: Path) -> 
     srun.write_text(SRUN.format(pid_file=pid_file))
     srun.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    doctor = subprocess.Popen([sys.executable, "-c", DOCTOR], env=environment)
+    doctor = subprocess.Popen([sys.executable, "-c", DOCTOR], env=environment, cwd=tmp_path)
     waits_for = Deadline.after(SystemClock(), 20.0, "srun to start")
     poll_until(lambda: pid_file.exists() and bool(pid_file.read_text()), waits_for, 0.05)
     pid = int(pid_file.read_text())

@@ -12,7 +12,7 @@ from liver_hpc.layout.candidates import (
     PRIOR,
     Candidates,
     expected_order,
-    fullest_bytes,
+    fullest_worker,
     layouts_up_to,
     resolve_layouts,
     step_terms,
@@ -23,7 +23,7 @@ from liver_hpc.layout.memory import worker_bytes
 from liver_hpc.layout.ownership import PARAMETER_ALIGNMENT
 from liver_hpc.layout.policy import MARGIN, REMEMBERED_STEPS, LayoutPolicy
 from liver_hpc.layout.tensors import ModelSpec, TensorSpec
-from liver_hpc.recipes.base import load_recipe
+from liver_hpc.recipes.base import BuildContext, NoOptions, Recipe, load_recipe
 from tests.unit.config.runs import minimal
 from tests.unit.layout.models import LAYOUTS, MODELS, TIED
 
@@ -32,22 +32,15 @@ TP2, TP4, PP2, PP4 = Layout(2, 1, 1), Layout(4, 1, 1), Layout(1, 2, 1), Layout(1
 TP2_DP2, PP2_DP2, TP2_PP2 = Layout(2, 1, 2), Layout(1, 2, 2), Layout(2, 2, 1)
 
 
-class Described:
-    """A recipe as far as layouts are concerned: TIED's four layers and heads."""
+def check_layout(layout: Layout) -> None:
+    """As TIED's recipe would: four layers and heads."""
+    if 4 % layout.tp:
+        raise ConfigError(f"tp={layout.tp} does not divide 4 heads")
+    TIED.stage_layers(layout.pp)
 
-    def __init__(self, spec: ModelSpec = TIED, stages: bool = True) -> None:
-        self.spec = spec
-        self._stages = stages
 
-    def check_layout(self, layout: Layout) -> None:
-        if 4 % layout.tp:
-            raise ConfigError(f"tp={layout.tp} does not divide 4 heads")
-        self.spec.stage_layers(layout.pp)
-
-    def hidden_shape(self) -> tuple[int, ...]:
-        if not self._stages:
-            raise ConfigError("no hidden_shape")
-        return (8, 1, 16)
+def fullest_bytes(model: ModelSpec, layout: Layout) -> int:
+    return sum(fullest_worker(model, layout).values())
 
 
 def auto(**sections: Any) -> RunConfig:
@@ -55,7 +48,7 @@ def auto(**sections: Any) -> RunConfig:
 
 
 def resolved(**sections: Any) -> dict[int, list[Layout]]:
-    config = resolve_layouts(auto(**sections), Described())
+    config = resolve_layouts(auto(**sections), TIED, check_layout)
     return {count: config.allowed_layouts(count) for count in config.worker_counts}
 
 
@@ -71,14 +64,14 @@ def test_every_layout_that_divides_the_fastest_expected_first() -> None:
 
 
 def test_the_resolved_run_chooses_by_itself() -> None:
-    config = resolve_layouts(auto(), Described())
+    config = resolve_layouts(auto(), TIED, check_layout)
     assert config.policy.layout == "auto"
     assert RunConfig.model_validate(config.model_dump()) == config
 
 
 def test_a_table_stays_as_it_is() -> None:
     config = minimal()
-    assert resolve_layouts(config, Described()) is config
+    assert resolve_layouts(config, TIED, check_layout) is config
 
 
 def test_a_pipeline_without_micro_batches_to_fill_it_comes_late() -> None:
@@ -129,13 +122,6 @@ def test_memory_leaves_out_what_is_too_large() -> None:
     assert wanted in str(raised.value)
 
 
-def test_a_table_is_held_against_the_memory_too() -> None:
-    staging = minimal().handoff.staging_bytes
-    config = minimal(policy={"memory_bytes": staging + fullest_bytes(TIED, TP2)})
-    with pytest.raises(ConfigError, match=r"^layouts\.2\.0 \(tp1 pp1 dp2\): its fullest worker"):
-        resolve_layouts(config, Described())
-
-
 def test_no_layout_for_the_first_workers_says_why() -> None:
     with pytest.raises(ConfigError) as raised:
         resolved(workers={"initial": 3, "max": 4})
@@ -152,7 +138,7 @@ def test_tensor_parallelism_stays_on_a_node() -> None:
     slurm = {"components": [{"name": "main", "gpus_per_node": 4}], "burst": burst}
     config = auto(cluster={"kind": "slurm", "slurm": slurm})
     assert workers_of_a_node(config) == 2
-    fault = Candidates(config, Described()).fault(TP4)
+    fault = Candidates(config, TIED, check_layout).fault(TP4)
     assert fault == "tp=4 is more than the 2 workers of a node"
     assert workers_of_a_node(auto(cluster={"kind": "slurm"})) is None
     assert workers_of_a_node(auto(cluster={"kind": "slurm", "workers_per_node": 3})) == 3
@@ -161,19 +147,38 @@ def test_tensor_parallelism_stays_on_a_node() -> None:
 
 def test_axes_that_the_recipe_does_not_know() -> None:
     copied = ModelSpec((TensorSpec("weight", (4, 4), 0),), layers=4, parameter_bytes=4)
-    candidates = Candidates(auto(), Described(copied, stages=False))
+
+    class Parts(Recipe):
+        def describe(self) -> ModelSpec:
+            return copied
+
+        def build(self, context: BuildContext) -> Any:
+            raise NotImplementedError
+
+        def batch(self, step: int) -> Any:
+            raise NotImplementedError
+
+        def loss(self, model: Any, samples: Any) -> Any:
+            raise NotImplementedError
+
+    recipe = Parts(NoOptions(), auto())
+    with pytest.raises(ConfigError, match="Parts gives no hidden_shape, so it allows pp=1 only"):
+        recipe.check_layout(PP2)
+    candidates = Candidates(auto(), recipe.spec, recipe.check_layout)
     assert candidates.table() == {1: [DP1], 2: [DP2], 4: [DP4]}
     assert candidates.fault(TP2) == "no tensor of the model is split over tp"
 
 
 def test_a_real_recipe_describes_itself() -> None:
     config = auto()
-    assert resolve_layouts(config, load_recipe(config)).worker_counts == [1, 2, 4]
+    recipe = load_recipe(config)
+    found = resolve_layouts(config, recipe.spec, recipe.check_layout)
+    assert found.worker_counts == [1, 2, 4]
 
 
 def test_a_thousand_workers_take_no_time() -> None:
     config = auto(train={"steps": 1, "global_batch": 1024}, workers={"initial": 1, "max": 1024})
-    table = resolve_layouts(config, Described()).layout_table
+    table = resolve_layouts(config, TIED, check_layout).layout_table
     assert max(table) == 1024
     assert sum(map(len, table.values())) < 11 * 3 * 3 + 1
 

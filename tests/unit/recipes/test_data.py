@@ -17,7 +17,7 @@ from liver_hpc.errors import ConfigError, DeadlineError
 from liver_hpc.host.files import file_lock
 from liver_hpc.recipes import text_data
 from liver_hpc.recipes.cpu_modules import import_only_triton
-from liver_hpc.recipes.text_data import END_OF_DOCUMENT, pinned, prefix_of, prepare, text_files
+from liver_hpc.recipes.text_data import END_OF_DOCUMENT, prefix_of, prepare, text_files
 
 with import_only_triton():
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -54,20 +54,32 @@ def documents(prefix: Path) -> list[list[int]]:
 
 
 def test_a_file_is_a_document_of_its_bytes(texts: Path) -> None:
-    assert documents(prepare(section(texts))) == [
+    assert documents(prepare(section(texts)).prefix) == [
         [*TEXTS[name], END_OF_DOCUMENT] for name in ("a.txt", "b.txt", "sub/c.txt")
     ]
 
 
 def test_the_limit_cuts_the_text(texts: Path) -> None:
-    found = documents(prepare(section(texts, limit=len(TEXTS["a.txt"]) + 3)))
+    found = documents(prepare(section(texts, limit=len(TEXTS["a.txt"]) + 3)).prefix)
     assert found == [[*TEXTS["a.txt"], END_OF_DOCUMENT], [*b"sec", END_OF_DOCUMENT]]
 
 
+def test_the_pair_is_as_megatron_writes_it(texts: Path, tmp_path: Path) -> None:
+    written = prepare(section(texts)).prefix
+    builder = IndexedDatasetBuilder(str(tmp_path / "megatron.bin"), dtype=np.uint16)
+    for document in documents(written):
+        builder.add_document(document, [len(document)])
+    builder.finalize(str(tmp_path / "megatron.idx"))
+    for suffix in ("bin", "idx"):
+        expected = (tmp_path / f"megatron.{suffix}").read_bytes()
+        assert written.with_name(f"{written.name}.{suffix}").read_bytes() == expected
+
+
 def test_what_is_done_is_not_done_again(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix = prepare(section(texts))
+    held = prepare(section(texts))
+    prefix = held.prefix
     monkeypatch.setattr(text_data, "_write", None)
-    assert prepare(section(texts)) == prefix
+    assert prepare(section(texts)) == held
     assert sorted(path.name for path in prefix.parent.iterdir()) == [
         f"{prefix.name}.{suffix}" for suffix in ("bin", "idx", "lock")
     ]
@@ -84,20 +96,11 @@ def test_other_text_has_another_name(texts: Path) -> None:
     assert not (texts.parent / "data").exists()
 
 
-def test_pinned_data_survives_a_change_of_its_source(texts: Path) -> None:
-    data = section(texts)
-    prefix = prepare(data)
-    fixed = pinned(data)
-    (texts / "a.txt").write_bytes(b"changed")
-    assert prefix_of(fixed) == prefix != prefix_of(data)
-    assert prepare(fixed) == prefix
-
-
 def test_several_processes_may_prepare_at_once(texts: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        prefixes = set(pool.map(prepare, [section(texts)] * 4))
-    assert len(prefixes) == 1
-    assert len(documents(prefixes.pop())) == 3
+        made = set(pool.map(prepare, [section(texts)] * 4))
+    assert len(made) == 1
+    assert len(documents(made.pop().prefix)) == 3
 
 
 def test_the_standard_library_is_found_without_its_tests(tmp_path: Path) -> None:
@@ -109,7 +112,7 @@ def test_the_standard_library_is_found_without_its_tests(tmp_path: Path) -> None
     directories = {part for file in everything for part in file.path.parts[:-1]}
     assert directories.isdisjoint({"test", "tests", "site-packages"})
     assert {"json", "asyncio"} <= directories
-    tokens = np.fromfile(f"{prepare(data)}.bin", dtype=np.uint16)
+    tokens = np.fromfile(f"{prepare(data).prefix}.bin", dtype=np.uint16)
     assert len(tokens) == 300_000 + len(files)
     assert tokens.max() == END_OF_DOCUMENT
 
@@ -153,23 +156,6 @@ def test_an_output_that_cannot_be_written_is_named(texts: Path) -> None:
     (texts.parent / "data").write_bytes(b"a file")
     with pytest.raises(ConfigError, match="cannot be written"):
         prepare(section(texts))
-
-
-def test_main_prepares_the_data_of_a_run_file(
-    texts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = texts.parent / "run.yaml"
-    run.write_text(
-        "train: {steps: 1, global_batch: 1}\n"
-        "workers: {initial: 1, max: 1}\n"
-        "layouts: {1: {dp: 1}}\n"
-        f"data: {{text: ['{texts}/*.txt'], directory: {texts.parent}/data}}\n"
-    )
-    assert text_data.main(["--config", str(run)]) == 0
-    held = prefix_of(section(texts, "*.txt").model_copy(update={"max_text_bytes": 16 * 2**20}))
-    assert capsys.readouterr().out == f"{held}: 2 documents, 15 tokens of uint16\n"
-    assert text_data.main(["--config", str(run), "--set", "data.text=['/no/such']"]) == 2
-    assert "no file matches '/no/such'" in capsys.readouterr().err
 
 
 def test_a_lock_that_is_never_released_is_not_waited_for_longer_than_allowed(

@@ -1,22 +1,27 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from liver_hpc.config import check
-from liver_hpc.config.check import check_run
+from liver_hpc.cli import check
+from liver_hpc.cli.check import check_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.candidates import fullest_worker
 from liver_hpc.layout.coordinates import Layout
 from tests.unit.config.runs import minimal
 from tests.unit.config.test_indexed_data import write_pair
+from tests.unit.layout.models import TIED
 
 
 class FourHeads:
     """A recipe's word on layouts: tp divides 4 heads."""
+
+    spec = TIED
 
     def check_layout(self, layout: Layout) -> None:
         if 4 % layout.tp:
@@ -71,6 +76,14 @@ def test_all_problems_are_told_at_once() -> None:
 )  # fmt: skip
 def test_keys_that_do_not_fit_together(sections: dict[str, Any], said: str) -> None:
     assert said in problems(minimal(**sections))
+
+
+def test_layouts_are_held_against_the_memory() -> None:
+    """The fullest of two replicas holds more than the fuller half of a split model."""
+    half = sum(fullest_worker(TIED, Layout(2, 1, 1)).values())
+    run = minimal(policy={"memory_bytes": minimal().handoff.staging_bytes + half})
+    (said,) = problems(run)
+    assert said.startswith("layouts.2.0 (tp1 pp1 dp2): its fullest worker holds ")
 
 
 # ---- notices
@@ -163,8 +176,17 @@ def test_a_small_machine_carries_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.local_workers_limit() == 8
 
 
-def test_unknown_network_interface() -> None:
-    config = minimal(cluster={"kind": "local"}, network={"interface": "nope0"})
-    (said,) = problems(config)
-    assert said.startswith("network.interface: there is no 'nope0' here; there are ")
-    assert "lo" in said
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (
+            {"interface": "nope0"},
+            r"network\.interface: node .* no interface 'nope0' that",
+        ),
+        ({"nccl_interface": "=lo,nope0"}, r"network\.nccl_interface: node .* no interface 'nope0'"),
+        ({"ib_hca": "nope"}, r"network\.ib_hca: node .* has no active adapter port 'nope'"),
+    ],
+)
+def test_what_this_machine_does_not_have(network: dict[str, str], said: str) -> None:
+    (problem,) = problems(minimal(cluster={"kind": "local"}, network=network))
+    assert re.match(said, problem)

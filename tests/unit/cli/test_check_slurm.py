@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from liver_hpc.config.check import check_run
-from liver_hpc.config.problems import joined, parts
+from liver_hpc.cli.check import check_run
+from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
-from tests.unit.config.runs import minimal
-from tests.unit.config.test_check import FourHeads, problems
+from tests.unit.cli.test_check import FourHeads, problems
+from tests.unit.config.runs import minimal, write_minimal
 
 MAIN: dict[str, Any] = {"name": "main", "nodes": 2, "workers_per_node": 2}
 BURST: dict[str, Any] = {"partition": "preempt", "max_nodes": 2}
@@ -54,6 +56,17 @@ def test_a_right_run_passes() -> None:
         ([MAIN], {"burst": {**BURST, "time_min": 2}, "end_window_s": 120},
          "cluster.slurm.burst.time_min is 2, wanted more than end_window_s, 120 s: its nodes "
          "would be left at once"),
+    ],
+)  # fmt: skip
+def test_keys_that_do_not_fit_together(
+    components: list[dict[str, Any]], slurm: dict[str, Any], said: str
+) -> None:
+    assert said in problems(on_slurm(*components, **slurm))
+
+
+@pytest.mark.parametrize(
+    ("components", "slurm", "said"),
+    [
         ([{**MAIN, "options": {"time": 5}}], {},
          "cluster.slurm.components.0.options.time: liver gives --time itself; its key is "
          "cluster.timeout_min, or time_min of a burst"),
@@ -71,10 +84,12 @@ def test_a_right_run_passes() -> None:
          "cluster.slurm.account: ' ' is empty or has control characters"),
     ],
 )  # fmt: skip
-def test_keys_that_do_not_fit_together(
-    components: list[dict[str, Any]], slurm: dict[str, Any], said: str
+def test_values_that_cannot_stand_on_a_line_of_sbatch(
+    tmp_path: Path, components: list[dict[str, Any]], slurm: dict[str, Any], said: str
 ) -> None:
-    assert said in problems(on_slurm(*components, **slurm))
+    section = {"kind": "slurm", "slurm": {"components": components, **slurm}}
+    with pytest.raises(ConfigError, match=f"{re.escape(said)}$"):
+        load_run(write_minimal(tmp_path, cluster=section))
 
 
 @pytest.mark.parametrize(
@@ -96,11 +111,6 @@ def test_slots_of_a_node(
 
 def test_only_a_slurm_run_needs_components() -> None:
     check_run(minimal(cluster={"kind": "local"}), FourHeads())
-
-
-@pytest.mark.parametrize("found", [["one"], ["one", "two"], ["a\nb"]])
-def test_problems_are_taken_apart_as_they_were_put_together(found: list[str]) -> None:
-    assert parts(ConfigError(joined(found))) == found
 
 
 def test_what_was_found_before_is_told_with_the_rest() -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
-from liver_hpc.config.check_slurm import check_slurm
+from liver_hpc.cluster.network import node_facts, worker_network_environment
 from liver_hpc.config.indexed_data import read_indexed_data
-from liver_hpc.config.problems import joined
-from liver_hpc.config.schema import DataSection, NetworkSection, NoticeSection, RunConfig
+from liver_hpc.config.schema import (
+    BurstSection,
+    DataSection,
+    NetworkSection,
+    NoticeSection,
+    RunConfig,
+)
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.candidates import batch_fault, memory_fault
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.recipes.base import Recipe
+from liver_hpc.recipes.text_data import text_files
 
 SMALLEST_BUCKET_BYTES = 65_536
 """Below this, messages cost more than the bytes in them."""
@@ -21,14 +27,7 @@ _LOCAL_WORKERS = 8
 _LOCAL_WORKERS_PER_CORE = 4
 
 
-class ChecksLayouts(Protocol):
-    """The part of a recipe that the checks need."""
-
-    def check_layout(self, layout: Layout) -> None:
-        """Raises ConfigError when the model cannot be laid out so."""
-
-
-def check_run(config: RunConfig, recipe: ChecksLayouts, found: Sequence[str] = ()) -> None:
+def check_run(config: RunConfig, recipe: Recipe, found: Sequence[str] = ()) -> None:
     """Raises ConfigError with everything that is wrong with the run, one problem a line.
 
     `found`: problems that were found elsewhere, told with these. `config.cluster.kind` "local"
@@ -47,9 +46,9 @@ def check_run(config: RunConfig, recipe: ChecksLayouts, found: Sequence[str] = (
     if config.cluster.kind == "local":
         problems += _check_machine(config)
     if config.cluster.kind == "slurm":
-        problems += check_slurm(config)
+        problems += _check_slurm(config)
     if problems:
-        raise ConfigError(joined(problems))
+        raise ConfigError(*problems)
 
 
 def local_workers_limit() -> int:
@@ -69,8 +68,7 @@ def _check_counts(config: RunConfig) -> Iterator[str]:
             yield f"layouts.{count}: more workers than workers.max, which is {most}"
 
 
-def _check_layouts(config: RunConfig, recipe: ChecksLayouts) -> Iterator[str]:
-    train = config.train
+def _check_layouts(config: RunConfig, recipe: Recipe) -> Iterator[str]:
     for count in config.worker_counts:
         if not config.layout_table[count]:
             yield f"layouts.{count}: wanted at least one layout, got none"
@@ -80,15 +78,13 @@ def _check_layouts(config: RunConfig, recipe: ChecksLayouts) -> Iterator[str]:
                 yield f"{where}: tp x pp x dp is {layout.workers}, wanted {count}"
             if layout in config.allowed_layouts(count)[:index]:
                 yield f"{where}: given twice"
-            if train.global_batch % (train.micro_batch * layout.dp):
-                yield (
-                    f"{where}: train.global_batch {train.global_batch} is not a multiple of "
-                    f"micro_batch x dp = {train.micro_batch} x {layout.dp}"
-                )
+            faults = [batch_fault(config.train, layout)]
             try:
                 recipe.check_layout(layout)
+                faults.append(memory_fault(config, recipe.spec, layout))
             except ConfigError as error:
-                yield f"{where}: {error}"
+                faults.append(str(error))
+            yield from (f"{where}: {fault}" for fault in faults if fault)
 
 
 def _check_notices(config: RunConfig) -> Iterator[str]:
@@ -112,7 +108,7 @@ def _check_notices(config: RunConfig) -> Iterator[str]:
             born += 1
             continue
         try:
-            target = _wished_layout(config, notice)
+            target = wished_layout(config, notice)
         except ConfigError as error:
             yield f"{where}: {error}"
             continue
@@ -122,7 +118,7 @@ def _check_notices(config: RunConfig) -> Iterator[str]:
         layout = target
 
 
-def _wished_layout(config: RunConfig, notice: NoticeSection) -> Layout:
+def wished_layout(config: RunConfig, notice: NoticeSection) -> Layout:
     """The layout that a notice leads to; raises ConfigError when there is none."""
     if notice.layout is not None:
         layout = notice.layout.layout()
@@ -176,11 +172,15 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
 
 
 def _check_data(data: DataSection | None) -> Iterator[str]:
-    if data is not None and data.prefix is not None:
-        try:
+    if data is None:
+        return
+    try:
+        if data.prefix is None:
+            text_files(data)  # what is not there is noticed
+        else:
             read_indexed_data(data.prefix)
-        except ConfigError as error:
-            yield f"data.prefix: {error}"
+    except ConfigError as error:
+        yield str(error) if data.prefix is None else f"data.prefix: {error}"
 
 
 _OWN_KEYS = {"NCCL_SOCKET_IFNAME": "nccl_interface", "NCCL_IB_HCA": "ib_hca"}
@@ -196,14 +196,6 @@ def _check_network(network: NetworkSection) -> Iterator[str]:
             yield f"network.{key}: wanted names with commas between, got {given!r}"
 
 
-def _named_interfaces(network: NetworkSection) -> Iterator[tuple[str, str]]:
-    """Key and name of every interface that is named, not excluded."""
-    for key in ("interface", "nccl_interface", "gloo_interface"):
-        given = getattr(network, key) or ""
-        if not given.startswith("^"):
-            yield from ((key, name) for name in given.removeprefix("=").split(",") if name)
-
-
 def _check_machine(config: RunConfig) -> Iterator[str]:
     most, limit, cores = config.workers.max, local_workers_limit(), os.cpu_count() or 1
     if most > limit:
@@ -211,7 +203,67 @@ def _check_machine(config: RunConfig) -> Iterator[str]:
             f"workers.max is {most}, but a local run on this machine may have {limit} workers "
             f"(the larger of {_LOCAL_WORKERS} and {_LOCAL_WORKERS_PER_CORE} x {cores} cores)"
         )
-    names = [name for _, name in socket.if_nameindex()]
-    for key, given in _named_interfaces(config.network):
-        if given not in names:
-            yield f"network.{key}: there is no {given!r} here; there are {', '.join(names)}"
+    try:
+        worker_network_environment(config.network, "local", node_facts(), {})
+    except ConfigError as error:
+        yield str(error)
+
+
+# ---- what is asked of Slurm
+
+
+def _check_slurm(config: RunConfig) -> Iterator[str]:
+    slurm = config.cluster.slurm
+    for index, component in enumerate(slurm.components):
+        where = f"cluster.slurm.components.{index}"
+        earlier = [other.name for other in slurm.components[:index]]
+        if component.name in earlier:
+            yield f"{where}.name: {component.name!r} is given twice"
+    if slurm.components and slurm.components[0].join == "asked":
+        yield (
+            "cluster.slurm.components.0.join: the first component is used from the start; "
+            "only another one can wait to be asked for"
+        )
+    if slurm.burst is not None:
+        yield from _check_burst(slurm.burst)
+        if slurm.end_window_s >= 60 * slurm.burst.time_min:
+            yield (
+                f"cluster.slurm.burst.time_min is {slurm.burst.time_min}, wanted more than "
+                f"end_window_s, {slurm.end_window_s:g} s: its nodes would be left at once"
+            )
+    if slurm.end_window_s >= 60 * config.cluster.timeout_min:
+        yield (
+            f"cluster.slurm.end_window_s is {slurm.end_window_s:g}, wanted less than the job's "
+            f"time limit, cluster.timeout_min: {60 * config.cluster.timeout_min} s"
+        )
+    if slurm.components:
+        yield from _check_slots(config)
+    else:
+        yield "cluster.slurm.components: a run on Slurm wants at least one component, got none"
+
+
+def _check_burst(burst: BurstSection) -> Iterator[str]:
+    for key, limit in (
+        ("min_nodes", "max_nodes"),
+        ("nodes_per_request", "max_nodes"),
+        ("backoff_s", "backoff_max_s"),
+    ):
+        value, most = getattr(burst, key), getattr(burst, limit)
+        if value > most:
+            yield f"cluster.slurm.burst.{key} is {value:g}, more than {limit}, {most:g}"
+
+
+def _check_slots(config: RunConfig) -> Iterator[str]:
+    """The nodes must carry the workers that the run file promises."""
+    cluster, burst = config.cluster, config.cluster.slurm.burst
+    held = [(part.nodes, cluster.slots(part), part.name) for part in cluster.slurm.components]
+    if burst is not None:
+        held.append((burst.max_nodes, cluster.slots(burst), "burst"))
+    slots = sum(nodes * workers for nodes, workers, _ in held)
+    told = " + ".join(f"{nodes} x {workers} of {name}" for nodes, workers, name in held)
+    for key, workers in (("initial", config.workers.initial), ("max", config.workers.max)):
+        if workers > slots:
+            yield (
+                f"workers.{key} is {workers}, but the nodes asked for take {slots} "
+                f"({told}, as nodes x workers)"
+            )
