@@ -241,6 +241,9 @@ class TinyRecipe(Recipe):
         )
         return ModelSpec(tensors, layers=2, parameter_bytes=4)
 
+    def hidden_shape(self) -> tuple[int, ...]:
+        return (1, 1, 4)
+
     def build(self, context: object) -> NoReturn:
         raise NotImplementedError
 

@@ -35,7 +35,7 @@ from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.messages import ClassDigest
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.world import megatron
-from liver_hpc.world.device import Device, Network, NetworkPlan
+from liver_hpc.world.device import Device, Network
 from liver_hpc.world.world import Flags, StepResult, World
 
 # Any: torch's stubs do not export what is public.
@@ -131,7 +131,7 @@ class BaselineWorker:
         megatron.prepare_process(config.train.seed)
         rank_map = RankMap(orders.layout, tuple(range(orders.layout.workers)))
         world = World(recipe, rank_map, orders.rank, orders.generation, device)
-        network = Network(device, NetworkPlan(HOST))
+        network = Network(device, HOST)
         world.book.connect(network, store, collective_s)
         return world
 

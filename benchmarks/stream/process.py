@@ -21,6 +21,7 @@ from benchmarks.harness import order_of
 from benchmarks.stream.transfers import Transfer, pair_bytes
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.memory import move_bytes
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec
@@ -175,7 +176,7 @@ class _Worker:
         self._source = BoxState(self._spec, transfer.source, worker, fill=2.5)
         self._target = BoxState(self._spec, transfer.target, worker, fill=-1.0)
         self._plan = transfer_plan(self._spec, transfer.source, transfer.target, worker)
-        self.bytes_sent = 0
+        self.bytes_sent = move_bytes(self._spec, self._plan.sends)
 
     def open(self) -> None:
         ranks = {member: member for member in range(self._transfer.workers)}
@@ -185,10 +186,9 @@ class _Worker:
 
     def stream(self) -> None:
         deadline = Deadline.after(SystemClock(), LIMIT_S, "the transfer")
-        moved = self._transport.stream(
+        self._transport.stream(
             self._prepared, self._source, self._target, lambda _bytes: None, deadline
         )
-        self.bytes_sent = moved.bytes_sent
 
     def check(self) -> None:
         """All has arrived; a transfer that does nothing would be fast."""

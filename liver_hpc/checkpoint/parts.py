@@ -1,13 +1,18 @@
 """A worker's part of a checkpoint: it writes the boxes that are its to write, flushed to the disk,
-and reads those that its world needs, alone."""
+and reads those that its world needs, alone.
+
+Which boxes: a pure function of the layouts. Of every copy of the state the first one is written, by
+the coordinates that hold it, each what is its own; so every element is in exactly one file.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
-from liver_hpc.checkpoint.boxes import reads, written_boxes
 from liver_hpc.checkpoint.hdf5 import BoxesReader, BoxesWriter, dataset_name
 from liver_hpc.checkpoint.index import (
     CheckpointIndex,
@@ -21,12 +26,51 @@ from liver_hpc.checkpoint.index import (
 from liver_hpc.clock import Clock
 from liver_hpc.errors import CheckpointError, LiverError
 from liver_hpc.host.files import flush_to_disk
+from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.layout.ownership import owned_boxes
+from liver_hpc.layout.plan import Copies
+from liver_hpc.layout.tensors import Box, ModelSpec
 from liver_hpc.protocol.messages import Restored, Saved
 from liver_hpc.report.hdf5 import HDF5_ERRORS, failure_text
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import World
 
 log = logging.getLogger(__name__)
+
+
+def written_boxes(
+    model: ModelSpec, layout: Layout, at: Coordinate
+) -> Iterator[tuple[str, int, Box]]:
+    """(kind, tensor index, box) of everything that a coordinate writes."""
+    for kind in model.kinds:
+        for index in model.stage_tensors(layout.pp, at.pp):
+            if Copies(model, layout, kind, index).number_at(at) == 0:
+                for box in owned_boxes(model, layout, at, kind, index):
+                    yield kind, index, box
+
+
+class Read(NamedTuple):
+    """`part` of the box `saved`, which rank `rank` of the saved layout wrote."""
+
+    rank: int
+    kind: str
+    tensor_index: int
+    saved: Box
+    part: Box
+
+
+def reads(model: ModelSpec, saved: Layout, layout: Layout, at: Coordinate) -> list[Read]:
+    """All that a coordinate of `layout` reads of a checkpoint of `saved`, file by file.
+
+    Raises PlanError where the checkpoint does not hold all that the coordinate needs.
+    """
+    found: list[Read] = []
+    for kind in model.kinds:
+        for index in model.stage_tensors(layout.pp, at.pp):
+            needed = owned_boxes(model, layout, at, kind, index)
+            parts = Copies(model, saved, kind, index).parts(0, needed, f"{at} of {layout}")
+            found += [Read(saved.rank(by), kind, index, own, part) for by, own, part in parts]
+    return sorted(found)
 
 
 def save(world: World, step: int, directory: Path, clock: Clock) -> Saved:

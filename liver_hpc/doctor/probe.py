@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from liver_hpc.cluster.network import (
-    GLOO_INTERFACE,
     NCCL_LOG,
     NodeFacts,
     control_interface,
@@ -177,15 +176,14 @@ def measure(node: Node, rank_0: str, backend: str, at: tuple[str, int], within_s
     """Bandwidth from `rank_0` to the other node, and by which transport."""
     import torch
 
-    from liver_hpc.world.device import Device, Network, NetworkPlan, open_device
+    from liver_hpc.world.device import Device, Network, open_device
 
     with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
         log = Path(directory) / "nccl.log"
         chosen = worker_network_environment(node.network, "slurm", node.facts, os.environ)
         os.environ.update({NCCL_LOG: str(log), **chosen})
-        listed = (name.strip() for name in os.environ.get(GLOO_INTERFACE, "").split(","))
-        device = open_device(0) if backend == "nccl" else Device(torch.device("cpu"), "gloo")
-        network = Network(device, NetworkPlan(node.address, tuple(filter(None, listed)), log))
+        device = open_device(0) if backend == "nccl" else Device(torch.device("cpu"))
+        network = Network(device, node.address)
         rank, met = int(node.name != rank_0), _store(*at, within_s)
         opened = network.open_backend(met, rank, 2, within_s)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError, ProtocolError
@@ -17,7 +17,6 @@ from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol import messages as m
 from liver_hpc.transport.stream import Prepared
 from liver_hpc.world.device import Device
-from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import Flags, Gradients, StepResult, World
 
 PROGRESS_INTERVAL_S = 0.1
@@ -55,38 +54,37 @@ class Crossed:
     ended_s: float
 
 
-@dataclass
-class _Background:
-    """Work in a thread of its own, whose failure is raised at `join`.
+class _Moving(threading.Thread):
+    """Work in a thread of its own, whose failure is raised at `outcome`.
 
     Not a Future: that one keeps the failure's traceback, and with it the group's connections; and
     the interpreter waits at its end for every thread of a pool, also for one that is stuck.
     """
 
-    work: Callable[[], Digests]
-    device: Device
-    result: Digests | None = None
-    failure: str = ""
-    thread: threading.Thread = field(init=False)
+    def __init__(self, work: Callable[[], Digests], device: Device) -> None:
+        super().__init__(name="optimizer-transfer", daemon=True)
+        self._work = work
+        self._device = device
+        self._digests: Digests | None = None
+        self._failure = ""
+        self.start()
 
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._run, name="optimizer-transfer", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        self.device.enter()
+    def run(self) -> None:
+        self._device.enter()
         try:
-            self.result = self.work()
+            self._digests = self._work()
         except FAILURES as error:
-            self.failure = f"{type(error).__name__}: {error}"
+            self._failure = f"{type(error).__name__}: {error}"
+        finally:
+            del self._work  # and with it the worlds, which others close
 
-    def join(self, deadline: Deadline) -> Digests:
-        self.thread.join(deadline.remaining_s())
-        if self.failure:
-            raise LiverError(self.failure)
-        if self.result is None:
+    def outcome(self, deadline: Deadline) -> Digests:
+        self.join(deadline.remaining_s())
+        if self._failure:
+            raise LiverError(self._failure)
+        if self._digests is None:
             raise deadline.error()
-        return self.result
+        return self._digests
 
 
 class Crossing:
@@ -116,21 +114,20 @@ class Crossing:
         gradients: list[Gradients] = []
         self._vote("optimizer", lambda: self._first_gradients(forward.scalars, gradients))
         commit = self._verdict("commit")
-        first_step = None
         world = self._target.world
-        if world is not None:
-            update = world.update(forward.scalars.step)
-            first_step = world.agree(gradients[0], update, Flags())
+        if world is None:
+            return Crossed(commit.scalars, None, started_s, context.clock.now_s())
+        update = world.update(forward.scalars.step)
+        first_step = world.agree(gradients[0], update, Flags())
         ended_s = context.clock.now_s()
-        if world is not None:
-            context.send(
-                m.FirstStep(
-                    worker=context.worker,
-                    generation=session.generation,
-                    started_s=started_s,
-                    ended_s=ended_s,
-                )
+        context.send(
+            m.FirstStep(
+                worker=context.worker,
+                generation=session.generation,
+                started_s=started_s,
+                ended_s=ended_s,
             )
+        )
         return Crossed(commit.scalars, first_step, started_s, ended_s)
 
     # ---- the two stages
@@ -143,17 +140,16 @@ class Crossing:
     def _first_gradients(self, scalars: m.ScalarState, gradients: list[Gradients]) -> Digests:
         """Computes the target's first forward and backward while optimizer state moves."""
         kinds = self._session.context.recipe.spec.optimizer_kinds
-        moving = _Background(
+        moving = self._target.moving = _Moving(
             lambda: self._move(kinds, self._target.optimizer, "optimizer state"),
             self._session.context.device,
         )
-        self._target.moving = moving.thread
         deadline = self._deadline("the optimizer state to arrive")
         try:
             if self._target.world is not None:
                 gradients.append(self._target.world.forward_backward(scalars.step))
         finally:
-            digests = moving.join(deadline)
+            digests = moving.outcome(deadline)
         if self._target.world is not None:
             self._target.world.load_scalar_state(scalars)
         return digests
@@ -166,7 +162,7 @@ class Crossing:
         self._target.transport.stream(
             half, source, target, self._progress, self._deadline(f"the bytes of {what}", waits_s)
         )
-        return Digests(_digests(source, kinds), _digests(target, kinds))
+        return Digests(*(state.digests(kinds) if state else () for state in (source, target)))
 
     # ---- talking to the coordinator
 
@@ -221,7 +217,3 @@ class Crossing:
     def _deadline(self, waits_for: str, extra_s: float = 0.0) -> Deadline:
         limit_s = self._limits.transfer_s + extra_s
         return Deadline.after(self._session.context.clock, limit_s, waits_for)
-
-
-def _digests(state: WorldState | None, kinds: tuple[str, ...]) -> tuple[m.ClassDigest, ...]:
-    return state.digests(kinds) if state is not None else ()

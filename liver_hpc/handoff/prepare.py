@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from dataclasses import dataclass, field
 
 from liver_hpc.handoff.session import Session, Target, WorkerContext
 from liver_hpc.layout.memory import bytes_by_receiver, move_bytes
@@ -16,20 +15,6 @@ from liver_hpc.transport.wire import group_wire
 from liver_hpc.world.groups import Group, GroupBook
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.world import World
-
-
-@dataclass
-class Stopwatch:
-    """Seconds spent in named parts, in order."""
-
-    parts_s: dict[str, float] = field(default_factory=dict)
-    _last: float = field(default_factory=time.perf_counter)
-
-    def lap(self, name: str) -> None:
-        """Enters the time since the last lap under `name`."""
-        now = time.perf_counter()
-        self.parts_s[name] = now - self._last
-        self._last = now
 
 
 def _part(plan: TransferPlan, *, parameters: bool) -> TransferPlan:
@@ -48,20 +33,26 @@ def prepare(session: Session, source_world: World | None) -> Target:
     connection of groups, which is collective over the session's members. Raises LiverError or
     RuntimeError; HandoffAborted when the attempt is called off.
     """
-    context, watch = session.context, Stopwatch()
+    context, began_s = session.context, time.perf_counter()
+    timings_s: dict[str, float] = {}
     worker, device, deadlines = context.worker, context.device, context.config.deadlines
     world, transfer_group, transport = None, None, None
+
+    def lap(name: str) -> None:
+        """Enters the time since the last lap under `name`."""
+        timings_s[name] = time.perf_counter() - began_s - sum(timings_s.values())
+
     try:
         if session.is_target:
             world = World(context.recipe, session.target, worker, session.generation, device)
-            watch.lap("build")
+            lap("build")
             if context.config.handoff.warm_up:
                 session.check()
                 world.warm_up()
-            watch.lap("warm_up")
+            lap("warm_up")
         session.check()
         plan = transfer_plan(context.recipe.spec, session.source, session.target, worker)
-        watch.lap("plan")
+        lap("plan")
         store = session.open_store()
         kept = 0
         if world is not None:
@@ -72,13 +63,13 @@ def prepare(session: Session, source_world: World | None) -> Target:
         transfer_group = Group(name, session.members, worker, device)
         # A joiner waits in it from Arm on, for the source's boundary and then for the bytes.
         transfer_group.connect(context.network, store, deadlines.boundary_s + deadlines.transfer_s)
-        watch.lap("connect")
+        lap("connect")
         ranks = {member: rank for rank, member in enumerate(session.members)}
         wire = group_wire(transfer_group.process_group, ranks, device.torch_device)
         transport = Transport(wire, context.recipe.spec, context.config.handoff)
         parameters = transport.prepare(_part(plan, parameters=True))
         optimizer = transport.prepare(_part(plan, parameters=False))
-        watch.lap("staging")
+        lap("staging")
         session.check()
     except BaseException:
         for opened in (transport, transfer_group, world):
@@ -88,7 +79,7 @@ def prepare(session: Session, source_world: World | None) -> Target:
     finally:
         if session.store is not None:
             session.store.close()
-    return Target(world, parameters, optimizer, transfer_group, transport, kept, watch.parts_s)
+    return Target(world, parameters, optimizer, transfer_group, transport, kept, timings_s)
 
 
 def connect_groups(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
@@ -20,10 +21,7 @@ def worker_bytes(model: ModelSpec, layout: Layout, at: Coordinate) -> dict[str, 
     Neither activations nor padding nor communication buffers are counted.
     """
     stage = model.stage_tensors(layout.pp, at.pp)
-    elements = 0
-    for index in stage:
-        rows, cols = local_shape(model.tensors[index], layout.tp)
-        elements += rows * cols
+    elements = sum(math.prod(local_shape(model.tensors[index], layout.tp)) for index in stage)
     counted = {PARAMETER: elements * model.parameter_bytes, GRADIENT: elements * GRADIENT_BYTES}
     for kind in model.optimizer_kinds:
         counted[kind] = sum(

@@ -35,13 +35,11 @@ class Slab:
 
     def to_local(self, box: Box) -> Box:
         """A global box, inside this slab, in coordinates of the local matrix."""
-        up, left = self.box.row0 - self.local_row, self.box.col0 - self.local_col
-        return Box(box.row0 - up, box.row1 - up, box.col0 - left, box.col1 - left)
+        return box.moved(self.local_row - self.box.row0, self.local_col - self.box.col0)
 
     def to_global(self, local: Box) -> Box:
         """A box of the local matrix, inside this slab, in global coordinates."""
-        down, right = self.box.row0 - self.local_row, self.box.col0 - self.local_col
-        return Box(local.row0 + down, local.row1 + down, local.col0 + right, local.col1 + right)
+        return local.moved(self.box.row0 - self.local_row, self.box.col0 - self.local_col)
 
 
 def local_shape(tensor: TensorSpec, tp: int) -> tuple[int, int]:
@@ -77,44 +75,40 @@ def interval_boxes(start: int, end: int, cols: int) -> tuple[Box, ...]:
     """A flat row-major interval [start, end) of a matrix with `cols` columns, as 1 to 3 boxes."""
     row0, col0 = divmod(start, cols)
     row1, col1 = divmod(end, cols)
+    whole = row0 + (col0 > 0)
     if row0 == row1:
-        return (Box(row0, row0 + 1, col0, col1),) if col0 < col1 else ()
-    boxes = []
-    if col0:
-        boxes.append(Box(row0, row0 + 1, col0, cols))
-        row0 += 1
-    if row0 < row1:
-        boxes.append(Box(row0, row1, 0, cols))
-    if col1:
-        boxes.append(Box(row1, row1 + 1, 0, col1))
-    return tuple(boxes)
+        boxes = [Box(row0, row0 + 1, col0, col1)]
+    else:
+        boxes = [
+            Box(row0, whole, col0, cols),
+            Box(whole, row1, 0, cols),
+            Box(row1, row1 + 1, 0, col1),
+        ]
+    return tuple(box for box in boxes if box.elements)
 
 
 @dataclass(frozen=True)
 class StageShards:
-    """The optimizer buckets of one stage: `places[tensor_index] = (bucket, start, end)`."""
+    """The optimizer buckets of one stage, each of which is cut into equal slices, one a dp rank:
+    `places[tensor_index] = (start, end, slice)`, in elements of the tensor's bucket."""
 
-    dp: int
     places: dict[int, tuple[int, int, int]]
-    bucket_elements: tuple[int, ...]
 
     def interval(self, tensor_index: int, dp_rank: int) -> tuple[int, int]:
-        """Flat interval of the local parameter that a dp rank owns; empty when start >= end."""
-        bucket, start, end = self.places[tensor_index]
-        size = self.bucket_elements[bucket] // self.dp
+        """Flat interval of the local parameter that a dp rank owns; (0, 0) when it owns none."""
+        start, end, size = self.places[tensor_index]
         low, high = max(start, dp_rank * size), min(end, (dp_rank + 1) * size)
-        return low - start, high - start
+        return (low - start, high - start) if low < high else (0, 0)
 
     def owners(self, tensor_index: int, low: int = 0, high: int | None = None) -> range:
         """The dp ranks that own a part of the tensor, or of its flat interval [low, high)."""
-        bucket, start, end = self.places[tensor_index]
-        size = self.bucket_elements[bucket] // self.dp
+        start, end, size = self.places[tensor_index]
         last = (end if high is None else start + high) - 1
         return range((start + low) // size, last // size + 1)
 
 
 def _round_up(number: int, multiple: int) -> int:
-    return math.ceil(number / multiple) * multiple
+    return -(-number // multiple) * multiple
 
 
 @lru_cache(maxsize=4096)
@@ -123,31 +117,22 @@ def stage_shards(model: ModelSpec, layout: Layout, stage: int) -> StageShards:
 
     All tensors share one bucket; a tied embedding that is on two stages has its own.
     """
-    places: dict[int, tuple[int, int, int]] = {}
-    sizes: list[int] = []
-    start = 0
-    filled = False
-
-    def close_bucket(end: int) -> None:
-        nonlocal start, filled
-        sizes.append(_round_up(end, math.lcm(layout.dp, BUCKET_ALIGNMENT)))
-        start, filled = 0, False
-
+    buckets: list[list[int]] = [[]]
     for index in reversed(model.stage_tensors(layout.pp, stage)):
-        tensor = model.tensors[index]
-        rows, cols = local_shape(tensor, layout.tp)
-        shared = len(model.stages_of(tensor, layout.pp)) > 1
-        start = _round_up(start, PARAMETER_ALIGNMENT)
-        if shared and filled:
-            close_bucket(start)
-        end = start + rows * cols
-        places[index] = (len(sizes), start, end)
-        start, filled = end, True
-        if shared:
-            close_bucket(end)
-    if filled:
-        close_bucket(start)
-    return StageShards(layout.dp, places, tuple(sizes))
+        if len(model.stages_of(model.tensors[index], layout.pp)) > 1:
+            buckets += [[index], []]
+        else:
+            buckets[-1].append(index)
+    places: dict[int, tuple[int, int, int]] = {}
+    for bucket in buckets:
+        spans, end = {}, 0
+        for index in bucket:
+            start = _round_up(end, PARAMETER_ALIGNMENT)
+            end = start + math.prod(local_shape(model.tensors[index], layout.tp))
+            spans[index] = start, end
+        size = _round_up(end, math.lcm(layout.dp, BUCKET_ALIGNMENT)) // layout.dp
+        places |= {index: (*span, size) for index, span in spans.items()}
+    return StageShards(places)
 
 
 @lru_cache(maxsize=1 << 18)
@@ -157,8 +142,6 @@ def optimizer_boxes(
     """Global boxes of one tensor's optimizer state at a coordinate that holds the tensor."""
     tensor = model.tensors[tensor_index]
     start, end = stage_shards(model, layout, at.pp).interval(tensor_index, at.dp)
-    if start >= end:
-        return ()
     _, cols = local_shape(tensor, layout.tp)
     return tuple(
         slab.to_global(part)

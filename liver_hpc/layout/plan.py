@@ -10,9 +10,9 @@ the worker's own tensors and moves alone, once the rank maps are indexed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
@@ -35,65 +35,71 @@ def subtract(box: Box, hole: Box) -> tuple[Box, ...]:
 
 
 @dataclass(frozen=True)
-class Copy:
-    """One complete copy of a tensor's state in a layout; an axis that is None is partitioned."""
+class Copies:
+    """The complete copies of one kind of one tensor in a layout, numbered as all workers agree.
 
-    stage: int
-    tp: int | None
-    dp: int | None
-
-
-@dataclass(frozen=True)
-class Copies(Sequence[Copy]):
-    """All copies of one kind of one tensor, in an order that every worker agrees on.
-
-    tp, dp: on how many ranks there are copies; None where the ranks share one copy.
+    Parameters have a copy on every dp rank, what is not split over tp has one on every tp rank,
+    and a tied tensor has one on either of its stages. Other ranks share a copy.
     """
 
-    stages: tuple[int, ...]
-    tp: int | None
-    dp: int | None
+    model: ModelSpec
+    layout: Layout
+    kind: str
+    tensor_index: int
+
+    @property
+    def _stages(self) -> tuple[int, ...]:
+        return self.model.stages_of(self.model.tensors[self.tensor_index], self.layout.pp)
+
+    @property
+    def _on_ranks(self) -> tuple[int, int]:
+        """On how many dp ranks, and on how many tp ranks, a stage has copies."""
+        split = self.model.tensors[self.tensor_index].tp_dim is not None
+        return self.layout.dp if self.kind == PARAMETER else 1, 1 if split else self.layout.tp
 
     def __len__(self) -> int:
-        return len(self.stages) * (self.dp or 1) * (self.tp or 1)
-
-    def __getitem__(self, number: int) -> Copy:  # type: ignore[override]  # no slices
-        rest, tp = divmod(range(len(self))[number], self.tp or 1)
-        stage, dp = divmod(rest, self.dp or 1)
-        return Copy(
-            self.stages[stage],
-            None if self.tp is None else tp,
-            None if self.dp is None else dp,
-        )
+        return len(self._stages) * math.prod(self._on_ranks)
 
     def number_at(self, at: Coordinate) -> int:
         """Which copy a coordinate that holds the tensor has a part of."""
-        dp = 0 if self.dp is None else at.dp
-        tp = 0 if self.tp is None else at.tp
-        return (self.stages.index(at.pp) * (self.dp or 1) + dp) * (self.tp or 1) + tp
+        dp, tp = self._on_ranks
+        return (self._stages.index(at.pp) * dp + at.dp % dp) * tp + at.tp % tp
 
+    def parts(
+        self, number: int, needed: Sequence[Box], receiver: str
+    ) -> list[tuple[Coordinate, Box, Box]]:
+        """What gives `needed` of a copy: (coordinate, a box that it owns, a part of that box).
 
-def copies(model: ModelSpec, layout: Layout, kind: str, tensor_index: int) -> Copies:
-    """All copies of one kind of one tensor."""
-    tensor = model.tensors[tensor_index]
-    return Copies(
-        model.stages_of(tensor, layout.pp),
-        tp=layout.tp if tensor.tp_dim is None else None,
-        dp=layout.dp if kind == PARAMETER else None,
-    )
+        Raises PlanError, which names the receiver, when the copy does not hold all of it.
+        """
+        found = [
+            (at, own, part)
+            for at in self._holders(number, needed)
+            for own in owned_boxes(self.model, self.layout, at, self.kind, self.tensor_index)
+            for box in needed
+            if (part := own.intersect(box)) is not None
+        ]
+        got, wanted = sum(p.elements for _, _, p in found), sum(box.elements for box in needed)
+        if got != wanted:
+            raise PlanError(
+                f"{receiver}: {self.kind} of {self.model.tensors[self.tensor_index].name!r}: "
+                f"{self.layout} holds {got} of the {wanted} elements that it needs"
+            )
+        return found
 
-
-def copy_coordinates(
-    model: ModelSpec, layout: Layout, tensor_index: int, copy: Copy, boxes: Sequence[Box]
-) -> Iterator[Coordinate]:
-    """Those of the coordinates that together hold a copy that may hold a part of `boxes`."""
-    for tp in range(layout.tp) if copy.tp is None else (copy.tp,):
-        if copy.dp is None:
-            seat = Coordinate(tp, copy.stage, 0)
-            for dp in optimizer_owners(model, layout, seat, tensor_index, boxes):
-                yield Coordinate(tp, copy.stage, dp)
-        else:
-            yield Coordinate(tp, copy.stage, copy.dp)
+    def _holders(self, number: int, boxes: Sequence[Box]) -> Iterator[Coordinate]:
+        """The coordinates of a copy that may hold a part of `boxes`."""
+        on_dp, on_tp = self._on_ranks
+        rest, tp = divmod(number, on_tp)
+        stage, dp = divmod(rest, on_dp)
+        split = self.model.tensors[self.tensor_index].tp_dim is not None
+        for tp_rank in range(self.layout.tp) if split else (tp,):
+            seat = Coordinate(tp_rank, self._stages[stage], dp)
+            if self.kind == PARAMETER:
+                yield seat
+            else:
+                owners = optimizer_owners(self.model, self.layout, seat, self.tensor_index, boxes)
+                yield from (seat._replace(dp=owner) for owner in owners)
 
 
 def common_boxes(some: Sequence[Box], others: Sequence[Box]) -> list[Box]:
@@ -109,10 +115,6 @@ class Handoff:
     source: RankMap
     target: RankMap
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return self.model.kinds
-
     def incoming(self, kind: str, tensor_index: int, to: Coordinate) -> list[Move]:
         """How a target coordinate gets its boxes of one tensor; sender == receiver is a copy."""
         receiver = self.target.worker_at(to)
@@ -123,7 +125,12 @@ class Handoff:
         ]
         missing = _without(needed, held)
         if missing:
-            moves.extend(self._remote(kind, tensor_index, to, missing))
+            copies = Copies(self.model, self.source.layout, kind, tensor_index)
+            number = _turn(tensor_index, to) % len(copies)
+            moves += [
+                Move(tensor_index, kind, part, self.source.worker_at(at), receiver)
+                for at, _, part in copies.parts(number, missing, f"worker {receiver}")
+            ]
         return moves
 
     def outgoing(self, kind: str, tensor_index: int, at: Coordinate) -> Iterator[Move]:
@@ -147,28 +154,6 @@ class Handoff:
             return ()
         return owned_boxes(self.model, self.source.layout, at, kind, tensor_index)
 
-    def _remote(
-        self, kind: str, tensor_index: int, to: Coordinate, missing: list[Box]
-    ) -> list[Move]:
-        layout, receiver = self.source.layout, self.target.worker_at(to)
-        choices = copies(self.model, layout, kind, tensor_index)
-        copy = choices[_turn(tensor_index, to) % len(choices)]
-        moves = [
-            Move(tensor_index, kind, part, self.source.worker_at(at), receiver)
-            for at in copy_coordinates(self.model, layout, tensor_index, copy, missing)
-            for part in common_boxes(
-                owned_boxes(self.model, layout, at, kind, tensor_index), missing
-            )
-        ]
-        got, wanted = sum(m.box.elements for m in moves), sum(box.elements for box in missing)
-        if got != wanted:
-            name = self.model.tensors[tensor_index].name
-            raise PlanError(
-                f"worker {receiver}: {kind} of {name!r}: the source holds {got} of the {wanted} "
-                f"elements that {to} of {self.target.layout} needs"
-            )
-        return moves
-
     def _askers(
         self, kind: str, tensor_index: int, at: Coordinate, own: Sequence[Box]
     ) -> Iterator[Coordinate]:
@@ -177,8 +162,8 @@ class Handoff:
         For optimizer state these are only the ones that may need a part of `own`, which `at` holds.
         """
         layout, model = self.target.layout, self.model
-        choices = copies(model, self.source.layout, kind, tensor_index)
-        number, turns = choices.number_at(at), len(choices)
+        copies = Copies(model, self.source.layout, kind, tensor_index)
+        number, turns = copies.number_at(at), len(copies)
         for stage in model.stages_of(model.tensors[tensor_index], layout.pp):
             for tp in range(layout.tp):
                 seat = Coordinate(tp, stage, 0)
@@ -211,36 +196,30 @@ def transfer_plan(model: ModelSpec, source: RankMap, target: RankMap, worker: in
     when the source does not hold all that the target needs.
     """
     handoff = Handoff(model, source, target)
-    receives: list[Move] = []
-    local: list[Move] = []
-    sends: list[Move] = []
-    to = target.coordinate_of(worker)
-    if to is not None:
-        for index in model.stage_tensors(target.layout.pp, to.pp):
-            for move in _every_kind(model, handoff.incoming, index, to):
-                (local if move.sender == worker else receives).append(move)
-    at = source.coordinate_of(worker)
-    if at is not None:
-        for index in model.stage_tensors(source.layout.pp, at.pp):
-            sends.extend(_every_kind(model, handoff.outgoing, index, at))
-    return TransferPlan(worker, _in_order(sends), _in_order(receives), _in_order(local))
+    incoming = _moves(model, target, worker, handoff.incoming)
+    return TransferPlan(
+        worker,
+        sends=tuple(_moves(model, source, worker, handoff.outgoing)),
+        receives=tuple(move for move in incoming if move.sender != worker),
+        local=tuple(move for move in incoming if move.sender == worker),
+    )
 
 
-def _every_kind(
+def _moves(
     model: ModelSpec,
+    rank_map: RankMap,
+    worker: int,
     moves_of: Callable[[str, int, Coordinate], Iterable[Move]],
-    tensor_index: int,
-    at: Coordinate,
-) -> Iterator[Move]:
-    """The moves of all kinds of a tensor; those of optimizer state are planned once."""
-    yield from moves_of(PARAMETER, tensor_index, at)
-    first, *others = model.optimizer_kinds
-    for move in moves_of(first, tensor_index, at):
-        yield move
-        for kind in others:
-            yield Move(move.tensor_index, kind, move.box, move.sender, move.receiver)
-
-
-def _in_order(moves: list[Move]) -> tuple[Move, ...]:
-    """Sorted as moves compare; by a key that is several times faster than comparing them."""
-    return tuple(sorted(moves, key=attrgetter("tensor_index", "kind", "box", "sender", "receiver")))
+) -> list[Move]:
+    """The moves of all that a worker of a rank map holds, sorted; those of optimizer state are
+    planned once for all its kinds."""
+    at = rank_map.coordinate_of(worker)
+    if at is None:
+        return []
+    moves: list[Move] = []
+    planned, *others = model.optimizer_kinds
+    for index in model.stage_tensors(rank_map.layout.pp, at.pp):
+        moves += moves_of(PARAMETER, index, at)
+        for move in moves_of(planned, index, at):
+            moves += (move, *(move._replace(kind=kind) for kind in others))
+    return sorted(moves)

@@ -20,6 +20,8 @@ MARGIN = 0.05
 """Share of the step time by which a layout that was never measured must be better."""
 TRUST_IN_PRIOR = 0.1
 """Weight of the prior's proportions against one measured layout, in the fit of predictions."""
+LEAST_SHARE = 0.01
+"""Share of the scaled prior below which no weight falls: no layout's steps take no time."""
 
 
 class LayoutPolicy:
@@ -28,7 +30,7 @@ class LayoutPolicy:
     With `policy.layout` "table" it takes the first layout of the largest number of workers. With
     "auto" it takes the one whose steps are shortest. The step time of a layout that was trained is
     the median of its last steps. That of another is predicted from the terms of `step_terms`,
-    each with a non-negative weight:
+    each with a positive weight:
 
         step_s = w_compute compute + w_tensor tensor + w_data data + w_fixed fixed
 
@@ -61,8 +63,7 @@ class LayoutPolicy:
         Drops a time that cannot be, as when the clock was set back.
         """
         if step_s > 0 and math.isfinite(step_s):
-            known = self._measured.setdefault(layout, deque(maxlen=REMEMBERED_STEPS))
-            known.append(step_s)
+            self._measured.setdefault(layout, deque(maxlen=REMEMBERED_STEPS)).append(step_s)
             self._weights = None
 
     def best(self, workers: int) -> Layout | None:
@@ -109,5 +110,5 @@ class LayoutPolicy:
         pull = math.sqrt(TRUST_IN_PRIOR)
         rows = np.vstack([terms * scaled / measured_s[:, None], pull * np.eye(len(prior))])
         wanted = np.concatenate([np.ones(len(measured_s)), pull * np.ones(len(prior))])
-        factors, _ = nnls(rows, wanted)
-        return StepTerms(*(float(weight) for weight in factors * scaled))
+        above, _ = nnls(rows, wanted - LEAST_SHARE * rows.sum(axis=1))
+        return StepTerms(*(float(weight) for weight in (LEAST_SHARE + above) * scaled))

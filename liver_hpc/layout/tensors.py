@@ -15,7 +15,7 @@ PARAMETER = "parameter"
 MAIN = "main"
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
-OPTIMIZER_KINDS = (MAIN, EXP_AVG, EXP_AVG_SQ)
+MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 
 
 class Box(NamedTuple):
@@ -33,6 +33,10 @@ class Box(NamedTuple):
     @property
     def elements(self) -> int:
         return (self.row1 - self.row0) * (self.col1 - self.col0)
+
+    def moved(self, rows: int, cols: int) -> Box:
+        """The same box, so many rows further down and columns further right."""
+        return Box(self.row0 + rows, self.row1 + rows, self.col0 + cols, self.col1 + cols)
 
     def intersect(self, other: Box) -> Box | None:
         """The common box; None when there is none."""
@@ -108,7 +112,7 @@ class ModelSpec:
     @property
     def optimizer_kinds(self) -> tuple[str, ...]:
         """Kinds of optimizer state that exist apart from the parameters."""
-        return OPTIMIZER_KINDS[1:] if self.main_is_parameter else OPTIMIZER_KINDS
+        return MOMENTS if self.main_is_parameter else (MAIN, *MOMENTS)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -160,18 +164,17 @@ def _stages_of_layers(model: ModelSpec, pp: int) -> tuple[int, ...]:
 @lru_cache(maxsize=256)
 def _tensors_of_stages(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
     """The tensors of every stage; see `ModelSpec.stage_tensors`."""
-    own: list[list[int]] = [[] for _ in range(pp)]
-    tied: list[list[int]] = [[] for _ in range(pp)]
-    for index, tensor in enumerate(model.tensors):
-        first, *others = model.stages_of(tensor, pp)
-        own[first].append(index)
+    held: list[list[int]] = [[] for _ in range(pp)]
+    stages = [model.stages_of(tensor, pp) for tensor in model.tensors]
+    for index, (stage, *_) in enumerate(stages):
+        held[stage].append(index)
+    for index, (_, *others) in enumerate(stages):
         for stage in others:
-            tied[stage].append(index)
-    return tuple((*mine, *copies) for mine, copies in zip(own, tied, strict=True))
+            held[stage].append(index)
+    return tuple(map(tuple, held))
 
 
-@dataclass(frozen=True, order=True)
-class Move:
+class Move(NamedTuple):
     """One box of one kind of one tensor, from one worker to another. Moves cross in their order."""
 
     tensor_index: int

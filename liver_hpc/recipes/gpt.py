@@ -131,10 +131,8 @@ class GPT(Recipe):
         dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
         gated = options.activation == "swiglu"
         norms = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
-        uneven = {
-            "num_layers_in_first_pipeline_stage": options.first_stage_layers,
-            "num_layers_in_last_pipeline_stage": options.last_stage_layers,
-        }
+        ends = (options.first_stage_layers, options.last_stage_layers)
+        first, last = ends if layout.pp > 1 else (None, None)
         return TransformerConfig(
             num_layers=options.layers,
             hidden_size=options.hidden,
@@ -162,7 +160,8 @@ class GPT(Recipe):
             gradient_accumulation_fusion=False,
             apply_rope_fusion=False,
             persist_layer_norm=False,
-            **(uneven if layout.pp > 1 else {}),
+            num_layers_in_first_pipeline_stage=first,
+            num_layers_in_last_pipeline_stage=last,
         )
 
     def initial(self, tensor: TensorSpec, generator: torch.Generator) -> torch.Tensor:

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from liver_hpc.config.schema import PositiveInt
 from liver_hpc.layout.tensors import ModelSpec, TensorSpec
-
-PositiveInt = Annotated[int, Field(gt=0, strict=True)]
 
 
 class GPTConfig(BaseModel):

@@ -7,6 +7,7 @@ samples form the global batch of a step does not depend on the layout, nor on wh
 from __future__ import annotations
 
 import hashlib
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from megatron.core.datasets.utils import Split
 
 from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.errors import ConfigError
-from liver_hpc.host.files import file_lock
+from liver_hpc.host.files import file_lock, write_whole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,15 +62,12 @@ class _SharedGPTDataset(GPTDataset):  # type: ignore[misc]
 
 
 def _save(path: Path, order: NDArray[Any]) -> None:
-    part = path.with_name(f"{path.name}.part")
+    held = io.BytesIO()
+    np.save(held, order)
     try:
-        with part.open("wb") as stream:
-            np.save(stream, order)
-        part.replace(path)
+        write_whole(path, held.getvalue())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 class TokenSamples:
@@ -121,9 +119,7 @@ class TokenSamples:
 
 def _order_name(prefix: Path, seq_length: int, samples: int, seed: int) -> str:
     """A name made of all that the order depends on, the index file's content included."""
-    hashed = hashlib.blake2b(digest_size=8)
     with prefix.with_name(f"{prefix.name}.idx").open("rb") as stream:
-        while block := stream.read(1 << 20):
-            hashed.update(block)
+        hashed = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=8))
     hashed.update(f"{seq_length}/{samples}/{seed}".encode())
     return f"samples-{hashed.hexdigest()}"

@@ -47,8 +47,7 @@ def text_files(data: DataSection) -> list[TextFile]:
 
     Raises ConfigError when a pattern matches no file or all files are empty.
     """
-    if data.text is None:
-        raise ConfigError("data.text is not given")
+    assert data.text is not None, "data.prefix names what has been tokenized"
     paths = _stdlib_paths() if data.text == STDLIB else _matching_paths(data.text)
     files: list[TextFile] = []
     room = data.max_text_bytes
@@ -95,9 +94,7 @@ def prefix_of(data: DataSection) -> Path:
 
     Writes nothing. Raises ConfigError as `text_files` does.
     """
-    if data.prefix is not None:
-        return data.prefix
-    return _text_prefix(data, text_files(data))
+    return data.prefix or _text_prefix(data, text_files(data))
 
 
 def _text_prefix(data: DataSection, files: Sequence[TextFile]) -> Path:

@@ -61,7 +61,7 @@ def _counted(model: ModelSpec, source: RankMap, target: RankMap) -> Traffic:
     parameters, everything = Counter[int](), Counter[int]()
     for to in target.layout.coordinates():
         for index in model.stage_tensors(target.layout.pp, to.pp):
-            for kind in plan.kinds:
+            for kind in model.kinds:
                 for move in plan.incoming(kind, index, to):
                     if move.sender == move.receiver:
                         continue

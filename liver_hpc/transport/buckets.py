@@ -42,18 +42,6 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-class BucketKey(NamedTuple):
-    """The global order of buckets: by place in the pair's list, then pair.
-
-    Places first, so that all pairs advance alike and a worker sends and receives at the same
-    time. `shift` is receiver - sender: among equal places, everyone's partner is different.
-    """
-
-    position: int
-    shift: int
-    sender: int
-
-
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """One message from `sender` to `receiver`: the `position`-th of this pair."""
@@ -65,8 +53,13 @@ class Bucket:
     num_bytes: int
 
     @property
-    def key(self) -> BucketKey:
-        return BucketKey(self.position, self.receiver - self.sender, self.sender)
+    def key(self) -> tuple[int, int, int]:
+        """The global order: by place in the pair's list, then pair.
+
+        Places first, so that all pairs advance alike and a worker sends and receives at the same
+        time. Among equal places, by receiver - sender: everyone's partner is different.
+        """
+        return self.position, self.receiver - self.sender, self.sender
 
     @property
     def payload_bytes(self) -> int:
@@ -74,14 +67,8 @@ class Bucket:
         return sum(piece.num_bytes for piece in self.pieces)
 
 
-class Placed(NamedTuple):
-    """A bucket and where it lies in its step's staging slot."""
-
-    bucket: Bucket
-    offset_bytes: int
-
-
-Step = tuple[Placed, ...]
+Step = tuple[Bucket, ...]
+"""Buckets that lie one behind the other in a staging slot."""
 
 
 class Action(NamedTuple):
@@ -112,34 +99,36 @@ def cut_moves(
     need be packed. A move that does not fit is cut by rows, and a row that is larger than a whole
     bucket by columns.
     """
-    capacity_bytes = whole_units(bucket_bytes)
-    buckets: list[tuple[Piece, ...]] = []
-    pieces: list[Piece] = []
-    filled = 0
+    capacity_bytes = room_bytes = whole_units(bucket_bytes)
+    buckets: list[list[Piece]] = [[]]
     before_alone = False
     for move in moves:
         size = element_bytes(move.kind)
         alone = move.box.elements * size >= capacity_bytes * ALONE_SHARE
-        if pieces and (alone or before_alone):
-            buckets.append(tuple(pieces))
-            pieces, filled = [], 0
+        if alone or before_alone:
+            buckets.append([])
+            room_bytes = capacity_bytes
         before_alone = alone
         rest = [move.box]
         while rest:
             box = rest.pop()
-            part, later = _fit(box, size, capacity_bytes - filled, whole_bucket=not filled)
+            part, later = _fit(box, size, room_bytes, whole_bucket=not buckets[-1])
             if part is None:
-                buckets.append(tuple(pieces))
-                pieces, filled = [], 0
+                buckets.append([])
+                room_bytes = capacity_bytes
                 rest.append(box)
                 continue
-            num_bytes = part.elements * size
-            pieces.append(Piece(move.kind, move.tensor_index, part, filled, num_bytes))
-            filled += aligned(num_bytes)
+            piece = Piece(
+                move.kind,
+                move.tensor_index,
+                part,
+                capacity_bytes - room_bytes,
+                part.elements * size,
+            )
+            buckets[-1].append(piece)
+            room_bytes -= aligned(piece.num_bytes)
             rest.extend(reversed(later))
-    if pieces:
-        buckets.append(tuple(pieces))
-    return buckets
+    return [tuple(bucket) for bucket in buckets if bucket]
 
 
 def _fit(
@@ -170,12 +159,10 @@ def plan_buckets(
     Raises PlanError for a move that is not this worker's.
     """
     pairs: dict[tuple[int, int], list[Move]] = {}
-    for moves, other in ((plan.sends, "receiver"), (plan.receives, "sender")):
-        for move in moves:
-            mine = move.sender if other == "receiver" else move.receiver
-            if mine != plan.worker or move.sender == move.receiver:
-                raise PlanError(f"worker {plan.worker}: this is not mine to move: {move}")
-            pairs.setdefault((move.sender, move.receiver), []).append(move)
+    for move in (*plan.sends, *plan.receives):
+        if plan.worker not in (move.sender, move.receiver) or move.sender == move.receiver:
+            raise PlanError(f"worker {plan.worker}: this is not mine to move: {move}")
+        pairs.setdefault((move.sender, move.receiver), []).append(move)
     buckets = []
     for (sender, receiver), between in pairs.items():
         for position, pieces in enumerate(cut_moves(between, element_bytes, bucket_bytes)):
@@ -186,18 +173,15 @@ def plan_buckets(
 
 def group_steps(buckets: Sequence[Bucket], slot_bytes: int) -> list[Step]:
     """Neighbouring buckets together in steps of at most `slot_bytes`."""
-    steps: list[Step] = []
-    step: list[Placed] = []
-    filled = 0
+    steps: list[list[Bucket]] = []
+    room_bytes = 0
     for bucket in buckets:
-        if step and filled + bucket.num_bytes > slot_bytes:
-            steps.append(tuple(step))
-            step, filled = [], 0
-        step.append(Placed(bucket, filled))
-        filled += bucket.num_bytes
-    if step:
-        steps.append(tuple(step))
-    return steps
+        if not steps or bucket.num_bytes > room_bytes:
+            steps.append([])
+            room_bytes = slot_bytes
+        steps[-1].append(bucket)
+        room_bytes -= bucket.num_bytes
+    return [tuple(step) for step in steps]
 
 
 def schedule(steps: Sequence[Step], num_slots: int) -> Iterator[Action]:

@@ -54,7 +54,6 @@ def _column_sums(bits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Sum over rows of bits * weights, [cols] of int64, wrapping around."""
     rows, cols = bits.shape
     sums = torch.zeros(cols, dtype=torch.int64, device=bits.device)
-    add_chunk = _add_chunk_cuda if bits.is_cuda else _add_chunk_cpu
     chunk_elements = _CHUNK_ELEMENTS[bits.device.type]
     width = min(cols, chunk_elements)
     height = max(1, chunk_elements // width)
@@ -62,19 +61,15 @@ def _column_sums(bits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     for left in range(0, cols, width):
         for top in range(0, rows, height):
             part = bits[top : top + height, left : left + width]
-            widened = wide[: part.numel()].view(part.shape).copy_(part)
-            add_chunk(sums[left : left + width], widened, weights[top : top + height])
+            chunk = wide[: part.numel()].view(part.shape).copy_(part)
+            added, factors = sums[left : left + width], weights[top : top + height]
+            if bits.is_cuda:
+                # CUDA has no matrix product of 64-bit integers.
+                added.add_(chunk.mul_(factors.unsqueeze(1)).sum(dim=0))
+            else:
+                # Twice as fast as multiplying in place and summing: nothing is written back.
+                added.addmv_(chunk.t(), factors)
     return sums
-
-
-def _add_chunk_cpu(sums: torch.Tensor, chunk: torch.Tensor, weights: torch.Tensor) -> None:
-    # Twice as fast as multiplying in place and summing: nothing is written back.
-    sums.addmv_(chunk.t(), weights)
-
-
-def _add_chunk_cuda(sums: torch.Tensor, chunk: torch.Tensor, weights: torch.Tensor) -> None:
-    # CUDA has no matrix product of 64-bit integers.
-    sums.add_(chunk.mul_(weights.unsqueeze(1)).sum(dim=0))
 
 
 class _Weights:

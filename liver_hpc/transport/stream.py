@@ -21,8 +21,8 @@ from liver_hpc.errors import PlanError, TransferError
 from liver_hpc.layout.tensors import Box, ModelSpec, TransferPlan
 from liver_hpc.transport.buckets import (
     Action,
+    Bucket,
     Piece,
-    Placed,
     Step,
     cut_moves,
     group_steps,
@@ -52,15 +52,6 @@ class Prepared:
     steps: Sequence[Step]
     local: Sequence[tuple[Piece, ...]]
     messages: Counter[tuple[int, int]]
-
-
-@dataclass
-class Moved:
-    """Bytes of state, without padding, that one stream has moved on this worker."""
-
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    bytes_local: int = 0
 
 
 class Transport:
@@ -110,7 +101,7 @@ class Transport:
         target: StateView | None,
         progress: Callable[[int], None],
         deadline: Deadline,
-    ) -> Moved:
+    ) -> None:
         """Sends, receives and copies all moves of a plan, in the order of its lists.
 
         Collective over the workers that the plan's moves name: each streams its own plan. Calls
@@ -138,10 +129,9 @@ class Transport:
                 self._broken = False
             finally:
                 if self._broken:
-                    stream.drop()
+                    stream.launched.clear()  # the backend's handles hold memory and connections
                     self._wire.abandon()
             self._tags.update(prepared.messages)
-            return stream.moved
         finally:
             self._busy.release()
             if self._closed:
@@ -176,10 +166,12 @@ class _Copy(NamedTuple):
 
 
 class _Launched(NamedTuple):
-    """A step on its way. `arriving`: bytes of state and copies to make, of every message here."""
+    """A step on its way. arriving: copies to make once its messages have crossed; num_bytes: of
+    state in what arrives."""
 
     pending: Sequence[Pending]
-    arriving: list[tuple[int, list[_Copy]]]
+    arriving: list[_Copy]
+    num_bytes: int
 
 
 @dataclass
@@ -195,7 +187,6 @@ class _Stream:
     source: StateView | None
     target: StateView | None
     tags: Counter[tuple[int, int]]
-    moved: Moved = field(default_factory=Moved)
     launched: deque[_Launched] = field(default_factory=deque)
 
     def run(
@@ -216,35 +207,32 @@ class _Stream:
             deadline.check()
             self._copy_local(pieces, progress)
 
-    def drop(self) -> None:
-        """Forgets all unfinished messages: the backend's handles hold memory and connections."""
-        self.launched.clear()
-
     def _launch(self, action: Action) -> None:
-        parcels, arriving = [], []
-        for placed in action.step:
-            parcel, copies = self._parcel(action.slot, placed)
+        parcels: list[Parcel] = []
+        arriving: list[_Copy] = []
+        num_bytes = 0
+        rest = self.slots[action.slot]
+        for bucket in action.step:
+            parcel, copies = self._parcel(bucket, rest[: bucket.num_bytes])
+            rest = rest[bucket.num_bytes :]
             parcels.append(parcel)
-            if not parcel.is_send:
-                arriving.append((placed.bucket.payload_bytes, copies))
-                continue
-            for view, staged in copies:
-                staged.copy_(view, non_blocking=True)
-            self.moved.bytes_sent += placed.bucket.payload_bytes
-        self.launched.append(_Launched(self.wire.launch(parcels), arriving))
+            if parcel.is_send:
+                for view, staged in copies:
+                    staged.copy_(view, non_blocking=True)
+            else:
+                arriving += copies
+                num_bytes += bucket.payload_bytes
+        self.launched.append(_Launched(self.wire.launch(parcels), arriving, num_bytes))
 
     def _finish(self, progress: Callable[[int], None], deadline: Deadline) -> None:
         """The oldest launched step: its messages have crossed and are in their places."""
         for messages in self.launched[0].pending:
             messages.wait(deadline)
-        num_bytes = 0
-        for payload_bytes, copies in self.launched.popleft().arriving:
-            num_bytes += payload_bytes
-            for view, staged in copies:
-                view.copy_(staged, non_blocking=True)
-        if num_bytes:
-            self.moved.bytes_received += num_bytes
-            progress(num_bytes)
+        step = self.launched.popleft()
+        for view, staged in step.arriving:
+            view.copy_(staged, non_blocking=True)
+        if step.num_bytes:
+            progress(step.num_bytes)
 
     def _copy_local(self, pieces: Sequence[Piece], progress: Callable[[int], None]) -> None:
         num_bytes = 0
@@ -253,12 +241,10 @@ class _Stream:
             to.copy_(self._view(self.source, "source", piece), non_blocking=True)
             num_bytes += piece.num_bytes
         if num_bytes:
-            self.moved.bytes_local += num_bytes
             progress(num_bytes)
 
-    def _parcel(self, slot: int, placed: Placed) -> tuple[Parcel, list[_Copy]]:
+    def _parcel(self, bucket: Bucket, staging: torch.Tensor) -> tuple[Parcel, list[_Copy]]:
         """One message, and what has to be copied before it leaves or after it has arrived."""
-        bucket, start = placed.bucket, placed.offset_bytes
         is_send = bucket.sender == self.prepared.plan.worker
         state, side = (self.source, "source") if is_send else (self.target, "target")
         views = [self._view(state, side, piece) for piece in bucket.pieces]
@@ -266,7 +252,7 @@ class _Stream:
         if len(views) == 1 and views[0].is_contiguous() and views[0].nbytes == bucket.num_bytes:
             memory = views[0].view(-1).view(torch.uint8)
         else:
-            memory = self.slots[slot, start : start + bucket.num_bytes]
+            memory = staging
             for piece, view in zip(bucket.pieces, views, strict=True):
                 staged = memory[piece.offset_bytes : piece.offset_bytes + piece.num_bytes]
                 copies.append(_Copy(view, staged.view(view.dtype).view(view.shape)))

@@ -83,8 +83,11 @@ def group_wire(group: Any, ranks: Mapping[int, int], device: torch.device) -> Wi
     return (NcclWire if device.type == "cuda" else GlooWire)(group, ranks, device)
 
 
-class _GroupWire(Wire):
-    """What gloo and NCCL share. Holds the only reference to the group that the transport has."""
+class GlooWire(Wire):
+    """Every message is an operation of its own and completes alone.
+
+    Holds the only reference to the group that the transport has.
+    """
 
     def __init__(self, group: Any, ranks: Mapping[int, int], device: torch.device) -> None:
         self.device = device
@@ -108,9 +111,15 @@ class _GroupWire(Wire):
             # it: whoever waits for this worker would wait until the deadline.
             del group
 
-    @abstractmethod
     def _start_all(self, group: Any, parcels: Sequence[Parcel]) -> Sequence[Pending]:
         """Starts the messages of a step; keeps no group in its frame. Raises TransferError."""
+        started: list[Pending] = []
+        try:
+            for parcel in parcels:
+                started.append(_Started(self._start(group, parcel), [parcel], blocking=True))
+            return started
+        finally:
+            del group, started
 
     def _start(self, group: Any, parcel: Parcel) -> Any:
         """Starts one message; returns c10d's handle."""
@@ -171,20 +180,7 @@ class _Started:
             del work
 
 
-class GlooWire(_GroupWire):
-    """Every message is an operation of its own and completes alone."""
-
-    def _start_all(self, group: Any, parcels: Sequence[Parcel]) -> Sequence[Pending]:
-        started: list[Pending] = []
-        try:
-            for parcel in parcels:
-                started.append(_Started(self._start(group, parcel), [parcel], blocking=True))
-            return started
-        finally:
-            del group, started
-
-
-class NcclWire(_GroupWire):
+class NcclWire(GlooWire):
     """The messages of a step are one group on the whole communicator, on a stream of their own.
 
     One by one, messages between two workers would run in the order in which each end starts

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from liver_hpc.clock import SystemClock, process_age_s
-from liver_hpc.cluster.network import GLOO_INTERFACE, NCCL_LOG
 from liver_hpc.errors import DeadlineError, ProtocolError
 from liver_hpc.handoff.release import return_free_memory
 from liver_hpc.handoff.session import WorkerContext
@@ -28,7 +27,7 @@ from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.secret import read_secret
 from liver_hpc.worker.trainer import LeftWorld, Trainer
 from liver_hpc.world import megatron
-from liver_hpc.world.device import Device, Network, NetworkPlan
+from liver_hpc.world.device import Device, Network
 from liver_hpc.world.groups import install_sentinel
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.world import World
@@ -93,7 +92,7 @@ class Worker:
                 config=self._config,
                 recipe=self._recipe,
                 device=self._device,
-                network=Network(self._device, _network_plan(address[0])),
+                network=Network(self._device, address_towards(address[0])),
                 clock=self._clock,
                 send=self._send,
                 open_store=self._open_store,
@@ -182,16 +181,6 @@ class Worker:
             self._first.put(message)
         else:
             raise ProtocolError(f"worker {self._worker}: unexpected {message.type}")
-
-
-def _network_plan(coordinator: str) -> NetworkPlan:
-    """The interfaces that `worker.main` chose; else those towards the coordinator."""
-    names, log_path = os.environ.get(GLOO_INTERFACE, ""), os.environ.get(NCCL_LOG)
-    return NetworkPlan(
-        hostname=address_towards(coordinator),
-        gloo_interfaces=tuple(name.strip() for name in names.split(",") if name.strip()),
-        nccl_log=Path(log_path) if log_path else None,
-    )
 
 
 def leave(status: int) -> NoReturn:

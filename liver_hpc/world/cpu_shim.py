@@ -1,23 +1,30 @@
 """The CPU stand-in for torch.cuda: lets megatron-core train where no CUDA device exists.
 
 Megatron-core asks for `torch.cuda.current_device()`, builds tensors on "cuda", tests tensor type
-names and opens streams. `install()` answers all of these with the CPU. `open_device` calls it where
-`torch.cuda.is_available()` is false, before megatron is imported; nothing else knows of it.
+names, opens streams, and imports triton. `install()` answers all of these with the CPU.
+`open_device` calls it where `torch.cuda.is_available()` is false, before megatron is imported;
+nothing else knows of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
 
-from liver_hpc.recipes.cpu_modules import import_only_triton, put_identity_dynamo
-
 CPU = torch.device("cpu")
+DYNAMO = "torch._dynamo"
 _GATHER_TAG = 7
 
 # fmt: off
@@ -28,73 +35,55 @@ _FACTORIES = (
 # fmt: on
 
 
-def _names_cuda(device: object) -> bool:
-    if isinstance(device, str):
-        return device.startswith("cuda")
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return type(device) is int
+def _on_cpu(device: Any) -> Any:
+    """The CPU for what names a CUDA device: "cuda:0", torch.device("cuda"), 0; else as it is."""
+    named = isinstance(device, str | torch.device) and str(device).startswith("cuda")
+    return CPU if named or type(device) is int else device
 
 
-def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+def _building_on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     """A tensor factory that takes a CUDA device to mean the CPU, and pins nothing."""
 
-    def build(*args: Any, **kwargs: Any) -> Any:
-        if _names_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
-        kwargs.pop("pin_memory", None)
+    def build(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
         return factory(*args, **kwargs)
 
-    build.__name__ = getattr(factory, "__name__", "build")
-    build.__wrapped__ = factory  # type: ignore[attr-defined]
+    build.__name__ = factory.__name__
     return build
+
+
+def _same(self: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return self
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    pass
 
 
 class _Stream:
     """torch.cuda.Stream and Event in one: everything has already happened."""
 
-    device = CPU
-    cuda_stream = 0
-
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> Callable[..., bool]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *_args, **_kwargs: None
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        return None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
-
-    def __hash__(self) -> int:
-        return 0
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, *_args: Any) -> float:
-        return 0.0
+        return lambda *_args, **_kwargs: True
 
 
 def _redirect_tensors() -> None:
     for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+        setattr(torch, name, _building_on_cpu(getattr(torch, name)))
 
     tensor_class: Any = torch.Tensor
     plain_to, plain_type = tensor_class.to, tensor_class.type
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        where = tuple(CPU if type(a) is not int and _names_cuda(a) else a for a in args)
-        if _names_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
-        return plain_to(self, *where, **kwargs)
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        return plain_to(self, *map(_on_cpu, args), **kwargs)
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # Megatron's optimizer sorts parameters by names such as 'torch.cuda.FloatTensor'. Under a
@@ -104,37 +93,34 @@ def _redirect_tensors() -> None:
             return f"torch.cuda.{result.removeprefix('torch.').removeprefix('cuda.')}"
         return result
 
-    def same(self: Any, *_args: Any, **_kwargs: Any) -> Any:
-        return self
-
     tensor_class.to, tensor_class.type = to, type_
-    tensor_class.cuda = tensor_class.pin_memory = same
-    tensor_class.record_stream = lambda *_args, **_kwargs: None
+    tensor_class.cuda = tensor_class.pin_memory = _same
+    tensor_class.record_stream = _nothing
     module_class: Any = torch.nn.Module
-    module_class.cuda = same
+    module_class.cuda = _same
+
+
+def _rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
+    """The CPU's generator stands for the device's."""
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
+    torch.set_rng_state(state)
 
 
 def _redirect_cuda_module() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: CPU
-    cuda.set_device = cuda.synchronize = cuda.empty_cache = lambda *_a, **_k: None
-    cuda._lazy_init = lambda: None
-    cuda._lazy_call = lambda function, **_k: function()
-    cuda.device_count = lambda: 0
+    cuda.set_device = cuda.synchronize = cuda.empty_cache = _nothing
     cuda.Stream = cuda.Event = _Stream
-    cuda.current_stream = cuda.default_stream = lambda *_a, **_k: _Stream()
+    cuda.current_stream = cuda.default_stream = _Stream
     cuda.stream = lambda _stream=None: contextlib.nullcontext()
     cuda.memory_allocated = cuda.max_memory_allocated = cuda.memory_reserved = lambda *_a, **_k: 0
-
-    def manual_seed(seed: int) -> None:
-        torch.manual_seed(seed)
-
-    # The CPU's generator stands for the device's.
-    cuda.manual_seed = manual_seed
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_a, **_k: torch.get_rng_state()
-    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_a, **_k: torch.set_rng_state(
-        state
-    )
+    # torch.manual_seed calls manual_seed_all, which would keep a traceback for when CUDA begins.
+    cuda.manual_seed, cuda.manual_seed_all = torch.manual_seed, _nothing
+    for module in (cuda, cuda.random):
+        module.get_rng_state, module.set_rng_state = _rng_state, _set_rng_state
 
 
 def _gather_in_place(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,6 +189,64 @@ class _FusedAdamW(torch.optim.AdamW):
         super().__init__(*args, **options)
 
 
+def _put_identity_dynamo() -> None:
+    """torch.compile as the identity: no dynamo, no C++ compilation for `jit_fuser` functions.
+
+    Importing dynamo takes a seventh of a worker's boot and lists torch.cuda's functions. The first
+    optimizer imports it only to ask whether anything is being compiled; some of torch's utilities
+    do so for its settings, which are the real ones here.
+    """
+    torch_module: Any = torch
+    torch_module.compile = _unchanged
+    if DYNAMO in sys.modules:
+        return
+    dynamo: Any = types.ModuleType(DYNAMO, "Stands for dynamo: compiles nothing.")
+    dynamo.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]  # where its submodules are
+    dynamo.disable = dynamo.allow_in_graph = dynamo.assume_constant_result = _unchanged
+    dynamo.graph_break = dynamo.reset = _nothing
+    dynamo.trace_rules = types.ModuleType(f"{DYNAMO}.trace_rules")
+    dynamo.trace_rules.clear_lru_cache = _nothing
+
+    def submodule(name: str) -> types.ModuleType:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return importlib.import_module(f"{DYNAMO}.{name}")
+        except ImportError as error:
+            raise AttributeError(
+                f"{DYNAMO}, for which nothing stands on a CPU, has no {name}: {error}"
+            ) from error
+
+    dynamo.__getattr__ = submodule
+    sys.modules[DYNAMO] = torch_module._dynamo = dynamo
+    sys.modules[dynamo.trace_rules.__name__] = dynamo.trace_rules
+
+
+def _unchanged(function: Any = None, *_args: Any, **_kwargs: Any) -> Any:
+    """A decorator, with or without arguments, that decorates nothing."""
+    return (lambda decorated: decorated) if function is None else function
+
+
+@contextlib.contextmanager
+def import_only_triton() -> Iterator[None]:
+    """Stands for triton, which megatron-core >= 0.17 imports always and never calls on a CPU.
+
+    It is taken away afterwards: torch, and dynamo above all, must not believe that triton is here.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+    _put_identity_dynamo()
+    triton = MagicMock(__spec__=ModuleSpec("triton", None), __path__=[], __version__="0.0")
+    sys.modules["triton"] = triton
+    sys.modules["triton.language"] = triton.language
+    try:
+        yield
+    finally:
+        for name in [n for n in sys.modules if n.split(".")[0] == "triton"]:
+            del sys.modules[name]
+
+
 def _import_megatron() -> None:
     with import_only_triton():
         importlib.import_module("megatron.core.models.gpt.gpt_model")
@@ -210,24 +254,13 @@ def _import_megatron() -> None:
     import megatron.core.tensor_parallel.random as random
 
     # These two reach for torch.cuda.default_generators.
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
-        torch.get_rng_state()
-    )
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
-        state
-    )
+    random._get_cuda_rng_state, random._set_cuda_rng_state = _rng_state, _set_rng_state
 
 
-_installed = False
-
-
+@cache
 def install() -> None:
     """Redirects torch.cuda and megatron's uses of it to the CPU; idempotent."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    put_identity_dynamo()
+    _put_identity_dynamo()
     _redirect_cuda_module()
     _redirect_tensors()
     torch_distributed: Any = dist

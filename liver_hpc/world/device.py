@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from liver_hpc.cluster.network import GLOO_INTERFACE, NCCL_LOG
 from liver_hpc.host.interfaces import interface_addresses, interface_holding
 from liver_hpc.transport.nccl_log import Chosen, NcclLog
 
@@ -22,12 +23,10 @@ class Device:
     """A torch device, and the process-group backend that goes with it."""
 
     torch_device: torch.device
-    backend_name: str
 
     @property
-    def backend_type(self) -> Any:
-        kinds = dist.ProcessGroup.BackendType
-        return kinds.NCCL if self.backend_name == "nccl" else kinds.GLOO
+    def backend_name(self) -> str:
+        return "nccl" if self.torch_device.type == "cuda" else "gloo"
 
     def enter(self) -> None:
         """Makes this the calling thread's device. Every thread that touches tensors calls it once,
@@ -46,47 +45,37 @@ def open_device(local_rank: int) -> Device:
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        return Device(device, "nccl")
+        return Device(device)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     from liver_hpc.world import cpu_shim
 
     cpu_shim.install()
-    return Device(torch.device("cpu"), "gloo")
-
-
-@dataclass(frozen=True)
-class NetworkPlan:
-    """Where a worker's connections go.
-
-    gloo_interfaces: by name; where there are none, gloo uses that of the address `hostname`.
-    nccl_log: the file into which NCCL logs; None where it does not.
-    """
-
-    hostname: str
-    gloo_interfaces: tuple[str, ...] = ()
-    nccl_log: Path | None = None
+    return Device(torch.device("cpu"))
 
 
 class Network:
     """Opens group backends, and knows which transport each of them uses.
 
-    All groups share one gloo device an interface, with its thread and its listening socket.
+    The environment names the interfaces that gloo uses, else it uses that of the address
+    `hostname`; and the file into which NCCL logs. All groups share one gloo device an interface,
+    with its thread and its listening socket.
     """
 
-    def __init__(self, device: Device, plan: NetworkPlan) -> None:
+    def __init__(self, device: Device, hostname: str) -> None:
         self._device = device
-        self._plan = plan
-        self._gloo: list[Any] = []
+        self._hostname = hostname
+        names = (name.strip() for name in os.environ.get(GLOO_INTERFACE, "").split(","))
+        self._interfaces = [name for name in names if name]
+        self._log_path = os.environ.get(NCCL_LOG)
         self._log = NcclLog()
         self._log_offset = 0
         self._chosen: WeakKeyDictionary[Any, Chosen] = WeakKeyDictionary()
 
+    @cached_property
     def _gloo_devices(self) -> list[Any]:
-        if not self._gloo:
-            names, create = self._plan.gloo_interfaces, dist.ProcessGroupGloo.create_device
-            wheres = [{"interface": name} for name in names] or [{"hostname": self._plan.hostname}]
-            self._gloo = [create(**where, lazy_init=False) for where in wheres]
-        return self._gloo
+        create = dist.ProcessGroupGloo.create_device
+        named = [create(interface=name, lazy_init=False) for name in self._interfaces]
+        return named or [create(hostname=self._hostname, lazy_init=False)]
 
     def open_backend(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
         """Connects one group's members over `store` and returns the c10d backend.
@@ -108,7 +97,7 @@ class Network:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._timeout = timeout
-            options._devices = self._gloo_devices()
+            options._devices = self._gloo_devices
             backend = gloo(store, rank, size, options)
             chosen = Chosen(("gloo tcp",), self._gloo_way())
         backend._set_sequence_number_for_group()
@@ -131,18 +120,16 @@ class Network:
     def _gloo_way(self) -> str:
         """The interfaces that gloo uses, with their addresses: "eth0/10.0.0.7"."""
         held = interface_addresses()
-        names = self._plan.gloo_interfaces
-        if names:
-            return ",".join(f"{name}/{held.get(name, '?')}" for name in names)
-        address = self._plan.hostname
-        return f"{interface_holding(address, held) or '?'}/{address}"
+        if self._interfaces:
+            return ",".join(f"{name}/{held.get(name, '?')}" for name in self._interfaces)
+        return f"{interface_holding(self._hostname, held) or '?'}/{self._hostname}"
 
     def _newly_logged(self) -> str:
         """What NCCL has logged since the last call."""
-        if self._plan.nccl_log is None:
+        if not self._log_path:
             return ""
         try:
-            with self._plan.nccl_log.open("rb") as log:
+            with open(self._log_path, "rb") as log:
                 log.seek(self._log_offset)
                 data = log.read()
         except OSError:

@@ -87,7 +87,7 @@ class Group:
 
     def attach(self, backend: Any) -> None:
         """Replaces the stand-in by a real backend, so that collectives are real from here on."""
-        kind = self._device.backend_type
+        kind = getattr(dist.ProcessGroup.BackendType, self._device.backend_name.upper())
         self.process_group._register_backend(self._device.torch_device, kind, backend)
         self.process_group._set_default_backend(kind)
         self.backend = backend

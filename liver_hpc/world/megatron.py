@@ -12,7 +12,8 @@ import dataclasses
 import importlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,35 +29,34 @@ from liver_hpc.layout.coordinates import Coordinate, RankMap
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.world.groups import GroupBook
 
-_thread = threading.local()
+_seeding = inspect.signature(megatron_random.model_parallel_cuda_manual_seed).parameters
+_SEEDING_RANKS = [name for name in _seeding if name.endswith("_rank")]
+"""The ranks that this release's seeding takes; it asks parallel_state for one not given."""
 
 
-class _ThreadMemoryBuffer(threading.local):
+class _Thread(threading.local):
+    """What this thread does: it may rehearse a world, and megatron may mean the groups of one."""
+
+    rehearsing = False
+    groups: Any = None
+
+
+_thread = _Thread()
+
+
+class _ThreadMemoryBuffer(threading.local, GlobalMemoryBuffer):  # type: ignore[misc]
     """megatron's scratch buffers, one set a thread, since a world is rehearsed beside training."""
 
-    def __init__(self) -> None:
-        self._buffer = GlobalMemoryBuffer()
 
-    def get_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        return self._buffer.get_tensor(*args, **kwargs)
+class _Instead:
+    """An object in which some attributes are others."""
 
-
-class _RehearsalSafeTracker:
-    """megatron's RNG tracker, except that a rehearsing thread leaves the generators alone.
-
-    Two threads inside `fork` would swap the device's generator under each other's feet.
-    """
-
-    def __init__(self, tracker: Any) -> None:
-        self._tracker = tracker
+    def __init__(self, plain: Any, **others: Any) -> None:
+        self._plain = plain
+        self.__dict__.update(others)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._tracker, name)
-
-    def fork(self, *args: Any, **kwargs: Any) -> Any:
-        if _is_rehearsing():
-            return contextlib.nullcontext()
-        return self._tracker.fork(*args, **kwargs)
+        return getattr(self._plain, name)
 
 
 # fmt: off
@@ -66,12 +66,7 @@ _DRAWS = frozenset({
     "exponential_",
 })
 # fmt: on
-_ZEROS: dict[str, Callable[..., Any]] = {
-    "rand": torch.zeros,
-    "randn": torch.zeros,
-    "rand_like": torch.zeros_like,
-    "randn_like": torch.zeros_like,
-}
+_RANDOM = frozenset({"rand", "randn", "rand_like", "randn_like"})
 
 
 class NoDraws(TorchFunctionMode):
@@ -85,9 +80,9 @@ class NoDraws(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in _DRAWS:
             return args[0] if args else kwargs["tensor"]
-        if name in _ZEROS:
+        if name in _RANDOM:
+            function = torch.zeros_like if name.endswith("_like") else torch.zeros
             kwargs.pop("generator", None)
-            return _ZEROS[name](*args, **kwargs)
         return function(*args, **kwargs)
 
 
@@ -102,10 +97,6 @@ def rehearsal() -> Iterator[None]:
         _thread.rehearsing = False
 
 
-def _is_rehearsing() -> bool:
-    return getattr(_thread, "rehearsing", False)
-
-
 @contextlib.contextmanager
 def groups_in_use(groups: ProcessGroupCollection) -> Iterator[None]:
     """Names the collection that code without a group argument means, on this thread."""
@@ -116,77 +107,55 @@ def groups_in_use(groups: ProcessGroupCollection) -> Iterator[None]:
         _thread.groups = None
 
 
-class _LocalDistributed:
-    """torch.distributed as the optimizer's constructor sees it: a world of one.
-
-    It gathers the keys of parameter groups over the default group, which does not exist here; all
-    ranks build theirs by the same rules anyway.
-    """
-
-    @staticmethod
-    def get_world_size(*_args: Any) -> int:
-        return 1
-
-    @staticmethod
-    def all_gather_object(out: list[Any], value: Any, *_args: Any) -> None:
-        out[0] = value
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
-
-
-class _LocalTorch:
-    distributed = _LocalDistributed()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-_prepared = False
-
-
+@cache
 def prepare_process(seed: int) -> None:
     """Redirects megatron's globals; once a process, before the first model. No communication."""
-    global _prepared
-    if _prepared:
-        return
-    _prepared = True
     parallel_state._GLOBAL_MEMORY_BUFFER = _ThreadMemoryBuffer()
-    importlib.import_module("megatron.core.optimizer").torch = _LocalTorch()  # type: ignore[attr-defined]
+    _build_optimizers_alone()
     _redirect_cross_entropy()
     seed_dropout(seed, tp_rank=0)
-    megatron_random._CUDA_RNG_STATE_TRACKER = _RehearsalSafeTracker(
-        megatron_random._CUDA_RNG_STATE_TRACKER
-    )
-    _import_optimizer_dependencies()
+    _keep_rehearsals_from_forking()
+    # The first AdamW of a process imports torch._dynamo, for which nobody is to wait later.
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+
+
+def _build_optimizers_alone() -> None:
+    """The optimizer's constructor gathers the keys of parameter groups over the default group,
+    which does not exist here; all ranks build theirs by the same rules anyway."""
+
+    def gather(out: list[Any], value: Any, *_args: Any) -> None:
+        out[0] = value
+
+    alone = _Instead(dist, get_world_size=lambda *_args: 1, all_gather_object=gather)
+    module: Any = importlib.import_module("megatron.core.optimizer")
+    module.torch = _Instead(torch, distributed=alone)
 
 
 def _redirect_cross_entropy() -> None:
     """0.16 reads the tensor-parallel group from parallel_state; 0.17 on takes it as an argument."""
     module: Any = importlib.import_module("megatron.core.tensor_parallel.cross_entropy")
-    if not hasattr(module, "get_tensor_model_parallel_group"):
-        return
-    module.get_tensor_model_parallel_group = lambda: _thread.groups.tp
-    module.get_tensor_model_parallel_rank = lambda: _thread.groups.tp.rank()
-    module.get_tensor_model_parallel_world_size = lambda: _thread.groups.tp.size()
+    if hasattr(module, "get_tensor_model_parallel_group"):
+        module.get_tensor_model_parallel_group = lambda: _thread.groups.tp
+        module.get_tensor_model_parallel_rank = lambda: _thread.groups.tp.rank()
+        module.get_tensor_model_parallel_world_size = lambda: _thread.groups.tp.size()
 
 
-def _import_optimizer_dependencies() -> None:
-    """The first AdamW of a process imports torch._dynamo, for which nobody is to wait later."""
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+def _keep_rehearsals_from_forking() -> None:
+    """Two threads inside the RNG tracker's `fork` would swap the device's generator under each
+    other's feet: a rehearsing thread leaves it alone."""
+    tracker = megatron_random._CUDA_RNG_STATE_TRACKER
+
+    def fork(*args: Any, **kwargs: Any) -> Any:
+        return contextlib.nullcontext() if _thread.rehearsing else tracker.fork(*args, **kwargs)
+
+    megatron_random._CUDA_RNG_STATE_TRACKER = _Instead(tracker, fork=fork)
 
 
 def seed_dropout(seed: int, tp_rank: int) -> None:
     """Seeds the device's generator and megatron's tensor-parallel stream, except in a rehearsal."""
-    if _is_rehearsing():
-        return
-    ranks = dict.fromkeys(
-        ("tp_rank", "ep_rank", "etp_rank", "gtp_remat_rank", "egtp_remat_rank"), 0
-    )
-    accepted = inspect.signature(megatron_random.model_parallel_cuda_manual_seed).parameters
-    arguments = {name: rank for name, rank in ranks.items() if name in accepted}
-    arguments["tp_rank"] = tp_rank
-    megatron_random.model_parallel_cuda_manual_seed(seed, **arguments)
+    if not _thread.rehearsing:
+        ranks = dict.fromkeys(_SEEDING_RANKS, 0) | {"tp_rank": tp_rank}
+        megatron_random.model_parallel_cuda_manual_seed(seed, **ranks)
 
 
 def mark_tensor_parallel(parameter: torch.nn.Parameter, tensor: TensorSpec) -> None:
@@ -209,12 +178,11 @@ def complete_for_schedules(module: Any) -> None:
         module.model_type = ModelType.encoder_or_decoder
 
 
-def group_collection(rank_map: RankMap, worker: int, book: GroupBook) -> ProcessGroupCollection:
-    """Megatron's groups for one worker of a rank map, taken from `book`. No communication."""
+def group_collection(rank_map: RankMap, at: Coordinate, book: GroupBook) -> ProcessGroupCollection:
+    """Megatron's groups at one coordinate of a rank map, taken from `book`. No communication."""
     layout = rank_map.layout
-    at = rank_map.coordinate_of(worker)
-    assert at is not None, f"worker {worker} is not in {rank_map}"
     tps, pps, dps = range(layout.tp), range(layout.pp), range(layout.dp)
+    ends = sorted({0, layout.pp - 1})
 
     def group(*coordinates: Coordinate) -> Any:
         return book.group(rank_map.worker_at(c) for c in coordinates).process_group
@@ -223,30 +191,19 @@ def group_collection(rank_map: RankMap, worker: int, book: GroupBook) -> Process
     tp = group(*(Coordinate(t, at.pp, at.dp) for t in tps))
     dp = group(*(Coordinate(at.tp, at.pp, d) for d in dps))
     model_parallel = group(*(Coordinate(t, p, at.dp) for p in pps for t in tps))
-    ends = sorted({0, layout.pp - 1})
-    on_end, on_first = at.pp in ends, at.pp == 0
-    members: dict[str, Any] = {
-        "tp": tp,
+    embedding = group(*(Coordinate(at.tp, p, at.dp) for p in ends)) if at.pp in ends else None
+    groups = {
         "pp": group(*(Coordinate(at.tp, p, at.dp) for p in pps)),
-        "dp": dp,
-        "mp": model_parallel,
-        "embd": group(*(Coordinate(at.tp, p, at.dp) for p in ends)) if on_end else None,
-        "pos_embd": here if on_first else None,
+        "embd": embedding,
+        "pos_embd": here if at.pp == 0 else None,
         "tp_dp_cp": group(*(Coordinate(t, at.pp, d) for d in dps for t in tps)),
         "intra_dist_opt": group(*layout.coordinates()),
-        "hcp": None,
-        "inter_dist_opt": None,
+        **dict.fromkeys(("hcp", "inter_dist_opt")),
+        **dict.fromkeys(("cp", "ep", "gtp_remat", "expt_gtp_remat"), here),
+        **dict.fromkeys(("tp", "tp_cp", "expt_tp", "tp_ep"), tp),
+        **dict.fromkeys(("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp"), dp),
+        **dict.fromkeys(("dp_cp_gtp_remat", "expt_dp_gtp_remat"), dp),
+        **dict.fromkeys(("mp", "tp_ep_pp", "tp_ep_pp_with_egtp_remat"), model_parallel),
     }
-    members |= dict.fromkeys(("cp", "ep", "gtp_remat", "expt_gtp_remat"), here)
-    members |= dict.fromkeys(("tp_cp", "expt_tp", "tp_ep"), tp)
-    members |= dict.fromkeys(
-        ("dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "dp_cp_gtp_remat",
-         "expt_dp_gtp_remat"), dp,
-    )  # fmt: skip
-    members |= dict.fromkeys(("tp_ep_pp", "tp_ep_pp_with_egtp_remat"), model_parallel)
     known = {field.name for field in dataclasses.fields(ProcessGroupCollection)}
-    collection = ProcessGroupCollection()
-    for name, value in members.items():
-        if name in known:
-            setattr(collection, name, value)
-    return collection
+    return ProcessGroupCollection(**{name: groups[name] for name in known & groups.keys()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ownership import local_shape, owned_boxes, slabs, stage_shards
 from liver_hpc.layout.tensors import MAIN, PARAMETER, Box, ModelSpec, TensorSpec
 from liver_hpc.protocol.messages import ClassDigest
-from liver_hpc.transport.digest import box_digest
+from liver_hpc.transport.digest import MODULUS, box_digest
 
 Initializer = Callable[[TensorSpec, torch.Generator], torch.Tensor]
 
@@ -23,7 +24,7 @@ class HeldTensor:
     """One tensor of this worker's stage.
 
     parameter: the local share, [local rows, local cols] or 1-D.
-    interval: the flat interval of it whose optimizer state lives here; empty when start >= end.
+    interval: the flat interval of it whose optimizer state lives here; (0, 0) for none.
     optimizer: kind -> 1-D tensor of `interval`'s length; "main" in every precision.
     """
 
@@ -62,13 +63,11 @@ class WorldState:
                 raise PlanError(
                     f"{self._where()}: {tensor.name!r} is {shape}, the layout wants {wanted}"
                 )
-            start, end = shards.interval(index, self.at.dp)
-            if max(end - start, 0) != max(held.interval[1] - held.interval[0], 0) or (
-                end > start and held.interval != (start, end)
-            ):
+            interval = shards.interval(index, self.at.dp)
+            if held.interval != interval:
                 raise PlanError(
                     f"{self._where()}: optimizer state of {tensor.name!r} covers "
-                    f"{held.interval}, the layout wants {(start, end)}"
+                    f"{held.interval}, the layout wants {interval}"
                 )
 
     def _where(self) -> str:
@@ -81,28 +80,20 @@ class WorldState:
         """
         tensor = self.model.tensors[tensor_index]
         held = self._held.get(tensor_index)
-        if held is not None:
-            for slab in slabs(tensor, self.layout.tp, self.at.tp):
-                if slab.box.intersect(box) == box:
-                    row = box.row0 - slab.box.row0 + slab.local_row
-                    col = box.col0 - slab.box.col0 + slab.local_col
-                    return self._strided(kind, tensor, held, (row, col), box)
-        raise PlanError(f"{self._where()}: does not hold {kind} {box} of {tensor.name!r}")
-
-    def _strided(
-        self, kind: str, tensor: TensorSpec, held: HeldTensor, corner: tuple[int, int], box: Box
-    ) -> torch.Tensor:
-        height, width = box.row1 - box.row0, box.col1 - box.col0
-        _, cols = local_shape(tensor, self.layout.tp)
-        first = corner[0] * cols + corner[1]
-        last = first + (height - 1) * cols + width
-        start, end = (0, held.parameter.numel()) if kind == PARAMETER else held.interval
-        if first < start or last > end:
-            raise PlanError(f"{self._where()}: does not hold {kind} {box} of {tensor.name!r}")
-        memory = held.parameter if kind == PARAMETER else held.optimizer[kind]
-        return torch.as_strided(
-            memory, (height, width), (cols, 1), memory.storage_offset() + first - start
+        shares = slabs(tensor, self.layout.tp, self.at.tp)
+        local = next(
+            (slab.to_local(box) for slab in shares if slab.box.intersect(box) == box), None
         )
+        if held is not None and local is not None:
+            _, cols = local_shape(tensor, self.layout.tp)
+            first = local.row0 * cols + local.col0
+            last = (local.row1 - 1) * cols + local.col1
+            start, end = (0, held.parameter.numel()) if kind == PARAMETER else held.interval
+            if start <= first and last <= end:
+                memory = held.parameter if kind == PARAMETER else held.optimizer[kind]
+                offset = memory.storage_offset() + first - start
+                return torch.as_strided(memory, box.shape, (cols, 1), offset)
+        raise PlanError(f"{self._where()}: does not hold {kind} {box} of {tensor.name!r}")
 
     def boxes(self, kind: str) -> Iterator[tuple[int, Box]]:
         """Yields every (tensor index, box) of one kind that this worker owns."""
@@ -113,16 +104,17 @@ class WorldState:
     def digests(self, kinds: Iterable[str]) -> tuple[ClassDigest, ...]:
         """Digests of what this worker owns, one for each kind and replication class
         (protocol/votes.py). Waits for the device."""
-        totals: dict[tuple[str, bool, bool], int] = {}
+        totals: dict[tuple[str, bool, bool], int] = defaultdict(int)
         for kind in kinds:
             for index, box in self.boxes(kind):
                 tensor = self.model.tensors[index]
                 key = (kind, tensor.tp_dim is None, tensor.tied_last)
-                value = box_digest(self.view(kind, index, box), tensor.name, box)
-                totals[key] = (totals.get(key, 0) + value) % 2**64
+                totals[key] += box_digest(self.view(kind, index, box), tensor.name, box)
         return tuple(
-            ClassDigest(kind=kind, tp_replicated=replicated, multi_stage=multi, value=f"{v:016x}")
-            for (kind, replicated, multi), v in sorted(totals.items())
+            ClassDigest(
+                kind=kind, tp_replicated=copied, multi_stage=multi, value=f"{total % MODULUS:016x}"
+            )
+            for (kind, copied, multi), total in sorted(totals.items())
         )
 
     def initialize(self, initial: Initializer, seed: int) -> None:
@@ -130,13 +122,13 @@ class WorldState:
 
         A tensor's values are a function of (seed, name), so they are the same for every layout.
         """
-        main_apart = not self.model.main_is_parameter
+        filled = [kind for kind in self.model.kinds if kind in (PARAMETER, MAIN)]
         for index in self.model.stage_tensors(self.layout.pp, self.at.pp):
             tensor = self.model.tensors[index]
             hashed = hashlib.blake2b(f"{seed}/{tensor.name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(hashed, "little") >> 1)
             whole = initial(tensor, generator).reshape(tensor.rows, tensor.cols)
-            for kind in (PARAMETER, MAIN) if main_apart else (PARAMETER,):
+            for kind in filled:
                 for box in owned_boxes(self.model, self.layout, self.at, kind, index):
                     part = whole[box.row0 : box.row1, box.col0 : box.col1]
                     self.view(kind, index, box).copy_(part)

@@ -26,7 +26,7 @@ from megatron.core.transformer.module import Float16Module
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.layout.tensors import OPTIMIZER_KINDS
+from liver_hpc.layout.tensors import MAIN, MOMENTS
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import BuildContext, Recipe
 from liver_hpc.world import megatron
@@ -93,19 +93,21 @@ class World:
     # ---- building
 
     def _build(self) -> None:
-        layout = self.rank_map.layout
-        self.groups = megatron.group_collection(self.rank_map, self.worker, self.book)
+        self.groups = megatron.group_collection(self.rank_map, self.at, self.book)
         with megatron.rehearsal(), megatron.groups_in_use(self.groups):
             self.model = self._build_model()
             self.optimizer = self._build_optimizer()
         self._adam = self.optimizer.chained_optimizers[0]
         self._create_optimizer_state()
         self._scheduler = self._build_scheduler()
-        self._pipeline = (
-            P2PCommunicator(pp_group=self.groups.pp, config=self.model.config)
-            if layout.pp > 1
-            else None
-        )
+        if self.rank_map.layout.pp > 1:
+            self._schedule: Any = partial(
+                forward_backward_pipelining_without_interleaving,
+                p2p_communicator=P2PCommunicator(self.groups.pp, self.model.config),
+                seq_length=self.recipe.hidden_shape()[0],
+            )
+        else:
+            self._schedule = partial(forward_backward_no_pipelining, seq_length=1)
         self.refresh_state()
 
     def _build_model(self) -> DistributedDataParallel:
@@ -163,10 +165,8 @@ class World:
             if not counts_by_parameter:
                 group["step"] = 0
             for parameter in group["params"]:
-                state = adam.state[parameter] = {
-                    "exp_avg": torch.zeros_like(parameter.data),
-                    "exp_avg_sq": torch.zeros_like(parameter.data),
-                }
+                moments: dict[str, Any] = {k: torch.zeros_like(parameter.data) for k in MOMENTS}
+                state = adam.state[parameter] = moments
                 if counts_by_parameter:
                     state["step"] = torch.tensor(0.0)
 
@@ -186,22 +186,19 @@ class World:
             wd_incr_style="constant",
         )
 
-    def _held_tensors(self) -> dict[int, HeldTensor]:
-        intervals = self._optimizer_intervals()
+    def refresh_state(self) -> None:
+        """Makes the view of the state anew; needed once other tensors are in the optimizer."""
+        adam, intervals = self._adam.optimizer, self._optimizer_intervals()
         held = {}
         for index, parameter in self._parameters.items():
             start, end = intervals.get(parameter, (0, 0))
             optimizer = {}
             if start < end:
                 group, position = self._adam.model_param_group_index_map[parameter]
-                main = self._adam.optimizer.param_groups[group]["params"][position]
-                state = self._adam.optimizer.state[main]
-                optimizer = dict(
-                    zip(OPTIMIZER_KINDS, (main.data, state["exp_avg"], state["exp_avg_sq"]),
-                        strict=True)
-                )  # fmt: skip
+                main = adam.param_groups[group]["params"][position]
+                optimizer = {MAIN: main.data} | {kind: adam.state[main][kind] for kind in MOMENTS}
             held[index] = HeldTensor(parameter.data, (start, end), optimizer)
-        return held
+        self.state = WorldState(self.recipe.spec, self.rank_map.layout, self.at, held)
 
     def _optimizer_intervals(self) -> dict[torch.nn.Parameter, tuple[int, int]]:
         """The flat interval of every local parameter that this dp rank's optimizer really owns."""
@@ -212,11 +209,6 @@ class World:
             for bucket in buckets
             for parameter, ranges in bucket["param_map"].items()
         }
-
-    def refresh_state(self) -> None:
-        """Makes the view of the state anew; needed once other tensors are in the optimizer."""
-        held = self._held_tensors()
-        self.state = WorldState(self.recipe.spec, self.rank_map.layout, self.at, held)
 
     # ---- rehearsal and end
 
@@ -247,7 +239,7 @@ class World:
         self.book.close()
         self.groups = self.model = self.optimizer = self._adam = None
         self._parameters = {}
-        self._scheduler = self._pipeline = None
+        self._scheduler = self._schedule = None
         gc.collect()
         return self.state
 
@@ -259,30 +251,19 @@ class World:
         micro_batches = config.global_batch // (config.micro_batch * layout.dp)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        arguments: dict[str, Any] = {
-            "forward_step_func": self._forward_step,
-            "data_iterator": self._micro_batches(step, micro_batches),
-            "model": [self.model],
-            "num_microbatches": micro_batches,
-            "seq_length": 1,
-            "micro_batch_size": config.micro_batch,
-            "forward_only": False,
-            "pg_collection": self.groups,
-        }
         with megatron.groups_in_use(self.groups):
-            if self._pipeline is None:
-                outputs = forward_backward_no_pipelining(**arguments)
-            else:
-                arguments["seq_length"] = self.recipe.hidden_shape()[0]
-                outputs = forward_backward_pipelining_without_interleaving(
-                    p2p_communicator=self._pipeline, **arguments
-                )
+            outputs = self._schedule(
+                forward_step_func=lambda samples, model: self.recipe.loss(model, next(samples)),
+                data_iterator=self._micro_batches(step, micro_batches),
+                model=[self.model],
+                num_microbatches=micro_batches,
+                micro_batch_size=config.micro_batch,
+                forward_only=False,
+                pg_collection=self.groups,
+            )
         if self.at.pp != layout.pp - 1 or self.at.tp != 0:
             return Gradients(0.0, 0)
         return Gradients(sum(output["loss"].item() for output in outputs), len(outputs))
-
-    def _forward_step(self, samples: Iterator[Sequence[Any]], model: Any) -> Any:
-        return self.recipe.loss(model, next(samples))
 
     def _micro_batches(self, step: int, count: int) -> Iterator[Sequence[Any]]:
         """This dp rank's micro-batches: its i-th is number i * dp + rank of the whole step."""
@@ -322,29 +303,28 @@ class World:
 
     # ---- state that is not a tensor
 
+    def _step_counters(self) -> list[dict[str, Any]]:
+        """What Adam counts its steps in, under "step"; see `_create_optimizer_state`."""
+        adam = self._adam.optimizer
+        return [held for held in (*adam.state.values(), *adam.param_groups) if "step" in held]
+
     def scalar_state(self, step: int) -> ScalarState:
         """The state that is in no tensor, at the boundary after `step` steps."""
-        counters = {
-            float(state["step"]) for state in self._adam.optimizer.state.values() if "step" in state
-        }
-        counters |= {
-            float(group["step"]) for group in self._adam.optimizer.param_groups if "step" in group
-        }
-        if len(counters) > 1:
-            raise PlanError(f"Adam's step counters differ: {sorted(counters)}")
+        counts = {int(held["step"]) for held in self._step_counters()}
+        if len(counts) > 1:
+            raise PlanError(f"Adam's step counters differ: {sorted(counts)}")
         return ScalarState(
             step=step,
             consumed_samples=step * self.recipe.config.train.global_batch,
-            optimizer_step=int(counters.pop()) if counters else step,
+            optimizer_step=counts.pop() if counts else step,
             loss_scale=float(self.optimizer.get_loss_scale().item()),
             seed=self.recipe.config.train.seed,
         )
 
     def load_scalar_state(self, scalars: ScalarState) -> None:
         """Takes over the state that is in no tensor."""
-        for state in self._adam.optimizer.state.values():
-            if "step" in state:
-                state["step"].fill_(float(scalars.optimizer_step))
-        for group in self._adam.optimizer.param_groups:
-            if "step" in group:
-                group["step"] = scalars.optimizer_step
+        for held in self._step_counters():
+            if isinstance(held["step"], torch.Tensor):
+                held["step"].fill_(float(scalars.optimizer_step))
+            else:
+                held["step"] = scalars.optimizer_step

@@ -44,7 +44,7 @@ def _child(
         with collector_paused():
             import torch.distributed as dist
 
-            from liver_hpc.world.device import Network, NetworkPlan, open_device
+            from liver_hpc.world.device import Network, open_device
 
             # Before megatron is imported, as in a worker.
             device = open_device(0)
@@ -54,7 +54,7 @@ def _child(
         install_sentinel(worker)
         megatron.prepare_process(seed=1)
         store = dist.FileStore(store_path, -1)
-        process = WorkerProcess(worker, device, Network(device, NetworkPlan("127.0.0.1")), store)
+        process = WorkerProcess(worker, device, Network(device, "127.0.0.1"), store)
         results.put((worker, function(process, *arguments), None))
     except BaseException:  # noqa: BLE001 - shown by the parent
         results.put((worker, None, traceback.format_exc()))

@@ -40,6 +40,9 @@ class Toy(Recipe):
             setattr(model, name, part)
         return model
 
+    def hidden_shape(self) -> tuple[int, ...]:
+        return (8, 1, 8)
+
     def batch(self, step: int) -> Sequence[Any]:
         raise NotImplementedError
 

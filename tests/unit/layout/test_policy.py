@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from liver_hpc.config.schema import RunConfig, TrainSection
@@ -303,6 +303,7 @@ def test_what_the_choice_promises(times: dict[Layout, float], workers: int) -> N
 
 
 @given(TIMES)
+@example({DP2: 1.0, DP1: 241.0, TP2: 233.0, DP4: 4.0})
 def test_predictions_are_times(times: dict[Layout, float]) -> None:
     chooser = policy()
     for layout, step_s in times.items():

@@ -16,8 +16,8 @@ from liver_hpc.config.schema import DataSection
 from liver_hpc.errors import ConfigError, DeadlineError
 from liver_hpc.host.files import file_lock
 from liver_hpc.recipes import text_data
-from liver_hpc.recipes.cpu_modules import import_only_triton
 from liver_hpc.recipes.text_data import END_OF_DOCUMENT, prefix_of, prepare, text_files
+from liver_hpc.world.cpu_shim import import_only_triton
 
 with import_only_triton():
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig

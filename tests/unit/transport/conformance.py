@@ -116,20 +116,18 @@ def move_everything(member: Member, dtype: str, handoff: str, budget: str) -> di
     totals = {"sent": 0, "received": 0, "local": 0}
     for part in _parts(plan):
         progress: list[int] = []
-        moved = transport.stream(
+        transport.stream(
             transport.prepare(part),
             None if at is None else was,
             None if to is None else becomes,
             progress.append,
             member.deadline(),
         )
-        assert moved.bytes_sent == move_bytes(model, part.sends)
-        assert moved.bytes_received == move_bytes(model, part.receives)
-        assert moved.bytes_local == move_bytes(model, part.local)
-        assert sum(progress) == moved.bytes_received + moved.bytes_local
-        totals["sent"] += moved.bytes_sent
-        totals["received"] += moved.bytes_received
-        totals["local"] += moved.bytes_local
+        received, local = (move_bytes(model, moves) for moves in (part.receives, part.local))
+        assert sum(progress) == received + local
+        totals["sent"] += move_bytes(model, part.sends)
+        totals["received"] += received
+        totals["local"] += local
     wanted = ToyState(model, untouched)
     if to is not None:
         for kind, index in wanted.memory:

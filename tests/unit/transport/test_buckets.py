@@ -167,20 +167,16 @@ class _Network:
         for plan in case.plans:
             buckets = plan_buckets(plan, case.model.element_bytes, bucket_bytes)
             steps = group_steps(buckets, slot_bytes)
-            assert all(
-                placed.offset_bytes + placed.bucket.num_bytes <= slot_bytes
-                for step in steps
-                for placed in step
-            )
+            assert all(sum(bucket.num_bytes for bucket in step) <= slot_bytes for step in steps)
             self.workers.append(_Simulated(list(schedule(steps, num_slots))))
 
     def _complete(self, step: Step) -> bool:
-        return all(placed.bucket.key in self.crossed for placed in step)
+        return all(bucket.key in self.crossed for bucket in step)
 
     def _started(self, worker: _Simulated) -> set[tuple[int, int, int]]:
         started = set()
         for step in worker.launched:
-            started.update(placed.bucket.key for placed in step)
+            started.update(bucket.key for bucket in step)
             if self.grouped and not self._complete(step):
                 break
         return started
@@ -212,7 +208,7 @@ class _Network:
 
     @staticmethod
     def _held_bytes(worker: _Simulated) -> int:
-        return sum(p.bucket.num_bytes for step in worker.held.values() for p in step)
+        return sum(bucket.num_bytes for step in worker.held.values() for bucket in step)
 
 
 @given(random_plans(), BUDGETS, st.integers(1, 5), SLOTS, st.booleans(), st.randoms())

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from liver_hpc.host.interfaces import address_towards
-from liver_hpc.world.device import Device, Network, NetworkPlan
+from liver_hpc.world.device import Device, Network
 from liver_hpc.world.groups import Group, install_sentinel
 
-CPU = Device(torch.device("cpu"), "gloo")
+CPU = Device(torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def in_two_threads(work: Callable[[int], Any]) -> list[Any]:
 @pytest.fixture
 def pair() -> Any:
     """Two ends of one group, named apart because both live in this process."""
-    networks = [Network(CPU, NetworkPlan("127.0.0.1")) for _ in range(2)]
+    networks = [Network(CPU, "127.0.0.1") for _ in range(2)]
     store = dist.HashStore()
     groups: list[Group] = [Group(f"test/{w}", (0, 1), w, CPU) for w in (0, 1)]
 
@@ -140,7 +140,7 @@ def test_a_peer_that_forgets_its_group_frees_one_that_waits_in_it(pair: Any) -> 
 
 
 def test_closed_groups_leave_no_descriptors_and_free_their_name() -> None:
-    network = Network(CPU, NetworkPlan("127.0.0.1"))
+    network = Network(CPU, "127.0.0.1")
     counts = []
     for _ in range(4):
         group = Group("again", (0,), 0, CPU)

@@ -8,7 +8,7 @@ import torch
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ownership import local_shape, stage_shards
-from liver_hpc.layout.tensors import EXP_AVG, MAIN, OPTIMIZER_KINDS, PARAMETER, Box, ModelSpec
+from liver_hpc.layout.tensors import EXP_AVG, MAIN, MOMENTS, PARAMETER, Box, ModelSpec
 from liver_hpc.world.state import HeldTensor, WorldState
 from tests.unit.layout.models import TIED, UNTIED_BF16
 
@@ -23,8 +23,8 @@ def state_at(
         rows, cols = local_shape(tensor, layout.tp)
         shape = (rows, cols) if len(tensor.shape) == 2 else (rows,)
         start, end = shards.interval(index, at.dp)
-        length = max(end - start, 0)
-        optimizer = {kind: torch.zeros(length) for kind in OPTIMIZER_KINDS} if length else {}
+        length = end - start
+        optimizer = {kind: torch.zeros(length) for kind in (MAIN, *MOMENTS)} if length else {}
         held[index] = HeldTensor(
             torch.zeros(shape, dtype=dtype), (start, start + length), optimizer
         )

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.memory import handoff_bytes
-from liver_hpc.layout.overlap import overlap_matrix
 from liver_hpc.layout.ownership import owned_boxes
-from liver_hpc.layout.placement import place
+from liver_hpc.layout.placement import overlap_matrix, place
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec
 from liver_hpc.recipes.gpt_config import GPTConfig, gpt_tensors
 from tests.unit.layout.models import LAYOUTS, MODELS, TIED, rank_map
