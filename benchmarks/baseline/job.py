@@ -15,7 +15,7 @@ from liver_hpc.clock import Clock, SystemClock
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.protocol.votes import restored_disagrees
+from liver_hpc.protocol.votes import Side, disagreements
 from liver_hpc.recipes.specs import load_run_recipe
 from liver_hpc.report.hdf5 import write_hdf5
 from liver_hpc.report.store import METRICS_FILE
@@ -177,10 +177,11 @@ class RestartJob:
             raise LiverError(f"saved and loaded boundaries differ: {sorted(steps)}")
         if not self._digests:
             return
-        differences = restored_disagrees(
-            _rank_map(source), {rank: line.digests for rank, line in enumerate(written)},
-            _rank_map(target), {rank: line.digests for rank, line in enumerate(ready)},
-        )  # fmt: skip
+        saved = {rank: line.digests for rank, line in enumerate(written)}
+        restored = {rank: line.digests for rank, line in enumerate(ready)}
+        differences = disagreements(
+            Side("saved", _rank_map(source), saved), Side("restored", _rank_map(target), restored)
+        )
         if differences:
             raise LiverError(f"what was loaded is not what was saved: {differences[0]}")
 

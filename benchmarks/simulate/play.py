@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,14 +19,8 @@ from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec
 from liver_hpc.protocol import messages as m
-from liver_hpc.protocol.actions import Action, Ended, FailRun, LaunchJoiners, PlaceTarget, Send
-from liver_hpc.protocol.events import (
-    Event,
-    Requested,
-    TargetFixed,
-    WorkerLost,
-    WorldRef,
-)
+from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
+from liver_hpc.protocol.events import Event, Requested, WorkerLost, WorldRef
 from liver_hpc.protocol.machine import HandoffMachine
 
 GENERATION = 2
@@ -104,8 +97,7 @@ class _Play:
     def run(self) -> Outcome:
         change = self._change
         world = WorldRef(GENERATION - 1, change.source)
-        joiners, layout = len(change.joiners), change.target.layout
-        self._post(0.0, Requested(GENERATION, world, layout, joiners, "simulated"))
+        self._post(0.0, Requested(GENERATION, world, change.target, "simulated"))
         while not self._over:
             if not self._mail:
                 raise LiverError(f"nobody has anything to say in {self._machine.phase}")
@@ -134,29 +126,23 @@ class _Play:
             self._outcome.num_bytes += len(data)
         began_s = time.process_time()
         arrived = m.decode(data) if data else event
-        actions = deque(self._machine.handle(arrived))  # type: ignore[arg-type]  # a worker's
         sends: list[tuple[Send, int]] = []
-        while actions:
-            actions.extend(self._perform(actions.popleft(), now_s, sends))
+        for action in self._machine.handle(arrived):  # type: ignore[arg-type]  # a worker's
+            self._perform(action, now_s, sends)
         cpu_s = time.process_time() - began_s
         self._send(sends, now_s, cpu_s)
 
-    def _perform(self, action: Action, now_s: float, sends: list[tuple[Send, int]]) -> list[Action]:
+    def _perform(self, action: Action, now_s: float, sends: list[tuple[Send, int]]) -> None:
         match action:
             case LaunchJoiners():
                 for number, worker in enumerate(self._change.joiners):
                     self._post(now_s + self._change.timings.boot_s, _hello(worker, number))
-            case PlaceTarget():
-                return self._machine.handle(TargetFixed(self._change.target))
             case Send():
                 sends.append((action, len(m.encode(action.message))))
             case Ended():
                 self._over = True
                 self._outcome.completed = action.outcome == "completed"
                 self._outcome.detail = action.detail or self._outcome.detail
-            case FailRun():
-                self._over = True
-        return []
 
     def _send(self, sends: list[tuple[Send, int]], now_s: float, cpu_s: float) -> None:
         """Messages leave one behind the other; the next turn begins after the last one."""

@@ -82,16 +82,18 @@ class CoordinatorJob:
 
 def coordinate_locally(run_directory: str, visible_devices: str | None) -> int:
     """What a local job runs. submitit hides all accelerators from it: they are shown again."""
-    from liver_hpc.coordinator.main import run_coordinator
-
     if visible_devices is None:
         os.environ.pop(_VISIBLE_DEVICES, None)
     else:
         os.environ[_VISIBLE_DEVICES] = visible_devices
+    hosted = HostedCoordinator(Path(run_directory))
     # Shortly before the job's time is up it gets SIGUSR2, for which submitit would requeue it or
-    # raise: to the coordinator it is a request to stop, as SIGTERM is.
-    signal.signal(signal.SIGUSR2, lambda number, frame: signal.raise_signal(signal.SIGTERM))
-    return int(run_coordinator(Path(run_directory)).state == "failed")
+    # raise: to the coordinator it is a request to stop, as the others are.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, lambda number, frame: hosted.stop(signal.Signals(number).name))
+    hosted.start()
+    hosted.wait()
+    return int(hosted.outcome is None or hosted.outcome.state == "failed")
 
 
 # ---- by `liver run`

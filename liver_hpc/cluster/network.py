@@ -106,6 +106,13 @@ def control_interface(network: NetworkSection, kind: str, facts: NodeFacts) -> s
     )
 
 
+def control_address(network: NetworkSection, kind: str) -> str:
+    """The IPv4 address of this node's interface for control traffic; raises as that does."""
+    facts = node_facts()
+    interface = control_interface(network, kind, facts)
+    return "127.0.0.1" if interface is None else facts.interfaces[interface]
+
+
 def worker_network_environment(
     network: NetworkSection, kind: str, facts: NodeFacts, environment: Mapping[str, str]
 ) -> dict[str, str]:

@@ -10,11 +10,13 @@ import importlib.metadata
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from liver_hpc.checkpoint.index import (
     FORMAT_VERSION,
+    INDEX_FILE,
     Checkpoint,
     CheckpointIndex,
     Part,
@@ -36,8 +38,9 @@ from liver_hpc.host.files import flush_to_disk
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import Restored, Saved, ScalarState, WireRankMap
-from liver_hpc.protocol.votes import copies_disagree, restored_disagrees
+from liver_hpc.protocol.votes import Side, disagreements
 from liver_hpc.recipes.base import Recipe
+from liver_hpc.run import events as e
 from liver_hpc.run.directory import RunDirectory, claim_checkpoints
 
 log = logging.getLogger(__name__)
@@ -78,9 +81,7 @@ def _checked(path: Path) -> Checkpoint:
 class Checkpoints:
     """The checkpoints of one run; used by the event loop alone.
 
-    directory: where they lie. failure: why the last attempt at one came to nothing; else empty.
-    written: bytes of the largest file of the last one, the longest that a worker stood still, and
-    bytes of all files.
+    directory: where they lie.
     """
 
     def __init__(
@@ -88,24 +89,16 @@ class Checkpoints:
     ) -> None:
         self._run = RunDirectory(run_directory.absolute())
         self.directory = self._run.checkpoints_path
-        self.failure = ""
-        self.written = (0, 0.0, 0)
         self._config = config
         self._recipe = recipe
         self._clock = clock
         self._pending: dict[tuple[int, int], dict[int, Saved]] = {}
         self._source: Checkpoint | None = None
         self._restored: dict[int, Restored] = {}
-        self._last_step: int | None = None
-
-    @property
-    def last_step(self) -> int | None:
-        """The step of the newest complete checkpoint; None while there is none."""
-        return self._last_step
 
     # ---- before the run
 
-    def open(self) -> Checkpoint | None:
+    def open(self) -> e.Resumed | None:
         """What this run goes on from; None for a new one. Clears away what was never completed, and
         sets aside what is damaged and newer.
 
@@ -116,37 +109,34 @@ class Checkpoints:
         for path in remains(self.directory):
             _remove(path)
         self._source = newest_checkpoint(self.directory)
-        if self._source is not None:
-            path, index = self._source.path, self._source.index
-            for step, damaged in complete_checkpoints(self.directory):
-                if step > index.scalars.step:
-                    log.error("%s is damaged, and now called %s", damaged, set_aside(damaged))
-            difference = index.model.difference(SavedModel.of(self._recipe.spec))
-            if difference:
-                raise CheckpointError(f"{path} is of another model: {difference}")
-            self._last_step = index.scalars.step
-        return self._source
+        if self._source is None:
+            return None
+        path, index = self._source.path, self._source.index
+        for step, damaged in complete_checkpoints(self.directory):
+            if step > index.scalars.step:
+                log.error("%s is damaged, and now called %s", damaged, set_aside(damaged))
+        difference = index.model.difference(SavedModel.of(self._recipe.spec))
+        if difference:
+            raise CheckpointError(f"{path} is of another model: {difference}")
+        layout = str(index.rank_map.rank_map().layout)
+        return e.Resumed(str(path), index.scalars.step, index.generation, layout)
 
-    def restored(self, message: Restored, rank_map: RankMap) -> bool:
-        """Whether all workers of the first world have come, and hold what was saved.
-
-        Raises CheckpointError, naming the file that is at fault, when they hold something else.
-        """
+    def restored(
+        self, message: Restored, rank_map: RankMap
+    ) -> e.StateRestored | e.ShellFailed | None:
+        """What a worker of the first world holds; once all have come, whether it is what was saved,
+        and which file is at fault where it is not."""
         assert self._source is not None, "restored without a checkpoint"
         self._restored[message.worker] = message
         if set(self._restored) != set(rank_map.workers):
-            return False
+            return None
         problem = self._difference(self._source.index, rank_map)
-        if problem:
-            raise CheckpointError(
-                f"{self._source.path}: what was restored is not what was saved: {problem}; "
-                f"{self._way_back(self._source)}"
-            )
-        return True
-
-    def missing(self, rank_map: RankMap) -> str:
-        """Who has not restored yet."""
-        return f"Restored of workers {sorted({*rank_map.workers} - {*self._restored})}"
+        if not problem:
+            return e.StateRestored(message.generation)
+        return e.ShellFailed(
+            f"{self._source.path}: what was restored is not what was saved: {problem}; "
+            f"{self._way_back(self._source)}"
+        )
 
     def _difference(self, index: CheckpointIndex, rank_map: RankMap) -> str:
         for message in self._restored.values():
@@ -154,11 +144,10 @@ class Checkpoints:
             if other:
                 return f"worker {message.worker}: {other}"
         saved = index.rank_map.rank_map()
-        differ = restored_disagrees(
-            saved,
-            dict(zip(saved.workers, index.digests, strict=True)),
-            rank_map,
-            {worker: message.digests for worker, message in self._restored.items()},
+        restored = {worker: message.digests for worker, message in self._restored.items()}
+        differ = disagreements(
+            Side("saved", saved, dict(zip(saved.workers, index.digests, strict=True))),
+            Side("restored", rank_map, restored),
         )
         return _first(differ)
 
@@ -181,31 +170,33 @@ class Checkpoints:
 
     # ---- while it trains
 
-    def saved(self, message: Saved, world: WorldRef) -> str:
-        """A worker's part; once all have come, what became of the checkpoint, else empty."""
+    def saved(
+        self, message: Saved, world: WorldRef
+    ) -> e.CheckpointWritten | e.CheckpointFailed | None:
+        """A worker's part; once all have come, what became of the checkpoint."""
         step = message.scalars.step
         parts = self._pending.setdefault((message.generation, step), {})
         parts[message.worker] = message
         if set(parts) != set(world.rank_map.workers):
-            return ""
+            return None
         del self._pending[message.generation, step]
-        self.failure = self._problem(parts, world.rank_map)
-        if not self.failure:
+        problem = self._problem(parts, world.rank_map)
+        if not problem:
             try:
                 self._commit(parts, world)
             except OSError as error:
-                self.failure = f"{error.filename}: {error.strerror}"
-        if self.failure:
+                problem = f"{error.filename}: {error.strerror}"
+        if problem:
             _remove(partial_path(self.directory, step))
-            self.failure = f"checkpoint of step {step} given up: {self.failure}"
-            return self.failure
-        self._last_step = step
-        fullest = max(parts.values(), key=lambda part: part.num_bytes)
-        total_bytes = sum(part.num_bytes for part in parts.values())
-        longest_s = max(part.took_s for part in parts.values())
-        self.written = (fullest.num_bytes, longest_s, total_bytes)
+            return e.CheckpointFailed(f"checkpoint of step {step} given up: {problem}")
         self._remove_old()
-        return f"checkpoint of step {step}: {total_bytes} bytes"
+        return e.CheckpointWritten(
+            step=step,
+            path=str(complete_path(self.directory, step)),
+            largest_bytes=max(part.num_bytes for part in parts.values()),
+            took_s=max(part.took_s for part in parts.values()),
+            total_bytes=sum(part.num_bytes for part in parts.values()),
+        )
 
     @staticmethod
     def _problem(parts: Mapping[int, Saved], rank_map: RankMap) -> str:
@@ -218,7 +209,8 @@ class Checkpoints:
             other = _scalar_difference(lead, message.scalars)
             if other:
                 return f"worker {worker} against worker {rank_map.workers[0]}: {other}"
-        return _first(copies_disagree(rank_map, {w: m.digests for w, m in parts.items()}))
+        digests = {worker: message.digests for worker, message in parts.items()}
+        return _first(disagreements(Side("world", rank_map, digests)))
 
     def _commit(self, parts: Mapping[int, Saved], world: WorldRef) -> None:
         """Index, then name; raises OSError."""
@@ -237,7 +229,7 @@ class Checkpoints:
             ),
             digests=tuple(message.digests for message in saved),
             model=SavedModel.of(self._recipe.spec),
-            versions={name: _version(name) for name in RECORDED_PACKAGES},
+            versions=versions_of(RECORDED_PACKAGES),
         )
         partial, final = partial_path(self.directory, step), complete_path(self.directory, step)
         write_index(partial, index)
@@ -271,11 +263,13 @@ def _first(texts: list[str]) -> str:
     return f"{texts[0]} (and {len(texts) - 1} more)"
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Which versions of these packages are installed here."""
+    versions = dict.fromkeys(packages, "not installed")
+    for package in versions:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def _remove(path: Path) -> None:
@@ -284,7 +278,7 @@ def _remove(path: Path) -> None:
         return
     try:
         # Without its index first: half a directory must not look like a checkpoint.
-        (path / "checkpoint.json").unlink(missing_ok=True)
+        (path / INDEX_FILE).unlink(missing_ok=True)
         shutil.rmtree(path)
     except OSError as error:
         log.warning("cannot remove %s: %s", path, error)

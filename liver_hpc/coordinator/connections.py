@@ -1,8 +1,7 @@
 """All that reaches the coordinator, and how it reaches workers and agents.
 
 Everything that happens comes through the inbox: an event of the run's core (`run/events.py`), news
-of a connection, or a question whose sender waits for the answer. Who calls is told apart by the
-first message.
+of a connection, or a question whose sender waits for the answer.
 """
 
 from __future__ import annotations
@@ -10,39 +9,22 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
-from liver_hpc.clock import Clock
+from liver_hpc.clock import Clock, SystemClock
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.protocol.messages import (
-    AgentHello,
-    AnyMessage,
-    DrainRequest,
-    EndAgent,
-    FromOperator,
-    Hello,
-    KeeperHello,
-    ReplaceRequest,
-    Reply,
-    ResizeRequest,
-    StatusRequest,
-    StopRequest,
-    StoreRequest,
-    ToWorker,
-)
+from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.base import Answer, Identity, Refusal
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed
 from liver_hpc.run.events import EndNear, JournalFailed, PoolEvent, StopSignalled
 from liver_hpc.run.journal import Written
+from liver_hpc.run.outcome import Outcome
 
 log = logging.getLogger(__name__)
-
-OPERATOR_REQUESTS = (StatusRequest, ResizeRequest, ReplaceRequest, DrainRequest, StopRequest)
 
 T = TypeVar("T")
 
@@ -55,24 +37,16 @@ class InboxClosed(LiverError):
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A worker's, or an agent's own, control channel stands."""
-
-    channel: Channel
-    hello: Hello | AgentHello
-
-
-@dataclass(frozen=True)
 class Said:
-    """A message on a channel that has been Opened."""
+    """A message on a worker's, or an agent's own, control channel; the first is its hello."""
 
     channel: Channel
-    message: AnyMessage
+    message: m.AnyMessage
 
 
 @dataclass(frozen=True)
 class Closed:
-    """A channel that has been Opened has ended."""
+    """A channel on which somebody said hello has ended."""
 
     channel: Channel
     reason: str
@@ -93,15 +67,13 @@ class Met(Question[Answer | Refusal]):
 
 
 @dataclass(frozen=True)
-class Asked(Question[Reply]):
+class Asked(Question[m.Reply]):
     """An operator's request."""
 
-    request: FromOperator
+    request: m.FromOperator
 
 
-InboxEvent = (
-    Opened | Said | Closed | Met | Asked | PoolEvent | StopSignalled | Written | JournalFailed
-)
+InboxEvent = Said | Closed | Met | Asked | PoolEvent | StopSignalled | Written | JournalFailed
 
 
 class Inbox:
@@ -142,23 +114,47 @@ class Inbox:
         return self._events.empty()
 
     def close(self) -> None:
-        """Questions get an error for an answer, before and after, until `reopen`. What the
-        process's signals have announced stays. Idempotent."""
+        """Questions get an error for an answer, before and after. Idempotent."""
         with self._lock:
             self._closed = True
-        announced = []
         while (event := self.get(0.0)) is not None:
             if isinstance(event, Question):
                 event.answer.set_exception(InboxClosed())
-            elif isinstance(event, StopSignalled | EndNear):
-                announced.append(event)
-        for event in announced:
-            self.put(event)
 
-    def reopen(self) -> None:
-        """For the next start in this process."""
-        with self._lock:
-            self._closed = False
+
+class Control:
+    """How the process around a coordinator speaks to it, from any thread or signal handler, also
+    before there is one: each start of the run in this process hears all that was said.
+
+    steps_done: how far the run has come. outcome: how it ended, as soon as that is known.
+    """
+
+    def __init__(self) -> None:
+        self.steps_done = 0
+        self.outcome: Outcome | None = None
+        self._said: list[StopSignalled | EndNear] = []
+        self._inbox: Inbox | None = None
+
+    def reach(self, inbox: Inbox) -> None:
+        """From now on this inbox gets what is said; now what was said before. Of what is said
+        meanwhile it may get two."""
+        self._inbox = inbox
+        for event in tuple(self._said):
+            inbox.put(event)
+
+    def stop(self, why: str) -> None:
+        """The run is to stop at its next step boundary."""
+        self._say(StopSignalled(why))
+
+    def end_near(self, reason: str, deadline_s: float) -> None:
+        """The coordinator's job ends at `deadline_s` (epoch): state to disk, to go on in another
+        job."""
+        self._say(EndNear(reason, SystemClock().now_s(), deadline_s))
+
+    def _say(self, event: StopSignalled | EndNear) -> None:
+        self._said.append(event)
+        if self._inbox is not None:
+            self._inbox.put(event)
 
 
 class ConnectionServer:
@@ -172,50 +168,55 @@ class ConnectionServer:
         self._unsettled = 0  # operators' requests whose replies are not sent yet
 
     def handle(self, channel: Channel) -> None:
-        """Runs until the connection ends."""
+        """Runs until the connection ends, which may raise ChannelClosed."""
         try:
-            first = channel.receive(self._control_s)
+            message = channel.receive(self._control_s)
         except DeadlineError as error:
             log.warning("%s: said nothing: %s", channel.peer, error)
             return
-        if isinstance(first, Hello):
-            self._listen(channel, first, f"worker {first.worker}")
-        elif isinstance(first, AgentHello):
-            self._listen(channel, first, f"agent {first.agent}")
-        elif isinstance(first, KeeperHello):
-            channel.peer = f"keeper of job {first.job}"
-            channel.receive()  # it says no more: its end and ours are all there is to know
-        elif isinstance(first, StoreRequest):
-            self._store.serve(channel, first)
-        elif isinstance(first, OPERATOR_REQUESTS):
-            self._serve_operator(channel, first)
-        else:
-            log.warning("%s: opened with %s", channel.peer, first.type)
+        while True:
+            match message:
+                case m.Hello():
+                    self._listen(channel, message, f"worker {message.worker}")
+                case m.AgentHello():
+                    self._listen(channel, message, f"agent {message.agent}")
+                case m.KeeperHello():  # its end and ours are all there is to know
+                    channel.peer = f"keeper of job {message.job}"
+                case m.StoreRequest():
+                    channel.send(self._store.perform(message))
+                case _ if isinstance(message, m.FromOperator):
+                    self._reply(channel, message)
+                case _:
+                    log.warning("%s: unexpected %s", channel.peer, message.type)
+                    return
+            message = channel.receive()
 
-    def _listen(self, channel: Channel, hello: Hello | AgentHello, name: str) -> None:
+    def _listen(self, channel: Channel, message: m.AnyMessage, name: str) -> NoReturn:
         channel.peer = name
-        self._inbox.put(Opened(channel, hello))
         try:
             while True:
-                self._inbox.put(Said(channel, channel.receive()))
+                self._inbox.put(Said(channel, message))
+                message = channel.receive()
         except ChannelClosed as error:
             self._inbox.put(Closed(channel, str(error)))
+            raise
 
-    def _serve_operator(self, channel: Channel, request: FromOperator) -> None:
-        while True:
-            with self._reply_due():
-                try:
-                    reply = self._inbox.ask(Asked(request), self._control_s)
-                except InboxClosed:
-                    return
-                except LiverError as error:
-                    reply = Reply(ok=False, text=str(error))
-                channel.send(reply)
-            following = channel.receive()
-            if not isinstance(following, OPERATOR_REQUESTS):
-                log.warning("%s: followed up with %s", channel.peer, following.type)
+    def _reply(self, channel: Channel, request: m.FromOperator) -> None:
+        with self._settled:
+            self._unsettled += 1
+        try:
+            try:
+                reply = self._inbox.ask(Asked(request), self._control_s)
+            except InboxClosed as error:
+                channel.close(str(error))
                 return
-            request = following
+            except LiverError as error:
+                reply = m.Reply(ok=False, text=str(error))
+            channel.send(reply)
+        finally:
+            with self._settled:
+                self._unsettled -= 1
+                self._settled.notify_all()
 
     def settle(self) -> None:
         """Waits until the replies that the loop has given are sent. The inbox must be closed."""
@@ -223,97 +224,71 @@ class ConnectionServer:
             if not self._settled.wait_for(lambda: self._unsettled == 0, self._control_s):
                 log.warning("%d replies to operators could not be sent", self._unsettled)
 
-    @contextmanager
-    def _reply_due(self) -> Iterator[None]:
-        with self._settled:
-            self._unsettled += 1
-        try:
-            yield
-        finally:
-            with self._settled:
-                self._unsettled -= 1
-                self._settled.notify_all()
+
+Peer = int | str
+"""A worker by its id, or an agent by its name."""
 
 
 class WorkerRegistry:
     """The channels of workers and agents; used by the event loop alone.
 
-    Who may join is the core's to say; here is only how they are reached, and when a worker was
-    heard of last.
+    Who may join is the core's to say; here is only how they are reached, and when they were heard
+    of last.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._workers: dict[int, Channel] = {}
-        self._agents: dict[str, Channel] = {}
-        self._heard_s: dict[int, float] = {}
-        self._at: dict[Channel, int] = {}
+        self._channels: dict[Peer, Channel] = {}
+        self._peers: dict[Channel, Peer] = {}
+        self._heard_s: dict[Peer, float] = {}
 
-    def add_worker(self, worker: int, channel: Channel) -> None:
-        self._workers[worker], self._at[channel] = channel, worker
-        self._heard_s[worker] = self._clock.now_s()
+    def add(self, peer: Peer, channel: Channel) -> bool:
+        """False for one that has a channel already."""
+        if peer in self._channels:
+            return False
+        self._channels[peer], self._peers[channel] = channel, peer
+        self._heard_s[peer] = self._clock.now_s()
+        return True
 
-    def add_agent(self, agent: str, channel: Channel) -> bool:
-        """False for an agent that has a channel already."""
-        return self._agents.setdefault(agent, channel) is channel
+    def __contains__(self, peer: Peer) -> bool:
+        return peer in self._channels
 
-    def worker_at(self, channel: Channel) -> int | None:
-        """The worker at the other end, which is heard of now; None where it is nobody's channel,
-        or not any more."""
-        worker = self._at.get(channel)
-        if worker is not None:
-            self._heard_s[worker] = self._clock.now_s()
-        return worker
-
-    def agent_at(self, channel: Channel) -> str | None:
-        return next((a for a, known in self._agents.items() if known is channel), None)
-
-    def has_agent(self, agent: str) -> bool:
-        return agent in self._agents
+    def peer_at(self, channel: Channel) -> Peer | None:
+        """Who is at the other end, and heard of now; None where it is nobody's channel, or not any
+        more."""
+        peer = self._peers.get(channel)
+        if peer is not None:
+            self._heard_s[peer] = self._clock.now_s()
+        return peer
 
     @property
-    def workers(self) -> tuple[int, ...]:
+    def workers(self) -> list[int]:
         """All that are connected."""
-        return tuple(self._workers)
+        return [peer for peer in self._channels if isinstance(peer, int)]
 
-    def send(self, workers: Iterable[int], message: ToWorker) -> None:
+    def send(self, peers: Iterable[Peer], message: m.ToWorker) -> None:
         """To those that are still connected; a broken connection shows as its Closed."""
-        for worker in workers:
-            channel = self._workers.get(worker)
+        for peer in peers:
+            channel = self._channels.get(peer)
             if channel is None:
                 continue
             try:
                 channel.send(message)
             except ChannelClosed as error:
-                log.warning("worker %d did not get %s: %s", worker, message.type, error)
+                log.warning("%s was not sent: %s", message.type, error)
 
-    def end_agent(self, agent: str, reason: str) -> None:
-        """Asks an agent to end, if it listens."""
-        channel = self._agents.get(agent)
+    def drop(self, peer: Peer) -> None:
+        """Closes a peer's channel, if it has one."""
+        channel = self._channels.pop(peer, None)
         if channel is not None:
-            try:
-                channel.send(EndAgent(reason=reason))
-            except ChannelClosed:
-                del self._agents[agent]
-
-    def drop_worker(self, worker: int) -> None:
-        channel = self._workers.pop(worker, None)
-        self._heard_s.pop(worker, None)
-        if channel is not None:
-            del self._at[channel]
+            del self._peers[channel], self._heard_s[peer]
             channel.close()
-
-    def drop_agent(self, channel: Channel) -> None:
-        agent = self.agent_at(channel)
-        if agent is not None:
-            del self._agents[agent]
-        channel.close()
 
     def excuse_all(self) -> None:
         """Counts everybody as heard of now."""
         self._heard_s = dict.fromkeys(self._heard_s, self._clock.now_s())
 
-    def silent(self, heartbeat_s: float) -> list[int]:
-        """Workers without a sign of life for so long."""
+    def silent_workers(self, heartbeat_s: float) -> list[int]:
+        """Those without a sign of life for so long."""
         last_s = self._clock.now_s() - heartbeat_s
-        return [worker for worker, heard_s in self._heard_s.items() if heard_s < last_s]
+        return [worker for worker in self.workers if self._heard_s[worker] < last_s]

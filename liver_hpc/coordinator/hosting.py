@@ -14,7 +14,7 @@ from pathlib import Path
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
 from liver_hpc.config.schema import SlurmSection
-from liver_hpc.coordinator.control import Control
+from liver_hpc.coordinator.connections import Control
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome
 
 END_REASON = "its job is about to end"

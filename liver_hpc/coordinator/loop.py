@@ -14,45 +14,31 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from liver_hpc.checkpoint.index import Checkpoint, complete_path
 from liver_hpc.clock import Deadline
 from liver_hpc.cluster.launcher import last_words
+from liver_hpc.cluster.network import control_address
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.coordinator.address import control_address
 from liver_hpc.coordinator.checkpoints import Checkpoints
 from liver_hpc.coordinator.connections import (
     Asked,
     Closed,
     ConnectionServer,
+    Control,
+    Inbox,
     InboxEvent,
     Met,
-    Opened,
+    Peer,
     Said,
     WorkerRegistry,
 )
-from liver_hpc.coordinator.control import Control
-from liver_hpc.coordinator.performer import Performer
-from liver_hpc.coordinator.services import Services
+from liver_hpc.coordinator.performer import Performer, Services
 from liver_hpc.coordinator.store import StoreService
-from liver_hpc.errors import CheckpointError, LiverError
-from liver_hpc.protocol.messages import (
-    AgentHello,
-    AnyMessage,
-    Heartbeat,
-    Hello,
-    Progress,
-    Reply,
-    Restored,
-    Saved,
-    StatusRequest,
-    Warned,
-    WorkerEnded,
-)
+from liver_hpc.errors import LiverError
+from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.channel import Channel, ControlServer
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import encode
-from liver_hpc.run.events import EndNear
 from liver_hpc.run.journal import Written
 from liver_hpc.run.machine import Run
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
@@ -70,7 +56,7 @@ FROZEN_S = 2.0
 class Coordinator:
     """One start of a run, from the launch of its first workers to the end of its last.
 
-    memory: what the starts before it have left.
+    core: what decides. memory: what the starts before it have left.
     """
 
     def __init__(
@@ -88,9 +74,9 @@ class Coordinator:
         self._services = services
         self._clock = services.clock
         self._memory = memory
-        self._run = Run(config, services.recipe.spec, services.recipe.check_layout, services.place)
+        self.core = Run(config, services.recipe.spec, services.recipe.check_layout, services.place)
         self._control = control
-        self._inbox = control.inbox
+        self._inbox = Inbox()
         self._store = StoreService()
         self._registry = WorkerRegistry(services.clock)
         self._performer = Performer(services, self._registry, self._store)
@@ -103,6 +89,7 @@ class Coordinator:
         self._journal_failed = False
         self._next_tick_s = 0.0
         self._last_tick_s = services.clock.now_s()
+        control.reach(self._inbox)
 
     def run(self) -> Outcome:
         """Runs to the end. Whatever happens, nothing that was launched or opened is left; where
@@ -126,15 +113,6 @@ class Coordinator:
         assert self._performer.outcome is not None
         return replace(self._performer.outcome, reason=self._performer.outcome.reason + left_over)
 
-    @property
-    def memory(self) -> e.Memory:
-        """What the next start is to know."""
-        return self._run.memory
-
-    def identity(self) -> str:
-        """Where the run stands, for its log: "gen 4 TRANSFER"."""
-        return self._run.identity()
-
     def _open(self, stack: ExitStack) -> None:
         services, control_s = self._services, self._config.deadlines.control_s
         # Called from the last to the first: nodes go back once nothing runs on them any more.
@@ -152,30 +130,23 @@ class Coordinator:
             stack.callback(close)
         stack.callback(self._see_all_off)
         stack.callback(lambda: services.pool.want(0))
-        self._inbox.reopen()
         self._performer.address = server.address
         host, port = server.address
         here = {"host": host, "port": port, "pid": os.getpid(), "hostname": socket.gethostname()}
         write_private_json(self._run_directory / COORDINATOR_FILE, here)
         services.rendezvous.start(lambda identity: self._inbox.ask(Met(identity), control_s))
-        self._feed(self._started(self._checkpoints.open()))
+        self._feed(
+            e.CoordinatorStarted(
+                attributes=dict(services.attributes),
+                checkpoints=str(self._checkpoints.directory),
+                resumed=self._checkpoints.open(),
+                memory=self._memory,
+            )
+        )
         services.pool.start(self._inbox.put)
         while (event := self._inbox.get(0.0)) is not None:  # the nodes that are held already
             self._dispatch(event)
         self._feed(e.LaunchAllowed())
-
-    def _started(self, checkpoint: Checkpoint | None) -> e.CoordinatorStarted:
-        resumed = None
-        if checkpoint is not None:
-            index = checkpoint.index
-            layout = str(index.rank_map.rank_map().layout)
-            resumed = e.Resumed(str(checkpoint.path), index.scalars.step, index.generation, layout)
-        return e.CoordinatorStarted(
-            attributes=dict(self._services.attributes),
-            checkpoints=str(self._checkpoints.directory),
-            resumed=resumed,
-            memory=self._memory,
-        )
 
     # ---- one turn
 
@@ -191,8 +162,6 @@ class Coordinator:
         match event:
             case Said():
                 self._said(event.channel, event.message)
-            case Opened():
-                self._opened(event.channel, event.hello)
             case Closed():
                 self._closed(event.channel, event.reason)
             case Met():
@@ -229,8 +198,8 @@ class Coordinator:
         self._feed(e.Tick())
         if self._inbox.empty():  # else the heartbeat may be in there
             limit_s = self._config.deadlines.heartbeat_s
-            for worker in self._registry.silent(limit_s):
-                if self._run.agents.agent_of(worker):  # else it was told to go
+            for worker in self._registry.silent_workers(limit_s):
+                if self.core.agents.agent_of(worker):  # else it was told to go
                     self._worker_gone(worker, f"silent for {limit_s:g} s")
 
     def _look_at_agents(self) -> None:
@@ -242,7 +211,7 @@ class Coordinator:
                 self._performer.launched.discard(agent)
                 said = last_words(self._run_directory, agent)
                 self._feed(e.AgentEnded(agent, code, said))
-        if self._run.awaits_joiners:
+        if self.core.awaits_joiners:
             try:
                 self._services.rendezvous.check()
             except LiverError as error:
@@ -250,11 +219,14 @@ class Coordinator:
 
     # ---- the core
 
-    def _feed(self, event: e.Event) -> None:
-        """One event into the core; what it decides is performed once the journal has it."""
+    def _feed(self, event: e.Event | None) -> None:
+        """What has happened, if anything, into the core; what that decides is performed once the
+        journal has it."""
+        if event is None:
+            return
         at_s = self._clock.now_s()
-        actions = self._run.handle(event, at_s)
-        self._control.steps_done = self._run.recorder.steps_done
+        actions = self.core.handle(event, at_s)
+        self._control.steps_done = self.core.recorder.steps_done
         if isinstance(event, e.Tick) and not actions:
             return
         number = self._journal.append(at_s, encode(event), [encode(each) for each in actions])
@@ -269,59 +241,59 @@ class Coordinator:
         while self._held and (up_to is None or self._held[0][0] <= up_to):
             _, actions = self._held.popleft()
             for action in actions:
-                failed = self._performer.perform(action)
-                if failed is not None:
-                    self._feed(failed)
+                self._feed(self._performer.perform(action))
 
     # ---- connections
 
-    def _opened(self, channel: Channel, hello: Hello | AgentHello) -> None:
-        if isinstance(hello, AgentHello):
-            known = self._run.agents.node_of_agent(hello.agent) is not None
-            if not known or not self._registry.add_agent(hello.agent, channel):
-                log.warning("agent %s on %s is not expected", hello.agent, hello.host)
-                channel.close()
-                return
-            self._feed(e.AgentListens(hello.agent))
-            return
-        if not self._run.expects(hello.worker):
-            log.warning("worker %d on %s is not expected", hello.worker, hello.host)
+    def _opened(self, channel: Channel, hello: m.Hello | m.AgentHello) -> None:
+        peer: Peer
+        event: e.Event
+        if isinstance(hello, m.AgentHello):
+            peer, event = hello.agent, e.AgentListens(hello.agent)
+            expected = self.core.agents.node_of_agent(hello.agent) is not None
+        else:
+            peer, event = hello.worker, hello
+            expected = self.core.expects(hello.worker)
+        if not expected or not self._registry.add(peer, channel):
+            log.warning("%s on %s is not expected", channel.peer, hello.host)
             channel.close()
             return
-        self._registry.add_worker(hello.worker, channel)
-        took = ", ".join(f"{part} {s:.2f} s" for part, s in hello.boot_timings_s.items())
-        log.info("worker %d on %s has booted: %s", hello.worker, hello.host, took)
-        self._feed(hello)
+        if isinstance(hello, m.Hello):
+            took = ", ".join(f"{part} {s:.2f} s" for part, s in hello.boot_timings_s.items())
+            log.info("worker %d on %s has booted: %s", hello.worker, hello.host, took)
+        self._feed(event)
 
-    def _said(self, channel: Channel, message: AnyMessage) -> None:
-        worker = self._registry.worker_at(channel)
-        if worker is not None:
-            self._worker_said(worker, message)
-            return
-        agent = self._registry.agent_at(channel)
-        if agent is None:
-            return  # of somebody who was struck off
-        if getattr(message, "agent", None) != agent:
-            log.warning("agent %s: unexpected %s", agent, message)
-            self._registry.drop_agent(channel)
-        elif isinstance(message, Warned):
-            self._agent_warned(message)
-        elif isinstance(message, WorkerEnded):
-            self._endings[message.worker] = message.how
-            if message.worker in self._unexplained:
-                self._worker_gone(message.worker, message.how)
-        else:
-            log.warning("agent %s: unexpected %s", agent, message)
-            self._registry.drop_agent(channel)
+    def _said(self, channel: Channel, message: m.AnyMessage) -> None:
+        match self._registry.peer_at(channel):
+            case int(worker):
+                self._worker_said(worker, message)
+            case str(agent):
+                self._agent_said(agent, message)
+            case None if isinstance(message, m.Hello | m.AgentHello):
+                self._opened(channel, message)
+            case None:
+                pass  # of somebody who was struck off
 
-    def _agent_warned(self, message: Warned) -> None:
+    def _agent_said(self, agent: str, message: m.AnyMessage) -> None:
+        match message:
+            case m.Warned(agent=said_by) if said_by == agent:
+                self._agent_warned(message)
+            case m.WorkerEnded(agent=said_by) if said_by == agent:
+                self._endings[message.worker] = message.how
+                if message.worker in self._unexplained:
+                    self._worker_gone(message.worker, message.how)
+            case _:
+                log.warning("agent %s: unexpected %s", agent, message)
+                self._registry.drop(agent)
+
+    def _agent_warned(self, message: m.Warned) -> None:
         """The pool finds out what the signal announces."""
-        node = self._run.agents.node_of_agent(message.agent)
+        node = self.core.agents.node_of_agent(message.agent)
         log.warning("agent %s got %s on %s", message.agent, message.signal, node or "its node")
         if node:
             self._services.pool.warned(node, f"SIG{message.signal}", message.at_s)
 
-    def _worker_said(self, worker: int, message: AnyMessage) -> None:
+    def _worker_said(self, worker: int, message: m.AnyMessage) -> None:
         if getattr(message, "worker", None) != worker:
             self._feed(e.ShellFailed(f"worker {worker} sent {message}"))
             return
@@ -330,15 +302,15 @@ class Coordinator:
             took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in timings_s.items())
             log.info("worker %d %s: %s", worker, message.type, took)
         match message:
-            case Heartbeat():
+            case m.Heartbeat():
                 pass
-            case Progress():
-                self._run.handoffs.progress(message)
-            case Saved():
-                self._saved(message)
-            case Restored():
+            case m.Progress():
+                self.core.handoffs.progress(message)
+            case m.Saved():
+                self._saved_or_restored(message)
+            case m.Restored():
                 self._feed(message)
-                self._restored(message)
+                self._saved_or_restored(message)
             case _ if isinstance(message, e.FromWorker):
                 self._feed(message)
             case _:
@@ -346,16 +318,16 @@ class Coordinator:
 
     def _closed(self, channel: Channel, reason: str) -> None:
         """A worker's agent knows better how it ended, and may say so in a moment."""
-        worker = self._registry.worker_at(channel)
-        if worker is None:
-            self._registry.drop_agent(channel)
-            return
-        how, agent = self._endings.get(worker), self._run.agents.agent_of(worker)
-        if how is not None or not agent or not self._registry.has_agent(agent):
-            self._worker_gone(worker, how or reason)
-        elif worker not in self._unexplained:
-            deadline = Deadline.after(self._clock, EXPLAIN_S, f"the agent of worker {worker}")
-            self._unexplained[worker] = (deadline, reason)
+        match self._registry.peer_at(channel):
+            case str(agent):
+                self._registry.drop(agent)
+            case int(worker):
+                how, agent = self._endings.get(worker), self.core.agents.agent_of(worker)
+                if how is not None or not agent or agent not in self._registry:
+                    self._worker_gone(worker, how or reason)
+                elif worker not in self._unexplained:
+                    limit = Deadline.after(self._clock, EXPLAIN_S, f"the agent of worker {worker}")
+                    self._unexplained[worker] = (limit, reason)
 
     def _worker_gone(self, worker: int, reason: str) -> None:
         self._unexplained.pop(worker, None)
@@ -363,41 +335,25 @@ class Coordinator:
 
     # ---- checkpoints
 
-    def _saved(self, message: Saved) -> None:
-        """A worker's part of a checkpoint is on disk, or could not be written."""
-        world = self._run.world_of(message.generation)
+    def _saved_or_restored(self, message: m.Saved | m.Restored) -> None:
+        """A worker's part is on disk, or could not be written; or it holds what it read there."""
+        generation = message.generation
+        world = self.core.world_of(generation)
         if world is None:
-            log.warning("worker %d saved generation %d", message.worker, message.generation)
-            return
-        if not self._checkpoints.saved(message, world):
-            return
-        if self._checkpoints.failure:
-            self._feed(e.CheckpointFailed(self._checkpoints.failure))
-            return
-        step = message.scalars.step
-        path = str(complete_path(self._checkpoints.directory, step))
-        self._feed(e.CheckpointWritten(step, path, *self._checkpoints.written))
-
-    def _restored(self, message: Restored) -> None:
-        """A worker of the first world holds what it read; all train once all hold what was
-        saved."""
-        world = self._run.world
-        if world is None:
-            return
-        try:
-            if self._checkpoints.restored(message, world.rank_map):
-                self._feed(e.StateRestored(message.generation))
-        except CheckpointError as error:
-            self._feed(e.ShellFailed(str(error)))
+            log.warning("worker %d %s generation %d", message.worker, message.type, generation)
+        elif isinstance(message, m.Saved):
+            self._feed(self._checkpoints.saved(message, world))
+        else:
+            self._feed(self._checkpoints.restored(message, world.rank_map))
 
     # ---- operators
 
     def _asked(self, asked: Asked) -> None:
-        if isinstance(asked.request, StatusRequest):
-            shown = self._run.snapshot(
+        if isinstance(asked.request, m.StatusRequest):
+            shown = self.core.snapshot(
                 self._clock.now_s(), self._performer.last_event, self._journal.error
             )
-            asked.answer.set_result(Reply(ok=True, text="", data=shown.model_dump()))
+            asked.answer.set_result(m.Reply(ok=True, text="", data=shown.model_dump()))
             return
         number = self._next_request
         self._next_request += 1
@@ -409,20 +365,15 @@ class Coordinator:
     def _see_all_off(self) -> None:
         """Returns when all who were told to exit have gone, or after `exit_s` anyway."""
         deadline = Deadline.after(self._clock, self._config.deadlines.exit_s, "workers to exit")
-        announced: list[InboxEvent] = []
         while (self._registry.workers or self._working()) and not deadline.expired():
             event = self._inbox.get(TICK_S)
-            if isinstance(event, e.StopSignalled | EndNear):
-                announced.append(event)  # of concern to the next start, if there is one
-            elif event is not None:
+            if event is not None:
                 self._dispatch(event)
         self._perform_held()
-        for event in announced:
-            self._inbox.put(event)
         if self._registry.workers:
-            log.warning("workers %s have not ended by themselves", list(self._registry.workers))
+            log.warning("workers %s have not ended by themselves", self._registry.workers)
 
     def _working(self) -> bool:
         """Whether an agent whose workers had all come still runs."""
         launcher = self._services.launcher
-        return any(launcher.alive(agent) for agent in self._run.agents.complete())
+        return any(launcher.alive(agent) for agent in self.core.agents.complete())

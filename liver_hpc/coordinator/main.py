@@ -6,13 +6,10 @@ the loop. `run_coordinator` is the process: it needs nothing but the run directo
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import platform
-import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -20,13 +17,14 @@ from pathlib import Path
 from liver_hpc.checkpoint.index import newest_step
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.launcher import Launcher, local_launcher
+from liver_hpc.cluster.network import control_address
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.coordinator.address import control_address
-from liver_hpc.coordinator.control import Control
+from liver_hpc.coordinator.checkpoints import versions_of
+from liver_hpc.coordinator.connections import Control
 from liver_hpc.coordinator.loop import Coordinator
-from liver_hpc.coordinator.services import Services
+from liver_hpc.coordinator.performer import Services
 from liver_hpc.errors import ConfigError
 from liver_hpc.host.process import raise_descriptor_limit
 from liver_hpc.recipes.specs import load_run_recipe
@@ -54,29 +52,23 @@ Build = Callable[[RunConfig, Path, bytes], Services]
 
 def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Services:
     """What the run file's cluster calls for, MPI to meet, a journal to record."""
-    launcher, pool = (_on_slurm if config.cluster.kind == "slurm" else _here)(config, run_directory)
+    network, kind = config.network, config.cluster.kind
+    if kind == "slurm":
+        launcher, pool = _on_slurm(config, run_directory)
+    else:
+        launcher, pool = local_launcher(run_directory, config.deadlines.exit_s), NodePool()
+    mpi = MpiNetwork(control_address(network, kind), network.interface, network.mpi_netmod)
     return Services(
         clock=SystemClock(),
         recipe=load_run_recipe(config, run_directory),
         launcher=launcher,
         pool=pool,
-        rendezvous=MpiRendezvous(run_directory, secret, _mpi_network(config)),
+        rendezvous=MpiRendezvous(run_directory, secret, mpi),
         open_journal=lambda tell: Journal(
             run_directory / JOURNAL_FILE, tell, config.metrics.reserve_bytes
         ),
         attributes=_attributes(config),
     )
-
-
-def _mpi_network(config: RunConfig) -> MpiNetwork:
-    network = config.network
-    host = control_address(network, config.cluster.kind)
-    return MpiNetwork(host, network.interface, network.mpi_netmod)
-
-
-def _here(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:
-    """Workers on this machine."""
-    return local_launcher(run_directory, config.deadlines.exit_s), NodePool()
 
 
 def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:
@@ -93,17 +85,13 @@ def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePoo
     return slurm_launcher(run_directory, config, commands, pool.use), pool
 
 
-def run_coordinator(
-    directory: Path, build: Build = services_of, control: Control | None = None
-) -> Outcome:
+def run_coordinator(directory: Path, control: Control, build: Build = services_of) -> Outcome:
     """Runs the run in a directory to its end; how it ended, which `outcome.json` there says too,
     unless the disk is full.
 
     Needs `run.yaml`; makes the secret where there is none; goes on from a checkpoint that it finds.
-    In a process's main thread SIGTERM and SIGINT stop the run; elsewhere only `control` does.
     """
     raise_descriptor_limit()
-    control = control or Control()
     with ExitStack() as stack:
         try:
             outcome = _run(directory, build, control, stack)
@@ -130,15 +118,13 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
     coordinator: Coordinator | None = None
 
     def identity() -> str:
-        return coordinator.identity() if coordinator is not None else "start"
+        return coordinator.core.identity() if coordinator is not None else "start"
 
     stack.enter_context(_logging_to(directory / "logs" / "coordinator.log", identity))
-    if threading.current_thread() is threading.main_thread():
-        stack.enter_context(_stopped_by_signals(control))
     checkpoints = RunDirectory(directory).checkpoints_path
     in_vain, furthest = 0, -1
     while True:
-        memory = coordinator.memory if coordinator is not None else _memory(directory)
+        memory = coordinator.core.memory if coordinator is not None else _memory(directory)
         services = build(config, directory, secret)
         coordinator = Coordinator(config, directory, secret, services, control, memory)
         resumed = newest_step(checkpoints)
@@ -195,34 +181,13 @@ def _logging_to(path: Path, identity: Callable[[], str]) -> Iterator[None]:
             handler.close()
 
 
-@contextmanager
-def _stopped_by_signals(control: Control) -> Iterator[None]:
-    """SIGTERM and SIGINT are requests to stop, as `liver stop` is."""
-
-    def stop(number: int, frame: object) -> None:
-        control.stop(signal.Signals(number).name)
-
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def _attributes(config: RunConfig) -> dict[str, str]:
     """Facts about a run that belong beside its figures."""
-    versions = {}
-    for package in RECORDED_PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
     return {
         "name": config.name,
         "config": dump_run(config),
         "host": socket.gethostname(),
         "python": platform.python_version(),
         "cpus": str(os.cpu_count()),
-        **versions,
+        **versions_of(RECORDED_PACKAGES),
     }

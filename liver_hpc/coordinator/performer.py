@@ -1,22 +1,48 @@
-"""What the run's core has decided, done: sent, launched, answered, asked of the pool."""
+"""The outside world, and what the run's core has decided, done there: sent, launched, answered."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import assert_never
 
+from liver_hpc.clock import Clock
+from liver_hpc.cluster.launcher import Launcher
+from liver_hpc.cluster.pool import NodePool
 from liver_hpc.coordinator.connections import Asked, Met, WorkerRegistry
-from liver_hpc.coordinator.services import Services
 from liver_hpc.coordinator.store import StoreService
-from liver_hpc.errors import LiverError, MeetingError, RequestRefused
-from liver_hpc.protocol.messages import Reply
+from liver_hpc.errors import LiverError, MeetingError
+from liver_hpc.layout.placement import place
+from liver_hpc.protocol.messages import Exit, Reply
+from liver_hpc.recipes.base import Recipe
 from liver_hpc.rendezvous.base import Answer as MeetingAnswer
+from liver_hpc.rendezvous.base import Rendezvous
 from liver_hpc.run import actions as a
-from liver_hpc.run.events import LaunchFailed
+from liver_hpc.run.decide import Place
+from liver_hpc.run.events import JournalFailed, LaunchFailed
+from liver_hpc.run.journal import Journal, Written
 from liver_hpc.run.outcome import Outcome
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a coordinator works with. It closes all but clock and recipe at its end.
+
+    open_journal: makes the journal, which is told whom to tell. attributes: facts for the record.
+    """
+
+    clock: Clock
+    recipe: Recipe
+    launcher: Launcher
+    rendezvous: Rendezvous
+    open_journal: Callable[[Callable[[Written | JournalFailed], None]], Journal]
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    pool: NodePool = field(default_factory=NodePool)
+    place: Place = place
 
 
 class Performer:
@@ -52,15 +78,16 @@ class Performer:
                 log.warning("turned away: %s", action.reason)
                 self.meetings.popleft().answer.set_exception(MeetingError(action.reason))
             case a.EndAgent():
-                self._registry.end_agent(action.agent, action.reason)
+                self._registry.send((action.agent,), Exit(reason=action.reason))
             case a.KillAgent():
                 if action.agent in self.launched:  # its launch may have failed meanwhile
                     log.warning("agent %s has not ended by itself: killed", action.agent)
                     services.launcher.kill(action.agent)
             case a.Disconnect():
-                self._registry.drop_worker(action.worker)
+                self._registry.drop(action.worker)
             case a.Answer():
-                self._answer(action)
+                reply = Reply(ok=action.ok, text=action.text)
+                self.requests.pop(action.number).answer.set_result(reply)
             case a.WantWorkers():
                 services.pool.want(action.workers)
             case a.GiveBack():
@@ -100,10 +127,3 @@ class Performer:
         host, port = self.address
         answer = MeetingAnswer(worker_ids=admit.workers, control_host=host, control_port=port)
         met.answer.set_result(answer)
-
-    def _answer(self, answer: a.Answer) -> None:
-        asked = self.requests.pop(answer.number)
-        if answer.ok:
-            asked.answer.set_result(Reply(ok=True, text=answer.text))
-        else:
-            asked.answer.set_exception(RequestRefused(answer.text))

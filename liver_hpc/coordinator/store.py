@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-import logging
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from liver_hpc.protocol.messages import StoreReply, StoreRequest
-from liver_hpc.rendezvous.channel import Channel
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -27,41 +22,35 @@ class _Wait:
 
 
 class StoreService:
-    """Serves every store connection in its own thread; a waiting one holds nobody up."""
+    """Each store connection has a thread of its own; one that waits holds nobody up."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
         self._waits: set[_Wait] = set()
         self._changed = threading.Condition()
         self._closed = ""
-        self._operations: dict[str, Callable[[StoreRequest], StoreReply]] = {
-            "set": self._set,
-            "get": self._get,
-            "add": self._add,
-            "wait": self._wait,
-            "check": self._check,
-            "delete": self._delete,
-            "compare_set": self._compare_set,
-        }
-
-    def serve(self, channel: Channel, request: StoreRequest) -> None:
-        """Answers a connection's requests until it ends, which raises ChannelClosed."""
-        while True:
-            channel.send(self.perform(request))
-            following = channel.receive()
-            if not isinstance(following, StoreRequest):
-                log.warning("%s: %s on a store connection", channel.peer, following.type)
-                return
-            request = following
 
     def perform(self, request: StoreRequest) -> StoreReply:
         """One operation. `get` and `wait` block for up to `timeout_s`."""
-        many = request.operation in ("wait", "check")
-        if not many and len(request.keys) != 1:
-            error = f"{request.operation} takes one key, got {list(request.keys)}"
-            return StoreReply(error=error)
+        operation, keys = request.operation, request.keys
+        if operation not in ("wait", "check") and len(keys) != 1:
+            return StoreReply(error=f"{operation} takes one key, got {list(keys)}")
         with self._changed:
-            return self._operations[request.operation](request)
+            match operation:
+                case "set":
+                    self._put(keys[0], request.value)
+                    return StoreReply()
+                case "get":
+                    error = self._await_keys(request)
+                    return StoreReply(error=error, value=self._values.get(keys[0], ""))
+                case "wait":
+                    return StoreReply(error=self._await_keys(request))
+                case "add":
+                    return self._add(keys[0], request.amount)
+                case "check":
+                    return StoreReply(number=not self._missing(keys))
+                case "delete":
+                    return StoreReply(number=self._values.pop(keys[0], None) is not None)
 
     def forget(self, prefix: str) -> None:
         """Drops every key that starts so, and ends the waits for such keys."""
@@ -79,47 +68,15 @@ class StoreService:
             self._closed = "the coordinator is shutting down"
             self._changed.notify_all()
 
-    def __len__(self) -> int:
-        with self._changed:
-            return len(self._values)
+    # ---- with the lock held
 
-    # ---- operations; each holds the lock
-
-    def _set(self, request: StoreRequest) -> StoreReply:
-        self._put(request.keys[0], request.value)
-        return StoreReply()
-
-    def _get(self, request: StoreRequest) -> StoreReply:
-        error = self._await_keys(request)
-        if error:
-            return StoreReply(error=error)
-        return StoreReply(value=self._values[request.keys[0]])
-
-    def _wait(self, request: StoreRequest) -> StoreReply:
-        return StoreReply(error=self._await_keys(request))
-
-    def _add(self, request: StoreRequest) -> StoreReply:
-        key = request.keys[0]
+    def _add(self, key: str, amount: int) -> StoreReply:
         try:
-            number = int(base64.b64decode(self._values.get(key, "MA=="))) + request.amount
+            number = int(base64.b64decode(self._values.get(key, "MA=="))) + amount
         except (ValueError, binascii.Error):
             return StoreReply(error=f"add to {key}: its value is not a number")
         self._put(key, base64.b64encode(str(number).encode()).decode())
         return StoreReply(number=number)
-
-    def _check(self, request: StoreRequest) -> StoreReply:
-        return StoreReply(number=int(all(key in self._values for key in request.keys)))
-
-    def _delete(self, request: StoreRequest) -> StoreReply:
-        return StoreReply(number=int(self._values.pop(request.keys[0], None) is not None))
-
-    def _compare_set(self, request: StoreRequest) -> StoreReply:
-        """As torch's TCPStore: a key that does not exist is set only if "" is expected."""
-        key = request.keys[0]
-        if self._values.get(key, "") == request.expected:
-            self._put(key, request.value)
-            return StoreReply(value=request.value)
-        return StoreReply(value=self._values.get(key, request.expected))
 
     def _put(self, key: str, value: str) -> None:
         self._values[key] = value

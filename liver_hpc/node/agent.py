@@ -37,7 +37,7 @@ from liver_hpc.errors import LiverError, MeetingError
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.node.workers import WARNINGS, BootError, NodeWorkers, WorkerPlan
-from liver_hpc.protocol.messages import AgentHello, EndAgent, FromAgent, Warned, WorkerEnded
+from liver_hpc.protocol.messages import AgentHello, Exit, FromAgent, Warned, WorkerEnded
 from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.rendezvous.mpi.joiner import RendezvousLost, StuckInMpi, joiner_process, meet
@@ -236,7 +236,7 @@ class Agent:
         except ChannelClosed as error:
             self._coordinator_gone(error)
             return
-        if isinstance(message, EndAgent):
+        if isinstance(message, Exit):
             self._stop(f"told to end: {message.reason}", 0)
         log.warning("%s: unexpected %s", channel.peer, message.type)
 

@@ -20,13 +20,6 @@ class LaunchJoiners:
 
 
 @dataclass(frozen=True)
-class PlaceTarget:
-    """Decide who sits where, given the joiners' ids, and answer with `TargetFixed`."""
-
-    joiners: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Send:
     """One message to each of these workers."""
 
@@ -38,7 +31,8 @@ class Send:
 class Ended:
     """The attempt is over; `world` trains from here on.
 
-    `detail` is empty for a completed handoff, else what went wrong.
+    `detail` is empty for a completed handoff, else what went wrong. "failed": state that nobody
+    else holds is gone, and the run cannot go on.
     """
 
     generation: int
@@ -47,11 +41,4 @@ class Ended:
     world: WorldRef
 
 
-@dataclass(frozen=True)
-class FailRun:
-    """State that nobody else holds is gone: the run cannot go on."""
-
-    reason: str
-
-
-Action = LaunchJoiners | PlaceTarget | Send | Ended | FailRun
+Action = LaunchJoiners | Send | Ended

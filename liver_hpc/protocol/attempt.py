@@ -84,8 +84,8 @@ class Attempt:
     def waits_for(self) -> str:
         """Whom the present phase still waits for, and for what."""
         if self.target is None:
-            missing = self.request.joiners - len(self.joiners)
-            return f"Hello of {missing} of {self.request.joiners} joiners"
+            wanted = len(self.request.joiners)
+            return f"Hello of {wanted - len(self.joiners)} of {wanted} joiners"
         by_type: dict[str, list[int]] = {}
         for worker, event_type in sorted(self.awaited, key=lambda a: (a[1].__name__, a[0])):
             name = "the end" if event_type is WorkerLost else event_type.__name__

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
 
 
@@ -21,23 +22,26 @@ class WorldRef:
 
 @dataclass(frozen=True)
 class Requested:
-    """A handoff is wanted; `joiners` workers have to be launched for it.
+    """A handoff is wanted. `target` has joiners under ids that they may turn out not to have.
 
     `generation` is the target's; the number after it is free too, for a rebuild of the source.
     """
 
     generation: int
     source: WorldRef
-    target: Layout
-    joiners: int
+    target: RankMap
     notice: str
 
+    @cached_property
+    def joiners(self) -> tuple[int, ...]:
+        """The workers of `target` that have to be launched, sorted."""
+        return tuple(sorted({*self.target.workers} - {*self.source.rank_map.workers}))
 
-@dataclass(frozen=True)
-class TargetFixed:
-    """The answer to `PlaceTarget`: who sits where in the target world."""
-
-    target: RankMap
+    def target_with(self, joiners: list[int]) -> RankMap:
+        """The target with the ids that the joiners really have."""
+        ids = dict(zip(self.joiners, sorted(joiners), strict=True))
+        workers = tuple(ids.get(worker, worker) for worker in self.target.workers)
+        return RankMap(self.target.layout, workers)
 
 
 @dataclass(frozen=True)
@@ -60,15 +64,5 @@ class DeadlinePassed:
     """`HandoffMachine.deadline` has expired."""
 
 
-FromParticipant = (
-    m.Hello
-    | m.Prepared
-    | m.AtBoundary
-    | m.Vote
-    | m.FirstStep
-    | m.Released
-    | m.Aborted
-    | m.Failed
-    | m.Finished
-)
-Event = FromParticipant | Requested | TargetFixed | WorkerLost | Cancelled | DeadlinePassed
+FromParticipant = m.Hello | m.OfAttempt | m.Finished
+Event = FromParticipant | Requested | WorkerLost | Cancelled | DeadlinePassed

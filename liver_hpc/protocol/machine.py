@@ -18,7 +18,7 @@ from liver_hpc.clock import Clock, Deadline
 from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.errors import ProtocolError
 from liver_hpc.protocol import messages as m
-from liver_hpc.protocol.actions import Action, Ended, FailRun, LaunchJoiners, PlaceTarget, Send
+from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Attempt, Awaited, Phase
 from liver_hpc.protocol.events import (
     Cancelled,
@@ -26,11 +26,10 @@ from liver_hpc.protocol.events import (
     Event,
     FromParticipant,
     Requested,
-    TargetFixed,
     WorkerLost,
     WorldRef,
 )
-from liver_hpc.protocol.votes import disagreements
+from liver_hpc.protocol.votes import Side, disagreements
 
 HISTORY_EVENTS = 40
 EVENT_TEXT_LENGTH = 200
@@ -51,7 +50,6 @@ class HandoffMachine:
         self._deadlines = deadlines
         self._clock = clock
         self._history: deque[str] = deque(maxlen=HISTORY_EVENTS)
-        self._decisions: list[tuple[int, Literal["commit", "abort"]]] = []
 
     def handle(self, event: Event) -> list[Action]:
         """The answer to one event; ProtocolError when the present phase does not allow it."""
@@ -61,52 +59,33 @@ class HandoffMachine:
             raise self._unexpected(f"{type(event).__name__} in phase {self.phase}")
         return handler(self, event)
 
-    def check(self) -> None:
-        """Asserts what must hold between any two events."""
-        now, story = self.attempt, self._story()
-        assert (self.phase is Phase.IDLE) == (now is None) == (self.deadline is None), story
-        decided = [generation for generation, _ in self._decisions]
-        assert len(set(decided)) == len(decided), f"a generation decided twice; {story}"
-        if now is not None:
-            assert {*now.waiting_workers} <= {*now.participants, *now.joiners}, story
-            assert (self.phase is Phase.BOOT) == (now.target is None), story
-            assert self.phase is Phase.BOOT or now.awaited, f"waits for no one; {story}"
-
     # ---- BOOT, PREPARE
 
     def _requested(self, event: Requested) -> list[Action]:
         self.attempt = Attempt(event)
         self._enter(Phase.BOOT, self._deadlines.boot_s + self._deadlines.meet_s, ())
-        if event.joiners == 0:
-            return [PlaceTarget(())]
-        return [LaunchJoiners(event.generation, event.joiners, event.target)]
+        if not event.joiners:
+            return self._prepare()
+        return [LaunchJoiners(event.generation, len(event.joiners), event.target.layout)]
 
     def _hello(self, event: m.Hello) -> list[Action]:
         now = self._now
         if event.worker in now.joiners or now.trains_in_source(event.worker):
             raise self._unexpected(f"a second Hello of worker {event.worker}")
         now.joiners.append(event.worker)
-        if len(now.joiners) < now.request.joiners:
-            return []
-        return [PlaceTarget(tuple(sorted(now.joiners)))]
+        return [] if len(now.joiners) < len(now.request.joiners) else self._prepare()
 
-    def _target_fixed(self, event: TargetFixed) -> list[Action]:
-        now, target = self._now, event.target
-        known = {*now.source_workers, *now.joiners}
-        if (
-            len(now.joiners) != now.request.joiners
-            or target.layout != now.request.target
-            or not set(now.joiners) <= set(target.workers) <= known
-        ):
-            raise self._unexpected(f"target {target} for joiners {now.joiners}")
-        now.target = target
+    def _prepare(self) -> list[Action]:
+        """Once all joiners have come."""
+        now = self._now
+        now.target = now.request.target_with(now.joiners)
         everybody = now.participants
         self._enter(Phase.PREPARE, self._deadlines.prepare_s, ((w, m.Prepared) for w in everybody))
         prepare = m.Prepare(
             generation=now.generation,
             source=m.WireRankMap.of(now.request.source.rank_map),
             source_generation=now.request.source.generation,
-            target=m.WireRankMap.of(target),
+            target=m.WireRankMap.of(now.target),
         )
         return [Send(everybody, prepare)]
 
@@ -159,7 +138,12 @@ class HandoffMachine:
         now = self._now
         if now.awaited or now.target is None:
             return []
-        found = disagreements(now.request.source.rank_map, now.target, now.votes)
+        found = disagreements(
+            Side(
+                "source", now.request.source.rank_map, {w: v.source for w, v in now.votes.items()}
+            ),
+            Side("target", now.target, {w: v.target for w, v in now.votes.items()}),
+        )
         if found:
             return self._abort("; ".join(["digests differ", *found]))
         now.votes.clear()
@@ -173,7 +157,6 @@ class HandoffMachine:
 
     def _commit(self, scalars: m.ScalarState) -> list[Action]:
         now = self._now
-        self._decisions.append((now.generation, "commit"))
         awaited: list[Awaited] = [(w, m.FirstStep) for w in now.target_workers]
         awaited += [(w, m.Released) for w in now.target_workers]
         awaited += [(w, WorkerLost) for w in now.leavers]
@@ -246,9 +229,6 @@ class HandoffMachine:
             return []
         return self._abort(f"joiner {event.worker} lost: {event.reason}")
 
-    def _lost_when_idle(self, event: WorkerLost) -> list[Action]:
-        return [FailRun(f"worker {event.worker} lost: {event.reason}")]
-
     def _abort(self, reason: str) -> list[Action]:
         """Everybody drops the target world; nobody but the source workers is waited for."""
         now = self._now
@@ -268,7 +248,6 @@ class HandoffMachine:
         actions: list[Action] = []
         told = tuple(w for w in now.participants if w not in now.lost)
         if told:
-            self._decisions.append((now.generation, "abort"))
             abort = m.Abort(generation=now.generation, reason=now.reason, rebuild=now.rebuild)
             actions.append(Send(told, abort))
         joiners = tuple(w for w in now.joiners if w not in now.lost)
@@ -310,9 +289,7 @@ class HandoffMachine:
         return actions + self._end("aborted", now.reason, now.request.source)
 
     def _fatal(self, reason: str) -> list[Action]:
-        now, detail = self._now, f"{self.phase}: {reason}"
-        ended = self._end("failed", detail, now.request.source)
-        return [*ended, FailRun(f"handoff to generation {now.generation}, {detail}")]
+        return self._end("failed", f"{self.phase}: {reason}", self._now.request.source)
 
     def _ignored(self, event: Event) -> list[Action]:
         """Too late to matter, or sent before its sender had heard of the ABORT."""
@@ -361,10 +338,8 @@ Handler = Callable[[HandoffMachine, Any], list[Action]]
 _H = HandoffMachine
 _TABLE: dict[tuple[Phase, type], Handler] = {
     (Phase.IDLE, Requested): _H._requested,
-    (Phase.IDLE, WorkerLost): _H._lost_when_idle,
     (Phase.IDLE, m.Finished): _H._ignored,
     (Phase.BOOT, m.Hello): _H._hello,
-    (Phase.BOOT, TargetFixed): _H._target_fixed,
     (Phase.BOOT, m.Finished): _H._finished,
     (Phase.PREPARE, m.Prepared): _H._prepared,
     (Phase.PREPARE, m.Finished): _H._finished,

@@ -8,6 +8,7 @@ it is, as the strings "NaN", "Infinity" and "-Infinity".
 
 from __future__ import annotations
 
+import inspect
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -18,13 +19,13 @@ Measured = Annotated[float, Field(allow_inf_nan=True)]
 """What training came to; only training decides what it means when it is not finite."""
 
 
-class Message(BaseModel):
+class _Frozen(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="strings"
     )
 
 
-class WireRankMap(Message):
+class WireRankMap(_Frozen):
     """A `RankMap` on the wire."""
 
     tp: int
@@ -41,7 +42,7 @@ class WireRankMap(Message):
         return RankMap(Layout(self.tp, self.pp, self.dp), self.workers)
 
 
-class ScalarState(Message):
+class ScalarState(_Frozen):
     """Everything of the logical state that is not a tensor; equal on all workers at a boundary."""
 
     step: int
@@ -51,7 +52,7 @@ class ScalarState(Message):
     seed: int
 
 
-class ClassDigest(Message):
+class ClassDigest(_Frozen):
     """Sum over a worker's boxes of one kind of state and one replication class, modulo 2**64.
 
     `kind` is "parameter", "main", "exp_avg" or "exp_avg_sq"; `value` is 16 hex digits.
@@ -61,6 +62,18 @@ class ClassDigest(Message):
     tp_replicated: bool
     multi_stage: bool
     value: str
+
+
+class Message(_Frozen):
+    """`class Hello(Message, type="hello")` is known by its `type` on the wire."""
+
+    type: str = ""
+
+    def __init_subclass__(cls, *, type: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if type:  # before pydantic reads the class's fields
+            cls.__annotations__ = {"type": Literal[type], **inspect.get_annotations(cls)}
+            cls.type = type
 
 
 class _OfWorker(Message):
@@ -82,23 +95,21 @@ class _InWorld(_OfWorker, _OfWorld):
 # ---- worker -> coordinator
 
 
-class Hello(_OfWorker):
+class Hello(_OfWorker, type="hello"):
     """First message of a worker: it has booted and is ready to PREPARE.
 
     boot_timings_s: the time from the start of its process to `booted_s`, by what took it.
     """
 
-    type: Literal["hello"] = "hello"
     pid: int
     host: str
     booted_s: float
     boot_timings_s: dict[str, float] = {}
 
 
-class StepDone(_InWorld):
+class StepDone(_InWorld, type="step_done"):
     """From rank 0 of the world that trains, after every step."""
 
-    type: Literal["step_done"] = "step_done"
     step: int
     loss: Measured
     grad_norm: Measured
@@ -108,13 +119,12 @@ class StepDone(_InWorld):
     ended_s: float
 
 
-class Prepared(_InWorld):
+class Prepared(_InWorld, type="prepared"):
     """The target world stands here: groups connected, buffers touched, plan made, warmed up.
 
     bytes_to: what this worker is about to send, by receiver; `bytes_out` is its sum.
     """
 
-    type: Literal["prepared"] = "prepared"
     timings_s: dict[str, float] = {}
     bytes_out: int = 0
     bytes_in: int = 0
@@ -123,24 +133,21 @@ class Prepared(_InWorld):
     kept_groups: int = 0
 
 
-class AtBoundary(_InWorld):
+class AtBoundary(_InWorld, type="at_boundary"):
     """A source worker has stopped at the agreed step boundary; its state is frozen."""
 
-    type: Literal["at_boundary"] = "at_boundary"
     scalars: ScalarState
     last_step_ended_s: float
 
 
-class Progress(_InWorld):
-    type: Literal["progress"] = "progress"
+class Progress(_InWorld, type="progress"):
     bytes_done: int
 
 
-class Vote(_InWorld):
+class Vote(_InWorld, type="vote"):
     """A worker's word on one stage: "parameters" before the first forward, "optimizer" before
     the first optimizer step. Digests of what it held as source, and of what it holds as target."""
 
-    type: Literal["vote"] = "vote"
     stage: Literal["parameters", "optimizer"]
     ok: bool
     reason: str = ""
@@ -148,49 +155,42 @@ class Vote(_InWorld):
     target: tuple[ClassDigest, ...] = ()
 
 
-class FirstStep(_InWorld):
+class FirstStep(_InWorld, type="first_step"):
     """A target worker has finished its first step in the new world."""
 
-    type: Literal["first_step"] = "first_step"
     started_s: float
     ended_s: float
 
 
-class Released(_InWorld):
+class Released(_InWorld, type="released"):
     """The source world is gone from this worker: groups, buffers, sockets."""
 
-    type: Literal["released"] = "released"
     file_descriptors: int
     resident_bytes: int
     released_s: float
 
 
-class Aborted(_InWorld):
+class Aborted(_InWorld, type="aborted"):
     """This worker has let the target world go; a source worker is ready to resume."""
 
-    type: Literal["aborted"] = "aborted"
 
-
-class Failed(_InWorld):
+class Failed(_InWorld, type="failed"):
     """Something went wrong in the handoff of this generation; the source world is intact here."""
 
-    type: Literal["failed"] = "failed"
     reason: str
 
 
-class Heartbeat(_OfWorker):
-    type: Literal["heartbeat"] = "heartbeat"
+class Heartbeat(_OfWorker, type="heartbeat"):
     step: int
 
 
-class Finished(_OfWorker):
+class Finished(_OfWorker, type="finished"):
     """The worker has done its last step, or reached the boundary at which it was told to stop."""
 
-    type: Literal["finished"] = "finished"
     step: int
 
 
-class Saved(_InWorld):
+class Saved(_InWorld, type="saved"):
     """This worker's part of the checkpoint of step `scalars.step` is on disk, flushed.
 
     digests: of all it holds. num_bytes, checksum: of its file (`checkpoint/index.py`). took_s: how
@@ -198,7 +198,6 @@ class Saved(_InWorld):
     worker trains on.
     """
 
-    type: Literal["saved"] = "saved"
     scalars: ScalarState
     num_bytes: int = 0
     checksum: str = ""
@@ -207,19 +206,17 @@ class Saved(_InWorld):
     error: str = ""
 
 
-class Restored(_InWorld):
+class Restored(_InWorld, type="restored"):
     """The first world stands, filled from a checkpoint. Digests of all it holds now."""
 
-    type: Literal["restored"] = "restored"
     scalars: ScalarState
     digests: tuple[ClassDigest, ...]
 
 
-class Transports(_InWorld):
+class Transports(_InWorld, type="transports"):
     """The groups of a world are connected here. kinds: the transports that they use, such as
     "gloo tcp" or "NET/IB"; none in a world of one. workers: how many that world has."""
 
-    type: Literal["transports"] = "transports"
     workers: int
     host: str
     kinds: tuple[str, ...]
@@ -229,99 +226,87 @@ class Transports(_InWorld):
 # ---- coordinator -> worker
 
 
-class Begin(_OfWorld):
+class Begin(_OfWorld, type="begin"):
     """Build the first world and start to train: from the seed, or from `checkpoint`, a directory.
 
     A worker that has read a checkpoint answers Restored and waits for Proceed.
     """
 
-    type: Literal["begin"] = "begin"
     rank_map: WireRankMap
     checkpoint: str | None = None
 
 
-class Proceed(_OfWorld):
+class Proceed(_OfWorld, type="proceed"):
     """What all workers restored equals what was saved: train."""
 
-    type: Literal["proceed"] = "proceed"
 
-
-class Prepare(_OfWorld):
+class Prepare(_OfWorld, type="prepare"):
     """Build the target world beside what runs; answer with Prepared or Failed."""
 
-    type: Literal["prepare"] = "prepare"
     source: WireRankMap
     source_generation: int
     target: WireRankMap
 
 
-class Arm(_OfWorld):
+class Arm(_OfWorld, type="arm"):
     """All are prepared: raise the ready flag; joiners wait for the transfer."""
 
-    type: Literal["arm"] = "arm"
 
-
-class Verdict(_OfWorld):
+class Verdict(_OfWorld, type="verdict"):
     """All voted yes and the digests agree: "forward" = compute the first step on the received
     parameters, "commit" = the target world is the world."""
 
-    type: Literal["verdict"] = "verdict"
     stage: Literal["forward", "commit"]
     scalars: ScalarState
 
 
-class Abort(_OfWorld):
+class Abort(_OfWorld, type="abort"):
     """Drop the target world. With `rebuild`, source groups that the target shared may hold
     half-done collectives: rebuild the source world's groups too before resuming."""
 
-    type: Literal["abort"] = "abort"
     reason: str
     rebuild: bool = False
 
 
-class Resume(_OfWorld):
+class Resume(_OfWorld, type="resume"):
     """All source workers have aborted: train on from the boundary. With `rebuild`, build the
     source layout anew under this (fresh) generation from the state that is still held."""
 
-    type: Literal["resume"] = "resume"
     rebuild_generation: int | None = None
 
 
-class Exit(Message):
-    """End this process: leaver after COMMIT, joiner after ABORT, everybody at the end."""
+class Exit(Message, type="exit"):
+    """End this process: leaver after COMMIT, joiner after ABORT, everybody at the end; an agent's,
+    once it has ended its workers."""
 
-    type: Literal["exit"] = "exit"
     reason: str
 
 
-class Stop(Message):
+class Stop(Message, type="stop"):
     """Agree to stop at the next common step boundary, then answer Finished.
 
     With `checkpoint`, a directory, the state at that boundary is written there first, and Saved
     comes before Finished.
     """
 
-    type: Literal["stop"] = "stop"
     checkpoint: str | None = None
 
 
-# ---- joiner <-> coordinator
+# ---- coordinator -> joiner
 
 
-class YourTurn(Message):
+class YourTurn(Message, type="your_turn"):
     """To a joiner that queues: meet the rendezvous over MPI, at this port."""
 
-    type: Literal["your_turn"] = "your_turn"
     port_name: str
 
 
-# ---- agent <-> coordinator
+# ---- agent -> coordinator (which answers with Exit)
 
 
-class AgentHello(Message):
+class AgentHello(Message, type="agent_hello"):
     """First message of an agent on its own channel, after the rendezvous. job, step: Slurm's."""
 
-    type: Literal["agent_hello"] = "agent_hello"
     agent: str
     host: str
     pid: int
@@ -329,35 +314,25 @@ class AgentHello(Message):
     step: str = ""
 
 
-class Warned(Message):
+class Warned(Message, type="warned"):
     """A signal that announces the end of this agent's node came at `at_s`."""
 
-    type: Literal["warned"] = "warned"
     agent: str
     signal: str
     at_s: float
 
 
-class WorkerEnded(Message):
+class WorkerEnded(Message, type="worker_ended"):
     """A worker of this agent did not end well. how: "signal 9", "exit code 1", and its log."""
 
-    type: Literal["worker_ended"] = "worker_ended"
     agent: str
     worker: int
     how: str
 
 
-class EndAgent(Message):
-    """To an agent: end your workers, then yourself."""
-
-    type: Literal["end_agent"] = "end_agent"
-    reason: str
-
-
-class KeeperHello(Message):
+class KeeperHello(Message, type="keeper_hello"):
     """First message of the process that keeps a burst allocation for as long as the run lives."""
 
-    type: Literal["keeper_hello"] = "keeper_hello"
     job: str
     host: str
 
@@ -365,45 +340,40 @@ class KeeperHello(Message):
 # ---- operator -> coordinator (answered with Reply)
 
 
-class StatusRequest(Message):
-    type: Literal["status"] = "status"
+class StatusRequest(Message, type="status"):
+    """Where the run stands: a `StatusSnapshot` in the reply's `data`."""
 
 
-class ResizeRequest(Message):
+class ResizeRequest(Message, type="resize"):
     """A new layout, or a worker count whose preferred layout is taken."""
 
-    type: Literal["resize"] = "resize"
     layout: str | None = None
     workers: int | None = None
 
 
-class ReplaceRequest(Message):
+class ReplaceRequest(Message, type="replace"):
     """Same layout; a fresh worker takes this one's place."""
 
-    type: Literal["replace"] = "replace"
     replace: int
 
 
-class DrainRequest(Message):
+class DrainRequest(Message, type="drain"):
     """Leave a node live, within `within_s` seconds where that is given; or `undo` that."""
 
-    type: Literal["drain"] = "drain"
     node: str
     within_s: float | None = None
     undo: bool = False
 
 
-class StopRequest(Message):
+class StopRequest(Message, type="stop_run"):
     """Stop at the next step boundary; with `checkpoint`, write the state to disk there."""
 
-    type: Literal["stop_run"] = "stop_run"
     checkpoint: bool = False
 
 
-class Reply(Message):
-    """`ok` false means refused, and `text` says why; `data` is the status snapshot."""
+class Reply(Message, type="reply"):
+    """`ok` false means refused, and `text` says why."""
 
-    type: Literal["reply"] = "reply"
     ok: bool
     text: str
     data: dict[str, Any] = {}
@@ -412,48 +382,37 @@ class Reply(Message):
 # ---- store: the key-value store from which process groups are built
 
 
-class StoreRequest(Message):
+class StoreRequest(Message, type="store"):
     """One operation of torch's Store interface; `value` is base64."""
 
-    type: Literal["store"] = "store"
-    operation: Literal["set", "get", "add", "wait", "check", "delete", "compare_set"]
+    operation: Literal["set", "get", "add", "wait", "check", "delete"]
     keys: tuple[str, ...]
     value: str = ""
-    expected: str = ""
     amount: int = 0
     timeout_s: float = 0.0
 
 
-class StoreReply(Message):
+class StoreReply(Message, type="store_reply"):
     """`error` is empty on success; a timed-out wait lists the keys that never came."""
 
-    type: Literal["store_reply"] = "store_reply"
     value: str = ""
     number: int = 0
     error: str = ""
 
 
+OfAttempt = Prepared | AtBoundary | Vote | FirstStep | Released | Aborted | Failed
+"""What workers say in the handoff attempt of their generation."""
 FromWorker = (
-    Hello | StepDone | Prepared | AtBoundary | Progress | Vote | FirstStep | Released | Aborted
-    | Failed | Heartbeat | Finished | Saved | Restored | Transports
+    Hello | StepDone | OfAttempt | Progress | Heartbeat | Finished | Saved | Restored | Transports
 )  # fmt: skip
 ToWorker = Begin | Proceed | Prepare | Arm | Verdict | Abort | Resume | Exit | Stop
 FromAgent = AgentHello | Warned | WorkerEnded | KeeperHello
 FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
 AnyMessage = (
-    FromWorker
-    | ToWorker
-    | YourTurn
-    | FromAgent
-    | EndAgent
-    | FromOperator
-    | Reply
-    | StoreRequest
-    | StoreReply
-)
+    FromWorker | ToWorker | FromAgent | FromOperator | Reply | YourTurn | StoreRequest | StoreReply
+)  # fmt: skip
 
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(discriminator="type")])
-
 
 _last_encoded: tuple[AnyMessage, bytes] | None = None
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from liver_hpc.layout.coordinates import Coordinate, RankMap
 from liver_hpc.layout.tensors import PARAMETER
-from liver_hpc.protocol.messages import ClassDigest, Vote
+from liver_hpc.protocol.messages import ClassDigest
 
 MODULUS = 2**64
 
@@ -70,98 +70,55 @@ class Copy:
         return f"{self.side} {self.index} (workers {list(self.workers)}) is {value}"
 
 
-Digests = Mapping[int, tuple[ClassDigest, ...]]
-"""What each worker reports."""
-
-
-def disagreements(source: RankMap, target: RankMap, votes: Mapping[int, Vote]) -> list[str]:
-    """Every copy that differs from the others, as text; empty when all copies are equal.
-
-    `votes` holds one vote of every worker of both rank maps. A class without a report in one of
-    the worlds, or no report at all, is a disagreement too.
-    """
-    return _differences(
-        _Side("source", source, {worker: vote.source for worker, vote in votes.items()}),
-        _Side("target", target, {worker: vote.target for worker, vote in votes.items()}),
-    )
-
-
-def copies_disagree(rank_map: RankMap, digests: Digests) -> list[str]:
-    """As `disagreements`, within one world: data-parallel and other copies that have diverged."""
-    return _differences(_Side("world", rank_map, digests))
-
-
-def restored_disagrees(
-    saved: RankMap, saved_digests: Digests, restored: RankMap, restored_digests: Digests
-) -> list[str]:
-    """As `disagreements`, between a world on disk and the one filled from it. Worker ids of the
-    two have nothing to do with each other."""
-    return _differences(
-        _Side("saved", saved, saved_digests), _Side("restored", restored, restored_digests)
-    )
-
-
 @dataclass(frozen=True)
-class _Side:
-    """A world, and what its workers report."""
+class Side:
+    """A world by the name that texts have for it, and the digests that each worker reports."""
 
     name: str
     rank_map: RankMap
-    digests: Digests
+    digests: Mapping[int, tuple[ClassDigest, ...]]
 
 
-def _differences(*sides: _Side) -> list[str]:
-    reports = [_reports(side.rank_map, side.digests) for side in sides]
-    if not any(reports):
+def disagreements(*sides: Side) -> list[str]:
+    """Every copy that differs from the others, as text; empty when all copies are equal.
+
+    A class without a report in one of the worlds, or no report at all, is a disagreement too.
+    Worker ids of one side need not have to do with those of another.
+    """
+    copies: dict[StateClass, list[Copy]] = defaultdict(list)
+    for side in sides:
+        for state_class, copy in _copies(side):
+            copies[state_class].append(copy)
+    if not copies:
         return ["no worker reported any digest"]
     found = []
-    for state_class in sorted(set().union(*reports)):
-        copies: list[Copy] = []
-        for side, reported in zip(sides, reports, strict=True):
-            if state_class in reported:
-                copies += _copies(side.name, side.rank_map, state_class, reported[state_class])
-            else:
+    for state_class, known in sorted(copies.items()):
+        for side in sides:
+            if all(copy.side != side.name for copy in known):
                 found.append(f"{state_class}: nobody reported it in the {side.name}")
-        found += _odd_ones(state_class, copies)
+        common = Counter(copy.value for copy in known).most_common(1)[0][0]
+        usual = next(copy for copy in known if copy.value == common)
+        found += [f"{state_class}: {copy}, {usual}" for copy in known if copy.value != common]
     return found
 
 
-Reports = dict[Coordinate, int]
-
-
-def _reports(rank_map: RankMap, by_worker: Digests) -> dict[StateClass, Reports]:
-    """Digests by class and coordinate; a worker that reports a class twice adds up."""
-    found: dict[StateClass, Reports] = defaultdict(lambda: defaultdict(int))
-    for rank, worker in enumerate(rank_map.workers):
-        at = rank_map.layout.coordinate(rank)
-        for digest in by_worker[worker]:
+def _copies(side: Side) -> Iterator[tuple[StateClass, Copy]]:
+    """All copies that must exist of what anybody reports: of a class on several stages, those on
+    the stages of the reports. A worker that reports a class twice adds up."""
+    layout = side.rank_map.layout
+    reports: dict[StateClass, dict[Coordinate, int]] = defaultdict(lambda: defaultdict(int))
+    for rank, worker in enumerate(side.rank_map.workers):
+        for digest in side.digests[worker]:
             state_class = StateClass(digest.kind, digest.tp_replicated, digest.multi_stage)
-            found[state_class][at] += int(digest.value, 16)
-    return found
-
-
-def _copies(
-    side: str, rank_map: RankMap, state_class: StateClass, reports: Reports
-) -> Iterator[Copy]:
-    """All copies that must exist: of several stages, those on which anybody reports the class."""
-    layout = rank_map.layout
-    stages = {at.pp for at in reports} if state_class.multi_stage else range(layout.pp)
-    members: dict[CopyIndex, list[Coordinate]] = defaultdict(list)
-    for dp, tp, stage in product(range(layout.dp), range(layout.tp), sorted(stages)):
-        at = Coordinate(tp, stage, dp)
-        members[CopyIndex.of(state_class, at)].append(at)
-    for index, coordinates in members.items():
-        values = [reports[at] for at in coordinates if at in reports]
-        yield Copy(
-            side=side,
-            index=index,
-            workers=tuple(rank_map.worker_at(at) for at in coordinates),
-            value=sum(values) % MODULUS if values else None,
-        )
-
-
-def _odd_ones(state_class: StateClass, copies: list[Copy]) -> list[str]:
-    """The copies that differ from the value that most of them have."""
-    common = Counter(copy.value for copy in copies).most_common(1)[0][0]
-    usual = next(copy for copy in copies if copy.value == common)
-    return [f"{state_class}: {copy}, {usual}" for copy in copies if copy.value != common]
+            reports[state_class][layout.coordinate(rank)] += int(digest.value, 16)
+    for state_class, values in reports.items():
+        stages = {at.pp for at in values} if state_class.multi_stage else range(layout.pp)
+        members: dict[CopyIndex, list[Coordinate]] = defaultdict(list)
+        for dp, tp, stage in product(range(layout.dp), range(layout.tp), sorted(stages)):
+            at = Coordinate(tp, stage, dp)
+            members[CopyIndex.of(state_class, at)].append(at)
+        for index, coordinates in members.items():
+            told = [values[at] for at in coordinates if at in values]
+            workers = tuple(side.rank_map.worker_at(at) for at in coordinates)
+            value = sum(told) % MODULUS if told else None
+            yield state_class, Copy(side.name, index, workers, value)

@@ -11,7 +11,7 @@ from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
-from liver_hpc.protocol.events import Event, Requested, TargetFixed, WorkerLost
+from liver_hpc.protocol.events import Event, Requested, WorkerLost
 from liver_hpc.run.records import ReconfigurationRecord, TrafficRecord, WorkerPhaseRecord
 
 SHARED_PARTS = ("connect", "staging")
@@ -52,8 +52,6 @@ class AttemptNotes:
         return sum(message.bytes_done for message in self.said(m.Progress).values())
 
     def observe(self, event: Event | m.Progress, now_s: float) -> None:
-        if isinstance(event, TargetFixed):
-            self.target = event.target
         worker = getattr(event, "worker", None)
         if worker is not None:
             self._said.setdefault(type(event), {})[worker] = event
@@ -85,7 +83,7 @@ class AttemptNotes:
             generation=self.generation,
             source_generation=source.generation,
             source=str(source.rank_map.layout),
-            target=str(self.request.target),
+            target=str(self.request.target.layout),
             source_workers=_ids(source.rank_map),
             target_workers=_ids(self.target),
             notice=self.request.notice,

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
-from liver_hpc.protocol.actions import Action, Ended, FailRun, LaunchJoiners, PlaceTarget, Send
+from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Attempt, Phase
 from liver_hpc.protocol.events import (
     Cancelled,
     DeadlinePassed,
     Event,
     Requested,
-    TargetFixed,
     WorldRef,
 )
 from liver_hpc.protocol.machine import BEFORE_COMMIT, HandoffMachine
@@ -24,9 +23,6 @@ from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.recorder import RunRecorder
 from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.requests import ReconfigurationRequest
-
-OfAttempt = m.Prepared | m.AtBoundary | m.Vote | m.FirstStep | m.Released | m.Aborted | m.Failed
-"""Messages that belong to the handoff attempt of their generation."""
 
 
 class Handoffs:
@@ -42,7 +38,6 @@ class Handoffs:
         nodes: HeldNodes,
         recorder: RunRecorder,
         ended: Callable[[Ended, ReconfigurationRecord], None],
-        run_failed: Callable[[str], None],
     ) -> None:
         self.request: ReconfigurationRequest | None = None
         self.generation = 0
@@ -51,8 +46,6 @@ class Handoffs:
         self._nodes = nodes
         self._recorder = recorder
         self._tell_ended = ended
-        self._run_failed = run_failed
-        self._target: RankMap | None = None
 
     # ---- what is asked
 
@@ -99,7 +92,7 @@ class Handoffs:
             generation=attempt.generation,
             phase=str(self._machine.phase),
             source=str(attempt.request.source.rank_map.layout),
-            target=str(attempt.request.target),
+            target=str(attempt.request.target.layout),
             notice=attempt.request.notice,
             since_s=notes.entered_s.get(self._machine.phase, notes.began_s),
             bytes_done=notes.bytes_done,
@@ -112,15 +105,9 @@ class Handoffs:
     def start(self, request: ReconfigurationRequest, world: WorldRef, target: RankMap) -> None:
         """Begins a handoff away from `world`; must be idle. `target` has joiners under the ids that
         were to come next, which they may turn out not to have."""
-        self.request, self._target = request, target
+        self.request = request
         self.generation += 1
-        requested = Requested(
-            generation=self.generation,
-            source=world,
-            target=target.layout,
-            joiners=request.joiners(world.rank_map),
-            notice=str(request),
-        )
+        requested = Requested(self.generation, world, target, str(request))
         self._recorder.attempt_begins(requested, request.made_s)
         self.feed(requested)
 
@@ -133,7 +120,7 @@ class Handoffs:
             gone = m.Exit(reason=f"the handoff to generation {generation} has ended")
             self._agents.send((hello.worker,), gone)
 
-    def message(self, message: OfAttempt) -> None:
+    def message(self, message: m.OfAttempt) -> None:
         """A worker's message; one of an attempt that has ended is ignored."""
         attempt = self._machine.attempt
         if attempt is not None and message.generation == attempt.generation:
@@ -168,8 +155,9 @@ class Handoffs:
             event, before = events.popleft(), self._machine.phase
             self._recorder.observe(event)
             actions = self._machine.handle(event)
-            if self._machine.phase is not before:
-                self._recorder.entered(self._machine.phase)
+            attempt = self._machine.attempt
+            if self._machine.phase is not before and attempt is not None:
+                self._recorder.entered(self._machine.phase, attempt.target)
             answers = [self._perform(action) for action in actions]
             events.extend(answer for answer in answers if answer is not None)
 
@@ -178,14 +166,10 @@ class Handoffs:
         match action:
             case LaunchJoiners():
                 return self._launch(action)
-            case PlaceTarget():
-                return TargetFixed(self._placed(action.joiners))
             case Send():
                 self._agents.send(action.workers, action.message)
             case Ended():
                 self._ended(action)
-            case FailRun():
-                self._run_failed(action.reason)
         return None
 
     def _launch(self, action: LaunchJoiners) -> Event | None:
@@ -195,15 +179,6 @@ class Handoffs:
             return Cancelled(f"cannot launch {action.count} workers: {error}")
         self._agents.launch(action.generation, action.layout, seats)
         return None
-
-    def _placed(self, joiners: tuple[int, ...]) -> RankMap:
-        """The target that was estimated, with the ids that the joiners really have."""
-        assert self._target is not None
-        assert self._machine.attempt is not None
-        present = self._machine.attempt.source_workers
-        expected = sorted(worker for worker in self._target.workers if worker not in present)
-        ids = dict(zip(expected, sorted(joiners), strict=True))
-        return RankMap(self._target.layout, tuple(ids.get(w, w) for w in self._target.workers))
 
     def _ended(self, ended: Ended) -> None:
         self.generation = max(self.generation, ended.world.generation)

@@ -101,7 +101,6 @@ class Lifecycle:
             nodes,
             self.recorder,
             self._handoff_ended,
-            self._fail,
         )
         self.elastic = ElasticPolicy(
             config,
@@ -206,6 +205,7 @@ class Lifecycle:
         what = f"{ended.outcome}: {ended.detail}" if ended.detail else ended.outcome
         self._note(f"generation {ended.generation}: {what}; now {ended.world}")
         if ended.outcome == "failed":
+            self._fail(f"handoff to generation {ended.generation}, {ended.detail}")
             return
         if self._stop_reason:
             self._tell_to_stop()

@@ -14,7 +14,6 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.events import WorkerLost
 from liver_hpc.run import events as e
 from liver_hpc.run.actions import Action, Answer, Ending, Log, StepPhase, TurnAway
-from liver_hpc.run.handoffs import OfAttempt
 from liver_hpc.run.lifecycle import (
     ENDED,
     HANDING_OVER,
@@ -160,7 +159,10 @@ class Run(Lifecycle):
         elif self.world is not None and (
             self.handoffs.involves(worker) or worker in self.world.rank_map.workers
         ):
-            self.handoffs.feed(WorkerLost(worker, reason))
+            if self.handoffs.attempt is None:
+                self._fail(f"worker {worker} lost: {reason}")
+            else:
+                self.handoffs.feed(WorkerLost(worker, reason))
         else:
             self._out.append(Log(f"worker {worker} has ended: {reason}"))
 
@@ -177,7 +179,7 @@ class Run(Lifecycle):
             except RequestRefused as error:
                 self._note(f"notice of step {notice.at_step} refused: {error}")
 
-    def _of_attempt(self, message: OfAttempt) -> None:
+    def _of_attempt(self, message: m.OfAttempt) -> None:
         ours = self.world is not None and message.generation == self.world.generation
         if isinstance(message, m.Failed) and ours:
             self._fail(f"worker {message.worker}: {message.reason}")
@@ -357,7 +359,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
         {
             m.StepDone: Run._step_done,
             m.Finished: Run._finished,
-            **dict.fromkeys(get_args(OfAttempt), Run._of_attempt),
+            **dict.fromkeys(get_args(m.OfAttempt), Run._of_attempt),
         },
     ),
     **_in(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from liver_hpc.clock import Clock
+from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Event, Requested
@@ -85,9 +86,9 @@ class RunRecorder:
         if self.attempt is not None:
             self.attempt.observe(event, self._clock.now_s())
 
-    def entered(self, phase: Phase) -> None:
+    def entered(self, phase: Phase, target: RankMap | None) -> None:
         if self.attempt is not None:
-            self.attempt.entered_s[phase] = self._clock.now_s()
+            self.attempt.entered_s[phase], self.attempt.target = self._clock.now_s(), target
 
     def attempt_ended(self, ended: Ended) -> ReconfigurationRecord:
         notes, now_s = self.attempt, self._clock.now_s()

@@ -68,12 +68,6 @@ class ControlStore(dist.Store):  # type: ignore[misc,name-defined]
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("delete", (key,)).number)
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        reply = self._ask(
-            "compare_set", (key,), expected=_encoded(expected), value=_encoded(desired)
-        )
-        return base64.b64decode(reply.value)
-
     def close(self) -> None:
         self._channel.close()
 

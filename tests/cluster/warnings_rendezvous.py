@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.protocol.messages import AnyMessage, EndAgent
+from liver_hpc.protocol.messages import AnyMessage, Exit
 from liver_hpc.rendezvous.base import Answer
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
 from liver_hpc.rendezvous.mpi.network import MpiNetwork
@@ -62,7 +62,7 @@ def main() -> None:
         poll_until((run_directory / "end").exists, deadline)
         for channel in listener.channels:
             with contextlib.suppress(ChannelClosed):  # killed by Slurm
-                channel.send(EndAgent(reason="the test is over"))
+                channel.send(Exit(reason="the test is over"))
         deadline = Deadline.after(SystemClock(), LIMIT_S, "agents to go")
         poll_until((run_directory / "over").exists, deadline)
     finally:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from liver_hpc.node.agent import EXIT_COORDINATOR_GONE
-from liver_hpc.protocol.messages import AgentHello, EndAgent, Warned, WorkerEnded
+from liver_hpc.protocol.messages import AgentHello, Exit, Warned, WorkerEnded
 from tests.integration.agents import WORKER, Run, command_line, request, wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -39,7 +39,7 @@ def at_work(run: Run, then: str, options: tuple[str, ...] = ("--warnings",)) -> 
 
 def end(run: Run) -> int:
     """The coordinator ends the agent; its exit code."""
-    run.coordinator.channels["a0"].send(EndAgent(reason="of no more use"))
+    run.coordinator.channels["a0"].send(Exit(reason="of no more use"))
     return run.wait_ended(run.launchers[0])
 
 
@@ -103,7 +103,7 @@ def test_workers_do_not_mind_signals_from_their_first_moment_on(run: Run) -> Non
         wait_for(strike, "workers to be at work")
         run.coordinator.wait_heard(AgentHello)
         assert {note["pid"] for note in run.notes()} == struck
-        run.coordinator.channels["a0"].send(EndAgent(reason="over"))
+        run.coordinator.channels["a0"].send(Exit(reason="over"))
         assert process.wait(10) == 0
 
 

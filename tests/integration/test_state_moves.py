@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.protocol.messages import Vote
-from liver_hpc.protocol.votes import disagreements
+from liver_hpc.protocol.votes import Side, disagreements
 from tests.integration.processes import WorkerProcess, run_workers
 from tests.integration.random_tokens import tiny_recipe
 
@@ -130,18 +129,10 @@ def check_there_and_back(answers: list[dict[str, Any]]) -> None:
     assert [answer["equal"] for answer in answers[:2]] == [True, True]
     rank_maps = {"A": A, "B": B, "C": C, "D": D}
     for name in "BCD":
-        votes = {
-            worker: Vote(
-                worker=worker,
-                generation=1,
-                stage="optimizer",
-                ok=True,
-                source=answers[worker].get("A", ()),
-                target=answers[worker].get(name, ()),
-            )
-            for worker in range(4)
-        }
-        assert disagreements(A, rank_maps[name], votes) == []
+        source, target = (
+            {worker: answers[worker].get(side, ()) for worker in range(4)} for side in ("A", name)
+        )
+        assert not disagreements(Side("A", A, source), Side(name, rank_maps[name], target))
 
 
 def _steps(world: Any, steps: range) -> list[Any]:

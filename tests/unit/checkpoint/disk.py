@@ -16,6 +16,7 @@ from liver_hpc.layout.tensors import PARAMETER, ModelSpec, TensorSpec
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import ClassDigest, Saved, ScalarState
 from liver_hpc.recipes.base import NoOptions
+from liver_hpc.run.events import CheckpointFailed, CheckpointWritten
 from liver_hpc.world.state import WorldState
 from tests.fakes import TinyRecipe, tiny_run
 from tests.unit.layout.models import rank_map
@@ -87,14 +88,14 @@ class Disk:
             digests=digests_of(state),
         )
 
-    def save(self, layout: Layout, step: int) -> str:
-        """All workers write; returns what the coordinator says to the last."""
-        texts = [
+    def save(self, layout: Layout, step: int) -> CheckpointWritten | CheckpointFailed | None:
+        """All workers write; returns what came of the last one's part."""
+        outcomes = [
             self.checkpoints.saved(self.part(layout, at, step), self.world(layout))
             for at in layout.coordinates()
         ]
-        assert not any(texts[:-1])
-        return texts[-1]
+        assert not any(outcomes[:-1])
+        return outcomes[-1]
 
     def steps(self) -> list[str]:
         """Everything in the directory."""

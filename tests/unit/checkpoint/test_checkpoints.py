@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,13 @@ from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import Restored, Saved
+from liver_hpc.run.events import (
+    CheckpointFailed,
+    CheckpointWritten,
+    Resumed,
+    ShellFailed,
+    StateRestored,
+)
 from tests.unit.checkpoint.disk import (
     Disk,
     digests_of,
@@ -41,10 +49,10 @@ def disk(tmp_path: Path) -> Disk:
     return Disk(TIED, tmp_path / "run")
 
 
-def saved_with(disk: Disk, step: int, change: Change) -> str:
+def saved_with(disk: Disk, step: int, change: Change) -> object:
     """A checkpoint of which the second worker's message is another one."""
     first, second = (disk.part(TWO, at, step) for at in TWO.coordinates())
-    assert disk.checkpoints.saved(first, disk.world(TWO)) == ""
+    assert disk.checkpoints.saved(first, disk.world(TWO)) is None
     return disk.checkpoints.saved(change(second), disk.world(TWO))
 
 
@@ -53,7 +61,14 @@ def test_a_checkpoint_is_complete_once_all_workers_have_saved(disk: Disk) -> Non
     disk.checkpoints.saved(second, disk.world(TWO))
     assert disk.steps() == [".step-00000004.partial"]
     assert newest_checkpoint(disk.directory) is None
-    assert "checkpoint of step 4: " in disk.checkpoints.saved(first, disk.world(TWO))
+    longer = first.model_copy(update={"took_s": 1.5})
+    assert disk.checkpoints.saved(longer, disk.world(TWO)) == CheckpointWritten(
+        step=4,
+        path=str(disk.directory / "step-00000004"),
+        largest_bytes=max(first.num_bytes, second.num_bytes),
+        took_s=1.5,
+        total_bytes=first.num_bytes + second.num_bytes,
+    )
     assert disk.steps() == ["step-00000004"]
     newest = newest_checkpoint(disk.directory)
     assert newest is not None
@@ -104,13 +119,12 @@ def test_parts_that_do_not_fit_together_leave_the_one_before(
     disk: Disk, change: Change, said: str
 ) -> None:
     disk.save(TWO, 4)
-    text = saved_with(disk, 8, change)
-    assert text.startswith("checkpoint of step 8 given up: ")
-    assert said in text
-    assert disk.checkpoints.failure == text
+    failed = saved_with(disk, 8, change)
+    assert isinstance(failed, CheckpointFailed)
+    assert failed.reason.startswith("checkpoint of step 8 given up: ")
+    assert said in failed.reason
     assert disk.steps() == ["step-00000004"]
-    assert "checkpoint of step 9: " in disk.save(TWO, 9)
-    assert disk.checkpoints.failure == ""
+    assert isinstance(disk.save(TWO, 9), CheckpointWritten)
 
 
 @pytest.mark.parametrize("dies_in", ["write_index", "rename", "flush_to_disk"])
@@ -128,7 +142,7 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(
             disk.save(TWO, 8)
     later = Disk(TIED, disk.run_directory).checkpoints.open()
     assert later is not None
-    assert later.index.scalars.step == (8 if dies_in == "flush_to_disk" else 4)
+    assert later.step == (8 if dies_in == "flush_to_disk" else 4)
     assert not any(name.startswith(".") for name in disk.steps())
 
 
@@ -142,7 +156,9 @@ def test_a_disk_on_which_the_index_cannot_be_written_costs_that_checkpoint(
 
     with monkeypatch.context() as patched:
         patched.setattr(module, "write_index", full)
-        assert "checkpoint.json: No space left on device" in disk.save(TWO, 8)
+        assert disk.save(TWO, 8) == CheckpointFailed(
+            "checkpoint of step 8 given up: checkpoint.json: No space left on device"
+        )
     assert disk.steps() == ["step-00000004"]
 
 
@@ -205,7 +221,7 @@ def test_restored_workers_are_compared_with_what_was_saved(disk: Disk) -> None:
         )
         for w, state in enumerate(states)
     ]
-    assert said == [False, True]
+    assert said == [None, StateRestored(0)]
 
 
 @pytest.mark.parametrize("wrong", ["digests", "scalars"])
@@ -220,10 +236,11 @@ def test_workers_that_restored_something_else_are_refused(disk: Disk, wrong: str
     scalars = scalar_state(8).model_copy(update={"seed": 5} if wrong == "scalars" else {})
     message = Restored(worker=0, generation=0, scalars=scalars, digests=digests_of(state))
     said = "seed is 5, wanted 1234" if wrong == "scalars" else r"exp_avg \(split over tp\): "
-    with pytest.raises(CheckpointError, match=said) as refused:
-        later.restored(message, restored_rank_map(one))
-    assert "its files are as they were written" in str(refused.value)
-    assert str(refused.value).endswith(
+    refused = later.restored(message, restored_rank_map(one))
+    assert isinstance(refused, ShellFailed)
+    assert re.search(said, refused.reason)
+    assert "its files are as they were written" in refused.reason
+    assert refused.reason.endswith(
         f"to go on from step 4 remove {disk.directory / 'step-00000008'}"
     )
 
@@ -254,7 +271,7 @@ def test_of_a_damaged_one_the_run_goes_on_from_the_one_before(
     later = Disk(TIED, disk.run_directory)
     source = later.checkpoints.open()
     assert source is not None
-    assert (source.index.scalars.step, later.checkpoints.last_step) == (4, 4)
+    assert source == Resumed(str(disk.directory / "step-00000004"), 4, 3, "tp1 pp1 dp2")
     assert disk.steps() == ["damaged-step-00000008", "step-00000004"]
     aside = disk.directory / "damaged-step-00000008"
     assert sorted(path.name for path in aside.iterdir()) == left, "it is kept as it was"
@@ -303,8 +320,7 @@ def test_one_whose_bytes_have_changed_is_set_aside_for_the_next_start(disk: Disk
     (at,) = one.coordinates()
     digests = digests_of(empty(TIED, one, at))
     message = Restored(worker=0, generation=0, scalars=scalar_state(8), digests=digests)
-    with pytest.raises(
-        CheckpointError, match=r"has changed on the disk .* it is now .*damaged-ste"
-    ):
-        later.restored(message, restored_rank_map(one))
+    refused = later.restored(message, restored_rank_map(one))
+    assert isinstance(refused, ShellFailed)
+    assert re.search(r"has changed on the disk .* it is now .*damaged-ste", refused.reason)
     assert disk.steps() == ["damaged-step-00000008", "step-00000004"]

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.cli.launch import CoordinatorJob
+from liver_hpc.cli.launch import CoordinatorJob, coordinate_locally
+from liver_hpc.coordinator.connections import Control, Inbox, InboxEvent
 from liver_hpc.coordinator.hosting import HostedCoordinator
 from liver_hpc.errors import LiverError
 from liver_hpc.run.directory import RunDirectory, create_run_directory
+from liver_hpc.run.events import StopSignalled
 from liver_hpc.run.outcome import Outcome
 from tests.unit.cli.test_run_here import PLAYED
 from tests.unit.config.runs import minimal
@@ -193,3 +195,26 @@ def test_a_cancelled_job_stops_its_run(coordinator: Coordinator, asked: Path) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostedCoordinator, "stop", stopped)
         assert CoordinatorJob()(str(a_run(requeue=True).path)) == 0
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_a_signal_to_a_local_job_stops_its_run(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[InboxEvent | None] = []
+
+    def signalled(directory: Path, control: Control) -> Outcome:
+        os.kill(os.getpid(), number)
+        inbox = Inbox()
+        control.reach(inbox)
+        heard.append(inbox.get(LIMIT_S))
+        return Outcome("stopped", "test", 0)
+
+    module = types.ModuleType("liver_hpc.coordinator.main")
+    vars(module)["run_coordinator"] = signalled
+    monkeypatch.setitem(sys.modules, "liver_hpc.coordinator.main", module)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert coordinate_locally(str(tmp_path), None) == 0
+    assert heard == [StopSignalled(number.name)]
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ

@@ -22,6 +22,7 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.recipes.text_data import prefix_of
 from liver_hpc.run.directory import RunDirectory, find_run, process_lives
+from liver_hpc.run.outcome import Outcome
 from tests.unit.config.runs import minimal, write_minimal
 from tests.unit.config.test_indexed_data import write_pair
 from tests.unit.standin import sitecustomize_in
@@ -109,15 +110,13 @@ def test_accelerators_that_submitit_hides_are_shown_again(
 def test_end_of_the_jobs_time_is_a_request_to_stop(
     config: RunConfig, tmp_path: Path, repository: Path
 ) -> None:
-    note = "import signal; signal.signal(15, lambda *_: open(f'{run_directory}/told', 'w'))"
-    sitecustomize_in(tmp_path, repository, before=note)
+    sitecustomize_in(tmp_path, repository)
     run = submit_run(config)
     address = run.coordinator()
     assert address is not None
     os.kill(address.pid, signal.SIGUSR2)
-    deadline = Deadline.after(SystemClock(), LIMIT_S, "the coordinator to be told")
-    poll_until((run.path / "told").exists, deadline)
-    assert process_lives(address.pid)
+    await_end(run)
+    assert run.outcome() == Outcome("stopped", "SIGUSR2", 7)
 
 
 def test_text_is_pinned_to_what_was_prepared(tmp_path: Path) -> None:

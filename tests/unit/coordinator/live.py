@@ -12,9 +12,9 @@ import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.coordinator.control import Control
+from liver_hpc.coordinator.connections import Control
 from liver_hpc.coordinator.loop import Coordinator
-from liver_hpc.coordinator.services import Services
+from liver_hpc.coordinator.performer import Services
 from liver_hpc.errors import MeetingError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
@@ -132,7 +132,7 @@ class LiveRun:
 
     def fail_leaves(self, number: int) -> None:
         """The run believes that so many handoffs away from nodes have failed."""
-        self.coordinator._run.elastic.estimates.failed_leaves = number
+        self.coordinator.core.elastic.estimates.failed_leaves = number
         self.core_was_told_more = True
 
     def check_replay(self) -> None:
@@ -143,7 +143,7 @@ class LiveRun:
         assert not different, different[0]
 
     def _new_core(self, event: CoordinatorStarted) -> Run:
-        played = self.coordinator._run
+        played = self.coordinator.core
         recipe = tiny_recipe(played.config)
         core = Run(played.config, recipe.spec, recipe.check_layout)
         if not isinstance(played.elastic.estimates.handoffs, HandoffEstimator):

@@ -40,7 +40,7 @@ class FixedEstimates:
 def on_two_nodes(make: Start, *more: Node, **sections: Any) -> LiveRun:
     """Two workers on n1 and n2, training."""
     run = make(nodes=(*MAIN, *more), begin=False, **{"policy": POLICY, **sections})
-    estimates: Any = run.coordinator._run.elastic.estimates
+    estimates: Any = run.coordinator.core.elastic.estimates
     estimates.handoffs = FixedEstimates()
     run.start()
     return run

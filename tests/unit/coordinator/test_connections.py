@@ -14,12 +14,11 @@ from liver_hpc.coordinator.connections import (
     ConnectionServer,
     Inbox,
     InboxEvent,
-    Opened,
     Said,
     WorkerRegistry,
 )
 from liver_hpc.coordinator.store import StoreService
-from liver_hpc.protocol.messages import AgentHello, EndAgent, Hello, Stop, ToWorker, Warned
+from liver_hpc.protocol.messages import AgentHello, Exit, Hello, Stop, ToWorker, Warned
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer, connect
 
 pytestmark = pytest.mark.timeout(30)
@@ -57,8 +56,8 @@ def test_what_an_agent_does_is_news_in_the_order_in_which_it_happens(caller: Cal
     warned = Warned(agent="a7", signal="TERM", at_s=3.0)
     for message in (HELLO, warned, warned):
         caller.channel.send(message)
-    opened = caller.next(Opened)
-    assert opened.hello == HELLO
+    opened = caller.next(Said)
+    assert opened.message == HELLO
     assert caller.next(Said) == Said(opened.channel, warned)
     assert caller.next(Said).message == warned
     caller.channel.close()
@@ -70,21 +69,22 @@ def test_what_an_agent_does_is_news_in_the_order_in_which_it_happens(caller: Cal
 def test_a_worker_is_told_apart_by_its_first_message(caller: Caller) -> None:
     hello = Hello(worker=4, pid=1, host="n1", booted_s=1.0)
     caller.channel.send(hello)
-    opened = caller.next(Opened)
-    assert opened.hello == hello
+    opened = caller.next(Said)
+    assert opened.message == hello
     opened.channel.close()
     assert "worker 4: closed on this side" in caller.next(Closed).reason
 
 
 def test_the_loop_reaches_the_agent_by_its_channel(caller: Caller) -> None:
     caller.channel.send(HELLO)
-    opened = caller.next(Opened)
+    opened = caller.next(Said)
     registry = WorkerRegistry(FakeClock())
-    assert registry.add_agent("a7", opened.channel)
-    registry.end_agent("a7", "over")
-    assert caller.channel.receive(5.0) == EndAgent(reason="over")
-    registry.drop_agent(opened.channel)
-    assert not registry.has_agent("a7")
+    assert registry.add("a7", opened.channel)
+    assert not registry.add("a7", opened.channel)
+    registry.send(("a7",), Exit(reason="over"))
+    assert caller.channel.receive(5.0) == Exit(reason="over")
+    registry.drop("a7")
+    assert "a7" not in registry
     assert "closed on this side" in caller.next(Closed).reason
 
 
@@ -98,7 +98,7 @@ def test_many_agents_at_once_are_each_their_own(caller: Caller) -> None:
     ]
     for thread in speak:
         thread.start()
-    names = {cast(AgentHello, caller.next(Opened).hello).agent for _ in channels}
+    names = {cast(AgentHello, caller.next(Said).message).agent for _ in channels}
     assert names == {f"a{index}" for index in range(8)}
     for channel in channels:
         channel.close()
@@ -140,21 +140,21 @@ def test_silence_is_noticed_of_each_worker_by_itself() -> None:
     clock, lines = FakeClock(), [cast(Channel, Line()) for _ in range(2)]
     registry = WorkerRegistry(clock)
     for worker, line in enumerate(lines):
-        registry.add_worker(worker, line)
+        registry.add(worker, line)
     clock.advance(20.0)
-    assert registry.worker_at(lines[0]) == 0
+    assert registry.peer_at(lines[0]) == 0
     clock.advance(20.0)
-    assert registry.silent(30.0) == [1]
+    assert registry.silent_workers(30.0) == [1]
     registry.excuse_all()
-    assert registry.silent(30.0) == []
+    assert registry.silent_workers(30.0) == []
 
 
 def test_a_message_reaches_all_that_can_be_reached() -> None:
     registry, lines = WorkerRegistry(FakeClock()), [Line(), Line(broken=True), Line()]
     for worker, line in enumerate(lines):
-        registry.add_worker(worker, cast(Channel, line))
-    registry.drop_worker(2)
+        registry.add(worker, cast(Channel, line))
+    registry.drop(2)
     registry.send((0, 1, 2, 9), Stop())
     assert [line.sent for line in lines] == [[Stop()], [], []]
-    assert (lines[2].closed, registry.workers) == (True, (0, 1))
-    assert registry.worker_at(cast(Channel, lines[2])) is None
+    assert (lines[2].closed, registry.workers) == (True, [0, 1])
+    assert registry.peer_at(cast(Channel, lines[2])) is None

@@ -42,7 +42,7 @@ def test_a_drain_does_not_put_off_what_is_due_before(make: Start) -> None:
     run.silent(0)
     reply = run.ask(m.DrainRequest(node="burst4", within_s=600.0))
     assert reply.text.startswith("burst4 is being left already, within ")
-    held = run.coordinator._run.elastic.nodes.get("burst4")
+    held = run.coordinator.core.elastic.nodes.get("burst4")
     assert held is not None
     assert held.warning is not None
     assert held.warning.reason == "preempted"
@@ -66,11 +66,11 @@ def undo(run: LiveRun, node: str) -> str:
 
 
 def nodes_in_use(run: LiveRun) -> set[str]:
-    return {run.coordinator._run.agents.node_of(worker) for worker in run.status()["workers"]}
+    return {run.coordinator.core.agents.node_of(worker) for worker in run.status()["workers"]}
 
 
 def warning_of(run: LiveRun, node: str) -> NodeWarned | None:
-    held = run.coordinator._run.elastic.nodes.get(node)
+    held = run.coordinator.core.elastic.nodes.get(node)
     assert held is not None
     return held.warning
 
@@ -141,7 +141,7 @@ def test_what_slurm_said_before_the_operator_holds_when_that_is_undone(make: Sta
     assert (warning_of(run, "n2") or warning).reason == "drained"
     # What Slurm takes back while the drain holds, it does not say again.
     drain(run, "n2")
-    run.cluster.pool.grant(run.coordinator._run.elastic.nodes.get("n2").node)  # type: ignore[union-attr]
+    run.cluster.pool.grant(run.coordinator.core.elastic.nodes.get("n2").node)  # type: ignore[union-attr]
     run.until(lambda: "to be left: operator" in str(run.status()["nodes"]), "the drain to hold")
     assert undo(run, "n2") == "n2 is used again"
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import resource
-import signal
 import stat
 import threading
 from collections.abc import Callable, Sequence
@@ -21,9 +19,9 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator import main as module
-from liver_hpc.coordinator.control import Control
+from liver_hpc.coordinator.connections import Control
 from liver_hpc.coordinator.main import run_coordinator
-from liver_hpc.coordinator.services import Services
+from liver_hpc.coordinator.performer import Services
 from liver_hpc.errors import LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.status import StatusSnapshot
@@ -59,41 +57,44 @@ def _scripted(cluster: ScriptedCluster) -> Callable[[RunConfig, Path, bytes], Se
     return build
 
 
-def test_the_process_stops_at_sigterm_and_leaves_its_outcome(tmp_path: Path) -> None:
-    _write_run(tmp_path)
-    cluster = ScriptedCluster(SECRET)
-    before = signal.getsignal(signal.SIGTERM)
+def _run(directory: Path, control: Control | None = None) -> Outcome:
+    return run_coordinator(directory, control or Control(), _scripted(ScriptedCluster(SECRET)))
 
-    def terminate() -> None:
+
+def test_it_stops_when_it_is_told_and_leaves_its_outcome(tmp_path: Path) -> None:
+    _write_run(tmp_path)
+    cluster, control = ScriptedCluster(SECRET), Control()
+
+    def stop() -> None:
         deadline = Deadline.after(SystemClock(), LIMIT_S, "Begin")
         poll_until(lambda: bool(cluster.got(1, m.Begin)), deadline)
-        os.kill(os.getpid(), signal.SIGTERM)
+        control.stop("SIGTERM")
 
-    killer = threading.Thread(target=terminate)
-    killer.start()
-    assert run_coordinator(tmp_path, _scripted(cluster)) == Outcome("stopped", "SIGTERM", 0)
-    killer.join(LIMIT_S)
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    outcome = run_coordinator(tmp_path, control, _scripted(cluster))
+    assert outcome == control.outcome == Outcome("stopped", "SIGTERM", 0)
+    stopper.join(LIMIT_S)
 
-    outcome = json.loads((tmp_path / "outcome.json").read_text())
-    assert outcome == {"state": "stopped", "reason": "SIGTERM", "step": 0}
+    written = json.loads((tmp_path / "outcome.json").read_text())
+    assert written == {"state": "stopped", "reason": "SIGTERM", "step": 0}
     assert not (tmp_path / "coordinator.json").exists()
     assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
     assert "[gen 0] INFO stopping: SIGTERM" in (tmp_path / "logs/coordinator.log").read_text()
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_the_process_may_have_as_many_connections_as_the_host_allows(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
     try:
-        assert run_coordinator(tmp_path, _scripted(ScriptedCluster(SECRET))).state == "failed"
+        assert _run(tmp_path).state == "failed"
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_process_reports_a_run_file_that_does_not_exist(tmp_path: Path) -> None:
-    assert run_coordinator(tmp_path, _scripted(ScriptedCluster(SECRET))).state == "failed"
+    assert _run(tmp_path).state == "failed"
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert outcome["state"] == "failed"
     assert "run.yaml" in outcome["reason"]
@@ -111,6 +112,7 @@ class Ends:
     def __init__(self, directory: Path, ends: Sequence[tuple[Outcome, int | None]]) -> None:
         self.ends = list(ends)
         self._directory = directory
+        self.core = self
 
     def __call__(self, *_: Any) -> Ends:
         return self
@@ -136,7 +138,7 @@ def _ends(
     _write_run(directory)
     told = Ends(directory, ends)
     monkeypatch.setattr(module, "Coordinator", told)
-    return run_coordinator(directory, lambda *_: cast(Any, None)), len(told.ends)
+    return run_coordinator(directory, Control(), lambda *_: cast(Any, None)), len(told.ends)
 
 
 def test_an_outcome_that_cannot_be_written_is_told_all_the_same(
@@ -187,7 +189,7 @@ class Restarts:
         self.clusters: list[ScriptedCluster] = []
         self._nodes = nodes
         self._thread = threading.Thread(
-            target=run_coordinator, args=(directory, self._build), daemon=True
+            target=run_coordinator, args=(directory, Control(), self._build), daemon=True
         )
         self._thread.start()
 
@@ -272,7 +274,7 @@ def _stopped_at_once(directory: Path) -> Outcome:
     """A run in a directory of an earlier start, which is stopped before it launches anything."""
     control = Control()
     control.stop("test")
-    return run_coordinator(directory, _scripted(ScriptedCluster(SECRET)), control)
+    return _run(directory, control)
 
 
 def test_a_damaged_journal_is_kept_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -33,14 +33,14 @@ def nodes_of(run: LiveRun) -> list[str]:
 
 def test_without_memory_the_run_file_is_the_bound(make: Start) -> None:
     run = after_step_20(make, None)
-    assert run.coordinator.memory.ceiling == 4
-    assert run.coordinator.memory.drained == ()
+    assert run.coordinator.core.memory.ceiling == 4
+    assert run.coordinator.core.memory.drained == ()
     assert nodes_of(run) == ["n1", "n2", "n3", "n4"]
 
 
 def test_what_an_operator_asked_for_later_beats_the_run_file(make: Start) -> None:
     memory = Memory(7, 2, ("n2", "n9"))
     run = after_step_20(make, memory)
-    assert run.coordinator.memory == Memory(9, 2, ("n2", "n9"))  # 8 may have been rebuilt
+    assert run.coordinator.core.memory == Memory(9, 2, ("n2", "n9"))  # 8 may have been rebuilt
     assert nodes_of(run) == ["n1", "n3"]
     assert sorted(run.cluster.pool.avoided) == ["n2", "n9"]

@@ -52,7 +52,7 @@ def test_a_warned_node_is_left_and_given_back(make: Start) -> None:
     record = run.record(1)
     assert (record.outcome, record.target) == ("completed", "tp1 pp1 dp2")
     assert record.notice == "resize to tp1 pp1 dp2 (leaving burst3: preempted)"
-    left = {run.coordinator._run.agents.node_of(worker) for worker in run.status()["workers"]}
+    left = {run.coordinator.core.agents.node_of(worker) for worker in run.status()["workers"]}
     assert left == {"n1", "n2"}
     run.until(lambda: "burst3" in run.cluster.pool.given_back, "the node to be given back")
     run.until(lambda: len(run.metrics.notices) == 3, "the notice")
@@ -91,7 +91,7 @@ def test_a_warning_of_a_training_node_overtakes_and_the_overtaken_wish_comes_aga
     assert (leaving.outcome, leaving.target) == ("completed", "tp2 pp1 dp1")
     assert "leaving n2: drained" in leaving.notice
     assert "n2" not in {
-        run.coordinator._run.agents.node_of(worker) for worker in run.status()["workers"]
+        run.coordinator.core.agents.node_of(worker) for worker in run.status()["workers"]
     }
     again = run.record(3)
     assert again.notice == "resize to tp2 pp1 dp2 (operator)"
@@ -132,7 +132,7 @@ def test_a_drained_node_that_nobody_takes_is_kept_where_there_is_no_other(make: 
     assert run.status()["state"] == "training"
     run.cluster.pool.grant(burst(3))  # somewhere to go
     assert run.record(0).outcome == "completed"
-    assert {run.coordinator._run.agents.node_of(w) for w in run.status()["workers"]} == {
+    assert {run.coordinator.core.agents.node_of(w) for w in run.status()["workers"]} == {
         "n1",
         "burst3",
     }
@@ -147,7 +147,7 @@ def test_a_spare_component_is_joined_when_asked_and_left_again(make: Start) -> N
     assert "n5" in {request.seat.node for request in run.cluster.launched}
     run.resize("dp=2")
     assert run.record(1).outcome == "completed"
-    assert {run.coordinator._run.agents.node_of(w) for w in run.status()["workers"]} == {"n1", "n2"}
+    assert {run.coordinator.core.agents.node_of(w) for w in run.status()["workers"]} == {"n1", "n2"}
 
 
 def test_a_failed_growth_is_tried_again_after_a_while(make: Start) -> None:
@@ -179,7 +179,7 @@ def test_workers_on_a_node_that_is_gone_are_lost(make: Start) -> None:
 def test_a_leaver_whose_node_is_gone_is_lost_once(make: Start) -> None:
     """Its connection may break only after the pool has said so."""
     run = grown(make)
-    leaver = next(w for w in (2, 3) if run.coordinator._run.agents.node_of(w) == "burst3")
+    leaver = next(w for w in (2, 3) if run.coordinator.core.agents.node_of(w) == "burst3")
     played = run.cluster.workers[leaver]
     hear: Any = played.script.receive
     deaf: Any = lambda message: [] if isinstance(message, m.Exit) else hear(message)  # noqa: E731
@@ -202,7 +202,7 @@ def test_handoffs_that_were_overtaken_have_not_failed(make: Start) -> None:
     run = on_two_nodes(make, burst(5), burst(6), layouts={n: [{"dp": n}] for n in (1, 2, 3, 4)})
     assert run.record(0).target == "tp1 pp1 dp4"
     run.until(lambda: run.status()["handoff"] is None, "its end")
-    estimates = run.coordinator._run.elastic.estimates
+    estimates = run.coordinator.core.elastic.estimates
     for node in ("burst5", "burst6"):
         run.cluster.faults.fail_at(0, Phase.PREPARE, Fault.SILENT)
         run.cluster.pool.warn(node, window_s=LONG_S)
@@ -231,7 +231,7 @@ def test_a_node_that_nobody_takes_is_kept_when_handoffs_away_from_it_fail(make: 
     run = on_two_nodes(make, layouts={1: [{}], 2: [{"dp": 2}], 4: [{"dp": 4}]})
     run.fail_leaves(3)
     run.cluster.pool.warn("n2", "drained")
-    run.until(lambda: run.coordinator._run.elastic.nodes.stuck is not None, "the run to stay")
+    run.until(lambda: run.coordinator.core.elastic.nodes.stuck is not None, "the run to stay")
     assert run.status()["state"] == "training"
     run.control.stop("SIGTERM")
     assert run.outcome().state == "stopped"
@@ -331,9 +331,9 @@ def test_a_signal_of_an_agent_is_brought_before_the_pool(make: Start) -> None:
 
 def test_an_agent_says_how_its_worker_ended(make: Start) -> None:
     run = on_two_nodes(make)
-    agent, lost = "a1", next(w for w in (0, 1) if run.coordinator._run.agents.node_of(w) == "n2")
+    agent, lost = "a1", next(w for w in (0, 1) if run.coordinator.core.agents.node_of(w) == "n2")
     line = agents_own_line(run, agent)
-    run.until(lambda: run.coordinator._registry.has_agent(agent), "the agent's line")
+    run.until(lambda: agent in run.coordinator._registry, "the agent's line")
     run.cluster.workers[lost].channel.close()
     line.send(m.WorkerEnded(agent=agent, worker=lost, how="signal 9"))
     assert run.outcome().reason == f"worker {lost} lost: signal 9"

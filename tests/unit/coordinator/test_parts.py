@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.clock import FakeClock
+from liver_hpc.cluster.network import control_address
 from liver_hpc.config.schema import NetworkSection
-from liver_hpc.coordinator.address import control_address
-from liver_hpc.coordinator.connections import Asked, Inbox, InboxClosed, StopSignalled
+from liver_hpc.coordinator.connections import Asked, Control, Inbox, InboxClosed
 from liver_hpc.errors import ConfigError, DeadlineError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import Requested, WorldRef
 from liver_hpc.protocol.messages import Reply, StatusRequest, StepDone
+from liver_hpc.run.events import EndNear, StopSignalled
 from liver_hpc.run.outcome import Outcome, open_log, write_private_json
 from liver_hpc.run.recorder import RunRecorder
 from liver_hpc.run.requests import OPERATOR, ReconfigurationRequest, RequestQueue
@@ -53,7 +54,6 @@ def test_a_question_has_a_deadline() -> None:
 def test_questions_to_a_closed_inbox_are_refused_before_and_after() -> None:
     inbox = Inbox()
     early = Asked(StatusRequest())
-    inbox.put(StopSignalled("test"))
     inbox.put(early)
     inbox.close()
     assert isinstance(early.answer, Future)
@@ -61,6 +61,19 @@ def test_questions_to_a_closed_inbox_are_refused_before_and_after() -> None:
         early.answer.result(0.0)
     with pytest.raises(InboxClosed, match="shutting down"):
         inbox.ask(Asked(StatusRequest()), 10.0)
+
+
+def test_a_signal_reaches_each_start_whenever_it_came() -> None:
+    """Also one that a start before has heard, too late to mind it."""
+    control, inboxes = Control(), (Inbox(), Inbox())
+    control.stop("SIGTERM")
+    control.reach(inboxes[0])
+    control.end_near("time limit", 9.0)
+    control.reach(inboxes[1])
+    for inbox in inboxes:
+        assert inbox.get(0.0) == StopSignalled("SIGTERM")
+        assert isinstance(inbox.get(0.0), EndNear)
+        assert inbox.empty()
 
 
 # ---- requests
@@ -141,7 +154,7 @@ def _labels(outcome: str) -> list[str]:
     step(_step(0, 0, 1000.0))
     step(_step(1, 0, 1000.9))
     clock.advance(2.0)
-    recorder.attempt_begins(Requested(1, source, TP2, 0, "test"), 1002.0)
+    recorder.attempt_begins(Requested(1, source, RankMap(TP2, (0, 1)), "test"), 1002.0)
     step(_step(2, 0, 1000.95))  # ended before the notice, heard of after it
     step(_step(3, 0, 1001.5))
     step(_step(4, 0, 1003.0))

@@ -51,7 +51,7 @@ def test_an_agent_is_killed_only_where_it_was_launched(
         assert isinstance(journal, SlowJournal)
         journal.held = True
         run.cluster.pool.grant(burst(3, 2))
-        core = run.coordinator._run
+        core = run.coordinator.core
         run.until(lambda: not core.handoffs.idle, "the run to grow")
 
         def fails(launch: LaunchAgent) -> None:
@@ -82,7 +82,7 @@ def test_two_agents_of_one_name_that_wait_for_the_disk_are_both_answered(
         journal.held = True
         both = [Met(Identity(agent="a9", host="h", pid=1, workers=1)) for _ in range(2)]
         for met in both:
-            run.control.inbox.put(met)
+            run.coordinator._inbox.put(met)
         run.until(lambda: str(journal.entries).count("turn_away") == 2, "both to be judged")
         journal.release()
         for met in both:

@@ -9,13 +9,12 @@ from liver_hpc.clock import FakeClock
 from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
-from liver_hpc.protocol.actions import Action, Ended, FailRun, LaunchJoiners, PlaceTarget, Send
+from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import (
     DeadlinePassed,
     Event,
     Requested,
-    TargetFixed,
     WorkerLost,
     WorldRef,
 )
@@ -23,6 +22,16 @@ from liver_hpc.protocol.machine import HandoffMachine
 from tests.fakes import Fault, FaultInjector, WorkerScript
 
 DP2, TP2, PP2, TP2_DP2 = Layout(1, 1, 2), Layout(2, 1, 1), Layout(1, 2, 1), Layout(2, 1, 2)
+
+
+def check(machine: HandoffMachine) -> None:
+    """What must hold between any two events."""
+    now, story = machine.attempt, machine._story()
+    assert (machine.phase is Phase.IDLE) == (now is None) == (machine.deadline is None), story
+    if now is not None:
+        assert {*now.waiting_workers} <= {*now.participants, *now.joiners}, story
+        assert (machine.phase is Phase.BOOT) == (now.target is None), story
+        assert machine.phase is Phase.BOOT or now.awaited, f"waits for no one; {story}"
 
 
 @dataclass(frozen=True)
@@ -71,12 +80,12 @@ class Play:
 
     def begin(self) -> None:
         source = WorldRef(3, self.change.source)
-        self.feed(Requested(4, source, self.change.target.layout, len(self.change.joiners), "test"))
+        self.feed(Requested(4, source, self.change.target, "test"))
 
     def feed(self, event: Event) -> None:
         for action in self.machine.handle(event):
             self._perform(action)
-        self.machine.check()
+        check(self.machine)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -84,17 +93,14 @@ class Play:
                 assert count == len(self.change.joiners)
                 for worker in self.change.joiners:
                     self._boot(worker)
-            case PlaceTarget(joiners=joiners):
-                assert joiners == tuple(sorted(self.change.joiners))
-                self.feed(TargetFixed(self.change.target))
             case Send(workers=workers, message=message):
                 for worker in workers:
                     self._deliver(worker, message)
             case Ended():
                 assert self.outcome is None
                 self.outcome = action
-            case FailRun(reason=reason):
-                self.failed = reason
+                if action.outcome == "failed":
+                    self.failed = action.detail
 
     def _boot(self, worker: int) -> None:
         fault = self.faults.take(worker, Phase.BOOT)
@@ -148,6 +154,8 @@ class Play:
         committed = {w for w in self.change.everybody if self.got(w, m.Verdict, stage="commit")}
         aborted = {w for w in self.change.everybody if self.got(w, m.Abort)}
         assert not committed & aborted
+        decisions = [to for to, message in self.sent if isinstance(message, m.Abort)]
+        assert len({*decisions}) == len(decisions), "told twice to abort"
         assert committed in (set(), set(self.change.everybody))
         if self.outcome is None or self.outcome.outcome == "failed":
             assert self.failed

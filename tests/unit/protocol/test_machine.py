@@ -14,19 +14,18 @@ from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.errors import ProtocolError
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
-from liver_hpc.protocol.actions import Ended, FailRun
+from liver_hpc.protocol.actions import Ended, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import (
     Cancelled,
     DeadlinePassed,
     Requested,
-    TargetFixed,
     WorkerLost,
     WorldRef,
 )
 from liver_hpc.protocol.machine import HandoffMachine
 from tests.fakes import Fault
-from tests.unit.protocol.play import CHANGES, DP2, TP2, Change, Play
+from tests.unit.protocol.play import CHANGES, DP2, TP2_DP2, Change, Play, check
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def play(request: pytest.FixtureRequest) -> Iterator[Play]:
     play = Play(CHANGES[getattr(request, "param", "grow")])
     play.begin()
     yield play
-    play.machine.check()
+    check(play.machine)
     play.assert_never_a_mix()
 
 
@@ -322,18 +321,14 @@ def test_a_message_that_was_not_asked_for_raises(play: Play) -> None:
     play.run(random.Random(1))
 
 
-def test_a_target_that_leaves_a_joiner_out_raises() -> None:
-    clock = FakeClock()
-    machine = HandoffMachine(DeadlineSection(), clock)
-    machine.handle(Requested(1, WorldRef(0, RankMap(DP2, (0, 1))), TP2, 1, "test"))
-    machine.handle(m.Hello(worker=2, pid=2, host="h", booted_s=1.0))
-    with pytest.raises(ProtocolError, match="for joiners"):
-        machine.handle(TargetFixed(RankMap(TP2, (0, 1))))
-
-
-def test_a_worker_lost_between_handoffs_fails_the_run() -> None:
+def test_joiners_take_the_seats_of_those_that_were_expected() -> None:
     machine = HandoffMachine(DeadlineSection(), FakeClock())
-    assert machine.handle(WorkerLost(3, "its connection closed")) == [
-        FailRun("worker 3 lost: its connection closed")
-    ]
-    machine.check()
+    source = WorldRef(0, RankMap(DP2, (0, 1)))
+    requested = Requested(1, source, RankMap(TP2_DP2, (3, 0, 2, 1)), "test")
+    assert machine.handle(requested) == [LaunchJoiners(1, 2, TP2_DP2)]
+    assert machine.handle(m.Hello(worker=9, pid=9, host="h", booted_s=1.0)) == []
+    (send,) = machine.handle(m.Hello(worker=5, pid=5, host="h", booted_s=1.0))
+    assert isinstance(send, Send)
+    assert isinstance(send.message, m.Prepare)
+    assert send.message.target == m.WireRankMap.of(RankMap(TP2_DP2, (9, 0, 5, 1)))
+    check(machine)

@@ -13,10 +13,9 @@ from liver_hpc.protocol.messages import ClassDigest, Vote
 from liver_hpc.protocol.votes import (
     MODULUS,
     CopyIndex,
+    Side,
     StateClass,
-    copies_disagree,
     disagreements,
-    restored_disagrees,
 )
 
 layouts = st.builds(Layout, st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
@@ -55,6 +54,13 @@ def _holders(rank_map: RankMap, state_class: StateClass) -> list[Coordinate]:
     ]
 
 
+def _disagreements(source: RankMap, target: RankMap, votes: dict[int, Vote]) -> list[str]:
+    return disagreements(
+        Side("source", source, {worker: vote.source for worker, vote in votes.items()}),
+        Side("target", target, {worker: vote.target for worker, vote in votes.items()}),
+    )
+
+
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
     layout, other = draw(layouts), draw(layouts)
@@ -90,7 +96,7 @@ def situations(draw: st.DrawFn) -> Situation:
 
 @given(situations())
 def test_equal_copies_agree(situation: Situation) -> None:
-    assert disagreements(situation.source, situation.target, situation.votes) == []
+    assert _disagreements(situation.source, situation.target, situation.votes) == []
 
 
 @given(situations(), st.data())
@@ -110,7 +116,7 @@ def test_any_single_altered_digest_is_found(situation: Situation, data: st.DataO
     reported[position] = digest.model_copy(update={"value": f"{value:016x}"})
     altered = {**situation.votes, worker: vote.model_copy(update={side: tuple(reported)})}
 
-    found = disagreements(situation.source, situation.target, altered)
+    found = _disagreements(situation.source, situation.target, altered)
 
     assert found
     assert all(text.startswith(digest.kind) for text in found)
@@ -130,7 +136,7 @@ def test_a_class_that_nobody_reports_in_the_target_is_found(situation: Situation
         for worker, vote in situation.votes.items()
     }
 
-    found = disagreements(situation.source, situation.target, votes)
+    found = _disagreements(situation.source, situation.target, votes)
 
     assert any("nobody reported it in the target" in text for text in found)
 
@@ -151,7 +157,7 @@ def test_the_text_names_kind_copy_and_workers() -> None:
         3: _vote(3, [], [_parameter(5)]),
     }
 
-    assert disagreements(source, target, votes) == [
+    assert _disagreements(source, target, votes) == [
         "parameter (split over tp): target copy dp 1 (workers [2, 3]) is 0000000000000008, "
         "source copy dp 0 (workers [0]) is 0000000000000007"
     ]
@@ -163,14 +169,14 @@ def test_a_copy_that_nobody_reports_is_missing() -> None:
     norm = _parameter(7, tp_replicated=True)
     votes = {0: _vote(0, [norm], [norm]), 1: _vote(1, [], [])}
 
-    (text,) = disagreements(source, target, votes)
+    (text,) = _disagreements(source, target, votes)
 
     assert "target copy dp 0 tp 1 (workers [1]) is missing" in text
 
 
 def test_votes_without_any_digest_do_not_agree() -> None:
     rank_map = RankMap(Layout(1, 1, 1), (0,))
-    assert disagreements(rank_map, rank_map, {0: _vote(0, [], [])}) == [
+    assert _disagreements(rank_map, rank_map, {0: _vote(0, [], [])}) == [
         "no worker reported any digest"
     ]
 
@@ -181,19 +187,23 @@ def test_equal_copies_agree_within_one_world_and_across_a_disk(situation: Situat
     target, votes = situation.target, situation.votes
     saved = {worker: vote.source for worker, vote in votes.items()}
     restored = {worker: vote.target for worker, vote in votes.items()}
-    assert copies_disagree(situation.source, saved) == []
-    assert restored_disagrees(situation.source, saved, target, restored) == []
+    source = Side("saved", situation.source, saved)
+    assert disagreements(source) == []
+    assert disagreements(source, Side("restored", target, restored)) == []
 
 
 def test_copies_of_one_world_that_have_diverged_are_found() -> None:
     rank_map = RankMap(Layout(1, 1, 2), (4, 9))
-    (text,) = copies_disagree(rank_map, {4: (_parameter(7),), 9: (_parameter(8),)})
+    (text,) = disagreements(Side("world", rank_map, {4: (_parameter(7),), 9: (_parameter(8),)}))
     assert "world copy dp 1 (workers [9]) is 0000000000000008" in text
 
 
 def test_what_was_restored_is_told_apart_from_what_was_saved() -> None:
     rank_map = RankMap(Layout(1, 1, 1), (0,))
-    found = restored_disagrees(rank_map, {0: (_parameter(7),)}, rank_map, {0: (_parameter(8),)})
+    found = disagreements(
+        Side("saved", rank_map, {0: (_parameter(7),)}),
+        Side("restored", rank_map, {0: (_parameter(8),)}),
+    )
     assert found == [
         "parameter (split over tp): restored copy dp 0 (workers [0]) is 0000000000000008, "
         "saved copy dp 0 (workers [0]) is 0000000000000007"

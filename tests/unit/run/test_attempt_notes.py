@@ -7,7 +7,7 @@ import math
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
-from liver_hpc.protocol.events import Requested, TargetFixed, WorkerLost, WorldRef
+from liver_hpc.protocol.events import Requested, WorkerLost, WorldRef
 from liver_hpc.run.attempt_notes import AttemptNotes
 
 SMALL = m.ScalarState(step=3, consumed_samples=0, optimizer_step=3, loss_scale=1.0, seed=1)
@@ -16,10 +16,11 @@ SMALL = m.ScalarState(step=3, consumed_samples=0, optimizer_step=3, loss_scale=1
 def noted() -> AttemptNotes:
     """Workers 0 and 1 train, 1 is replaced by 2, which joins late; 1 leaves."""
     source = WorldRef(0, RankMap(Layout(1, 1, 2), (0, 1)))
-    notes = AttemptNotes(Requested(1, source, Layout(1, 1, 2), 1, "test"), 10.0, began_s=10.0)
+    target = RankMap(Layout(1, 1, 2), (0, 2))
+    notes = AttemptNotes(Requested(1, source, target, "test"), 10.0, began_s=10.0)
     hello = m.Hello(worker=2, pid=1, host="h", booted_s=15.0, boot_timings_s={"a": 3, "b": 1})
     notes.observe(hello, 15.1)
-    notes.observe(TargetFixed(RankMap(Layout(1, 1, 2), (0, 2))), 15.2)
+    notes.target = target
     notes.entered_s[Phase.PREPARE] = 15.2
     return notes
 

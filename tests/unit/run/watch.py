@@ -17,6 +17,7 @@ from liver_hpc.run.machine import Run
 from liver_hpc.run.notices import GRANTED, LOST
 from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord
 from tests.fakes import WRONG_DIGEST
+from tests.unit.protocol.play import check
 
 AFTER_THE_END = (
     a.TurnAway, a.Answer, a.Disconnect, a.EndAgent, a.KillAgent, a.Log
@@ -129,7 +130,7 @@ class Watch:
         assert (run._state is RunState.ENDED) == (run.ending is not None), run._story()
         assert not run._out
         if run.ending is None:
-            handoffs._machine.check()
+            check(handoffs._machine)
             assert (handoffs.attempt is None) == (run.recorder.attempt is None)
             assert run.world is not None or run._state is RunState.STARTING, run._story()
             assert run._state is not RunState.STOPPING or run._deadline or not handoffs.idle
