@@ -81,6 +81,7 @@ class WorkerScript:
     worker: int
     faults: FaultInjector
     kept_groups: int = 1
+    spec: str = "spec"
     step: int = 0
     generation: int = -1
     source: RankMap | None = None
@@ -200,6 +201,7 @@ class WorkerScript:
             generation=self.generation,
             stage="parameters" if stage == "parameters" else "optimizer",
             ok=True,
+            spec=self.spec,
             source=digests(self.source, self.worker, kinds),
             target=digests(self.target, self.worker, kinds),
         )

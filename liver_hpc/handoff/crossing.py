@@ -200,6 +200,7 @@ class Crossing:
                 stage=stage,  # type: ignore[arg-type]
                 ok=not reason,
                 reason=reason,
+                spec=context.recipe.spec.digest,
                 source=digests.source,
                 target=digests.target,
             )

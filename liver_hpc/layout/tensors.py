@@ -5,10 +5,11 @@ Every tensor is seen as a matrix: a 1-D tensor of n elements is [n, 1].
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from liver_hpc.errors import ConfigError
@@ -121,6 +122,12 @@ class ModelSpec:
     @property
     def kinds(self) -> tuple[str, ...]:
         return (PARAMETER, *self.optimizer_kinds)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal specs only, as far as their tensors and stages go."""
+        known = (self.tensors, sorted(self.stages.items()), self.parameter_bytes)
+        return hashlib.blake2b(repr(known).encode(), digest_size=8).hexdigest()
 
     def check_layout(self, tp: int, pp: int) -> None:
         """Raises ConfigError where the model cannot be split so."""

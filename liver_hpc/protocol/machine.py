@@ -138,6 +138,9 @@ class HandoffMachine:
         now = self._now
         if now.awaited or now.target is None:
             return []
+        specs = {vote.spec: worker for worker, vote in now.votes.items()}
+        if len(specs) > 1:
+            return self._abort(f"workers have different specs of the model: {specs}")
         found = disagreements(
             Side(
                 "source", now.request.source.rank_map, {w: v.source for w, v in now.votes.items()}

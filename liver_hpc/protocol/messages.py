@@ -146,11 +146,14 @@ class Progress(_InWorld, type="progress"):
 
 class Vote(_InWorld, type="vote"):
     """A worker's word on one stage: "parameters" before the first forward, "optimizer" before
-    the first optimizer step. Digests of what it held as source, and of what it holds as target."""
+    the first optimizer step. Digests of what it held as source, and of what it holds as target.
+
+    spec: the digest of the model's spec by which it planned and moved."""
 
     stage: Literal["parameters", "optimizer"]
     ok: bool
     reason: str = ""
+    spec: str = ""
     source: tuple[ClassDigest, ...] = ()
     target: tuple[ClassDigest, ...] = ()
 

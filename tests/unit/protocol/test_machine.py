@@ -238,6 +238,18 @@ def test_a_wrong_digest_aborts_and_the_text_says_whose(phase: Phase, worker: int
     assert f"{worker}" in play.outcome.detail.split("(workers ")[1].split(")")[0]
 
 
+@pytest.mark.parametrize("worker", [0, 2])
+def test_workers_with_different_specs_of_the_model_abort(worker: int) -> None:
+    play = Play(CHANGES["grow"])
+    play.scripts[worker].spec = "another"
+    play.begin()
+    play.run(random.Random(1))
+    assert play.outcome is not None
+    assert play.outcome.outcome == "aborted"
+    assert "different specs of the model: {" in play.outcome.detail
+    assert f"'another': {worker}" in play.outcome.detail
+
+
 @pytest.mark.parametrize("worker", [0, 1])
 def test_workers_at_different_boundaries_abort(worker: int) -> None:
     play = Play(CHANGES["grow"])
