@@ -38,7 +38,7 @@ from liver_hpc.host.files import flush_to_disk
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import Restored, Saved, ScalarState, WireRankMap
-from liver_hpc.protocol.votes import Side, disagreements
+from liver_hpc.protocol.votes import Side, disagreements, unlike
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.run import events as e
 from liver_hpc.run.directory import RunDirectory, claim_checkpoints
@@ -145,7 +145,7 @@ class Checkpoints:
                 return f"worker {message.worker}: {other}"
         saved = index.rank_map.rank_map()
         restored = {worker: message.digests for worker, message in self._restored.items()}
-        differ = disagreements(
+        differ = unlike(
             Side("saved", saved, dict(zip(saved.workers, index.digests, strict=True))),
             Side("restored", rank_map, restored),
         )

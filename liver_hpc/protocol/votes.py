@@ -102,6 +102,29 @@ def disagreements(*sides: Side) -> list[str]:
     return found
 
 
+def unlike(one: Side, other: Side) -> list[str]:
+    """How two worlds of the same tensors differ, as text, also where their specs class the tensors
+    otherwise, as those of runs with other layouts do; empty when all is equal."""
+    if {which for which, _ in _copies(one)} == {which for which, _ in _copies(other)}:
+        return disagreements(one, other)
+    found = [*disagreements(one), *disagreements(other)]
+    kinds, others = _of_kinds(one), _of_kinds(other)
+    for kind in sorted({*kinds, *others}) if not found else ():
+        if kinds.get(kind) != others.get(kind):
+            mine, theirs = (f"{known.get(kind, 0):016x}" for known in (kinds, others))
+            found.append(f"{kind}: {one.name} is {mine}, {other.name} is {theirs}")
+    return found
+
+
+def _of_kinds(side: Side) -> dict[str, int]:
+    """The digest of all state of a kind, each tensor once."""
+    classes = {state_class: copy.value or 0 for state_class, copy in _copies(side)}
+    totals: Counter[str] = Counter()
+    for state_class, value in classes.items():
+        totals[state_class.kind] += value
+    return {kind: total % MODULUS for kind, total in totals.items()}
+
+
 def _copies(side: Side) -> Iterator[tuple[StateClass, Copy]]:
     """All copies that must exist of what anybody reports: of a class on several stages, those on
     the stages of the reports. A worker that reports a class twice adds up."""

@@ -16,6 +16,7 @@ from liver_hpc.protocol.votes import (
     Side,
     StateClass,
     disagreements,
+    unlike,
 )
 
 layouts = st.builds(Layout, st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
@@ -208,3 +209,22 @@ def test_what_was_restored_is_told_apart_from_what_was_saved() -> None:
         "parameter (split over tp): restored copy dp 0 (workers [0]) is 0000000000000008, "
         "saved copy dp 0 (workers [0]) is 0000000000000007"
     ]
+
+
+def test_worlds_whose_specs_class_tensors_otherwise_are_compared_as_wholes() -> None:
+    """As a checkpoint of a run without tensor parallelism, read by one that has it."""
+    alone, pair = RankMap(Layout(1, 1, 1), (0,)), RankMap(Layout(2, 1, 1), (0, 1))
+
+    def digest(copied: bool, value: int) -> ClassDigest:
+        return ClassDigest(
+            kind=PARAMETER, tp_replicated=copied, multi_stage=False, value=f"{value:016x}"
+        )
+
+    saved = Side("saved", alone, {0: (digest(True, 10),)})
+    for mine, equal in ((3, True), (4, False)):
+        told = {0: (digest(True, 5), digest(False, mine)), 1: (digest(True, 5), digest(False, 2))}
+        found = unlike(saved, Side("restored", pair, told))
+        assert (found == []) is equal
+    assert found == ["parameter: saved is 000000000000000a, restored is 000000000000000b"]
+    copies_differ = {0: (digest(True, 10),), 1: (digest(True, 9),)}
+    assert unlike(saved, Side("restored", pair, copies_differ))
