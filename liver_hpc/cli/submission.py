@@ -48,14 +48,24 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
         recipe = load_recipe(config)
         if config.layouts != AUTO:  # what is wrong anyway is told before a model is built
             check_run(config, None, found)
-        spec = recipe.spec = derive_spec(config)
-        config = resolve_layouts(config, spec, recipe.check_layout)
-        recipe = load_recipe(config)  # it knows the run as it is resolved
-        recipe.spec = spec
+        recipe.spec = derive_spec(config)
+        config = resolve_layouts(config, recipe.spec, recipe.check_layout)
+        resolved = load_recipe(config)  # it knows the run as it is resolved
+        resolved.spec = recipe.spec
     except ConfigError as error:
         raise ConfigError(*dict.fromkeys((*found, *error.args))) from error
-    check_run(config, recipe, found)
-    return config, recipe
+    except LiverError as error:
+        if config.layouts == AUTO or kind == "local":
+            raise
+        # Torch may be of no use on a login node.
+        print(
+            f"liver: note: {error}; whether the model can take each layout, and its memory, is "
+            "found out as the run starts",
+            file=sys.stderr,
+        )
+        return config, recipe
+    check_run(config, resolved, found)
+    return config, resolved
 
 
 # ---- a launch
@@ -181,10 +191,12 @@ def _check_over(run: RunDirectory) -> None:
 
 
 def new_run(config: RunConfig, recipe: Recipe, name: str | None = None) -> RunDirectory:
-    """The directory of a run that has passed its checks, with its data and its model's spec."""
+    """The directory of a run that has passed its checks, with its data and its model's spec, where
+    that is known already."""
     config = with_prepared_data(config)
     run = create_run_directory(config, name)
-    keep_spec(config, recipe.spec, run.path)
+    if recipe.knows_spec:
+        keep_spec(config, recipe.spec, run.path)
     return run
 
 

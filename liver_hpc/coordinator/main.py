@@ -58,9 +58,12 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
     else:
         launcher, pool = local_launcher(run_directory, config.deadlines.exit_s), NodePool()
     mpi = MpiNetwork(control_address(network, kind), network.interface, network.mpi_netmod)
+    recipe = load_run_recipe(config, run_directory)
+    for layout in (one for count in config.worker_counts for one in config.allowed_layouts(count)):
+        recipe.check_layout(layout)  # submit has, unless it could not derive the spec
     return Services(
         clock=SystemClock(),
-        recipe=load_run_recipe(config, run_directory),
+        recipe=recipe,
         launcher=launcher,
         pool=pool,
         rendezvous=MpiRendezvous(run_directory, secret, mpi),

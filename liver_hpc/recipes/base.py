@@ -119,6 +119,10 @@ class Recipe(ABC):
         return {}
 
     @property
+    def knows_spec(self) -> bool:
+        return self._spec is not None
+
+    @property
     def spec(self) -> ModelSpec:
         """The spec of the model, which is derived before a run (`specs.py`)."""
         if self._spec is None:

@@ -85,6 +85,8 @@ def derive_spec(config: RunConfig) -> ModelSpec:
             child.end(0.0)
         if code == 0:
             return TypeAdapter(ModelSpec).validate_json(spec.read_bytes())
-        said = log.read_text(errors="replace").strip().rpartition("error: ")[2]
-    kind = ConfigError if code == EXIT_REFUSED else LiverError
-    raise kind(f"recipe {config.recipe}: {said or f'deriving its spec: exit code {code}'}")
+        said = log.read_text(errors="replace").strip()
+    if code == EXIT_REFUSED:
+        raise ConfigError(f"recipe {config.recipe}: {said.rpartition('error: ')[2]}")
+    last = said.rpartition("\n")[2] or f"exit code {code}"
+    raise LiverError(f"recipe {config.recipe}: the spec of its model cannot be derived: {last}")

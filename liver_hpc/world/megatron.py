@@ -126,8 +126,8 @@ def groups_in_use(groups: ProcessGroupCollection) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lent(groups: ProcessGroupCollection) -> Iterator[None]:
-    """Lends `parallel_state` the groups that `sharded_state_dict` still asks it for. Not for a
-    process in which another world works at the same time."""
+    """Lends `parallel_state` the groups that `sharded_state_dict` still asks it for. A world that
+    trains meanwhile asks it for nothing: it is never initialised."""
     mine = {"_TENSOR_MODEL_PARALLEL_GROUP": groups.tp, "_DATA_PARALLEL_GROUP_WITH_CP": groups.dp_cp}
     before = {name: getattr(parallel_state, name) for name in mine}
     vars(parallel_state).update(mine)

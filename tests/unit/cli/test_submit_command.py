@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from liver_hpc.cli import submission
 from liver_hpc.config.load import parse_run
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import LiverError
+from liver_hpc.recipes.specs import SPEC_FILE
 from tests.golden_files import Golden
 from tests.unit.cli.test_main import Captured, liver
-from tests.unit.config.runs import write_minimal
+from tests.unit.config.runs import minimal, write_minimal
 
 
 @pytest.fixture(autouse=True)
@@ -126,3 +130,22 @@ def test_dry_run_prints_the_run_and_makes_nothing(tmp_path: Path, capsys: Captur
     assert "replace worker 1" in shown
     assert shown.endswith("# nothing was launched\n")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run.yaml"]
+
+
+def test_a_login_node_that_cannot_build_the_model_leaves_that_to_the_run(
+    login_node: None, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's libraries may want a driver that only the nodes have."""
+
+    def fails(config: RunConfig) -> NoReturn:
+        raise LiverError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(submission, "derive_spec", fails)
+    config = minimal(cluster={"kind": "slurm", "slurm": SLURM}, runs_directory=tmp_path)
+    run = submission.new_run(*submission.checked_run(config))
+    said = capsys.readouterr().err
+    assert "libcuda.so.1" in said
+    assert "is found out as the run starts" in said
+    assert not (run.path / SPEC_FILE).exists()
+    with pytest.raises(LiverError, match=r"libcuda\.so\.1"):
+        submission.checked_run(config, "local")
