@@ -49,8 +49,8 @@ def check_model(config: RunConfig, tell: Callable[[str], None]) -> bool:
     """
     if config.layouts == AUTO:
         raise ConfigError("check-model compares the layouts that `layouts` lists, got auto")
-    listed = (one for n in config.worker_counts for one in config.allowed_layouts(n))
-    whole, *others = sorted({Layout(1, 1, 1), *(Layout(one.tp, one.pp, 1) for one in listed)})
+    listed = {Layout(one.tp, one.pp, 1) for one in config.layouts_listed}
+    whole, *others = sorted({Layout(1, 1, 1), *listed})
     wanted, limit = _train(config, whole)
     tell(f"{whole}: loss {', '.join(f'{loss:.6g}' for loss in wanted.values[::2])}")
     equal = True

@@ -84,11 +84,10 @@ def _indented(lines: Sequence[str]) -> str:
 
 def _layout_rows(config: RunConfig, model: ModelSpec) -> list[list[str]]:
     rows = []
-    for workers in config.worker_counts:
-        for layout in config.allowed_layouts(workers):
-            held = fullest_worker(model, layout)
-            figures = [bytes_text(count) for count in (*held.values(), sum(held.values()))]
-            rows.append([str(workers), str(layout), *figures])
+    for layout in config.layouts_listed:
+        held = fullest_worker(model, layout)
+        figures = [bytes_text(count) for count in (*held.values(), sum(held.values()))]
+        rows.append([str(layout.workers), str(layout), *figures])
     return [["workers", "layout", *held, "together"], *rows]
 
 

@@ -361,6 +361,11 @@ class RunConfig(Section):
         """The numbers of workers that have an entry in `layouts`, ascending."""
         return sorted(self.layout_table)
 
+    @property
+    def layouts_listed(self) -> list[Layout]:
+        """All layouts of the table."""
+        return [one for count in self.worker_counts for one in self.allowed_layouts(count)]
+
     def allowed_layouts(self, workers: int) -> list[Layout]:
         """Layouts that the run file allows for a worker count, the preferred one first."""
         return [entry.layout() for entry in self.layout_table.get(workers, [])]

@@ -59,7 +59,7 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
         launcher, pool = local_launcher(run_directory, config.deadlines.exit_s), NodePool()
     mpi = MpiNetwork(control_address(network, kind), network.interface, network.mpi_netmod)
     recipe = load_run_recipe(config, run_directory)
-    for layout in (one for count in config.worker_counts for one in config.allowed_layouts(count)):
+    for layout in config.layouts_listed:
         recipe.check_layout(layout)  # submit has, unless it could not derive the spec
     return Services(
         clock=SystemClock(),

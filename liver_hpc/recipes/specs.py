@@ -40,29 +40,44 @@ def load_run_recipe(config: RunConfig, run_directory: Path) -> Recipe:
     """A run's recipe with its spec, from the run directory; it is derived, and put there, where
     what is there is of another recipe, other options, layouts or versions.
 
-    Raises ConfigError as `load_recipe` does, and as `derive_spec` does.
+    For who starts a run. Raises ConfigError as `load_recipe` and `derive_spec` do, and OSError.
     """
-    recipe, path = load_recipe(config), run_directory / SPEC_FILE
-    try:
-        kept = _Kept.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
-        kept = None
+    recipe, kept = load_recipe(config), _kept_in(run_directory)
     if kept is None or kept.key != _key(config):
-        keep_spec(config, derive_spec(config), run_directory)
-        return load_run_recipe(config, run_directory)
+        kept = keep_spec(config, derive_spec(config), run_directory)
     recipe.spec = kept.spec
     return recipe
 
 
-def keep_spec(config: RunConfig, spec: ModelSpec, run_directory: Path) -> None:
+def load_workers_recipe(config: RunConfig, run_directory: Path) -> Recipe:
+    """The same in a worker, which takes the spec as it is kept: its model is compared with it.
+
+    Raises ConfigError, also where there is none.
+    """
+    recipe, kept = load_recipe(config), _kept_in(run_directory)
+    if kept is None:
+        raise ConfigError(f"{run_directory / SPEC_FILE}: no spec of the run's model can be read")
+    recipe.spec = kept.spec
+    return recipe
+
+
+def _kept_in(run_directory: Path) -> _Kept | None:
+    try:
+        return _Kept.model_validate_json((run_directory / SPEC_FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def keep_spec(config: RunConfig, spec: ModelSpec, run_directory: Path) -> _Kept:
     """Puts a run's spec into its directory. Raises OSError."""
     kept = _Kept(key=_key(config), spec=spec)
     write_whole(run_directory / SPEC_FILE, kept.model_dump_json())
+    return kept
 
 
 def _key(config: RunConfig) -> str:
-    layouts = {str(one) for n in config.worker_counts for one in config.allowed_layouts(n)}
-    depends_on = (config.recipe, config.model, sorted(layouts), [*map(version, _VERSIONS)])
+    layouts = sorted(map(str, config.layouts_listed))
+    depends_on = (config.recipe, config.model, layouts, [*map(version, _VERSIONS)])
     return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
 
 

@@ -154,12 +154,7 @@ class RequestQueue:
 
     def _choice(self) -> str:
         most = self._config.workers.max
-        names = [
-            str(layout)
-            for workers in self._config.worker_counts
-            if workers <= most
-            for layout in self._config.allowed_layouts(workers)
-        ]
+        names = [str(one) for one in self._config.layouts_listed if one.workers <= most]
         return f"allowed are {', '.join(names)}"
 
     # ---- the queue

@@ -21,7 +21,7 @@ from liver_hpc.host.interfaces import address_towards
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
-from liver_hpc.recipes.specs import load_run_recipe
+from liver_hpc.recipes.specs import load_workers_recipe
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.secret import read_secret
@@ -59,7 +59,7 @@ class Worker:
         self._config = config = self._run.config()
         self._secret = read_secret(self._run.secret_path)
         self._device = device
-        self._recipe = recipe = load_run_recipe(config, run_directory)
+        self._recipe = recipe = load_workers_recipe(config, run_directory)
         recipe.open(run_directory)
         opened_s = clock.now_s()
         # Megatron asks for a rank before the worker id is known.

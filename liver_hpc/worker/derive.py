@@ -52,7 +52,7 @@ def main() -> int:
 def _layouts(config: RunConfig) -> list[Layout]:
     """The layouts of a run; with `layouts: auto`, all that it may choose from."""
     if config.layouts != AUTO:
-        return [one for count in config.worker_counts for one in config.allowed_layouts(count)]
+        return config.layouts_listed
     node = workers_of_a_node(config) or config.workers.max
     return [one for one in layouts_up_to(config.workers.max) if one.dp == 1 and one.tp <= node]
 

@@ -97,7 +97,7 @@ class Derivation:
         first, last = (self._parts(layout, Coordinate(rank, 0, 0)) for rank in (0, tp - 1))
         found: Splits = {}
         for name, shape in self.frame.shapes.items():
-            split = split_of(shape, tp, first[name])
+            split = split_of(name, shape, tp, first[name])
             for rank, parts in ((0, first[name]), (tp - 1, last[name])):
                 if not is_share(parts, shape, split, tp, rank):
                     raise PlanError(f"{name}: no even split over tp={tp}: rank {rank} has {parts}")
@@ -154,7 +154,7 @@ def _refusal(refused: dict[str, str], tp: int, pp: int) -> Iterator[None]:
 
 
 def split_of(
-    shape: tuple[int, ...], tp: int, parts: tuple[Part, ...]
+    name: str, shape: tuple[int, ...], tp: int, parts: tuple[Part, ...]
 ) -> tuple[int, tuple[int, ...]] | None:
     """How a tensor is split, from what the first rank holds of it: the dimension, and the sizes of
     the blocks along it, each of which is split on its own. None where the rank holds all of it."""
@@ -167,7 +167,7 @@ def split_of(
     if not dims:
         return None
     if len(dims) > 1:
-        raise PlanError(f"it is split along dimensions {sorted(dims)}: {parts}")
+        raise PlanError(f"{name} is split along dimensions {sorted(dims)}: {parts}")
     dim = dims.pop()
     blocks = tuple(part.whole[dim][1] * tp for part in sorted(parts))
     return dim, blocks

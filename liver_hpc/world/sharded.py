@@ -136,7 +136,7 @@ def _sharded(module: Any, groups: Any) -> dict[str, list[_Sharded]]:
         data = getattr(item, "data", None)
         name = names.get(id(data))
         if name is None:
-            continue  # a buffer, or extra state: `described_parameters` judges those
+            continue  # a buffer, or extra state: `verified_parameters` judges those
         assert isinstance(data, torch.Tensor)
         if isinstance(item, ShardedTensorFactory):
             built = item.build_fn(item.key, data, item.replica_id, item.flattened_range)
@@ -160,10 +160,8 @@ def _piece(item: ShardedTensor, local: NBox) -> _Sharded:
 def _box_of_view(name: str, view: torch.Tensor, whole: torch.Tensor) -> NBox:
     """The box of a contiguous tensor that a view of it shows."""
     offset, box = view.storage_offset() - whole.storage_offset(), []
-    if (
-        view.stride() != whole.stride()
-        or view.untyped_storage()._cdata != whole.untyped_storage()._cdata
-    ):
+    stored = [one.untyped_storage()._cdata for one in (view, whole)]
+    if view.stride() != whole.stride() or stored[0] != stored[1]:
         raise PlanError(f"{name}: sharded_state_dict splits it into parts that are no views of it")
     for stride, length in zip(whole.stride(), view.shape, strict=True):
         box.append((offset // stride, length))
