@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from liver_hpc.layout.tensors import ModelSpec, TensorSpec
+from liver_hpc.layout.tensors import Chunks, ModelSpec, TensorSpec
 from liver_hpc.recipes.gpt_config import GPTConfig
 
 
@@ -32,7 +32,7 @@ def gpt_spec(config: GPTConfig, pps: Iterable[int] | None = None) -> ModelSpec:
     if not config.tied_embeddings:
         last.append(TensorSpec("output_layer.weight", vocabulary, 0, vocabulary[:1]))
     size, before, behind = len(layers[0]), len(first), len(first) + sum(map(len, layers))
-    stages: dict[int, tuple[tuple[int, ...], ...]] = {1: (tuple(range(behind + len(last))),)}
+    stages: dict[str, tuple[Chunks, ...]] = {"pp1": ((tuple(range(behind + len(last))),),)}
     for pp in pps or range(2, config.layers + 1):
         counts = stage_layers(config, pp)
         if pp == 1 or counts is None:
@@ -44,7 +44,7 @@ def gpt_spec(config: GPTConfig, pps: Iterable[int] | None = None) -> ModelSpec:
         copies = (0,) if config.tied_embeddings else ()
         table[0] = (*range(before), *table[0])
         table[-1] = (*table[-1], *range(behind, behind + len(last)), *copies)
-        stages[pp] = tuple(table)
+        stages[f"pp{pp}"] = tuple((indices,) for indices in table)
     tensors = (*first, *(tensor for layer in layers for tensor in layer), *last)
     return ModelSpec(tensors, stages, parameter_bytes=4 if config.dtype == "fp32" else 2)
 

@@ -65,7 +65,7 @@ def digests(rank_map: RankMap, worker: int, kinds: tuple[str, ...]) -> tuple[m.C
         return ()
     found = []
     for kind in kinds:
-        holder = at.tp == 0 and at.pp == 0 and (kind == PARAMETER or at.dp == 0)
+        holder = at.tp == 0 and at.pp == 0 and (kind == PARAMETER or at.replica == 0)
         value = f"{FULL_DIGEST if holder else 0:016x}"
         found.append(m.ClassDigest(kind=kind, tp_replicated=False, multi_stage=False, value=value))
     return tuple(found)

@@ -70,7 +70,7 @@ class MegatronStorage(Storage):
         wanted = _sharded(world, is_loading=True)
         strategy = get_default_load_sharded_strategy(str(directory))
         loaded = dist_checkpointing.load(wanted, str(directory), sharded_strategy=strategy)
-        world.model.module.load_state_dict(loaded["model"])
+        world.chunks[0].module.load_state_dict(loaded["model"])
         _load_optimizer(world, loaded["optimizer"])
         small = ScalarState.model_validate_json(loaded[_SMALL])
         world.refresh_state()
@@ -123,7 +123,7 @@ def _sharded(world: World, is_loading: bool) -> dict[str, Any]:
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
     }
-    model = world.model.module.sharded_state_dict(metadata=metadata)
+    model = world.chunks[0].module.sharded_state_dict(metadata=metadata)
     optimizer = world.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer}
 

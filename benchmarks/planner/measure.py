@@ -45,10 +45,10 @@ def plan_parameters(case: Case, worker: int) -> float:
     moves = []
     to, at = target.coordinate_of(worker), source.coordinate_of(worker)
     if to is not None:
-        for index in model.stage_tensors(target.layout.pp, to.pp):
+        for index in model.held_tensors(target.layout, to):
             moves += handoff.incoming(PARAMETER, index, to)
     if at is not None:
-        for index in model.stage_tensors(source.layout.pp, at.pp):
+        for index in model.held_tensors(source.layout, at):
             moves += handoff.outgoing(PARAMETER, index, at)
     moves.sort()
     return time.process_time() - began_s

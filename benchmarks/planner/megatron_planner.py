@@ -97,7 +97,7 @@ def _of_rank(
         along("pp", layout.pp),
     )
     found = []
-    for index in model.stage_tensors(layout.pp, at.pp):
+    for index in model.held_tensors(layout, at):
         tensor = model.tensors[index]
         rows, cols = local_shape(tensor, layout.tp)
         split = tensor.tp_dim is not None

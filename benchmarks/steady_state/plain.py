@@ -114,13 +114,13 @@ def filled_module(recipe: Recipe, layout: Layout) -> Any:
 
     at = layout.coordinate(torch.distributed.get_rank())
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    module = recipe.build(BuildContext(layout, at, groups, lambda seed: None))
+    module = recipe.build(BuildContext(layout, at, groups))
     complete_for_schedules(module)
     shards = stage_shards(recipe.spec, layout, at.pp)
-    indices, held = recipe.spec.stage_tensors(layout.pp, at.pp), {}
+    indices, held = recipe.spec.held_tensors(layout, at), {}
     for index, parameter in zip(indices, module.parameters(), strict=True):
         mark_tensor_parallel(parameter, recipe.spec.tensors[index])
-        held[index] = HeldTensor(parameter.data, shards.interval(index, at.dp), {})
+        held[index] = HeldTensor(parameter.data, shards.interval(index, at.replica), {})
     state = WorldState(recipe.spec, layout, at, held)
     state.initialize(recipe.initial, recipe.config.train.seed)
     return module

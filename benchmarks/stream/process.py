@@ -61,7 +61,7 @@ class BoxState:
         if at is None:
             return
         for kind in (PARAMETER, *spec.optimizer_kinds):
-            for index in spec.stage_tensors(rank_map.layout.pp, at.pp):
+            for index in spec.held_tensors(rank_map.layout, at):
                 self._held[kind, index] = [
                     (box, torch.full((box.row1 - box.row0, box.col1 - box.col0), fill))
                     for box in owned_boxes(spec, rank_map.layout, at, kind, index)

@@ -73,7 +73,7 @@ def least_bytes(transfer: Transfer) -> int:
         to, at = transfer.target.coordinate_of(worker), transfer.source.coordinate_of(worker)
         assert to is not None
         for kind in (PARAMETER, *spec.optimizer_kinds):
-            for index in spec.stage_tensors(transfer.target.layout.pp, to.pp):
+            for index in spec.held_tensors(transfer.target.layout, to):
                 needed = owned_boxes(spec, transfer.target.layout, to, kind, index)
                 held = (
                     owned_boxes(spec, transfer.source.layout, at, kind, index)
@@ -82,5 +82,5 @@ def least_bytes(transfer: Transfer) -> int:
                 )
                 elements = sum(box.elements for box in needed)
                 elements -= sum(box.elements for box in common_boxes(held, needed))
-                lacking_bytes += elements * spec.element_bytes(kind)
+                lacking_bytes += elements * spec.element_bytes(kind, index)
     return lacking_bytes

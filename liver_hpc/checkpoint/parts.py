@@ -43,7 +43,7 @@ def written_boxes(
 ) -> Iterator[tuple[str, int, Box]]:
     """(kind, tensor index, box) of everything that a coordinate writes."""
     for kind in model.kinds:
-        for index in model.stage_tensors(layout.pp, at.pp):
+        for index in model.held_tensors(layout, at):
             if Copies(model, layout, kind, index).number_at(at) == 0:
                 for box in owned_boxes(model, layout, at, kind, index):
                     yield kind, index, box
@@ -66,7 +66,7 @@ def reads(model: ModelSpec, saved: Layout, layout: Layout, at: Coordinate) -> li
     """
     found: list[Read] = []
     for kind in model.kinds:
-        for index in model.stage_tensors(layout.pp, at.pp):
+        for index in model.held_tensors(layout, at):
             needed = owned_boxes(model, layout, at, kind, index)
             parts = Copies(model, saved, kind, index).parts(0, needed, f"{at} of {layout}")
             found += [Read(saved.rank(by), kind, index, own, part) for by, own, part in parts]

@@ -15,7 +15,8 @@ from liver_hpc.config.schema import (
     RunConfig,
 )
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.candidates import batch_fault, memory_fault
+from liver_hpc.layout.batch import batch_fault
+from liver_hpc.layout.candidates import memory_fault
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.recipes.text_data import text_files

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,9 +42,25 @@ class LayoutSection(Section):
     tp: PositiveInt = 1
     pp: PositiveInt = 1
     dp: PositiveInt = 1
+    cp: PositiveInt = 1
+    ep: PositiveInt = 1
+    vpp: PositiveInt = 1
+    sequence_parallel: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LayoutSection:
+        try:
+            self.layout()
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
 
     def layout(self) -> Layout:
-        return Layout(self.tp, self.pp, self.dp)
+        return Layout(**self.model_dump())
+
+    @classmethod
+    def of(cls, layout: Layout) -> LayoutSection:
+        return cls(**asdict(layout))
 
 
 class OptimizerSection(Section):
@@ -83,12 +100,25 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """Length of the run and the batch; the global batch is the same for every layout."""
+    """Length of the run and the batch; the global batch is the same for every layout.
+
+    `overlap_grad_reduce` and `overlap_param_gather` are Megatron's. With the first, gradients are
+    reduced in buckets of about `bucket_elements` while the backward computes.
+    """
 
     steps: PositiveInt
     global_batch: PositiveInt
     micro_batch: PositiveInt = 1
     seed: NonNegativeInt = 1234
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    bucket_elements: PositiveInt = 40_000_000
+
+    @model_validator(mode="after")
+    def _overlap(self) -> TrainSection:
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError("overlap_param_gather wants overlap_grad_reduce too, as Megatron does")
+        return self
 
 
 class WorkersSection(Section):

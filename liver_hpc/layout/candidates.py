@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from liver_hpc.config.schema import AUTO, LayoutSection, RunConfig, TrainSection
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.batch import batch_fault
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.memory import worker_bytes
 from liver_hpc.layout.tensors import ModelSpec
@@ -147,16 +148,6 @@ def fullest_worker(model: ModelSpec, layout: Layout) -> dict[str, int]:
     return max((worker_bytes(model, layout, seat) for seat in seats), key=lambda b: sum(b.values()))
 
 
-def batch_fault(train: TrainSection, layout: Layout) -> str:
-    """Why a global batch cannot be split over a layout; empty when it can."""
-    if train.global_batch % (train.micro_batch * layout.dp) == 0:
-        return ""
-    return (
-        f"train.global_batch {train.global_batch} is not a multiple of micro_batch x dp = "
-        f"{train.micro_batch} x {layout.dp}"
-    )
-
-
 def memory_fault(config: RunConfig, model: ModelSpec, layout: Layout) -> str:
     """Why a layout is too large for `policy.memory_bytes`; empty when it is not.
 
@@ -195,8 +186,7 @@ def resolve_layouts(
             f"layout: {counts}): {candidates.why_none(initial)}"
         )
     layouts = {
-        count: [LayoutSection(tp=entry.tp, pp=entry.pp, dp=entry.dp) for entry in entries]
-        for count, entries in table.items()
+        count: [LayoutSection.of(entry) for entry in entries] for count, entries in table.items()
     }
     policy = config.policy.model_copy(update={"layout": AUTO})
     return config.model_copy(update={"layouts": layouts, "policy": policy})

@@ -1,70 +1,130 @@
-"""Layouts: (tp, pp, dp) meshes, the coordinates in them, and which worker sits where."""
+"""Layouts: sizes of the mesh axes, the coordinates in them, and which worker sits where."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from liver_hpc.errors import ConfigError
 
-_PART = re.compile(r"^(tp|pp|dp)=?(\d+)$")
+SEQUENCE_PARALLEL = "sp"
+_PART = re.compile(r"^(tp|pp|dp|cp|ep|vpp)=?(\d+)$")
 
 
 class Coordinate(NamedTuple):
-    """Where a worker sits in a layout; every axis counts from 0."""
+    """Where a worker sits in a layout; every axis counts from 0.
+
+    replica: which of the workers that hold the same dense parameters: data-parallel and
+    context-parallel ranks in one (Megatron's dp_cp), those of context parallelism next to each
+    other.
+    """
 
     tp: int
     pp: int
-    dp: int
+    replica: int
 
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """The sizes of the three mesh axes: tensor, pipeline and data parallelism."""
+    """The sizes of the mesh axes, and what goes with them.
+
+    tp, pp, dp, cp: tensor, pipeline, data and context parallelism, whose product is the number of
+    workers. ep: expert parallelism, over neighbouring replicas. vpp: model chunks on each stage of
+    an interleaved pipeline. sequence_parallel: between tensor-parallel regions, each tp rank has
+    its share of the sequence.
+    """
 
     tp: int
     pp: int
     dp: int
+    cp: int = 1
+    ep: int = 1
+    vpp: int = 1
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.tp, self.pp, self.dp) < 1:
+        if min(self.tp, self.pp, self.dp, self.cp, self.ep, self.vpp) < 1:
             raise ConfigError(f"layout {self}: every axis must be at least 1")
+        if self.replicas % self.ep:
+            raise ConfigError(f"layout {self}: ep must divide dp x cp, which is {self.replicas}")
+        if self.vpp > 1 and self.pp == 1:
+            raise ConfigError(f"layout {self}: an interleaved pipeline wants pp of at least 2")
+        if self.sequence_parallel and self.tp == 1:
+            raise ConfigError(f"layout {self}: sequence parallelism wants tp of at least 2")
+
+    @property
+    def replicas(self) -> int:
+        """Workers that hold the same dense parameters: Megatron's dp_cp."""
+        return self.dp * self.cp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Workers that hold the same experts: Megatron's expt_dp, as expert tp is tp."""
+        return self.replicas // self.ep
 
     @property
     def workers(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.replicas
+
+    @property
+    def least(self) -> Layout:
+        """The smallest layout in which each worker's model is the same as in this one."""
+        return replace(self, dp=self.ep // math.gcd(self.ep, self.cp))
 
     def __str__(self) -> str:
-        return f"tp{self.tp} pp{self.pp} dp{self.dp}"
+        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+        sizes |= {name: size for name in ("cp", "ep", "vpp") if (size := getattr(self, name)) != 1}
+        words = [f"{name}{size}" for name, size in sizes.items()]
+        return " ".join([*words, *([SEQUENCE_PARALLEL] if self.sequence_parallel else [])])
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Reads `tp=2,pp=1,dp=2` or `tp2 pp1 dp2`; an axis that is not named is 1."""
+        """Reads `tp=2,pp=1,dp=2` or `tp2 pp1 dp2 sp`; an axis that is not named is 1."""
         sizes: dict[str, int] = {}
+        shares_sequence = False
         for part in re.split(r"[,\s]+", text.strip()):
             match = _PART.match(part)
-            if match is None or match[1] in sizes:
-                raise ConfigError(f"layout {text!r}: wanted tp=A,pp=B,dp=C, got {part!r}")
-            sizes[match[1]] = int(match[2])
-        return cls(sizes.get("tp", 1), sizes.get("pp", 1), sizes.get("dp", 1))
+            if part == SEQUENCE_PARALLEL and not shares_sequence:
+                shares_sequence = True
+            elif match is None or match[1] in sizes:
+                raise ConfigError(
+                    f"layout {text!r}: wanted tp=A,pp=B,dp=C, and maybe cp=, ep=, vpp=, sp; "
+                    f"got {part!r}"
+                )
+            else:
+                sizes[match[1]] = int(match[2])
+        return cls(**({"tp": 1, "pp": 1, "dp": 1} | sizes), sequence_parallel=shares_sequence)
 
     def coordinates(self) -> Iterator[Coordinate]:
-        """All coordinates in rank order: tp fastest, then dp, then pp (Megatron's tp-dp-pp)."""
+        """All coordinates in rank order: tp fastest, then cp, dp, pp (Megatron's tp-cp-dp-pp)."""
         for pp in range(self.pp):
-            for dp in range(self.dp):
+            for replica in range(self.replicas):
                 for tp in range(self.tp):
-                    yield Coordinate(tp, pp, dp)
+                    yield Coordinate(tp, pp, replica)
 
     def rank(self, at: Coordinate) -> int:
         """Position of a coordinate in `coordinates()`."""
-        return at.tp + self.tp * (at.dp + self.dp * at.pp)
+        return at.tp + self.tp * (at.replica + self.replicas * at.pp)
 
     def coordinate(self, rank: int) -> Coordinate:
         """The coordinate at a position; inverse of `rank`."""
-        return Coordinate(rank % self.tp, rank // (self.tp * self.dp), rank // self.tp % self.dp)
+        stage = self.tp * self.replicas
+        return Coordinate(rank % self.tp, rank // stage, rank // self.tp % self.replicas)
+
+    def cp_rank(self, at: Coordinate) -> int:
+        return at.replica % self.cp
+
+    def dp_rank(self, at: Coordinate) -> int:
+        """Which share of the global batch a coordinate computes."""
+        return at.replica // self.cp
+
+    def ep_rank(self, at: Coordinate) -> int:
+        """Which of the experts a coordinate holds."""
+        return at.replica % self.ep
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,17 @@ def worker_bytes(model: ModelSpec, layout: Layout, at: Coordinate) -> dict[str, 
 
     Neither activations nor padding nor communication buffers are counted.
     """
-    stage = model.stage_tensors(layout.pp, at.pp)
-    elements = sum(math.prod(local_shape(model.tensors[index], layout.tp)) for index in stage)
-    counted = {PARAMETER: elements * model.parameter_bytes, GRADIENT: elements * GRADIENT_BYTES}
+    held = model.held_tensors(layout, at)
+    counted = {PARAMETER: 0, GRADIENT: 0}
+    for index in held:
+        elements = math.prod(local_shape(model.tensors[index], layout.tp))
+        counted[PARAMETER] += elements * model.element_bytes(PARAMETER, index)
+        if model.tensors[index].role == "trained":
+            counted[GRADIENT] += elements * GRADIENT_BYTES
     for kind in model.optimizer_kinds:
         counted[kind] = sum(
-            box.elements * model.element_bytes(kind)
-            for index in stage
+            box.elements * model.element_bytes(kind, index)
+            for index in held
             for box in owned_boxes(model, layout, at, kind, index)
         )
     return counted
@@ -34,14 +38,18 @@ def worker_bytes(model: ModelSpec, layout: Layout, at: Coordinate) -> dict[str, 
 
 def move_bytes(model: ModelSpec, moves: tuple[Move, ...]) -> int:
     """Bytes of a list of moves."""
-    return sum(move.box.elements * model.element_bytes(move.kind) for move in moves)
+    return sum(_bytes_of(model, move) for move in moves)
+
+
+def _bytes_of(model: ModelSpec, move: Move) -> int:
+    return move.box.elements * model.element_bytes(move.kind, move.tensor_index)
 
 
 def bytes_by_receiver(model: ModelSpec, moves: tuple[Move, ...]) -> dict[int, int]:
     """Bytes of a list of moves, by the worker that they go to."""
     counted: Counter[int] = Counter()
     for move in moves:
-        counted[move.receiver] += move.box.elements * model.element_bytes(move.kind)
+        counted[move.receiver] += _bytes_of(model, move)
     return dict(sorted(counted.items()))
 
 

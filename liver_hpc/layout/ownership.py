@@ -1,9 +1,11 @@
 """Which boxes of which tensors a coordinate owns: pure functions of (model, layout, coordinate).
 
 Parameters: a coordinate holds its whole tensor-parallel share of every tensor of its stage, the
-same on every data-parallel rank. Optimizer state: Megatron's distributed optimizer lays a stage's
-local parameters, in reverse order, into buckets and gives each data-parallel rank one equal slice
-of every bucket (megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer and
+same on every replica; with expert parallelism, of experts those of its ep rank. Optimizer state:
+Megatron's distributed optimizer lays the local parameters of a model chunk, in reverse order, into
+buckets and gives each replica one equal slice of every bucket; with ep > 1 experts have buckets of
+their own, which those share that hold the same experts
+(megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer and
 megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._build_model_gbuf_range); a slice
 cuts a parameter in its flat, row-major order, so it is at most three boxes of the local matrix.
 """
@@ -11,7 +13,7 @@ cuts a parameter in its flat, row-major order, so it is at most three boxes of t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,7 +23,7 @@ from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, TensorSpec
 PARAMETER_ALIGNMENT = 64
 """Elements; every parameter starts at a multiple of it in its bucket."""
 BUCKET_ALIGNMENT = 128
-"""Elements; a bucket's size is a multiple of this and of dp."""
+"""Elements; a bucket's size is a multiple of this and of the number of its ranks."""
 
 
 @dataclass(frozen=True)
@@ -86,19 +88,19 @@ def interval_boxes(start: int, end: int, cols: int) -> tuple[Box, ...]:
 
 @dataclass(frozen=True)
 class StageShards:
-    """The optimizer buckets of one stage, each of which is cut into equal slices, one a dp rank:
+    """The optimizer buckets of one stage, each of which is cut into equal slices, one a rank:
     `places[tensor_index] = (start, end, slice)`, in elements of the tensor's bucket."""
 
     places: dict[int, tuple[int, int, int]]
 
-    def interval(self, tensor_index: int, dp_rank: int) -> tuple[int, int]:
-        """Flat interval of the local parameter that a dp rank owns; (0, 0) when it owns none."""
+    def interval(self, tensor_index: int, rank: int) -> tuple[int, int]:
+        """Flat interval of the local parameter that a rank owns; (0, 0) when it owns none."""
         start, end, size = self.places[tensor_index]
-        low, high = max(start, dp_rank * size), min(end, (dp_rank + 1) * size)
+        low, high = max(start, rank * size), min(end, (rank + 1) * size)
         return (low - start, high - start) if low < high else (0, 0)
 
     def owners(self, tensor_index: int, low: int = 0, high: int | None = None) -> range:
-        """The dp ranks that own a part of the tensor, or of its flat interval [low, high)."""
+        """The ranks that own a part of the tensor, or of its flat interval [low, high)."""
         start, end, size = self.places[tensor_index]
         last = (end if high is None else start + high) - 1
         return range((start + low) // size, last // size + 1)
@@ -109,27 +111,65 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def stage_shards(model: ModelSpec, layout: Layout, stage: int) -> StageShards:
-    """Bucket places of every tensor of a stage, as Megatron's buffer lays them out.
+def stage_shards(
+    model: ModelSpec, layout: Layout, stage: int, home: int | None = None
+) -> StageShards:
+    """Bucket places of a stage's trained tensors, as Megatron's buffers lay them out.
 
-    All tensors share one bucket; a tied embedding that is on two stages has its own.
+    home: those that only this ep rank holds; None: those that all hold. Their ranks are the
+    replicas that hold them, in order.
     """
-    buckets: list[list[int]] = [[]]
-    for index in reversed(model.stage_tensors(layout.pp, stage)):
-        if len(model.stages_of(index, layout.pp)) > 1:
-            buckets += [[index], []]
-        else:
-            buckets[-1].append(index)
+    ranks = layout.replicas if home is None else layout.expert_replicas
     places: dict[int, tuple[int, int, int]] = {}
-    for bucket in buckets:
-        spans, end = {}, 0
-        for index in bucket:
-            start = _round_up(end, PARAMETER_ALIGNMENT)
-            end = start + math.prod(local_shape(model.tensors[index], layout.tp))
-            spans[index] = start, end
-        size = _round_up(end, math.lcm(layout.dp, BUCKET_ALIGNMENT)) // layout.dp
-        places |= {index: (*span, size) for index, span in spans.items()}
+    for number, chunk in enumerate(model.chunks(layout, stage)):
+        indices = [
+            index
+            for index in reversed(chunk)
+            if model.tensors[index].role == "trained" and model.home(index, layout) == home
+        ]
+        fills_at = model.bucket_elements if stage == number == 0 else None
+        for spans in _buckets(model, layout, indices, fills_at):
+            end = max(span[1] for span in spans.values())
+            size = _round_up(end, math.lcm(ranks, BUCKET_ALIGNMENT)) // ranks
+            places |= {index: (*span, size) for index, span in spans.items()}
     return StageShards(places)
+
+
+def _buckets(
+    model: ModelSpec, layout: Layout, indices: Iterable[int], fills_at: int | None
+) -> Iterator[dict[int, tuple[int, int]]]:
+    """Where tensors lie in their buckets, bucket by bucket: start and end, in elements.
+
+    A tied embedding that is on two stages has a bucket of its own; another bucket is begun where
+    one has reached `fills_at` elements.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    end = 0
+    for index in indices:
+        alone = len(model.stages_of(index, layout)) > 1
+        if alone and spans:
+            yield spans
+            spans, end = {}, 0
+        start = _round_up(end, PARAMETER_ALIGNMENT)
+        end = start + math.prod(local_shape(model.tensors[index], layout.tp))
+        spans[index] = start, end
+        if alone or (fills_at is not None and end >= fills_at):
+            yield spans
+            spans, end = {}, 0
+    if spans:
+        yield spans
+
+
+def optimizer_interval(
+    model: ModelSpec, layout: Layout, at: Coordinate, tensor_index: int
+) -> tuple[int, int]:
+    """Flat interval of a local tensor whose optimizer state is at a coordinate that holds the
+    tensor; (0, 0) for none."""
+    if model.tensors[tensor_index].role != "trained":
+        return (0, 0)
+    home = model.home(tensor_index, layout)
+    rank = model.holders(tensor_index, layout).index(at.replica)
+    return stage_shards(model, layout, at.pp, home).interval(tensor_index, rank)
 
 
 @lru_cache(maxsize=1 << 18)
@@ -138,7 +178,7 @@ def optimizer_boxes(
 ) -> tuple[Box, ...]:
     """Global boxes of one tensor's optimizer state at a coordinate that holds the tensor."""
     tensor = model.tensors[tensor_index]
-    start, end = stage_shards(model, layout, at.pp).interval(tensor_index, at.dp)
+    start, end = optimizer_interval(model, layout, at, tensor_index)
     _, cols = local_shape(tensor, layout.tp)
     return tuple(
         slab.to_global(part)
@@ -151,8 +191,10 @@ def optimizer_boxes(
 def owned_boxes(
     model: ModelSpec, layout: Layout, at: Coordinate, kind: str, tensor_index: int
 ) -> tuple[Box, ...]:
-    """Global boxes of one kind of one tensor that a coordinate owns; () when its stage lacks it."""
-    if at.pp not in model.stages_of(tensor_index, layout.pp):
+    """Global boxes of one kind of one tensor that a coordinate owns; () when it has none."""
+    if at.pp not in model.stages_of(tensor_index, layout):
+        return ()
+    if model.home(tensor_index, layout) not in (None, layout.ep_rank(at)):
         return ()
     if kind == PARAMETER:
         tensor = model.tensors[tensor_index]
@@ -163,13 +205,16 @@ def owned_boxes(
 def optimizer_owners(
     model: ModelSpec, layout: Layout, at: Coordinate, tensor_index: int, boxes: Iterable[Box]
 ) -> list[int]:
-    """The dp ranks that may own optimizer state within global boxes, at `at`'s tp rank and stage.
+    """The replicas that may own optimizer state within global boxes, at `at`'s tp rank and stage.
 
-    They are found from the boxes, without asking every rank: all that own some, and a few that
+    They are found from the boxes, without asking every replica: all that own some, and a few that
     own none.
     """
     tensor = model.tensors[tensor_index]
-    shards = stage_shards(model, layout, at.pp)
+    if tensor.role != "trained":
+        return []
+    shards = stage_shards(model, layout, at.pp, model.home(tensor_index, layout))
+    holders = model.holders(tensor_index, layout)
     _, cols = local_shape(tensor, layout.tp)
     found: set[int] = set()
     for slab in slabs(tensor, layout.tp, at.tp):
@@ -180,4 +225,4 @@ def optimizer_owners(
                 low = local.row0 * cols + local.col0
                 high = (local.row1 - 1) * cols + local.col1
                 found.update(shards.owners(tensor_index, low, high))
-    return sorted(found)
+    return [holders[rank] for rank in sorted(found)]

@@ -63,44 +63,64 @@ def overlap_matrix(model: ModelSpec, source: Layout, target: Layout) -> NDArray[
 
     [source.workers, target.workers], whole numbers.
     """
-    optimizer, *_ = model.optimizer_kinds
-    optimizer_bytes = sum(model.element_bytes(kind) for kind in model.optimizer_kinds)
-    axes = (source.pp, source.dp, source.tp, target.pp, target.dp, target.tp)
-    parameters = _common_elements(model, source, target, PARAMETER).reshape(axes)
-    state = _common_elements(model, source, target, optimizer).reshape(axes)
-    # Every dp rank holds the parameters that the first one holds.
-    held = parameters[:, :1, :, :, :1] * model.parameter_bytes + state * optimizer_bytes
-    return held.reshape(source.workers, target.workers)
+    parameters = _common_bytes(model, source, target, PARAMETER)
+    optimizer, *others = model.optimizer_kinds
+    state = _common_bytes(model, source, target, optimizer) * (1 + len(others))
+    return parameters[np.ix_(_seats(source), _seats(target))] + state
 
 
-def _common_elements(
+def _seats(layout: Layout) -> list[int]:
+    """For each rank, the first one that holds the same parameters, counted among such."""
+    return [_seat(layout, at) for at in layout.coordinates()]
+
+
+def _seat(layout: Layout, at: Coordinate) -> int:
+    return at.tp + layout.tp * (layout.ep_rank(at) + layout.ep * at.pp)
+
+
+def _common_bytes(
     model: ModelSpec, source: Layout, target: Layout, kind: str
 ) -> NDArray[np.float64]:
-    """Elements of one kind that a source rank and a target rank have in common, for all pairs."""
+    """Bytes of one kind that a holder of the source and one of the target have in common, for all
+    pairs; holders are seats for parameters, ranks for optimizer state."""
+    of_parameters = kind == PARAMETER
+    holders, takers = (
+        layout.tp * layout.pp * (layout.ep if of_parameters else layout.replicas)
+        for layout in (source, target)
+    )
     need = np.array(list(_boxes(model, target, kind)))
-    common = np.zeros(source.workers * target.workers)
+    common = np.zeros(holders * takers)
     have_all = np.array(list(_boxes(model, source, kind)))
+    size = np.array([model.element_bytes(kind, index) for index in range(len(model.tensors))])
     for have in np.array_split(have_all, len(have_all) // _CHUNK_BOXES + 1):
         # Every box with every box of the same tensor: `ours` of the source, `theirs` of the target.
         first, end = (np.searchsorted(need[:, 0], have[:, 0], side) for side in ("left", "right"))
         counts = end - first
         ours = np.repeat(np.arange(len(have)), counts)
         theirs = np.arange(len(ours)) + np.repeat(end - np.cumsum(counts), counts)
-        (_, at, *a), (_, to, *b) = have.T[:, ours], need.T[:, theirs]
+        (index, at, *a), (_, to, *b) = have.T[:, ours], need.T[:, theirs]
         rows = np.minimum(a[1], b[1]) - np.maximum(a[0], b[0])
         cols = np.minimum(a[3], b[3]) - np.maximum(a[2], b[2])
-        elements = rows.clip(0) * cols.clip(0)
-        common += np.bincount(at * target.workers + to, elements, minlength=len(common))
-    return common
+        held = rows.clip(0) * cols.clip(0) * size[index]
+        common += np.bincount(at * takers + to, held, minlength=len(common))
+    return common.reshape(holders, takers)
 
 
 def _boxes(model: ModelSpec, layout: Layout, kind: str) -> Iterator[tuple[int, ...]]:
-    """(tensor index, rank, *box) of all boxes of one kind; parameters of the first dp rank."""
-    for index in range(len(model.tensors)):
-        for stage in model.stages_of(index, layout.pp):
-            owners = stage_shards(model, layout, stage).owners(index)
-            for dp in (0,) if kind == PARAMETER else owners:
+    """(tensor index, holder, *box) of all boxes of one kind; see `_common_bytes`."""
+    for index, tensor in enumerate(model.tensors):
+        if kind != PARAMETER and tensor.role != "trained":
+            continue
+        home, holders = model.home(index, layout), model.holders(index, layout)
+        for stage in model.stages_of(index, layout):
+            if kind == PARAMETER:
+                replicas = range(layout.ep) if home is None else range(home, home + 1)
+            else:
+                owners = stage_shards(model, layout, stage, home).owners(index)
+                replicas = holders[owners.start : owners.stop]
+            for replica in replicas:
                 for tp in range(layout.tp):
-                    at = Coordinate(tp, stage, dp)
+                    at = Coordinate(tp, stage, replica)
+                    holder = _seat(layout, at) if kind == PARAMETER else layout.rank(at)
                     for box in owned_boxes(model, layout, at, kind, index):
-                        yield (index, layout.rank(at), *box)
+                        yield (index, holder, *box)

@@ -10,7 +10,6 @@ the worker's own tensors and moves alone, once the rank maps are indexed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -38,8 +37,8 @@ def subtract(box: Box, hole: Box) -> tuple[Box, ...]:
 class Copies:
     """The complete copies of one kind of one tensor in a layout, numbered as all workers agree.
 
-    Parameters have a copy on every dp rank, what is not split over tp has one on every tp rank,
-    and a tied tensor has one on either of its stages. Other ranks share a copy.
+    Parameters have a copy on every replica that holds the tensor, what is not split over tp has one
+    on every tp rank, and a tied tensor has one on either of its stages. Other ranks share a copy.
     """
 
     model: ModelSpec
@@ -49,21 +48,28 @@ class Copies:
 
     @property
     def _stages(self) -> tuple[int, ...]:
-        return self.model.stages_of(self.tensor_index, self.layout.pp)
+        return self.model.stages_of(self.tensor_index, self.layout)
 
     @property
-    def _on_ranks(self) -> tuple[int, int]:
-        """On how many dp ranks, and on how many tp ranks, a stage has copies."""
+    def _replicas(self) -> range:
+        """The replicas that have a copy each; the first holder stands for those that share one."""
+        holders = self.model.holders(self.tensor_index, self.layout)
+        return holders if self.kind == PARAMETER else holders[:1]
+
+    @property
+    def _on_tp(self) -> int:
+        """On how many tp ranks there are copies."""
         split = self.model.tensors[self.tensor_index].tp_dim is not None
-        return self.layout.dp if self.kind == PARAMETER else 1, 1 if split else self.layout.tp
+        return 1 if split else self.layout.tp
 
     def __len__(self) -> int:
-        return len(self._stages) * math.prod(self._on_ranks)
+        return len(self._stages) * len(self._replicas) * self._on_tp
 
     def number_at(self, at: Coordinate) -> int:
         """Which copy a coordinate that holds the tensor has a part of."""
-        dp, tp = self._on_ranks
-        return (self._stages.index(at.pp) * dp + at.dp % dp) * tp + at.tp % tp
+        replicas, tp = self._replicas, self._on_tp
+        replica = replicas.index(at.replica) if self.kind == PARAMETER else 0
+        return (self._stages.index(at.pp) * len(replicas) + replica) * tp + at.tp % tp
 
     def parts(
         self, number: int, needed: Sequence[Box], receiver: str
@@ -89,17 +95,17 @@ class Copies:
 
     def _holders(self, number: int, boxes: Sequence[Box]) -> Iterator[Coordinate]:
         """The coordinates of a copy that may hold a part of `boxes`."""
-        on_dp, on_tp = self._on_ranks
-        rest, tp = divmod(number, on_tp)
-        stage, dp = divmod(rest, on_dp)
+        replicas = self._replicas
+        rest, tp = divmod(number, self._on_tp)
+        stage, replica = divmod(rest, len(replicas))
         split = self.model.tensors[self.tensor_index].tp_dim is not None
         for tp_rank in range(self.layout.tp) if split else (tp,):
-            seat = Coordinate(tp_rank, self._stages[stage], dp)
+            seat = Coordinate(tp_rank, self._stages[stage], replicas[replica])
             if self.kind == PARAMETER:
                 yield seat
             else:
                 owners = optimizer_owners(self.model, self.layout, seat, self.tensor_index, boxes)
-                yield from (seat._replace(dp=owner) for owner in owners)
+                yield from (seat._replace(replica=owner) for owner in owners)
 
 
 def common_boxes(some: Sequence[Box], others: Sequence[Box]) -> list[Box]:
@@ -164,21 +170,23 @@ class Handoff:
         layout, model = self.target.layout, self.model
         copies = Copies(model, self.source.layout, kind, tensor_index)
         number, turns = copies.number_at(at), len(copies)
-        for stage in model.stages_of(tensor_index, layout.pp):
+        holders = model.holders(tensor_index, layout)
+        for stage in model.stages_of(tensor_index, layout):
             for tp in range(layout.tp):
                 seat = Coordinate(tp, stage, 0)
                 first = (number - _turn(tensor_index, seat)) % turns
-                dp_ranks: Sequence[int] = range(first, layout.dp, turns)
+                asking = range(first, layout.replicas, turns)
+                replicas = [replica for replica in asking if replica in holders]
                 if kind != PARAMETER:
                     owners = optimizer_owners(model, layout, seat, tensor_index, own)
-                    dp_ranks = [dp for dp in owners if dp in dp_ranks]
-                for dp in dp_ranks:
-                    yield seat._replace(dp=dp)
+                    replicas = [replica for replica in owners if replica in asking]
+                for replica in replicas:
+                    yield seat._replace(replica=replica)
 
 
 def _turn(tensor_index: int, to: Coordinate) -> int:
     """Spreads receivers and tensors over the copies, so that no holder serves everybody."""
-    return tensor_index + to.dp + to.pp + to.tp
+    return tensor_index + to.replica + to.pp + to.tp
 
 
 def _without(boxes: Sequence[Box], holes: Sequence[Box]) -> list[Box]:
@@ -218,7 +226,7 @@ def _moves(
         return []
     moves: list[Move] = []
     planned, *others = model.optimizer_kinds
-    for index in model.stage_tensors(rank_map.layout.pp, at.pp):
+    for index in model.held_tensors(rank_map.layout, at):
         moves += moves_of(PARAMETER, index, at)
         for move in moves_of(planned, index, at):
             moves += (move, *(move._replace(kind=kind) for kind in others))

@@ -10,15 +10,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.coordinates import Coordinate, Layout
 
 PARAMETER = "parameter"
 MAIN = "main"
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+
+Role = Literal["trained", "frozen", "buffer"]
+"""What training does with a tensor; only what is trained has optimizer state."""
 
 
 class Box(NamedTuple):
@@ -59,6 +63,9 @@ class TensorSpec:
     tp_blocks: sizes of the blocks along `tp_dim`, each of which is split over tp on its own (a
         SwiGLU fc1 holds gate and up); () means one block.
     tied: several stages hold a copy of it in some layout of the run (tied embeddings).
+    expert: in some layout of the run only some replicas hold it (one expert's weights).
+    role: whether it is trained, a frozen parameter, or a persistent buffer.
+    element_bytes: bytes of one element; None: as the model's parameters have.
 
     Seen as a matrix, the dimensions from `tp_dim` on (from the second on, where it is 0 or None)
     are the columns.
@@ -69,6 +76,9 @@ class TensorSpec:
     tp_dim: int | None = None
     tp_blocks: tuple[int, ...] = ()
     tied: bool = False
+    expert: bool = False
+    role: Role = "trained"
+    element_bytes: int | None = None
 
     @property
     def rows(self) -> int:
@@ -94,20 +104,30 @@ class TensorSpec:
         return Box(0, self.rows, 0, self.cols)
 
 
+Chunks = tuple[tuple[int, ...], ...]
+"""Indices of the tensors of each model chunk of a stage, in the order of its module's."""
+
+
 @dataclass(frozen=True, eq=False)
 class ModelSpec:
-    """The tensors of a model, and which of them each pipeline stage holds.
+    """The tensors of a model, and who holds which of them.
 
-    stages: by pp, the tensors of each stage by index, in the order of its `module.parameters()`.
+    stages: by `pipeline`, the chunks of each stage. A chunk's tensors are in the order of its
+        `module.parameters()`, its buffers behind them.
     parameter_bytes: bytes of one model parameter (4 in fp32, 2 in bf16). The optimizer's main
-    copy and moments are fp32; in fp32 runs the main copy is the parameter itself.
-    refused: why the model cannot be laid out so, by `axes`.
+        copy and moments are fp32; in fp32 runs the main copy is the parameter itself.
+    homes: by ep, the ep rank that holds each tensor; None: all of them do.
+    bucket_elements: size at which the first stage's first chunk begins another gradient bucket;
+        None: it has one, as all others have.
+    refused: why the model cannot be laid out so, by the text of `Layout.least`.
     Compared and hashed by identity: ownership is memoized per model.
     """
 
     tensors: tuple[TensorSpec, ...]
-    stages: Mapping[int, tuple[tuple[int, ...], ...]]
+    stages: Mapping[str, tuple[Chunks, ...]]
     parameter_bytes: int
+    homes: Mapping[int, tuple[int | None, ...]] = field(default_factory=dict)
+    bucket_elements: int | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -123,51 +143,88 @@ class ModelSpec:
     def kinds(self) -> tuple[str, ...]:
         return (PARAMETER, *self.optimizer_kinds)
 
+    @property
+    def elements(self) -> int:
+        """Elements of all parameters, each once."""
+        return sum(tensor.elements for tensor in self.tensors if tensor.role != "buffer")
+
     @cached_property
     def digest(self) -> str:
-        """Equal for equal specs only, as far as their tensors and stages go."""
-        known = (self.tensors, sorted(self.stages.items()), self.parameter_bytes)
+        """Equal for equal specs only, as far as it says what a worker holds."""
+        held = (sorted(self.stages.items()), sorted(self.homes.items()), self.bucket_elements)
+        known = (self.tensors, self.parameter_bytes, held)
         return hashlib.blake2b(repr(known).encode(), digest_size=8).hexdigest()
 
-    def check_layout(self, tp: int, pp: int) -> None:
-        """Raises ConfigError where the model cannot be split so."""
-        refused = self.refused.get(axes(tp, pp))
+    def check_layout(self, layout: Layout) -> None:
+        """Raises ConfigError where the model cannot be laid out so."""
+        refused = self.refused.get(str(layout.least))
         if refused:
             raise ConfigError(refused)
-        if pp not in self.stages:
-            raise ConfigError(f"pp={pp}: the model's spec has pp {sorted(self.stages)} only")
+        if pipeline(layout) not in self.stages:
+            known = ", ".join(sorted(self.stages))
+            raise ConfigError(f"{pipeline(layout)}: the model's spec has {known} only")
+        if layout.ep > 1 and layout.ep not in self.homes:
+            raise ConfigError(f"ep={layout.ep}: the model's spec has ep {sorted(self.homes)} only")
         for tensor in self.tensors:
-            if tensor.tp_dim is not None and any(block % tp for block in tensor.blocks):
+            if tensor.tp_dim is not None and any(block % layout.tp for block in tensor.blocks):
                 raise ConfigError(
                     f"tensor {tensor.name}: dimension {tensor.tp_dim} is "
                     f"{tensor.shape[tensor.tp_dim]}, in blocks of {tensor.tp_blocks}, which "
-                    f"tp={tp} does not divide"
+                    f"tp={layout.tp} does not divide"
                 )
 
-    def stages_of(self, tensor_index: int, pp: int) -> tuple[int, ...]:
+    def chunks(self, layout: Layout, stage: int) -> Chunks:
+        """The tensors of each chunk of a stage, those of all its experts."""
+        return self.stages[pipeline(layout)][stage]
+
+    def stages_of(self, tensor_index: int, layout: Layout) -> tuple[int, ...]:
         """The pipeline stages that hold a tensor: one, or several for tied copies."""
-        return _stages_of_tensors(self, pp)[tensor_index]
+        return _stages_of_tensors(self, pipeline(layout))[tensor_index]
 
-    def stage_tensors(self, pp: int, stage: int) -> tuple[int, ...]:
-        """Indices of a stage's tensors in the order of its `module.parameters()`."""
-        return self.stages[pp][stage]
+    def home(self, tensor_index: int, layout: Layout) -> int | None:
+        """The ep rank that holds a tensor; None: all of them do."""
+        return self.homes[layout.ep][tensor_index] if layout.ep > 1 else None
 
-    def element_bytes(self, kind: str) -> int:
-        return self.parameter_bytes if kind == PARAMETER else 4
+    def holders(self, tensor_index: int, layout: Layout) -> range:
+        """The replicas that hold a tensor of their stage."""
+        home = self.home(tensor_index, layout)
+        return range(layout.replicas) if home is None else range(home, layout.replicas, layout.ep)
+
+    def held_tensors(self, layout: Layout, at: Coordinate) -> tuple[int, ...]:
+        """Indices of the tensors that a coordinate holds, chunk by chunk, in the order of its
+        modules."""
+        return _held_tensors(self, layout.least, at.pp, layout.ep_rank(at))
+
+    def element_bytes(self, kind: str, tensor_index: int) -> int:
+        """Bytes of one element of a kind of a tensor's state."""
+        if kind != PARAMETER:
+            return 4
+        return self.tensors[tensor_index].element_bytes or self.parameter_bytes
 
 
-def axes(tp: int, pp: int) -> str:
-    """The key of `ModelSpec.refused`."""
-    return f"tp{tp} pp{pp}"
+def pipeline(layout: Layout) -> str:
+    """The key of `ModelSpec.stages`."""
+    return f"pp{layout.pp}" + (f" vpp{layout.vpp}" if layout.vpp > 1 else "")
 
 
 @lru_cache(maxsize=256)
-def _stages_of_tensors(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
+def _stages_of_tensors(model: ModelSpec, pipeline: str) -> tuple[tuple[int, ...], ...]:
     held: list[list[int]] = [[] for _ in model.tensors]
-    for stage in range(pp):
-        for index in model.stage_tensors(pp, stage):
-            held[index].append(stage)
+    for stage, chunks in enumerate(model.stages[pipeline]):
+        for chunk in chunks:
+            for index in chunk:
+                held[index].append(stage)
     return tuple(map(tuple, held))
+
+
+@lru_cache(maxsize=4096)
+def _held_tensors(model: ModelSpec, layout: Layout, stage: int, ep_rank: int) -> tuple[int, ...]:
+    return tuple(
+        index
+        for chunk in model.chunks(layout, stage)
+        for index in chunk
+        if model.home(index, layout) in (None, ep_rank)
+    )
 
 
 class Move(NamedTuple):

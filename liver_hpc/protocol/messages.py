@@ -9,6 +9,7 @@ it is, as the strings "NaN", "Infinity" and "-Infinity".
 from __future__ import annotations
 
 import inspect
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -31,15 +32,18 @@ class WireRankMap(_Frozen):
     tp: int
     pp: int
     dp: int
+    cp: int = 1
+    ep: int = 1
+    vpp: int = 1
+    sequence_parallel: bool = False
     workers: tuple[int, ...]
 
     @classmethod
     def of(cls, rank_map: RankMap) -> WireRankMap:
-        layout = rank_map.layout
-        return cls(tp=layout.tp, pp=layout.pp, dp=layout.dp, workers=rank_map.workers)
+        return cls(**asdict(rank_map.layout), workers=rank_map.workers)
 
     def rank_map(self) -> RankMap:
-        return RankMap(Layout(self.tp, self.pp, self.dp), self.workers)
+        return RankMap(Layout(**self.model_dump(exclude={"workers"})), self.workers)
 
 
 class ScalarState(_Frozen):
@@ -61,6 +65,7 @@ class ClassDigest(_Frozen):
     kind: str
     tp_replicated: bool
     multi_stage: bool
+    expert: bool = False
     value: str
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from liver_hpc.layout.coordinates import Coordinate, RankMap
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.messages import ClassDigest
 
@@ -25,28 +25,32 @@ class StateClass(NamedTuple):
     kind: str
     tp_replicated: bool
     multi_stage: bool
+    expert: bool = False
 
     def __str__(self) -> str:
         tp = "replicated over tp" if self.tp_replicated else "split over tp"
         stages = ", on several stages" if self.multi_stage else ""
-        return f"{self.kind} ({tp}{stages})"
+        experts = ", of experts" if self.expert else ""
+        return f"{self.kind} ({tp}{stages}{experts})"
 
 
 class CopyIndex(NamedTuple):
     """Which copy; an axis that is None is one over which the copy is spread."""
 
-    dp: int | None
+    replica: int | None
     tp: int | None
     stage: int | None
 
     @classmethod
-    def of(cls, state_class: StateClass, at: Coordinate) -> CopyIndex:
+    def of(cls, state_class: StateClass, layout: Layout, at: Coordinate) -> CopyIndex:
         """The copy to which a coordinate contributes.
 
-        Parameters are whole on every data-parallel rank; the optimizer's state is split over them.
+        Parameters are whole on every replica, experts on those of all ep ranks together; the
+        optimizer's state is split over them.
         """
+        replica = at.replica // layout.ep if state_class.expert else at.replica
         return cls(
-            dp=at.dp if state_class.kind == PARAMETER else None,
+            replica=replica if state_class.kind == PARAMETER else None,
             tp=at.tp if state_class.tp_replicated else None,
             stage=at.pp if state_class.multi_stage else None,
         )
@@ -132,14 +136,16 @@ def _copies(side: Side) -> Iterator[tuple[StateClass, Copy]]:
     reports: dict[StateClass, dict[Coordinate, int]] = defaultdict(lambda: defaultdict(int))
     for rank, worker in enumerate(side.rank_map.workers):
         for digest in side.digests[worker]:
-            state_class = StateClass(digest.kind, digest.tp_replicated, digest.multi_stage)
+            state_class = StateClass(
+                digest.kind, digest.tp_replicated, digest.multi_stage, digest.expert
+            )
             reports[state_class][layout.coordinate(rank)] += int(digest.value, 16)
     for state_class, values in reports.items():
         stages = {at.pp for at in values} if state_class.multi_stage else range(layout.pp)
         members: dict[CopyIndex, list[Coordinate]] = defaultdict(list)
-        for dp, tp, stage in product(range(layout.dp), range(layout.tp), sorted(stages)):
-            at = Coordinate(tp, stage, dp)
-            members[CopyIndex.of(state_class, at)].append(at)
+        for replica, tp, stage in product(range(layout.replicas), range(layout.tp), sorted(stages)):
+            at = Coordinate(tp, stage, replica)
+            members[CopyIndex.of(state_class, layout, at)].append(at)
         for index, coordinates in members.items():
             told = [values[at] for at in coordinates if at in values]
             workers = tuple(side.rank_map.worker_at(at) for at in coordinates)

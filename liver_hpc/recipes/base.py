@@ -40,21 +40,28 @@ class NoOptions(BaseModel):
 class BuildContext:
     """What a recipe needs to build its model: where it sits, and the groups to talk over.
 
-    seed_dropout: seeds the device's generator and megatron's tensor-parallel stream of this seat.
+    chunk: which of its stage's chunks is to be built; Megatron's vp_stage.
     """
 
     layout: Layout
     at: Coordinate
     groups: ProcessGroupCollection
-    seed_dropout: Callable[[int], None]
+    chunk: int = 0
 
     @property
     def is_first_stage(self) -> bool:
-        return self.at.pp == 0
+        """Whether the chunk is the model's first one."""
+        return self.at.pp == 0 and self.chunk == 0
 
     @property
     def is_last_stage(self) -> bool:
-        return self.at.pp == self.layout.pp - 1
+        """Whether the chunk is the model's last one."""
+        return self.at.pp == self.layout.pp - 1 and self.chunk == self.layout.vpp - 1
+
+    @property
+    def vp_stage(self) -> int | None:
+        """The chunk as Megatron has it: None without an interleaved pipeline."""
+        return self.chunk if self.layout.vpp > 1 else None
 
 
 class Recipe(ABC):
@@ -70,7 +77,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def build(self, context: BuildContext) -> MegatronModule:
-        """The part of the model at one coordinate. Not collective: it must not communicate.
+        """One chunk of the model at one coordinate. Not collective: it must not communicate.
 
         Weights need no values, and random numbers are not drawn: the runtime fills them from
         `initial` or from the source world.
@@ -88,7 +95,8 @@ class Recipe(ABC):
         """Runs the forward of one micro-batch.
 
         Returns the stage's output tensor, and the function that turns the last stage's output
-        into (mean loss over the micro-batch, {"loss": detached mean}).
+        into (mean loss over the micro-batch, {"loss": detached mean}). With context parallelism
+        each rank gives its share, of which the mean is the sum.
         """
 
     def initial(self, tensor: TensorSpec, generator: torch.Generator) -> torch.Tensor:
@@ -139,7 +147,7 @@ class Recipe(ABC):
         """Raises ConfigError when the model cannot be laid out so."""
         if layout.pp > 1:
             self.hidden_shape()
-        self.spec.check_layout(layout.tp, layout.pp)
+        self.spec.check_layout(layout)
 
 
 def load_recipe(config: RunConfig) -> Recipe:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +32,6 @@ class GPT(Recipe):
         super().__init__(options, config)
         self._check_data()
         self._samples: TokenSamples | None = None
-        # Per thread: a world may be rehearsed beside the one that trains.
-        self._micro_batch = threading.local()
 
     def check_layout(self, layout: Layout) -> None:
         if self.options.groups % layout.tp:
@@ -48,8 +45,7 @@ class GPT(Recipe):
         return self.options.seq_length
 
     def summary(self) -> Mapping[str, str]:
-        elements = sum(tensor.elements for tensor in self.spec.tensors)
-        return {"parameters": f"{elements / 1e6:.2f} M"}
+        return {"parameters": f"{self.spec.elements / 1e6:.2f} M"}
 
     # ---- data
 
@@ -87,7 +83,7 @@ class GPT(Recipe):
 
         options = self.options
         config = self._transformer_config(context.layout)
-        model = GPTModel(
+        return GPTModel(
             config=config,
             transformer_layer_spec=get_gpt_layer_local_spec(normalization=config.normalization),
             vocab_size=options.vocab_size,
@@ -97,27 +93,8 @@ class GPT(Recipe):
             share_embeddings_and_output_weights=options.tied_embeddings,
             position_embedding_type="rope" if options.position == "rope" else "learned_absolute",
             pg_collection=context.groups,
+            vp_stage=context.vp_stage,
         )
-        if options.dropout > 0:
-            model.register_forward_pre_hook(self._dropout_seeder(context, layer=0))
-            for layer in model.decoder.layers:
-                seeder = self._dropout_seeder(context, layer.layer_number)
-                layer.register_forward_pre_hook(seeder)
-        return model
-
-    def _dropout_seeder(self, context: BuildContext, layer: int) -> Callable[[Any, Any], None]:
-        """A hook that seeds dropout by (run seed, sample, layer), whichever worker computes it.
-
-        Layers count from 1, globally; 0 is the embedding. Under tensor parallelism the streams
-        inside attention heads also depend on the tp rank.
-        """
-
-        def seed(module: Any, _inputs: Any) -> None:
-            if module.training:
-                first = self.config.train.seed + 1_000_003 * (self._micro_batch.first_sample + 1)
-                context.seed_dropout((first * 1009 + layer) % 2**31)
-
-        return seed
 
     def _transformer_config(self, layout: Layout) -> Any:
         import torch
@@ -146,7 +123,10 @@ class GPT(Recipe):
             bf16=options.dtype == "bf16",
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
-            batch_p2p_comm=True,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            sequence_parallel=layout.sequence_parallel,
             deallocate_pipeline_outputs=False,
             use_cpu_initialization=not torch.cuda.is_available(),
             perform_initialization=False,
@@ -184,7 +164,6 @@ class GPT(Recipe):
         if self._samples is None:
             raise ConfigError("the recipe's data is not open")
         device = next(model.parameters()).device
-        self._micro_batch.first_sample = int(samples[0])
         tokens, labels, masks = (
             torch.stack(parts).to(device)
             for parts in zip(*(self._samples.sample(int(i)) for i in samples), strict=True)

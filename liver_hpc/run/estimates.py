@@ -51,7 +51,7 @@ class Traffic:
 def traffic_of(model: ModelSpec, source: RankMap, target: RankMap) -> Traffic:
     """What a handoff moves: counted, or for large worlds bounded from above."""
     layout = target.layout
-    if layout.tp * layout.dp * len(model.tensors) <= EXACT_PARTS:
+    if layout.tp * layout.replicas * len(model.tensors) <= EXACT_PARTS:
         return _counted(model, source, target)
     return _bounded(model, source, target)
 
@@ -60,12 +60,12 @@ def _counted(model: ModelSpec, source: RankMap, target: RankMap) -> Traffic:
     plan = Handoff(model, source, target)
     parameters, everything = Counter[int](), Counter[int]()
     for to in target.layout.coordinates():
-        for index in model.stage_tensors(target.layout.pp, to.pp):
+        for index in model.held_tensors(target.layout, to):
             for kind in model.kinds:
                 for move in plan.incoming(kind, index, to):
                     if move.sender == move.receiver:
                         continue
-                    size_bytes = move.box.elements * model.element_bytes(kind)
+                    size_bytes = move.box.elements * model.element_bytes(kind, index)
                     for worker in (move.sender, move.receiver):
                         everything[worker] += size_bytes
                         parameters[worker] += size_bytes if kind == PARAMETER else 0

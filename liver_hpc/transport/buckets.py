@@ -90,7 +90,7 @@ def whole_units(num_bytes: int) -> int:
 
 
 def cut_moves(
-    moves: Iterable[Move], element_bytes: Callable[[str], int], bucket_bytes: int
+    moves: Iterable[Move], element_bytes: Callable[[str, int], int], bucket_bytes: int
 ) -> list[tuple[Piece, ...]]:
     """The pieces of each bucket that the moves of one pair fill, in the moves' order.
 
@@ -103,7 +103,7 @@ def cut_moves(
     buckets: list[list[Piece]] = [[]]
     before_alone = False
     for move in moves:
-        size = element_bytes(move.kind)
+        size = element_bytes(move.kind, move.tensor_index)
         alone = move.box.elements * size >= capacity_bytes * ALONE_SHARE
         if alone or before_alone:
             buckets.append([])
@@ -152,7 +152,7 @@ def _fit(
 
 
 def plan_buckets(
-    plan: TransferPlan, element_bytes: Callable[[str], int], bucket_bytes: int
+    plan: TransferPlan, element_bytes: Callable[[str, int], int], bucket_bytes: int
 ) -> list[Bucket]:
     """All buckets that one worker sends or receives, by key.
 

@@ -160,6 +160,7 @@ class Trainer:
 
     def _save(self, directory: Path) -> None:
         assert self._world is not None
+        self._world.settle()
         self._context.send(save(self._world, self.step, directory, self._context.clock))
 
     def _report(self, world: World, result: StepResult, started_s: float, ended_s: float) -> None:
@@ -234,6 +235,7 @@ class Trainer:
     def _hand_off(self, session: Session, source: World, ended_s: float) -> None:
         """Crosses to the target world at the agreed boundary, or goes back to this one."""
         assert session.prepared is not None
+        source.settle()
         boundary = m.AtBoundary(
             worker=self._context.worker,
             generation=session.generation,

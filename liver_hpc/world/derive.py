@@ -2,13 +2,13 @@
 
 The model is built on the meta device under stand-in groups, at the seats that the run's layouts
 have; `sharded_state_dict` tells what each holds (sharded.py). How tensor parallelism splits a
-tensor is found at pp=1, who holds what of a pipeline at tp=1; a seat of every pair of both shows
-that they can be had at once. Every worker compares its real module with the result.
+tensor, who holds what of a pipeline, and who holds which experts are found each on its own; a seat
+of every layout that has several of them shows that they can be had at once. Every worker compares
+its real module with the result.
 """
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,12 +18,14 @@ import torch
 
 from liver_hpc.errors import LiverError, PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
-from liver_hpc.layout.tensors import ModelSpec, TensorSpec, axes
+from liver_hpc.layout.tensors import Chunks, ModelSpec, TensorSpec, pipeline
 from liver_hpc.recipes.base import BuildContext, Recipe
 from liver_hpc.world import megatron
 from liver_hpc.world.device import Device
 from liver_hpc.world.groups import GroupBook, install_sentinel
-from liver_hpc.world.sharded import Part, frame_of, parts_of, whole_of
+from liver_hpc.world.refused import refuse_options, refuse_unmarked
+from liver_hpc.world.sharded import Shards, frame_of, shards_of, whole_of
+from liver_hpc.world.shares import differences, is_share, split_of
 
 MODELS_ERRORS = (
     LiverError,
@@ -47,59 +49,87 @@ class Derivation:
     """Builds one recipe's model at seats of layouts, and tells what they hold. Not collective.
 
     worker: the rank of this process's sentinel group. Raises PlanError where the model cannot be
-    built at tp=pp=1, or does not say what it holds there.
+    built with nothing split, or does not say what it holds then.
     """
 
     def __init__(self, recipe: Recipe, worker: int = 0) -> None:
         self._recipe = recipe
         self._device = Device(torch.device("cpu"))
         whole = RankMap(Layout(1, 1, 1), (worker,))
-        with self._seat(whole, worker) as (module, groups):
+        with self._seat(whole, worker) as ((module,), groups):
             self.frame = frame_of(module, groups)
             self._parameter_bytes = 2 if module.config.bf16 else 4
-        self._numbers = {name: number for number, name in enumerate(self.frame.shapes)}
+        self._numbers = {name: number for number, name in enumerate(self.frame.tensors)}
 
     def spec(self, layouts: Iterable[Layout]) -> ModelSpec:
         """The model's spec for these layouts; those that the model cannot take are in `refused`.
 
         For a process without a world: it replaces the sentinel group.
         """
-        pairs = sorted({(layout.tp, layout.pp) for layout in layouts})
+        wanted = sorted({layout.least for layout in layouts})
         refused: dict[str, str] = {}
         splits: Splits = {}
-        stages: dict[int, tuple[tuple[int, ...], ...]] = {1: (tuple(self._numbers.values()),)}
-        for tp, pp in sorted({(tp, 1) for tp, _ in pairs} | {(1, pp) for _, pp in pairs}):
-            with _refusal(refused, tp, pp):
-                if tp > 1:
-                    splits = self._splits(tp, splits)
-                elif pp > 1:
-                    stages[pp] = self._stages(pp)
-        for tp, pp in pairs:
-            why = refused.get(axes(tp, 1)) or refused.get(axes(1, pp))
-            if why:
-                refused[axes(tp, pp)] = why
-            elif tp > 1 and pp > 1:
-                with _refusal(refused, tp, pp):
-                    self._parts(Layout(tp, pp, 1), Coordinate(tp - 1, pp - 1, 0))
-        held = [collections.Counter(itertools.chain(*table)) for table in stages.values()]
+        stages: dict[str, tuple[Chunks, ...]] = {"pp1": ((tuple(self._numbers.values()),),)}
+        homes: dict[int, tuple[int | None, ...]] = {}
+        for alone in sorted({alone for layout in wanted for alone in _axes_alone(layout)}):
+            with _refusal(refused, alone):
+                if alone.tp > 1:
+                    splits = self._splits(alone, splits)
+                elif alone.pp > 1:
+                    stages[pipeline(alone)] = self._stages(alone)
+                else:
+                    homes[alone.ep] = self._homes(alone)
+        spec = self._composed(splits, stages, homes, refused)
+        for layout in wanted:
+            parts = _axes_alone(layout)
+            whys = [refused[str(alone)] for alone in parts if str(alone) in refused]
+            if whys:
+                refused[str(layout)] = whys[0]
+            elif layout not in parts:
+                with _refusal(refused, layout):
+                    self._check_last_seat(spec, layout)
+        return spec
+
+    def _composed(
+        self,
+        splits: Splits,
+        stages: dict[str, tuple[Chunks, ...]],
+        homes: dict[int, tuple[int | None, ...]],
+        refused: dict[str, str],
+    ) -> ModelSpec:
         tensors = []
-        for number, (name, shape) in enumerate(self.frame.shapes.items()):
+        for number, (name, whole) in enumerate(self.frame.tensors.items()):
             dim, blocks = splits.get(name, (None, ()))
-            tied = any(counts[number] > 1 for counts in held)
-            tensors.append(TensorSpec(name, shape, dim, blocks, tied))
-        return ModelSpec(tuple(tensors), stages, self._parameter_bytes, refused)
+            held = [list(itertools.chain(*itertools.chain(*table))) for table in stages.values()]
+            tensors.append(
+                TensorSpec(
+                    name,
+                    whole.shape,
+                    dim,
+                    blocks,
+                    tied=any(indices.count(number) > 1 for indices in held),
+                    expert=any(table[number] is not None for table in homes.values()),
+                    role=whole.role,
+                    element_bytes=whole.element_bytes if whole.role == "buffer" else None,
+                )
+            )
+        train = self._recipe.config.train
+        bucket_elements = train.bucket_elements if train.overlap_grad_reduce else None
+        return ModelSpec(
+            tuple(tensors), stages, self._parameter_bytes, homes, bucket_elements, refused
+        )
 
     # ---- what seats hold
 
-    def _splits(self, tp: int, known: Splits) -> Splits:
-        """How `tp` ranks share tensors; the first rank and the last are asked."""
-        layout = Layout(tp, 1, 1)
-        first, last = (self._parts(layout, Coordinate(rank, 0, 0)) for rank in (0, tp - 1))
+    def _splits(self, layout: Layout, known: Splits) -> Splits:
+        """How the ranks of a layout share tensors; the first rank and the last are asked."""
+        tp = layout.tp
+        (first,), (last,) = (self._shards(layout, Coordinate(rank, 0, 0)) for rank in (0, tp - 1))
         found: Splits = {}
-        for name, shape in self.frame.shapes.items():
-            split = split_of(name, shape, tp, first[name])
-            for rank, parts in ((0, first[name]), (tp - 1, last[name])):
-                if not is_share(parts, shape, split, tp, rank):
+        for name, whole in self.frame.tensors.items():
+            split = split_of(name, whole.shape, tp, first[name].parts)
+            for rank, parts in ((0, first[name].parts), (tp - 1, last[name].parts)):
+                if not is_share(parts, whole.shape, split, tp, rank):
                     raise PlanError(f"{name}: no even split over tp={tp}: rank {rank} has {parts}")
             if split is not None:
                 found[name] = split
@@ -108,90 +138,112 @@ class Derivation:
             raise PlanError(f"at tp={tp} other tensors are split, or otherwise: {names}")
         return found
 
-    def _stages(self, pp: int) -> tuple[tuple[int, ...], ...]:
-        """The tensors of every stage, in the order of its module's parameters."""
-        table = []
-        for stage in range(pp):
-            held = self._parts(Layout(1, pp, 1), Coordinate(0, stage, 0))
-            table.append(tuple(self._numbers[whole_of(name, p)] for name, p in held.items()))
-        missing = {*self._numbers.values()}.difference(*table)
+    def _stages(self, layout: Layout) -> tuple[Chunks, ...]:
+        """The tensors of every chunk of every stage, in the order of their modules'."""
+        table = tuple(
+            self._indices(self._shards(layout, Coordinate(0, stage, 0)))
+            for stage in range(layout.pp)
+        )
+        self._check_all_held(layout, itertools.chain(*itertools.chain(*table)))
+        return table
+
+    def _homes(self, layout: Layout) -> tuple[int | None, ...]:
+        """For each tensor, the ep rank that holds it; None where all do."""
+        ranks: dict[int, list[int]] = {}
+        for rank in range(layout.ep):
+            held = self._indices(self._shards(layout, Coordinate(0, 0, rank)))
+            for index in itertools.chain(*held):
+                ranks.setdefault(index, []).append(rank)
+        self._check_all_held(layout, ranks)
+        for index, held_by in ranks.items():
+            if len(held_by) not in (1, layout.ep):
+                name = [*self.frame.tensors][index]
+                raise PlanError(f"{name} is held by ep ranks {held_by} of {layout.ep}")
+        return tuple(ranks[index][0] if len(ranks[index]) == 1 else None for index in sorted(ranks))
+
+    def _indices(self, chunks: list[Shards]) -> Chunks:
+        return tuple(
+            tuple(self._numbers[whole_of(name, shard.parts)] for name, shard in chunk.items())
+            for chunk in chunks
+        )
+
+    def _check_all_held(self, layout: Layout, held: Iterable[int]) -> None:
+        missing = {*self._numbers.values()}.difference(held)
         if missing:
             names = ", ".join(name for name, number in self._numbers.items() if number in missing)
-            raise PlanError(f"at pp={pp} no stage holds {names}")
-        return tuple(table)
+            raise PlanError(f"in {layout} no worker holds {names}")
 
-    def _parts(self, layout: Layout, at: Coordinate) -> dict[str, tuple[Part, ...]]:
+    def _check_last_seat(self, spec: ModelSpec, layout: Layout) -> None:
+        at = layout.coordinate(layout.workers - 1)
+        for problem in differences(spec, layout, at, self._shards(layout, at)):
+            raise PlanError(f"{layout}: {problem}")
+
+    def _shards(self, layout: Layout, at: Coordinate) -> list[Shards]:
         rank = layout.rank(at)
         install_sentinel(rank)
         rank_map = RankMap(layout, tuple(range(layout.workers)))
-        with self._seat(rank_map, rank) as (module, groups):
-            return parts_of(module, groups, self.frame)
+        with self._seat(rank_map, rank) as (modules, groups):
+            return chunk_shards(modules, groups, self.frame, layout)
 
     @contextmanager
-    def _seat(self, rank_map: RankMap, worker: int) -> Iterator[tuple[Any, Any]]:
-        """The module at one seat, on the meta device, and its stand-in groups."""
+    def _seat(self, rank_map: RankMap, worker: int) -> Iterator[tuple[list[Any], Any]]:
+        """The chunks of one seat, on the meta device, and its stand-in groups."""
         at = rank_map.coordinate_of(worker)
         assert at is not None
         book = GroupBook(next(_generations), worker, self._device)
         try:
             groups = megatron.group_collection(rank_map, at, book)
-            context = BuildContext(rank_map.layout, at, groups, lambda _seed: None)
             with megatron.rehearsal(), megatron.groups_in_use(groups):
-                with megatron.NoDraws(), megatron.OnMeta():
-                    module = self._recipe.build(context)
-                yield module, groups
+                with megatron.OnMeta():
+                    modules = build_chunks(self._recipe, rank_map.layout, at, groups)
+                for module in modules:
+                    megatron.in_low_precision(module)
+                yield modules, groups
         finally:
             book.close()
 
 
+def build_chunks(recipe: Recipe, layout: Layout, at: Coordinate, groups: Any) -> list[Any]:
+    """The modules of a seat as the recipe builds them, one for each chunk. Not collective.
+
+    Raises PlanError for options with which another layout would compute something else.
+    """
+    chunks = []
+    for number in range(layout.vpp):
+        with megatron.NoDraws():
+            module = recipe.build(BuildContext(layout, at, groups, number))
+        refuse_options(module, layout)
+        chunks.append(module)
+    return chunks
+
+
+def chunk_shards(modules: Iterable[Any], groups: Any, frame: Any, layout: Layout) -> list[Shards]:
+    """What the chunks of a seat hold. Raises PlanError as `shards_of` does."""
+    found = []
+    for module in modules:
+        shards = shards_of(module, groups, frame)
+        if layout.sequence_parallel:
+            refuse_unmarked(module, shards)
+        found.append(shards)
+    return found
+
+
+def _axes_alone(layout: Layout) -> list[Layout]:
+    """The layouts that have one of a layout's axes each, of those that split the model."""
+    found = []
+    if layout.tp > 1:
+        found.append(Layout(layout.tp, 1, 1, sequence_parallel=layout.sequence_parallel))
+    if layout.pp > 1:
+        found.append(Layout(1, layout.pp, 1, vpp=layout.vpp))
+    if layout.ep > 1:
+        found.append(Layout(1, 1, layout.ep, ep=layout.ep))
+    return found
+
+
 @contextmanager
-def _refusal(refused: dict[str, str], tp: int, pp: int) -> Iterator[None]:
+def _refusal(refused: dict[str, str], layout: Layout) -> Iterator[None]:
     """Notes what the model's own code raises where it cannot be laid out so."""
     try:
         yield
     except MODELS_ERRORS as error:
-        refused[axes(tp, pp)] = str(error) or type(error).__name__
-
-
-def split_of(
-    name: str, shape: tuple[int, ...], tp: int, parts: tuple[Part, ...]
-) -> tuple[int, tuple[int, ...]] | None:
-    """How a tensor is split, from what the first rank holds of it: the dimension, and the sizes of
-    the blocks along it, each of which is split on its own. None where the rank holds all of it."""
-    dims = {
-        dim
-        for part in parts
-        for dim, ((_, length), size) in enumerate(zip(part.whole, shape, strict=True))
-        if length != size
-    }
-    if not dims:
-        return None
-    if len(dims) > 1:
-        raise PlanError(f"{name} is split along dimensions {sorted(dims)}: {parts}")
-    dim = dims.pop()
-    blocks = tuple(part.whole[dim][1] * tp for part in sorted(parts))
-    return dim, blocks
-
-
-def is_share(
-    parts: tuple[Part, ...],
-    shape: tuple[int, ...],
-    split: tuple[int, tuple[int, ...]] | None,
-    tp: int,
-    rank: int,
-) -> bool:
-    """Whether these parts are what a rank holds of a tensor that is split so."""
-    if split is None:
-        return all(part.local == part.whole for part in parts)
-    dim, blocks = split
-    ends = tuple(itertools.accumulate(blocks))
-    ranges = [
-        ((end - block) // tp, end - block + rank * (block // tp), block // tp)
-        for block, end in zip(blocks, ends, strict=True)
-    ]
-    held = [(part.local[dim][0], part.whole[dim][0], part.whole[dim][1]) for part in sorted(parts)]
-    others = [
-        part.local[:dim] + part.local[dim + 1 :] == part.whole[:dim] + part.whole[dim + 1 :]
-        for part in parts
-    ]
-    return held == ranges and ends[-1] == shape[dim] and all(others)
+        refused[str(layout)] = str(error) or type(error).__name__

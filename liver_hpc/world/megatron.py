@@ -12,20 +12,22 @@ import dataclasses
 import importlib
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import GlobalMemoryBuffer
 from torch.overrides import TorchFunctionMode
 
-from liver_hpc.layout.coordinates import Coordinate, RankMap
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.world.groups import GroupBook
 
@@ -34,11 +36,28 @@ _SEEDING_RANKS = [name for name in _seeding if name.endswith("_rank")]
 """The ranks that this release's seeding takes; it asks parallel_state for one not given."""
 
 
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """What a thread computes at the moment.
+
+    first_sample: its number in the run. weight: of its loss, as Megatron's mean over micro-batches
+    is not the wanted one where some ranks have more of them than others. padding: it is computed
+    for others' sake, and counts nowhere. aux_scale: of the auxiliary losses' gradients.
+    """
+
+    samples: Any
+    first_sample: int
+    weight: float
+    padding: bool
+    aux_scale: float
+
+
 class _Thread(threading.local):
     """What this thread does: it may rehearse a world, and megatron may mean the groups of one."""
 
     rehearsing = False
     groups: Any = None
+    micro_batch: MicroBatch | None = None
 
 
 _thread = _Thread()
@@ -109,9 +128,19 @@ def rehearsal() -> Iterator[None]:
     process, which training draws from, it touches none."""
     _thread.rehearsing = True
     try:
-        yield
+        with torch.autograd.set_multithreading_enabled(False):  # backward on this thread too
+            yield
     finally:
         _thread.rehearsing = False
+
+
+def compute(micro_batch: MicroBatch | None) -> None:
+    """Says what this thread computes from now on."""
+    _thread.micro_batch = micro_batch
+
+
+def micro_batch_of_thread() -> MicroBatch | None:
+    return _thread.micro_batch
 
 
 @contextlib.contextmanager
@@ -151,6 +180,7 @@ def prepare_process(seed: int) -> None:
     _redirect_cross_entropy()
     seed_dropout(seed, tp_rank=0)
     _keep_rehearsals_from_forking()
+    _carry_micro_batches()
     # The first AdamW of a process imports torch._dynamo, for which nobody is to wait later.
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
@@ -187,6 +217,23 @@ def _keep_rehearsals_from_forking() -> None:
     megatron_random._CUDA_RNG_STATE_TRACKER = _Instead(tracker, fork=fork)
 
 
+def _carry_micro_batches() -> None:
+    """Makes recomputation know whose activations it computes: another micro-batch may have gone
+    forward since. In a rehearsal it leaves the streams of this process alone."""
+    take, put = megatron_random._get_all_rng_states, megatron_random._set_all_rng_states
+
+    def take_all() -> tuple[Any, ...]:
+        return (*take(), _thread.micro_batch)
+
+    def put_all(*states: Any) -> None:
+        *streams, micro_batch = states
+        _thread.micro_batch = micro_batch
+        if not _thread.rehearsing:
+            put(*streams)
+
+    megatron_random._get_all_rng_states, megatron_random._set_all_rng_states = take_all, put_all
+
+
 def seed_dropout(seed: int, tp_rank: int) -> None:
     """Seeds the device's generator and megatron's tensor-parallel stream, except in a rehearsal."""
     if not _thread.rehearsing:
@@ -194,7 +241,7 @@ def seed_dropout(seed: int, tp_rank: int) -> None:
         megatron_random.model_parallel_cuda_manual_seed(seed, **ranks)
 
 
-def mark_tensor_parallel(parameter: torch.nn.Parameter, tensor: TensorSpec) -> None:
+def mark_tensor_parallel(parameter: torch.Tensor, tensor: TensorSpec) -> None:
     """Sets the tensor-parallel attributes of a parameter that is split, whatever its layer.
 
     0.16 leaves them unset with `perform_initialization=False`, and the gradient norm is then
@@ -204,6 +251,88 @@ def mark_tensor_parallel(parameter: torch.nn.Parameter, tensor: TensorSpec) -> N
         marked: Any = parameter
         marked.tensor_model_parallel = True
         marked.partition_dim, marked.partition_stride = tensor.tp_dim, 1
+
+
+def in_low_precision(module: Any) -> Any:
+    """The module as it is trained: wrapped for bf16 where its configuration says so.
+
+    The wrapper casts all floating-point tensors. A router's counts and bias stay fp32, as Megatron
+    would make the bias again in the first forward, in other memory, and counts in bf16 end at 256.
+    """
+    if not module.config.bf16:
+        return module
+    kept = [
+        (part, name, getattr(part, name))
+        for part in module.modules()
+        for name in ("expert_bias", "local_tokens_per_expert")
+        if isinstance(getattr(part, name, None), torch.Tensor)
+    ]
+    wrapped = Float16Module(module.config, module)
+    for part, name, buffer in kept:
+        setattr(part, name, buffer)
+    return wrapped
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferPlace:
+    """Where a module has a buffer, which other memory may take the place of."""
+
+    module: Any
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        tensor: torch.Tensor = self.module._buffers[self.name]
+        return tensor
+
+    def copy(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffer, and its values."""
+        return self.tensor, self.tensor.clone()
+
+    def put(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts a buffer back, with these values."""
+        self.module._buffers[self.name] = tensor.copy_(values)
+
+
+def all_buffers(modules: Iterable[Any]) -> list[BufferPlace]:
+    """The buffers of modules, each once."""
+    places = [
+        BufferPlace(part, name)
+        for module in modules
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    return list({id(place.tensor): place for place in places}.values())
+
+
+def buffer_places(modules: Iterable[Any], tensor: torch.Tensor) -> list[BufferPlace]:
+    """Where modules have a tensor as a buffer; empty for a parameter."""
+    return [place for place in all_buffers(modules) if place.tensor is tensor]
+
+
+def forget(groups: ProcessGroupCollection) -> None:
+    """Drops what megatron's globals keep of a world: with it they would keep its groups."""
+
+
+def configure_for_schedules(config: Any, chunks: list[Any], layout: Layout) -> None:
+    """Tells a chunk's configuration what Megatron's schedules call at the end of a batch."""
+    config.finalize_model_grads_func = finalize_model_grads
+    options = chunks[0].ddp_config
+    alone = len(chunks) == 1
+
+    def each(name: str) -> Any:
+        functions = [getattr(chunk, name) for chunk in chunks]
+        return functions[0] if alone else functions
+
+    if options.overlap_grad_reduce:
+        config.no_sync_func = each("no_sync")
+        config.grad_sync_func = each("start_grad_sync")
+    if options.overlap_param_gather:
+        config.param_sync_func = each("start_param_sync")
+    # With two stages, batched messages of an interleaved pipeline come in the wrong order: both go
+    # to the same peer. (0.16.1: silently wrong gradients)
+    config.batch_p2p_comm = not (layout.vpp > 1 and layout.pp == 2)
 
 
 def complete_for_schedules(module: Any) -> None:
@@ -217,29 +346,40 @@ def complete_for_schedules(module: Any) -> None:
 def group_collection(rank_map: RankMap, at: Coordinate, book: GroupBook) -> ProcessGroupCollection:
     """Megatron's groups at one coordinate of a rank map, taken from `book`. No communication."""
     layout = rank_map.layout
-    tps, pps, dps = range(layout.tp), range(layout.pp), range(layout.dp)
+    tps, pps, replicas = range(layout.tp), range(layout.pp), range(layout.replicas)
+    cp_rank, first_cp = layout.cp_rank(at), layout.dp_rank(at) * layout.cp
+    ep_rank = layout.ep_rank(at)
+    cps = range(first_cp, first_cp + layout.cp)
+    eps = range(at.replica - ep_rank, at.replica - ep_rank + layout.ep)
     ends = sorted({0, layout.pp - 1})
 
-    def group(*coordinates: Coordinate) -> Any:
-        return book.group(rank_map.worker_at(c) for c in coordinates).process_group
+    def group(tps: Sequence[int], pps: Sequence[int], replicas: Sequence[int]) -> Any:
+        members = [Coordinate(t, p, r) for p in pps for r in replicas for t in tps]
+        return book.group(map(rank_map.worker_at, members)).process_group
 
-    here = group(at)
-    tp = group(*(Coordinate(t, at.pp, at.dp) for t in tps))
-    dp = group(*(Coordinate(at.tp, at.pp, d) for d in dps))
-    model_parallel = group(*(Coordinate(t, p, at.dp) for p in pps for t in tps))
-    embedding = group(*(Coordinate(at.tp, p, at.dp) for p in ends)) if at.pp in ends else None
+    tp, pp, me = (at.tp,), (at.pp,), (at.replica,)
+    here = group(tp, pp, me)
     groups = {
-        "pp": group(*(Coordinate(at.tp, p, at.dp) for p in pps)),
-        "embd": embedding,
+        "pp": group(tp, pps, me),
+        "embd": group(tp, ends, me) if at.pp in ends else None,
         "pos_embd": here if at.pp == 0 else None,
-        "tp_dp_cp": group(*(Coordinate(t, at.pp, d) for d in dps for t in tps)),
-        "intra_dist_opt": group(*layout.coordinates()),
+        "cp": group(tp, pp, cps),
+        "dp": group(tp, pp, range(cp_rank, layout.replicas, layout.cp)),
+        "ep": group(tp, pp, eps),
+        "tp_cp": group(tps, pp, cps),
+        "tp_ep": group(tps, pp, eps),
+        "tp_dp_cp": group(tps, pp, replicas),
+        "intra_dist_opt": group(tps, pps, replicas),
         **dict.fromkeys(("hcp", "inter_dist_opt")),
-        **dict.fromkeys(("cp", "ep", "gtp_remat", "expt_gtp_remat"), here),
-        **dict.fromkeys(("tp", "tp_cp", "expt_tp", "tp_ep"), tp),
-        **dict.fromkeys(("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp"), dp),
-        **dict.fromkeys(("dp_cp_gtp_remat", "expt_dp_gtp_remat"), dp),
-        **dict.fromkeys(("mp", "tp_ep_pp", "tp_ep_pp_with_egtp_remat"), model_parallel),
+        **dict.fromkeys(("gtp_remat", "expt_gtp_remat"), here),
+        **dict.fromkeys(("tp", "expt_tp"), group(tps, pp, me)),
+        **dict.fromkeys(("dp_cp", "intra_dp_cp", "dp_cp_gtp_remat"), group(tp, pp, replicas)),
+        **dict.fromkeys(
+            ("expt_dp", "intra_expt_dp", "expt_dp_gtp_remat"),
+            group(tp, pp, range(ep_rank, layout.replicas, layout.ep)),
+        ),
+        "mp": group(tps, pps, me),
+        **dict.fromkeys(("tp_ep_pp", "tp_ep_pp_with_egtp_remat"), group(tps, pps, eps)),
     }
     known = {field.name for field in dataclasses.fields(ProcessGroupCollection)}
     return ProcessGroupCollection(**{name: groups[name] for name in known & groups.keys()})

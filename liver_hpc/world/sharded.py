@@ -1,9 +1,9 @@
-"""Which part of the model each parameter of a module is, as the module itself says.
+"""Which part of the model each tensor of a module is, as the module itself says.
 
 Megatron's modules tell in `sharded_state_dict` which box of which global tensor each of their
-parameters holds. Its keys are those of checkpoints, and differ from parameter names; the names and
-shapes of the module at tp=pp=1 are the ones that people see, so every other module's boxes are
-given in terms of those.
+parameters and persistent buffers holds. Its keys are those of checkpoints, and differ from names;
+the names and shapes of the module in which nothing is split are the ones that people see, so every
+other module's boxes are given in terms of those.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from liver_hpc.errors import PlanError
+from liver_hpc.layout.tensors import Role
 from liver_hpc.world import megatron
 
 Range = tuple[int, int]
@@ -26,16 +27,28 @@ NBox = tuple[Range, ...]
 
 
 class Part(NamedTuple):
-    """A box of one parameter of a module, and the box of the whole model's tensor that it is."""
+    """A box of one tensor of a module, and the box of the whole model's tensor that it is."""
 
     local: NBox
     name: str
     whole: NBox
 
 
+class Shard(NamedTuple):
+    """A tensor of a module: what training does with it, and what it is of the whole model."""
+
+    role: Role
+    element_bytes: int
+    parts: tuple[Part, ...]
+
+
+Shards = dict[str, Shard]
+"""Of a module, by name: its parameters in order, then its persistent buffers."""
+
+
 class _Sharded(NamedTuple):
-    """A box of a parameter, and where it lies under a checkpoint's key. The last dimensions of
-    `at` are the parameter's own; others may come before (a layer's number, say)."""
+    """A box of a tensor, and where it lies under a checkpoint's key. The last dimensions of
+    `at` are the tensor's own; others may come before (a layer's number, say)."""
 
     local: NBox
     key: str
@@ -43,48 +56,84 @@ class _Sharded(NamedTuple):
     at: NBox
 
 
+class Whole(NamedTuple):
+    """A tensor of the whole model."""
+
+    shape: tuple[int, ...]
+    role: Role
+    element_bytes: int
+
+
 @dataclass(frozen=True)
 class Frame:
-    """The module at tp=pp=1: shapes of its parameters by name in order, and what lies where under
-    each key."""
+    """The module in which nothing is split: its tensors by name in order, and what lies where
+    under each key."""
 
-    shapes: dict[str, tuple[int, ...]]
+    tensors: dict[str, Whole]
     places: dict[str, list[tuple[str, _Sharded]]]
 
 
 def frame_of(module: torch.nn.Module, groups: Any) -> Frame:
-    """The frame that a whole module gives. Raises PlanError as `parts_of` does."""
+    """The frame that a whole module gives. Raises PlanError as `shards_of` does."""
     places: dict[str, list[tuple[str, _Sharded]]] = {}
     for name, pieces in _sharded(module, groups).items():
         for piece in pieces:
             places.setdefault(piece.key, []).append((name, piece))
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    return Frame(shapes, places)
+    tensors = {
+        name: Whole(tuple(tensor.shape), _role(tensor), tensor.element_size())
+        for name, tensor in state_tensors(module).items()
+    }
+    return Frame(tensors, places)
 
 
-def parts_of(module: torch.nn.Module, groups: Any, frame: Frame) -> dict[str, tuple[Part, ...]]:
-    """What each parameter of a module is of the whole model, by name, in the module's order.
+def state_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's parameters in order, then its persistent buffers.
+
+    Raises PlanError for state that is neither (FP8 scales, say), which no handoff moves.
+    """
+    found: dict[str, torch.Tensor] = dict(module.named_parameters())
+    kept = module.state_dict(keep_vars=True)
+    buffers = {name: b for name, b in module.named_buffers() if kept.get(name) is b}
+    known = {id(tensor) for tensor in (*found.values(), *buffers.values())}
+    for name, value in kept.items():
+        empty = value is None or (isinstance(value, torch.Tensor) and not value.numel())
+        if not empty and id(value) not in known:
+            raise PlanError(
+                f"{name} is not moved by a handoff, as it is neither a parameter nor a buffer"
+            )
+    return found | {name: buffer for name, buffer in buffers.items() if buffer.numel()}
+
+
+def shards_of(module: torch.nn.Module, groups: Any, frame: Frame) -> Shards:
+    """What each tensor of a module is of the whole model.
 
     groups: those that the module was built with. Does not communicate. Raises PlanError where the
-    module does not say it, or says what cannot be: a parameter that it leaves out, parts that do
-    not fill a parameter, a tensor that the whole model does not have.
+    module does not say it, or says what cannot be: a tensor that it leaves out, parts that do
+    not fill a tensor, a tensor that the whole model does not have.
     """
-    parameters = dict(module.named_parameters())
-    found: dict[str, tuple[Part, ...]] = {}
-    for name, pieces in _sharded(module, groups).items():
-        parts = tuple(dict.fromkeys(part for p in pieces for part in _placed(name, p, frame)))
+    tensors = state_tensors(module)
+    pieces = _sharded(module, groups)
+    found: Shards = {}
+    for name, tensor in tensors.items():
+        parts = tuple(dict.fromkeys(part for p in pieces[name] for part in _placed(name, p, frame)))
         held = sum(math.prod(length for _, length in part.local) for part in parts)
-        if held != parameters[name].numel():
+        if held != tensor.numel():
             raise PlanError(
-                f"{name}: sharded_state_dict places {held} of its {parameters[name].numel()} "
+                f"{name}: sharded_state_dict places {held} of its {tensor.numel()} "
                 f"elements in the model at tp=pp=1"
             )
-        found[name] = parts
-    return {name: found[name] for name in parameters}
+        found[name] = Shard(_role(tensor), tensor.element_size(), parts)
+    return found
+
+
+def _role(tensor: torch.Tensor) -> Role:
+    if not isinstance(tensor, torch.nn.Parameter):
+        return "buffer"
+    return "trained" if tensor.requires_grad else "frozen"
 
 
 def whole_of(name: str, parts: tuple[Part, ...]) -> str:
-    """The one tensor of the whole model that a parameter is a share of."""
+    """The one tensor of the whole model that a tensor is a share of."""
     wholes = {part.name for part in parts}
     if len(wholes) != 1:
         raise PlanError(f"{name} holds parts of several tensors: {sorted(wholes)}")
@@ -127,8 +176,8 @@ def _intersection(one: NBox, other: NBox) -> NBox | None:
 
 
 def _sharded(module: Any, groups: Any) -> dict[str, list[_Sharded]]:
-    """What `sharded_state_dict` says of each parameter, by name."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    """What `sharded_state_dict` says of each tensor, by name."""
+    names = {id(tensor): name for name, tensor in state_tensors(module).items()}
     found: dict[str, list[_Sharded]] = {name: [] for name in names.values()}
     with megatron.lent(groups):
         state = module.sharded_state_dict(metadata=megatron.sharding_metadata(groups))
@@ -136,7 +185,7 @@ def _sharded(module: Any, groups: Any) -> dict[str, list[_Sharded]]:
         data = getattr(item, "data", None)
         name = names.get(id(data))
         if name is None:
-            continue  # a buffer, or extra state: `verified_parameters` judges those
+            continue  # extra state, which `state_tensors` judges
         assert isinstance(data, torch.Tensor)
         if isinstance(item, ShardedTensorFactory):
             built = item.build_fn(item.key, data, item.replica_id, item.flattened_range)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout
-from liver_hpc.layout.ownership import local_shape, owned_boxes, slabs, stage_shards
+from liver_hpc.layout.ownership import local_shape, optimizer_interval, owned_boxes, slabs
 from liver_hpc.layout.tensors import MAIN, PARAMETER, Box, ModelSpec, TensorSpec
 from liver_hpc.protocol.messages import ClassDigest
 from liver_hpc.transport.digest import MODULUS, box_digest
@@ -21,16 +21,16 @@ Initializer = Callable[[TensorSpec, torch.Generator], torch.Tensor]
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """One tensor of this worker's stage.
+    """One tensor of this worker's stage: a parameter or a persistent buffer.
 
-    parameter: the local share, [local rows, local cols] or 1-D.
+    value: the local share, of any shape.
     interval: the flat interval of it whose optimizer state lives here; (0, 0) for none.
     optimizer: kind -> 1-D tensor of `interval`'s length; "main" in every precision.
     """
 
-    parameter: torch.Tensor
-    interval: tuple[int, int]
-    optimizer: dict[str, torch.Tensor]
+    value: torch.Tensor
+    interval: tuple[int, int] = (0, 0)
+    optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class WorldState:
@@ -51,8 +51,7 @@ class WorldState:
 
     def _check(self) -> None:
         """Raises PlanError where the real tensors are not what the layout says they are."""
-        shards = stage_shards(self.model, self.layout, self.at.pp)
-        for index in self.model.stage_tensors(self.layout.pp, self.at.pp):
+        for index in self.model.held_tensors(self.layout, self.at):
             tensor = self.model.tensors[index]
             held = self._held.get(index)
             if held is None:
@@ -60,20 +59,24 @@ class WorldState:
             wanted = list(tensor.shape)
             if tensor.tp_dim is not None:
                 wanted[tensor.tp_dim] //= self.layout.tp
-            shape = list(held.parameter.shape)
+            shape = list(held.value.shape)
             if shape != wanted:
                 raise PlanError(
                     f"{self._where()}: {tensor.name!r} is {shape}, the layout wants {wanted}"
                 )
-            interval = shards.interval(index, self.at.dp)
+            interval = optimizer_interval(self.model, self.layout, self.at, index)
             if held.interval != interval:
                 raise PlanError(
                     f"{self._where()}: optimizer state of {tensor.name!r} covers "
                     f"{held.interval}, the layout wants {interval}"
                 )
 
+    def renew(self, tensor_index: int, value: torch.Tensor) -> None:
+        """Takes over the memory that a tensor's value lies in now."""
+        self._held[tensor_index] = replace(self._held[tensor_index], value=value)
+
     def _where(self) -> str:
-        return f"{self.layout} at tp {self.at.tp} pp {self.at.pp} dp {self.at.dp}"
+        return f"{self.layout} at tp {self.at.tp} pp {self.at.pp} replica {self.at.replica}"
 
     def view(self, kind: str, tensor_index: int, box: Box) -> torch.Tensor:
         """The memory of one global box, [box rows, box cols]; writing to it changes the world.
@@ -90,43 +93,50 @@ class WorldState:
             _, cols = local_shape(tensor, self.layout.tp)
             first = local.row0 * cols + local.col0
             last = (local.row1 - 1) * cols + local.col1
-            start, end = (0, held.parameter.numel()) if kind == PARAMETER else held.interval
+            start, end = (0, held.value.numel()) if kind == PARAMETER else held.interval
             if start <= first and last <= end:
-                memory = held.parameter if kind == PARAMETER else held.optimizer[kind]
+                memory = held.value if kind == PARAMETER else held.optimizer[kind]
                 offset = memory.storage_offset() + first - start
                 return torch.as_strided(memory, box.shape, (cols, 1), offset)
         raise PlanError(f"{self._where()}: does not hold {kind} {box} of {tensor.name!r}")
 
     def boxes(self, kind: str) -> Iterator[tuple[int, Box]]:
         """Yields every (tensor index, box) of one kind that this worker owns."""
-        for index in self.model.stage_tensors(self.layout.pp, self.at.pp):
+        for index in self.model.held_tensors(self.layout, self.at):
             for box in owned_boxes(self.model, self.layout, self.at, kind, index):
                 yield index, box
 
     def digests(self, kinds: Iterable[str]) -> tuple[ClassDigest, ...]:
         """Digests of what this worker owns, one for each kind and replication class
         (protocol/votes.py). Waits for the device."""
-        totals: dict[tuple[str, bool, bool], int] = defaultdict(int)
+        totals: dict[tuple[str, bool, bool, bool], int] = defaultdict(int)
         for kind in kinds:
             for index, box in self.boxes(kind):
                 tensor = self.model.tensors[index]
-                key = (kind, tensor.tp_dim is None, tensor.tied)
+                key = (kind, tensor.tp_dim is None, tensor.tied, tensor.expert)
                 totals[key] += box_digest(self.view(kind, index, box), tensor.name, box)
         return tuple(
             ClassDigest(
-                kind=kind, tp_replicated=copied, multi_stage=multi, value=f"{total % MODULUS:016x}"
+                kind=kind,
+                tp_replicated=copied,
+                multi_stage=multi,
+                expert=expert,
+                value=f"{total % MODULUS:016x}",
             )
-            for (kind, copied, multi), total in sorted(totals.items())
+            for (kind, copied, multi, expert), total in sorted(totals.items())
         )
 
     def initialize(self, initial: Initializer, seed: int) -> None:
-        """Fills parameters and the main copy with their first values, the moments with zeros.
+        """Fills parameters and the main copy with their first values, the moments with zeros;
+        buffers stay as they were built.
 
         A tensor's values are a function of (seed, name), so they are the same for every layout.
         """
         filled = [kind for kind in self.model.kinds if kind in (PARAMETER, MAIN)]
-        for index in self.model.stage_tensors(self.layout.pp, self.at.pp):
+        for index in self.model.held_tensors(self.layout, self.at):
             tensor = self.model.tensors[index]
+            if tensor.role == "buffer":
+                continue
             hashed = hashlib.blake2b(f"{seed}/{tensor.name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(hashed, "little") >> 1)
             whole = initial(tensor, generator).reshape(tensor.rows, tensor.cols)
@@ -141,6 +151,6 @@ class WorldState:
     def release(self) -> None:
         """Frees the memory at once, even while somebody still refers to the tensors."""
         for held in self._held.values():
-            for memory in (held.parameter, *held.optimizer.values()):
+            for memory in (held.value, *held.optimizer.values()):
                 memory.untyped_storage().resize_(0)
         self._held.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -13,29 +13,30 @@ import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
-    finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
-from megatron.core.transformer.module import Float16Module
 
 from liver_hpc.errors import PlanError
+from liver_hpc.layout.batch import share_of
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.tensors import MAIN, MOMENTS
 from liver_hpc.protocol.messages import ScalarState
-from liver_hpc.recipes.base import BuildContext, Recipe
-from liver_hpc.world import megatron
-from liver_hpc.world.derive import Derivation
+from liver_hpc.recipes.base import Recipe
+from liver_hpc.world import dropout, megatron
+from liver_hpc.world.derive import Derivation, build_chunks
 from liver_hpc.world.device import Device
 from liver_hpc.world.groups import GroupBook
+from liver_hpc.world.megatron import MicroBatch
 from liver_hpc.world.sharded import Frame
 from liver_hpc.world.state import HeldTensor, WorldState
-from liver_hpc.world.verified import verified_parameters
+from liver_hpc.world.verified import verified_tensors
 
 
 class Flags(NamedTuple):
@@ -59,7 +60,8 @@ class StepResult:
 @dataclass(frozen=True)
 class Gradients:
     """What a forward and backward pass gave on this worker: the sum of its micro-batches' losses,
-    and their number. Both are 0 except on the last stage's first tensor-parallel rank."""
+    and their number. Both are 0 except on the last stage's first tensor-parallel rank; the number
+    is on the first context-parallel rank alone."""
 
     loss_sum: float
     micro_batches: int
@@ -103,46 +105,54 @@ class World:
     def _build(self) -> None:
         self.groups = megatron.group_collection(self.rank_map, self.at, self.book)
         with megatron.rehearsal(), megatron.groups_in_use(self.groups):
-            self.model = self._build_model()
+            self.chunks = self._build_chunks()
             self.optimizer = self._build_optimizer()
-        self._adam = self.optimizer.chained_optimizers[0]
+        self._optimizers = [
+            one for one in self.optimizer.chained_optimizers if one.optimizer is not None
+        ]
         self._create_optimizer_state()
         self._scheduler = self._build_scheduler()
-        if self.rank_map.layout.pp > 1:
-            self._schedule: Any = partial(
-                forward_backward_pipelining_without_interleaving,
-                p2p_communicator=P2PCommunicator(self.groups.pp, self.model.config),
-                seq_length=self.recipe.hidden_shape()[0],
-            )
-        else:
-            self._schedule = partial(forward_backward_no_pipelining, seq_length=1)
+        self._schedule = self._build_schedule()
         self.refresh_state()
 
-    def _build_model(self) -> DistributedDataParallel:
-        seed_dropout = partial(megatron.seed_dropout, tp_rank=self.at.tp)
-        context = BuildContext(self.rank_map.layout, self.at, self.groups, seed_dropout)
-        spec = self.recipe.spec
-        with megatron.NoDraws():
-            module = built = self.recipe.build(context).to(self.device.torch_device)
-        config = module.config
-        megatron.complete_for_schedules(module)
-        if config.bf16:
-            module = Float16Module(config, built)
-        self._parameters = verified_parameters(
-            spec, context.layout, self.at, built, self.groups, _frame_of(self.recipe, self.worker)
+    def _build_chunks(self) -> list[DistributedDataParallel]:
+        recipe, layout, at, groups = self.recipe, self.rank_map.layout, self.at, self.groups
+        built = build_chunks(recipe, layout, at, groups)
+        modules = []
+        for module in built:
+            module.to(self.device.torch_device)
+            megatron.complete_for_schedules(module)
+            dropout.seed_at_layers(module, recipe.config.train.seed, at.tp)
+            modules.append(megatron.in_low_precision(module))
+        frame = _frame_of(recipe, self.worker)
+        self._tensors = verified_tensors(recipe.spec, layout, at, built, groups, frame)
+        for index, tensor in self._tensors.items():
+            megatron.mark_tensor_parallel(tensor, recipe.spec.tensors[index])
+        self._buffers = {
+            index: where
+            for index, tensor in self._tensors.items()
+            for where in megatron.buffer_places(built, tensor)
+        }
+        train = recipe.config.train
+        options = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=train.overlap_grad_reduce,
+            overlap_param_gather=train.overlap_param_gather,
+            bucket_size=train.bucket_elements,
         )
-        for index, parameter in self._parameters.items():
-            megatron.mark_tensor_parallel(parameter, spec.tensors[index])
-        config.finalize_model_grads_func = finalize_model_grads
-        return DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-            module,
-            pg_collection=self.groups,
-        )
+        chunks = [
+            DistributedDataParallel(
+                module.config, options, module, disable_bucketing=number > 0, pg_collection=groups
+            )
+            for number, module in enumerate(modules)
+        ]
+        for chunk in chunks:
+            megatron.configure_for_schedules(chunk.config, chunks, layout)
+        return chunks
 
     def _build_optimizer(self) -> Any:
-        options = self.recipe.config.optimizer
+        options, train = self.recipe.config.optimizer, self.recipe.config.train
         bf16 = self.recipe.spec.parameter_bytes == 2
         return get_megatron_optimizer(
             OptimizerConfig(
@@ -157,8 +167,9 @@ class World:
                 bf16=bf16,
                 params_dtype=torch.bfloat16 if bf16 else torch.float32,
                 use_distributed_optimizer=True,
+                overlap_param_gather=train.overlap_param_gather,
             ),
-            [self.model],
+            self.chunks,
             use_gloo_process_groups=False,
             pg_collection=self.groups,
         )
@@ -169,16 +180,16 @@ class World:
         torch's Adam counts steps in one tensor a parameter; the fused ones count in the parameter
         group. (megatron's fallback shares one tensor, which then advances once a parameter.)
         """
-        adam = self._adam.optimizer
-        counts_by_parameter = isinstance(adam, torch.optim.Adam)
-        for group in adam.param_groups:
-            if not counts_by_parameter:
-                group["step"] = 0
-            for parameter in group["params"]:
-                moments: dict[str, Any] = {k: torch.zeros_like(parameter.data) for k in MOMENTS}
-                state = adam.state[parameter] = moments
-                if counts_by_parameter:
-                    state["step"] = torch.tensor(0.0)
+        for adam in (one.optimizer for one in self._optimizers):
+            counts_by_parameter = isinstance(adam, torch.optim.Adam)
+            for group in adam.param_groups:
+                if not counts_by_parameter:
+                    group["step"] = 0
+                for parameter in group["params"]:
+                    moments: dict[str, Any] = {k: torch.zeros_like(parameter.data) for k in MOMENTS}
+                    state = adam.state[parameter] = moments
+                    if counts_by_parameter:
+                        state["step"] = torch.tensor(0.0)
 
     def _build_scheduler(self) -> OptimizerParamScheduler:
         options, schedule = self.recipe.config.optimizer, self.recipe.config.schedule
@@ -196,25 +207,43 @@ class World:
             wd_incr_style="constant",
         )
 
+    def _build_schedule(self) -> Any:
+        layout = self.rank_map.layout
+        if layout.pp == 1:
+            return partial(forward_backward_no_pipelining, seq_length=1)
+        pipelining = forward_backward_pipelining_without_interleaving
+        if layout.vpp > 1:
+            pipelining = forward_backward_pipelining_with_interleaving
+        return partial(
+            pipelining,
+            p2p_communicator=P2PCommunicator(self.groups.pp, self.chunks[0].config),
+            seq_length=self.recipe.hidden_shape()[0],
+        )
+
     def refresh_state(self) -> None:
         """Makes the view of the state anew; needed once other tensors are in the optimizer."""
-        adam, intervals = self._adam.optimizer, self._optimizer_intervals()
+        intervals = self._optimizer_intervals()
         held = {}
-        for index, parameter in self._parameters.items():
-            start, end = intervals.get(parameter, (0, 0))
-            optimizer = {}
+        for index, tensor in self._tensors.items():
+            if tensor not in intervals:
+                held[index] = HeldTensor(tensor.data)
+                continue
+            owner, start, end = intervals[tensor]
+            adam, optimizer = owner.optimizer, {}
             if start < end:
-                group, position = self._adam.model_param_group_index_map[parameter]
+                group, position = owner.model_param_group_index_map[tensor]
                 main = adam.param_groups[group]["params"][position]
                 optimizer = {MAIN: main.data} | {kind: adam.state[main][kind] for kind in MOMENTS}
-            held[index] = HeldTensor(parameter.data, (start, end), optimizer)
+            held[index] = HeldTensor(tensor.data, (start, end), optimizer)
         self.state = WorldState(self.recipe.spec, self.rank_map.layout, self.at, held)
 
-    def _optimizer_intervals(self) -> dict[torch.nn.Parameter, tuple[int, int]]:
-        """The flat interval of every local parameter that this dp rank's optimizer really owns."""
+    def _optimizer_intervals(self) -> dict[torch.Tensor, tuple[Any, int, int]]:
+        """Of every local parameter that it trains: its optimizer, and the flat interval of the
+        parameter that this rank really owns."""
         return {
-            parameter: (ranges["param"].start, ranges["param"].end)
-            for buffer in self._adam.gbuf_ranges
+            parameter: (optimizer, ranges["param"].start, ranges["param"].end)
+            for optimizer in self._optimizers
+            for buffer in optimizer.gbuf_ranges
             for buckets in buffer.values()
             for bucket in buckets
             for parameter, ranges in bucket["param_map"].items()
@@ -223,15 +252,20 @@ class World:
     # ---- rehearsal and end
 
     def warm_up(self) -> None:
-        """Rehearses a step before the groups are connected: nothing is sent, and weights and state
-        become garbage. Safe beside a training thread of this process.
+        """Rehearses a step before the groups are connected: nothing is sent, parameters and
+        optimizer state become garbage, buffers stay. Safe beside a training thread of this process.
+
+        It computes one micro-batch for each place in the pipeline, not the whole batch.
         """
-        with megatron.rehearsal():
-            self.model.eval()
-            self.forward_backward(0)
+        layout = self.rank_map.layout
+        kept = [(place, *place.copy()) for place in megatron.all_buffers(self.chunks)]
+        with megatron.rehearsal(), dropout.NoDropout():
+            self.forward_backward(0, most=layout.pp)
             self.update(0)
-            self.model.train()
-            self.model.zero_grad_buffer()
+        for place, tensor, values in kept:
+            place.put(tensor, values)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.device.synchronize()
 
     def close(self) -> None:
@@ -244,43 +278,86 @@ class World:
         The world must not be used any more. Peers that are blocked in a collective of one of its
         groups fail promptly, because nothing here holds the group's connections any longer.
         """
-        for buffer in self.model.buffers:
-            buffer.grad_data.untyped_storage().resize_(0)
+        for chunk in self.chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                buffer.grad_data.untyped_storage().resize_(0)
+        megatron.forget(self.groups)
         self.book.close()
-        self.groups = self.model = self.optimizer = self._adam = None
-        self._parameters = {}
+        self.groups = self.optimizer = None
+        self.chunks, self._optimizers, self._tensors, self._buffers = [], [], {}, {}
         self._scheduler = self._schedule = None
         gc.collect()
         return self.state
 
     # ---- training
 
-    def forward_backward(self, step: int) -> Gradients:
-        """Gradients of global batch `step`, summed over micro-batches. Collective."""
+    def forward_backward(self, step: int, most: int | None = None) -> Gradients:
+        """Gradients of global batch `step`, summed over micro-batches. Collective.
+
+        most: how many micro-batches are computed at most; None: all.
+        """
         config, layout = self.recipe.config.train, self.rank_map.layout
-        micro_batches = config.global_batch // (config.micro_batch * layout.dp)
-        self.model.zero_grad_buffer()
+        micro_batches = self._micro_batches(step)[:most]
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with megatron.groups_in_use(self.groups):
-            outputs = self._schedule(
-                forward_step_func=lambda samples, model: self.recipe.loss(model, next(samples)),
-                data_iterator=self._micro_batches(step, micro_batches),
-                model=[self.model],
-                num_microbatches=micro_batches,
-                micro_batch_size=config.micro_batch,
-                forward_only=False,
-                pg_collection=self.groups,
-            )
+        iterators = [iter(micro_batches) for _ in self.chunks]
+        losses: list[torch.Tensor] = []
+        try:
+            with megatron.groups_in_use(self.groups):
+                self._schedule(
+                    forward_step_func=partial(self._forward, losses=losses),
+                    data_iterator=iterators if layout.vpp > 1 else iterators[0],
+                    model=self.chunks,
+                    num_microbatches=len(micro_batches),
+                    micro_batch_size=config.micro_batch,
+                    forward_only=False,
+                    pg_collection=self.groups,
+                )
+        finally:
+            megatron.compute(None)
         if self.at.pp != layout.pp - 1 or self.at.tp != 0:
             return Gradients(0.0, 0)
-        return Gradients(sum(output["loss"].item() for output in outputs), len(outputs))
+        # With context parallelism each rank has its share of every loss.
+        counted = len(losses) if layout.cp_rank(self.at) == 0 else 0
+        return Gradients(sum(loss.item() for loss in losses), counted)
 
-    def _micro_batches(self, step: int, count: int) -> Iterator[Sequence[Any]]:
-        """This dp rank's micro-batches: its i-th is number i * dp + rank of the whole step."""
-        size, dp = self.recipe.config.train.micro_batch, self.rank_map.layout.dp
-        batch = self.recipe.batch(step)
-        for number in range(self.at.dp, count * dp, dp):
-            yield batch[number * size : (number + 1) * size]
+    def _forward(
+        self, micro_batches: Iterator[MicroBatch], model: Any, losses: list[torch.Tensor]
+    ) -> tuple[Any, Any]:
+        """Megatron's forward step: the next micro-batch goes through a chunk."""
+        micro_batch = next(micro_batches)
+        megatron.compute(micro_batch)
+        output, loss_function = self.recipe.loss(model, micro_batch.samples)
+
+        def weighted(stage_output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss, reported = loss_function(stage_output)
+            if not micro_batch.padding:
+                losses.append(reported["loss"])
+            return (loss if micro_batch.weight == 1.0 else loss * micro_batch.weight), reported
+
+        return output, weighted
+
+    def _micro_batches(self, step: int) -> list[MicroBatch]:
+        """This rank's part of a global batch (layout/batch.py)."""
+        train, layout = self.recipe.config.train, self.rank_map.layout
+        size, batch = train.micro_batch, self.recipe.batch(step)
+        share = share_of(train, layout, layout.dp_rank(self.at))
+        found = []
+        for place in range(share.computed):
+            padding = place >= len(share.numbers)
+            first = size * share.numbers[0 if padding else place]
+            weight = 0.0 if padding else share.weight
+            found.append(
+                MicroBatch(
+                    batch[first : first + size],
+                    step * train.global_batch + first,
+                    weight,
+                    padding,
+                    aux_scale=weight * layout.cp / share.computed,
+                )
+            )
+        return found
 
     def update(self, step: int) -> tuple[float, float]:
         """The optimizer's step `step`; returns (gradient norm, learning rate). Collective."""
@@ -311,12 +388,26 @@ class World:
         loss_sum, count, readies, stops = numbers.tolist()
         return StepResult(loss_sum / count, update[0], update[1], int(readies), int(stops))
 
-    # ---- state that is not a tensor
+    # ---- state at a boundary
+
+    def settle(self) -> None:
+        """Brings the state's tensors up to date at a step's end, before they are moved or saved:
+        parameters that are gathered with the next forward, buffers that lie elsewhere now.
+        Collective over the world where `train.overlap_param_gather` is set."""
+        if self.recipe.config.train.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+        for index, place in self._buffers.items():
+            self.state.renew(index, place.tensor)
 
     def _step_counters(self) -> list[dict[str, Any]]:
         """What Adam counts its steps in, under "step"; see `_create_optimizer_state`."""
-        adam = self._adam.optimizer
-        return [held for held in (*adam.state.values(), *adam.param_groups) if "step" in held]
+        return [
+            held
+            for adam in (one.optimizer for one in self._optimizers)
+            for held in (*adam.state.values(), *adam.param_groups)
+            if "step" in held
+        ]
 
     def scalar_state(self, step: int) -> ScalarState:
         """The state that is in no tensor, at the boundary after `step` steps."""

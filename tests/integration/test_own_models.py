@@ -96,7 +96,7 @@ def test_a_tensor_of_more_dimensions_is_held_as_it_is(device: Any) -> None:
     world = build_world(recipe, device)
     assert recipe.spec.tensors[0].shape == (4, 2, 3, 3)
     held = world.state.view("parameter", 0, recipe.spec.tensors[0].whole)
-    assert torch.equal(held, world.model.module.conv.weight.detach().view(4, 18))
+    assert torch.equal(held, world.chunks[0].module.conv.weight.detach().view(4, 18))
     world.close()
 
 
@@ -134,7 +134,7 @@ def test_layers_that_are_numbered_anew_on_each_stage_are_refused(device: Any) ->
         return {"layers": torch.nn.ModuleList(made)}
 
     with pytest.raises(ConfigError, match=r"pp=2 no stage holds layers\.2\.weight, layers\.3"):
-        derived(Toy(parts), "pp2").check_layout(1, 2)
+        derived(Toy(parts), "pp2").check_layout(Layout(1, 2, 1))
 
 
 def test_a_split_that_the_module_does_not_declare_is_refused(device: Any) -> None:
@@ -143,7 +143,7 @@ def test_a_split_that_the_module_does_not_declare_is_refused(device: Any) -> Non
 
     spec = derived(Toy(parts), "tp2")
     with pytest.raises(ConfigError, match=r"body\.weight.* does not say how it is split"):
-        spec.check_layout(2, 1)
+        spec.check_layout(Layout(2, 1, 1))
 
 
 def wrong_dim(spec: ModelSpec) -> dict[str, Any]:
@@ -157,12 +157,12 @@ def wrong_blocks(spec: ModelSpec) -> dict[str, Any]:
 
 
 def swapped(spec: ModelSpec) -> dict[str, Any]:
-    first, *rest, last = spec.stages[1][0]
-    return {"stages": {**spec.stages, 1: ((last, *rest, first),)}}
+    ((first, *rest, last),) = spec.stages["pp1"][0]
+    return {"stages": {**spec.stages, "pp1": (((last, *rest, first),),)}}
 
 
 def a_tensor_less(spec: ModelSpec) -> dict[str, Any]:
-    return {"stages": {**spec.stages, 1: (spec.stages[1][0][:-1],)}}
+    return {"stages": {**spec.stages, "pp1": ((spec.stages["pp1"][0][0][:-1],),)}}
 
 
 def other_bytes(spec: ModelSpec) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def test_shards_are_marked_whatever_class_their_layer_has(layout: str, device: A
     world = build_world(recipe, device, layout)
     marks = {
         name: (getattr(parameter, "tensor_model_parallel", False), parameter.partition_dim)
-        for name, parameter in world.model.module.named_parameters()
+        for name, parameter in world.chunks[0].module.named_parameters()
         if hasattr(parameter, "partition_dim")
     }
     world.close()

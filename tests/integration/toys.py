@@ -58,7 +58,7 @@ def build_world(recipe: Recipe, device: Any, layout: str = "dp1", worker: int = 
 
     sizes = Layout.parse(layout)
     try:
-        recipe.spec.check_layout(sizes.tp, sizes.pp)
+        recipe.spec.check_layout(sizes)
     except ConfigError:
         recipe.spec = derived(recipe, layout)
     install_sentinel(worker)

@@ -48,7 +48,7 @@ def test_a_coordinate_reads_all_that_it_owns_from_those_who_wrote_it(
             assert read.saved.intersect(read.part) == read.part
             parts.setdefault((read.kind, read.tensor_index), []).append(read.part)
         for kind in (PARAMETER, *model.optimizer_kinds):
-            for index in model.stage_tensors(layout.pp, at.pp):
+            for index in model.held_tensors(layout, at):
                 wanted = owned_boxes(model, layout, at, kind, index)
                 got = parts.get((kind, index), [])
                 assert sum(b.elements for b in got) == sum(b.elements for b in wanted)

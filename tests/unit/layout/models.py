@@ -38,7 +38,7 @@ LAYOUTS = st.builds(Layout, SIZES, SIZES, st.sampled_from([1, 2, 3]))
 def state_bytes(model: ModelSpec) -> int:
     """Bytes of one copy of the logical state: parameters and optimizer state."""
     return sum(
-        tensor.elements * model.element_bytes(kind)
+        tensor.elements * model.element_bytes(kind, index)
         for tensor in model.tensors
         for kind in (PARAMETER, *model.optimizer_kinds)
     )

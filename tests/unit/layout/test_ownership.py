@@ -37,13 +37,13 @@ def test_every_data_parallel_rank_holds_every_parameter_once(
     layout: Layout, model: ModelSpec
 ) -> None:
     for index, tensor in enumerate(model.tensors):
-        copies = len(model.stages_of(index, layout.pp))
+        copies = len(model.stages_of(index, layout))
         copies *= layout.tp if tensor.tp_dim is None else 1
         for dp in range(layout.dp):
             boxes = [
                 box
                 for at in layout.coordinates()
-                if at.dp == dp
+                if at.replica == dp
                 for box in owned_boxes(model, layout, at, PARAMETER, index)
             ]
             assert (_count(tensor, boxes) == copies).all(), tensor.name
@@ -54,7 +54,7 @@ def test_optimizer_state_is_sharded_over_data_parallel_ranks(
     layout: Layout, model: ModelSpec
 ) -> None:
     for index, tensor in enumerate(model.tensors):
-        copies = len(model.stages_of(index, layout.pp))
+        copies = len(model.stages_of(index, layout))
         copies *= layout.tp if tensor.tp_dim is None else 1
         boxes = [
             box
@@ -91,13 +91,13 @@ def test_a_tensor_of_any_rank_is_a_matrix_along_the_dimension_that_is_split() ->
 def test_a_layout_that_does_not_divide_is_named() -> None:
     tensors = (TensorSpec("fc1", (10, 3), 0, (6, 4)),)
     model = ModelSpec(tensors, {1: ((0,),)}, 4, {"tp1 pp3": "3 stages of 4 layers"})
-    model.check_layout(2, 1)
+    model.check_layout(Layout(2, 1, 1))
     with pytest.raises(ConfigError, match=r"fc1: dimension 0 is 10, .*\(6, 4\), which tp=4"):
-        model.check_layout(4, 1)
+        model.check_layout(Layout(4, 1, 1))
     with pytest.raises(ConfigError, match="3 stages of 4 layers"):
-        model.check_layout(1, 3)
+        model.check_layout(Layout(1, 3, 1))
     with pytest.raises(ConfigError, match=r"pp=2: .* has pp \[1\] only"):
-        model.check_layout(1, 2)
+        model.check_layout(Layout(1, 2, 1))
 
 
 def test_tied_copy_comes_last_on_the_last_stage() -> None:

@@ -22,9 +22,9 @@ def overlap_bytes(
     model: ModelSpec, source: Layout, at: Coordinate, target: Layout, to: Coordinate
 ) -> int:
     """Bytes that a worker at `at` already holds of what `to` will need."""
-    held = set(model.stage_tensors(source.pp, at.pp))
+    held = set(model.held_tensors(source, at))
     total = 0
-    for index in model.stage_tensors(target.pp, to.pp):
+    for index in model.held_tensors(target, to):
         if index not in held:
             continue
         for kind in (PARAMETER, *model.optimizer_kinds):
@@ -35,7 +35,7 @@ def overlap_bytes(
                 for box in needed
                 if (common := have.intersect(box)) is not None
             )
-            total += elements * model.element_bytes(kind)
+            total += elements * model.element_bytes(kind, index)
     return total
 
 

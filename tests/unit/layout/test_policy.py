@@ -36,7 +36,7 @@ def check_layout(layout: Layout) -> None:
     """As TIED's recipe would: four layers and heads."""
     if 4 % layout.tp:
         raise ConfigError(f"tp={layout.tp} does not divide 4 heads")
-    TIED.check_layout(layout.tp, layout.pp)
+    TIED.check_layout(layout)
 
 
 def fullest_bytes(model: ModelSpec, layout: Layout) -> int:

@@ -18,11 +18,11 @@ def state_at(
 ) -> WorldState:
     shards = stage_shards(model, layout, at.pp)
     held = {}
-    for index in model.stage_tensors(layout.pp, at.pp):
+    for index in model.held_tensors(layout, at):
         tensor = model.tensors[index]
         rows, cols = local_shape(tensor, layout.tp)
         shape = (rows, cols) if len(tensor.shape) == 2 else (rows,)
-        start, end = shards.interval(index, at.dp)
+        start, end = shards.interval(index, at.replica)
         length = end - start
         optimizer = {kind: torch.zeros(length) for kind in (MAIN, *MOMENTS)} if length else {}
         held[index] = HeldTensor(

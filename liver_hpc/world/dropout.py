@@ -1,0 +1,76 @@
+"""Dropout that is the same in every layout: its masks follow the sample, not the worker.
+
+At each layer's entry the random streams are seeded by (run seed, first sample of the micro-batch,
+global layer number). Streams inside tensor-parallel regions (attention heads, shares of a sequence)
+depend on the tp rank besides: there the masks of one layout are not those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from liver_hpc.world import megatron
+
+_SAMPLES, _LAYERS = 1_000_003, 1009
+"""Primes that keep the seeds of samples and layers apart."""
+_DROPPING = frozenset({"dropout", "dropout_", "alpha_dropout", "feature_alpha_dropout"})
+
+
+class NoDropout(TorchFunctionMode):
+    """While a world is rehearsed: on its thread dropout drops nothing, so that it draws nothing
+    from streams that a training thread uses."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(function, "__name__", "") in _DROPPING:
+            return args[0] if args else (kwargs or {})["input"]
+        return function(*args, **(kwargs or {}))
+
+
+def seed_at_layers(module: Any, seed: int, tp_rank: int) -> None:
+    """Makes a chunk seed the random streams as it enters a forward, and each of its layers too,
+    where anything in it drops.
+
+    Layers are the outermost modules with a number of their own, which counts from 1 over the whole
+    model; what comes before the first one counts as layer 0.
+    """
+    if not _drops(module):
+        return
+    for layer, entered in [(0, module), *_layers(module)]:
+        entered.register_forward_pre_hook(_Seeder(seed, layer, tp_rank))
+
+
+class _Seeder:
+    """Seeds by the micro-batch that this thread computes."""
+
+    def __init__(self, seed: int, layer: int, tp_rank: int) -> None:
+        self._seed, self._layer, self._tp_rank = seed, layer, tp_rank
+
+    def __call__(self, module: Any, _inputs: Any) -> None:
+        micro_batch = megatron.micro_batch_of_thread()
+        if module.training and micro_batch is not None:
+            seed = self._seed + _SAMPLES * (micro_batch.first_sample + 1)
+            megatron.seed_dropout((seed * _LAYERS + self._layer) % 2**31, self._tp_rank)
+
+
+def _drops(module: Any) -> bool:
+    config = module.config
+    rates = [getattr(config, name, 0) for name in ("hidden_dropout", "attention_dropout")]
+    return any(rates) or any(
+        isinstance(part, torch.nn.modules.dropout._DropoutNd) and part.p
+        for part in module.modules()
+    )
+
+
+def _layers(module: Any) -> Iterator[tuple[int, Any]]:
+    for part in module.children():
+        number = getattr(part, "layer_number", None)
+        if isinstance(number, int):
+            yield number, part
+        else:
+            yield from _layers(part)

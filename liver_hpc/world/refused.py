@@ -1,0 +1,96 @@
+"""Options of a model that would compute something else in another layout: refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from liver_hpc.errors import PlanError
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.world.sharded import Shards
+
+_LAYOUT_DEPENDENT_BALANCING = {
+    "global_aux_loss": "its counts run on across steps, and differ between data-parallel ranks",
+    "sinkhorn": "it balances the tokens of one rank, which are others in another layout",
+}
+
+
+def refuse_options(module: torch.nn.Module, layout: Layout) -> None:
+    """Raises PlanError for options and layers of a seat's model, as a recipe built it, with which
+    training would not be the same in another layout."""
+    problems = [*_sizes_wrong(module.config, layout), *_layout_dependent(module.config, layout)]
+    problems += _running_statistics(module)
+    if problems:
+        raise PlanError("; ".join(problems))
+
+
+def _sizes_wrong(config: Any, layout: Layout) -> Iterator[str]:
+    """Megatron's own idea of the layout, where the recipe gave one."""
+    for option, size in (
+        ("tensor_model_parallel_size", layout.tp),
+        ("pipeline_model_parallel_size", layout.pp),
+        ("context_parallel_size", layout.cp),
+        ("expert_model_parallel_size", layout.ep),
+        ("sequence_parallel", layout.sequence_parallel),
+    ):
+        given = getattr(config, option, size)
+        if given != size:
+            yield f"the model's {option} is {given}, where the layout {layout} has {size}"
+    vpp = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
+    if vpp != layout.vpp:
+        yield f"the model's virtual_pipeline_model_parallel_size is {vpp}, vpp is {layout.vpp}"
+
+
+def _layout_dependent(config: Any, layout: Layout) -> Iterator[str]:
+    if getattr(config, "calculate_per_token_loss", False):
+        yield "calculate_per_token_loss: the loss of a recipe is a mean over its micro-batch"
+    if not getattr(config, "num_moe_experts", None):
+        return
+    expert_tp = config.expert_tensor_parallel_size
+    if expert_tp not in (None, layout.tp):
+        yield (
+            f"expert_tensor_parallel_size is {expert_tp}: it must be tp, {layout.tp}, as with "
+            "another one Megatron gives silently wrong gradients in some layouts"
+        )
+    balancing = config.moe_router_load_balancing_type
+    for kind in [balancing] if isinstance(balancing, str) else balancing:
+        if kind in _LAYOUT_DEPENDENT_BALANCING:
+            yield (
+                f"moe_router_load_balancing_type {kind}: {_LAYOUT_DEPENDENT_BALANCING[kind]}; "
+                "aux_loss, seq_aux_loss and none are the same in every layout"
+            )
+    if config.moe_expert_capacity_factor is not None:
+        yield (
+            "moe_expert_capacity_factor: which tokens are dropped depends on what lies on one "
+            "rank together, and so on the layout"
+        )
+
+
+def _running_statistics(module: torch.nn.Module) -> Iterator[str]:
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.track_running_stats:
+            yield (
+                f"{name} ({type(part).__name__}) keeps running statistics, which differ between "
+                "data-parallel ranks"
+            )
+
+
+def refuse_unmarked(module: torch.nn.Module, shards: Shards) -> None:
+    """Raises PlanError for parameters that do not say whether their gradient is to be summed over
+    tp ranks, where each of those computes its share of the sequence.
+
+    Without the mark the loss is right at first, and the copies drift apart.
+    """
+    positions = {
+        id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)
+    }  # which are added before the sequence is split
+    for name, parameter in module.named_parameters():
+        copied = all(part.local == part.whole for part in shards[name].parts)
+        marked = hasattr(parameter, "sequence_parallel") or id(parameter) in positions
+        if parameter.requires_grad and copied and not marked:
+            raise PlanError(
+                f"{name} does not say whether its gradient is a share with sequence parallelism: "
+                "set its attribute sequence_parallel"
+            )
