@@ -31,16 +31,15 @@ def _sizes_wrong(config: Any, layout: Layout) -> Iterator[str]:
     for option, size in (
         ("tensor_model_parallel_size", layout.tp),
         ("pipeline_model_parallel_size", layout.pp),
+        ("virtual_pipeline_model_parallel_size", layout.vpp),
         ("context_parallel_size", layout.cp),
         ("expert_model_parallel_size", layout.ep),
         ("sequence_parallel", layout.sequence_parallel),
     ):
-        given = getattr(config, option, size)
-        if given != size:
+        given = getattr(config, option, None) or 1
+        # A model that knows nothing of context parallelism would count its loss several times.
+        if given != size and (given != 1 or option == "context_parallel_size"):
             yield f"the model's {option} is {given}, where the layout {layout} has {size}"
-    vpp = getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
-    if vpp != layout.vpp:
-        yield f"the model's virtual_pipeline_model_parallel_size is {vpp}, vpp is {layout.vpp}"
 
 
 def _layout_dependent(config: Any, layout: Layout) -> Iterator[str]:
