@@ -151,6 +151,7 @@ class GPT(Recipe):
             persist_layer_norm=False,
             num_layers_in_first_pipeline_stage=first,
             num_layers_in_last_pipeline_stage=last,
+            **options.recomputation,
         )
 
     def initial(self, tensor: TensorSpec, generator: torch.Generator) -> torch.Tensor:
