@@ -101,11 +101,19 @@ class GPT(Recipe):
         )
 
     def _layer_spec(self, config: Any) -> Any:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt import gpt_layer_specs
 
         from liver_hpc.recipes.local_attention import LocalAttention
 
-        spec = get_gpt_layer_local_spec(normalization=config.normalization)
+        wanted = self.options.implementation
+        if wanted == "te" and not gpt_layer_specs.HAVE_TE:
+            raise ConfigError(
+                "model.implementation: te wants Transformer Engine, which Megatron does not find "
+                "here; local needs none"
+            )
+        if wanted != "local" and gpt_layer_specs.HAVE_TE:
+            return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
         spec.submodules.self_attention.submodules.core_attention = LocalAttention
         return spec
 
@@ -160,9 +168,9 @@ class GPT(Recipe):
         import torch
 
         if len(tensor.shape) == 1:
-            return (torch.ones if tensor.name.endswith("norm.weight") else torch.zeros)(
-                tensor.shape
-            )
+            # Transformer Engine's layers have norms within: layer_norm_weight.
+            is_scale = tensor.name.endswith(("norm.weight", "norm_weight"))
+            return (torch.ones if is_scale else torch.zeros)(tensor.shape)
         std = self.options.init_std
         if "linear_proj" in tensor.name or "linear_fc2" in tensor.name:
             std /= math.sqrt(2.0 * self.options.layers)

@@ -29,7 +29,10 @@ class RecomputeOptions(BaseModel):
         if self.recompute == "none":
             return {}
         if self.recompute == "selective":
-            return {"recompute_granularity": "selective", "recompute_modules": self.recompute_modules}
+            return {
+                "recompute_granularity": "selective",
+                "recompute_modules": self.recompute_modules,
+            }
         return {
             "recompute_granularity": "full",
             "recompute_method": self.recompute_method,

@@ -94,7 +94,8 @@ class _PartOfMasks(_Dropping):
             return dropped
         share, *others = states.shape
         kept = function(states.new_ones((share * self._cp, *others)), *args, **kwargs)
-        return states * kept.index_select(0, self._rows(share, states.device))
+        part: torch.Tensor = states * kept.index_select(0, self._rows(share, states.device))
+        return part
 
     def _rows(self, share: int, device: Any) -> torch.Tensor:
         if share % 2:  # of a share of the sequence once more, with sequence parallelism

@@ -153,7 +153,7 @@ def recall_in_backward(output: torch.Tensor) -> None:
         _thread.groups, _thread.micro_batch = groups, micro_batch
 
     if output.requires_grad:
-        output.register_hook(recall)
+        output.register_hook(recall)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -254,6 +254,11 @@ def _keep_rehearsals_from_setting_streams() -> None:
     for module in modules:
         module.set_rng_state = kept(module.set_rng_state)
     megatron_random._set_all_rng_states = kept(megatron_random._set_all_rng_states)
+
+
+def transformer_engine_is_here() -> bool:
+    """Whether Megatron has found Transformer Engine."""
+    return bool(getattr(megatron_random, "HAVE_TE", False))
 
 
 def seed_dropout(seed: int, tp_rank: int) -> None:
