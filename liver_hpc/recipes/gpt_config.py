@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from liver_hpc.config.schema import PositiveInt
+from liver_hpc.recipes.expert_config import ExpertsConfig
 
 
 class GPTConfig(BaseModel):
@@ -31,6 +32,7 @@ class GPTConfig(BaseModel):
     init_std: Annotated[float, Field(gt=0)] = 0.02
     first_stage_layers: PositiveInt | None = None
     last_stage_layers: PositiveInt | None = None
+    experts: ExpertsConfig = ExpertsConfig()
 
     @model_validator(mode="after")
     def _divisible(self) -> GPTConfig:
@@ -38,6 +40,14 @@ class GPTConfig(BaseModel):
             raise ValueError(f"hidden {self.hidden} is not a multiple of heads {self.heads}")
         if self.heads % self.groups:
             raise ValueError(f"heads {self.heads} is not a multiple of query_groups {self.groups}")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> GPTConfig:
+        if self.experts.number:
+            self.experts.in_layers(self.layers)
+            if self.bias:
+                raise ValueError("bias: Megatron splits no biases of experts over tp")
         return self
 
     @property
