@@ -92,6 +92,7 @@ class GPT(Recipe):
             post_process=context.is_last_stage,
             share_embeddings_and_output_weights=options.tied_embeddings,
             position_embedding_type="rope" if options.position == "rope" else "learned_absolute",
+            rotary_base=options.rotary_base,
             pg_collection=context.groups,
             vp_stage=context.vp_stage,
         )
@@ -112,6 +113,7 @@ class GPT(Recipe):
             ffn_hidden_size=options.ffn_hidden,
             num_attention_heads=options.heads,
             num_query_groups=options.groups,
+            kv_channels=options.head_width,
             gated_linear_unit=gated,
             activation_func=(torch.nn.functional.silu if gated else torch.nn.functional.gelu),
             add_bias_linear=options.bias,
