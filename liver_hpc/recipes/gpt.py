@@ -43,6 +43,11 @@ class GPT(Recipe):
                 f"model.seq_length {self.options.seq_length} is not a multiple of tp x cp = "
                 f"{shares}, over which sequence parallelism shares it"
             )
+        if layout.cp > 1 and self.options.seq_length % (2 * layout.cp):
+            raise ConfigError(
+                f"model.seq_length {self.options.seq_length} is not a multiple of 2 cp = "
+                f"{2 * layout.cp}: each context-parallel rank has two chunks of a sample"
+            )
         super().check_layout(layout)
 
     def _check_experts(self, layout: Layout) -> None:
@@ -111,6 +116,7 @@ class GPT(Recipe):
             post_process=context.is_last_stage,
             share_embeddings_and_output_weights=options.tied_embeddings,
             position_embedding_type="rope" if options.position == "rope" else "learned_absolute",
+            rotary_base=options.rotary_base,
             pg_collection=context.groups,
             vp_stage=context.vp_stage,
         )
@@ -131,6 +137,7 @@ class GPT(Recipe):
             ffn_hidden_size=options.ffn_hidden,
             num_attention_heads=options.heads,
             num_query_groups=options.groups,
+            kv_channels=options.head_width,
             gated_linear_unit=gated,
             activation_func=(torch.nn.functional.silu if gated else torch.nn.functional.gelu),
             add_bias_linear=options.bias,
@@ -202,6 +209,9 @@ class GPT(Recipe):
         self, model: MegatronModule, samples: Sequence[Any]
     ) -> tuple[torch.Tensor, LossFunction]:
         import torch
+        from megatron.core.utils import get_attr_wrapped_model
+
+        from liver_hpc.recipes.local_attention import share_of_sequence
 
         if self._samples is None:
             raise ConfigError("the recipe's data is not open")
@@ -210,13 +220,16 @@ class GPT(Recipe):
             torch.stack(parts).to(device)
             for parts in zip(*(self._samples.sample(int(i)) for i in samples), strict=True)
         )  # each [micro batch, seq_length]
-        length = tokens.shape[1]
-        positions = torch.arange(length, device=device).expand(len(samples), -1)
-        causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
-        output = model(tokens, positions, causal, labels=labels)
+        positions = torch.arange(tokens.shape[1], device=device).expand(len(samples), -1)
+        counted = masks.sum()  # of whole samples
+        cp_group = get_attr_wrapped_model(model, "pg_collection").cp
+        tokens, labels, masks, positions = share_of_sequence(
+            cp_group, tokens, labels, masks, positions
+        )
+        output = model(tokens, positions, None, labels=labels)
 
         def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            mean = (losses.float() * masks).sum() / masks.sum()
+            mean = (losses.float() * masks).sum() / counted
             return mean, {"loss": mean.detach().clone()}
 
         return output, mean_loss

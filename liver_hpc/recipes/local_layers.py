@@ -14,6 +14,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.torch_norm import L2Norm
 
 from liver_hpc.recipes.base import BuildContext
+from liver_hpc.recipes.local_attention import LocalAttention
 
 _NORMS = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
 
@@ -39,7 +40,7 @@ class LocalNorm:
 
 def local_block(config: Any, context: BuildContext) -> Any:
     """The layers of one chunk, dense ones and those with experts, as `config.moe_layer_freq` says;
-    Megatron's TransformerBlockSubmodules."""
+    Megatron's TransformerBlockSubmodules. The model is to be given no attention mask."""
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=False,
@@ -51,6 +52,7 @@ def local_block(config: Any, context: BuildContext) -> Any:
     for layer in block.layer_specs:
         parts = layer.submodules
         attention = parts.self_attention.submodules
+        attention.core_attention = LocalAttention
         for owner, names in (
             (parts, ("input_layernorm", "pre_mlp_layernorm")),
             (attention, ("q_layernorm", "k_layernorm", "kv_layernorm")),
