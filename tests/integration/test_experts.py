@@ -32,5 +32,7 @@ LAYOUTS = ["dp1", "dp2 ep2", "tp2 sp", "tp2 dp2 ep2 sp", "pp2 dp2 ep2", "dp4 ep4
 def test_loss_and_gradient_norm_are_those_of_one_worker(name: str, tmp_path: Path) -> None:
     cases = [Case(layout, MODELS[name]) for layout in LAYOUTS]
     whole, *others = run_workers(train_cases, 4, tmp_path, cases)[0]
-    found = {layout: apart(course, whole) for layout, course in zip(LAYOUTS[1:], others)}
+    found = {
+        layout: apart(course, whole) for layout, course in zip(LAYOUTS[1:], others, strict=True)
+    }
     assert max(found.values()) < 1e-5, found
