@@ -89,7 +89,8 @@ def frame_of(module: torch.nn.Module, groups: Any) -> Frame:
 def state_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A module's parameters in order, then its persistent buffers.
 
-    Raises PlanError for state that is neither (FP8 scales, say), which no handoff moves.
+    Raises PlanError for state that is neither (extra state: FP8 scales, say), which no handoff
+    moves.
     """
     found: dict[str, torch.Tensor] = dict(module.named_parameters())
     kept = module.state_dict(keep_vars=True)
@@ -99,7 +100,8 @@ def state_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         empty = value is None or (isinstance(value, torch.Tensor) and not value.numel())
         if not empty and id(value) not in known:
             raise PlanError(
-                f"{name} is not moved by a handoff, as it is neither a parameter nor a buffer"
+                f"{name} is not moved by a handoff, as it is neither a parameter nor a buffer; "
+                "keep it in a persistent buffer, or train without it"
             )
     return found | {name: buffer for name, buffer in buffers.items() if buffer.numel()}
 
@@ -156,11 +158,11 @@ def _placed(name: str, piece: _Sharded, frame: Frame) -> Iterator[Part]:
 
 def _inside(piece: _Sharded, box: NBox) -> NBox:
     """A box of the global tensor, inside the piece, in coordinates of the piece's parameter."""
-    own = len(piece.local)
+    before = len(piece.at) - len(piece.local)
     return tuple(
         (local + start - begin, length)
         for (local, _), (begin, _), (start, length) in zip(
-            piece.local, piece.at[-own:], box[-own:], strict=True
+            piece.local, piece.at[before:], box[before:], strict=True
         )
     )
 
