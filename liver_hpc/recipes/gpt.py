@@ -142,6 +142,7 @@ class GPT(Recipe):
             activation_func=(torch.nn.functional.silu if gated else torch.nn.functional.gelu),
             add_bias_linear=options.bias,
             normalization=norms[options.normalization],
+            qk_layernorm=options.qk_norm,
             hidden_dropout=options.dropout,
             attention_dropout=options.dropout,
             params_dtype=dtype,

@@ -43,6 +43,7 @@ class GPTConfig(BaseModel):
     activation: Literal["swiglu", "gelu"] = "swiglu"
     normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     bias: bool = False
+    qk_norm: bool = False
     tied_embeddings: bool = True
     position: Literal["rope", "learned"] = "rope"
     rotary_base: PositiveInt = 10_000
