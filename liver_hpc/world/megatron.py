@@ -23,6 +23,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import GlobalMemoryBuffer
 from torch.overrides import TorchFunctionMode
@@ -146,11 +147,11 @@ def micro_batch_of_thread() -> MicroBatch | None:
 @contextlib.contextmanager
 def groups_in_use(groups: ProcessGroupCollection) -> Iterator[None]:
     """Names the collection that code without a group argument means, on this thread."""
-    _thread.groups = groups
+    before, _thread.groups = _thread.groups, groups
     try:
         yield
     finally:
-        _thread.groups = None
+        _thread.groups = before
 
 
 @contextlib.contextmanager
@@ -178,7 +179,9 @@ def prepare_process(seed: int) -> None:
     parallel_state._GLOBAL_MEMORY_BUFFER = _ThreadMemoryBuffer()
     _build_optimizers_alone()
     _redirect_cross_entropy()
+    _redirect_expert_bias()
     _keep_pipelines_off_the_default_group()
+    _seat_pipeline_layouts()
     seed_dropout(seed, tp_rank=0)
     _keep_rehearsals_from_forking()
     _carry_micro_batches()
@@ -207,6 +210,13 @@ def _redirect_cross_entropy() -> None:
         module.get_tensor_model_parallel_world_size = lambda: _thread.groups.tp.size()
 
 
+def _redirect_expert_bias() -> None:
+    """The update of a router's bias sums its counts over a group of parallel_state's."""
+    module: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    name = "get_tensor_and_data_parallel_group"
+    module.parallel_state = _Instead(parallel_state, **{name: lambda **_: _thread.groups.tp_dp_cp})
+
+
 def _keep_pipelines_off_the_default_group() -> None:
     """Messages that are not batched go over the default group, which does not exist here, where a
     pipeline has two stages; Megatron keeps to the pipeline's group for ucc alone. Each stage sends
@@ -214,6 +224,32 @@ def _keep_pipelines_off_the_default_group() -> None:
     within = _Instead(dist, get_backend=lambda *_args: "ucc")
     module: Any = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
     module.torch = _Instead(torch, distributed=within)
+
+
+def _seat_pipeline_layouts() -> None:
+    """A `pipeline_model_parallel_layout` asks parallel_state for the stage, which the layers that
+    are built do not tell it. (0.16 to 0.19)"""
+    module: Any = importlib.import_module(
+        "megatron.core.transformer.pipeline_parallel_layer_layout"
+    )
+    some_chunk = {"get_virtual_pipeline_model_parallel_world_size": lambda: 1}
+    module.parallel_state = _Instead(parallel_state, **some_chunk)
+
+    def seated(method: Any) -> Any:
+        def asked(
+            layout: Any,
+            layer_type: Any = LayerType.decoder,
+            vp_stage: int | None = None,
+            pp_rank: int | None = None,
+        ) -> Any:
+            stage = _thread.groups.pp.rank() if pp_rank is None else pp_rank
+            return method(layout, layer_type, vp_stage or 0, stage)
+
+        return asked
+
+    kind = module.PipelineParallelLayerLayout
+    kind.get_num_layers_to_build = seated(kind.get_num_layers_to_build)
+    kind.get_layer_offset = seated(kind.get_layer_offset)
 
 
 def _keep_rehearsals_from_forking() -> None:
@@ -319,10 +355,6 @@ def all_buffers(modules: Iterable[Any]) -> list[BufferPlace]:
 def buffer_places(modules: Iterable[Any], tensor: torch.Tensor) -> list[BufferPlace]:
     """Where modules have a tensor as a buffer; empty for a parameter."""
     return [place for place in all_buffers(modules) if place.tensor is tensor]
-
-
-def forget(groups: ProcessGroupCollection) -> None:
-    """Drops what megatron's globals keep of a world: with it they would keep its groups."""
 
 
 def configure_for_schedules(config: Any, chunks: list[Any], layout: Layout) -> None:
