@@ -32,6 +32,7 @@ from liver_hpc.recipes.base import Recipe
 from liver_hpc.world import dropout, experts, megatron
 from liver_hpc.world.derive import Derivation, build_chunks
 from liver_hpc.world.device import Device
+from liver_hpc.world.forget import forget
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.megatron import MicroBatch
 from liver_hpc.world.sharded import Frame
@@ -287,7 +288,7 @@ class World:
         for chunk in self.chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 buffer.grad_data.untyped_storage().resize_(0)
-        experts.forget(self.chunks, self.groups)
+        forget(self.chunks, self.groups)
         self.book.close()
         self.groups = self.optimizer = None
         self.chunks, self._optimizers, self._tensors, self._buffers = [], [], {}, {}
