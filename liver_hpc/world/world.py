@@ -337,6 +337,7 @@ class World:
         micro_batch = next(micro_batches)
         megatron.compute(micro_batch)
         output, loss_function = self.recipe.loss(model, micro_batch.samples)
+        megatron.recall_in_backward(output)
 
         def weighted(stage_output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss, reported = loss_function(stage_output)
