@@ -38,7 +38,30 @@ class GPT(Recipe):
     def check_layout(self, layout: Layout) -> None:
         if self.options.groups % layout.tp:
             raise ConfigError(f"tp={layout.tp} does not divide {self.options.groups} query groups")
+        self._check_experts(layout)
+        shares = layout.tp * layout.cp if layout.sequence_parallel else 1
+        if self.options.seq_length % shares:
+            raise ConfigError(
+                f"model.seq_length {self.options.seq_length} is not a multiple of tp x cp = "
+                f"{shares}, over which sequence parallelism shares it"
+            )
+        if layout.cp > 1 and self.options.seq_length % (2 * layout.cp):
+            raise ConfigError(
+                f"model.seq_length {self.options.seq_length} is not a multiple of 2 cp = "
+                f"{2 * layout.cp}: each context-parallel rank has two chunks of a sample"
+            )
         super().check_layout(layout)
+
+    def _check_experts(self, layout: Layout) -> None:
+        number = self.options.experts.number
+        if layout.ep > 1 and not number:
+            raise ConfigError(
+                f"ep={layout.ep} wants model.experts.number: the model has no experts"
+            )
+        if number % layout.ep:
+            raise ConfigError(f"ep={layout.ep} does not divide {number} experts")
+        if number and layout.tp > 1 and not layout.sequence_parallel:
+            raise ConfigError(f"{layout}: experts with tp want sequence parallelism: add sp")
 
     def hidden_shape(self) -> tuple[int, ...]:
         return (self.options.seq_length, self.config.train.micro_batch, self.options.hidden)
@@ -80,20 +103,22 @@ class GPT(Recipe):
     # ---- model
 
     def build(self, context: BuildContext) -> MegatronModule:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
+
+        from liver_hpc.recipes.local_layers import local_block
 
         options = self.options
         config = self._transformer_config(context.layout)
         return GPTModel(
             config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(normalization=config.normalization),
+            transformer_layer_spec=local_block(config, context),
             vocab_size=options.vocab_size,
             max_sequence_length=options.seq_length,
             pre_process=context.is_first_stage,
             post_process=context.is_last_stage,
             share_embeddings_and_output_weights=options.tied_embeddings,
             position_embedding_type="rope" if options.position == "rope" else "learned_absolute",
+            rotary_base=options.rotary_base,
             pg_collection=context.groups,
             vp_stage=context.vp_stage,
         )
@@ -112,6 +137,7 @@ class GPT(Recipe):
             ffn_hidden_size=options.ffn_hidden,
             num_attention_heads=options.heads,
             num_query_groups=options.groups,
+            kv_channels=options.head_width,
             gated_linear_unit=gated,
             activation_func=(torch.nn.functional.silu if gated else torch.nn.functional.gelu),
             add_bias_linear=options.bias,
@@ -137,7 +163,30 @@ class GPT(Recipe):
             apply_rope_fusion=False,
             persist_layer_norm=False,
             pipeline_model_parallel_layout=self._stages(layout),
+            **self._expert_options(),
         )
+
+    def _expert_options(self) -> dict[str, Any]:
+        """What Megatron's configuration says of experts."""
+        experts = self.options.experts
+        if not experts.number:
+            return {}
+        return {
+            "num_moe_experts": experts.number,
+            "moe_router_topk": experts.topk,
+            # Of one score there is nothing to normalize after the choice.
+            "moe_router_pre_softmax": experts.topk == 1,
+            "moe_ffn_hidden_size": experts.ffn_hidden or self.options.ffn_hidden,
+            "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden,
+            "moe_layer_freq": [*map(int, self.options.layers_with_experts)],
+            "moe_router_score_function": experts.score_function,
+            "moe_router_enable_expert_bias": experts.bias_update_rate > 0,
+            "moe_router_bias_update_rate": experts.bias_update_rate,
+            "moe_router_load_balancing_type": experts.load_balancing,
+            "moe_aux_loss_coeff": experts.aux_loss_coeff,
+            "moe_z_loss_coeff": experts.z_loss_coeff or None,
+            "moe_token_dispatcher_type": experts.dispatcher,
+        }
 
     def _stages(self, layout: Layout) -> list[list[str]] | None:
         """The parts of the model that each stage has, such that the slowest one is least; None:
@@ -168,6 +217,9 @@ class GPT(Recipe):
         self, model: MegatronModule, samples: Sequence[Any]
     ) -> tuple[torch.Tensor, LossFunction]:
         import torch
+        from megatron.core.utils import get_attr_wrapped_model
+
+        from liver_hpc.recipes.local_attention import share_of_sequence
 
         if self._samples is None:
             raise ConfigError("the recipe's data is not open")
@@ -176,13 +228,16 @@ class GPT(Recipe):
             torch.stack(parts).to(device)
             for parts in zip(*(self._samples.sample(int(i)) for i in samples), strict=True)
         )  # each [micro batch, seq_length]
-        length = tokens.shape[1]
-        positions = torch.arange(length, device=device).expand(len(samples), -1)
-        causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
-        output = model(tokens, positions, causal, labels=labels)
+        positions = torch.arange(tokens.shape[1], device=device).expand(len(samples), -1)
+        counted = masks.sum()  # of whole samples
+        cp_group = get_attr_wrapped_model(model, "pg_collection").cp
+        tokens, labels, masks, positions = share_of_sequence(
+            cp_group, tokens, labels, masks, positions
+        )
+        output = model(tokens, positions, None, labels=labels)
 
         def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            mean = (losses.float() * masks).sum() / masks.sum()
+            mean = (losses.float() * masks).sum() / counted
             return mean, {"loss": mean.detach().clone()}
 
         return output, mean_loss

@@ -179,6 +179,8 @@ def prepare_process(seed: int) -> None:
     parallel_state._GLOBAL_MEMORY_BUFFER = _ThreadMemoryBuffer()
     _build_optimizers_alone()
     _redirect_cross_entropy()
+    _redirect_expert_bias()
+    _keep_pipelines_off_the_default_group()
     _seat_pipeline_layouts()
     seed_dropout(seed, tp_rank=0)
     _keep_rehearsals_from_forking()
@@ -206,6 +208,22 @@ def _redirect_cross_entropy() -> None:
         module.get_tensor_model_parallel_group = lambda: _thread.groups.tp
         module.get_tensor_model_parallel_rank = lambda: _thread.groups.tp.rank()
         module.get_tensor_model_parallel_world_size = lambda: _thread.groups.tp.size()
+
+
+def _redirect_expert_bias() -> None:
+    """The update of a router's bias sums its counts over a group of parallel_state's."""
+    module: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    name = "get_tensor_and_data_parallel_group"
+    module.parallel_state = _Instead(parallel_state, **{name: lambda **_: _thread.groups.tp_dp_cp})
+
+
+def _keep_pipelines_off_the_default_group() -> None:
+    """Messages that are not batched go over the default group, which does not exist here, where a
+    pipeline has two stages; Megatron keeps to the pipeline's group for ucc alone. Each stage sends
+    and receives in the order that its peer receives and sends, so one group will do."""
+    within = _Instead(dist, get_backend=lambda *_args: "ucc")
+    module: Any = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
+    module.torch = _Instead(torch, distributed=within)
 
 
 def _seat_pipeline_layouts() -> None:
@@ -339,10 +357,6 @@ def buffer_places(modules: Iterable[Any], tensor: torch.Tensor) -> list[BufferPl
     return [place for place in all_buffers(modules) if place.tensor is tensor]
 
 
-def forget(groups: ProcessGroupCollection) -> None:
-    """Drops what megatron's globals keep of a world: with it they would keep its groups."""
-
-
 def configure_for_schedules(config: Any, chunks: list[Any], layout: Layout) -> None:
     """Tells a chunk's configuration what Megatron's schedules call at the end of a batch."""
     config.finalize_model_grads_func = finalize_model_grads
@@ -358,6 +372,9 @@ def configure_for_schedules(config: Any, chunks: list[Any], layout: Layout) -> N
         config.grad_sync_func = each("start_grad_sync")
     if options.overlap_param_gather:
         config.param_sync_func = each("start_param_sync")
+    if layout.vpp > 1:  # which a recipe of one's own need not have told Megatron
+        config.virtual_pipeline_model_parallel_size = layout.vpp
+        config.microbatch_group_size_per_vp_stage = layout.pp
     # With two stages, batched messages of an interleaved pipeline come in the wrong order: both go
     # to the same peer. (0.16.1: silently wrong gradients)
     config.batch_p2p_comm = not (layout.vpp > 1 and layout.pp == 2)

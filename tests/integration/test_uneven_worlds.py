@@ -93,7 +93,7 @@ def test_pipelines_that_do_not_divide_the_layers_train_as_one_stage_does(tmp_pat
 
 
 def unweighed(process: WorkerProcess, *arguments: Any) -> list[Losses | None]:
-    """As Megatron alone would have it: the mean over a rank's own micro-batches, then over ranks."""
+    """As Megatron alone has it: the mean over a rank's own micro-batches, then over ranks."""
 
     def share(*of: Any) -> Any:
         return share_of(*of)._replace(weight=1.0)
