@@ -1,0 +1,99 @@
+"""The models that are moved, and between which layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.layout.batch import micro_batches
+from liver_hpc.layout.coordinates import Layout
+
+WORKERS = 8
+TRAINED = 3
+"""Steps before the first transition, so that the optimizer's state says something."""
+COMPARED = 10
+"""Steps after a transition, and of the run that stayed."""
+
+_SIZES = {
+    "layers": 4,
+    "hidden": 32,
+    "ffn_hidden": 48,
+    "heads": 4,
+    "query_groups": 2,
+    "seq_length": 32,
+    "vocab_size": 320,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model and batch. moves: from each layout, the layouts to which it is moved."""
+
+    name: str
+    model: Mapping[str, Any]
+    moves: Mapping[str, Sequence[str]]
+    train: Mapping[str, Any] = field(default_factory=dict)
+    recipe: str = "liver_hpc.recipes.gpt:GPT"
+
+    def config(self, data: Mapping[str, Any]) -> RunConfig:
+        """The run that trains it, on the given `data` section."""
+        return RunConfig.model_validate(
+            {
+                "recipe": self.recipe,
+                "data": data,
+                "model": _SIZES | dict(self.model),
+                "train": {"steps": TRAINED + COMPARED, "global_batch": 4} | dict(self.train),
+                "workers": {"initial": 1, "max": WORKERS},
+                "layouts": {1: {"dp": 1}},
+                "handoff": {"staging_bytes": 1 << 18, "bucket_bytes": 1 << 16},
+            }
+        )
+
+    @property
+    def layouts(self) -> list[Layout]:
+        texts = [text for source, targets in self.moves.items() for text in (source, *targets)]
+        return sorted({Layout.parse(text) for text in texts})
+
+    @property
+    def fp32(self) -> bool:
+        return self.model.get("dtype", "fp32") == "fp32"
+
+
+def changed_axes(source: Layout, target: Layout) -> list[str]:
+    """The axes along which two layouts differ."""
+    short = {"sequence_parallel": "sp"}
+    return [
+        short.get(axis.name, axis.name)
+        for axis in fields(Layout)
+        if getattr(source, axis.name) != getattr(target, axis.name)
+    ]
+
+
+def is_uneven(config: RunConfig, layout: Layout) -> bool:
+    """Whether some ranks compute a micro-batch more than others."""
+    return micro_batches(config.train) % layout.dp != 0
+
+
+FAMILIES = (
+    Family(
+        "dense tied",
+        {},
+        {
+            "tp2 dp2": ("pp2 dp2", "dp3", "pp4", "tp2 pp2", "dp4", "tp2 pp2 dp2", "tp1"),
+            "pp2 dp3": ("tp2 dp2", "dp4", "pp4", "tp2 dp3"),
+        },
+    ),
+    Family(
+        "dense untied",
+        {"tied_embeddings": False, "position": "learned", "normalization": "layernorm",
+         "activation": "gelu", "bias": True, "query_groups": 4},
+        {"dp4": ("tp4", "tp2 pp2", "pp4", "dp3")},
+    ),
+    Family(
+        "dense bf16",
+        {"dtype": "bf16"},
+        {"tp2 pp2": ("dp4", "dp3", "pp4", "tp2 dp2")},
+    ),
+)  # fmt: skip
