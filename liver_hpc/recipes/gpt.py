@@ -36,6 +36,11 @@ class GPT(Recipe):
     def check_layout(self, layout: Layout) -> None:
         if self.options.groups % layout.tp:
             raise ConfigError(f"tp={layout.tp} does not divide {self.options.groups} query groups")
+        if layout.cp > 1 and self.options.seq_length % (2 * layout.cp):
+            raise ConfigError(
+                f"model.seq_length {self.options.seq_length} is not a multiple of 2 cp = "
+                f"{2 * layout.cp}: each context-parallel rank has two chunks of a sample"
+            )
         super().check_layout(layout)
 
     def hidden_shape(self) -> tuple[int, ...]:
@@ -78,14 +83,13 @@ class GPT(Recipe):
     # ---- model
 
     def build(self, context: BuildContext) -> MegatronModule:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
 
         options = self.options
         config = self._transformer_config(context.layout)
         return GPTModel(
             config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(normalization=config.normalization),
+            transformer_layer_spec=self._layer_spec(config),
             vocab_size=options.vocab_size,
             max_sequence_length=options.seq_length,
             pre_process=context.is_first_stage,
@@ -95,6 +99,15 @@ class GPT(Recipe):
             pg_collection=context.groups,
             vp_stage=context.vp_stage,
         )
+
+    def _layer_spec(self, config: Any) -> Any:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+        from liver_hpc.recipes.local_attention import LocalAttention
+
+        spec = get_gpt_layer_local_spec(normalization=config.normalization)
+        spec.submodules.self_attention.submodules.core_attention = LocalAttention
+        return spec
 
     def _transformer_config(self, layout: Layout) -> Any:
         import torch
@@ -160,6 +173,9 @@ class GPT(Recipe):
         self, model: MegatronModule, samples: Sequence[Any]
     ) -> tuple[torch.Tensor, LossFunction]:
         import torch
+        from megatron.core.utils import get_attr_wrapped_model
+
+        from liver_hpc.recipes.local_attention import share_of_sequence
 
         if self._samples is None:
             raise ConfigError("the recipe's data is not open")
@@ -168,13 +184,16 @@ class GPT(Recipe):
             torch.stack(parts).to(device)
             for parts in zip(*(self._samples.sample(int(i)) for i in samples), strict=True)
         )  # each [micro batch, seq_length]
-        length = tokens.shape[1]
-        positions = torch.arange(length, device=device).expand(len(samples), -1)
-        causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
-        output = model(tokens, positions, causal, labels=labels)
+        positions = torch.arange(tokens.shape[1], device=device).expand(len(samples), -1)
+        counted = masks.sum()  # of whole samples
+        cp_group = get_attr_wrapped_model(model, "pg_collection").cp
+        tokens, labels, masks, positions = share_of_sequence(
+            cp_group, tokens, labels, masks, positions
+        )
+        output = model(tokens, positions, None, labels=labels)
 
         def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            mean = (losses.float() * masks).sum() / masks.sum()
+            mean = (losses.float() * masks).sum() / counted
             return mean, {"loss": mean.detach().clone()}
 
         return output, mean_loss

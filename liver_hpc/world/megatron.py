@@ -178,6 +178,7 @@ def prepare_process(seed: int) -> None:
     parallel_state._GLOBAL_MEMORY_BUFFER = _ThreadMemoryBuffer()
     _build_optimizers_alone()
     _redirect_cross_entropy()
+    _keep_pipelines_off_the_default_group()
     seed_dropout(seed, tp_rank=0)
     _keep_rehearsals_from_forking()
     _carry_micro_batches()
@@ -204,6 +205,15 @@ def _redirect_cross_entropy() -> None:
         module.get_tensor_model_parallel_group = lambda: _thread.groups.tp
         module.get_tensor_model_parallel_rank = lambda: _thread.groups.tp.rank()
         module.get_tensor_model_parallel_world_size = lambda: _thread.groups.tp.size()
+
+
+def _keep_pipelines_off_the_default_group() -> None:
+    """Messages that are not batched go over the default group, which does not exist here, where a
+    pipeline has two stages; Megatron keeps to the pipeline's group for ucc alone. Each stage sends
+    and receives in the order that its peer receives and sends, so one group will do."""
+    within = _Instead(dist, get_backend=lambda *_args: "ucc")
+    module: Any = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
+    module.torch = _Instead(torch, distributed=within)
 
 
 def _keep_rehearsals_from_forking() -> None:
@@ -330,6 +340,9 @@ def configure_for_schedules(config: Any, chunks: list[Any], layout: Layout) -> N
         config.grad_sync_func = each("start_grad_sync")
     if options.overlap_param_gather:
         config.param_sync_func = each("start_param_sync")
+    if layout.vpp > 1:  # which a recipe of one's own need not have told Megatron
+        config.virtual_pipeline_model_parallel_size = layout.vpp
+        config.microbatch_group_size_per_vp_stage = layout.pp
     # With two stages, batched messages of an interleaved pipeline come in the wrong order: both go
     # to the same peer. (0.16.1: silently wrong gradients)
     config.batch_p2p_comm = not (layout.vpp > 1 and layout.pp == 2)
