@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from liver_hpc.config.schema import RunConfig
@@ -56,10 +56,6 @@ class Family:
         texts = [text for source, targets in self.moves.items() for text in (source, *targets)]
         return sorted({Layout.parse(text) for text in texts})
 
-    @property
-    def fp32(self) -> bool:
-        return self.model.get("dtype", "fp32") == "fp32"
-
 
 def changed_axes(source: Layout, target: Layout) -> list[str]:
     """The axes along which two layouts differ."""
@@ -76,24 +72,71 @@ def is_uneven(config: RunConfig, layout: Layout) -> bool:
     return micro_batches(config.train) % layout.dp != 0
 
 
+def quick(families: Sequence[Family]) -> list[Family]:
+    """The first two transitions of each family."""
+    found = []
+    for family in families:
+        source, targets = next(iter(family.moves.items()))
+        found.append(replace(family, moves={source: targets[:2]}))
+    return found
+
+
+_LEARNED = {"position": "learned", "normalization": "layernorm", "activation": "gelu"}
+
 FAMILIES = (
     Family(
-        "dense tied",
+        "dense, tied",
         {},
         {
-            "tp2 dp2": ("pp2 dp2", "dp3", "pp4", "tp2 pp2", "dp4", "tp2 pp2 dp2", "tp1"),
+            "tp2 dp2": (
+                "pp2 vpp2 dp2",
+                "dp3",
+                "cp2 dp2",
+                "pp2 dp2",
+                "pp4",
+                "tp2 pp2",
+                "dp4",
+                "tp1",
+            ),
             "pp2 dp3": ("tp2 dp2", "dp4", "pp4", "tp2 dp3"),
+            "tp2 cp2 dp2": ("dp3", "cp4", "tp2 pp2 cp2", "tp2 dp2"),
+            "pp2 vpp2 dp2": ("dp3", "tp2 dp2", "pp2 dp2", "pp2 cp2", "tp2 pp2 vpp2"),
         },
     ),
     Family(
-        "dense untied",
-        {"tied_embeddings": False, "position": "learned", "normalization": "layernorm",
-         "activation": "gelu", "bias": True, "query_groups": 4},
-        {"dp4": ("tp4", "tp2 pp2", "pp4", "dp3")},
+        "dense, untied",
+        {"tied_embeddings": False, "bias": True, "query_groups": 4, **_LEARNED},
+        {
+            "dp4": ("tp4", "pp2 vpp2 cp2", "tp2 pp2", "pp4", "dp3"),
+            "tp2 pp2 dp2": ("dp4", "tp4 dp2", "pp2 cp2 dp2"),
+        },
     ),
     Family(
-        "dense bf16",
+        "dense, tied, bf16",
         {"dtype": "bf16"},
-        {"tp2 pp2": ("dp4", "dp3", "pp4", "tp2 dp2")},
+        {"tp2 pp2": ("dp3", "cp2 dp2", "dp4", "pp4", "tp2 dp2", "pp2 vpp2 dp2")},
     ),
-)  # fmt: skip
+    Family(
+        "dense, 8 micro-batches",
+        {},
+        {"dp8": ("dp7", "tp2 pp2 dp2"), "dp7": ("dp8", "tp2 dp3")},
+        train={"global_batch": 8},
+    ),
+    Family(
+        "frozen parameters, buffers",
+        {"tied_embeddings": False},
+        {"tp2 dp2": ("pp2 vpp2 dp2", "cp2 dp3", "pp4", "dp4")},
+        recipe="benchmarks.transitions.models:Adapted",
+    ),
+    Family(
+        "overlap",
+        {},
+        {"tp2 dp2": ("pp2 vpp2 dp2", "dp3", "cp2", "pp4"), "pp2 vpp2 dp2": ("dp4", "tp2 dp2")},
+        train={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_elements": 3000},
+    ),
+    Family(
+        "dropout",
+        {"dropout": 0.1},
+        {"pp2 dp2": ("pp2 vpp2", "dp3", "pp4", "dp4")},
+    ),
+)

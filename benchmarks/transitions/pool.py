@@ -1,4 +1,4 @@
-"""A pool of worker processes: in each of them one Seat, whose methods the benchmark calls.
+"""A pool of worker processes, each with one object in it whose methods the benchmark calls.
 
 The benchmark's own process imports no torch. All workers are called at once, as most of what they
 do is collective; one that fails or dies ends the pool, as the others would wait for it.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 import traceback
+from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
@@ -16,9 +18,10 @@ from typing import Any, NamedTuple
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import LiverError
-from liver_hpc.host.process import collector_paused, raise_descriptor_limit
+from liver_hpc.host.process import raise_descriptor_limit
 
 BOOT_S = 120.0
+END_S = 10.0
 
 
 class _Answer(NamedTuple):
@@ -29,12 +32,14 @@ class _Answer(NamedTuple):
 
 
 class Pool:
-    """So many workers, with ids from 0 on. directory: where they meet, and keep their data.
+    """So many workers, with ids from 0 on. A context manager; on leaving it no process of it lives.
 
-    A context manager; on leaving it no process of it lives.
+    opened: makes the object of a worker id, in the worker's process. seconds: how long calls took,
+    by method.
     """
 
-    def __init__(self, workers: int, directory: Path) -> None:
+    def __init__(self, workers: int, opened: Callable[[int], Any]) -> None:
+        self.seconds: dict[str, float] = {}
         # Forked from a process that has imported torch and megatron.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["benchmarks.transitions.imported"])
@@ -42,12 +47,12 @@ class Pool:
         self._processes = []
         for worker in range(workers):
             here, there = context.Pipe()
-            arguments = (worker, directory, dict(os.environ), there)
+            arguments = (worker, opened, dict(os.environ), there)
             process = context.Process(target=_serve, args=arguments, daemon=True)
-            self._connections.append(here)
-            self._processes.append(process)
             process.start()
             there.close()
+            self._connections.append(here)
+            self._processes.append(process)
 
     def __enter__(self) -> Pool:
         try:
@@ -66,43 +71,48 @@ class Pool:
         self._end()
 
     @property
-    def workers(self) -> int:
-        return len(self._processes)
+    def workers(self) -> range:
+        return range(len(self._processes))
 
     def call(self, what: str, limit_s: float, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of all Seats at once; what each gives, by worker.
+        """Calls a method of all workers' objects at once; what each gives, by worker.
 
-        what: what they do, for errors. Raises LiverError with the traceback of a worker that
-        fails, DeadlineError that names those that have not answered in time.
+        what: what they are to do, for errors. Raises LiverError with the traceback of a worker
+        that fails, DeadlineError that names those that have not answered in time.
         """
+        began_s = time.perf_counter()
         for channel in self._connections:
             channel.send((method, arguments))
-        return self._answers(what, limit_s)
+        answers = self._answers(what, limit_s)
+        took_s = time.perf_counter() - began_s
+        self.seconds[method] = self.seconds.get(method, 0.0) + took_s
+        return answers
 
     def _answers(self, what: str, limit_s: float) -> list[Any]:
         found: dict[int, Any] = {}
-        waiting = dict(enumerate(self._connections))
-        deadline = Deadline.after(SystemClock(), limit_s, what)
-        while waiting:
-            ready = connection.wait([*waiting.values()], deadline.remaining_s())
+        clock = SystemClock()
+        ends_s = clock.now_s() + limit_s
+        while len(found) < len(self.workers):
+            missing = [worker for worker in self.workers if worker not in found]
+            deadline = Deadline(clock, ends_s, limit_s, f"workers {missing} to {what}")
+            waiting = {self._connections[worker]: worker for worker in missing}
+            ready = connection.wait([*waiting], deadline.remaining_s())
             if not ready:
-                who = f"workers {sorted(waiting)} to {what}"
-                raise Deadline(deadline.clock, deadline.at_s, limit_s, who).error()
-            for worker, channel in [*waiting.items()]:
-                if channel in ready:
-                    found[worker] = self._answer(worker, what)
-                    del waiting[worker]
-        return [found[worker] for worker in range(self.workers)]
+                raise deadline.error()
+            for channel in ready:
+                worker = waiting[channel]
+                found[worker] = self._answer(worker, what)
+        return [found[worker] for worker in self.workers]
 
     def _answer(self, worker: int, what: str) -> Any:
         try:
             answer: _Answer = self._connections[worker].recv()
         except EOFError:
-            self._processes[worker].join(BOOT_S)
+            self._processes[worker].join(END_S)
             code = self._processes[worker].exitcode
-            raise LiverError(f"worker {worker} ended with code {code} as it was to {what}") from None
+            raise LiverError(f"worker {worker}, asked to {what}, ended: code {code}") from None
         if answer.failure:
-            raise LiverError(f"worker {worker} failed to {what}:\n{answer.failure}")
+            raise LiverError(f"worker {worker}, asked to {what}, failed:\n{answer.failure}")
         return answer.value
 
     def _end(self) -> None:
@@ -111,10 +121,19 @@ class Pool:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.join()
+            process.join(END_S)
 
 
-def _serve(worker: int, directory: Path, environment: dict[str, str], channel: Any) -> None:
+def open_seat(directory: Path, worker: int) -> Any:
+    """Makes the calling process a worker (seat.py). directory: shared by all of them."""
+    from benchmarks.transitions.seat import open_seat  # which imports torch
+
+    return open_seat(directory, worker)
+
+
+def _serve(
+    worker: int, opened: Callable[[int], Any], environment: dict[str, str], channel: Any
+) -> None:
     """A worker process's main: answers calls until the benchmark is gone."""
     os.environ.clear()
     os.environ.update(environment)
@@ -122,10 +141,7 @@ def _serve(worker: int, directory: Path, environment: dict[str, str], channel: A
     os.environ["NCCL_HOSTID"] = f"worker-{worker}"
     raise_descriptor_limit()
     try:
-        with collector_paused():
-            from benchmarks.transitions.seat import open_seat
-
-            seat = open_seat(worker, directory)
+        seat = opened(worker)
         channel.send(_Answer(None, ""))
         while True:
             method, arguments = channel.recv()

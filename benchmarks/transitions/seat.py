@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import TypeAdapter
 
+from benchmarks.transitions.proof import Held
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import Box, ModelSpec
-from liver_hpc.protocol.messages import ClassDigest, ScalarState
+from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import Recipe, load_recipe
 from liver_hpc.transport.stream import Transport
 from liver_hpc.transport.wire import group_wire
@@ -30,15 +31,8 @@ from liver_hpc.world.world import Flags, World
 COLLECTIVE_S = 60.0
 """The longest that a worker waits for another one inside a group."""
 
+dist: Any = importlib.import_module("torch.distributed")  # its stubs know few of its names
 _SPEC = TypeAdapter(ModelSpec)
-
-
-class Held(NamedTuple):
-    """What a worker holds in a world: the hash of every bit of it, and its digests by kind."""
-
-    bits: str
-    digests: tuple[ClassDigest, ...]
-    scalars: ScalarState
 
 
 @dataclass
@@ -50,7 +44,7 @@ class _Place:
     kept: dict[tuple[str, int, Box], torch.Tensor]
 
 
-def open_seat(worker: int, directory: Path) -> Seat:
+def open_seat(directory: Path, worker: int) -> Seat:
     """Makes this process a worker. directory: shared by all of them."""
     device = open_device(0)
     install_sentinel(worker)
@@ -102,6 +96,7 @@ class Seat:
         """Builds, rehearses and connects a world, whose state is undefined then. Collective over
         the rank map. previous: the world whose groups it may keep."""
         world = None
+        self._used.check_layout(rank_map.layout)
         if self._worker in rank_map.workers:
             world = World(self._used, rank_map, self._worker, generation, self._device)
             world.warm_up()
@@ -142,7 +137,7 @@ class Seat:
         for box in self._boxes(world):
             hashed.update(repr(box).encode())
             # A copy: memory that numpy has seen cannot be freed before its tensor.
-            hashed.update(world.state.view(*box).clone().view(torch.uint8).numpy())
+            hashed.update(world.state.view(*box).clone().view(torch.uint8).numpy().tobytes())
         digests = world.state.digests(self._used.spec.kinds)
         return Held(hashed.hexdigest(), digests, world.scalar_state(step))
 
@@ -161,16 +156,16 @@ class Seat:
                 place.world.state.view(*box).copy_(values)
             place.world.load_scalar_state(scalars)
 
-    def move(self, source: str, target: str, generation: int, scalars: ScalarState) -> None:
-        """Moves all state of one world to another, whose own is NaN before: what does not arrive
-        shows. Collective over the workers of both."""
-        old, new = self._places[source], self._places[target]
+    def move(self, worlds: tuple[str, str], generation: int, scalars: ScalarState) -> None:
+        """Moves all state of the first world to the second one, of whose own every bit is set
+        before (NaN): what does not arrive shows. Collective over the workers of both."""
+        old, new = (self._places[name] for name in worlds)
         members = tuple(sorted({*old.rank_map.workers, *new.rank_map.workers}))
         if self._worker not in members:
             return
         if new.world is not None:
             for box in self._boxes(new.world):
-                new.world.state.view(*box).fill_(float("nan"))
+                new.world.state.view(*box).view(torch.uint8).fill_(0xFF)
         group = Group(f"g{generation}/transfer", members, self._worker, self._device)
         group.connect(self._network, self._store(generation), COLLECTIVE_S)
         ranks = {member: rank for rank, member in enumerate(members)}
@@ -178,12 +173,13 @@ class Seat:
         recipe = self._used
         transport = Transport(wire, recipe.spec, recipe.config.handoff)
         plan = transfer_plan(recipe.spec, old.rank_map, new.rank_map, self._worker)
+        what = f"the bytes from {worlds[0]} to {worlds[1]}"
         transport.stream(
             transport.prepare(plan),
             old.world.state if old.world is not None else None,
             new.world.state if new.world is not None else None,
             lambda _bytes: None,
-            Deadline.after(SystemClock(), COLLECTIVE_S, f"the bytes of {source} to {target}"),
+            Deadline.after(SystemClock(), COLLECTIVE_S, what),
         )
         transport.close()
         group.close()
