@@ -61,7 +61,8 @@ def stage_layers(config: GPTConfig, pp: int) -> tuple[int, ...] | None:
 
 def _layer(config: GPTConfig, layer: int) -> Iterator[TensorSpec]:
     prefix, hidden, ffn = f"decoder.layers.{layer}", config.hidden, config.ffn_hidden
-    qkv = (config.heads + 2 * config.groups) * config.head_dim
+    width = config.head_width
+    qkv = (config.heads + 2 * config.groups) * width
 
     def linear(name: str, rows: tuple[int, ...], cols: int, tp_dim: int) -> Iterator[TensorSpec]:
         """rows: the blocks of the output, whose features are split where tp_dim is 0."""
@@ -74,7 +75,7 @@ def _layer(config: GPTConfig, layer: int) -> Iterator[TensorSpec]:
             yield TensorSpec(f"{prefix}.{name}.bias", shape[:1], *split)
 
     yield from _norm(config, f"{prefix}.input_layernorm")
-    yield from linear("self_attention.linear_proj", (hidden,), hidden, 1)
+    yield from linear("self_attention.linear_proj", (hidden,), config.heads * width, 1)
     yield from linear("self_attention.linear_qkv", (qkv,), hidden, 0)
     yield from _norm(config, f"{prefix}.pre_mlp_layernorm")
     yield from linear(

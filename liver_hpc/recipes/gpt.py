@@ -36,12 +36,30 @@ class GPT(Recipe):
     def check_layout(self, layout: Layout) -> None:
         if self.options.groups % layout.tp:
             raise ConfigError(f"tp={layout.tp} does not divide {self.options.groups} query groups")
+        self._check_experts(layout)
+        shares = layout.tp * layout.cp if layout.sequence_parallel else 1
+        if self.options.seq_length % shares:
+            raise ConfigError(
+                f"model.seq_length {self.options.seq_length} is not a multiple of tp x cp = "
+                f"{shares}, over which sequence parallelism shares it"
+            )
         if layout.cp > 1 and self.options.seq_length % (2 * layout.cp):
             raise ConfigError(
                 f"model.seq_length {self.options.seq_length} is not a multiple of 2 cp = "
                 f"{2 * layout.cp}: each context-parallel rank has two chunks of a sample"
             )
         super().check_layout(layout)
+
+    def _check_experts(self, layout: Layout) -> None:
+        number = self.options.experts.number
+        if layout.ep > 1 and not number:
+            raise ConfigError(
+                f"ep={layout.ep} wants model.experts.number: the model has no experts"
+            )
+        if number % layout.ep:
+            raise ConfigError(f"ep={layout.ep} does not divide {number} experts")
+        if number and layout.tp > 1 and not layout.sequence_parallel:
+            raise ConfigError(f"{layout}: experts with tp want sequence parallelism: add sp")
 
     def hidden_shape(self) -> tuple[int, ...]:
         return (self.options.seq_length, self.config.train.micro_batch, self.options.hidden)
@@ -85,29 +103,23 @@ class GPT(Recipe):
     def build(self, context: BuildContext) -> MegatronModule:
         from megatron.core.models.gpt.gpt_model import GPTModel
 
+        from liver_hpc.recipes.local_layers import local_block
+
         options = self.options
         config = self._transformer_config(context.layout)
         return GPTModel(
             config=config,
-            transformer_layer_spec=self._layer_spec(config),
+            transformer_layer_spec=local_block(config, context),
             vocab_size=options.vocab_size,
             max_sequence_length=options.seq_length,
             pre_process=context.is_first_stage,
             post_process=context.is_last_stage,
             share_embeddings_and_output_weights=options.tied_embeddings,
             position_embedding_type="rope" if options.position == "rope" else "learned_absolute",
+            rotary_base=options.rotary_base,
             pg_collection=context.groups,
             vp_stage=context.vp_stage,
         )
-
-    def _layer_spec(self, config: Any) -> Any:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-        from liver_hpc.recipes.local_attention import LocalAttention
-
-        spec = get_gpt_layer_local_spec(normalization=config.normalization)
-        spec.submodules.self_attention.submodules.core_attention = LocalAttention
-        return spec
 
     def _transformer_config(self, layout: Layout) -> Any:
         import torch
@@ -125,6 +137,7 @@ class GPT(Recipe):
             ffn_hidden_size=options.ffn_hidden,
             num_attention_heads=options.heads,
             num_query_groups=options.groups,
+            kv_channels=options.head_width,
             gated_linear_unit=gated,
             activation_func=(torch.nn.functional.silu if gated else torch.nn.functional.gelu),
             add_bias_linear=options.bias,
@@ -151,7 +164,30 @@ class GPT(Recipe):
             persist_layer_norm=False,
             num_layers_in_first_pipeline_stage=first,
             num_layers_in_last_pipeline_stage=last,
+            **self._expert_options(),
         )
+
+    def _expert_options(self) -> dict[str, Any]:
+        """What Megatron's configuration says of experts."""
+        experts = self.options.experts
+        if not experts.number:
+            return {}
+        return {
+            "num_moe_experts": experts.number,
+            "moe_router_topk": experts.topk,
+            # Of one score there is nothing to normalize after the choice.
+            "moe_router_pre_softmax": experts.topk == 1,
+            "moe_ffn_hidden_size": experts.ffn_hidden or self.options.ffn_hidden,
+            "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden,
+            "moe_layer_freq": [*map(int, experts.in_layers(self.options.layers))],
+            "moe_router_score_function": experts.score_function,
+            "moe_router_enable_expert_bias": experts.bias_update_rate > 0,
+            "moe_router_bias_update_rate": experts.bias_update_rate,
+            "moe_router_load_balancing_type": experts.load_balancing,
+            "moe_aux_loss_coeff": experts.aux_loss_coeff,
+            "moe_z_loss_coeff": experts.z_loss_coeff or None,
+            "moe_token_dispatcher_type": experts.dispatcher,
+        }
 
     def initial(self, tensor: TensorSpec, generator: torch.Generator) -> torch.Tensor:
         """Megatron's scheme: normal(0, init_std), the outputs of residual branches scaled down

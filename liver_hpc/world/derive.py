@@ -223,7 +223,7 @@ def chunk_shards(modules: Iterable[Any], groups: Any, frame: Any, layout: Layout
     for module in modules:
         shards = shards_of(module, groups, frame)
         if layout.sequence_parallel:
-            refuse_unmarked(module, shards)
+            refuse_unmarked(module, shards, frame)
         found.append(shards)
     return found
 

@@ -178,6 +178,7 @@ def prepare_process(seed: int) -> None:
     parallel_state._GLOBAL_MEMORY_BUFFER = _ThreadMemoryBuffer()
     _build_optimizers_alone()
     _redirect_cross_entropy()
+    _redirect_expert_bias()
     _keep_pipelines_off_the_default_group()
     seed_dropout(seed, tp_rank=0)
     _keep_rehearsals_from_forking()
@@ -205,6 +206,13 @@ def _redirect_cross_entropy() -> None:
         module.get_tensor_model_parallel_group = lambda: _thread.groups.tp
         module.get_tensor_model_parallel_rank = lambda: _thread.groups.tp.rank()
         module.get_tensor_model_parallel_world_size = lambda: _thread.groups.tp.size()
+
+
+def _redirect_expert_bias() -> None:
+    """The update of a router's bias sums its counts over a group of parallel_state's."""
+    module: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    name = "get_tensor_and_data_parallel_group"
+    module.parallel_state = _Instead(parallel_state, **{name: lambda **_: _thread.groups.tp_dp_cp})
 
 
 def _keep_pipelines_off_the_default_group() -> None:
@@ -319,10 +327,6 @@ def all_buffers(modules: Iterable[Any]) -> list[BufferPlace]:
 def buffer_places(modules: Iterable[Any], tensor: torch.Tensor) -> list[BufferPlace]:
     """Where modules have a tensor as a buffer; empty for a parameter."""
     return [place for place in all_buffers(modules) if place.tensor is tensor]
-
-
-def forget(groups: ProcessGroupCollection) -> None:
-    """Drops what megatron's globals keep of a world: with it they would keep its groups."""
 
 
 def configure_for_schedules(config: Any, chunks: list[Any], layout: Layout) -> None:

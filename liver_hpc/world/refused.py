@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.world.sharded import Shards
+from liver_hpc.world.sharded import Frame, Shards, whole_of
 
 _LAYOUT_DEPENDENT_BALANCING = {
     "global_aux_loss": "its counts run on across steps, and differ between data-parallel ranks",
@@ -53,6 +54,8 @@ def _layout_dependent(config: Any, layout: Layout) -> Iterator[str]:
             f"expert_tensor_parallel_size is {expert_tp}: it must be tp, {layout.tp}, as with "
             "another one Megatron gives silently wrong gradients in some layouts"
         )
+    if layout.tp > 1 and not layout.sequence_parallel:
+        yield "experts with tp want sequence parallelism: add sp to the layout"
     balancing = config.moe_router_load_balancing_type
     for kind in [balancing] if isinstance(balancing, str) else balancing:
         if kind in _LAYOUT_DEPENDENT_BALANCING:
@@ -76,7 +79,7 @@ def _running_statistics(module: torch.nn.Module) -> Iterator[str]:
             )
 
 
-def refuse_unmarked(module: torch.nn.Module, shards: Shards) -> None:
+def refuse_unmarked(module: torch.nn.Module, shards: Shards, frame: Frame) -> None:
     """Raises PlanError for parameters that do not say whether their gradient is to be summed over
     tp ranks, where each of those computes its share of the sequence.
 
@@ -86,7 +89,8 @@ def refuse_unmarked(module: torch.nn.Module, shards: Shards) -> None:
         id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)
     }  # which are added before the sequence is split
     for name, parameter in module.named_parameters():
-        copied = all(part.local == part.whole for part in shards[name].parts)
+        whole = frame.tensors[whole_of(name, shards[name].parts)]
+        copied = parameter.numel() == math.prod(whole.shape)
         marked = hasattr(parameter, "sequence_parallel") or id(parameter) in positions
         if parameter.requires_grad and copied and not marked:
             raise PlanError(

@@ -29,7 +29,7 @@ from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.tensors import MAIN, MOMENTS
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import Recipe
-from liver_hpc.world import dropout, megatron
+from liver_hpc.world import dropout, experts, megatron
 from liver_hpc.world.derive import Derivation, build_chunks
 from liver_hpc.world.device import Device
 from liver_hpc.world.groups import GroupBook
@@ -103,6 +103,7 @@ class World:
     # ---- building
 
     def _build(self) -> None:
+        experts.redirect()
         self.groups = megatron.group_collection(self.rank_map, self.at, self.book)
         with megatron.rehearsal(), megatron.groups_in_use(self.groups):
             self.chunks = self._build_chunks()
@@ -123,6 +124,7 @@ class World:
             module.to(self.device.torch_device)
             megatron.complete_for_schedules(module)
             dropout.seed_at_layers(module, recipe.config.train.seed, at.tp)
+            experts.leave_out_padding(module)
             modules.append(megatron.in_low_precision(module))
         frame = _frame_of(recipe, self.worker)
         self._tensors = verified_tensors(recipe.spec, layout, at, built, groups, frame)
@@ -281,7 +283,7 @@ class World:
         for chunk in self.chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 buffer.grad_data.untyped_storage().resize_(0)
-        megatron.forget(self.groups)
+        experts.forget(self.chunks, self.groups)
         self.book.close()
         self.groups = self.optimizer = None
         self.chunks, self._optimizers, self._tensors, self._buffers = [], [], {}, {}
