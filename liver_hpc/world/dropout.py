@@ -1,18 +1,22 @@
 """Dropout that is the same in every layout: its masks follow the sample, not the worker.
 
 At each layer's entry the random streams are seeded by (run seed, first sample of the micro-batch,
-global layer number). Streams inside tensor-parallel regions (attention heads, shares of a sequence)
-depend on the tp rank besides: there the masks of one layout are not those of another.
+global layer number). A context-parallel rank draws the masks of whole samples, and takes its part.
+Streams inside tensor-parallel regions (attention heads, shares of a sequence) depend on the tp rank
+besides: there the masks of one layout are not those of another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.recipes.local_attention import positions
 from liver_hpc.world import megatron
 
 _SAMPLES, _LAYERS = 1_000_003, 1009
@@ -30,6 +34,46 @@ class NoDropout(TorchFunctionMode):
         if getattr(function, "__name__", "") in _DROPPING:
             return args[0] if args else (kwargs or {})["input"]
         return function(*args, **(kwargs or {}))
+
+
+class _PartOfMasks(TorchFunctionMode):
+    """Dropout of a context-parallel rank's hidden states, [sequence / cp, micro batch, hidden].
+
+    What has other dimensions is left as it is: who drops attention's probabilities knows which of
+    them is the sequence.
+    """
+
+    def __init__(self, cp: int, rank: int) -> None:
+        super().__init__()
+        self._cp, self._rank = cp, rank
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if getattr(function, "__name__", "") not in _DROPPING:
+            return function(*args, **kwargs)
+        states, *rest = args or (kwargs.pop("input"),)
+        if states.dim() != 3:
+            return function(states, *rest, **kwargs)
+        share, *others = states.shape
+        kept = function(states.new_ones((share * self._cp, *others)), *rest, **kwargs)
+        return states * kept.index_select(0, self._rows(share, states.device))
+
+    def _rows(self, share: int, device: Any) -> torch.Tensor:
+        if share % 2:  # of a share of the sequence once more, with sequence parallelism
+            return torch.arange(self._rank * share, (self._rank + 1) * share, device=device)
+        return positions(share * self._cp, self._cp, self._rank, device)
+
+
+def masks_of_samples(
+    layout: Layout, at: Coordinate, chunks: Iterable[Any]
+) -> contextlib.AbstractContextManager[Any]:
+    """While a coordinate computes: on its thread, the masks of its share of a sample are those that
+    the share has in the whole sample."""
+    if layout.cp == 1 or not any(map(_drops, chunks)):
+        return contextlib.nullcontext()
+    return _PartOfMasks(layout.cp, layout.cp_rank(at))
 
 
 def seed_at_layers(module: Any, seed: int, tp_rank: int) -> None:

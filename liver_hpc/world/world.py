@@ -306,7 +306,8 @@ class World:
         iterators = [iter(micro_batches) for _ in self.chunks]
         losses: list[torch.Tensor] = []
         try:
-            with megatron.groups_in_use(self.groups):
+            masks = dropout.masks_of_samples(layout, self.at, self.chunks)
+            with megatron.groups_in_use(self.groups), masks:
                 self._schedule(
                     forward_step_func=partial(self._forward, losses=losses),
                     data_iterator=iterators if layout.vpp > 1 else iterators[0],

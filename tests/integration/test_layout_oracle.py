@@ -75,8 +75,7 @@ def megatron_boxes(world: Any) -> dict[str, set[Box]]:
 
     groups = world.groups
     metadata = {"dp_cp_group": groups.dp_cp, "dp_cp_group_gtp_remat": groups.dp_cp}
-    module = world.chunks[0].module
-    module = getattr(module, "module", module)
+    modules = [getattr(chunk.module, "module", chunk.module) for chunk in world.chunks]
     found: dict[str, set[Box]] = {}
 
     def take(item: Any) -> None:
@@ -99,7 +98,8 @@ def megatron_boxes(world: Any) -> dict[str, set[Box]]:
             cols = shape[1] if len(shape) > 1 else 1
             found.setdefault(name, set()).add(Box(row0, row0 + shape[0], col0, col0 + cols))
 
-    take(module.sharded_state_dict(metadata=metadata))
+    for module in modules:
+        take(module.sharded_state_dict(metadata=metadata))
     return found
 
 
@@ -107,6 +107,17 @@ def same_elements(ours: set[Box], theirs: set[Box]) -> bool:
     """Whether two sets of disjoint boxes cover the same elements; theirs may be cut finer."""
     inside = all(any(box.intersect(own) == box for own in ours) for box in theirs)
     return inside and sum(b.elements for b in ours) == sum(b.elements for b in theirs)
+
+
+def compare_parameters(world: Any) -> int:
+    """Compares each tensor's boxes with Megatron's; returns how many tensors there are."""
+    spec, layout, theirs = world.recipe.spec, world.rank_map.layout, megatron_boxes(world)
+    indices = spec.held_tensors(layout, world.at)
+    for index in indices:
+        name = spec.tensors[index].name
+        ours = set(owned_boxes(spec, layout, world.at, PARAMETER, index))
+        assert same_elements(ours, theirs[name]), (layout, world.at, name)
+    return len(indices)
 
 
 @pytest.mark.timeout(300)
@@ -124,13 +135,34 @@ def test_parameter_and_optimizer_boxes_are_megatrons_own(
     compared = 0
     for layout in GRID:
         for world in worlds(recipe, layout, device):
-            theirs = megatron_boxes(world)
-            for index in recipe.spec.held_tensors(layout, world.at):
-                tensor = recipe.spec.tensors[index]
-                ours = set(owned_boxes(recipe.spec, layout, world.at, PARAMETER, index))
-                assert same_elements(ours, theirs[tensor.name]), (layout, world.at, tensor.name)
-                compared += 1
+            compared += compare_parameters(world)
     assert compared > 2000
+
+
+@pytest.mark.parametrize("bucket_elements", [None, 3000])
+def test_derived_boxes_are_megatrons_own_with_chunks_cp_and_buckets(
+    bucket_elements: int | None, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above; gradient buckets as they are where their reduction overlaps the backward."""
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda **_k: 0)
+    recipe = recipe_of(MODELS["tied-swiglu-gqa"])
+    if bucket_elements is not None:
+        overlap = {"overlap_grad_reduce": True, "bucket_elements": bucket_elements}
+        update = {"train": recipe.config.train.model_copy(update=overlap)}
+        recipe.config = recipe.config.model_copy(update=update)
+    sizes = itertools.product((1, 2), repeat=5)
+    grid = [Layout(tp, pp, dp, cp, vpp=vpp) for tp, pp, dp, cp, vpp in sizes if vpp == 1 or pp == 2]
+    recipe.spec = derived(recipe, *map(str, grid))
+    assert recipe.spec.bucket_elements == bucket_elements
+    compared, buckets = 0, set()
+    for layout in grid:
+        for world in worlds(recipe, layout, device):
+            compared += compare_parameters(world)
+            buckets.add(len(world.chunks[0].buffers[0].buckets))
+    assert compared > 1000
+    assert (max(buckets) > 2) == (bucket_elements is not None)
 
 
 def test_uneven_pipelines_hold_the_layers_that_megatron_gives_them(device: Any) -> None:
