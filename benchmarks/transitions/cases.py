@@ -83,6 +83,14 @@ def quick(families: Sequence[Family]) -> list[Family]:
 
 _LEARNED = {"position": "learned", "normalization": "layernorm", "activation": "gelu"}
 
+_EXPERTS = {
+    "ffn_hidden": 40,
+    "score_function": "sigmoid",
+    "bias_update_rate": 0.05,
+    "aux_loss_coeff": 0.02,
+    "z_loss_coeff": 0.001,
+}
+
 FAMILIES = (
     Family(
         "dense, tied",
@@ -101,6 +109,7 @@ FAMILIES = (
             "pp2 dp3": ("tp2 dp2", "dp4", "pp4", "tp2 dp3"),
             "tp2 cp2 dp2": ("dp3", "cp4", "tp2 pp2 cp2", "tp2 dp2"),
             "pp2 vpp2 dp2": ("dp3", "tp2 dp2", "pp2 dp2", "pp2 cp2", "tp2 pp2 vpp2"),
+            "tp2 pp2 sp": ("tp2 dp2", "tp2 cp2 sp", "dp4"),
         },
     ),
     Family(
@@ -108,7 +117,7 @@ FAMILIES = (
         {"tied_embeddings": False, "bias": True, "query_groups": 4, **_LEARNED},
         {
             "dp4": ("tp4", "pp2 vpp2 cp2", "tp2 pp2", "pp4", "dp3"),
-            "tp2 pp2 dp2": ("dp4", "tp4 dp2", "pp2 cp2 dp2"),
+            "tp2 pp2 dp2": ("tp4 sp", "tp4 dp2", "pp2 cp2 dp2"),
         },
     ),
     Family(
@@ -127,6 +136,54 @@ FAMILIES = (
         {"tied_embeddings": False},
         {"tp2 dp2": ("pp2 vpp2 dp2", "cp2 dp3", "pp4", "dp4")},
         recipe="benchmarks.transitions.models:Adapted",
+    ),
+    Family(
+        "experts, untied",
+        {
+            "tied_embeddings": False,
+            "experts": _EXPERTS
+            | {"number": 6, "shared_ffn_hidden": 24, "load_balancing": "seq_aux_loss"},
+        },
+        {
+            "dp3 ep3": (
+                "tp2 dp2 ep2 sp",
+                "pp2 vpp2 dp2 ep2",
+                "pp2 cp2 ep2",
+                "dp4 ep2",
+                "dp4",
+                "pp4",
+                "tp2 pp2 sp",
+            ),
+            "tp2 dp2 ep2 sp": (
+                "dp3 ep3",
+                "dp2 cp2 ep2",
+                "pp2 dp2 ep2",
+                "tp2 pp2 dp2 ep2 sp",
+                "tp2 cp2 ep2 sp",
+            ),
+        },
+    ),
+    Family(
+        "experts, tied, allgather",
+        {
+            "experts": _EXPERTS
+            | {
+                "number": 4,
+                "load_balancing": "aux_loss",
+                "dispatcher": "allgather",
+                "layer_freq": 2,
+            },
+        },
+        {"dp4 ep4": ("tp2 dp2 ep2 sp", "dp3", "dp2 ep2", "dp2 cp2 ep4", "pp2 dp2 ep2")},
+    ),
+    Family(
+        "experts, untied, bf16",
+        {
+            "dtype": "bf16",
+            "tied_embeddings": False,
+            "experts": _EXPERTS | {"number": 4, "load_balancing": "seq_aux_loss"},
+        },
+        {"dp2 ep2": ("tp2 dp2 ep2 sp", "pp2 cp2 ep2", "dp4 ep4", "dp3", "pp2 vpp2 dp2")},
     ),
     Family(
         "overlap",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
 
 from liver_hpc.host.process import collector_paused
 
-warnings.simplefilter("ignore")  # what megatron-core and torch say of themselves and of each other
+# What megatron-core and torch say of themselves and of each other.
+warnings.simplefilter("ignore")
+logging.disable(logging.WARNING)
 with collector_paused():
     import torch
 
