@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.stages import stage_layers
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe
 from liver_hpc.recipes.gpt_config import GPTConfig
+from liver_hpc.recipes.gpt_costs import layer_costs
 from liver_hpc.recipes.text_data import VOCABULARY, prefix_of
 
 if TYPE_CHECKING:
@@ -129,8 +131,6 @@ class GPT(Recipe):
         dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
         gated = options.activation == "swiglu"
         norms = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
-        ends = (options.first_stage_layers, options.last_stage_layers)
-        first, last = ends if layout.pp > 1 else (None, None)
         return TransformerConfig(
             num_layers=options.layers,
             hidden_size=options.hidden,
@@ -142,6 +142,7 @@ class GPT(Recipe):
             activation_func=(torch.nn.functional.silu if gated else torch.nn.functional.gelu),
             add_bias_linear=options.bias,
             normalization=norms[options.normalization],
+            qk_layernorm=options.qk_norm,
             hidden_dropout=options.dropout,
             attention_dropout=options.dropout,
             params_dtype=dtype,
@@ -162,8 +163,7 @@ class GPT(Recipe):
             gradient_accumulation_fusion=False,
             apply_rope_fusion=False,
             persist_layer_norm=False,
-            num_layers_in_first_pipeline_stage=first,
-            num_layers_in_last_pipeline_stage=last,
+            pipeline_model_parallel_layout=self._stages(layout),
             **self._expert_options(),
         )
 
@@ -179,7 +179,7 @@ class GPT(Recipe):
             "moe_router_pre_softmax": experts.topk == 1,
             "moe_ffn_hidden_size": experts.ffn_hidden or self.options.ffn_hidden,
             "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden,
-            "moe_layer_freq": [*map(int, experts.in_layers(self.options.layers))],
+            "moe_layer_freq": [*map(int, self.options.layers_with_experts)],
             "moe_router_score_function": experts.score_function,
             "moe_router_enable_expert_bias": experts.bias_update_rate > 0,
             "moe_router_bias_update_rate": experts.bias_update_rate,
@@ -188,6 +188,15 @@ class GPT(Recipe):
             "moe_z_loss_coeff": experts.z_loss_coeff or None,
             "moe_token_dispatcher_type": experts.dispatcher,
         }
+
+    def _stages(self, layout: Layout) -> list[list[str]] | None:
+        """The parts of the model that each stage has, such that the slowest one is least; None:
+        Megatron's even split, which an interleaved pipeline has."""
+        if layout.pp == 1 or layout.vpp > 1:
+            return None
+        counts = stage_layers(layer_costs(self.options), layout.pp)
+        first, *others = (["decoder"] * count for count in counts)
+        return [["embedding", *first], *others[:-1], [*others[-1], "loss"]]
 
     def initial(self, tensor: TensorSpec, generator: torch.Generator) -> torch.Tensor:
         """Megatron's scheme: normal(0, init_std), the outputs of residual branches scaled down
