@@ -109,7 +109,7 @@ class GPT(Recipe):
         config = self._transformer_config(context.layout)
         return GPTModel(
             config=config,
-            transformer_layer_spec=self._layers(config, context),
+            transformer_layer_spec=self._block(config, context),
             vocab_size=options.vocab_size,
             max_sequence_length=options.seq_length,
             pre_process=context.is_first_stage,
@@ -121,8 +121,8 @@ class GPT(Recipe):
             vp_stage=context.vp_stage,
         )
 
-    def _layers(self, config: Any, context: BuildContext) -> Any:
-        """The layers of one chunk: Transformer Engine's where it is installed, or local ones."""
+    def _block(self, config: Any, context: BuildContext) -> Any:
+        """The layers of one chunk: of Transformer Engine where it is installed."""
         from megatron.core.models.gpt import gpt_layer_specs
 
         from liver_hpc.recipes.local_layers import local_block
@@ -138,6 +138,7 @@ class GPT(Recipe):
         return gpt_layer_specs.get_gpt_decoder_block_spec(
             config,
             use_transformer_engine=True,
+            normalization=config.normalization,
             vp_stage=context.vp_stage,
             pp_rank=context.at.pp,
         )
@@ -161,6 +162,7 @@ class GPT(Recipe):
             activation_func=(torch.nn.functional.silu if gated else torch.nn.functional.gelu),
             add_bias_linear=options.bias,
             normalization=norms[options.normalization],
+            qk_layernorm=options.qk_norm,
             hidden_dropout=options.dropout,
             attention_dropout=options.dropout,
             params_dtype=dtype,

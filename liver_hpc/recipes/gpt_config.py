@@ -35,6 +35,7 @@ class GPTConfig(RecomputeConfig):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     preset: str | None = None
+    implementation: Literal["auto", "local", "te"] = "auto"
     layers: PositiveInt = 4
     hidden: PositiveInt = 256
     ffn_hidden: PositiveInt = 512
@@ -44,6 +45,7 @@ class GPTConfig(RecomputeConfig):
     activation: Literal["swiglu", "gelu"] = "swiglu"
     normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     bias: bool = False
+    qk_norm: bool = False
     tied_embeddings: bool = True
     position: Literal["rope", "learned"] = "rope"
     rotary_base: PositiveInt = 10_000
@@ -53,7 +55,6 @@ class GPTConfig(RecomputeConfig):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     init_std: Annotated[float, Field(gt=0)] = 0.02
     layer_times: LayerTimes | None = None
-    implementation: Literal["auto", "local", "te"] = "auto"
     experts: ExpertsConfig = ExpertsConfig()
 
     @model_validator(mode="before")

@@ -28,6 +28,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import GlobalMemoryBuffer
 from torch.overrides import TorchFunctionMode
 
+from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.world.groups import GroupBook
@@ -87,27 +88,48 @@ _DRAWS = frozenset({
 })
 _FACTORIES = frozenset({
     "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye",
-    "empty_strided", "linspace",
+    "empty_strided", "linspace", "randperm",
 })
 # fmt: on
 _RANDOM = frozenset({"rand", "randn", "rand_like", "randn_like"})
+_RANDOM_CHOICES = frozenset({"randint", "randint_like", "randperm", "multinomial", "bernoulli"})
 
 
 class NoDraws(TorchFunctionMode):
-    """While a recipe builds its model, whose values are filled in later: on its thread, filling a
-    tensor with random numbers leaves it as it is, and one made of them is made of zeros."""
+    """While a recipe builds its model, whose parameters are filled in later: on its thread, filling
+    one with random numbers leaves it as it is, and another tensor gets NaN in their place.
+
+    What is drawn from a generator of the model's own is drawn: it is the same on every worker, and
+    leaves the streams of this process alone. Raises PlanError for choices that are drawn otherwise.
+    undrawn: whether anything got NaN.
+    """
+
+    undrawn = False
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if name in _DRAWS:
-            return args[0] if args else kwargs["tensor"]
-        if name in _RANDOM:
-            function = torch.zeros_like if name.endswith("_like") else torch.zeros
+        if kwargs.get("generator") is None:
             kwargs.pop("generator", None)
+            if name in _DRAWS:
+                return self._instead(args[0] if args else kwargs["tensor"])
+            if name in _RANDOM:
+                made = torch.zeros_like if name.endswith("_like") else torch.zeros
+                return self._instead(made(*args, **kwargs))
+            if name in _RANDOM_CHOICES:
+                raise PlanError(
+                    f"the model draws by torch.{name} as it is built, which would differ between "
+                    "workers: give it a generator with a seed of its own"
+                )
         return function(*args, **kwargs)
+
+    def _instead(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, torch.nn.Parameter) or not tensor.is_floating_point():
+            return tensor
+        self.undrawn = True
+        return tensor.fill_(torch.nan)
 
 
 class OnMeta(TorchFunctionMode):
@@ -118,6 +140,7 @@ class OnMeta(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        kwargs.pop("generator", None)  # no values, no draws
         if getattr(function, "__name__", "") in _FACTORIES:
             kwargs["device"] = "meta"
         return function(*args, **kwargs)
@@ -345,7 +368,11 @@ class BufferPlace:
 
     @property
     def tensor(self) -> torch.Tensor:
-        tensor: torch.Tensor = self.module._buffers[self.name]
+        """Raises PlanError where the module has dropped it."""
+        tensor = self.module._buffers.get(self.name)
+        if tensor is None:
+            raise PlanError(f"{type(self.module).__name__} has dropped its buffer {self.name}")
+        assert isinstance(tensor, torch.Tensor)
         return tensor
 
     def copy(self) -> tuple[torch.Tensor, torch.Tensor]:
