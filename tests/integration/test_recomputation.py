@@ -1,4 +1,4 @@
-"""Activations that are computed again in the backward are those of the forward, dropout included."""
+"""What the backward computes again is what the forward computed, dropout included."""
 
 from __future__ import annotations
 
