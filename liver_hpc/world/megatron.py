@@ -432,6 +432,25 @@ def complete_for_schedules(module: Any) -> None:
         module.model_type = ModelType.encoder_or_decoder
 
 
+def begin_gradients_at_layers(module: Any) -> None:
+    """Lets gradients reach layers that are computed again where nothing before them is trained.
+
+    What is checkpointed passes gradients on only where its input wants some: behind a frozen
+    embedding the first adapters would silently get none.
+    """
+
+    def begin(_part: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        states = args[0] if args else options.get("hidden_states")
+        if isinstance(states, torch.Tensor) and states.is_leaf and torch.is_grad_enabled():
+            states.requires_grad_()
+
+    if all(parameter.requires_grad for parameter in module.parameters()):
+        return
+    for part in module.modules():
+        if hasattr(part, "_checkpointed_forward"):
+            part.register_forward_pre_hook(begin, with_kwargs=True)
+
+
 def group_collection(rank_map: RankMap, at: Coordinate, book: GroupBook) -> ProcessGroupCollection:
     """Megatron's groups at one coordinate of a rank map, taken from `book`. No communication."""
     layout = rank_map.layout

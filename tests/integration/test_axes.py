@@ -43,7 +43,6 @@ def test_dropout_masks_follow_the_sample_but_within_tensor_parallel_regions(
     cases = [Case(layout, DROPPING) for layout in [*layouts, "tp2", "tp2 cp2"]]
     whole, *others = run_workers(train_cases, 4, tmp_path, cases)[0]
     found = {case.layout: apart(one, whole) for case, one in zip(cases[1:], others, strict=True)}
-    print(found)
     in_tp = {layout: found.pop(layout) for layout in ("tp2", "tp2 cp2")}
     assert all(value < 1e-5 for value in found.values()), found
     assert all(1e-4 < value < 0.05 for value in in_tp.values()), in_tp
