@@ -13,7 +13,12 @@ from liver_hpc.recipes.gpt_config import GPTConfig
 
 def gpt_spec(config: GPTConfig, pps: Iterable[int] | None = None) -> ModelSpec:
     """The tensors in the order of GPTModel.parameters(), with the stages of every one of `pps`
-    (default: all up to the number of layers) into which the layers can be divided."""
+    (default: all up to the number of layers) into which the layers can be divided.
+
+    Raises ValueError for a model with experts.
+    """
+    if config.experts.number:
+        raise ValueError("there is no rule for the spec of a model with experts: derive it")
     vocabulary = (config.vocab_size, config.hidden)
     first = [
         TensorSpec(
