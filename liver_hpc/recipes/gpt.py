@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.stages import stage_layers
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe
 from liver_hpc.recipes.gpt_config import GPTConfig
+from liver_hpc.recipes.gpt_costs import layer_costs
 from liver_hpc.recipes.text_data import VOCABULARY, prefix_of
 
 if TYPE_CHECKING:
@@ -103,13 +105,11 @@ class GPT(Recipe):
     def build(self, context: BuildContext) -> MegatronModule:
         from megatron.core.models.gpt.gpt_model import GPTModel
 
-        from liver_hpc.recipes.local_layers import local_block
-
         options = self.options
         config = self._transformer_config(context.layout)
         return GPTModel(
             config=config,
-            transformer_layer_spec=local_block(config, context),
+            transformer_layer_spec=self._block(config, context),
             vocab_size=options.vocab_size,
             max_sequence_length=options.seq_length,
             pre_process=context.is_first_stage,
@@ -121,6 +121,28 @@ class GPT(Recipe):
             vp_stage=context.vp_stage,
         )
 
+    def _block(self, config: Any, context: BuildContext) -> Any:
+        """The layers of one chunk: of Transformer Engine where it is installed."""
+        from megatron.core.models.gpt import gpt_layer_specs
+
+        from liver_hpc.recipes.local_layers import local_block
+
+        wanted = self.options.implementation
+        if wanted == "te" and not gpt_layer_specs.HAVE_TE:
+            raise ConfigError(
+                "model.implementation: te wants Transformer Engine, which Megatron does not find "
+                "here; local needs none"
+            )
+        if wanted == "local" or not gpt_layer_specs.HAVE_TE:
+            return local_block(config, context)
+        return gpt_layer_specs.get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=True,
+            normalization=config.normalization,
+            vp_stage=context.vp_stage,
+            pp_rank=context.at.pp,
+        )
+
     def _transformer_config(self, layout: Layout) -> Any:
         import torch
         from megatron.core.transformer import TransformerConfig
@@ -129,8 +151,6 @@ class GPT(Recipe):
         dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
         gated = options.activation == "swiglu"
         norms = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
-        ends = (options.first_stage_layers, options.last_stage_layers)
-        first, last = ends if layout.pp > 1 else (None, None)
         return TransformerConfig(
             num_layers=options.layers,
             hidden_size=options.hidden,
@@ -142,6 +162,7 @@ class GPT(Recipe):
             activation_func=(torch.nn.functional.silu if gated else torch.nn.functional.gelu),
             add_bias_linear=options.bias,
             normalization=norms[options.normalization],
+            qk_layernorm=options.qk_norm,
             hidden_dropout=options.dropout,
             attention_dropout=options.dropout,
             params_dtype=dtype,
@@ -162,9 +183,9 @@ class GPT(Recipe):
             gradient_accumulation_fusion=False,
             apply_rope_fusion=False,
             persist_layer_norm=False,
-            num_layers_in_first_pipeline_stage=first,
-            num_layers_in_last_pipeline_stage=last,
+            pipeline_model_parallel_layout=self._stages(layout),
             **self._expert_options(),
+            **options.recomputation,
         )
 
     def _expert_options(self) -> dict[str, Any]:
@@ -179,7 +200,7 @@ class GPT(Recipe):
             "moe_router_pre_softmax": experts.topk == 1,
             "moe_ffn_hidden_size": experts.ffn_hidden or self.options.ffn_hidden,
             "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden,
-            "moe_layer_freq": [*map(int, experts.in_layers(self.options.layers))],
+            "moe_layer_freq": [*map(int, self.options.layers_with_experts)],
             "moe_router_score_function": experts.score_function,
             "moe_router_enable_expert_bias": experts.bias_update_rate > 0,
             "moe_router_bias_update_rate": experts.bias_update_rate,
@@ -189,15 +210,24 @@ class GPT(Recipe):
             "moe_token_dispatcher_type": experts.dispatcher,
         }
 
+    def _stages(self, layout: Layout) -> list[list[str]] | None:
+        """The parts of the model that each stage has, such that the slowest one is least; None:
+        Megatron's even split, which an interleaved pipeline has."""
+        if layout.pp == 1 or layout.vpp > 1:
+            return None
+        counts = stage_layers(layer_costs(self.options), layout.pp)
+        first, *others = (["decoder"] * count for count in counts)
+        return [["embedding", *first], *others[:-1], [*others[-1], "loss"]]
+
     def initial(self, tensor: TensorSpec, generator: torch.Generator) -> torch.Tensor:
         """Megatron's scheme: normal(0, init_std), the outputs of residual branches scaled down
         by sqrt(2 * layers), norms one, biases zero."""
         import torch
 
         if len(tensor.shape) == 1:
-            return (torch.ones if tensor.name.endswith("norm.weight") else torch.zeros)(
-                tensor.shape
-            )
+            # Transformer Engine's layers have norms within: layer_norm_weight.
+            is_scale = tensor.name.endswith(("norm.weight", "norm_weight"))
+            return (torch.ones if is_scale else torch.zeros)(tensor.shape)
         std = self.options.init_std
         if "linear_proj" in tensor.name or "linear_fc2" in tensor.name:
             std /= math.sqrt(2.0 * self.options.layers)

@@ -19,7 +19,7 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.votes import Side, disagreements
 from liver_hpc.recipes.base import BuildContext
 from tests.integration.random_tokens import RandomTokenGPT
-from tests.integration.test_experts import AUX, BIAS, SIZES, Recomputing, model
+from tests.integration.test_experts import AUX, BIAS, RECOMPUTING, SIZES, model
 from tests.integration.toys import build_world, derived
 from tests.integration.worlds import Case, begin_at, recipe_of
 
@@ -309,14 +309,14 @@ def test_counts_of_a_model_in_bf16_do_not_end_at_256(device: Any) -> None:
 
 
 @pytest.mark.usefixtures("kept_counts")
-@pytest.mark.parametrize("kind", [RandomTokenGPT, Recomputing])
+@pytest.mark.parametrize("recompute", [{}, RECOMPUTING])
 @pytest.mark.parametrize("layout", ["dp3 ep3", "pp2 dp3 ep3"])
 def test_tokens_of_micro_batches_that_count_nowhere_are_not_counted(
-    layout: str, kind: type[RandomTokenGPT], device: Any
+    layout: str, recompute: dict[str, str], device: Any
 ) -> None:
     """8 micro-batches on 3 ranks, which compute 3 each. Recomputed layers of a pipeline count in
     the backward pass, when another micro-batch has gone forward since."""
-    recipe = gpt(model(number=6, **BIAS), kind)
+    recipe = gpt(model(number=6, **BIAS) | recompute)
     for dp_rank, micro_batches in enumerate((3, 3, 2)):
         for count in counts(recipe, device, layout, dp_rank):
             assert count.sum() == micro_batches * 16 * 2, dp_rank
