@@ -24,7 +24,8 @@ from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.requests import GROWTH, OPERATOR, ReconfigurationRequest, RequestQueue
 
 MOST_PAUSE_DOUBLINGS = 6
-"""Growing that fails, or does not repay, again and again is tried after ever longer pauses, up to 2**6 of them."""
+"""Growing that fails or does not repay, again and again, is tried after ever longer pauses, up to
+2**6 of them."""
 
 
 class ElasticPolicy:
