@@ -167,6 +167,19 @@ def micro_batch_of_thread() -> MicroBatch | None:
     return _thread.micro_batch
 
 
+def recall_in_backward(output: torch.Tensor) -> None:
+    """Makes the thread that computes the gradients of a forward's output know what the forward
+    was of, for activations that are computed again: in a pipeline other micro-batches have gone
+    forward since, and a GPU's gradients are computed on a thread of their own."""
+    groups, micro_batch = _thread.groups, _thread.micro_batch
+
+    def recall(_gradient: torch.Tensor) -> None:
+        _thread.groups, _thread.micro_batch = groups, micro_batch
+
+    if output.requires_grad:
+        output.register_hook(recall)  # type: ignore[no-untyped-call]
+
+
 @contextlib.contextmanager
 def groups_in_use(groups: ProcessGroupCollection) -> Iterator[None]:
     """Names the collection that code without a group argument means, on this thread."""
@@ -207,7 +220,7 @@ def prepare_process(seed: int) -> None:
     _seat_pipeline_layouts()
     seed_dropout(seed, tp_rank=0)
     _keep_rehearsals_from_forking()
-    _carry_micro_batches()
+    _keep_rehearsals_from_setting_streams()
     # The first AdamW of a process imports torch._dynamo, for which nobody is to wait later.
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
@@ -286,21 +299,25 @@ def _keep_rehearsals_from_forking() -> None:
     megatron_random._CUDA_RNG_STATE_TRACKER = _Instead(tracker, fork=fork)
 
 
-def _carry_micro_batches() -> None:
-    """Makes recomputation know whose activations it computes: another micro-batch may have gone
-    forward since. In a rehearsal it leaves the streams of this process alone."""
-    take, put = megatron_random._get_all_rng_states, megatron_random._set_all_rng_states
+def _keep_rehearsals_from_setting_streams() -> None:
+    """Recomputation sets the random streams back to where they were in the forward, and then
+    forth again: what a training thread draws meanwhile would be lost."""
 
-    def take_all() -> tuple[Any, ...]:
-        return (*take(), _thread.micro_batch)
+    def kept(function: Any) -> Any:
+        def put(*args: Any, **kwargs: Any) -> Any:
+            return None if _thread.rehearsing else function(*args, **kwargs)
 
-    def put_all(*states: Any) -> None:
-        *streams, micro_batch = states
-        _thread.micro_batch = micro_batch
-        if not _thread.rehearsing:
-            put(*streams)
+        return put
 
-    megatron_random._get_all_rng_states, megatron_random._set_all_rng_states = take_all, put_all
+    modules: Any = (torch, torch.random, torch.cuda, torch.cuda.random)
+    for module in modules:
+        module.set_rng_state = kept(module.set_rng_state)
+    megatron_random._set_all_rng_states = kept(megatron_random._set_all_rng_states)
+
+
+def transformer_engine_is_here() -> bool:
+    """Whether Megatron has found Transformer Engine."""
+    return bool(getattr(megatron_random, "HAVE_TE", False))
 
 
 def seed_dropout(seed: int, tp_rank: int) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.world import megatron
 from liver_hpc.world.sharded import Frame, Shards, state_tensors, whole_of
 
 _LAYOUT_DEPENDENT_BALANCING = {
@@ -29,12 +30,15 @@ _OPTIONS = {
 }
 _WIDEST_BYTES = 8
 
+_DISCARDING = frozenset({"layernorm", "moe_act", "mla_up_proj"})
+"""What selective recomputation discards the output of, and not the inside."""
+
 
 def refuse_options(module: torch.nn.Module, layout: Layout) -> None:
     """Raises PlanError for options and layers of a seat's model, as a recipe built it, with which
     training would not be the same in another layout."""
     problems = [*_sizes_wrong(module.config, layout), *_layout_dependent(module.config, layout)]
-    problems += _running_statistics(module)
+    problems += [*_recomputation(module), *_running_statistics(module)]
     if problems:
         raise PlanError("; ".join(problems))
 
@@ -107,6 +111,28 @@ def _layout_dependent(config: Any, layout: Layout) -> Iterator[str]:
             "moe_expert_capacity_factor: which tokens are dropped depends on what lies on one "
             "rank together, and so on the layout"
         )
+
+
+def _recomputation(module: Any) -> Iterator[str]:
+    """What Megatron would not say before a step, and then in words of its own."""
+    config = module.config
+    if getattr(config, "distribute_saved_activations", False):
+        yield (
+            "distribute_saved_activations: Megatron shares them over a group of parallel_state, "
+            "which is never initialised here"
+        )
+    granularity = getattr(config, "recompute_granularity", None)
+    if granularity == "selective" and not megatron.transformer_engine_is_here():
+        for name in sorted(_DISCARDING & {*config.recompute_modules}):
+            yield f"recompute_modules {name}: Megatron wants Transformer Engine for it"
+    if granularity == "full" and config.recompute_method == "uniform":
+        for part in module.modules():
+            layers = getattr(part, "num_layers_per_pipeline_rank", 0)
+            if layers % config.recompute_num_layers:
+                yield (
+                    f"recompute_num_layers {config.recompute_num_layers} does not divide the "
+                    f"{layers} layers of a chunk"
+                )
 
 
 def _running_statistics(module: torch.nn.Module) -> Iterator[str]:

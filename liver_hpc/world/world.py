@@ -32,6 +32,7 @@ from liver_hpc.recipes.base import Recipe
 from liver_hpc.world import dropout, experts, megatron
 from liver_hpc.world.derive import Derivation, build_chunks
 from liver_hpc.world.device import Device
+from liver_hpc.world.forget import forget
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.megatron import MicroBatch
 from liver_hpc.world.sharded import Frame
@@ -287,7 +288,7 @@ class World:
         for chunk in self.chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 buffer.grad_data.untyped_storage().resize_(0)
-        experts.forget(self.chunks, self.groups)
+        forget(self.chunks, self.groups)
         self.book.close()
         self.groups = self.optimizer = None
         self.chunks, self._optimizers, self._tensors, self._buffers = [], [], {}, {}
@@ -336,6 +337,7 @@ class World:
         micro_batch = next(micro_batches)
         megatron.compute(micro_batch)
         output, loss_function = self.recipe.loss(model, micro_batch.samples)
+        megatron.recall_in_backward(output)
 
         def weighted(stage_output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss, reported = loss_function(stage_output)

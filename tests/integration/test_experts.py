@@ -39,13 +39,14 @@ MODELS = {
     "dense": SIZES | {"normalization": "layernorm", "bias": True},
     "aux": model(**AUX),
     "seq-bias-shared": model(shared_ffn_hidden=24, **SEQ_AUX, **BIAS),
+    # With two stages, the second one has no experts.
     "allgather": model(dispatcher="allgather", layer_freq=2, **AUX, **BIAS),
 }
 LAYOUTS = {
     "dense": ["dp1", "tp2 sp", "tp2 pp2 sp", "tp2 cp2 sp"],
     "aux": ["dp1", "dp2 ep2", "tp2 sp", "tp2 dp2 ep2 sp", "pp2 dp2 ep2", "dp4 ep2"],
     "seq-bias-shared": ["dp1", "tp2 cp2 ep2 sp", "pp2 cp2 ep2", "dp2 cp2 ep4", "pp2 dp2 ep2 vpp2"],
-    "allgather": ["dp1", "dp2 ep2", "tp2 dp2 ep2 sp"],
+    "allgather": ["dp1", "dp2 ep2", "tp2 dp2 ep2 sp", "pp2 dp2 ep2"],
 }
 
 
