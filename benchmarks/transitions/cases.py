@@ -174,6 +174,16 @@ FAMILIES = (
         train={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_elements": 3000},
     ),
     Family(
+        "recompute all",
+        {"recompute": "full"},
+        ["tp2 dp2 > pp2 vpp2 dp2, cp2 dp3, tp2 pp2 sp"],
+    ),
+    Family(
+        "recompute some",
+        {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]},
+        ["pp2 dp2 > tp2 cp2 sp, dp3, pp4"],
+    ),
+    Family(
         "dropout",
         {"dropout": 0.1},
         ["pp2 dp2 > pp2 vpp2, dp3, pp4, dp4"],

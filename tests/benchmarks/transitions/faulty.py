@@ -42,25 +42,3 @@ def open_faulty(fault: str, directory: Path, worker: int) -> Seat:
     seat.__class__ = Faulty
     seat.fault = fault  # type: ignore[attr-defined]
     return seat
-
-
-class Plain:
-    """Not a worker, but whatever can be called."""
-
-    def __init__(self, worker: int) -> None:
-        self._worker = worker
-
-    def number(self, factor: int) -> int:
-        return factor * self._worker
-
-    def fail(self, worker: int) -> None:
-        if worker == self._worker:
-            raise ValueError("as it was told")
-
-    def end(self, worker: int) -> None:
-        if worker == self._worker:
-            os._exit(5)
-
-    def wait(self, worker: int) -> None:
-        if worker == self._worker:
-            os.read(os.pipe()[0], 1)  # for ever

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.transitions.pool import Pool
 from liver_hpc.errors import DeadlineError, LiverError
-from tests.benchmarks.transitions.faulty import Plain
+from tests.benchmarks.transitions.plain import Plain
 
 
 def test_answers_come_by_worker() -> None:
