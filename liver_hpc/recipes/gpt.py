@@ -105,13 +105,11 @@ class GPT(Recipe):
     def build(self, context: BuildContext) -> MegatronModule:
         from megatron.core.models.gpt.gpt_model import GPTModel
 
-        from liver_hpc.recipes.local_layers import local_block
-
         options = self.options
         config = self._transformer_config(context.layout)
         return GPTModel(
             config=config,
-            transformer_layer_spec=local_block(config, context),
+            transformer_layer_spec=self._block(config, context),
             vocab_size=options.vocab_size,
             max_sequence_length=options.seq_length,
             pre_process=context.is_first_stage,
@@ -121,6 +119,28 @@ class GPT(Recipe):
             rotary_base=options.rotary_base,
             pg_collection=context.groups,
             vp_stage=context.vp_stage,
+        )
+
+    def _block(self, config: Any, context: BuildContext) -> Any:
+        """The layers of one chunk: of Transformer Engine where it is installed."""
+        from megatron.core.models.gpt import gpt_layer_specs
+
+        from liver_hpc.recipes.local_layers import local_block
+
+        wanted = self.options.implementation
+        if wanted == "te" and not gpt_layer_specs.HAVE_TE:
+            raise ConfigError(
+                "model.implementation: te wants Transformer Engine, which Megatron does not find "
+                "here; local needs none"
+            )
+        if wanted == "local" or not gpt_layer_specs.HAVE_TE:
+            return local_block(config, context)
+        return gpt_layer_specs.get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=True,
+            normalization=config.normalization,
+            vp_stage=context.vp_stage,
+            pp_rank=context.at.pp,
         )
 
     def _transformer_config(self, layout: Layout) -> Any:
@@ -142,6 +162,7 @@ class GPT(Recipe):
             activation_func=(torch.nn.functional.silu if gated else torch.nn.functional.gelu),
             add_bias_linear=options.bias,
             normalization=norms[options.normalization],
+            qk_layernorm=options.qk_norm,
             hidden_dropout=options.dropout,
             attention_dropout=options.dropout,
             params_dtype=dtype,
@@ -164,6 +185,7 @@ class GPT(Recipe):
             persist_layer_norm=False,
             pipeline_model_parallel_layout=self._stages(layout),
             **self._expert_options(),
+            **options.recomputation,
         )
 
     def _expert_options(self) -> dict[str, Any]:
@@ -203,9 +225,9 @@ class GPT(Recipe):
         import torch
 
         if len(tensor.shape) == 1:
-            return (torch.ones if tensor.name.endswith("norm.weight") else torch.zeros)(
-                tensor.shape
-            )
+            # Transformer Engine's layers have norms within: layer_norm_weight.
+            is_scale = tensor.name.endswith(("norm.weight", "norm_weight"))
+            return (torch.ones if is_scale else torch.zeros)(tensor.shape)
         std = self.options.init_std
         if "linear_proj" in tensor.name or "linear_fc2" in tensor.name:
             std /= math.sqrt(2.0 * self.options.layers)

@@ -25,7 +25,38 @@ class LayerTimes(BaseModel):
     output: Seconds
 
 
-class GPTConfig(BaseModel):
+class RecomputeOptions(BaseModel):
+    """What is computed again in the backward instead of being kept, as Megatron has it.
+
+    selective: the `recompute_modules` of each layer. full: whole layers; uniform: all, as many at
+    a time as `recompute_num_layers` says; block: only so many of each chunk, one by one.
+    """
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_modules: list[
+        Literal["core_attn", "mlp", "layernorm", "moe", "shared_experts", "moe_act"]
+    ] = ["core_attn"]
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    recompute_num_layers: PositiveInt = 1
+
+    @property
+    def recomputation(self) -> dict[str, Any]:
+        """Keywords of Megatron's TransformerConfig."""
+        if self.recompute == "none":
+            return {}
+        if self.recompute == "selective":
+            return {
+                "recompute_granularity": "selective",
+                "recompute_modules": self.recompute_modules,
+            }
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": self.recompute_method,
+            "recompute_num_layers": self.recompute_num_layers,
+        }
+
+
+class GPTConfig(RecomputeOptions):
     """A decoder-only transformer as megatron-core's GPTModel builds it; sizes in elements.
 
     preset: a known architecture (presets.py), whose values are taken where no others are given.
@@ -34,6 +65,7 @@ class GPTConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     preset: str | None = None
+    implementation: Literal["auto", "local", "te"] = "auto"
     layers: PositiveInt = 4
     hidden: PositiveInt = 256
     ffn_hidden: PositiveInt = 512
@@ -43,6 +75,7 @@ class GPTConfig(BaseModel):
     activation: Literal["swiglu", "gelu"] = "swiglu"
     normalization: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     bias: bool = False
+    qk_norm: bool = False
     tied_embeddings: bool = True
     position: Literal["rope", "learned"] = "rope"
     rotary_base: PositiveInt = 10_000

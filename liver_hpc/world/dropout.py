@@ -9,6 +9,7 @@ besides: there the masks of one layout are not those of another.
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,19 +25,59 @@ _SAMPLES, _LAYERS = 1_000_003, 1009
 _DROPPING = frozenset({"dropout", "dropout_", "alpha_dropout", "feature_alpha_dropout"})
 
 
-class NoDropout(TorchFunctionMode):
-    """While a world is rehearsed: on its thread dropout drops nothing, so that it draws nothing
-    from streams that a training thread uses."""
+class _Dropping(TorchFunctionMode, ABC):
+    """On its thread, and on those that compute its gradients, dropout is another function."""
+
+    @abstractmethod
+    def drop(self, function: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """In place of `function(states, ...)`."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if getattr(function, "__name__", "") in _DROPPING:
-            return args[0] if args else (kwargs or {})["input"]
-        return function(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        name = getattr(function, "__name__", "")
+        if name in _DROPPING:
+            states, *rest = args or (kwargs.pop("input"),)
+            return self.drop(function, states, *rest, **kwargs)
+        if function is torch.autograd.backward:
+            with self:  # off while torch asks it, but layers may be computed again now
+                return _backward(*args, **kwargs)
+        return function(*args, **kwargs)
 
 
-class _PartOfMasks(TorchFunctionMode):
+def _backward(outputs: Any, grad_tensors: Any = None, **options: Any) -> None:
+    """What torch.autograd.backward does, which would ask the mode once more.
+
+    It comes here from there, so outputs is a tuple. Megatron calls the engine so, too.
+    """
+    given = grad_tensors if isinstance(grad_tensors, tuple | list) else [grad_tensors]
+    gradients = tuple(
+        torch.ones_like(output) if gradient is None else gradient
+        for output, gradient in zip(outputs, given, strict=True)
+    )
+    keep_graph = options["retain_graph"] or options["create_graph"]
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        outputs,
+        gradients,
+        keep_graph,
+        options["create_graph"],
+        options["inputs"] or (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+class NoDropout(_Dropping):
+    """While a world is rehearsed: dropout drops nothing, so that it draws nothing from streams that
+    a training thread uses."""
+
+    def drop(self, function: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return states
+
+
+class _PartOfMasks(_Dropping):
     """Dropout of a context-parallel rank's hidden states, [sequence / cp, micro batch, hidden].
 
     What has other dimensions is left as it is: who drops attention's probabilities knows which of
@@ -47,18 +88,14 @@ class _PartOfMasks(TorchFunctionMode):
         super().__init__()
         self._cp, self._rank = cp, rank
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if getattr(function, "__name__", "") not in _DROPPING:
-            return function(*args, **kwargs)
-        states, *rest = args or (kwargs.pop("input"),)
+    def drop(self, function: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if states.dim() != 3:
-            return function(states, *rest, **kwargs)
+            dropped: torch.Tensor = function(states, *args, **kwargs)
+            return dropped
         share, *others = states.shape
-        kept = function(states.new_ones((share * self._cp, *others)), *rest, **kwargs)
-        return states * kept.index_select(0, self._rows(share, states.device))
+        kept = function(states.new_ones((share * self._cp, *others)), *args, **kwargs)
+        part: torch.Tensor = states * kept.index_select(0, self._rows(share, states.device))
+        return part
 
     def _rows(self, share: int, device: Any) -> torch.Tensor:
         if share % 2:  # of a share of the sequence once more, with sequence parallelism

@@ -1,13 +1,9 @@
-"""What Megatron's mixtures of experts read from globals, and keep in them.
-
-Worlds of several layouts train and are rehearsed in one process, of which `parallel_state` knows
-none: what belongs to one is asked of the thread that computes it.
-"""
+"""Mixtures of experts in a process that trains one world and rehearses another, and in batches that
+ranks cannot share evenly: what a micro-batch counts is asked of the thread that computes it."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -78,19 +74,3 @@ class _PutBack:
     def __call__(self, router: Any, _inputs: Any, _output: Any) -> None:
         while self._kept:
             getattr(router, _COUNTS).copy_(self._kept.pop())
-
-
-def forget(modules: Iterable[Any], groups: Any) -> None:
-    """Drops what would keep a world's model and groups: token dispatchers keep the graph of their
-    last forward, and the process's record of auxiliary losses keeps a group."""
-    for module in modules:
-        for part in module.modules():
-            dispatcher = getattr(part, "token_dispatcher", None)
-            for name, value in vars(dispatcher).items() if dispatcher is not None else ():
-                if isinstance(value, torch.Tensor):
-                    setattr(dispatcher, name, None)
-    mine = [group for group in vars(groups).values() if group is not None]
-    for record in moe_utils.get_moe_layer_wise_logging_tracker().values():
-        for name, value in record.items():
-            if any(value is group for group in mine):
-                record[name] = None

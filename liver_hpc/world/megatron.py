@@ -28,6 +28,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import GlobalMemoryBuffer
 from torch.overrides import TorchFunctionMode
 
+from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.world.groups import GroupBook
@@ -87,27 +88,48 @@ _DRAWS = frozenset({
 })
 _FACTORIES = frozenset({
     "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye",
-    "empty_strided", "linspace",
+    "empty_strided", "linspace", "randperm",
 })
 # fmt: on
 _RANDOM = frozenset({"rand", "randn", "rand_like", "randn_like"})
+_RANDOM_CHOICES = frozenset({"randint", "randint_like", "randperm", "multinomial", "bernoulli"})
 
 
 class NoDraws(TorchFunctionMode):
-    """While a recipe builds its model, whose values are filled in later: on its thread, filling a
-    tensor with random numbers leaves it as it is, and one made of them is made of zeros."""
+    """While a recipe builds its model, whose parameters are filled in later: on its thread, filling
+    one with random numbers leaves it as it is, and another tensor gets NaN in their place.
+
+    What is drawn from a generator of the model's own is drawn: it is the same on every worker, and
+    leaves the streams of this process alone. Raises PlanError for choices that are drawn otherwise.
+    undrawn: whether anything got NaN.
+    """
+
+    undrawn = False
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if name in _DRAWS:
-            return args[0] if args else kwargs["tensor"]
-        if name in _RANDOM:
-            function = torch.zeros_like if name.endswith("_like") else torch.zeros
+        if kwargs.get("generator") is None:
             kwargs.pop("generator", None)
+            if name in _DRAWS:
+                return self._instead(args[0] if args else kwargs["tensor"])
+            if name in _RANDOM:
+                made = torch.zeros_like if name.endswith("_like") else torch.zeros
+                return self._instead(made(*args, **kwargs))
+            if name in _RANDOM_CHOICES:
+                raise PlanError(
+                    f"the model draws by torch.{name} as it is built, which would differ between "
+                    "workers: give it a generator with a seed of its own"
+                )
         return function(*args, **kwargs)
+
+    def _instead(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, torch.nn.Parameter) or not tensor.is_floating_point():
+            return tensor
+        self.undrawn = True
+        return tensor.fill_(torch.nan)
 
 
 class OnMeta(TorchFunctionMode):
@@ -118,6 +140,7 @@ class OnMeta(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        kwargs.pop("generator", None)  # no values, no draws
         if getattr(function, "__name__", "") in _FACTORIES:
             kwargs["device"] = "meta"
         return function(*args, **kwargs)
@@ -142,6 +165,19 @@ def compute(micro_batch: MicroBatch | None) -> None:
 
 def micro_batch_of_thread() -> MicroBatch | None:
     return _thread.micro_batch
+
+
+def recall_in_backward(output: torch.Tensor) -> None:
+    """Makes the thread that computes the gradients of a forward's output know what the forward
+    was of, for activations that are computed again: in a pipeline other micro-batches have gone
+    forward since, and a GPU's gradients are computed on a thread of their own."""
+    groups, micro_batch = _thread.groups, _thread.micro_batch
+
+    def recall(_gradient: torch.Tensor) -> None:
+        _thread.groups, _thread.micro_batch = groups, micro_batch
+
+    if output.requires_grad:
+        output.register_hook(recall)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -184,7 +220,7 @@ def prepare_process(seed: int) -> None:
     _seat_pipeline_layouts()
     seed_dropout(seed, tp_rank=0)
     _keep_rehearsals_from_forking()
-    _carry_micro_batches()
+    _keep_rehearsals_from_setting_streams()
     # The first AdamW of a process imports torch._dynamo, for which nobody is to wait later.
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
@@ -263,21 +299,25 @@ def _keep_rehearsals_from_forking() -> None:
     megatron_random._CUDA_RNG_STATE_TRACKER = _Instead(tracker, fork=fork)
 
 
-def _carry_micro_batches() -> None:
-    """Makes recomputation know whose activations it computes: another micro-batch may have gone
-    forward since. In a rehearsal it leaves the streams of this process alone."""
-    take, put = megatron_random._get_all_rng_states, megatron_random._set_all_rng_states
+def _keep_rehearsals_from_setting_streams() -> None:
+    """Recomputation sets the random streams back to where they were in the forward, and then
+    forth again: what a training thread draws meanwhile would be lost."""
 
-    def take_all() -> tuple[Any, ...]:
-        return (*take(), _thread.micro_batch)
+    def kept(function: Any) -> Any:
+        def put(*args: Any, **kwargs: Any) -> Any:
+            return None if _thread.rehearsing else function(*args, **kwargs)
 
-    def put_all(*states: Any) -> None:
-        *streams, micro_batch = states
-        _thread.micro_batch = micro_batch
-        if not _thread.rehearsing:
-            put(*streams)
+        return put
 
-    megatron_random._get_all_rng_states, megatron_random._set_all_rng_states = take_all, put_all
+    modules: Any = (torch, torch.random, torch.cuda, torch.cuda.random)
+    for module in modules:
+        module.set_rng_state = kept(module.set_rng_state)
+    megatron_random._set_all_rng_states = kept(megatron_random._set_all_rng_states)
+
+
+def transformer_engine_is_here() -> bool:
+    """Whether Megatron has found Transformer Engine."""
+    return bool(getattr(megatron_random, "HAVE_TE", False))
 
 
 def seed_dropout(seed: int, tp_rank: int) -> None:
@@ -328,7 +368,11 @@ class BufferPlace:
 
     @property
     def tensor(self) -> torch.Tensor:
-        tensor: torch.Tensor = self.module._buffers[self.name]
+        """Raises PlanError where the module has dropped it."""
+        tensor = self.module._buffers.get(self.name)
+        if tensor is None:
+            raise PlanError(f"{type(self.module).__name__} has dropped its buffer {self.name}")
+        assert isinstance(tensor, torch.Tensor)
         return tensor
 
     def copy(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,9 +63,49 @@ def connected(
         world.warm_up()
         world.book.connect(process.network, process.store, 30.0)
         world.state.initialize(recipe.initial, SEED)
+        begin_at(world, 0)
         yield world
     finally:
         world.close()
+
+
+def begin_at(world: Any, step: int) -> None:
+    """Tells a world how many steps its state has been trained; a rehearsal counts one too."""
+    scalars = world.scalar_state(step)
+    world.load_scalar_state(scalars.model_copy(update={"optimizer_step": step}))
+
+
+def move(
+    process: WorkerProcess,
+    recipe: Any,
+    worlds: tuple[Any | None, Any | None],
+    rank_maps: tuple[RankMap, RankMap],
+    name: str,
+) -> None:
+    """All tensors of the first world to the second; either may be None here. Collective over the
+    workers of both. name: of the group, used once a run."""
+    from liver_hpc.clock import Deadline, SystemClock
+    from liver_hpc.layout.plan import transfer_plan
+    from liver_hpc.transport.stream import Transport
+    from liver_hpc.transport.wire import group_wire
+
+    members = tuple(sorted({worker for known in rank_maps for worker in known.workers}))
+    if process.worker not in members:
+        return
+    group = process.transfer_group(name, members)
+    ranks = {member: rank for rank, member in enumerate(members)}
+    wire = group_wire(group.process_group, ranks, process.device.torch_device)
+    transport = Transport(wire, recipe.spec, recipe.config.handoff)
+    old, new = (None if world is None else world.state for world in worlds)
+    transport.stream(
+        transport.prepare(transfer_plan(recipe.spec, *rank_maps, process.worker)),
+        old,
+        new,
+        lambda _bytes: None,
+        Deadline.after(SystemClock(), 60.0, "the state"),
+    )
+    transport.close()
+    group.close()
 
 
 def train(world: Any, steps: Iterable[int]) -> list[tuple[float, float]]:
