@@ -9,6 +9,7 @@ its real module with the result.
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -99,16 +100,16 @@ class Derivation:
         refused: dict[str, str],
     ) -> ModelSpec:
         tensors = []
+        held = [collections.Counter(itertools.chain(*itertools.chain(*t))) for t in stages.values()]
         for number, (name, whole) in enumerate(self.frame.tensors.items()):
             dim, blocks = splits.get(name, (None, ()))
-            held = [list(itertools.chain(*itertools.chain(*table))) for table in stages.values()]
             tensors.append(
                 TensorSpec(
                     name,
                     whole.shape,
                     dim,
                     blocks,
-                    tied=any(indices.count(number) > 1 for indices in held),
+                    tied=any(counts[number] > 1 for counts in held),
                     expert=any(table[number] is not None for table in homes.values()),
                     role=whole.role,
                     element_bytes=None if whole.role == "trained" else whole.element_bytes,
@@ -227,7 +228,7 @@ def chunk_shards(modules: Iterable[Any], groups: Any, frame: Any, layout: Layout
         refuse_dtypes(module)
         shards = shards_of(module, groups, frame)
         if layout.sequence_parallel:
-            refuse_unmarked(module, shards)
+            refuse_unmarked(module, shards, frame)
         found.append(shards)
     return found
 

@@ -55,6 +55,11 @@ class _Sharded(NamedTuple):
     shape: tuple[int, ...]
     at: NBox
 
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where it lies along the dimensions that are not its own, each of which has length 1."""
+        return tuple(start for start, _ in self.at[: len(self.at) - len(self.local)])
+
 
 class Whole(NamedTuple):
     """A tensor of the whole model."""
@@ -66,24 +71,24 @@ class Whole(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """The module in which nothing is split: its tensors by name in order, and what lies where
-    under each key."""
+    """The module in which nothing is split: its tensors by name in order, and what lies under each
+    key, place by place."""
 
     tensors: dict[str, Whole]
-    places: dict[str, list[tuple[str, _Sharded]]]
+    keys: dict[str, dict[tuple[int, ...], list[tuple[str, _Sharded]]]]
 
 
 def frame_of(module: torch.nn.Module, groups: Any) -> Frame:
     """The frame that a whole module gives. Raises PlanError as `shards_of` does."""
-    places: dict[str, list[tuple[str, _Sharded]]] = {}
+    keys: dict[str, dict[tuple[int, ...], list[tuple[str, _Sharded]]]] = {}
     for name, pieces in _sharded(module, groups).items():
         for piece in pieces:
-            places.setdefault(piece.key, []).append((name, piece))
+            keys.setdefault(piece.key, {}).setdefault(piece.place, []).append((name, piece))
     tensors = {
         name: Whole(tuple(tensor.shape), _role(tensor), tensor.element_size())
         for name, tensor in state_tensors(module).items()
     }
-    return Frame(tensors, places)
+    return Frame(tensors, keys)
 
 
 def state_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -143,9 +148,9 @@ def whole_of(name: str, parts: tuple[Part, ...]) -> str:
 
 
 def _placed(name: str, piece: _Sharded, frame: Frame) -> Iterator[Part]:
-    if piece.key not in frame.places:
+    if piece.key not in frame.keys:
         raise PlanError(f"{name}: {piece.key!r}, by its sharded_state_dict, is not in the model")
-    for whole_name, whole in frame.places[piece.key]:
+    for whole_name, whole in frame.keys[piece.key].get(piece.place, ()):
         if whole.shape != piece.shape:
             raise PlanError(
                 f"{name}: its sharded_state_dict says that the whole is {piece.shape}, at tp=pp=1 "

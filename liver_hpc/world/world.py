@@ -29,9 +29,10 @@ from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.tensors import MAIN, MOMENTS
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import Recipe
-from liver_hpc.world import dropout, megatron
+from liver_hpc.world import dropout, experts, megatron
 from liver_hpc.world.derive import Derivation, build_chunks
 from liver_hpc.world.device import Device
+from liver_hpc.world.forget import forget
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.megatron import MicroBatch
 from liver_hpc.world.sharded import Frame
@@ -105,6 +106,7 @@ class World:
     # ---- building
 
     def _build(self) -> None:
+        experts.redirect()
         self.groups = megatron.group_collection(self.rank_map, self.at, self.book)
         with megatron.rehearsal(), megatron.groups_in_use(self.groups):
             self.chunks = self._build_chunks()
@@ -125,6 +127,7 @@ class World:
             module.to(self.device.torch_device)
             megatron.complete_for_schedules(module)
             dropout.seed_at_layers(module, recipe.config.train.seed, at.tp)
+            experts.leave_out_padding(module)
             modules.append(megatron.in_low_precision(module))
         frame = _frame_of(recipe, self.worker)
         self._tensors = verified_tensors(recipe.spec, layout, at, built, groups, frame)
@@ -285,7 +288,7 @@ class World:
         for chunk in self.chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 buffer.grad_data.untyped_storage().resize_(0)
-        megatron.forget(self.groups)
+        forget(self.chunks, self.groups)
         self.book.close()
         self.groups = self.optimizer = None
         self.chunks, self._optimizers, self._tensors, self._buffers = [], [], {}, {}
@@ -308,7 +311,8 @@ class World:
         iterators = [iter(micro_batches) for _ in self.chunks]
         losses: list[torch.Tensor] = []
         try:
-            with megatron.groups_in_use(self.groups):
+            masks = dropout.masks_of_samples(layout, self.at, self.chunks)
+            with megatron.groups_in_use(self.groups), masks:
                 self._schedule(
                     forward_step_func=partial(self._forward, losses=losses),
                     data_iterator=iterators if layout.vpp > 1 else iterators[0],
@@ -333,6 +337,7 @@ class World:
         micro_batch = next(micro_batches)
         megatron.compute(micro_batch)
         output, loss_function = self.recipe.loss(model, micro_batch.samples)
+        megatron.recall_in_backward(output)
 
         def weighted(stage_output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss, reported = loss_function(stage_output)
