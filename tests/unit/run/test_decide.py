@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from liver_hpc.clock import FakeClock
@@ -312,9 +312,14 @@ class Spied:
         self.play.settle()
 
     def place(
-        self, model: ModelSpec, source: RankMap, target: Layout, available: Sequence[int]
+        self,
+        model: ModelSpec,
+        source: RankMap,
+        target: Layout,
+        available: Sequence[int],
+        nodes: Mapping[int, int],
     ) -> RankMap:
-        self.placed.append(place_once(model, source, target, available))
+        self.placed.append(place_once(model, source, target, available, nodes))
         return self.placed[-1]
 
     def prepared(self) -> RankMap:
