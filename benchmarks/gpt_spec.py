@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from liver_hpc.layout.stages import stage_layers
 from liver_hpc.layout.tensors import Chunks, ModelSpec, TensorSpec
 from liver_hpc.recipes.gpt_config import GPTConfig
+from liver_hpc.recipes.gpt_costs import layer_costs
 
 
 def gpt_spec(config: GPTConfig, pps: Iterable[int] | None = None) -> ModelSpec:
     """The tensors in the order of GPTModel.parameters(), with the stages of every one of `pps`
-    (default: all up to the number of layers) into which the layers can be divided."""
+    (default: all up to the number of layers)."""
     vocabulary = (config.vocab_size, config.hidden)
     first = [
         TensorSpec(
@@ -34,11 +36,10 @@ def gpt_spec(config: GPTConfig, pps: Iterable[int] | None = None) -> ModelSpec:
     size, before, behind = len(layers[0]), len(first), len(first) + sum(map(len, layers))
     stages: dict[str, tuple[Chunks, ...]] = {"pp1": ((tuple(range(behind + len(last))),),)}
     for pp in pps or range(2, config.layers + 1):
-        counts = stage_layers(config, pp)
-        if pp == 1 or counts is None:
+        if pp == 1:
             continue
         table, begin = [], before
-        for count in counts:
+        for count in stage_layers(layer_costs(config), pp):
             table.append(tuple(range(begin, begin + count * size)))
             begin += count * size
         copies = (0,) if config.tied_embeddings else ()
@@ -49,19 +50,10 @@ def gpt_spec(config: GPTConfig, pps: Iterable[int] | None = None) -> ModelSpec:
     return ModelSpec(tensors, stages, parameter_bytes=4 if config.dtype == "fp32" else 2)
 
 
-def stage_layers(config: GPTConfig, pp: int) -> tuple[int, ...] | None:
-    """Layers on each of `pp` stages, as Megatron gives them; None where they do not divide."""
-    ends = {0: config.first_stage_layers, pp - 1: config.last_stage_layers}
-    fixed = {stage: count for stage, count in ends.items() if count is not None}
-    rest, free = config.layers - sum(fixed.values()), pp - len(fixed)
-    if rest < free or (free == 0 and rest) or (free and rest % free):
-        return None
-    return tuple(fixed.get(stage, rest // max(free, 1)) for stage in range(pp))
-
-
 def _layer(config: GPTConfig, layer: int) -> Iterator[TensorSpec]:
     prefix, hidden, ffn = f"decoder.layers.{layer}", config.hidden, config.ffn_hidden
-    qkv = (config.heads + 2 * config.groups) * config.head_dim
+    width = config.head_width
+    qkv = (config.heads + 2 * config.groups) * width
 
     def linear(name: str, rows: tuple[int, ...], cols: int, tp_dim: int) -> Iterator[TensorSpec]:
         """rows: the blocks of the output, whose features are split where tp_dim is 0."""
@@ -74,7 +66,7 @@ def _layer(config: GPTConfig, layer: int) -> Iterator[TensorSpec]:
             yield TensorSpec(f"{prefix}.{name}.bias", shape[:1], *split)
 
     yield from _norm(config, f"{prefix}.input_layernorm")
-    yield from linear("self_attention.linear_proj", (hidden,), hidden, 1)
+    yield from linear("self_attention.linear_proj", (hidden,), config.heads * width, 1)
     yield from linear("self_attention.linear_qkv", (qkv,), hidden, 0)
     yield from _norm(config, f"{prefix}.pre_mlp_layernorm")
     yield from linear(

@@ -60,14 +60,15 @@ def run_file() -> str:
     """One section a mapping, in the order of configs/reference.yaml."""
     comments = Comments((ROOT / "configs" / "reference.yaml").read_text(encoding="utf-8"))
     schema = RunConfig.model_json_schema()
-    schema["properties"]["model"] = GPTConfig.model_json_schema()
+    model = GPTConfig.model_json_schema()
+    schema["properties"]["model"] = model
     text = [
         "# The run file",
         "One YAML file is one whole run; an unknown key is an error. Relative paths are relative "
         "to the directory in which `liver` is started. Any key can be set on the command line, "
         "where it beats the file: `--set train.steps=100 --set layouts.2.0.tp=2`. "
         "[reference.yaml](../../configs/reference.yaml) is a file with every key.",
-        *_section("", schema, schema["$defs"], comments, {}),
+        *_section("", schema, schema["$defs"] | model["$defs"], comments, {}),
     ]
     return "\n\n".join(text)
 

@@ -239,7 +239,9 @@ class TinyRecipe(Recipe):
     def __init__(self, options: Any, config: RunConfig) -> None:
         super().__init__(options, config)
         tensors = tuple(TensorSpec(f"layers.{n}.weight", (8, 4), 0) for n in range(2))
-        self.spec = ModelSpec(tensors, {1: ((0, 1),), 2: ((0,), (1,))}, parameter_bytes=4)
+        self.spec = ModelSpec(
+            tensors, {"pp1": (((0, 1),),), "pp2": (((0,),), ((1,),))}, parameter_bytes=4
+        )
 
     def hidden_shape(self) -> tuple[int, ...]:
         return (1, 1, 4)

@@ -13,6 +13,7 @@ from liver_hpc.recipes.gpt_config import GPTConfig
 
 STAGES = 16
 TENSOR_RANKS = 8
+RESHAPED_STAGES = 9
 
 MODEL = GPTConfig(
     layers=126,
@@ -24,15 +25,13 @@ MODEL = GPTConfig(
     vocab_size=128256,
     tied_embeddings=False,
     dtype="bf16",
-    first_stage_layers=7,
-    last_stage_layers=7,
 )
-"""The shape of a 405B model; its first and last stage hold one layer less, beside embeddings."""
+"""The shape of a 405B model; its last stage holds fewer layers, beside the output layer."""
 
 
 def fresh_model() -> ModelSpec:
     """A new object each time: nothing is remembered about it."""
-    return gpt_spec(MODEL)
+    return gpt_spec(MODEL, (RESHAPED_STAGES, STAGES))
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def cases(workers: int) -> Iterator[Case]:
     yield _case("grow", source, Layout(tp, STAGES, source.dp + 1), workers + replica)
     if source.dp > 1:
         yield _case("shrink", source, Layout(tp, STAGES, source.dp - 1), workers)
-    half, stages = tp // 2, 9
+    half, stages = tp // 2, RESHAPED_STAGES
     yield _case("reshape", source, Layout(half, stages, workers // (half * stages)), workers)
 
 

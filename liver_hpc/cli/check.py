@@ -77,7 +77,7 @@ def _check_layouts(config: RunConfig, recipe: Recipe | None) -> Iterator[str]:
         for index, layout in enumerate(config.allowed_layouts(count)):
             where = f"layouts.{count}.{index} ({layout})"
             if layout.workers != count:
-                yield f"{where}: tp x pp x dp is {layout.workers}, wanted {count}"
+                yield f"{where}: tp x pp x dp x cp is {layout.workers}, wanted {count}"
             if layout in config.allowed_layouts(count)[:index]:
                 yield f"{where}: given twice"
             faults = [batch_fault(config.train, layout)]

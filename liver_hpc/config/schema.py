@@ -293,6 +293,7 @@ class PolicySection(Section):
     settle_s: Seconds = 2.0
     retry_s: Seconds = 10.0
     drain_window_s: Seconds = 600.0
+    horizon_s: Seconds = 1800.0
 
 
 class CheckpointSection(Section):

@@ -41,6 +41,7 @@ class LayoutPolicy:
     A layout that was never trained must be predicted better by more than `MARGIN` to come before
     a trained one, and by as much again if it leaves workers idle. Among equally good layouts the
     one with more workers comes first, then the one that comes first in the run file.
+    A change that nothing forces has to repay what it costs (`not_worth`).
     Deterministic. Used by one thread.
     """
 
@@ -89,6 +90,21 @@ class LayoutPolicy:
         if self._weights is None:
             self._weights = self._fitted()
         return step_terms(layout, self._train).cost(self._weights)
+
+    def not_worth(self, source: Layout, target: Layout, cost_s: float, lasting_s: float) -> str:
+        """Why a change that nothing forces does not repay what it costs; empty when it does.
+
+        cost_s: training time that it takes. lasting_s: how long the target is expected to last. It
+        repays where the source would need more than cost_s longer for what the target does
+        meanwhile. By the table every change is wanted that leads to more workers.
+        """
+        if not self._auto:
+            return ""
+        saved_s = lasting_s * (1 - self.expected_step_s(target) / self.expected_step_s(source))
+        if saved_s > cost_s:
+            return ""
+        saves = f"saves {saved_s:.1f} s" if saved_s > 0 else "saves nothing"
+        return f"it {saves} in the next {lasting_s:.0f} s, and costs {cost_s:.1f} s"
 
     def _handicapped_s(self, layout: Layout, most: int) -> float:
         """The expected time with the margins that keep a guess from beating a measurement."""

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from liver_hpc.config.problems import key_text, validated
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.consistency import contradictions
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.tensors import ModelSpec, TensorSpec
 
@@ -141,6 +142,9 @@ class Recipe(ABC):
 
     @spec.setter
     def spec(self, spec: ModelSpec) -> None:
+        """Raises ConfigError for a spec that contradicts itself."""
+        if problem := next(contradictions(spec), ""):
+            raise ConfigError(f"the spec of the model contradicts itself: {problem}")
         self._spec = spec
 
     def check_layout(self, layout: Layout) -> None:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.stages import stage_layers
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe
 from liver_hpc.recipes.gpt_config import GPTConfig
+from liver_hpc.recipes.gpt_costs import layer_costs
 from liver_hpc.recipes.text_data import VOCABULARY, prefix_of
 
 if TYPE_CHECKING:
@@ -36,7 +38,30 @@ class GPT(Recipe):
     def check_layout(self, layout: Layout) -> None:
         if self.options.groups % layout.tp:
             raise ConfigError(f"tp={layout.tp} does not divide {self.options.groups} query groups")
+        self._check_experts(layout)
+        shares = layout.tp * layout.cp if layout.sequence_parallel else 1
+        if self.options.seq_length % shares:
+            raise ConfigError(
+                f"model.seq_length {self.options.seq_length} is not a multiple of tp x cp = "
+                f"{shares}, over which sequence parallelism shares it"
+            )
+        if layout.cp > 1 and self.options.seq_length % (2 * layout.cp):
+            raise ConfigError(
+                f"model.seq_length {self.options.seq_length} is not a multiple of 2 cp = "
+                f"{2 * layout.cp}: each context-parallel rank has two chunks of a sample"
+            )
         super().check_layout(layout)
+
+    def _check_experts(self, layout: Layout) -> None:
+        number = self.options.experts.number
+        if layout.ep > 1 and not number:
+            raise ConfigError(
+                f"ep={layout.ep} wants model.experts.number: the model has no experts"
+            )
+        if number % layout.ep:
+            raise ConfigError(f"ep={layout.ep} does not divide {number} experts")
+        if number and layout.tp > 1 and not layout.sequence_parallel:
+            raise ConfigError(f"{layout}: experts with tp want sequence parallelism: add sp")
 
     def hidden_shape(self) -> tuple[int, ...]:
         return (self.options.seq_length, self.config.train.micro_batch, self.options.hidden)
@@ -78,22 +103,44 @@ class GPT(Recipe):
     # ---- model
 
     def build(self, context: BuildContext) -> MegatronModule:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
 
         options = self.options
         config = self._transformer_config(context.layout)
         return GPTModel(
             config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(normalization=config.normalization),
+            transformer_layer_spec=self._block(config, context),
             vocab_size=options.vocab_size,
             max_sequence_length=options.seq_length,
             pre_process=context.is_first_stage,
             post_process=context.is_last_stage,
             share_embeddings_and_output_weights=options.tied_embeddings,
             position_embedding_type="rope" if options.position == "rope" else "learned_absolute",
+            rotary_base=options.rotary_base,
             pg_collection=context.groups,
             vp_stage=context.vp_stage,
+        )
+
+    def _block(self, config: Any, context: BuildContext) -> Any:
+        """The layers of one chunk: of Transformer Engine where it is installed."""
+        from megatron.core.models.gpt import gpt_layer_specs
+
+        from liver_hpc.recipes.local_layers import local_block
+
+        wanted = self.options.implementation
+        if wanted == "te" and not gpt_layer_specs.HAVE_TE:
+            raise ConfigError(
+                "model.implementation: te wants Transformer Engine, which Megatron does not find "
+                "here; local needs none"
+            )
+        if wanted == "local" or not gpt_layer_specs.HAVE_TE:
+            return local_block(config, context)
+        return gpt_layer_specs.get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=True,
+            normalization=config.normalization,
+            vp_stage=context.vp_stage,
+            pp_rank=context.at.pp,
         )
 
     def _transformer_config(self, layout: Layout) -> Any:
@@ -104,18 +151,18 @@ class GPT(Recipe):
         dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
         gated = options.activation == "swiglu"
         norms = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
-        ends = (options.first_stage_layers, options.last_stage_layers)
-        first, last = ends if layout.pp > 1 else (None, None)
         return TransformerConfig(
             num_layers=options.layers,
             hidden_size=options.hidden,
             ffn_hidden_size=options.ffn_hidden,
             num_attention_heads=options.heads,
             num_query_groups=options.groups,
+            kv_channels=options.head_width,
             gated_linear_unit=gated,
             activation_func=(torch.nn.functional.silu if gated else torch.nn.functional.gelu),
             add_bias_linear=options.bias,
             normalization=norms[options.normalization],
+            qk_layernorm=options.qk_norm,
             hidden_dropout=options.dropout,
             attention_dropout=options.dropout,
             params_dtype=dtype,
@@ -136,9 +183,41 @@ class GPT(Recipe):
             gradient_accumulation_fusion=False,
             apply_rope_fusion=False,
             persist_layer_norm=False,
-            num_layers_in_first_pipeline_stage=first,
-            num_layers_in_last_pipeline_stage=last,
+            pipeline_model_parallel_layout=self._stages(layout),
+            **self._expert_options(),
+            **options.recomputation,
         )
+
+    def _expert_options(self) -> dict[str, Any]:
+        """What Megatron's configuration says of experts."""
+        experts = self.options.experts
+        if not experts.number:
+            return {}
+        return {
+            "num_moe_experts": experts.number,
+            "moe_router_topk": experts.topk,
+            # Of one score there is nothing to normalize after the choice.
+            "moe_router_pre_softmax": experts.topk == 1,
+            "moe_ffn_hidden_size": experts.ffn_hidden or self.options.ffn_hidden,
+            "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden,
+            "moe_layer_freq": [*map(int, self.options.layers_with_experts)],
+            "moe_router_score_function": experts.score_function,
+            "moe_router_enable_expert_bias": experts.bias_update_rate > 0,
+            "moe_router_bias_update_rate": experts.bias_update_rate,
+            "moe_router_load_balancing_type": experts.load_balancing,
+            "moe_aux_loss_coeff": experts.aux_loss_coeff,
+            "moe_z_loss_coeff": experts.z_loss_coeff or None,
+            "moe_token_dispatcher_type": experts.dispatcher,
+        }
+
+    def _stages(self, layout: Layout) -> list[list[str]] | None:
+        """The parts of the model that each stage has, such that the slowest one is least; None:
+        Megatron's even split, which an interleaved pipeline has."""
+        if layout.pp == 1 or layout.vpp > 1:
+            return None
+        counts = stage_layers(layer_costs(self.options), layout.pp)
+        first, *others = (["decoder"] * count for count in counts)
+        return [["embedding", *first], *others[:-1], [*others[-1], "loss"]]
 
     def initial(self, tensor: TensorSpec, generator: torch.Generator) -> torch.Tensor:
         """Megatron's scheme: normal(0, init_std), the outputs of residual branches scaled down
@@ -146,9 +225,9 @@ class GPT(Recipe):
         import torch
 
         if len(tensor.shape) == 1:
-            return (torch.ones if tensor.name.endswith("norm.weight") else torch.zeros)(
-                tensor.shape
-            )
+            # Transformer Engine's layers have norms within: layer_norm_weight.
+            is_scale = tensor.name.endswith(("norm.weight", "norm_weight"))
+            return (torch.ones if is_scale else torch.zeros)(tensor.shape)
         std = self.options.init_std
         if "linear_proj" in tensor.name or "linear_fc2" in tensor.name:
             std /= math.sqrt(2.0 * self.options.layers)
@@ -160,6 +239,9 @@ class GPT(Recipe):
         self, model: MegatronModule, samples: Sequence[Any]
     ) -> tuple[torch.Tensor, LossFunction]:
         import torch
+        from megatron.core.utils import get_attr_wrapped_model
+
+        from liver_hpc.recipes.local_attention import share_of_sequence
 
         if self._samples is None:
             raise ConfigError("the recipe's data is not open")
@@ -168,13 +250,16 @@ class GPT(Recipe):
             torch.stack(parts).to(device)
             for parts in zip(*(self._samples.sample(int(i)) for i in samples), strict=True)
         )  # each [micro batch, seq_length]
-        length = tokens.shape[1]
-        positions = torch.arange(length, device=device).expand(len(samples), -1)
-        causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
-        output = model(tokens, positions, causal, labels=labels)
+        positions = torch.arange(tokens.shape[1], device=device).expand(len(samples), -1)
+        counted = masks.sum()  # of whole samples
+        cp_group = get_attr_wrapped_model(model, "pg_collection").cp
+        tokens, labels, masks, positions = share_of_sequence(
+            cp_group, tokens, labels, masks, positions
+        )
+        output = model(tokens, positions, None, labels=labels)
 
         def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            mean = (losses.float() * masks).sum() / masks.sum()
+            mean = (losses.float() * masks).sum() / counted
             return mean, {"loss": mean.detach().clone()}
 
         return output, mean_loss

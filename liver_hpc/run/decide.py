@@ -87,24 +87,38 @@ class Drop:
 
 
 @dataclass(frozen=True)
+class Decline:
+    """A change that nothing forces would not repay what it costs."""
+
+    layout: Layout
+    reason: str
+
+
+@dataclass(frozen=True)
 class Wait:
     """Nothing is to be done now. `reason`: why not, or empty."""
 
     reason: str = ""
 
 
-Decision = Begin | ToDisk | Stay | Drop | Wait
+Decision = Begin | ToDisk | Stay | Drop | Decline | Wait
 
 
 @dataclass(frozen=True)
 class Decider:
-    """A run that trains `world` and has no handoff in progress, as it stands at `now_s`."""
+    """A run that trains `world` and has no handoff in progress, as it stands at `now_s`.
+
+    steps_left: until what is known to come: the next change that the run file asks for, or the end
+    of the run. horizon_s: the longest that a layout is expected to last.
+    """
 
     nodes: HeldNodes
     world: WorldRef
     queue: RequestQueue
     estimates: Estimates
     now_s: float
+    steps_left: float = math.inf
+    horizon_s: float = math.inf
 
     @property
     def source(self) -> RankMap:
@@ -161,7 +175,18 @@ class Decider:
         if self.now_s < self.nodes.grow_at_s or layout is None:
             return Wait()
         request = ReconfigurationRequest(GROWTH, self.nodes.granted_s, layout=layout)
-        return Begin(request, self._placed(request))
+        target = self._placed(request)
+        if reason := self._not_worth(target, request.joiners(self.source)):
+            return Decline(layout, reason)
+        return Begin(request, target)
+
+    def _not_worth(self, target: RankMap, joiners: int) -> str:
+        """Why to stay as it is, where nothing forces the run to another layout; or empty."""
+        source, policy, handoffs = self.source, self.estimates.policy, self.estimates.handoffs
+        price = handoffs.price(source, target, joiners)
+        known_s = self.steps_left * handoffs.usual_step_s() - price.ready_s
+        lasting_s = max(0.0, min(self.horizon_s, known_s))
+        return policy.not_worth(source.layout, target.layout, price.cost_s, lasting_s)
 
     def _larger(self) -> Layout | None:
         """A larger layout than the present one for which there is room."""

@@ -15,7 +15,7 @@ from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import StepDone
 from liver_hpc.run import actions as a
-from liver_hpc.run.decide import Begin, Decider, Drop, Estimates, Stay, ToDisk, Wait
+from liver_hpc.run.decide import Begin, Decider, Decline, Drop, Estimates, Stay, ToDisk, Wait
 from liver_hpc.run.events import Memory, Node, NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.handoffs import Handoffs
 from liver_hpc.run.nodes import HeldNodes
@@ -52,6 +52,7 @@ class ElasticPolicy:
         self._failed_growths = 0
         self._overtaken = -1  # the generation of the handoff that was called off last
         self._wanted = -1
+        self._declined: tuple[int, Layout] | None = None  # what was told of, in which generation
 
     # ---- from one start to the next
 
@@ -243,12 +244,17 @@ class ElasticPolicy:
 
     # ---- what happens next
 
-    def next_handoff(self, world: WorldRef) -> ToDisk | None:
-        """Begins the next handoff that there is a reason for; the run must train `world`, and have
-        none in progress. Where none gets the workers off their nodes in time, returns that."""
+    def next_handoff(self, world: WorldRef, step: int) -> ToDisk | None:
+        """Begins the next handoff that there is a reason for; the run must train `world`, have done
+        `step` steps, and have no handoff in progress. Where none gets the workers off their nodes
+        in time, returns that."""
+        known = self.queue.next_step
+        steps_left = (self._config.train.steps if known is None else known) - step
+        horizon_s = self._config.policy.horizon_s
         while self._handoffs.idle:
             now_s = self._clock.now_s()
-            decision = Decider(self.nodes, world, self.queue, self.estimates, now_s).decide()
+            situation = (self.nodes, world, self.queue, self.estimates, now_s)
+            decision = Decider(*situation, steps_left, horizon_s).decide()
             match decision:
                 case Wait():
                     return None
@@ -259,12 +265,23 @@ class ElasticPolicy:
                     self.nodes.stuck = self.nodes.situation(world)
                     self.notices.decided(decision.nodes, decision.action, -1)
                     self._out.append(a.Log(decision.reason))
+                case Decline():
+                    self._decline(decision, world)
                 case Drop():
                     self.queue.waiting.pop(0)
                     self._out.append(a.Note(f"dropped: {decision.request}: {decision.reason}"))
                 case Begin():
                     self._begin(decision, world)
         return None
+
+    def _decline(self, decision: Decline, world: WorldRef) -> None:
+        """Looks again later: steps may show other times."""
+        self.nodes.grow_at_s = self._clock.now_s() + self._config.policy.retry_s
+        declined = (world.generation, decision.layout)
+        if declined != self._declined:
+            self._declined = declined
+            stays = f"stays in {world.rank_map.layout}"
+            self._out.append(a.Note(f"{stays}: to {decision.layout}, {decision.reason}"))
 
     def _begin(self, decision: Begin, world: WorldRef) -> None:
         request, generation = decision.request, self._handoffs.generation + 1
@@ -318,6 +335,11 @@ class ElasticPolicy:
             self.estimates.policy.observe(world.rank_map.layout, took_s)
             self.estimates.handoffs.observe_step(took_s)
 
+    def disturbed(self, step: StepDone, world: WorldRef) -> None:
+        """A step beside PREPARE shows what a handoff costs besides its pause."""
+        if step.generation == world.generation:
+            self.estimates.handoffs.observe_slowed(step.ended_s - step.started_s)
+
     def handoff_ended(self, ended: Ended, source: WorldRef, record: ReconfigurationRecord) -> None:
         """How long handoffs take, and when, and whether, to try again."""
         request, now_s, trains = self._handoffs.request, self._clock.now_s(), ended.world.rank_map
@@ -327,7 +349,9 @@ class ElasticPolicy:
             on = {self._agents.node_of(worker) for worker in trains.workers}
             joined = f"joined by {trains.layout}"
             self.notices.used(on, joined, ended.generation)
-        elif ended.generation == self._overtaken:
+            return
+        self.estimates.handoffs.observe_aborted()
+        if ended.generation == self._overtaken:
             pass  # it did not fail: there was something more urgent
         elif request is not None and request.origin == GROWTH:
             doublings = min(self._failed_growths, MOST_PAUSE_DOUBLINGS)

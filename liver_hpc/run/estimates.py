@@ -7,6 +7,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median, median_high
+from typing import NamedTuple
 
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
@@ -29,6 +30,10 @@ ASSUMED_BYTES_PER_S = 200e6
 ASSUMED_DISK_BYTES_PER_S = 200e6
 """One plain disk; a parallel file system gives each writer as much when all write at once."""
 
+ASSUMED_SLOWDOWN = 0.1
+"""Share of PREPARE and of joiners' boots that training loses beside them. Where all workers share
+the processors it is more, which the first handoff shows."""
+
 BOUNDARY_STEPS = 2
 """A handoff begins at the end of the next step but one: the ready flag rides on a reduction."""
 REMEMBERED_HANDOFFS = 4
@@ -45,6 +50,14 @@ class Traffic:
 
     parameter_bytes: int
     all_bytes: int
+
+
+class Price(NamedTuple):
+    """What a change of layout takes. ready_s: until the target trains. cost_s: of training time:
+    while the state moves, and by the slower steps beside PREPARE."""
+
+    ready_s: float
+    cost_s: float
 
 
 @lru_cache(maxsize=256)
@@ -123,12 +136,22 @@ class HandoffEstimator:
         self._release_s = deque[float](maxlen=REMEMBERED_HANDOFFS)
         self._bytes_per_s = deque[float](maxlen=REMEMBERED_HANDOFFS)
         self._disk_bytes_per_s = deque[float](maxlen=REMEMBERED_HANDOFFS)
+        self._slowdowns = deque[float](maxlen=REMEMBERED_HANDOFFS)
+        self._slowed_s = 0.0  # by the attempt that is in progress
 
     # ---- learning
 
     def observe_step(self, step_s: float) -> None:
         """One undisturbed step of the world in force."""
         _note(self._steps_s, step_s)
+
+    def observe_slowed(self, step_s: float) -> None:
+        """One step beside PREPARE."""
+        self._slowed_s += max(0.0, step_s - self.usual_step_s())
+
+    def observe_aborted(self) -> None:
+        """The attempt that slowed steps down has come to nothing."""
+        self._slowed_s = 0.0
 
     def observe_checkpoint(self, written_bytes: int, seconds: float) -> None:
         """A checkpoint was written; `written_bytes` are the fullest worker's."""
@@ -142,6 +165,10 @@ class HandoffEstimator:
         _note(self._prepare_s, record.prepare_ended_s - record.prepare_started_s)
         _note(self._boundary_s, record.source_last_step_ended_s - record.armed_s)
         _note(self._release_s, record.released_s - record.committed_s)
+        beside_s = record.prepare_ended_s - record.notice_s
+        if beside_s > 0 and math.isfinite(beside_s):
+            self._slowdowns.append(min(1.0, self._slowed_s / beside_s))
+        self._slowed_s = 0.0
         transfer_s = record.transfer_ended_s - record.source_last_step_ended_s
         first_s = record.committed_s - record.transfer_ended_s
         _note(self._first_steps, first_s / self._step_s(source.layout, target.layout))
@@ -162,6 +189,15 @@ class HandoffEstimator:
         transfer_s = self.transfer_s(source, target)
         return self.prepare_s(joiners) + self.boundary_s() + transfer_s + self.release_s()
 
+    def price(self, source: RankMap, target: RankMap, joiners: int) -> Price:
+        """What a change takes that nobody hurries: until when, and of training time."""
+        prepare_s, transfer_s = self.prepare_s(joiners), self.transfer_s(source, target)
+        slowed = median_high(self._slowdowns) if self._slowdowns else ASSUMED_SLOWDOWN
+        lost_s = transfer_s - self._step_s(source.layout, target.layout)
+        return Price(
+            prepare_s + self.boundary_s() + transfer_s, max(0.0, lost_s) + slowed * prepare_s
+        )
+
     def checkpoint_s(self, rank_map: RankMap) -> float:
         """From the decision to the end of writing: the boundary, then the fullest worker."""
         rate = min(self._disk_bytes_per_s, default=ASSUMED_DISK_BYTES_PER_S)
@@ -179,7 +215,7 @@ class HandoffEstimator:
 
     def boundary_s(self) -> float:
         """Until the source's last step has ended."""
-        steps_s = BOUNDARY_STEPS * self._usual_step_s()
+        steps_s = BOUNDARY_STEPS * self.usual_step_s()
         return max(steps_s, max(self._boundary_s, default=0.0))
 
     def transfer_s(self, source: RankMap, target: RankMap) -> float:
@@ -200,9 +236,10 @@ class HandoffEstimator:
 
     def _step_s(self, source: Layout, target: Layout) -> float:
         """A step of the target's: the source's, with its work on fewer workers."""
-        return self._usual_step_s() * max(1.0, source.workers / target.workers)
+        return self.usual_step_s() * max(1.0, source.workers / target.workers)
 
-    def _usual_step_s(self) -> float:
+    def usual_step_s(self) -> float:
+        """An undisturbed step of these days, of whatever layout; assumed until there was one."""
         return median(self._steps_s) if self._steps_s else ASSUMED_STEP_S
 
 

@@ -65,7 +65,7 @@ class Run(Lifecycle):
             self._launch_first()
         if self._state is TRAINING and not self._journal_error:
             assert self.world is not None
-            to_disk = self.elastic.next_handoff(self.world)
+            to_disk = self.elastic.next_handoff(self.world, self.recorder.steps_done)
             if to_disk is not None:
                 self._stop(to_disk.reason, checkpoint=True, then=Ending.RESTART)
         if self._may_launch:
@@ -171,6 +171,8 @@ class Run(Lifecycle):
         phase = self.recorder.step_done(message)
         if phase:
             self._out.append(StepPhase(phase))
+            if phase == "prepare" and self.world is not None:
+                self.elastic.disturbed(message, self.world)
         elif self.world is not None:
             self.elastic.undisturbed(message, self.world)
         for notice in self.elastic.queue.due(message.step):

@@ -88,6 +88,11 @@ class RequestQueue:
         """The request whose turn it is."""
         return self.waiting[0] if self.waiting else None
 
+    @property
+    def next_step(self) -> int | None:
+        """After which step the run file asks for something next; None: it does not."""
+        return self._notices[0].at_step if self._notices else None
+
     # ---- requests from outside
 
     def of_operator(

@@ -72,6 +72,8 @@ class _Stream:
             raise AttributeError(name)
         return lambda *_args, **_kwargs: True
 
+    record_event = _same
+
 
 def _redirect_tensors() -> None:
     for name in _FACTORIES:
@@ -167,6 +169,45 @@ def _reduce_in_place(plain: Callable[..., Any]) -> Callable[..., Any]:
     return reduce
 
 
+def _gather_unevenly(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """all_gather of parts that differ in size, which gloo refuses: each crosses once."""
+
+    def gather(outputs: Any, part: Any, group: Any = None, async_op: bool = False) -> Any:
+        if group is None or len({output.shape for output in outputs}) == 1:
+            return plain(outputs, part, group=group, async_op=async_op)
+        rank, part = group.rank(), part.contiguous()
+        outputs[rank].copy_(part)
+        others = [peer for peer in range(group.size()) if peer != rank]
+        works = [group.recv([outputs[p]], p, _GATHER_TAG) for p in others if outputs[p].numel()]
+        works += [group.send([part], peer, _GATHER_TAG) for peer in others if part.numel()]
+        for work in works:
+            work.wait()
+        return None
+
+    return gather
+
+
+def _reduce_unevenly(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """reduce_scatter of parts that differ in size, which gloo refuses."""
+
+    def reduce(
+        part: Any,
+        parts: Any,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if group is None or len({each.shape for each in parts}) == 1:
+            return plain(part, parts, op=op, group=group, async_op=async_op)
+        whole, options = torch.cat(list(parts)), dist.AllreduceOptions()
+        options.reduceOp = op
+        group.allreduce([whole], options).wait()
+        part.copy_(torch.split(whole, [len(each) for each in parts])[group.rank()])
+        return None
+
+    return reduce
+
+
 def _is_own_part(part: torch.Tensor, whole: torch.Tensor, group: Any) -> bool:
     offset_bytes = group.rank() * part.numel() * part.element_size()
     return (
@@ -252,7 +293,13 @@ def _import_megatron() -> None:
         importlib.import_module("megatron.core.models.gpt.gpt_model")
         importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
+    def to_cpu(tensor: Any, as_numpy: bool = False, **_options: Any) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    # This one converts what lies on CUDA only.
+    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
     # These two reach for torch.cuda.default_generators.
     random._get_cuda_rng_state, random._set_cuda_rng_state = _rng_state, _set_rng_state
 
@@ -266,5 +313,7 @@ def install() -> None:
     torch_distributed: Any = dist
     torch_distributed.all_gather_into_tensor = _gather_in_place(dist.all_gather_into_tensor)
     torch_distributed.reduce_scatter_tensor = _reduce_in_place(dist.reduce_scatter_tensor)
+    torch_distributed.all_gather = _gather_unevenly(dist.all_gather)
+    torch_distributed.reduce_scatter = _reduce_unevenly(dist.reduce_scatter)
     torch.optim.AdamW = _FusedAdamW  # type: ignore[misc]
     _import_megatron()  # which keeps the functions that it finds

@@ -9,6 +9,7 @@ its real module with the result.
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from liver_hpc.recipes.base import BuildContext, Recipe
 from liver_hpc.world import megatron
 from liver_hpc.world.device import Device
 from liver_hpc.world.groups import GroupBook, install_sentinel
-from liver_hpc.world.refused import refuse_options, refuse_unmarked
+from liver_hpc.world.refused import refuse_dtypes, refuse_options, refuse_undrawn, refuse_unmarked
 from liver_hpc.world.sharded import Shards, frame_of, shards_of, whole_of
 from liver_hpc.world.shares import differences, is_share, split_of
 
@@ -59,6 +60,7 @@ class Derivation:
         with self._seat(whole, worker) as ((module,), groups):
             self.frame = frame_of(module, groups)
             self._parameter_bytes = 2 if module.config.bf16 else 4
+            refuse_dtypes(module)
         self._numbers = {name: number for number, name in enumerate(self.frame.tensors)}
 
     def spec(self, layouts: Iterable[Layout]) -> ModelSpec:
@@ -98,19 +100,19 @@ class Derivation:
         refused: dict[str, str],
     ) -> ModelSpec:
         tensors = []
+        held = [collections.Counter(itertools.chain(*itertools.chain(*t))) for t in stages.values()]
         for number, (name, whole) in enumerate(self.frame.tensors.items()):
             dim, blocks = splits.get(name, (None, ()))
-            held = [list(itertools.chain(*itertools.chain(*table))) for table in stages.values()]
             tensors.append(
                 TensorSpec(
                     name,
                     whole.shape,
                     dim,
                     blocks,
-                    tied=any(indices.count(number) > 1 for indices in held),
+                    tied=any(counts[number] > 1 for counts in held),
                     expert=any(table[number] is not None for table in homes.values()),
                     role=whole.role,
-                    element_bytes=whole.element_bytes if whole.role == "buffer" else None,
+                    element_bytes=None if whole.role == "trained" else whole.element_bytes,
                 )
             )
         train = self._recipe.config.train
@@ -210,9 +212,11 @@ def build_chunks(recipe: Recipe, layout: Layout, at: Coordinate, groups: Any) ->
     """
     chunks = []
     for number in range(layout.vpp):
-        with megatron.NoDraws():
+        with megatron.NoDraws() as draws:
             module = recipe.build(BuildContext(layout, at, groups, number))
         refuse_options(module, layout)
+        if draws.undrawn:
+            refuse_undrawn(module)
         chunks.append(module)
     return chunks
 
@@ -221,9 +225,10 @@ def chunk_shards(modules: Iterable[Any], groups: Any, frame: Any, layout: Layout
     """What the chunks of a seat hold. Raises PlanError as `shards_of` does."""
     found = []
     for module in modules:
+        refuse_dtypes(module)
         shards = shards_of(module, groups, frame)
         if layout.sequence_parallel:
-            refuse_unmarked(module, shards)
+            refuse_unmarked(module, shards, frame)
         found.append(shards)
     return found
 

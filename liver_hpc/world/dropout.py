@@ -1,18 +1,23 @@
 """Dropout that is the same in every layout: its masks follow the sample, not the worker.
 
 At each layer's entry the random streams are seeded by (run seed, first sample of the micro-batch,
-global layer number). Streams inside tensor-parallel regions (attention heads, shares of a sequence)
-depend on the tp rank besides: there the masks of one layout are not those of another.
+global layer number). A context-parallel rank draws the masks of whole samples, and takes its part.
+Streams inside tensor-parallel regions (attention heads, shares of a sequence) depend on the tp rank
+besides: there the masks of one layout are not those of another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.recipes.local_attention import positions
 from liver_hpc.world import megatron
 
 _SAMPLES, _LAYERS = 1_000_003, 1009
@@ -20,16 +25,92 @@ _SAMPLES, _LAYERS = 1_000_003, 1009
 _DROPPING = frozenset({"dropout", "dropout_", "alpha_dropout", "feature_alpha_dropout"})
 
 
-class NoDropout(TorchFunctionMode):
-    """While a world is rehearsed: on its thread dropout drops nothing, so that it draws nothing
-    from streams that a training thread uses."""
+class _Dropping(TorchFunctionMode, ABC):
+    """On its thread, and on those that compute its gradients, dropout is another function."""
+
+    @abstractmethod
+    def drop(self, function: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """In place of `function(states, ...)`."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if getattr(function, "__name__", "") in _DROPPING:
-            return args[0] if args else (kwargs or {})["input"]
-        return function(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        name = getattr(function, "__name__", "")
+        if name in _DROPPING:
+            states, *rest = args or (kwargs.pop("input"),)
+            return self.drop(function, states, *rest, **kwargs)
+        if function is torch.autograd.backward:
+            with self:  # off while torch asks it, but layers may be computed again now
+                return _backward(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _backward(outputs: Any, grad_tensors: Any = None, **options: Any) -> None:
+    """What torch.autograd.backward does, which would ask the mode once more.
+
+    It comes here from there, so outputs is a tuple. Megatron calls the engine so, too.
+    """
+    given = grad_tensors if isinstance(grad_tensors, tuple | list) else [grad_tensors]
+    gradients = tuple(
+        torch.ones_like(output) if gradient is None else gradient
+        for output, gradient in zip(outputs, given, strict=True)
+    )
+    keep_graph = options["retain_graph"] or options["create_graph"]
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        outputs,
+        gradients,
+        keep_graph,
+        options["create_graph"],
+        options["inputs"] or (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+class NoDropout(_Dropping):
+    """While a world is rehearsed: dropout drops nothing, so that it draws nothing from streams that
+    a training thread uses."""
+
+    def drop(self, function: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return states
+
+
+class _PartOfMasks(_Dropping):
+    """Dropout of a context-parallel rank's hidden states, [sequence / cp, micro batch, hidden].
+
+    What has other dimensions is left as it is: who drops attention's probabilities knows which of
+    them is the sequence.
+    """
+
+    def __init__(self, cp: int, rank: int) -> None:
+        super().__init__()
+        self._cp, self._rank = cp, rank
+
+    def drop(self, function: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if states.dim() != 3:
+            dropped: torch.Tensor = function(states, *args, **kwargs)
+            return dropped
+        share, *others = states.shape
+        kept = function(states.new_ones((share * self._cp, *others)), *args, **kwargs)
+        part: torch.Tensor = states * kept.index_select(0, self._rows(share, states.device))
+        return part
+
+    def _rows(self, share: int, device: Any) -> torch.Tensor:
+        if share % 2:  # of a share of the sequence once more, with sequence parallelism
+            return torch.arange(self._rank * share, (self._rank + 1) * share, device=device)
+        return positions(share * self._cp, self._cp, self._rank, device)
+
+
+def masks_of_samples(
+    layout: Layout, at: Coordinate, chunks: Iterable[Any]
+) -> contextlib.AbstractContextManager[Any]:
+    """While a coordinate computes: on its thread, the masks of its share of a sample are those that
+    the share has in the whole sample."""
+    if layout.cp == 1 or not any(map(_drops, chunks)):
+        return contextlib.nullcontext()
+    return _PartOfMasks(layout.cp, layout.cp_rank(at))
 
 
 def seed_at_layers(module: Any, seed: int, tp_rank: int) -> None:

@@ -10,8 +10,10 @@ All private names of torch that this takes are used here and nowhere else.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from liver_hpc.world.device import Device, Network
@@ -31,10 +33,36 @@ def install_sentinel(worker: int) -> None:
     megatron-core asks `torch.distributed.get_rank()` in places; a stray collective over the
     default group raises instead of hanging.
     """
+    _answer_for_stand_ins()
     group = dist.ProcessGroup(dist.HashStore(), worker, SENTINEL_SIZE)
     group._set_group_name("sentinel")
     _enter(group, "sentinel", {worker: worker}, "gloo")
     c10d._update_default_pg(group)
+
+
+@cache
+def _answer_for_stand_ins() -> None:
+    """Makes the collectives whose parts differ in size give zeros in a group that has a stand-in
+    only: that refuses sizes which no peer has agreed to."""
+
+    def with_stand_ins(plain: Any, outputs_of: Any) -> Any:
+        @functools.wraps(plain)
+        def collective(output: Any, *args: Any, group: Any = None, **options: Any) -> Any:
+            outputs = outputs_of(output)
+            if group is None or not outputs or not _is_stand_in(group, outputs[0].device):
+                return plain(output, *args, group=group, **options)
+            for each in outputs:
+                each.zero_()
+            return None
+
+        return collective
+
+    dist.all_to_all_single = with_stand_ins(dist.all_to_all_single, lambda output: [output])
+    dist.all_gather = with_stand_ins(dist.all_gather, list)
+
+
+def _is_stand_in(group: Any, device: Any) -> bool:
+    return isinstance(group._get_backend(device), native.FakeProcessGroup)
 
 
 def _enter(group: Any, name: str, ranks: dict[int, int], backend_name: str) -> None:

@@ -23,10 +23,12 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import GlobalMemoryBuffer
 from torch.overrides import TorchFunctionMode
 
+from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.world.groups import GroupBook
@@ -86,27 +88,48 @@ _DRAWS = frozenset({
 })
 _FACTORIES = frozenset({
     "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye",
-    "empty_strided", "linspace",
+    "empty_strided", "linspace", "randperm",
 })
 # fmt: on
 _RANDOM = frozenset({"rand", "randn", "rand_like", "randn_like"})
+_RANDOM_CHOICES = frozenset({"randint", "randint_like", "randperm", "multinomial", "bernoulli"})
 
 
 class NoDraws(TorchFunctionMode):
-    """While a recipe builds its model, whose values are filled in later: on its thread, filling a
-    tensor with random numbers leaves it as it is, and one made of them is made of zeros."""
+    """While a recipe builds its model, whose parameters are filled in later: on its thread, filling
+    one with random numbers leaves it as it is, and another tensor gets NaN in their place.
+
+    What is drawn from a generator of the model's own is drawn: it is the same on every worker, and
+    leaves the streams of this process alone. Raises PlanError for choices that are drawn otherwise.
+    undrawn: whether anything got NaN.
+    """
+
+    undrawn = False
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if name in _DRAWS:
-            return args[0] if args else kwargs["tensor"]
-        if name in _RANDOM:
-            function = torch.zeros_like if name.endswith("_like") else torch.zeros
+        if kwargs.get("generator") is None:
             kwargs.pop("generator", None)
+            if name in _DRAWS:
+                return self._instead(args[0] if args else kwargs["tensor"])
+            if name in _RANDOM:
+                made = torch.zeros_like if name.endswith("_like") else torch.zeros
+                return self._instead(made(*args, **kwargs))
+            if name in _RANDOM_CHOICES:
+                raise PlanError(
+                    f"the model draws by torch.{name} as it is built, which would differ between "
+                    "workers: give it a generator with a seed of its own"
+                )
         return function(*args, **kwargs)
+
+    def _instead(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, torch.nn.Parameter) or not tensor.is_floating_point():
+            return tensor
+        self.undrawn = True
+        return tensor.fill_(torch.nan)
 
 
 class OnMeta(TorchFunctionMode):
@@ -117,6 +140,7 @@ class OnMeta(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        kwargs.pop("generator", None)  # no values, no draws
         if getattr(function, "__name__", "") in _FACTORIES:
             kwargs["device"] = "meta"
         return function(*args, **kwargs)
@@ -143,14 +167,27 @@ def micro_batch_of_thread() -> MicroBatch | None:
     return _thread.micro_batch
 
 
+def recall_in_backward(output: torch.Tensor) -> None:
+    """Makes the thread that computes the gradients of a forward's output know what the forward
+    was of, for activations that are computed again: in a pipeline other micro-batches have gone
+    forward since, and a GPU's gradients are computed on a thread of their own."""
+    groups, micro_batch = _thread.groups, _thread.micro_batch
+
+    def recall(_gradient: torch.Tensor) -> None:
+        _thread.groups, _thread.micro_batch = groups, micro_batch
+
+    if output.requires_grad:
+        output.register_hook(recall)  # type: ignore[no-untyped-call]
+
+
 @contextlib.contextmanager
 def groups_in_use(groups: ProcessGroupCollection) -> Iterator[None]:
     """Names the collection that code without a group argument means, on this thread."""
-    _thread.groups = groups
+    before, _thread.groups = _thread.groups, groups
     try:
         yield
     finally:
-        _thread.groups = None
+        _thread.groups = before
 
 
 @contextlib.contextmanager
@@ -178,9 +215,12 @@ def prepare_process(seed: int) -> None:
     parallel_state._GLOBAL_MEMORY_BUFFER = _ThreadMemoryBuffer()
     _build_optimizers_alone()
     _redirect_cross_entropy()
+    _redirect_expert_bias()
+    _keep_pipelines_off_the_default_group()
+    _seat_pipeline_layouts()
     seed_dropout(seed, tp_rank=0)
     _keep_rehearsals_from_forking()
-    _carry_micro_batches()
+    _keep_rehearsals_from_setting_streams()
     # The first AdamW of a process imports torch._dynamo, for which nobody is to wait later.
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
@@ -206,6 +246,48 @@ def _redirect_cross_entropy() -> None:
         module.get_tensor_model_parallel_world_size = lambda: _thread.groups.tp.size()
 
 
+def _redirect_expert_bias() -> None:
+    """The update of a router's bias sums its counts over a group of parallel_state's."""
+    module: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    name = "get_tensor_and_data_parallel_group"
+    module.parallel_state = _Instead(parallel_state, **{name: lambda **_: _thread.groups.tp_dp_cp})
+
+
+def _keep_pipelines_off_the_default_group() -> None:
+    """Messages that are not batched go over the default group, which does not exist here, where a
+    pipeline has two stages; Megatron keeps to the pipeline's group for ucc alone. Each stage sends
+    and receives in the order that its peer receives and sends, so one group will do."""
+    within = _Instead(dist, get_backend=lambda *_args: "ucc")
+    module: Any = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
+    module.torch = _Instead(torch, distributed=within)
+
+
+def _seat_pipeline_layouts() -> None:
+    """A `pipeline_model_parallel_layout` asks parallel_state for the stage, which the layers that
+    are built do not tell it. (0.16 to 0.19)"""
+    module: Any = importlib.import_module(
+        "megatron.core.transformer.pipeline_parallel_layer_layout"
+    )
+    some_chunk = {"get_virtual_pipeline_model_parallel_world_size": lambda: 1}
+    module.parallel_state = _Instead(parallel_state, **some_chunk)
+
+    def seated(method: Any) -> Any:
+        def asked(
+            layout: Any,
+            layer_type: Any = LayerType.decoder,
+            vp_stage: int | None = None,
+            pp_rank: int | None = None,
+        ) -> Any:
+            stage = _thread.groups.pp.rank() if pp_rank is None else pp_rank
+            return method(layout, layer_type, vp_stage or 0, stage)
+
+        return asked
+
+    kind = module.PipelineParallelLayerLayout
+    kind.get_num_layers_to_build = seated(kind.get_num_layers_to_build)
+    kind.get_layer_offset = seated(kind.get_layer_offset)
+
+
 def _keep_rehearsals_from_forking() -> None:
     """Two threads inside the RNG tracker's `fork` would swap the device's generator under each
     other's feet: a rehearsing thread leaves it alone."""
@@ -217,21 +299,25 @@ def _keep_rehearsals_from_forking() -> None:
     megatron_random._CUDA_RNG_STATE_TRACKER = _Instead(tracker, fork=fork)
 
 
-def _carry_micro_batches() -> None:
-    """Makes recomputation know whose activations it computes: another micro-batch may have gone
-    forward since. In a rehearsal it leaves the streams of this process alone."""
-    take, put = megatron_random._get_all_rng_states, megatron_random._set_all_rng_states
+def _keep_rehearsals_from_setting_streams() -> None:
+    """Recomputation sets the random streams back to where they were in the forward, and then
+    forth again: what a training thread draws meanwhile would be lost."""
 
-    def take_all() -> tuple[Any, ...]:
-        return (*take(), _thread.micro_batch)
+    def kept(function: Any) -> Any:
+        def put(*args: Any, **kwargs: Any) -> Any:
+            return None if _thread.rehearsing else function(*args, **kwargs)
 
-    def put_all(*states: Any) -> None:
-        *streams, micro_batch = states
-        _thread.micro_batch = micro_batch
-        if not _thread.rehearsing:
-            put(*streams)
+        return put
 
-    megatron_random._get_all_rng_states, megatron_random._set_all_rng_states = take_all, put_all
+    modules: Any = (torch, torch.random, torch.cuda, torch.cuda.random)
+    for module in modules:
+        module.set_rng_state = kept(module.set_rng_state)
+    megatron_random._set_all_rng_states = kept(megatron_random._set_all_rng_states)
+
+
+def transformer_engine_is_here() -> bool:
+    """Whether Megatron has found Transformer Engine."""
+    return bool(getattr(megatron_random, "HAVE_TE", False))
 
 
 def seed_dropout(seed: int, tp_rank: int) -> None:
@@ -282,7 +368,11 @@ class BufferPlace:
 
     @property
     def tensor(self) -> torch.Tensor:
-        tensor: torch.Tensor = self.module._buffers[self.name]
+        """Raises PlanError where the module has dropped it."""
+        tensor = self.module._buffers.get(self.name)
+        if tensor is None:
+            raise PlanError(f"{type(self.module).__name__} has dropped its buffer {self.name}")
+        assert isinstance(tensor, torch.Tensor)
         return tensor
 
     def copy(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -311,10 +401,6 @@ def buffer_places(modules: Iterable[Any], tensor: torch.Tensor) -> list[BufferPl
     return [place for place in all_buffers(modules) if place.tensor is tensor]
 
 
-def forget(groups: ProcessGroupCollection) -> None:
-    """Drops what megatron's globals keep of a world: with it they would keep its groups."""
-
-
 def configure_for_schedules(config: Any, chunks: list[Any], layout: Layout) -> None:
     """Tells a chunk's configuration what Megatron's schedules call at the end of a batch."""
     config.finalize_model_grads_func = finalize_model_grads
@@ -330,6 +416,9 @@ def configure_for_schedules(config: Any, chunks: list[Any], layout: Layout) -> N
         config.grad_sync_func = each("start_grad_sync")
     if options.overlap_param_gather:
         config.param_sync_func = each("start_param_sync")
+    if layout.vpp > 1:  # which a recipe of one's own need not have told Megatron
+        config.virtual_pipeline_model_parallel_size = layout.vpp
+        config.microbatch_group_size_per_vp_stage = layout.pp
     # With two stages, batched messages of an interleaved pipeline come in the wrong order: both go
     # to the same peer. (0.16.1: silently wrong gradients)
     config.batch_p2p_comm = not (layout.vpp > 1 and layout.pp == 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,21 +10,61 @@ import torch
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.world.sharded import Shards
+from liver_hpc.world import megatron
+from liver_hpc.world.sharded import Frame, Shards, state_tensors, whole_of
 
 _LAYOUT_DEPENDENT_BALANCING = {
     "global_aux_loss": "its counts run on across steps, and differ between data-parallel ranks",
     "sinkhorn": "it balances the tokens of one rank, which are others in another layout",
 }
+_SCALES = "its scales run on across steps in extra state, which is not moved"
+_NOISE = "its noise is drawn for the tokens of one rank, which are others in another layout"
+_OPTIONS = {
+    "fp16": "its loss scale runs on across steps, and is not moved; bf16 needs none",
+    "fp8": _SCALES,
+    "fp4": _SCALES,
+    "calculate_per_token_loss": "the loss of a recipe is a mean over its micro-batch",
+    "tp_comm_overlap": "its buffers are made once a process, for one layout",
+    "moe_input_jitter_eps": _NOISE,
+    "moe_router_force_load_balancing": _NOISE,
+}
+_WIDEST_BYTES = 8
+
+_DISCARDING = frozenset({"layernorm", "moe_act", "mla_up_proj"})
+"""What selective recomputation discards the output of, and not the inside."""
 
 
 def refuse_options(module: torch.nn.Module, layout: Layout) -> None:
     """Raises PlanError for options and layers of a seat's model, as a recipe built it, with which
     training would not be the same in another layout."""
     problems = [*_sizes_wrong(module.config, layout), *_layout_dependent(module.config, layout)]
-    problems += _running_statistics(module)
+    problems += [*_recomputation(module), *_running_statistics(module)]
     if problems:
         raise PlanError("; ".join(problems))
+
+
+def refuse_dtypes(module: Any) -> None:
+    """Raises PlanError for tensors of a module, as it is trained, whose elements cannot be moved:
+    what is trained has one precision, which that of the optimizer's main copy depends on."""
+    wanted = torch.bfloat16 if module.config.bf16 else torch.float32
+    for name, tensor in state_tensors(module).items():
+        if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
+            if tensor.dtype != wanted:
+                raise PlanError(
+                    f"{name} is {tensor.dtype}, where all that is trained is to be {wanted}"
+                )
+        elif tensor.element_size() > _WIDEST_BYTES:
+            raise PlanError(f"{name} is {tensor.dtype}: elements have at most 8 bytes")
+
+
+def refuse_undrawn(module: torch.nn.Module) -> None:
+    """Raises PlanError for buffers of which values were to be drawn as the module was built."""
+    for name, buffer in module.named_buffers():
+        if not buffer.is_meta and buffer.isnan().any():
+            raise PlanError(
+                f"{name} is drawn at random as the model is built, and would differ between "
+                "workers: draw it from a generator with a seed of its own"
+            )
 
 
 def _sizes_wrong(config: Any, layout: Layout) -> Iterator[str]:
@@ -43,8 +84,11 @@ def _sizes_wrong(config: Any, layout: Layout) -> Iterator[str]:
 
 
 def _layout_dependent(config: Any, layout: Layout) -> Iterator[str]:
-    if getattr(config, "calculate_per_token_loss", False):
-        yield "calculate_per_token_loss: the loss of a recipe is a mean over its micro-batch"
+    for option, why in _OPTIONS.items():
+        if getattr(config, option, None):
+            yield f"{option}: {why}"
+    if getattr(config, "cuda_graph_impl", "none") != "none":
+        yield "cuda_graph_impl: a CUDA graph replays the memory and groups of one world"
     if not getattr(config, "num_moe_experts", None):
         return
     expert_tp = config.expert_tensor_parallel_size
@@ -53,6 +97,8 @@ def _layout_dependent(config: Any, layout: Layout) -> Iterator[str]:
             f"expert_tensor_parallel_size is {expert_tp}: it must be tp, {layout.tp}, as with "
             "another one Megatron gives silently wrong gradients in some layouts"
         )
+    if layout.tp > 1 and not layout.sequence_parallel:
+        yield "experts with tp want sequence parallelism: add sp to the layout"
     balancing = config.moe_router_load_balancing_type
     for kind in [balancing] if isinstance(balancing, str) else balancing:
         if kind in _LAYOUT_DEPENDENT_BALANCING:
@@ -67,6 +113,28 @@ def _layout_dependent(config: Any, layout: Layout) -> Iterator[str]:
         )
 
 
+def _recomputation(module: Any) -> Iterator[str]:
+    """What Megatron would not say before a step, and then in words of its own."""
+    config = module.config
+    if getattr(config, "distribute_saved_activations", False):
+        yield (
+            "distribute_saved_activations: Megatron shares them over a group of parallel_state, "
+            "which is never initialised here"
+        )
+    granularity = getattr(config, "recompute_granularity", None)
+    if granularity == "selective" and not megatron.transformer_engine_is_here():
+        for name in sorted(_DISCARDING & {*config.recompute_modules}):
+            yield f"recompute_modules {name}: Megatron wants Transformer Engine for it"
+    if granularity == "full" and config.recompute_method == "uniform":
+        for part in module.modules():
+            layers = getattr(part, "num_layers_per_pipeline_rank", 0)
+            if layers % config.recompute_num_layers:
+                yield (
+                    f"recompute_num_layers {config.recompute_num_layers} does not divide the "
+                    f"{layers} layers of a chunk"
+                )
+
+
 def _running_statistics(module: torch.nn.Module) -> Iterator[str]:
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.track_running_stats:
@@ -76,7 +144,7 @@ def _running_statistics(module: torch.nn.Module) -> Iterator[str]:
             )
 
 
-def refuse_unmarked(module: torch.nn.Module, shards: Shards) -> None:
+def refuse_unmarked(module: torch.nn.Module, shards: Shards, frame: Frame) -> None:
     """Raises PlanError for parameters that do not say whether their gradient is to be summed over
     tp ranks, where each of those computes its share of the sequence.
 
@@ -86,7 +154,8 @@ def refuse_unmarked(module: torch.nn.Module, shards: Shards) -> None:
         id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)
     }  # which are added before the sequence is split
     for name, parameter in module.named_parameters():
-        copied = all(part.local == part.whole for part in shards[name].parts)
+        whole = frame.tensors[whole_of(name, shards[name].parts)]
+        copied = parameter.numel() == math.prod(whole.shape)
         marked = hasattr(parameter, "sequence_parallel") or id(parameter) in positions
         if parameter.requires_grad and copied and not marked:
             raise PlanError(

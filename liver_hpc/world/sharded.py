@@ -55,6 +55,11 @@ class _Sharded(NamedTuple):
     shape: tuple[int, ...]
     at: NBox
 
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where it lies along the dimensions that are not its own, each of which has length 1."""
+        return tuple(start for start, _ in self.at[: len(self.at) - len(self.local)])
+
 
 class Whole(NamedTuple):
     """A tensor of the whole model."""
@@ -66,30 +71,31 @@ class Whole(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """The module in which nothing is split: its tensors by name in order, and what lies where
-    under each key."""
+    """The module in which nothing is split: its tensors by name in order, and what lies under each
+    key, place by place."""
 
     tensors: dict[str, Whole]
-    places: dict[str, list[tuple[str, _Sharded]]]
+    keys: dict[str, dict[tuple[int, ...], list[tuple[str, _Sharded]]]]
 
 
 def frame_of(module: torch.nn.Module, groups: Any) -> Frame:
     """The frame that a whole module gives. Raises PlanError as `shards_of` does."""
-    places: dict[str, list[tuple[str, _Sharded]]] = {}
+    keys: dict[str, dict[tuple[int, ...], list[tuple[str, _Sharded]]]] = {}
     for name, pieces in _sharded(module, groups).items():
         for piece in pieces:
-            places.setdefault(piece.key, []).append((name, piece))
+            keys.setdefault(piece.key, {}).setdefault(piece.place, []).append((name, piece))
     tensors = {
         name: Whole(tuple(tensor.shape), _role(tensor), tensor.element_size())
         for name, tensor in state_tensors(module).items()
     }
-    return Frame(tensors, places)
+    return Frame(tensors, keys)
 
 
 def state_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A module's parameters in order, then its persistent buffers.
 
-    Raises PlanError for state that is neither (FP8 scales, say), which no handoff moves.
+    Raises PlanError for state that is neither (extra state: FP8 scales, say), which no handoff
+    moves.
     """
     found: dict[str, torch.Tensor] = dict(module.named_parameters())
     kept = module.state_dict(keep_vars=True)
@@ -99,7 +105,8 @@ def state_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         empty = value is None or (isinstance(value, torch.Tensor) and not value.numel())
         if not empty and id(value) not in known:
             raise PlanError(
-                f"{name} is not moved by a handoff, as it is neither a parameter nor a buffer"
+                f"{name} is not moved by a handoff, as it is neither a parameter nor a buffer; "
+                "keep it in a persistent buffer, or train without it"
             )
     return found | {name: buffer for name, buffer in buffers.items() if buffer.numel()}
 
@@ -141,9 +148,9 @@ def whole_of(name: str, parts: tuple[Part, ...]) -> str:
 
 
 def _placed(name: str, piece: _Sharded, frame: Frame) -> Iterator[Part]:
-    if piece.key not in frame.places:
+    if piece.key not in frame.keys:
         raise PlanError(f"{name}: {piece.key!r}, by its sharded_state_dict, is not in the model")
-    for whole_name, whole in frame.places[piece.key]:
+    for whole_name, whole in frame.keys[piece.key].get(piece.place, ()):
         if whole.shape != piece.shape:
             raise PlanError(
                 f"{name}: its sharded_state_dict says that the whole is {piece.shape}, at tp=pp=1 "
@@ -156,11 +163,11 @@ def _placed(name: str, piece: _Sharded, frame: Frame) -> Iterator[Part]:
 
 def _inside(piece: _Sharded, box: NBox) -> NBox:
     """A box of the global tensor, inside the piece, in coordinates of the piece's parameter."""
-    own = len(piece.local)
+    before = len(piece.at) - len(piece.local)
     return tuple(
         (local + start - begin, length)
         for (local, _), (begin, _), (start, length) in zip(
-            piece.local, piece.at[-own:], box[-own:], strict=True
+            piece.local, piece.at[before:], box[before:], strict=True
         )
     )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout
-from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.layout.tensors import PARAMETER, ModelSpec
 from liver_hpc.world.sharded import Part, Shards, whole_of
 
 
@@ -40,7 +42,8 @@ def is_share(
 ) -> bool:
     """Whether these parts are what a rank holds of a tensor that is split so."""
     if split is None:
-        return all(part.local == part.whole for part in parts)
+        elements = sum(math.prod(length for _, length in part.whole) for part in parts)
+        return elements == math.prod(shape) and all(part.local == part.whole for part in parts)
     dim, blocks = split
     ends = tuple(itertools.accumulate(blocks))
     ranges = [
@@ -62,7 +65,11 @@ def differences(
     indices = spec.held_tensors(layout, at)
     held = [item for chunk in chunks for item in chunk.items()]
     if len(held) != len(indices):
-        yield f"the model has {len(held)} tensors, the run's spec {len(indices)}"
+        named = Counter(whole_of(name, shard.parts) for name, shard in held)
+        specified = Counter(spec.tensors[index].name for index in indices)
+        for who, lacks in (("model", specified - named), ("run's spec", named - specified)):
+            if lacks:
+                yield f"the {who} lacks {', '.join(lacks.elements())}"
         return
     for (name, shard), index in zip(held, indices, strict=True):
         tensor, whole = spec.tensors[index], whole_of(name, shard.parts)
@@ -72,10 +79,11 @@ def differences(
             continue
         if shard.role != tensor.role:
             yield f"{whole}{called} is {shard.role}, in the run's spec {tensor.role}"
-        if shard.element_bytes != (tensor.element_bytes or spec.parameter_bytes):
+        element_bytes = spec.element_bytes(PARAMETER, index)
+        if shard.element_bytes != element_bytes:
             yield (
                 f"{whole}{called} has elements of {shard.element_bytes} bytes, in the run's spec "
-                f"of {tensor.element_bytes or spec.parameter_bytes}"
+                f"of {element_bytes}"
             )
         split = None if tensor.tp_dim is None else (tensor.tp_dim, tensor.tp_blocks)
         if not is_share(shard.parts, tensor.shape, split, layout.tp, at.tp):

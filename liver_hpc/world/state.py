@@ -64,6 +64,8 @@ class WorldState:
                 raise PlanError(
                     f"{self._where()}: {tensor.name!r} is {shape}, the layout wants {wanted}"
                 )
+            if not held.value.is_contiguous():
+                raise PlanError(f"{self._where()}: {tensor.name!r} is not contiguous in memory")
             interval = optimizer_interval(self.model, self.layout, self.at, index)
             if held.interval != interval:
                 raise PlanError(
@@ -72,8 +74,18 @@ class WorldState:
                 )
 
     def renew(self, tensor_index: int, value: torch.Tensor) -> None:
-        """Takes over the memory that a tensor's value lies in now."""
-        self._held[tensor_index] = replace(self._held[tensor_index], value=value)
+        """Takes over the memory that a tensor's value lies in now.
+
+        Raises PlanError where the value is of another shape or dtype than before.
+        """
+        before = self._held[tensor_index].value
+        if (value.shape, value.dtype) != (before.shape, before.dtype):
+            raise PlanError(
+                f"{self._where()}: {self.model.tensors[tensor_index].name!r} is "
+                f"{list(value.shape)} of {value.dtype} now, was {list(before.shape)} of "
+                f"{before.dtype}"
+            )
+        self._held[tensor_index] = replace(self._held[tensor_index], value=value.contiguous())
 
     def _where(self) -> str:
         return f"{self.layout} at tp {self.at.tp} pp {self.at.pp} replica {self.at.replica}"

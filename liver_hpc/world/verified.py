@@ -6,7 +6,7 @@ time in a worker's boot, when nobody waits for it yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,20 +35,10 @@ def verified_tensors(
     groups: those that the modules were built with. Raises PlanError where tensors, their order,
     shares, roles or dtypes are not those of the spec, and for state that no handoff moves.
     """
-    named = [item for module in modules for item in state_tensors(module).items()]
-    problems = [*_not_alike(spec, named)]
-    if not problems:
-        chunks = chunk_shards(modules, groups, frame, layout)
-        problems += differences(spec, layout, at, chunks)
+    chunks = chunk_shards(modules, groups, frame, layout)
+    problems = [*differences(spec, layout, at, chunks)]
     if problems:
         more = f"; and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
         raise PlanError(f"{layout}, stage {at.pp}: {'; '.join(problems[:NAMED])}{more}")
-    tensors = (tensor for _, tensor in named)
+    tensors = (tensor for module in modules for tensor in state_tensors(module).values())
     return dict(zip(spec.held_tensors(layout, at), tensors, strict=True))
-
-
-def _not_alike(spec: ModelSpec, named: list[tuple[str, torch.Tensor]]) -> Iterator[str]:
-    wanted = torch.float32 if spec.main_is_parameter else torch.bfloat16
-    for name, tensor in named:
-        if isinstance(tensor, torch.nn.Parameter) and tensor.dtype != wanted:
-            yield f"{name} is {tensor.dtype}, where all parameters are to be {wanted}"

@@ -29,9 +29,10 @@ from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.tensors import MAIN, MOMENTS
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import Recipe
-from liver_hpc.world import dropout, megatron
+from liver_hpc.world import dropout, experts, megatron
 from liver_hpc.world.derive import Derivation, build_chunks
 from liver_hpc.world.device import Device
+from liver_hpc.world.forget import forget
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.megatron import MicroBatch
 from liver_hpc.world.sharded import Frame
@@ -78,7 +79,8 @@ class World:
 
     Construction does not communicate: groups carry stand-in backends until `book.connect`.
     Weights are undefined until `state` has been filled. Raises PlanError where the recipe's model
-    is not what the run's spec says, or has state that is not moved.
+    is not what the run's spec says, or has state that is not moved, ConfigError for a layout that
+    the spec does not know.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class World:
         at = rank_map.coordinate_of(worker)
         if at is None:
             raise PlanError(f"worker {worker} has no seat in {rank_map}")
+        recipe.spec.check_layout(rank_map.layout)
         self.recipe = recipe
         self.rank_map = rank_map
         self.at = at
@@ -103,6 +106,7 @@ class World:
     # ---- building
 
     def _build(self) -> None:
+        experts.redirect()
         self.groups = megatron.group_collection(self.rank_map, self.at, self.book)
         with megatron.rehearsal(), megatron.groups_in_use(self.groups):
             self.chunks = self._build_chunks()
@@ -123,6 +127,7 @@ class World:
             module.to(self.device.torch_device)
             megatron.complete_for_schedules(module)
             dropout.seed_at_layers(module, recipe.config.train.seed, at.tp)
+            experts.leave_out_padding(module)
             modules.append(megatron.in_low_precision(module))
         frame = _frame_of(recipe, self.worker)
         self._tensors = verified_tensors(recipe.spec, layout, at, built, groups, frame)
@@ -262,8 +267,10 @@ class World:
         with megatron.rehearsal(), dropout.NoDropout():
             self.forward_backward(0, most=layout.pp)
             self.update(0)
+        self._renew_buffers()  # raises where a step leaves other buffers than it found
         for place, tensor, values in kept:
             place.put(tensor, values)
+        self._renew_buffers()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.device.synchronize()
@@ -281,7 +288,7 @@ class World:
         for chunk in self.chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 buffer.grad_data.untyped_storage().resize_(0)
-        megatron.forget(self.groups)
+        forget(self.chunks, self.groups)
         self.book.close()
         self.groups = self.optimizer = None
         self.chunks, self._optimizers, self._tensors, self._buffers = [], [], {}, {}
@@ -304,7 +311,8 @@ class World:
         iterators = [iter(micro_batches) for _ in self.chunks]
         losses: list[torch.Tensor] = []
         try:
-            with megatron.groups_in_use(self.groups):
+            masks = dropout.masks_of_samples(layout, self.at, self.chunks)
+            with megatron.groups_in_use(self.groups), masks:
                 self._schedule(
                     forward_step_func=partial(self._forward, losses=losses),
                     data_iterator=iterators if layout.vpp > 1 else iterators[0],
@@ -329,6 +337,7 @@ class World:
         micro_batch = next(micro_batches)
         megatron.compute(micro_batch)
         output, loss_function = self.recipe.loss(model, micro_batch.samples)
+        megatron.recall_in_backward(output)
 
         def weighted(stage_output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss, reported = loss_function(stage_output)
@@ -364,8 +373,8 @@ class World:
         self._scheduler.num_steps = step
         self._scheduler.step(0)
         _, grad_norm, _ = self.optimizer.step()
-        learning_rate = self.optimizer.param_groups[0]["lr"]
-        return float(grad_norm or 0.0), float(learning_rate)
+        # Where nothing is trained, no parameter group has it.
+        return float(grad_norm or 0.0), float(self._scheduler.get_lr({}))
 
     def train_step(self, step: int) -> tuple[Gradients, tuple[float, float]]:
         """Trains step `step` up to its end, which is `agree`. Collective over the world."""
@@ -397,6 +406,10 @@ class World:
         if self.recipe.config.train.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
+        self._renew_buffers()
+
+    def _renew_buffers(self) -> None:
+        """Takes over the memory in which persistent buffers lie now."""
         for index, place in self._buffers.items():
             self.state.renew(index, place.tensor)
 

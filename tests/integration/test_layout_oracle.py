@@ -32,7 +32,7 @@ MODELS = {
         "dtype": "bf16",
     },
 }
-UNEVEN = {"heads": 4, "first_stage_layers": 1, "last_stage_layers": 1}
+UNEVEN = {"heads": 4, "layers": 7, "vocab_size": 256}
 # The local layer spec writes its norms under the names of Transformer Engine's fused layers.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -73,10 +73,11 @@ def megatron_boxes(world: Any) -> dict[str, set[Box]]:
     """The boxes of `sharded_state_dict`, by our names; layers' axis folded into the name."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
+    from liver_hpc.world.megatron import groups_in_use
+
     groups = world.groups
     metadata = {"dp_cp_group": groups.dp_cp, "dp_cp_group_gtp_remat": groups.dp_cp}
-    module = world.chunks[0].module
-    module = getattr(module, "module", module)
+    modules = [getattr(chunk.module, "module", chunk.module) for chunk in world.chunks]
     found: dict[str, set[Box]] = {}
 
     def take(item: Any) -> None:
@@ -99,7 +100,9 @@ def megatron_boxes(world: Any) -> dict[str, set[Box]]:
             cols = shape[1] if len(shape) > 1 else 1
             found.setdefault(name, set()).add(Box(row0, row0 + shape[0], col0, col0 + cols))
 
-    take(module.sharded_state_dict(metadata=metadata))
+    with groups_in_use(groups):
+        for module in modules:
+            take(module.sharded_state_dict(metadata=metadata))
     return found
 
 
@@ -107,6 +110,17 @@ def same_elements(ours: set[Box], theirs: set[Box]) -> bool:
     """Whether two sets of disjoint boxes cover the same elements; theirs may be cut finer."""
     inside = all(any(box.intersect(own) == box for own in ours) for box in theirs)
     return inside and sum(b.elements for b in ours) == sum(b.elements for b in theirs)
+
+
+def compare_parameters(world: Any) -> int:
+    """Compares each tensor's boxes with Megatron's; returns how many tensors there are."""
+    spec, layout, theirs = world.recipe.spec, world.rank_map.layout, megatron_boxes(world)
+    indices = spec.held_tensors(layout, world.at)
+    for index in indices:
+        name = spec.tensors[index].name
+        ours = set(owned_boxes(spec, layout, world.at, PARAMETER, index))
+        assert same_elements(ours, theirs[name]), (layout, world.at, name)
+    return len(indices)
 
 
 @pytest.mark.timeout(300)
@@ -124,23 +138,48 @@ def test_parameter_and_optimizer_boxes_are_megatrons_own(
     compared = 0
     for layout in GRID:
         for world in worlds(recipe, layout, device):
-            theirs = megatron_boxes(world)
-            for index in recipe.spec.held_tensors(layout, world.at):
-                tensor = recipe.spec.tensors[index]
-                ours = set(owned_boxes(recipe.spec, layout, world.at, PARAMETER, index))
-                assert same_elements(ours, theirs[tensor.name]), (layout, world.at, tensor.name)
-                compared += 1
+            compared += compare_parameters(world)
     assert compared > 2000
 
 
-def test_uneven_pipelines_hold_the_layers_that_megatron_gives_them(device: Any) -> None:
-    recipe = recipe_of(UNEVEN)
-    layout = Layout(1, 3, 2)
+@pytest.mark.parametrize("bucket_elements", [None, 3000])
+def test_derived_boxes_are_megatrons_own_with_chunks_cp_and_buckets(
+    bucket_elements: int | None, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above; gradient buckets as they are where their reduction overlaps the backward."""
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda **_k: 0)
+    recipe = recipe_of(MODELS["tied-swiglu-gqa"])
+    if bucket_elements is not None:
+        overlap = {"overlap_grad_reduce": True, "bucket_elements": bucket_elements}
+        update = {"train": recipe.config.train.model_copy(update=overlap)}
+        recipe.config = recipe.config.model_copy(update=update)
+    sizes = itertools.product((1, 2), repeat=5)
+    grid = [Layout(tp, pp, dp, cp, vpp=vpp) for tp, pp, dp, cp, vpp in sizes if vpp == 1 or pp == 2]
+    recipe.spec = derived(recipe, *map(str, grid))
+    assert recipe.spec.bucket_elements == bucket_elements
+    compared, buckets = 0, set()
+    for layout in grid:
+        for world in worlds(recipe, layout, device):
+            compared += compare_parameters(world)
+            buckets.add(len(world.chunks[0].buffers[0].buckets))
+    assert compared > 1000
+    assert (max(buckets) > 2) == (bucket_elements is not None)
+
+
+@pytest.mark.parametrize(("pp", "counts"), [(2, (4, 3)), (3, (2, 3, 2)), (4, (2, 2, 2, 1))])
+def test_uneven_pipelines_hold_the_layers_that_make_the_slowest_stage_least(
+    pp: int, counts: tuple[int, ...], device: Any
+) -> None:
+    """The output layer of a large vocabulary counts; World compares gbuf_ranges with the spec."""
     seen = [
-        (world.at.pp, len(world.chunks[0].module.decoder.layers))
-        for world in worlds(recipe, layout, device)
+        (world.at.pp, [layer.layer_number for layer in world.chunks[0].module.decoder.layers])
+        for world in worlds(recipe_of(UNEVEN), Layout(1, pp, 2), device)
     ]
-    assert sorted(set(seen)) == [(0, 1), (1, 2), (2, 1)]
+    ends = list(itertools.accumulate(counts, initial=0))
+    numbers = [[*range(a + 1, b + 1)] for a, b in itertools.pairwise(ends)]
+    assert seen == [(stage, numbers[stage]) for stage in range(pp) for _ in range(2)]
 
 
 def test_optimizer_shards_tile_every_parameter_once_over_data_parallel_ranks(device: Any) -> None:
@@ -165,22 +204,23 @@ def test_the_derived_spec_is_the_one_by_rule(model: dict[str, Any], device: Any)
     by_rule = recipe.spec
     found = derived(recipe, *(f"tp{tp} pp{pp}" for tp in (1, 2, 4) for pp in (1, 2, 3, 4)))
     assert found.tensors == by_rule.tensors
-    assert found.stages == by_rule.stages
+    assert found.stages == {key: by_rule.stages[key] for key in ("pp1", "pp2", "pp3", "pp4")}
     assert found.parameter_bytes == by_rule.parameter_bytes
-    not_even = {pp for pp in (2, 3, 4) if f"pp{pp}" not in by_rule.stages}
-    assert {*found.refused} == {f"tp{tp} pp{pp} dp1" for tp in (1, 2, 4) for pp in not_even}
+    assert not found.refused
 
 
 def test_layouts_that_do_not_divide_the_model_are_refused(device: Any) -> None:
     recipe = recipe_of(MODELS["tied-swiglu-gqa"])
-    recipe.spec = derived(recipe, "tp8", "tp16", "pp3", "tp2 pp3")
+    recipe.spec = derived(recipe, "tp8", "tp16", "pp5", "tp2 pp5", "pp2 vpp3")
     with pytest.raises(ConfigError, match="tp=8 does not divide 4 query groups"):
         recipe.check_layout(Layout(8, 1, 1))
     with pytest.raises(ConfigError, match=r"num_attention_heads \(8\)"):
         recipe.spec.check_layout(Layout(16, 1, 1))
     for tp in (1, 2):
-        with pytest.raises(ConfigError, match="num_layers should be divisible by pipeline"):
-            recipe.check_layout(Layout(tp, 3, 1))
+        with pytest.raises(ConfigError, match="pp=5 is more than the model's 4 layers"):
+            recipe.check_layout(Layout(tp, 5, 1))
+    with pytest.raises(ConfigError, match="should be divisible by vp_size 3"):
+        recipe.check_layout(Layout(1, 2, 1, vpp=3))
 
 
 def test_building_a_world_draws_no_random_numbers(device: Any) -> None:

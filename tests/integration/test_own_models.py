@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +12,12 @@ import torch
 
 from liver_hpc.errors import ConfigError, PlanError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import BuildContext
 from liver_hpc.recipes.gpt_config import GPTConfig
 from tests.integration.random_tokens import RandomTokenGPT, tiny_config, tiny_recipe
 from tests.integration.toys import Toy, build_world, derived
+
+MOE = {"num_moe_experts": 4, "moe_ffn_hidden_size": 8, "add_bias_linear": False}
 
 
 class Router(torch.nn.Linear):
@@ -46,26 +46,44 @@ def frozen() -> torch.nn.Linear:
     return torch.nn.Linear(8, 8, bias=False).requires_grad_(False)
 
 
-@pytest.mark.parametrize(
-    ("part", "named"),
-    [
-        (lambda: Router(persistent=True), "body.expert_bias"),
-        (lambda: Scaled(torch.ones(3)), "body._extra_state"),
-        (lambda: Scaled({"scale": 2.0}), "body._extra_state"),
-    ],
-)
-def test_state_that_is_not_moved_is_refused_by_name(
-    part: Callable[[], Any], named: str, device: Any
+def linear() -> torch.nn.Linear:
+    return torch.nn.Linear(8, 8, bias=False)
+
+
+@pytest.mark.parametrize("extra", [torch.ones(3), {"scale": 2.0}])
+def test_extra_state_is_refused_by_name_as_the_spec_is_derived(extra: Any, device: Any) -> None:
+    with pytest.raises(PlanError, match=r"body\._extra_state is not moved"):
+        derived(Toy(lambda _: {"body": Scaled(extra)}), "dp1")
+
+
+@pytest.mark.parametrize("part", [torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d])
+def test_statistics_of_batches_are_refused_by_name_as_the_spec_is_derived(
+    part: Callable[..., Any], device: Any
 ) -> None:
-    with pytest.raises(PlanError, match=rf"{named} .*not moved.*persistent=False"):
-        build_world(Toy(lambda _: {"body": part()}), device)
+    toy = Toy(lambda _: {"norm": part(8, track_running_stats=True)})
+    with pytest.raises(PlanError, match=rf"norm \({part.__name__}\) keeps running statistics"):
+        derived(toy, "dp1")
 
 
-def test_statistics_of_batches_are_refused_each_by_name(device: Any) -> None:
-    with pytest.raises(PlanError) as refused:
-        build_world(Toy(lambda _: {"norm": torch.nn.BatchNorm1d(8)}), device)
-    for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
-        assert name in str(refused.value)
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"fp16": True}, r"fp16: its loss scale .* bf16"),
+        ({"fp8": "e4m3"}, r"fp8: its scales"),
+        ({"calculate_per_token_loss": True}, r"calculate_per_token_loss"),
+        ({"cuda_graph_impl": "local"}, r"cuda_graph_impl: a CUDA graph"),
+        ({**MOE, "moe_router_load_balancing_type": "global_aux_loss"}, r"global_aux_loss: its cou"),
+        ({**MOE, "moe_router_load_balancing_type": "sinkhorn"}, r"sinkhorn: it balances"),
+        ({**MOE, "moe_expert_capacity_factor": 1.0}, r"moe_expert_capacity_factor"),
+        ({**MOE, "moe_input_jitter_eps": 0.1}, r"moe_input_jitter_eps: its noise"),
+    ],
+    ids=lambda value: str(list(value)[-1]) if isinstance(value, dict) else "",
+)
+def test_options_with_state_or_by_layout_are_refused_as_the_spec_is_derived(
+    options: dict[str, Any], why: str, device: Any
+) -> None:
+    with pytest.raises(PlanError, match=why):
+        derived(Toy(lambda _: {"body": linear()}, **options), "dp1")
 
 
 @pytest.mark.parametrize(
@@ -73,28 +91,162 @@ def test_statistics_of_batches_are_refused_each_by_name(device: Any) -> None:
     [lambda: Router(persistent=False), lambda: Scaled(None), lambda: Scaled(torch.empty(0))],
 )
 def test_what_is_recomputed_or_empty_is_no_state(part: Callable[[], Any], device: Any) -> None:
-    build_world(Toy(lambda _: {"body": part()}), device).close()
+    world = build_world(Toy(lambda _: {"body": part()}), device)
+    assert [tensor.name for tensor in world.recipe.spec.tensors] == ["body.weight"]
+    world.close()
 
 
-@pytest.mark.parametrize("worker", [0, 1])
-def test_a_frozen_parameter_is_refused_by_name(worker: int, device: Any) -> None:
-    """On every seat, also on one whose share of the optimizer would not show it."""
-    recipe = Toy(lambda _: {"body": frozen(), "head": torch.nn.Linear(8, 8, bias=False)})
-    with pytest.raises(PlanError, match=r"body\.weight is frozen"):
-        build_world(recipe, device, "dp2", worker)
-
-
-def test_a_parameter_of_another_precision_is_refused_by_name(device: Any) -> None:
+def test_what_is_trained_has_one_precision(device: Any) -> None:
     head = torch.nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
-    recipe = Toy(lambda _: {"body": torch.nn.Linear(8, 8, bias=False), "head": head})
+    recipe = Toy(lambda _: {"body": linear(), "head": head})
     with pytest.raises(PlanError, match=r"head\.weight is torch\.bfloat16, .* torch\.float32"):
-        build_world(recipe, device)
+        derived(recipe, "dp1")
+
+
+def test_a_buffer_whose_elements_are_too_wide_is_refused_by_name(device: Any) -> None:
+    def part() -> torch.nn.Linear:
+        made = linear()
+        made.register_buffer("phase", torch.zeros(3, dtype=torch.complex128))
+        return made
+
+    with pytest.raises(PlanError, match=r"body\.phase is torch\.complex128: .* at most 8 bytes"):
+        derived(Toy(lambda _: {"body": part()}), "dp1")
+
+
+# ---- values that are drawn as a model is built
+
+
+class Features(torch.nn.Linear):
+    """As random Fourier features: a fixed buffer, drawn once."""
+
+    def __init__(self, draw: Callable[[], torch.Tensor]) -> None:
+        super().__init__(8, 8, bias=False)
+        self.register_buffer("phases", draw() * 2.0)
+
+
+def test_a_buffer_from_a_generator_of_its_own_has_its_values(device: Any) -> None:
+    def draw() -> torch.Tensor:
+        return torch.randn(4, generator=torch.Generator().manual_seed(5))
+
+    world = build_world(Toy(lambda _: {"body": Features(draw)}), device)
+    assert torch.equal(world.chunks[0].module.body.phases, draw() * 2.0)
+    world.close()
+
+
+@pytest.mark.parametrize(
+    ("draw", "why"),
+    [
+        (lambda: torch.randn(4), r"body\.phases is drawn at random"),
+        (lambda: torch.empty(4).uniform_(), r"body\.phases is drawn at random"),
+        (lambda: torch.randperm(4), r"the model draws by torch\.randperm"),
+    ],
+)
+def test_a_buffer_that_workers_would_draw_otherwise_is_refused(
+    draw: Callable[[], torch.Tensor], why: str, device: Any
+) -> None:
+    with pytest.raises((PlanError, ConfigError), match=why):
+        build_world(Toy(lambda _: {"body": Features(draw)}), device)
+
+
+# ---- kinds of state that are neither trained nor refused
+
+
+class Counting(torch.nn.Module):
+    """Buffers of several kinds, some of which a forward puts other tensors in the place of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(0))  # 0-dim, int64
+        self.register_buffer("seen", torch.zeros(5, dtype=torch.bool))
+        self.register_buffer("expert_bias", torch.zeros(3))
+        self.register_buffer("average", torch.zeros(2, 3, 4))
+
+    def count(self) -> None:
+        self.calls = self.calls + 1
+        self.seen[int(self.calls) % 5] = True
+        self.expert_bias = self.expert_bias + 0.1
+        self.average.mul_(0.5).add_(1.0)
+
+
+def counting(**options: Any) -> Toy:
+    def parts(_: BuildContext) -> dict[str, Any]:
+        return {"body": linear(), "base": frozen(), "counts": Counting()}
+
+    return Toy(parts, **options)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_what_is_frozen_and_buffers_are_in_the_spec_and_in_a_world(bf16: bool, device: Any) -> None:
+    recipe = counting(bf16=bf16)
+    world = build_world(recipe, device)
+    own = 2 if bf16 else 4
+    found = {t.name: (t.role, t.shape, t.element_bytes) for t in recipe.spec.tensors}
+    assert found == {
+        "body.weight": ("trained", (8, 8), None),
+        "base.weight": ("frozen", (8, 8), own),
+        "counts.calls": ("buffer", (), 8),
+        "counts.seen": ("buffer", (5,), 1),
+        "counts.expert_bias": ("buffer", (3,), 4),  # as Megatron's, which bf16 spares
+        "counts.average": ("buffer", (2, 3, 4), own),
+    }
+    assert {recipe.spec.tensors[i].name for i, _ in world.state.boxes("exp_avg")} == {"body.weight"}
+    assert {i for i, _ in world.state.boxes("parameter")} == {*range(6)}
+    world.close()
+
+
+def test_a_bit_of_any_kind_of_tensor_is_in_the_digest(device: Any) -> None:
+    recipe = counting()
+    world = build_world(recipe, device)
+    world.state.initialize(recipe.initial, seed=1)
+    before = world.state.digests(["parameter"])
+    for index, tensor in enumerate(recipe.spec.tensors):
+        bits = world.state.view("parameter", index, tensor.whole).view(torch.uint8)
+        bits[0, 0] ^= 1
+        assert world.state.digests(["parameter"]) != before, tensor.name
+        bits[0, 0] ^= 1
+    assert world.state.digests(["parameter"]) == before
+    world.close()
+
+
+def test_a_buffer_that_a_forward_replaces_is_settled_at_the_boundary(device: Any) -> None:
+    recipe = counting()
+    world = build_world(recipe, device)
+    counts = world.chunks[0].module.counts
+    counts.count()
+    world.settle()
+    held = {
+        recipe.spec.tensors[index].name: world.state.view("parameter", index, box).flatten()
+        for index, box in world.state.boxes("parameter")
+    }
+    assert held["counts.calls"].tolist() == [1]
+    assert held["counts.seen"].tolist() == [False, True, False, False, False]
+    assert held["counts.expert_bias"].tolist() == pytest.approx([0.1] * 3)
+    world.close()
+
+
+def test_a_buffer_that_becomes_another_one_is_refused_by_name(device: Any) -> None:
+    world = build_world(counting(), device)
+    world.chunks[0].module.counts.calls = torch.zeros(2)
+    with pytest.raises(PlanError, match=r"counts\.calls' is \[2\] of torch\.float32 now, was \[\]"):
+        world.settle()
+    world.chunks[0].module.counts.calls = None
+    with pytest.raises(PlanError, match=r"Counting has dropped its buffer calls"):
+        world.settle()
+    world.close()
+
+
+def test_a_stage_on_which_nothing_is_trained_is_built_and_counts_steps(device: Any) -> None:
+    world = build_world(Toy(lambda _: {"base": frozen()}), device)
+    assert world.update(0) == (0.0, pytest.approx(0.001))
+    assert world.scalar_state(7).optimizer_step == 7
+    world.close()
 
 
 def test_a_tensor_of_more_dimensions_is_held_as_it_is(device: Any) -> None:
     recipe = Toy(lambda _: {"conv": torch.nn.Conv2d(2, 4, 3, bias=False)})
     world = build_world(recipe, device)
     assert recipe.spec.tensors[0].shape == (4, 2, 3, 3)
+    world.state.initialize(recipe.initial, seed=1)
     held = world.state.view("parameter", 0, recipe.spec.tensors[0].whole)
     assert torch.equal(held, world.chunks[0].module.conv.weight.detach().view(4, 18))
     world.close()
@@ -133,7 +285,7 @@ def test_layers_that_are_numbered_anew_on_each_stage_are_refused(device: Any) ->
         made = [torch.nn.Linear(8, 8, bias=False) for _ in range(4 // context.layout.pp)]
         return {"layers": torch.nn.ModuleList(made)}
 
-    with pytest.raises(ConfigError, match=r"pp=2 no stage holds layers\.2\.weight, layers\.3"):
+    with pytest.raises(ConfigError, match=r"pp2 dp1 no worker holds layers\.2\.weight, layers\.3"):
         derived(Toy(parts), "pp2").check_layout(Layout(1, 2, 1))
 
 
@@ -144,47 +296,6 @@ def test_a_split_that_the_module_does_not_declare_is_refused(device: Any) -> Non
     spec = derived(Toy(parts), "tp2")
     with pytest.raises(ConfigError, match=r"body\.weight.* does not say how it is split"):
         spec.check_layout(Layout(2, 1, 1))
-
-
-def wrong_dim(spec: ModelSpec) -> dict[str, Any]:
-    tensors = tuple(replace(t, tp_dim=1) if t.tp_dim == 0 else t for t in spec.tensors)
-    return {"tensors": tensors}
-
-
-def wrong_blocks(spec: ModelSpec) -> dict[str, Any]:
-    return {"tensors": tuple(replace(t, tp_blocks=(32, 32)) if t.tp_blocks == (64,) else t
-            for t in spec.tensors)}  # fmt: skip
-
-
-def swapped(spec: ModelSpec) -> dict[str, Any]:
-    ((first, *rest, last),) = spec.stages["pp1"][0]
-    return {"stages": {**spec.stages, "pp1": (((last, *rest, first),),)}}
-
-
-def a_tensor_less(spec: ModelSpec) -> dict[str, Any]:
-    return {"stages": {**spec.stages, "pp1": ((spec.stages["pp1"][0][0][:-1],),)}}
-
-
-def other_bytes(spec: ModelSpec) -> dict[str, Any]:
-    return {"parameter_bytes": 2}
-
-
-def another_shape(spec: ModelSpec) -> dict[str, Any]:
-    first, *rest = spec.tensors
-    return {"tensors": (replace(first, shape=(first.shape[0], 65)), *rest)}
-
-
-@pytest.mark.parametrize(
-    "wrong", [wrong_dim, wrong_blocks, swapped, a_tensor_less, other_bytes, another_shape]
-)
-def test_a_spec_that_is_not_of_this_model_is_refused_as_a_world_is_built(
-    wrong: Callable[[ModelSpec], dict[str, Any]], device: Any
-) -> None:
-    recipe = tiny_recipe()
-    build_world(recipe, device, "tp2").close()
-    recipe.spec = replace(recipe.spec, **wrong(recipe.spec))
-    with pytest.raises(PlanError):
-        build_world(recipe, device, "tp2")
 
 
 # ---- marks

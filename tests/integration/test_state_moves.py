@@ -11,6 +11,7 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.votes import Side, disagreements
 from tests.integration.processes import WorkerProcess, run_workers
 from tests.integration.random_tokens import tiny_recipe
+from tests.integration.worlds import begin_at, move
 
 A = RankMap(Layout(1, 1, 2), (0, 1))
 B = RankMap(Layout(2, 1, 2), (2, 0, 1, 3))
@@ -41,35 +42,11 @@ def _fill_with_nan(world: Any) -> None:
 
 def _move(process: WorkerProcess, recipe: Any, worlds: tuple[Any, Any], tag: str) -> None:
     """Everything of worlds[0] to worlds[1]; either may be None here."""
-    from liver_hpc.clock import Deadline, SystemClock
-    from liver_hpc.layout.plan import transfer_plan
-    from liver_hpc.transport.stream import Transport
-    from liver_hpc.transport.wire import group_wire
-
     source, target = tag.split(">")
     rank_maps = {"A": A, "B": B, "C": C, "D": D, "M": MOVED}
-    before, after = rank_maps[source], rank_maps[target]
-    members = tuple(sorted({*before.workers, *after.workers}))
-    if process.worker not in members:
-        return
-    group = process.transfer_group(f"transfer-{tag}", members)
-    ranks = {member: rank for rank, member in enumerate(members)}
-    wire = group_wire(group.process_group, ranks, process.device.torch_device)
-    transport = Transport(wire, recipe.spec, recipe.config.handoff)
-    plan = transfer_plan(recipe.spec, before, after, process.worker)
-    old, new = worlds
-    transport.stream(
-        transport.prepare(plan),
-        old.state if old is not None else None,
-        new.state if new is not None else None,
-        lambda _bytes: None,
-        Deadline.after(SystemClock(), 60.0, "the state"),
-    )
-    if new is not None:
-        steps = 4
-        new.load_scalar_state(new.scalar_state(steps).model_copy(update={"optimizer_step": steps}))
-    transport.close()
-    group.close()
+    move(process, recipe, worlds, (rank_maps[source], rank_maps[target]), f"transfer-{tag}")
+    if worlds[1] is not None:
+        begin_at(worlds[1], 4)
 
 
 def _bits(world: Any) -> dict[Any, Any]:

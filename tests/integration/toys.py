@@ -15,17 +15,23 @@ _generations = itertools.count()
 
 
 class Toy(Recipe):
-    """A recipe of the parts that a test gives: `parts(context)` -> name -> part."""
+    """A recipe of the parts that a test gives: `parts(context)` -> name -> part.
 
-    def __init__(self, parts: Callable[[BuildContext], dict[str, Any]]) -> None:
+    further: options of its TransformerConfig.
+    """
+
+    def __init__(self, parts: Callable[[BuildContext], dict[str, Any]], **further: Any) -> None:
         super().__init__(NoOptions(), tiny_config())
         self.parts = parts
+        self.further = further
 
     def build(self, context: BuildContext) -> Any:
         from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.module import MegatronModule
 
-        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+        config = TransformerConfig(
+            num_layers=1, hidden_size=8, num_attention_heads=1, **self.further
+        )
         model = MegatronModule(config)
         for name, part in self.parts(context).items():
             setattr(model, name, part)

@@ -44,7 +44,7 @@ def test_all_problems_are_told_at_once() -> None:
     layouts = {2: [{"dp": 2}, {"tp": 2, "pp": 2}], 3: [{"tp": 3}]}
     handoff = {"bucket_bytes": 1000, "staging_bytes": 1500}
     assert problems(minimal(layouts=layouts, handoff=handoff)) == [
-        "layouts.2.1 (tp2 pp2 dp1): tp x pp x dp is 4, wanted 2",
+        "layouts.2.1 (tp2 pp2 dp1): tp x pp x dp x cp is 4, wanted 2",
         "layouts.3.0 (tp3 pp1 dp1): tp=3 does not divide 4 heads",
         "handoff.bucket_bytes is 1000, below the smallest bucket of 65536 bytes",
         "handoff.staging_bytes is 1500, wanted at least two buckets "
@@ -63,9 +63,8 @@ def test_all_problems_are_told_at_once() -> None:
          "layouts.8: more workers than workers.max, which is 4"),
         ({"layouts": {2: [{"dp": 2}], 4: []}}, "layouts.4: wanted at least one layout, got none"),
         ({"layouts": {2: [{"dp": 2}, {"dp": 2}]}}, "layouts.2.1 (tp1 pp1 dp2): given twice"),
-        ({"train": {"steps": 9, "global_batch": 6, "micro_batch": 2}},
-         "layouts.2.0 (tp1 pp1 dp2): train.global_batch 6 is not a multiple of "
-         "micro_batch x dp = 2 x 2"),
+        ({"train": {"steps": 9, "global_batch": 7, "micro_batch": 2}},
+         "layouts.2.0 (tp1 pp1 dp2): train.global_batch 7 is not a multiple of micro_batch 2"),
         ({"schedule": {"warmup_steps": 10}},
          "schedule.warmup_steps is 10, wanted less than train.steps, 10"),
         ({"schedule": {"warmup_steps": 5, "decay_steps": 5}},

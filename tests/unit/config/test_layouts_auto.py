@@ -26,8 +26,12 @@ def test_auto_reads_and_writes_back_as_it_is(tmp_path: Path) -> None:
         ([2], ["layouts: wanted keys and values, got [2]"]),
         ({2: {"tp": "x"}}, ["layouts.2.tp: wanted a whole number, got 'x'"]),
         (
-            {2: [{"ep": 2}], 0: {}},
-            ["layouts.2.0.ep: unknown key (valid keys here: dp, pp, tp)", "layouts.0"],
+            {2: [{"ep": 2, "xp": 1}], 0: {}},
+            ["layouts.2.0.xp: unknown key (valid keys here: cp, ", "layouts.0"],
+        ),
+        (
+            {2: [{"dp": 2, "ep": 4}]},
+            ["layouts.2.0: layout tp1 pp1 dp2 ep4: ep must divide dp x cp, which is 2"],
         ),
     ],
 )
@@ -57,7 +61,7 @@ def test_nobody_takes_auto_for_a_table() -> None:
 def test_submit_writes_the_table_out(tmp_path: Path) -> None:
     notices = [{"at_step": 3, "workers": 4}]
     config, recipe = checked_run(minimal(layouts="auto", notices=notices))
-    assert config.worker_counts == [1, 2, 4]
+    assert config.worker_counts == [1, 2, 3, 4]
     assert config.policy.layout == "auto"
     assert recipe.config == config
     path = tmp_path / "run.yaml"
@@ -69,7 +73,13 @@ def test_submit_writes_the_table_out(tmp_path: Path) -> None:
 
 def test_no_layout_of_the_initial_workers() -> None:
     with pytest.raises(ConfigError, match=r"^layouts: auto finds nothing for workers\.initial = 3"):
-        checked_run(minimal(layouts="auto", workers={"initial": 3, "max": 4}))
+        checked_run(
+            minimal(
+                layouts="auto",
+                workers={"initial": 3, "max": 3},
+                train={"steps": 1, "global_batch": 2},
+            )
+        )
 
 
 def test_memory_that_does_not_even_hold_the_staging() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.run.estimates import Price
 from liver_hpc.run.events import Node
 from liver_hpc.run.records import ReconfigurationRecord
 from tests.unit.coordinator.live import LiveRun, Start
@@ -32,6 +33,18 @@ class FixedEstimates:
 
     def estimate_s(self, source: RankMap, target: RankMap, joiners: int) -> float:
         return 9.0 if joiners else 2.0
+
+    def observe_slowed(self, step_s: float) -> None:
+        pass
+
+    def observe_aborted(self) -> None:
+        pass
+
+    def usual_step_s(self) -> float:
+        return 1.0
+
+    def price(self, source: RankMap, target: RankMap, joiners: int) -> Price:
+        return Price(ready_s=self.estimate_s(source, target, joiners), cost_s=3.0)
 
     def checkpoint_s(self, rank_map: RankMap) -> float:
         return 4.0

@@ -39,8 +39,9 @@ def state_bytes(model: ModelSpec) -> int:
     """Bytes of one copy of the logical state: parameters and optimizer state."""
     return sum(
         tensor.elements * model.element_bytes(kind, index)
-        for tensor in model.tensors
-        for kind in (PARAMETER, *model.optimizer_kinds)
+        for index, tensor in enumerate(model.tensors)
+        for kind in model.kinds
+        if kind == PARAMETER or tensor.role == "trained"
     )
 
 

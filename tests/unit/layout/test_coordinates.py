@@ -21,13 +21,34 @@ def test_parse_reads_what_str_writes(layout: Layout) -> None:
     assert Layout.parse(str(layout)) == layout
 
 
-def test_rank_order_is_megatrons_tp_dp_pp() -> None:
-    assert Layout(2, 2, 2).rank(Coordinate(tp=1, pp=0, dp=0)) == 1
-    assert Layout(2, 2, 2).rank(Coordinate(tp=0, pp=0, dp=1)) == 2
-    assert Layout(2, 2, 2).rank(Coordinate(tp=0, pp=1, dp=0)) == 4
+def test_rank_order_is_megatrons_tp_cp_dp_pp() -> None:
+    layout = Layout(2, 2, 2, cp=2, ep=4)
+    assert layout.rank(Coordinate(tp=1, pp=0, replica=0)) == 1
+    assert layout.rank(Coordinate(tp=0, pp=1, replica=0)) == 8
+    seats = [Coordinate(0, 0, replica) for replica in range(4)]
+    assert [layout.rank(seat) for seat in seats] == [0, 2, 4, 6]
+    assert [layout.cp_rank(seat) for seat in seats] == [0, 1, 0, 1]
+    assert [layout.dp_rank(seat) for seat in seats] == [0, 0, 1, 1]
+    assert [layout.ep_rank(seat) for seat in seats] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("text", ["", "tp=0", "tp=2,tp=4", "xp=2", "tp2pp1", "tp=-1", "tp=1.5"])
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ({"ep": 4}, "ep must divide dp x cp, which is 2"),
+        ({"pp": 1, "vpp": 2}, "an interleaved pipeline wants pp of at least 2"),
+        ({"tp": 1, "sequence_parallel": True}, "sequence parallelism wants tp of at least 2"),
+        ({"cp": 0}, "every axis must be at least 1"),
+    ],
+)
+def test_axes_that_do_not_go_together(axes: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Layout(**({"tp": 2, "pp": 2, "dp": 2} | axes))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tp=0", "tp=2,tp=4", "xp=2", "tp2pp1", "tp=-1", "tp=1.5", "sp=2", "tp2 sp sp"]
+)
 def test_parse_names_what_it_got(text: str) -> None:
     with pytest.raises(ConfigError):
         Layout.parse(text)

@@ -90,19 +90,27 @@ def test_a_tensor_of_any_rank_is_a_matrix_along_the_dimension_that_is_split() ->
 
 def test_a_layout_that_does_not_divide_is_named() -> None:
     tensors = (TensorSpec("fc1", (10, 3), 0, (6, 4)),)
-    model = ModelSpec(tensors, {1: ((0,),)}, 4, {"tp1 pp3": "3 stages of 4 layers"})
+    model = ModelSpec(
+        tensors,
+        {"pp1": (((0,),),), "pp4": ()},
+        parameter_bytes=4,
+        homes={2: (None,)},
+        refused={"tp1 pp3 dp1": "3 stages of 4 layers"},
+    )
     model.check_layout(Layout(2, 1, 1))
     with pytest.raises(ConfigError, match=r"fc1: dimension 0 is 10, .*\(6, 4\), which tp=4"):
         model.check_layout(Layout(4, 1, 1))
     with pytest.raises(ConfigError, match="3 stages of 4 layers"):
-        model.check_layout(Layout(1, 3, 1))
-    with pytest.raises(ConfigError, match=r"pp=2: .* has pp \[1\] only"):
-        model.check_layout(Layout(1, 2, 1))
+        model.check_layout(Layout(1, 3, 2))
+    with pytest.raises(ConfigError, match="pp4 vpp2: the model's spec has pp1, pp4 only"):
+        model.check_layout(Layout(1, 4, 1, vpp=2))
+    with pytest.raises(ConfigError, match=r"ep=3: the model's spec has ep \[2\] only"):
+        model.check_layout(Layout(1, 1, 3, ep=3))
 
 
 def test_tied_copy_comes_last_on_the_last_stage() -> None:
     model = MODELS[0]
-    last = model.stage_tensors(2, 1)
-    assert last[-1] == 0
-    assert model.stage_tensors(1, 0)[0] == 0
-    assert owned_boxes(model, Layout(1, 2, 1), Coordinate(0, 1, 0), PARAMETER, 0)
+    layout = Layout(1, 2, 1)
+    first, last = (model.held_tensors(layout, Coordinate(0, stage, 0)) for stage in range(2))
+    assert first[0] == last[-1] == 0
+    assert owned_boxes(model, layout, Coordinate(0, 1, 0), PARAMETER, 0)

@@ -59,6 +59,7 @@ def test_every_layout_that_divides_the_fastest_expected_first() -> None:
     assert resolved() == {
         1: [DP1],
         2: [DP2, PP2, TP2],
+        3: [Layout(1, 1, 3)],
         4: [DP4, PP2_DP2, TP2_DP2, PP4, TP2_PP2, TP4],
     }
 
@@ -124,12 +125,12 @@ def test_memory_leaves_out_what_is_too_large() -> None:
 
 def test_no_layout_for_the_first_workers_says_why() -> None:
     with pytest.raises(ConfigError) as raised:
-        resolved(workers={"initial": 3, "max": 4})
+        resolved(workers={"initial": 3, "max": 4}, train={"steps": 1, "global_batch": 2})
     assert str(raised.value) == (
         "layouts: auto finds nothing for workers.initial = 3 (worker counts with a layout: "
-        "1, 2, 4): tp1 pp1 dp3: train.global_batch 8 is not a multiple of micro_batch x dp = "
-        "1 x 3; tp1 pp3 dp1: pp=3: the model's spec has pp [1, 2, 4] only; "
-        "tp3 pp1 dp1: tp=3 does not divide 4 heads"
+        "1, 2, 4): tp1 pp1 dp3: 2 micro-batches in the global batch are too few for dp=3; "
+        "tp3 pp1 dp1: tp=3 does not divide 4 heads; "
+        "tp1 pp3 dp1: pp3: the model's spec has pp1, pp2, pp4 only"
     )
 
 
@@ -146,7 +147,7 @@ def test_tensor_parallelism_stays_on_a_node() -> None:
 
 
 def test_axes_that_the_recipe_does_not_know() -> None:
-    copied = ModelSpec((TensorSpec("weight", (4, 4)),), {1: ((0,),)}, parameter_bytes=4)
+    copied = ModelSpec((TensorSpec("weight", (4, 4)),), {"pp1": (((0,),),)}, parameter_bytes=4)
 
     class Parts(Recipe):
         def build(self, context: BuildContext) -> Any:
@@ -163,7 +164,7 @@ def test_axes_that_the_recipe_does_not_know() -> None:
     with pytest.raises(ConfigError, match="Parts gives no hidden_shape, so it allows pp=1 only"):
         recipe.check_layout(PP2)
     candidates = Candidates(auto(), recipe.spec, recipe.check_layout)
-    assert candidates.table() == {1: [DP1], 2: [DP2], 4: [DP4]}
+    assert candidates.table() == {count: [Layout(1, 1, count)] for count in (1, 2, 3, 4)}
     assert candidates.fault(TP2) == "no tensor of the model is split over tp"
 
 
@@ -171,7 +172,8 @@ def test_a_thousand_workers_take_no_time() -> None:
     config = auto(train={"steps": 1, "global_batch": 1024}, workers={"initial": 1, "max": 1024})
     table = resolve_layouts(config, TIED, check_layout).layout_table
     assert max(table) == 1024
-    assert sum(map(len, table.values())) < 11 * 3 * 3 + 1
+    split = [tp * pp for tp in (1, 2, 4) for pp in (1, 2, 4)]
+    assert sum(map(len, table.values())) == sum(1024 // share for share in split)
 
 
 # ---- which one is run

@@ -74,9 +74,9 @@ def situations(draw: st.DrawFn) -> Situation:
         for side, rank_map in (("source", source), ("target", target)):
             left: dict[CopyIndex, int] = {}
             holders = _holders(rank_map, state_class)
-            last_of = {CopyIndex.of(state_class, at): at for at in holders}
+            last_of = {CopyIndex.of(state_class, rank_map.layout, at): at for at in holders}
             for at in holders:
-                index = CopyIndex.of(state_class, at)
+                index = CopyIndex.of(state_class, rank_map.layout, at)
                 rest = left.get(index, whole)
                 part = rest if last_of[index] == at else draw(st.integers(0, MODULUS - 1))
                 left[index] = (rest - part) % MODULUS
@@ -159,8 +159,8 @@ def test_the_text_names_kind_copy_and_workers() -> None:
     }
 
     assert _disagreements(source, target, votes) == [
-        "parameter (split over tp): target copy dp 1 (workers [2, 3]) is 0000000000000008, "
-        "source copy dp 0 (workers [0]) is 0000000000000007"
+        "parameter (split over tp): target copy replica 1 (workers [2, 3]) is 0000000000000008, "
+        "source copy replica 0 (workers [0]) is 0000000000000007"
     ]
 
 
@@ -172,7 +172,7 @@ def test_a_copy_that_nobody_reports_is_missing() -> None:
 
     (text,) = _disagreements(source, target, votes)
 
-    assert "target copy dp 0 tp 1 (workers [1]) is missing" in text
+    assert "target copy replica 0 tp 1 (workers [1]) is missing" in text
 
 
 def test_votes_without_any_digest_do_not_agree() -> None:
@@ -196,7 +196,7 @@ def test_equal_copies_agree_within_one_world_and_across_a_disk(situation: Situat
 def test_copies_of_one_world_that_have_diverged_are_found() -> None:
     rank_map = RankMap(Layout(1, 1, 2), (4, 9))
     (text,) = disagreements(Side("world", rank_map, {4: (_parameter(7),), 9: (_parameter(8),)}))
-    assert "world copy dp 1 (workers [9]) is 0000000000000008" in text
+    assert "world copy replica 1 (workers [9]) is 0000000000000008" in text
 
 
 def test_what_was_restored_is_told_apart_from_what_was_saved() -> None:
@@ -206,8 +206,8 @@ def test_what_was_restored_is_told_apart_from_what_was_saved() -> None:
         Side("restored", rank_map, {0: (_parameter(8),)}),
     )
     assert found == [
-        "parameter (split over tp): restored copy dp 0 (workers [0]) is 0000000000000008, "
-        "saved copy dp 0 (workers [0]) is 0000000000000007"
+        "parameter (split over tp): restored copy replica 0 (workers [0]) is 0000000000000008, "
+        "saved copy replica 0 (workers [0]) is 0000000000000007"
     ]
 
 

@@ -43,7 +43,7 @@ def random_plans(draw: st.DrawFn) -> RandomPlans:
         st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), min_size=1, max_size=4)
     )
     tensors = tuple(TensorSpec(f"t{index}", shape) for index, shape in enumerate(shapes))
-    model = ModelSpec(tensors, {1: (tuple(range(len(tensors))),)}, parameter_bytes=2)
+    model = ModelSpec(tensors, {"pp1": ((tuple(range(len(tensors))),),)}, parameter_bytes=2)
     ids = st.integers(0, workers - 1)
     moves = []
     for index, (rows, cols) in enumerate(shapes):

@@ -40,10 +40,13 @@ def _elements(pieces: Iterable[Piece | Move]) -> Counter[tuple[str, int, int, in
     )
 
 
+def _four_bytes(_kind: str, _tensor_index: int) -> int:
+    return 4
+
+
 def test_a_bucket_is_filled_before_the_next_is_begun() -> None:
-    four = {EXP_AVG: 4}.__getitem__
     # 8 rows of 8 floats are 256 bytes: a whole bucket takes 3 rows of 32 bytes, and no part of one.
-    buckets = cut_moves([Move(0, EXP_AVG, Box(0, 8, 0, 8), 0, 1)], four, 112)
+    buckets = cut_moves([Move(0, EXP_AVG, Box(0, 8, 0, 8), 0, 1)], _four_bytes, 112)
     assert [[piece.box for piece in pieces] for pieces in buckets] == [
         [Box(0, 3, 0, 8)],
         [Box(3, 6, 0, 8)],
@@ -51,7 +54,7 @@ def test_a_bucket_is_filled_before_the_next_is_begun() -> None:
     ]
     # Small ones, of 3 rows of 16 bytes: 9 of them, and a row of the tenth.
     moves = [Move(index, EXP_AVG, Box(5, 8, 0, 4), 0, 1) for index in range(10)]
-    buckets = cut_moves(moves, four, 448)
+    buckets = cut_moves(moves, _four_bytes, 448)
     assert [[(p.tensor_index, p.box, p.offset_bytes) for p in pieces] for pieces in buckets] == [
         [*((index, Box(5, 8, 0, 4), 48 * index) for index in range(9)), (9, Box(5, 6, 0, 4), 432)],
         [(9, Box(6, 8, 0, 4), 0)],
@@ -61,7 +64,7 @@ def test_a_bucket_is_filled_before_the_next_is_begun() -> None:
 def test_a_large_move_shares_no_bucket() -> None:
     shapes = [Box(0, 1, 0, 4), Box(0, 5, 0, 4), Box(0, 1, 0, 4), Box(1, 2, 0, 4)]
     moves = [Move(index, EXP_AVG, box, 0, 1) for index, box in enumerate(shapes)]
-    buckets = cut_moves(moves, lambda _kind: 4, 64)
+    buckets = cut_moves(moves, _four_bytes, 64)
     assert [[(p.tensor_index, p.box) for p in pieces] for pieces in buckets] == [
         [(0, Box(0, 1, 0, 4))],
         [(1, Box(0, 4, 0, 4))],
@@ -69,13 +72,13 @@ def test_a_large_move_shares_no_bucket() -> None:
         [(2, Box(0, 1, 0, 4))],
         [(3, Box(1, 2, 0, 4))],
     ]
-    buckets = cut_moves(moves, lambda _kind: 4, 256)
+    buckets = cut_moves(moves, _four_bytes, 256)
     assert [[p.tensor_index for p in pieces] for pieces in buckets] == [[0], [1], [2, 3]]
 
 
 def test_a_row_larger_than_a_bucket_is_cut_by_columns() -> None:
     moves = [Move(0, EXP_AVG, Box(0, 2, 3, 13), 0, 1)]
-    buckets = cut_moves(moves, lambda _kind: 4, 16)
+    buckets = cut_moves(moves, _four_bytes, 16)
     assert [pieces[0].box for pieces in buckets] == [
         Box(0, 1, 3, 7),
         Box(0, 1, 7, 11),
@@ -113,7 +116,9 @@ def _check_inside(bucket: Bucket, model: ModelSpec) -> None:
     for piece in bucket.pieces:
         assert piece.offset_bytes % 16 == 0
         assert piece.offset_bytes >= end
-        assert piece.num_bytes == piece.box.elements * model.element_bytes(piece.kind)
+        assert piece.num_bytes == piece.box.elements * model.element_bytes(
+            piece.kind, piece.tensor_index
+        )
         end = piece.offset_bytes + piece.num_bytes
     assert end <= bucket.num_bytes
 
@@ -235,7 +240,7 @@ def test_sends_and_receives_of_a_worker_alternate() -> None:
     """A worker that sends the first tensors and receives the last does both at once."""
     sends = [Move(index, EXP_AVG, Box(0, 4, 0, 4), 0, 1) for index in range(4)]
     receives = [Move(index, EXP_AVG, Box(0, 4, 0, 4), 1, 0) for index in range(4, 8)]
-    buckets = plan_buckets(plan_of([*sends, *receives], 0), lambda _kind: 4, 64)
+    buckets = plan_buckets(plan_of([*sends, *receives], 0), _four_bytes, 64)
     assert [bucket.sender for bucket in buckets] == [1, 0] * 4
 
 
@@ -243,7 +248,7 @@ def test_a_plan_of_somebody_else_is_refused() -> None:
     move = Move(0, PARAMETER, Box(0, 1, 0, 1), 2, 3)
     for plan in (TransferPlan(1, (move,), (), ()), TransferPlan(1, (), (move,), ())):
         with pytest.raises(PlanError, match="worker 1: this is not mine to move"):
-            plan_buckets(plan, lambda _kind: 4, 64)
+            plan_buckets(plan, _four_bytes, 64)
     within = Move(0, PARAMETER, Box(0, 1, 0, 1), 1, 1)
     with pytest.raises(PlanError, match="not mine"):
-        plan_buckets(TransferPlan(1, (within,), (), ()), lambda _kind: 4, 64)
+        plan_buckets(TransferPlan(1, (within,), (), ()), _four_bytes, 64)

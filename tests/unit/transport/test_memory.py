@@ -102,7 +102,7 @@ def test_random_plans_with_random_budgets_arrive(
 
 def test_messages_of_different_length_fail_at_both_ends() -> None:
     """Two workers with different ideas of the plan are told so."""
-    model = ModelSpec((TensorSpec("t", (4, 4)),), {1: ((0,),)}, parameter_bytes=4)
+    model = ModelSpec((TensorSpec("t", (4, 4)),), {"pp1": (((0,),),)}, parameter_bytes=4)
 
     def differ(member: Member) -> None:
         rows = 4 if member.worker == 0 else 3
@@ -138,7 +138,9 @@ class _Recorder(Wire):
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_message_that_is_one_run_of_bytes_is_not_staged(worker: int) -> None:
     """Whole rows go straight from and into the world; columns, and boxes that share, do not."""
-    model = ModelSpec(tuple(TensorSpec(name, (8, 8)) for name in "abcd"), {1: ((0, 1, 2, 3),)}, 4)
+    model = ModelSpec(
+        tuple(TensorSpec(name, (8, 8)) for name in "abcd"), {"pp1": (((0, 1, 2, 3),),)}, 4
+    )
     boxes = [Box(2, 8, 0, 8), Box(0, 8, 2, 6), Box(0, 1, 0, 1), Box(0, 1, 0, 1)]
     moves = tuple(Move(index, PARAMETER, box, 0, 1) for index, box in enumerate(boxes))
     wire, state = _Recorder(), ToyState(model, random_bits(3))

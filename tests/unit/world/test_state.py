@@ -79,7 +79,7 @@ def test_memory_that_is_not_what_the_layout_says_is_refused() -> None:
     with pytest.raises(PlanError, match=r"is \[3, 3\], the layout wants \[40, 16\]"):
         WorldState(TIED, layout, at, wrong_shape)
     wrong_interval = dict(good)
-    wrong_interval[0] = HeldTensor(good[0].parameter, (0, 8), good[0].optimizer)
+    wrong_interval[0] = HeldTensor(good[0].value, (0, 8), good[0].optimizer)
     with pytest.raises(PlanError, match=r"covers \(0, 8\), the layout wants \(0, 640\)"):
         WorldState(TIED, layout, at, wrong_interval)
     missing = {index: held for index, held in good.items() if index != 0}
@@ -89,6 +89,6 @@ def test_memory_that_is_not_what_the_layout_says_is_refused() -> None:
 
 def test_release_frees_memory_that_others_still_refer_to() -> None:
     state = state_at(TIED, Layout(1, 1, 1), Coordinate(0, 0, 0))
-    tensor = state._held[0].parameter
+    tensor = state._held[0].value
     state.release()
     assert tensor.untyped_storage().nbytes() == 0

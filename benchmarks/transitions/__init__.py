@@ -1,0 +1,1 @@
+"""State on its way between layouts on every axis, bit for bit, and the training that goes on."""

@@ -1,0 +1,76 @@
+"""Mixtures of experts in a process that trains one world and rehearses another, and in batches that
+ranks cannot share evenly: what a micro-batch counts is asked of the thread that computes it."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+import torch
+
+from liver_hpc.world import megatron
+
+# Any: what is replaced in them has no types.
+moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+
+_COUNTS = "local_tokens_per_expert"
+
+
+@cache
+def redirect() -> None:
+    """Redirects the globals; once a process, before the first model. No communication."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # the router asks for it also without Transformer Engine
+    _scale_by_micro_batch(moe_utils.MoEAuxLossAutoScaler)
+
+
+def _scale_by_micro_batch(scaler: Any) -> None:
+    """Makes an auxiliary loss's gradient scaled by what its micro-batch says.
+
+    Megatron has one scale a process: a rehearsal beside training would set training's, and it
+    knows nothing of micro-batches that weigh more than others.
+    """
+
+    def forward(ctx: Any, output: torch.Tensor, aux_loss: torch.Tensor) -> torch.Tensor:
+        micro_batch = megatron.micro_batch_of_thread()
+        ctx.like = aux_loss.detach()
+        ctx.scale = 1.0 if micro_batch is None else micro_batch.aux_scale
+        return output
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, torch.full_like(ctx.like, ctx.scale)
+
+    scaler.forward, scaler.backward = staticmethod(forward), staticmethod(backward)
+
+
+def leave_out_padding(module: torch.nn.Module) -> None:
+    """Makes a chunk's routers count no tokens of micro-batches that count nowhere."""
+    for part in module.modules():
+        if isinstance(getattr(part, _COUNTS, None), torch.Tensor):
+            before: list[torch.Tensor] = []
+            part.register_forward_pre_hook(_Keep(before))
+            part.register_forward_hook(_PutBack(before))
+
+
+class _Keep:
+    """Keeps a router's counts, before it sees padding."""
+
+    def __init__(self, kept: list[torch.Tensor]) -> None:
+        self._kept = kept
+
+    def __call__(self, router: Any, _inputs: Any) -> None:
+        micro_batch = megatron.micro_batch_of_thread()
+        if micro_batch is not None and micro_batch.padding:
+            self._kept[:] = [getattr(router, _COUNTS).clone()]
+
+
+class _PutBack:
+    """Puts the counts back that were kept."""
+
+    def __init__(self, kept: list[torch.Tensor]) -> None:
+        self._kept = kept
+
+    def __call__(self, router: Any, _inputs: Any, _output: Any) -> None:
+        while self._kept:
+            getattr(router, _COUNTS).copy_(self._kept.pop())

@@ -1,0 +1,45 @@
+"""What Megatron keeps of a world that is closed, and with it the world's memory and connections."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+# Any: it has no types.
+moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+
+
+def forget(chunks: Iterable[torch.nn.Module], groups: Any) -> None:
+    """Drops it. Worlds that train meanwhile lose nothing but what is computed again."""
+    for part in [part for chunk in chunks for part in chunk.modules()]:
+        _clear_dispatcher(getattr(part, "token_dispatcher", None))
+        _clear_caches(type(part))
+    _clear_losses([group for group in vars(groups).values() if group is not None])
+
+
+def _clear_dispatcher(dispatcher: Any) -> None:
+    """A token dispatcher keeps the probabilities of its last forward, and so the graph of that: a
+    cycle through autograd's own memory, which Python does not collect."""
+    for name, value in vars(dispatcher).items() if dispatcher is not None else ():
+        if isinstance(value, torch.Tensor):
+            setattr(dispatcher, name, None)
+
+
+def _clear_caches(layer: type) -> None:
+    """A method's cache keeps the object; rotary embeddings, which have one, keep a group."""
+    for ancestor in layer.__mro__:
+        for method in vars(ancestor).values():
+            clear = getattr(method, "cache_clear", None)
+            if callable(clear):
+                clear()
+
+
+def _clear_losses(groups: list[Any]) -> None:
+    """The process's record of auxiliary losses keeps the group over which they are to be summed."""
+    for record in moe_utils.get_moe_layer_wise_logging_tracker().values():
+        for name, value in record.items():
+            if any(value is group for group in groups):
+                record[name] = None

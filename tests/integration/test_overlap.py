@@ -1,0 +1,51 @@
+"""Communication beside computation: gradients in buckets, parameters gathered with the next
+forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.processes import WorkerProcess, run_workers
+from tests.integration.worlds import Case, apart, connected, recipe_of, train, train_cases
+
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_elements": 20_000}
+
+
+@pytest.mark.timeout(200)
+def test_training_is_the_same_with_overlap(tmp_path: Path) -> None:
+    layouts = ["dp2", "tp2 dp2", "pp2 dp2", "pp2 dp2 vpp2"]
+    cases = [Case(layout, train=how) for layout in layouts for how in ({}, OVERLAP)]
+    found = run_workers(train_cases, 4, tmp_path, cases)[0]
+    for layout, plain, overlapped in zip(layouts, found[::2], found[1::2], strict=True):
+        assert apart(overlapped, plain) < 1e-6, layout
+
+
+GATHERED_AT_ONCE = {**OVERLAP, "overlap_param_gather": False}
+
+
+def digests_at_boundaries(process: WorkerProcess) -> list[dict[str, Any]]:
+    """Of the parameters after each step, before and after `settle`; gathered late, and at once."""
+    answers = []
+    for generation, how in enumerate((OVERLAP, GATHERED_AT_ONCE)):
+        recipe = recipe_of(Case("dp2", train=how), process.worker)
+        with connected(process, recipe, "dp2", generation) as world:
+            found: dict[str, list[Any]] = {"trained": [], "stale": [], "settled": []}
+            for step in range(3):
+                found["trained"] += train(world, [step])
+                found["stale"].append(world.state.digests(("parameter",)))
+                world.settle()
+                found["settled"].append(world.state.digests(("parameter",)))
+            answers.append(found)
+    return answers
+
+
+def test_parameters_at_a_boundary_are_current_only_after_settle(tmp_path: Path) -> None:
+    """Outside a rank's slice they are those of the step before, and nothing would say so."""
+    for late, at_once in run_workers(digests_at_boundaries, 2, tmp_path):
+        assert late["trained"] == at_once["trained"]
+        assert late["settled"] == at_once["settled"] == at_once["stale"]
+        for stale, settled in zip(late["stale"], late["settled"], strict=True):
+            assert stale != settled

@@ -1,0 +1,109 @@
+"""Numbers of workers that divide neither the batch nor the layers train as any others do.
+
+Real processes over gloo, fp32; each layout trains from the same start.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from liver_hpc.layout.batch import share_of
+from liver_hpc.layout.coordinates import Layout, RankMap
+from tests.integration.processes import WorkerProcess, run_workers
+from tests.integration.random_tokens import RandomTokenGPT, tiny_recipe
+from tests.integration.runs import worst_difference
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 6
+EQUAL = 1e-5
+"""How far apart losses and gradient norms may be, relatively."""
+
+Losses = list[tuple[float, float]]
+
+
+def batched(recipe: RandomTokenGPT, global_batch: int) -> RandomTokenGPT:
+    """The recipe with so many micro-batches of one sample."""
+    train = recipe.config.train.model_copy(update={"global_batch": global_batch})
+    recipe.config = recipe.config.model_copy(update={"train": train})
+    return recipe
+
+
+def trained(
+    process: WorkerProcess, layouts: list[str], global_batch: int, model: dict[str, Any]
+) -> list[Losses | None]:
+    """Loss and gradient norm of each step in one layout after the other; None where this worker
+    has no seat."""
+    from liver_hpc.world.world import Flags, World
+
+    found: list[Losses | None] = []
+    for generation, text in enumerate(layouts):
+        layout = Layout.parse(text)
+        if process.worker >= layout.workers:
+            found.append(None)
+            continue
+        recipe = batched(tiny_recipe(**model), global_batch)
+        rank_map = RankMap(layout, tuple(range(layout.workers)))
+        world = World(recipe, rank_map, process.worker, generation, process.device)
+        world.book.connect(process.network, process.store, 60.0)
+        world.state.initialize(recipe.initial, seed=3)
+        steps = []
+        for step in range(STEPS):
+            result = world.agree(*world.train_step(step), Flags())
+            steps.append((result.loss, result.grad_norm))
+        world.close()
+        found.append(steps)
+    return found
+
+
+def check_equal(layouts: list[str], tmp_path: Path, global_batch: int, **model: Any) -> None:
+    """Every layout, on each of its workers, trains as the first one does."""
+    workers = max(Layout.parse(layout).workers for layout in layouts)
+    answers = run_workers(trained, workers, tmp_path, layouts, global_batch, model)
+    wanted = answers[0][0]
+    assert len(wanted) == STEPS
+    assert wanted[-1][0] < wanted[0][0]
+    for number, layout in enumerate(layouts):
+        seated = Layout.parse(layout).workers
+        for answer in answers[:seated]:
+            assert worst_difference(answer[number], wanted) <= EQUAL, layout
+
+
+def test_seven_of_eight_workers_train_as_eight_do(tmp_path: Path) -> None:
+    """Eight micro-batches: one of the seven workers computes two of them."""
+    check_equal(["dp8", "dp7", "dp1"], tmp_path, 8)
+
+
+def test_workers_that_do_not_divide_the_batch_train_as_one_does(tmp_path: Path) -> None:
+    layouts = ["dp1", "dp3", "tp2 dp3", "pp2 dp3", "pp3", "pp2"]
+    check_equal(layouts, tmp_path, 4)
+    train = batched(tiny_recipe(), 4).config.train
+    shares = [len(share_of(train, Layout.parse("dp3"), rank).numbers) for rank in range(3)]
+    assert shares == [2, 1, 1]
+
+
+def test_pipelines_that_do_not_divide_the_layers_train_as_one_stage_does(tmp_path: Path) -> None:
+    """Three layers, and an output layer that is worth one of them."""
+    layouts = ["pp1", "pp2", "pp3", "pp2 dp3"]
+    check_equal(layouts, tmp_path, 4, layers=3, vocab_size=512, tied_embeddings=False)
+
+
+def unweighed(process: WorkerProcess, *arguments: Any) -> list[Losses | None]:
+    """As Megatron alone has it: the mean over a rank's own micro-batches, then over ranks."""
+
+    def share(*of: Any) -> Any:
+        return share_of(*of)._replace(weight=1.0)
+
+    with mock.patch("liver_hpc.world.world.share_of", share):
+        return trained(process, *arguments)
+
+
+def test_without_their_weights_uneven_batches_would_give_another_gradient(tmp_path: Path) -> None:
+    answers = run_workers(unweighed, 3, tmp_path, ["dp1", "dp3"], 4, {})
+    alone, shared = answers[0]
+    assert shared[0][0] == pytest.approx(alone[0][0], rel=EQUAL)  # losses are counted one by one
+    assert worst_difference(shared[:1], alone[:1]) > 1e-3
