@@ -59,7 +59,7 @@ def test_every_layout_that_divides_the_fastest_expected_first() -> None:
     assert resolved() == {
         1: [DP1],
         2: [DP2, PP2, TP2],
-        3: [Layout(1, 1, 3)],
+        3: [Layout(1, 1, 3), Layout(1, 3, 1)],
         4: [DP4, PP2_DP2, TP2_DP2, PP4, TP2_PP2, TP4],
     }
 
@@ -125,12 +125,12 @@ def test_memory_leaves_out_what_is_too_large() -> None:
 
 def test_no_layout_for_the_first_workers_says_why() -> None:
     with pytest.raises(ConfigError) as raised:
-        resolved(workers={"initial": 3, "max": 4}, train={"steps": 1, "global_batch": 2})
+        resolved(workers={"initial": 5, "max": 5}, train={"steps": 1, "global_batch": 4})
     assert str(raised.value) == (
-        "layouts: auto finds nothing for workers.initial = 3 (worker counts with a layout: "
-        "1, 2, 4): tp1 pp1 dp3: 2 micro-batches in the global batch are too few for dp=3; "
-        "tp3 pp1 dp1: tp=3 does not divide 4 heads; "
-        "tp1 pp3 dp1: pp3: the model's spec has pp1, pp2, pp4 only"
+        "layouts: auto finds nothing for workers.initial = 5 (worker counts with a layout: "
+        "1, 2, 3, 4): tp1 pp1 dp5: 4 micro-batches in the global batch are too few for dp=5; "
+        "tp1 pp5 dp1: pp5: the model's spec has pp1, pp2, pp3, pp4 only; "
+        "tp5 pp1 dp1: tp=5 does not divide 4 heads"
     )
 
 
@@ -172,7 +172,7 @@ def test_a_thousand_workers_take_no_time() -> None:
     config = auto(train={"steps": 1, "global_batch": 1024}, workers={"initial": 1, "max": 1024})
     table = resolve_layouts(config, TIED, check_layout).layout_table
     assert max(table) == 1024
-    split = [tp * pp for tp in (1, 2, 4) for pp in (1, 2, 4)]
+    split = [tp * pp for tp in (1, 2, 4) for pp in (1, 2, 3, 4)]
     assert sum(map(len, table.values())) == sum(1024 // share for share in split)
 
 
