@@ -75,6 +75,7 @@ def test_statistics_of_batches_are_refused_by_name_as_the_spec_is_derived(
         ({"calculate_per_token_loss": True}, r"calculate_per_token_loss"),
         ({"cuda_graph_impl": "local"}, r"cuda_graph_impl: a CUDA graph"),
         ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "Engine"),
+        ({"overlap_p2p_comm": True}, r"overlap_p2p_comm: .* over the default group"),
         ({"distribute_saved_activations": True}, r"distribute_saved_activations: Megatron shares"),
         ({**MOE, "moe_router_load_balancing_type": "global_aux_loss"}, r"global_aux_loss: its cou"),
         ({**MOE, "moe_router_load_balancing_type": "sinkhorn"}, r"sinkhorn: it balances"),
