@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,17 @@ LAYOUTS = [
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("model", [{}, {"tied_embeddings": False, "position": "learned"}])
-def test_loss_and_gradient_norm_are_those_of_one_worker(model: dict, tmp_path: Path) -> None:
-    cases = [Case(layout, model) for layout in LAYOUTS]
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        ({}, LAYOUTS),
+        ({"tied_embeddings": False, "position": "learned"}, ["dp1", "cp2", "tp2 pp2 vpp2"]),
+    ],
+)
+def test_loss_and_gradient_norm_are_those_of_one_worker(
+    model: dict[str, Any], layouts: list[str], tmp_path: Path
+) -> None:
+    cases = [Case(layout, model) for layout in layouts]
     whole, *others = run_workers(train_cases, 4, tmp_path, cases)[0]
     found = {
         case.layout: apart(other, whole) for case, other in zip(cases[1:], others, strict=True)
@@ -39,13 +48,12 @@ DROPPING = {"dropout": 0.1}
 def test_dropout_masks_follow_the_sample_but_within_tensor_parallel_regions(
     tmp_path: Path,
 ) -> None:
-    layouts = ["dp1", "dp2", "pp2", "cp2", "pp2 cp2", "dp2 cp2", "pp2 vpp2", "pp2 dp2 vpp2"]
-    cases = [Case(layout, DROPPING) for layout in [*layouts, "tp2", "tp2 cp2"]]
+    layouts = ["dp1", "dp2", "pp2", "cp2", "pp2 cp2", "pp2 vpp2", "tp2"]
+    cases = [Case(layout, DROPPING) for layout in layouts]
     whole, *others = run_workers(train_cases, 4, tmp_path, cases)[0]
     found = {case.layout: apart(one, whole) for case, one in zip(cases[1:], others, strict=True)}
-    in_tp = {layout: found.pop(layout) for layout in ("tp2", "tp2 cp2")}
+    assert 1e-4 < found.pop("tp2") < 0.05  # 0.0043 seen
     assert all(value < 1e-5 for value in found.values()), found
-    assert all(1e-4 < value < 0.05 for value in in_tp.values()), in_tp
 
 
 @pytest.mark.timeout(200)

@@ -14,7 +14,6 @@ from tests.integration.worlds import Case, apart, train_cases
 DROPPING = {"dropout": 0.1}
 FULL = {"recompute": "full"}
 MODES = [
-    {"recompute": "selective"},
     {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]},
     FULL,
     {"recompute": "full", "recompute_method": "block"},
