@@ -19,7 +19,8 @@ EPS = (2, 3, 6)
 """Sizes of expert parallelism that the models' specs know."""
 
 
-def _spec(**options: Any) -> ModelSpec:
+def spec_by_rule(**options: Any) -> ModelSpec:
+    """Of a small GPT with these keys of its `model` section, for all of `LAYOUTS`."""
     sizes = {"layers": 4, "hidden": 16, "ffn_hidden": 24, "heads": 4, "seq_length": 8}
     config = GPTConfig.model_validate(sizes | {"vocab_size": 40} | options)
     return gpt_spec(config, vpps=(1, 2), eps=EPS)
@@ -34,8 +35,8 @@ def _with_frozen(model: ModelSpec, part: str) -> ModelSpec:
     return replace(model, tensors=tensors)
 
 
-TIED = _spec()
-UNTIED_BF16 = _spec(
+TIED = spec_by_rule()
+UNTIED_BF16 = spec_by_rule(
     normalization="layernorm",
     activation="gelu",
     bias=True,
@@ -45,7 +46,7 @@ UNTIED_BF16 = _spec(
 )
 MIXTURE = replace(
     _with_frozen(
-        _spec(
+        spec_by_rule(
             hidden=8,
             ffn_hidden=16,
             qk_norm=True,
