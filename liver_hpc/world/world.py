@@ -127,7 +127,7 @@ class World:
             module.to(self.device.torch_device)
             megatron.complete_for_schedules(module)
             dropout.seed_at_layers(module, recipe.config.train.seed, at.tp)
-            experts.leave_out_padding(module)
+            experts.prepare(module)
             modules.append(megatron.in_low_precision(module))
         frame = _frame_of(recipe, self.worker)
         self._tensors = verified_tensors(recipe.spec, layout, at, built, groups, frame)
