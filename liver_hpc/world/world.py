@@ -126,6 +126,7 @@ class World:
         for module in built:
             module.to(self.device.torch_device)
             megatron.complete_for_schedules(module)
+            megatron.begin_gradients_at_layers(module)
             dropout.seed_at_layers(module, recipe.config.train.seed, at.tp)
             experts.prepare(module)
             modules.append(megatron.in_low_precision(module))
