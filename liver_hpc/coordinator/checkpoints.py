@@ -230,6 +230,7 @@ class Checkpoints:
             digests=tuple(message.digests for message in saved),
             model=SavedModel.of(self._recipe.spec),
             versions=versions_of(RECORDED_PACKAGES),
+            spec=self._recipe.spec.only(world.rank_map.layout),
         )
         partial, final = partial_path(self.directory, step), complete_path(self.directory, step)
         write_index(partial, index)

@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -364,9 +364,14 @@ class Spied:
         self.play.settle()
 
     def place(
-        self, model: ModelSpec, source: RankMap, target: Layout, available: Sequence[int]
+        self,
+        model: ModelSpec,
+        source: RankMap,
+        target: Layout,
+        available: Sequence[int],
+        nodes: Mapping[int, int],
     ) -> RankMap:
-        self.placed.append(place_once(model, source, target, available))
+        self.placed.append(place_once(model, source, target, available, nodes))
         return self.placed[-1]
 
     def prepared(self) -> RankMap:
