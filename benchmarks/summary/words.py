@@ -41,6 +41,12 @@ FIGURES: dict[str, dict[str, str]] = {
         "simulated_pause_s_1024": "simulated pause of a 405B model's handoff, 1,024 workers",
         "simulated_pause_s_65536": "the same, 65,536 workers",
     },
+    "uneven": {
+        "throughput_7_of_8": "tokens a second of 7 workers over those of 8, modelled from measured "
+        "steps; 128 micro-batches in the global batch",
+        "throughput_4_of_8": "the same of falling back to 4",
+        "uneven_over_model": "measured steps of uneven worlds over what the model says of them",
+    },
     "peers": {
         "live_join_lost_s": "lost time of a live join in data parallelism, 1 to 2 workers, s",
         "torchrun_join_lost_s": "the same by torchrun elastic, state on disk",

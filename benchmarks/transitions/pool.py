@@ -6,6 +6,7 @@ do is collective; one that fails or dies ends the pool, as the others would wait
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import time
@@ -124,11 +125,10 @@ class Pool:
             process.join(END_S)
 
 
-def open_seat(directory: Path, worker: int) -> Any:
-    """Makes the calling process a worker (seat.py). directory: shared by all of them."""
-    from benchmarks.transitions.seat import open_seat  # which imports torch
-
-    return open_seat(directory, worker)
+def open_seat(directory: Path, worker: int, module: str = "benchmarks.transitions.seat") -> Any:
+    """Makes the calling process a worker, as `module` does, which imports torch. directory: shared
+    by all of them."""
+    return importlib.import_module(module).open_seat(directory, worker)
 
 
 def _serve(

@@ -44,12 +44,12 @@ class _Place:
     kept: dict[tuple[str, int, Box], torch.Tensor]
 
 
-def open_seat(directory: Path, worker: int) -> Seat:
-    """Makes this process a worker. directory: shared by all of them."""
+def open_seat(directory: Path, worker: int, kind: type[Seat] | None = None) -> Seat:
+    """Makes this process a worker. directory: shared by all of them. kind: of its seat."""
     device = open_device(0)
     install_sentinel(worker)
     megatron.prepare_process(seed=1)
-    return Seat(worker, device, Network(device, "127.0.0.1"), directory)
+    return (kind or Seat)(worker, device, Network(device, "127.0.0.1"), directory)
 
 
 class Seat:
