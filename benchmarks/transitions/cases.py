@@ -26,7 +26,9 @@ _SIZES = {
     "query_groups": 2,
     "seq_length": 32,
     "vocab_size": 320,
+    "init_std": 0.1,
 }
+"""With weights so large at first, all layers have their part in the loss."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Family:
                 "recipe": self.recipe,
                 "data": data,
                 "model": _SIZES | dict(self.model),
+                "optimizer": {"lr": 3e-3},
                 "train": {"steps": TRAINED + COMPARED, "global_batch": 4} | dict(self.train),
                 "workers": {"initial": 1, "max": WORKERS},
                 "layouts": {1: {"dp": 1}},
