@@ -149,6 +149,7 @@ class Prover:
     def _move(self, source: str, target: str, scalars: ScalarState) -> None:
         what = f"move the state from {source} to {target}"
         self._call(what, "move", (source, target), next(self._generations), scalars)
+        self._call("close the connections of the move", "drop_transfer")
 
     def _train(self, name: str, rank_map: RankMap, steps: range) -> list[Steps]:
         """What each worker of a world says of its steps, in rank order."""

@@ -63,6 +63,7 @@ class Seat:
         self._directory = directory
         self._recipe: Recipe | None = None
         self._places: dict[str, _Place] = {}
+        self._transfer: Group | None = None
 
     # ---- the model
 
@@ -167,6 +168,7 @@ class Seat:
             for box in self._boxes(new.world):
                 new.world.state.view(*box).view(torch.uint8).fill_(0xFF)
         group = Group(f"g{generation}/transfer", members, self._worker, self._device)
+        self._transfer = group
         group.connect(self._network, self._store(generation), COLLECTIVE_S)
         ranks = {member: rank for rank, member in enumerate(members)}
         wire = group_wire(group.process_group, ranks, self._device.torch_device)
@@ -182,9 +184,15 @@ class Seat:
             Deadline.after(SystemClock(), COLLECTIVE_S, what),
         )
         transport.close()
-        group.close()
         if new.world is not None:
             new.world.load_scalar_state(scalars)
+
+    def drop_transfer(self) -> None:
+        """Closes the connections of the last move, once all have made it: to a worker that has not
+        seen yet that its last message has crossed, they would seem to have failed."""
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
 
     def _boxes(self, world: World) -> list[tuple[str, int, Box]]:
         kinds = self._used.spec.kinds
