@@ -126,9 +126,12 @@ class Pool:
 
 def open_seat(directory: Path, worker: int) -> Any:
     """Makes the calling process a worker (seat.py). directory: shared by all of them."""
-    from benchmarks.transitions.seat import open_seat  # which imports torch
+    from liver_hpc.world.device import open_device  # which imports torch
 
-    return open_seat(directory, worker)
+    device = open_device(0)  # before megatron is imported, as in a worker
+    from benchmarks.transitions.seat import Seat
+
+    return Seat(worker, device, directory)
 
 
 def _serve(

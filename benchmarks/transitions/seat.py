@@ -24,7 +24,7 @@ from liver_hpc.transport.stream import Transport
 from liver_hpc.transport.wire import group_wire
 from liver_hpc.world import megatron
 from liver_hpc.world.derive import Derivation
-from liver_hpc.world.device import Device, Network, open_device
+from liver_hpc.world.device import Device, Network
 from liver_hpc.world.groups import Group, install_sentinel
 from liver_hpc.world.world import Flags, World
 
@@ -44,22 +44,19 @@ class _Place:
     kept: dict[tuple[str, int, Box], torch.Tensor]
 
 
-def open_seat(directory: Path, worker: int) -> Seat:
-    """Makes this process a worker. directory: shared by all of them."""
-    device = open_device(0)
-    install_sentinel(worker)
-    megatron.prepare_process(seed=1)
-    return Seat(worker, device, Network(device, "127.0.0.1"), directory)
-
-
 class Seat:
-    """One worker. Worlds have names; on a worker without a seat in one, what is asked of it
-    does nothing and gives None."""
+    """This process as one worker. Worlds have names; on a worker without a seat in one, what is
+    asked of it does nothing and gives None.
 
-    def __init__(self, worker: int, device: Device, network: Network, directory: Path) -> None:
+    directory: shared by all workers; they meet there, and keep their data.
+    """
+
+    def __init__(self, worker: int, device: Device, directory: Path) -> None:
+        install_sentinel(worker)
+        megatron.prepare_process(seed=1)
         self._worker = worker
         self._device = device
-        self._network = network
+        self._network = Network(device, "127.0.0.1")
         self._directory = directory
         self._recipe: Recipe | None = None
         self._places: dict[str, _Place] = {}
