@@ -36,6 +36,13 @@ FIGURES: dict[str, dict[str, str]] = {
         "control_max_relative_loss_difference": "of a fixed run in another layout: what the order "
         "of summation alone makes",
     },
+    "transitions": {
+        "transitions": "from a layout to another one, each with a model and batch",
+        "bit_equal": "of them, those after which every bit is where it belongs, there and back",
+        "max_relative_difference": "fp32: a loss or gradient norm of the ten steps after one, "
+        "against those of the run that stayed",
+        "max_relative_difference_bf16": "the same in bf16",
+    },
     "simulate": {
         "model_error_median": "relative error of the model against handoffs left out of it",
         "simulated_pause_s_1024": "simulated pause of a 405B model's handoff, 1,024 workers",
