@@ -7,16 +7,18 @@ show it, so a few steps are trained in each pair of tp and pp, and compared with
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from liver_hpc.cli.client import stop
-from liver_hpc.cli.submission import submit_run
+from liver_hpc.cli.submission import submit_run, with_prepared_data
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.schema import AUTO, RunConfig
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.recipes.specs import load_run_recipe
+from liver_hpc.recipes.base import load_recipe
+from liver_hpc.recipes.specs import asked_of_model, load_run_recipe
 from liver_hpc.report.store import read_run
 
 STEPS = 3
@@ -62,6 +64,19 @@ def check_model(config: RunConfig, tell: Callable[[str], None]) -> bool:
         tell(f"{layout}: at most {apart:.2g} apart: {verdict}")
         equal &= near
     return equal
+
+
+def measured_times(config: RunConfig) -> str:
+    """The run file's line with the times of the model's layers on this machine; takes some seconds.
+
+    Raises ConfigError for a recipe that takes none, or whose model cannot be timed.
+    """
+    if "layer_times" not in load_recipe(config).Options.model_fields:
+        raise ConfigError(f"recipe {config.recipe} has no option layer_times")
+    asked = with_prepared_data(config)
+    found = json.loads(asked_of_model(asked, "liver_hpc.worker.times", "time the model's layers"))
+    values = ", ".join(f"{name}: {value}" for name, value in found.items())
+    return f"model:\n  layer_times: {{{values}}}"
 
 
 def _train(config: RunConfig, layout: Layout) -> tuple[Trained, float]:

@@ -82,26 +82,35 @@ def _key(config: RunConfig) -> str:
 
 
 def derive_spec(config: RunConfig) -> ModelSpec:
-    """What the run's recipe builds in the run's layouts, by `liver_hpc.worker.derive` in a child.
+    """What the run's recipe builds in the run's layouts. Takes some seconds.
 
-    Takes some seconds. Raises ConfigError for a recipe whose model cannot be built or moved,
-    LiverError where the child fails otherwise.
+    Raises as `asked_of_model`.
+    """
+    found = asked_of_model(config, "liver_hpc.worker.derive", "derive the model's spec")
+    return TypeAdapter(ModelSpec).validate_json(found)
+
+
+def asked_of_model(config: RunConfig, module: str, what: str) -> bytes:
+    """What `python -m MODULE RUN.yaml ANSWER` finds of a run's model, in a child.
+
+    Raises ConfigError for a recipe whose model cannot be built or moved, LiverError where the child
+    fails otherwise, or takes longer than deadlines.boot_s.
     """
     limit_s = config.deadlines.boot_s
     with tempfile.TemporaryDirectory() as directory:
-        run, spec, log = (Path(directory, name) for name in ("run.yaml", SPEC_FILE, "log"))
+        run, answer, log = (Path(directory, name) for name in ("run.yaml", "answer", "log"))
         run.write_text(dump_run(config), encoding="utf-8")
-        words = [sys.executable, "-P", "-m", "liver_hpc.worker.derive", str(run), str(spec)]
-        name = f"the derivation of the model's spec (deadlines.boot_s), recipe {config.recipe},"
+        words = [sys.executable, "-P", "-m", module, str(run), str(answer)]
+        name = f"a child to {what} (deadlines.boot_s), recipe {config.recipe},"
         child = Child(Command(name, words, log=log, environment=os.environ))
         try:
             code = child.wait(limit_s)
         finally:
             child.end(0.0)
         if code == 0:
-            return TypeAdapter(ModelSpec).validate_json(spec.read_bytes())
+            return answer.read_bytes()
         said = log.read_text(errors="replace").strip()
     if code == EXIT_REFUSED:
         raise ConfigError(f"recipe {config.recipe}: {said.rpartition('error: ')[2]}")
     last = said.rpartition("\n")[2] or f"exit code {code}"
-    raise LiverError(f"recipe {config.recipe}: the spec of its model cannot be derived: {last}")
+    raise LiverError(f"recipe {config.recipe}: cannot {what}: {last}")
