@@ -170,6 +170,8 @@ def load_recipe(config: RunConfig) -> Recipe:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         too = "" if directory is None else f"; it was looked for in {directory} too"
+        if error.name is not None and error.name.partition(".")[0] in ("torch", "megatron"):
+            too = "; where that is on the nodes alone, import it in the recipe's methods"
         raise ConfigError(f"recipe: cannot import {module_name!r}: {error}{too}") from error
     recipe_class = getattr(module, class_name, None)
     if not (isinstance(recipe_class, type) and issubclass(recipe_class, Recipe)):
