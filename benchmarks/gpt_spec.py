@@ -15,7 +15,12 @@ from liver_hpc.recipes.gpt_costs import layer_costs
 
 def gpt_spec(config: GPTConfig, pps: Iterable[int] | None = None) -> ModelSpec:
     """The tensors in the order of GPTModel.parameters(), with the stages of every one of `pps`
-    (default: all up to the number of layers)."""
+    (default: all up to the number of layers).
+
+    Raises ValueError for a model with experts.
+    """
+    if config.experts.number:
+        raise ValueError("there is no rule for the spec of a model with experts: derive it")
     vocabulary = (config.vocab_size, config.hidden)
     first = [
         TensorSpec(

@@ -134,7 +134,8 @@ def kind(entry: Schema, section: str = "") -> str:
             limits = [f"{sign} {entry[key]:g}" for key, sign in bounds.items() if key in entry]
             return f"{word} {' and '.join(limits)}".strip()
         case "array":
-            return f"list of {kind(entry['items'])}s"
+            items = kind(entry["items"])
+            return f"list of {items}s" if items.isalpha() else f"list of {items}"
         case "object":
             return "mapping"
         case "string":

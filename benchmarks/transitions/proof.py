@@ -87,11 +87,10 @@ class Prover:
         self._call("open the model", "open", config)
         spec = self._call("derive the spec", "derive", 0, family.layouts)[0]
         self._call("read the spec", "take_spec", spec)
-        for text, targets in family.moves.items():
-            layout = Layout.parse(text)
+        for layout, targets in family.transitions:
             self._proving = f"{family.name}, {layout}"
             source = RankMap(layout, tuple(self._pool.workers[: layout.workers]))
-            yield from self._from(source, [*map(Layout.parse, targets)], spec)
+            yield from self._from(source, targets, spec)
 
     def _from(self, source: RankMap, targets: Sequence[Layout], spec: bytes) -> Iterator[Proof]:
         model = TypeAdapter(ModelSpec).validate_json(spec)

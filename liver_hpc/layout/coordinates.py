@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -129,12 +129,21 @@ class Layout:
 
 @dataclass(frozen=True)
 class RankMap:
-    """Which worker sits where: `workers[rank]` is the worker id at `layout.coordinate(rank)`."""
+    """Which worker sits where: `workers[rank]` is the worker id at `layout.coordinate(rank)`.
+
+    nodes: the number of each rank's node, the same in all rank maps of a run; empty: each worker is
+    alone on one.
+    """
 
     layout: Layout
     workers: tuple[int, ...]
+    nodes: tuple[int, ...] = field(default=(), compare=False)  # workers stay on their nodes
 
     def __post_init__(self) -> None:
+        if self.nodes and len(self.nodes) != len(self.workers):
+            raise ConfigError(
+                f"rank map: {len(self.workers)} workers, but {len(self.nodes)} nodes of workers"
+            )
         if len(self.workers) != self.layout.workers or len(set(self.workers)) != len(self.workers):
             raise ConfigError(
                 f"rank map: layout {self.layout} wants {self.layout.workers} different workers, "
@@ -149,9 +158,29 @@ class RankMap:
         rank = self._ranks.get(worker)
         return None if rank is None else self.layout.coordinate(rank)
 
+    def node_at(self, at: Coordinate) -> int:
+        rank = self.layout.rank(at)
+        return self.nodes[rank] if self.nodes else alone(self.workers[rank])
+
+    def on_node(self, node: int) -> tuple[Coordinate, ...]:
+        """The coordinates of a node's workers, by rank."""
+        return self._by_node.get(node, ())
+
+    @cached_property
+    def _by_node(self) -> dict[int, tuple[Coordinate, ...]]:
+        found: dict[int, list[Coordinate]] = {}
+        for at in self.layout.coordinates():
+            found.setdefault(self.node_at(at), []).append(at)
+        return {node: tuple(seats) for node, seats in found.items()}
+
     @cached_property
     def _ranks(self) -> dict[int, int]:
         return dict(zip(self.workers, range(len(self.workers)), strict=True))
 
     def __str__(self) -> str:
         return f"{self.layout} on workers {','.join(map(str, self.workers))}"
+
+
+def alone(worker: int) -> int:
+    """The number of the node of a worker of which no node is known."""
+    return -1 - worker

@@ -1,126 +1,196 @@
-"""Who sits where in the target: the seats with which the fewest bytes move."""
+"""Who sits where in the target: on which node each group, and who of a node in which seat.
+
+A tensor-parallel group is on one node wherever nodes have room for it, before that a group of
+experts or of context parallelism. Among such seats those are taken with which the fewest bytes
+move between nodes, then between the workers of a node; where it makes no difference, neighbours in
+a pipeline are next to each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
+from scipy.sparse import csr_array
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
-from liver_hpc.layout.ownership import owned_boxes, stage_shards
-from liver_hpc.layout.tensors import PARAMETER, ModelSpec
+from liver_hpc.layout.assignment import Problem
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap, alone
+from liver_hpc.layout.overlap import Overlap, incidence
+from liver_hpc.layout.tensors import ModelSpec
 
-EXACT_WORKERS = 64
-"""The assignment is solved exactly up to this many workers or coordinates."""
-_CHUNK_BOXES = 2048
-"""How many of the source's boxes are held against the target's at a time."""
+Nodes = Mapping[int, int]
+"""The number of each worker's node; a worker without is alone on one."""
 
 
-def place(model: ModelSpec, source: RankMap, target: Layout, available: Sequence[int]) -> RankMap:
-    """Seats `target.workers` of the `available` workers so that the fewest bytes move.
+def place(
+    model: ModelSpec,
+    source: RankMap,
+    target: Layout,
+    available: Sequence[int],
+    nodes: Nodes | None = None,
+) -> RankMap:
+    """Seats `target.workers` of the `available` workers.
 
     `available` may hold more workers than needed (the rest leave) and workers that are not in
-    the source (joiners). Deterministic. Raises ConfigError when there are too few.
+    the source (joiners). nodes: of both and of the source's workers. Deterministic. Raises
+    ConfigError when there are too few.
     """
+    return _seated(_Gains(source, Overlap(model, source.layout, target)), target, available, nodes)
+
+
+def first_rank_map(layout: Layout, workers: Sequence[int], nodes: Nodes | None = None) -> RankMap:
+    """Seats the workers of a world that takes over from none; on one node in their order."""
+    return _seated(_Gains(), layout, workers, nodes)
+
+
+class _Block(NamedTuple):
+    """Seats that belong on one node: some tp ranks of some neighbouring replicas on a stage."""
+
+    replica: int
+    stage: int
+    tp: int
+    replicas: int
+    tp_ranks: int
+
+    def ranks(self, layout: Layout) -> list[int]:
+        return [
+            layout.rank(Coordinate(tp, self.stage, replica))
+            for replica in range(self.replica, self.replica + self.replicas)
+            for tp in range(self.tp, self.tp + self.tp_ranks)
+        ]
+
+    def split(self, replicas: int, tp_ranks: int) -> list[_Block]:
+        return [
+            _Block(replica, self.stage, tp, replicas, tp_ranks)
+            for replica in range(self.replica, self.replica + self.replicas, replicas)
+            for tp in range(self.tp, self.tp + self.tp_ranks, tp_ranks)
+        ]
+
+
+def _seated(
+    gains: _Gains, target: Layout, available: Sequence[int], nodes: Nodes | None
+) -> RankMap:
     if len(available) < target.workers:
         raise ConfigError(
             f"layout {target} wants {target.workers} workers, available are {list(available)}"
         )
-    if max(len(available), target.workers) <= EXACT_WORKERS:
-        return _place_exactly(model, source, target, available)
-    return _place_by_seat(source, target, available)
+    nodes = nodes or {}
+    people, held = _by_node(available, nodes), gains.by_node(nodes)
+    bins = [held.get(node, []) for node in people]
+    ranks = _ranks_on(gains, target, bins, [len(workers) for workers in people.values()])
+    seated: dict[int, int] = {}
+    for workers, mine in zip(people.values(), ranks, strict=True):
+        each = [gains.ranks_of([worker]) for worker in workers]
+        problem = gains.problem(each, [[rank] for rank in mine], [1] * len(workers))
+        for rank, number in zip(mine, problem.solve(), strict=True):
+            assert number is not None, "there is a worker for every seat of its node"
+            seated[rank] = workers[number]
+    everybody = tuple(seated[rank] for rank in range(target.workers))
+    on = tuple(nodes.get(worker, alone(worker)) for worker in everybody) if nodes else ()
+    return RankMap(target, everybody, on)
 
 
-def _place_exactly(
-    model: ModelSpec, source: RankMap, target: Layout, available: Sequence[int]
-) -> RankMap:
-    joiner = np.zeros(target.workers)
-    held = np.vstack([overlap_matrix(model, source.layout, target), joiner])
-    ranks = {worker: rank for rank, worker in enumerate(source.workers)}
-    # [seats, workers], bytes that stay
-    stays = held[[ranks.get(worker, len(ranks)) for worker in available]].T
-    _, columns = linear_sum_assignment(stays, maximize=True)
-    return RankMap(target, tuple(available[column] for column in columns))
+def _ranks_on(
+    gains: _Gains, target: Layout, held: Sequence[Sequence[int]], free: Sequence[int]
+) -> list[list[int]]:
+    """The target's ranks on each node, sorted: of the largest blocks as many as fit, then of the
+    parts of what is left."""
+    found: list[list[int]] = [[] for _ in free]
+    together = math.lcm(target.cp, target.ep)
+    sizes = [(size, target.tp) for size in _parts(together)]
+    sizes += [(1, size) for size in _parts(target.tp)[1:]]
+    left = [
+        _Block(replica, stage, 0, together, target.tp)
+        for replica in range(0, target.replicas, together)
+        for stage in range(target.pp)
+    ]
+    for replicas, tp_ranks in sizes:
+        left = [part for block in left for part in block.split(replicas, tp_ranks)]
+        units = [block.ranks(target) for block in left]
+        slots = [
+            (count - len(ranks)) // (replicas * tp_ranks)
+            for count, ranks in zip(free, found, strict=True)
+        ]
+        chosen = gains.problem(held, units, slots).solve()
+        for number, unit in zip(chosen, units, strict=True):
+            if number is not None:
+                found[number] += unit
+        left = [block for block, number in zip(left, chosen, strict=True) if number is None]
+        if not left:
+            break
+    return [sorted(ranks) for ranks in found]
 
 
-def _place_by_seat(source: RankMap, target: Layout, available: Sequence[int]) -> RankMap:
-    """Keeps every worker whose seat exists in both layouts, then fills up in order."""
-    workers = dict(zip(source.layout.coordinates(), source.workers, strict=True))
-    free = set(available)
-    seated = {at: workers[at] for at in target.coordinates() if workers.get(at) in free}
-    free -= set(seated.values())
-    rest = iter([worker for worker in available if worker in free])
-    return RankMap(
-        target, tuple(seated[s] if s in seated else next(rest) for s in target.coordinates())
-    )
+def _parts(size: int) -> list[int]:
+    """A size and what is left of it, divided by one prime after the other, down to 1."""
+    found = [size]
+    while size > 1:
+        size //= next(prime for prime in range(2, size + 1) if size % prime == 0)
+        found.append(size)
+    return found
 
 
-def overlap_matrix(model: ModelSpec, source: Layout, target: Layout) -> NDArray[np.float64]:
-    """Bytes of what a target rank needs that the worker at a source rank holds.
+class _Gains:
+    """What of the target's state is there already, by bins and units; nothing where there is no
+    source."""
 
-    [source.workers, target.workers], whole numbers.
-    """
-    parameters = _common_bytes(model, source, target, PARAMETER)
-    optimizer, *others = model.optimizer_kinds
-    state = _common_bytes(model, source, target, optimizer) * (1 + len(others))
-    return parameters[np.ix_(_seats(source), _seats(target))] + state
+    def __init__(self, source: RankMap | None = None, overlap: Overlap | None = None) -> None:
+        workers = () if source is None else source.workers
+        self._ranks = {worker: rank for rank, worker in enumerate(workers)}
+        self._overlap = overlap
+        if overlap is not None:
+            self._state = overlap.state + overlap.same_seats
 
+    def ranks_of(self, workers: Iterable[int]) -> list[int]:
+        """The source's ranks of those of the workers that have one."""
+        return [self._ranks[worker] for worker in workers if worker in self._ranks]
 
-def _seats(layout: Layout) -> list[int]:
-    """For each rank, the first one that holds the same parameters, counted among such."""
-    return [_seat(layout, at) for at in layout.coordinates()]
+    def by_node(self, nodes: Nodes) -> dict[int, list[int]]:
+        """The source's ranks on each node, also of workers that leave: they still give."""
+        return {
+            node: self.ranks_of(workers) for node, workers in _by_node(self._ranks, nodes).items()
+        }
 
-
-def _seat(layout: Layout, at: Coordinate) -> int:
-    return at.tp + layout.tp * (layout.ep_rank(at) + layout.ep * at.pp)
-
-
-def _common_bytes(
-    model: ModelSpec, source: Layout, target: Layout, kind: str
-) -> NDArray[np.float64]:
-    """Bytes of one kind that a holder of the source and one of the target have in common, for all
-    pairs; holders are seats for parameters, ranks for optimizer state."""
-    of_parameters = kind == PARAMETER
-    holders, takers = (
-        layout.tp * layout.pp * (layout.ep if of_parameters else layout.replicas)
-        for layout in (source, target)
-    )
-    need = np.array(list(_boxes(model, target, kind)))
-    common = np.zeros(holders * takers)
-    have_all = np.array(list(_boxes(model, source, kind)))
-    size = np.array([model.element_bytes(kind, index) for index in range(len(model.tensors))])
-    for have in np.array_split(have_all, len(have_all) // _CHUNK_BOXES + 1):
-        # Every box with every box of the same tensor: `ours` of the source, `theirs` of the target.
-        first, end = (np.searchsorted(need[:, 0], have[:, 0], side) for side in ("left", "right"))
-        counts = end - first
-        ours = np.repeat(np.arange(len(have)), counts)
-        theirs = np.arange(len(ours)) + np.repeat(end - np.cumsum(counts), counts)
-        (index, at, *a), (_, to, *b) = have.T[:, ours], need.T[:, theirs]
-        rows = np.minimum(a[1], b[1]) - np.maximum(a[0], b[0])
-        cols = np.minimum(a[3], b[3]) - np.maximum(a[2], b[2])
-        held = rows.clip(0) * cols.clip(0) * size[index]
-        common += np.bincount(at * takers + to, held, minlength=len(common))
-    return common.reshape(holders, takers)
+    def problem(
+        self, bins: Sequence[Sequence[int]], units: Sequence[Sequence[int]], slots: Sequence[int]
+    ) -> Problem:
+        """Of seating units of the target's ranks where bins of the source's are; in bytes."""
+        overlap = self._overlap
+        if overlap is None:
+            nothing = csr_array((len(bins), len(units)))
+            kinds, sorts = (np.zeros(len(each), dtype=np.int64) for each in (units, bins))
+            return Problem(kinds, sorts, np.array(slots), nothing, np.zeros((1, 1)))
+        has, needs = (
+            incidence(groups, len(places))
+            for groups, places in ((bins, overlap.source_places), (units, overlap.target_places))
+        )
+        kinds, needed = _numbered(
+            [tuple(overlap.target_places[rank] for rank in unit) for unit in units]
+        )
+        sorts, held = _numbered(
+            [frozenset(overlap.source_places[rank] for rank in ranks) for ranks in bins]
+        )
+        shared = np.array(
+            [[overlap.parameters(places)[list(kind)].sum() for kind in needed] for places in held]
+        )
+        return Problem(kinds, sorts, np.array(slots), has @ self._state @ needs.T, shared)
 
 
-def _boxes(model: ModelSpec, layout: Layout, kind: str) -> Iterator[tuple[int, ...]]:
-    """(tensor index, holder, *box) of all boxes of one kind; see `_common_bytes`."""
-    for index, tensor in enumerate(model.tensors):
-        if kind != PARAMETER and tensor.role != "trained":
-            continue
-        home, holders = model.home(index, layout), model.holders(index, layout)
-        for stage in model.stages_of(index, layout):
-            if kind == PARAMETER:
-                replicas = range(layout.ep) if home is None else range(home, home + 1)
-            else:
-                owners = stage_shards(model, layout, stage, home).owners(index)
-                replicas = holders[owners.start : owners.stop]
-            for replica in replicas:
-                for tp in range(layout.tp):
-                    at = Coordinate(tp, stage, replica)
-                    holder = _seat(layout, at) if kind == PARAMETER else layout.rank(at)
-                    for box in owned_boxes(model, layout, at, kind, index):
-                        yield (index, holder, *box)
+def _by_node(workers: Iterable[int], nodes: Nodes) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for worker in workers:
+        found.setdefault(nodes.get(worker, alone(worker)), []).append(worker)
+    return found
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def _numbered(keys: Sequence[Key]) -> tuple[NDArray[np.int64], list[Key]]:
+    """The number of each key's value, and the values in order of their first mention."""
+    numbers: dict[Key, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys]), list(numbers)

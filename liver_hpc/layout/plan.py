@@ -1,7 +1,8 @@
 """The transfer plan of one worker, made alone: what it sends, receives and copies.
 
 A worker copies within itself what it already holds of a box that its target coordinate needs. The
-rest comes from one copy of the source state, chosen by a rule that both ends evaluate.
+rest comes from one copy of the source state, chosen by a rule that both ends evaluate: one on its
+own node before any other.
 
 A sender finds its receivers by running the rule backwards, and an optimizer shard finds its
 neighbours by its place in the flat buffer, so nobody goes through all workers: the work grows with
@@ -10,8 +11,10 @@ the worker's own tensors and moves alone, once the rank maps are indexed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
@@ -70,6 +73,21 @@ class Copies:
         replicas, tp = self._replicas, self._on_tp
         replica = replicas.index(at.replica) if self.kind == PARAMETER else 0
         return (self._stages.index(at.pp) * len(replicas) + replica) * tp + at.tp % tp
+
+    def has_part(self, at: Coordinate) -> bool:
+        """Whether a coordinate holds a part of the tensor's parameters, or all of it."""
+        home = self.model.home(self.tensor_index, self.layout)
+        return at.pp in self._stages and home in (None, self.layout.ep_rank(at))
+
+    @property
+    def workers_of_one(self) -> int:
+        """How many workers have a part of one copy of parameters."""
+        return self.layout.tp // self._on_tp
+
+    @property
+    def held_alike(self) -> tuple[object, ...]:
+        """Equal for tensors whose copies of parameters are on the same workers."""
+        return self._stages, self._replicas, self._on_tp
 
     def parts(
         self, number: int, needed: Sequence[Box], receiver: str
@@ -132,7 +150,7 @@ class Handoff:
         missing = _without(needed, held)
         if missing:
             copies = Copies(self.model, self.source.layout, kind, tensor_index)
-            number = _turn(tensor_index, to) % len(copies)
+            number = self._copy_for(copies, to)
             moves += [
                 Move(tensor_index, kind, part, self.source.worker_at(at), receiver)
                 for at, _, part in copies.parts(number, missing, f"worker {receiver}")
@@ -154,6 +172,31 @@ class Handoff:
             for box in common_boxes(own, missing):
                 yield Move(tensor_index, kind, box, sender, receiver)
 
+    def _copy_for(self, copies: Copies, to: Coordinate) -> int:
+        """The copy from which a target coordinate takes what it misses: one that is as a whole on
+        its own node, where there is such a one."""
+        near = self._copies_on(copies, self.target.node_at(to))
+        turn = _turn(copies.tensor_index, to)
+        return near[turn % len(near)] if near else turn % len(copies)
+
+    def _copies_on(self, copies: Copies, node: int) -> tuple[int, ...]:
+        """The copies of parameters that one node has as a whole; none of optimizer state, which is
+        shared by all replicas."""
+        if copies.kind != PARAMETER or not self.source.nodes:
+            return ()
+        key = (node, *copies.held_alike)
+        if key not in self._near:
+            parts = Counter(
+                copies.number_at(at) for at in self.source.on_node(node) if copies.has_part(at)
+            )
+            found = (number for number, count in parts.items() if count == copies.workers_of_one)
+            self._near[key] = tuple(sorted(found))
+        return self._near[key]
+
+    @cached_property
+    def _near(self) -> dict[tuple[object, ...], tuple[int, ...]]:
+        return {}
+
     def _held(self, kind: str, tensor_index: int, worker: int) -> tuple[Box, ...]:
         at = self.source.coordinate_of(worker)
         if at is None:
@@ -167,9 +210,22 @@ class Handoff:
 
         For optimizer state these are only the ones that may need a part of `own`, which `at` holds.
         """
+        copies = Copies(self.model, self.source.layout, kind, tensor_index)
+        number, node = copies.number_at(at), self.source.node_at(at)
+        if number in self._copies_on(copies, node):
+            needs = Copies(self.model, self.target.layout, kind, tensor_index)
+            for to in self.target.on_node(node):
+                if needs.has_part(to) and self._copy_for(copies, to) == number:
+                    yield to
+        for to in self._in_turn(copies, number, own):
+            if not self._copies_on(copies, self.target.node_at(to)):
+                yield to
+
+    def _in_turn(self, copies: Copies, number: int, own: Sequence[Box]) -> Iterator[Coordinate]:
+        """Those whose turn it is to take from a copy, wherever it is; for optimizer state see
+        `_askers`."""
         layout, model = self.target.layout, self.model
-        copies = Copies(model, self.source.layout, kind, tensor_index)
-        number, turns = copies.number_at(at), len(copies)
+        kind, tensor_index, turns = copies.kind, copies.tensor_index, len(copies)
         holders = model.holders(tensor_index, layout)
         for stage in model.stages_of(tensor_index, layout):
             for tp in range(layout.tp):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.coordinates import RankMap, alone
 from liver_hpc.protocol import messages as m
 
 
@@ -37,11 +39,29 @@ class Requested:
         """The workers of `target` that have to be launched, sorted."""
         return tuple(sorted({*self.target.workers} - {*self.source.rank_map.workers}))
 
-    def target_with(self, joiners: list[int]) -> RankMap:
-        """The target with the ids that the joiners really have."""
-        ids = dict(zip(self.joiners, sorted(joiners), strict=True))
-        workers = tuple(ids.get(worker, worker) for worker in self.target.workers)
-        return RankMap(self.target.layout, workers)
+    def target_with(self, joiners: Iterable[int], nodes: Mapping[int, int]) -> RankMap:
+        """The target with the ids that the joiners really have, each on the node that its seat was
+        meant for, if one came there. nodes: those of the joiners, where they are known."""
+        target, came = self.target, sorted(joiners)
+        on = {worker: nodes.get(worker, alone(worker)) for worker in came}
+        there: dict[int, deque[int]] = {}
+        for worker in came:
+            there.setdefault(on[worker], deque()).append(worker)
+        ids: dict[int, int] = {}
+        for planned in self.joiners:
+            at = target.coordinate_of(planned)
+            assert at is not None
+            if here := there.get(target.node_at(at)):
+                ids[planned] = here.popleft()
+        elsewhere = sorted({*came} - {*ids.values()})
+        ids |= zip((w for w in self.joiners if w not in ids), elsewhere, strict=True)
+        workers = tuple(ids.get(worker, worker) for worker in target.workers)
+        placed = zip(
+            workers, target.nodes, strict=False
+        )  # where no nodes are known, there are none
+        return RankMap(
+            target.layout, workers, tuple(on.get(worker, node) for worker, node in placed)
+        )
 
 
 @dataclass(frozen=True)

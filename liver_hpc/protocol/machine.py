@@ -11,7 +11,7 @@ back to the source world, after it only forward.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from liver_hpc.clock import Clock, Deadline
@@ -41,14 +41,22 @@ class HandoffMachine:
 
     `handle` returns the actions to perform, in order, before the next event is handled. The
     caller sees to it that messages of an attempt that has ended do not come here.
+
+    nodes_of: the numbers of the nodes of those of some workers of which they are known.
     """
 
-    def __init__(self, deadlines: DeadlineSection, clock: Clock) -> None:
+    def __init__(
+        self,
+        deadlines: DeadlineSection,
+        clock: Clock,
+        nodes_of: Callable[[Iterable[int]], Mapping[int, int]] = lambda workers: {},
+    ) -> None:
         self.phase = Phase.IDLE
         self.attempt: Attempt | None = None
         self.deadline: Deadline | None = None
         self._deadlines = deadlines
         self._clock = clock
+        self._nodes_of = nodes_of
         self._history: deque[str] = deque(maxlen=HISTORY_EVENTS)
 
     def handle(self, event: Event) -> list[Action]:
@@ -78,7 +86,7 @@ class HandoffMachine:
     def _prepare(self) -> list[Action]:
         """Once all joiners have come."""
         now = self._now
-        now.target = now.request.target_with(now.joiners)
+        now.target = now.request.target_with(now.joiners, self._nodes_of(now.joiners))
         everybody = now.participants
         self._enter(Phase.PREPARE, self._deadlines.prepare_s, ((w, m.Prepared) for w in everybody))
         prepare = m.Prepare(

@@ -37,13 +37,15 @@ class WireRankMap(_Frozen):
     vpp: int = 1
     sequence_parallel: bool = False
     workers: tuple[int, ...]
+    nodes: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, rank_map: RankMap) -> WireRankMap:
-        return cls(**asdict(rank_map.layout), workers=rank_map.workers)
+        return cls(**asdict(rank_map.layout), workers=rank_map.workers, nodes=rank_map.nodes)
 
     def rank_map(self) -> RankMap:
-        return RankMap(Layout(**self.model_dump(exclude={"workers"})), self.workers)
+        layout = Layout(**self.model_dump(exclude={"workers", "nodes"}))
+        return RankMap(layout, self.workers, self.nodes)
 
 
 class ScalarState(_Frozen):

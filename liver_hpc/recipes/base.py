@@ -65,6 +65,18 @@ class BuildContext:
         return self.chunk if self.layout.vpp > 1 else None
 
 
+def megatron_sizes(layout: Layout) -> dict[str, Any]:
+    """A layout as keywords of Megatron's TransformerConfig."""
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "sequence_parallel": layout.sequence_parallel,
+    }
+
+
 class Recipe(ABC):
     """What is trained. One object a process; `model` is the checked `model` section."""
 

@@ -51,7 +51,7 @@ class PhaseFigures:
     release_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReconfigurationFigures(ReconfigurationRecord):
     """One attempt, as it was recorded, with what it cost.
 
@@ -114,6 +114,7 @@ class RunFigures:
     slowdown_s: float
     bytes_moved: int
     bytes_local: int
+    bytes_between_nodes: int
     tokens: int
     tokens_per_s: float
     goodput: float
@@ -143,6 +144,7 @@ def run_figures(records: RunRecords) -> RunFigures:
         slowdown_s=_sum(attempt.slowdown_s for attempt in attempts),
         bytes_moved=sum(attempt.bytes_moved for attempt in completed),
         bytes_local=sum(attempt.bytes_local for attempt in completed),
+        bytes_between_nodes=sum(attempt.bytes_between_nodes for attempt in completed),
         tokens=tokens,
         tokens_per_s=_ratio(tokens, wall_s),
         goodput=_ratio(_useful_s(records.steps, done.values(), worlds), wall_s),

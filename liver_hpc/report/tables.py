@@ -123,8 +123,11 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
         lines["cost"] = (
             f"lost {duration_text(figures.lost_s)}, slowdown {duration_text(figures.slowdown_s)}"
         )
+        between = figures.bytes_between_nodes
         lines["moved"] = (
-            f"{bytes_text(figures.bytes_moved)}; {bytes_text(figures.bytes_local)} stayed in place"
+            f"{bytes_text(figures.bytes_moved)}"
+            + (f", {bytes_text(between)} of it between nodes" if between else "")
+            + f"; {bytes_text(figures.bytes_local)} stayed in place"
         )
     return {name: line for name, line in lines.items() if line}
 

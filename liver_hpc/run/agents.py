@@ -68,6 +68,7 @@ class Agents:
         self._workers: dict[int, Agent] = {}  # those that are connected
         self._leave_by: dict[int, Deadline] = {}  # those of them that were told to exit
         self._nodes_of_workers: dict[int, str] = {}
+        self._numbers_of_nodes: dict[str, int] = {}
 
     # ---- coming
 
@@ -177,6 +178,15 @@ class Agents:
     def node_of(self, worker: int) -> str:
         """The node of a worker that is, or was, connected; empty for one that never was."""
         return self._nodes_of_workers.get(worker, "")
+
+    def number_of(self, node: str) -> int:
+        """The number of a node, as rank maps have it."""
+        return self._numbers_of_nodes.setdefault(node, len(self._numbers_of_nodes))
+
+    def nodes_of(self, workers: Iterable[int]) -> dict[int, int]:
+        """The numbers of the nodes of those of the workers that are, or were, connected."""
+        on = self._nodes_of_workers
+        return {worker: self.number_of(on[worker]) for worker in workers if worker in on}
 
     def workers_on(self, nodes: Container[str], workers: Iterable[int]) -> tuple[int, ...]:
         """Those of `workers` that are on one of the nodes."""

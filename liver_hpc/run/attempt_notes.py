@@ -73,7 +73,9 @@ class AttemptNotes:
 
     # ---- once it is over
 
-    def record(self, ended: Ended, now_s: float, steps_done: int) -> ReconfigurationRecord:
+    def record(
+        self, ended: Ended, now_s: float, steps_done: int, node_of: Callable[[int], str]
+    ) -> ReconfigurationRecord:
         """steps_done: where the source stood, for an attempt that has not come to a boundary."""
         source = self.request.source
         at_boundary = [*self.said(m.AtBoundary).values()]
@@ -107,6 +109,11 @@ class AttemptNotes:
             pause_s=self.pause_s(),
             stayers_file_descriptors=max((each.file_descriptors for each in stayers), default=0),
             stayers_resident_bytes=max((each.resident_bytes for each in stayers), default=0),
+            bytes_between_nodes=sum(
+                sent.bytes
+                for sent in self.traffic()
+                if node_of(sent.sender) != node_of(sent.receiver)
+            ),
         )
 
     def traffic(self) -> list[TrafficRecord]:

@@ -7,11 +7,11 @@ came. The target that is estimated here is the one that the handoff uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from liver_hpc.errors import LiverError
-from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.layout.coordinates import Layout, RankMap, alone
 from liver_hpc.layout.policy import LayoutPolicy
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol.events import WorldRef
@@ -26,7 +26,7 @@ PATIENT_EXITS = 4.0
 COMFORTABLE = 0.5
 """Share of a window that a handoff with joiners may take: they have to boot first."""
 
-Place = Callable[[ModelSpec, RankMap, Layout, Sequence[int]], RankMap]
+Place = Callable[[ModelSpec, RankMap, Layout, Sequence[int], Mapping[int, int]], RankMap]
 
 
 @dataclass
@@ -142,14 +142,16 @@ class Decider:
         """
         nodes, source = self.nodes, self.source
         fresh = nodes.agents.next_workers(request.joiners(source))
+        on = nodes.nodes_of(source.workers, fresh)
         if request.replace is not None:
             (joiner,) = fresh
             seats = tuple(joiner if w == request.replace else w for w in source.workers)
-            return RankMap(source.layout, seats)
+            return RankMap(source.layout, seats, tuple(on.get(w, alone(w)) for w in seats))
         target, kept = request.layout or source.layout, request.kept(source)
         if not fresh:
             kept = tuple(nodes.stayers(kept, target.workers))
-        return self.estimates.place(self.estimates.spec, source, target, (*sorted(kept), *fresh))
+        available = (*sorted(kept), *fresh)
+        return self.estimates.place(self.estimates.spec, source, target, available, on)
 
     # ---- what was asked for
 

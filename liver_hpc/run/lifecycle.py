@@ -17,8 +17,8 @@ from typing import Any
 from liver_hpc.clock import Deadline
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.layout.placement import place
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.placement import first_rank_map, place
 from liver_hpc.layout.policy import LayoutPolicy
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol import messages as m
@@ -97,7 +97,7 @@ class Lifecycle:
         self.recorder = RunRecorder(self._record, self._clock, self.agents.node_of)
         nodes = HeldNodes(self.agents, config.cluster.workers_per_node)
         self.handoffs = Handoffs(
-            HandoffMachine(config.deadlines, self._clock),
+            HandoffMachine(config.deadlines, self._clock, self.agents.nodes_of),
             nodes,
             self.recorder,
             self._handoff_ended,
@@ -164,9 +164,10 @@ class Lifecycle:
         return True
 
     def _begin(self) -> None:
-        """The first world: ranks in the order of the workers' ids."""
+        """The first world: its groups within nodes, and on one node in the order of ids."""
         generation, resumed = self._first_generation, self._resumed
-        rank_map = RankMap(self.first_layout, self.agents.arrived(generation))
+        workers = self.agents.arrived(generation)
+        rank_map = first_rank_map(self.first_layout, workers, self.agents.nodes_of(workers))
         self.world = WorldRef(generation, rank_map)
         begin = m.Begin(
             generation=generation,

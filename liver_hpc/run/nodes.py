@@ -58,6 +58,7 @@ class HeldNodes(dict[str, HeldNode]):
         if known is not None and known.node == node and known.warning is None:
             return False
         self[node.name] = HeldNode(node)
+        self.agents.number_of(node.name)
         return True
 
     def note_idle(self, now_s: float) -> None:
@@ -146,6 +147,17 @@ class HeldNodes(dict[str, HeldNode]):
         raise LiverError(
             f"wanted free slots for {workers} workers, got {workers - left}; {self.describe()}"
         )
+
+    def nodes_of(self, workers: Iterable[int], fresh: Sequence[int]) -> dict[int, int]:
+        """The numbers of the nodes of workers, and of those that are to be started under the ids
+        `fresh`, as far as they are known: a launch without room fails."""
+        known = self.agents.nodes_of(workers)
+        try:
+            seats = self.seats(len(fresh))
+        except LiverError:
+            return known
+        numbers = [self.agents.number_of(seat.node) for seat in seats for _ in seat.slots]
+        return known | dict(zip(fresh, numbers, strict=True))
 
     def _split(self, node: Node, slots: tuple[int, ...]) -> list[Seat]:
         step = len(slots) if node.slots is not None else self._workers_per_agent or len(slots)

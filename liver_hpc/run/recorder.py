@@ -93,7 +93,7 @@ class RunRecorder:
     def attempt_ended(self, ended: Ended) -> ReconfigurationRecord:
         notes, now_s = self.attempt, self._clock.now_s()
         assert notes is not None
-        record = notes.record(ended, now_s, self.steps_done)
+        record = notes.record(ended, now_s, self.steps_done, self._node_of)
         phases = notes.worker_phases(self._node_of)
         rows: list[Row] = [record, *notes.traffic(), *phases]
         for row in rows:

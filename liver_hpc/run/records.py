@@ -55,7 +55,7 @@ class ReconfigurationRecord:
     pause_s: wall time in which neither world trained, from the end of the source's last step to
     the start of the target's first; the largest over workers that were in both worlds.
     stayers_file_descriptors, stayers_resident_bytes: the largest after RELEASE over workers that
-    were in both worlds.
+    were in both worlds. bytes_between_nodes: those of bytes_moved that go to another node.
     """
 
     generation: int
@@ -85,6 +85,7 @@ class ReconfigurationRecord:
     pause_s: float
     stayers_file_descriptors: int
     stayers_resident_bytes: int
+    bytes_between_nodes: int = 0
 
 
 @dataclass(frozen=True)

@@ -194,8 +194,10 @@ def groups_in_use(groups: ProcessGroupCollection) -> Iterator[None]:
 def lent(groups: ProcessGroupCollection) -> Iterator[None]:
     """Lends `parallel_state` the groups that `sharded_state_dict` still asks it for. A world that
     trains meanwhile asks it for nothing: it is never initialised."""
-    mine = {"_TENSOR_MODEL_PARALLEL_GROUP": groups.tp, "_DATA_PARALLEL_GROUP_WITH_CP": groups.dp_cp}
-    before = {name: getattr(parallel_state, name) for name in mine}
+    replicas = ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT")
+    mine = {"_TENSOR_MODEL_PARALLEL_GROUP": groups.tp} | dict.fromkeys(replicas, groups.dp_cp)
+    before = {name: vars(parallel_state)[name] for name in mine if hasattr(parallel_state, name)}
+    mine = {name: mine[name] for name in before}  # 0.16 has not all of them
     vars(parallel_state).update(mine)
     try:
         yield

@@ -144,6 +144,8 @@ def _facts(record: ReconfigurationFigures) -> Iterator[str]:
             yield f"{name} {number_text(seconds)} s"
     if record.completed:
         yield f"{bytes_text(record.bytes_moved)} moved"
+        if record.bytes_between_nodes:
+            yield f"{bytes_text(record.bytes_between_nodes)} between nodes"
         yield f"{bytes_text(record.bytes_local)} stayed"
     if record.detail:
         yield record.detail

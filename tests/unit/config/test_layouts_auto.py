@@ -72,14 +72,13 @@ def test_submit_writes_the_table_out(tmp_path: Path) -> None:
 
 
 def test_no_layout_of_the_initial_workers() -> None:
-    with pytest.raises(ConfigError, match=r"^layouts: auto finds nothing for workers\.initial = 3"):
-        checked_run(
-            minimal(
-                layouts="auto",
-                workers={"initial": 3, "max": 3},
-                train={"steps": 1, "global_batch": 2},
-            )
-        )
+    run = minimal(
+        layouts="auto",
+        workers={"initial": 5, "max": 5},
+        train={"steps": 1, "global_batch": 4},
+    )
+    with pytest.raises(ConfigError, match=r"^layouts: auto finds nothing for workers\.initial = 5"):
+        checked_run(run)
 
 
 def test_memory_that_does_not_even_hold_the_staging() -> None:

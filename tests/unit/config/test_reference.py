@@ -22,12 +22,16 @@ from liver_hpc.config.schema import (
     RunConfig,
     WorkersSection,
 )
-from liver_hpc.recipes.gpt_config import GPTConfig
+from liver_hpc.recipes.gpt_config import GPTConfig, LayerTimes
 from tests.unit.layout.models import gpt_recipe
 
 LISTED = {"layouts", "notices", "cluster.slurm.components"}
 """Sections whose entries are compared on their own."""
-OPTIONAL = {"data": DataSection, "cluster.slurm.burst": BurstSection}
+OPTIONAL = {
+    "data": DataSection,
+    "cluster.slurm.burst": BurstSection,
+    "model.layer_times": LayerTimes,
+}
 """Sections that the file shows although null is their default."""
 ANY_VALUE = {"data.text"}
 """Keys that the file must give a value although null is their default."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -111,13 +111,19 @@ SCENES = (
 
 
 @cache
-def _placed(source: RankMap, target: Layout, available: tuple[int, ...]) -> RankMap:
-    return place(SPEC, source, target, available)
+def _placed(
+    source: RankMap, target: Layout, available: tuple[int, ...], nodes: tuple[tuple[int, int], ...]
+) -> RankMap:
+    return place(SPEC, source, target, available, dict(nodes))
 
 
 def place_once(
-    model: ModelSpec, source: RankMap, target: Layout, available: Sequence[int]
+    model: ModelSpec,
+    source: RankMap,
+    target: Layout,
+    available: Sequence[int],
+    nodes: Mapping[int, int],
 ) -> RankMap:
     """As `place`, which takes a while, and what it once said."""
     assert model == SPEC
-    return _placed(source, target, tuple(available))
+    return _placed(source, target, tuple(available), tuple(sorted(nodes.items())))
