@@ -92,8 +92,9 @@ class Recipe(ABC):
     def build(self, context: BuildContext) -> MegatronModule:
         """One chunk of the model at one coordinate. Not collective: it must not communicate.
 
-        Weights need no values, and random numbers are not drawn: the runtime fills them from
-        `initial` or from the source world.
+        Parameters need no values, and random numbers are not drawn: the runtime fills them from
+        `initial` or from the source world. Buffers begin with the values that they are built with,
+        alike on every worker: what is drawn for one comes from a generator of its own.
         """
 
     @abstractmethod
