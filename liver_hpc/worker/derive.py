@@ -14,9 +14,8 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from liver_hpc.config.load import load_run
-from liver_hpc.config.schema import AUTO, RunConfig
-from liver_hpc.layout.candidates import layouts_up_to, workers_of_a_node
-from liver_hpc.layout.coordinates import Layout
+from liver_hpc.config.schema import AUTO
+from liver_hpc.layout.candidates import layouts_to_derive
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.recipes.specs import EXIT_REFUSED
@@ -41,20 +40,18 @@ def main() -> int:
     install_sentinel(0)
     prepare_process(config.train.seed)
     try:
-        spec = Derivation(load_recipe(config)).spec(_layouts(config))
+        derivation = Derivation(load_recipe(config))
+        layouts = (
+            layouts_to_derive(config, derivation.layers, derivation.experts)
+            if config.layouts == AUTO
+            else config.layouts_listed
+        )
+        spec = derivation.spec(layouts)
     except MODELS_ERRORS as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_REFUSED
     options.spec.write_bytes(TypeAdapter(ModelSpec).dump_json(spec))
     return 0
-
-
-def _layouts(config: RunConfig) -> list[Layout]:
-    """The layouts of a run; with `layouts: auto`, all that it may choose from."""
-    if config.layouts != AUTO:
-        return config.layouts_listed
-    node = workers_of_a_node(config) or config.workers.max
-    return [one for one in layouts_up_to(config.workers.max) if one.dp == 1 and one.tp <= node]
 
 
 if __name__ == "__main__":

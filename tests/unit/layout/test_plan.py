@@ -108,7 +108,7 @@ def test_nothing_is_sent_that_its_receiver_holds_and_senders_hold_what_they_send
 
 def test_moving_to_the_same_seats_sends_nothing() -> None:
     seated = rank_map(Layout(2, 2, 2))
-    moved, local = handoff_bytes(TIED, seated, seated)
+    moved, local, _ = handoff_bytes(TIED, seated, seated)
     assert moved == 0
     assert local == sum(
         sum(worker_bytes(TIED, seated.layout, seat).values())
@@ -118,7 +118,7 @@ def test_moving_to_the_same_seats_sends_nothing() -> None:
 
 
 def test_one_to_one_moves_the_whole_state() -> None:
-    moved, local = handoff_bytes(TIED, rank_map(Layout(1, 1, 1)), RankMap(Layout(1, 1, 1), (9,)))
+    moved, local, _ = handoff_bytes(TIED, rank_map(Layout(1, 1, 1)), RankMap(Layout(1, 1, 1), (9,)))
     assert (moved, local) == (state_bytes(TIED), 0)
 
 
