@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -25,11 +26,19 @@ BOXES = st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 5), st.in
 @st.composite
 def rank_maps(draw: st.DrawFn) -> tuple[RankMap, RankMap]:
     """A source rank map, and a target one whose workers are partly the same, shuffled."""
-    source = rank_map(draw(LAYOUTS))
-    layout = draw(LAYOUTS)
-    pool = list(range(source.layout.workers + layout.workers))
-    seated = draw(st.permutations(pool))[: layout.workers]
-    return source, RankMap(layout, tuple(seated))
+    before, after = draw(LAYOUTS), draw(LAYOUTS)
+    pool = list(range(before.workers + after.workers))
+    seated = draw(st.permutations(pool))[: after.workers]
+    slots = draw(st.sampled_from([0, 1, 2, 3, 4, 8, 100]))  # of a node; 0: nodes are not known
+
+    def on(workers: Iterable[int]) -> tuple[int, ...]:
+        return tuple(worker // slots for worker in workers) if slots else ()
+
+    source = range(before.workers)
+    return (
+        RankMap(before, tuple(source), on(source)),
+        RankMap(after, tuple(seated), on(seated)),
+    )
 
 
 def plans(model: ModelSpec, source: RankMap, target: RankMap) -> dict[int, TransferPlan]:
@@ -104,6 +113,23 @@ def test_nothing_is_sent_that_its_receiver_holds_and_senders_hold_what_they_send
         for move in (*plan.receives, *plan.local):
             theirs = held(move.sender, move.kind, move.tensor_index)
             assert any(box.intersect(move.box) == move.box for box in theirs)
+
+
+def test_parameters_come_from_the_own_node_where_it_has_a_whole_copy() -> None:
+    """Two nodes of two replicas; each of four joiners takes what it misses from its own node."""
+    source = RankMap(Layout(2, 1, 4), tuple(range(8)), (0,) * 4 + (1,) * 4)
+    joiners = (20, 21, 30, 31)
+    target = RankMap(Layout(2, 1, 6), (*range(8), *joiners), (*source.nodes, 0, 0, 1, 1))
+    on = dict(zip(target.workers, target.nodes, strict=True))
+    for joiner in joiners:
+        receives = transfer_plan(TIED, source, target, joiner).receives
+        senders = {move.sender for move in receives if move.kind == PARAMETER}
+        assert senders
+        assert {on[sender] for sender in senders} == {on[joiner]}
+    elsewhere = RankMap(target.layout, target.workers, (*source.nodes, 2, 2, 3, 3))
+    moved = [handoff_bytes(TIED, source, each) for each in (target, elsewhere)]
+    assert moved[0].moved == moved[1].moved
+    assert moved[0].between_nodes < moved[1].between_nodes
 
 
 def test_moving_to_the_same_seats_sends_nothing() -> None:
