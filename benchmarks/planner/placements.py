@@ -8,14 +8,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from benchmarks.gpt_spec import gpt_spec
 from benchmarks.planner.cases import MODEL, NODE_WORKERS, Case
 from benchmarks.planner.exact import bytes_between_nodes, least_bytes_between_nodes
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.candidates import resolve_layouts
-from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.placement import first_rank_map, place
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.gpt_config import GPTConfig
@@ -53,9 +52,9 @@ def place_s(case: Case, model: ModelSpec) -> float:
     return time.process_time() - began_s
 
 
-def distances(count: int) -> Iterator[dict[str, Any]]:
-    """So many handoffs of a small model, drawn with a fixed seed: bytes between nodes as placed,
-    and at the least."""
+def distances(count: int) -> Iterator[float]:
+    """Of so many handoffs of a small model, drawn with a fixed seed: bytes between nodes over the
+    least."""
     model, draw = gpt_spec(SMALL), random.Random(1)
     while count:
         size, nodes = draw.choice((2, 4, 8)), draw.choice(NODES)
@@ -66,7 +65,9 @@ def distances(count: int) -> Iterator[dict[str, Any]]:
         available = [worker for worker in workers if on[worker] != lost]
         people = first_rank_map(source, workers[: source.workers], on)
         placed = place(model, people, target, available, on)
-        yield _row(model, people, placed, available, on)
+        least = least_bytes_between_nodes(model, people, target, available, on)
+        between = bytes_between_nodes(model, people, placed, on)
+        yield between / least if least else 1.0 + between
         count -= 1
 
 
@@ -74,18 +75,3 @@ def _layout(draw: random.Random, node: int, most: int) -> Layout:
     tp = draw.choice([size for size in TPS if size <= node])
     pp = draw.choice([size for size in PPS if tp * size <= most])
     return Layout(tp, pp, draw.randint(max(1, most // (2 * tp * pp)), most // (tp * pp)))
-
-
-def _row(
-    model: ModelSpec, source: RankMap, placed: RankMap, available: list[int], on: dict[int, int]
-) -> dict[str, Any]:
-    least = least_bytes_between_nodes(model, source, placed.layout, available, on)
-    between = bytes_between_nodes(model, source, placed, on)
-    return {
-        "nodes": 1 + max(on.values()),
-        "available": len(available),
-        "layouts": f"{source.layout} > {placed.layout}",
-        "bytes_between_nodes": between,
-        "least_bytes_between_nodes": least,
-        "ratio": between / least if least else float(between == 0) or float("inf"),
-    }
