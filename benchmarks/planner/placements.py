@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 from benchmarks.gpt_spec import gpt_spec
@@ -14,7 +15,7 @@ from benchmarks.planner.cases import MODEL, NODE_WORKERS, Case
 from benchmarks.planner.exact import bytes_between_nodes, least_bytes_between_nodes
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.candidates import resolve_layouts
-from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.placement import first_rank_map, place
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.gpt_config import GPTConfig
@@ -54,19 +55,26 @@ def place_s(case: Case, model: ModelSpec) -> float:
 
 def distances(count: int) -> Iterator[float]:
     """Of so many handoffs of a small model, drawn with a fixed seed: bytes between nodes over the
-    least."""
+    least. The source's seats are placed or drawn, and any of the workers may be lost of which the
+    target does not need all, as long as its groups still find room on nodes."""
     model, draw = gpt_spec(SMALL), random.Random(1)
     while count:
         size, nodes = draw.choice((2, 4, 8)), draw.choice(NODES)
         source, target = (_layout(draw, size, size * nodes) for _ in range(2))
         workers = range(size * nodes)
         on = {worker: worker // size for worker in workers}
-        lost = draw.randrange(nodes) if target.workers <= size * (nodes - 1) else None
-        available = [worker for worker in workers if on[worker] != lost]
+        available = sorted(draw.sample(workers, draw.randint(target.workers, len(workers))))
+        if sum(Counter(map(on.get, available))[node] // target.tp for node in range(nodes)) < (
+            target.workers // target.tp
+        ):
+            continue
         people = first_rank_map(source, workers[: source.workers], on)
-        placed = place(model, people, target, available, on)
+        if draw.random() < 0.5:
+            people = RankMap(source, tuple(draw.sample(workers, source.workers)))
         least = least_bytes_between_nodes(model, people, target, available, on)
-        between = bytes_between_nodes(model, people, placed, on)
+        between = bytes_between_nodes(
+            model, people, place(model, people, target, available, on), on
+        )
         yield between / least if least else 1.0 + between
         count -= 1
 

@@ -217,11 +217,12 @@ class Candidates:
 def layouts_to_derive(config: RunConfig, layers: int, experts: int) -> list[Layout]:
     """What `layouts: auto` may choose from, with the least dp: what the model's spec is to know.
 
-    Of pipelines those whose longest stage has fewer layers than with one stage less. experts: of a
-    layer that has some, else 0.
+    Of tp what divides a node, and of pipelines those whose longest stage has fewer layers than with
+    one stage less. experts: of a layer that has some, else 0.
     """
     most = config.workers.max
-    node = min(workers_of_a_node(config) or most, most)
+    node = workers_of_a_node(config)
+    tps = [tp for tp in range(1, min(node or most, most) + 1) if node is None or node % tp == 0]
     eps = [size for size in range(1, experts + 1) if experts % size == 0] or [1]
     pps = [
         pp
@@ -230,7 +231,7 @@ def layouts_to_derive(config: RunConfig, layers: int, experts: int) -> list[Layo
     ]
     return [
         Layout(tp, pp, ep, ep=ep, sequence_parallel=experts > 0 and tp > 1)
-        for tp in range(1, node + 1)
+        for tp in tps
         for pp in pps
         for ep in eps
         if tp * pp * ep <= most
