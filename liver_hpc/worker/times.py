@@ -144,10 +144,9 @@ def main() -> int:
     from liver_hpc.world.device import Network, open_device
 
     device = open_device(0)  # before megatron is imported: it brings the stand-in for CUDA
-    import torch
 
     from liver_hpc.world.derive import MODELS_ERRORS, Derivation
-    from liver_hpc.world.groups import install_sentinel
+    from liver_hpc.world.groups import install_sentinel, lone_store
     from liver_hpc.world.megatron import prepare_process
     from liver_hpc.world.world import World
 
@@ -159,7 +158,7 @@ def main() -> int:
         recipe.spec = Derivation(recipe).spec([layout])
         recipe.open(options.run.parent)
         world = World(recipe, RankMap(layout, (0,)), 0, 0, device)
-        world.book.connect(Network(device, "127.0.0.1"), torch.distributed.HashStore(), CONNECT_S)
+        world.book.connect(Network(device, "127.0.0.1"), lone_store(), CONNECT_S)
         world.state.initialize(recipe.initial, config.train.seed)
         answer = Answer[Times](value=layer_times(recipe, world, device))
     except MODELS_ERRORS as error:
