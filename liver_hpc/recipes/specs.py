@@ -29,8 +29,9 @@ from liver_hpc.recipes.base import Recipe, load_recipe
 
 SPEC_FILE = "spec.json"
 DERIVE_MODULE = "liver_hpc.worker.derive"
+EXIT_REFUSED = 2
+"""Exit status of a child for a model that cannot be built or moved."""
 _VERSIONS = ("liver-hpc", "torch", "megatron-core")
-
 
 Derive = Callable[[RunConfig], ModelSpec]
 
@@ -49,11 +50,15 @@ class Derived(BaseModel):
             derived = cls.model_validate_json(path.read_bytes())
         except (OSError, ValidationError):
             raise LiverError(
-                f"recipe {config.recipe}: the spec of its model cannot be derived: {failed}"
+                f"recipe {config.recipe}: cannot derive the model's spec: {failed}"
             ) from None
-        if derived.spec is None:
-            raise ConfigError(f"recipe {config.recipe}: {derived.refused}")
-        return derived.spec
+        return derived.of(config)
+
+    def of(self, config: RunConfig) -> ModelSpec:
+        """The spec. Raises ConfigError where there is none."""
+        if self.spec is None:
+            raise ConfigError(f"recipe {config.recipe}: {self.refused}")
+        return self.spec
 
 
 class _Kept(BaseModel):
@@ -126,21 +131,35 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
 
 
 def derive_spec(config: RunConfig) -> ModelSpec:
-    """What the run's recipe builds in the run's layouts, by `liver_hpc.worker.derive` in a child.
+    """What the run's recipe builds in the run's layouts. Takes some seconds.
 
-    Takes some seconds. Raises ConfigError for a recipe whose model cannot be built or moved,
-    LiverError where the child fails otherwise.
+    Raises as `asked_of_model`.
+    """
+    found = asked_of_model(config, DERIVE_MODULE, "derive the model's spec")
+    return Derived.model_validate_json(found).of(config)
+
+
+def asked_of_model(config: RunConfig, module: str, what: str) -> bytes:
+    """What `python -m MODULE RUN.yaml ANSWER` finds of a run's model, in a child.
+
+    Raises ConfigError for a recipe whose model cannot be built or moved, LiverError where the child
+    fails otherwise, or takes longer than deadlines.boot_s.
     """
     limit_s = config.deadlines.boot_s
     with tempfile.TemporaryDirectory() as directory:
-        run, derived, log = (Path(directory, name) for name in ("run.yaml", SPEC_FILE, "log"))
+        run, answer, log = (Path(directory, name) for name in ("run.yaml", "answer", "log"))
         run.write_text(dump_run(config), encoding="utf-8")
-        words = [sys.executable, "-P", "-m", DERIVE_MODULE, str(run), str(derived)]
-        name = f"the derivation of the model's spec (deadlines.boot_s), recipe {config.recipe},"
+        words = [sys.executable, "-P", "-m", module, str(run), str(answer)]
+        name = f"a child to {what} (deadlines.boot_s), recipe {config.recipe},"
         child = Child(Command(name, words, log=log, environment=os.environ))
         try:
             code = child.wait(limit_s)
         finally:
             child.end(0.0)
-        said = log.read_text(errors="replace").strip().rpartition("\n")[2]
-        return Derived.read(derived, config, said or f"exit code {code}")
+        if code == 0:
+            return answer.read_bytes()
+        said = log.read_text(errors="replace").strip()
+    if code == EXIT_REFUSED:
+        raise ConfigError(f"recipe {config.recipe}: {said.rpartition('error: ')[2]}")
+    last = said.rpartition("\n")[2] or f"exit code {code}"
+    raise LiverError(f"recipe {config.recipe}: cannot {what}: {last}")

@@ -130,7 +130,8 @@ def test_no_layout_for_the_first_workers_says_why() -> None:
         "layouts: auto finds nothing for workers.initial = 5 (worker counts with a layout: "
         "1, 2, 3, 4): tp1 pp1 dp5: 2 micro-batches in the global batch are too few for dp=5; "
         "tp5 pp1 dp1: tp=5 does not divide 4 heads; "
-        "tp1 pp5 dp1: pp5: the model's spec has pp1, pp2, pp3, pp4 only"
+        "tp1 pp5 dp1: pp5: the model's spec has pp1, pp2, "
+        "pp2 vpp2, pp3, pp4 only"
     )
 
 

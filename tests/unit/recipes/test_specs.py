@@ -66,7 +66,7 @@ def test_a_spec_that_contradicts_itself_is_not_taken(tmp_path: Path) -> None:
 
 def test_a_derivation_that_left_nothing_says_how_it_failed(tmp_path: Path) -> None:
     path = tmp_path / "derived.json"
-    with pytest.raises(LiverError, match="cannot be derived: exit code 9"):
+    with pytest.raises(LiverError, match="cannot derive the model's spec: exit code 9"):
         Derived.read(path, minimal(), "exit code 9")
     path.write_text(Derived(refused="PlanError: body._extra_state is not moved").model_dump_json())
     with pytest.raises(ConfigError, match=r"PlanError: body\._extra_state is not moved"):
