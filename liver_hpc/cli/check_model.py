@@ -8,9 +8,9 @@ compared with those of one worker.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -24,7 +24,7 @@ from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.memory import worker_bytes
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import load_recipe
-from liver_hpc.recipes.specs import asked_of_model, derive_spec
+from liver_hpc.recipes.specs import Answer, asked_of_model, derive_spec
 from liver_hpc.report.store import read_run
 
 STEPS = 3
@@ -79,6 +79,21 @@ def check_model(config: RunConfig, tell: Callable[[str], None]) -> bool:
     return equal
 
 
+def measured_times(config: RunConfig) -> str:
+    """The run file's line with the times of the model's layers on this machine; takes some seconds.
+
+    Raises ConfigError for a recipe that takes none, or whose model cannot be timed.
+    """
+    if "layer_times" not in load_recipe(config).Options.model_fields:
+        raise ConfigError(f"recipe {config.recipe} has no option layer_times")
+    asked = with_prepared_data(config)
+    found = asked_of_model(
+        asked, "liver_hpc.worker.times", "its layers cannot be timed", Answer[dict[str, Any]]
+    )
+    values = ", ".join(f"{name}: {value}" for name, value in found.items())
+    return f"model:\n  layer_times: {{{values}}}"
+
+
 def _free_bytes() -> int:
     """Memory of this machine that could be used."""
     return int(psutil.virtual_memory().available)
@@ -101,19 +116,6 @@ def _too_large(spec: ModelSpec, layout: Layout, free_bytes: int) -> str:
         "GiB of this machine are free: check the model at small widths and with few layers, which "
         "--set model.KEY=... gives; how it is split does not depend on them"
     )
-
-
-def measured_times(config: RunConfig) -> str:
-    """The run file's line with the times of the model's layers on this machine; takes some seconds.
-
-    Raises ConfigError for a recipe that takes none, or whose model cannot be timed.
-    """
-    if "layer_times" not in load_recipe(config).Options.model_fields:
-        raise ConfigError(f"recipe {config.recipe} has no option layer_times")
-    asked = with_prepared_data(config)
-    found = json.loads(asked_of_model(asked, "liver_hpc.worker.times", "time the model's layers"))
-    values = ", ".join(f"{name}: {value}" for name, value in found.items())
-    return f"model:\n  layer_times: {{{values}}}"
 
 
 def _train(config: RunConfig, layout: Layout) -> Trained:

@@ -17,7 +17,13 @@ from liver_hpc.layout.candidates import memory_fault
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import Recipe
-from liver_hpc.recipes.specs import DERIVE_MODULE, Derived, derive_spec, load_run_recipe
+from liver_hpc.recipes.specs import (
+    CANNOT_DERIVE,
+    DERIVE_MODULE,
+    Answer,
+    derive_spec,
+    load_run_recipe,
+)
 from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.events import Seat
 
@@ -72,7 +78,8 @@ def _derive_by(task: Launcher, config: RunConfig, run_directory: Path, node: str
     )
     task.launch(LaunchAgent(TASK, Seat(node, (0,)), Layout(1, 1, 1)))
     poll_until(lambda: not task.alive(TASK), deadline, _LOOK_S)
-    return Derived.read(derived, config, f"exit code {task.exit_code(TASK)} {where}")
+    failed = f"{CANNOT_DERIVE}: exit code {task.exit_code(TASK)} {where}"
+    return Answer[ModelSpec].read(derived, config, failed)
 
 
 def _fault(config: RunConfig, recipe: Recipe, layout: Layout) -> str:

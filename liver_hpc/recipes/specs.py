@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -29,36 +30,32 @@ from liver_hpc.recipes.base import Recipe, load_recipe
 
 SPEC_FILE = "spec.json"
 DERIVE_MODULE = "liver_hpc.worker.derive"
-EXIT_REFUSED = 2
-"""Exit status of a child for a model that cannot be built or moved."""
+CANNOT_DERIVE = "the spec of its model cannot be derived"
 _VERSIONS = ("liver-hpc", "torch", "megatron-core")
 
+
 Derive = Callable[[RunConfig], ModelSpec]
+Value = TypeVar("Value")
 
 
-class Derived(BaseModel):
-    """What a derivation leaves in its file: the spec, or why there is none for this model."""
+class Answer(BaseModel, Generic[Value]):
+    """What a process that imports torch leaves in a file: what it was asked, or why the model
+    refuses."""
 
-    spec: ModelSpec | None = None
+    value: Value | None = None
     refused: str = ""
 
     @classmethod
-    def read(cls, path: Path, config: RunConfig, failed: str) -> ModelSpec:
+    def read(cls, path: Path, config: RunConfig, failed: str) -> Value:
         """Raises ConfigError for a model that cannot be built or moved; where there is no such
-        file, LiverError, which says how the derivation `failed`."""
+        file, LiverError, which says what has `failed`."""
         try:
-            derived = cls.model_validate_json(path.read_bytes())
+            answer = cls.model_validate_json(path.read_bytes())
         except (OSError, ValidationError):
-            raise LiverError(
-                f"recipe {config.recipe}: cannot derive the model's spec: {failed}"
-            ) from None
-        return derived.of(config)
-
-    def of(self, config: RunConfig) -> ModelSpec:
-        """The spec. Raises ConfigError where there is none."""
-        if self.spec is None:
-            raise ConfigError(f"recipe {config.recipe}: {self.refused}")
-        return self.spec
+            raise LiverError(f"recipe {config.recipe}: {failed}") from None
+        if answer.value is None:
+            raise ConfigError(f"recipe {config.recipe}: {answer.refused}")
+        return answer.value
 
 
 class _Kept(BaseModel):
@@ -135,31 +132,27 @@ def derive_spec(config: RunConfig) -> ModelSpec:
 
     Raises as `asked_of_model`.
     """
-    found = asked_of_model(config, DERIVE_MODULE, "derive the model's spec")
-    return Derived.model_validate_json(found).of(config)
+    return asked_of_model(config, DERIVE_MODULE, CANNOT_DERIVE, Answer[ModelSpec])
 
 
-def asked_of_model(config: RunConfig, module: str, what: str) -> bytes:
+def asked_of_model(
+    config: RunConfig, module: str, cannot: str, answer: type[Answer[Value]]
+) -> Value:
     """What `python -m MODULE RUN.yaml ANSWER` finds of a run's model, in a child.
 
-    Raises ConfigError for a recipe whose model cannot be built or moved, LiverError where the child
-    fails otherwise, or takes longer than deadlines.boot_s.
+    cannot: what is told where it fails. Raises ConfigError for a recipe whose model cannot be built
+    or moved, LiverError where the child fails otherwise, or takes longer than deadlines.boot_s.
     """
     limit_s = config.deadlines.boot_s
     with tempfile.TemporaryDirectory() as directory:
-        run, answer, log = (Path(directory, name) for name in ("run.yaml", "answer", "log"))
+        run, found, log = (Path(directory, name) for name in ("run.yaml", "answer.json", "log"))
         run.write_text(dump_run(config), encoding="utf-8")
-        words = [sys.executable, "-P", "-m", module, str(run), str(answer)]
-        name = f"a child to {what} (deadlines.boot_s), recipe {config.recipe},"
+        words = [sys.executable, "-P", "-m", module, str(run), str(found)]
+        name = f"{module} (deadlines.boot_s), recipe {config.recipe},"
         child = Child(Command(name, words, log=log, environment=os.environ))
         try:
             code = child.wait(limit_s)
         finally:
             child.end(0.0)
-        if code == 0:
-            return answer.read_bytes()
-        said = log.read_text(errors="replace").strip()
-    if code == EXIT_REFUSED:
-        raise ConfigError(f"recipe {config.recipe}: {said.rpartition('error: ')[2]}")
-    last = said.rpartition("\n")[2] or f"exit code {code}"
-    raise LiverError(f"recipe {config.recipe}: cannot {what}: {last}")
+        said = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        return answer.read(found, config, f"{cannot}: {said or f'exit code {code}'}")

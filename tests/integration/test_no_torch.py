@@ -114,7 +114,7 @@ def test_a_task_on_a_node_derives_the_spec_and_submit_says_what_it_left_out(
 ) -> None:
     run, said = submitted(tmp_path)
     notes = [line for line in said.splitlines() if line.startswith("liver: note: ")]
-    assert "cannot derive the model's spec: ModuleNotFoundError: No module " in notes[0]
+    assert "cannot be derived: ModuleNotFoundError: No module named 'torch'" in notes[0]
     assert len(notes) == 5
     for note, what in zip(
         notes[1:], ("can be built", "options and state", "layouts", "memory"), strict=True

@@ -13,7 +13,7 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.gpt_config import GPTConfig
-from liver_hpc.recipes.specs import Derived, load_run_recipe
+from liver_hpc.recipes.specs import CANNOT_DERIVE, Answer, load_run_recipe
 from tests.unit.config.runs import minimal
 
 OVERLAP = {"steps": 10, "global_batch": 8, "overlap_grad_reduce": True}
@@ -65,9 +65,9 @@ def test_a_spec_that_contradicts_itself_is_not_taken(tmp_path: Path) -> None:
 
 
 def test_a_derivation_that_left_nothing_says_how_it_failed(tmp_path: Path) -> None:
-    path = tmp_path / "derived.json"
-    with pytest.raises(LiverError, match="cannot derive the model's spec: exit code 9"):
-        Derived.read(path, minimal(), "exit code 9")
-    path.write_text(Derived(refused="PlanError: body._extra_state is not moved").model_dump_json())
+    path, answer = tmp_path / "derived.json", Answer[ModelSpec]
+    with pytest.raises(LiverError, match="cannot be derived: exit code 9"):
+        answer.read(path, minimal(), f"{CANNOT_DERIVE}: exit code 9")
+    path.write_text(answer(refused="PlanError: body._extra_state is not moved").model_dump_json())
     with pytest.raises(ConfigError, match=r"PlanError: body\._extra_state is not moved"):
-        Derived.read(path, minimal(), "exit code 0")
+        answer.read(path, minimal(), "")
