@@ -1,0 +1,73 @@
+"""When a run's spec is derived anew, and what a derivation's file says."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from benchmarks.gpt_spec import gpt_spec
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.recipes.gpt_config import GPTConfig
+from liver_hpc.recipes.specs import CANNOT_DERIVE, Answer, load_run_recipe
+from tests.unit.config.runs import minimal
+
+OVERLAP = {"steps": 10, "global_batch": 8, "overlap_grad_reduce": True}
+
+
+def derivations(tmp_path: Path, *configs: RunConfig) -> int:
+    derived: list[RunConfig] = []
+
+    def derive(config: RunConfig) -> ModelSpec:
+        derived.append(config)
+        return gpt_spec(GPTConfig.model_validate(config.model))
+
+    for config in configs:
+        load_run_recipe(config, tmp_path, derive)
+    return len(derived)
+
+
+def test_a_spec_is_kept_and_not_derived_again(tmp_path: Path) -> None:
+    assert derivations(tmp_path, minimal(), minimal(name="other"), minimal()) == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"model": {"layers": 8}}, {"layouts": {2: {"dp": 2}}}, {"train": OVERLAP}],
+)
+def test_it_is_where_what_it_depends_on_has_changed(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    assert derivations(tmp_path, minimal(), minimal(**changed)) == 2
+
+
+def test_a_host_without_torch_keeps_one_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> NoReturn:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert derivations(tmp_path, minimal(), minimal()) == 1
+
+
+def test_a_spec_that_contradicts_itself_is_not_taken(tmp_path: Path) -> None:
+    def derive(config: RunConfig) -> ModelSpec:
+        spec = gpt_spec(GPTConfig.model_validate(config.model))
+        return ModelSpec(spec.tensors[:-1], spec.stages, spec.parameter_bytes)
+
+    with pytest.raises(ConfigError, match="the spec of the model contradicts itself: pp1: stage 0"):
+        load_run_recipe(minimal(), tmp_path, derive)
+
+
+def test_a_derivation_that_left_nothing_says_how_it_failed(tmp_path: Path) -> None:
+    path, answer = tmp_path / "derived.json", Answer[ModelSpec]
+    with pytest.raises(LiverError, match="cannot be derived: exit code 9"):
+        answer.read(path, minimal(), f"{CANNOT_DERIVE}: exit code 9")
+    path.write_text(answer(refused="PlanError: body._extra_state is not moved").model_dump_json())
+    with pytest.raises(ConfigError, match=r"PlanError: body\._extra_state is not moved"):
+        answer.read(path, minimal(), "")
