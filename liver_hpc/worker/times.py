@@ -61,9 +61,9 @@ def hang_into(watch: Stopwatch, recipe: Recipe, module: Any) -> int:
     again. Raises ConfigError for a model without `embedding` and `decoder.layers`.
     """
     embedding, decoder = (getattr(module, name, None) for name in ("embedding", "decoder"))
-    if embedding is None or not hasattr(decoder, "layers"):
+    layers = [*getattr(decoder, "layers", ())]
+    if embedding is None or not layers:
         raise ConfigError("the model has no `embedding` and `decoder.layers` to be timed")
-    layers = [*decoder.layers]
 
     def on_output(part: str | int, _module: Any, _inputs: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
@@ -141,7 +141,7 @@ def main() -> int:
     from liver_hpc.world.device import Network, open_device
 
     device = open_device(0)  # before megatron is imported: it brings the stand-in for CUDA
-    import torch.distributed as dist
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
 
     from liver_hpc.world.derive import MODELS_ERRORS, Derivation
     from liver_hpc.world.groups import install_sentinel
@@ -156,7 +156,7 @@ def main() -> int:
         recipe.spec = Derivation(recipe).spec([layout])
         recipe.open(options.run.parent)
         world = World(recipe, RankMap(layout, (0,)), 0, 0, device)
-        world.book.connect(Network(device, "127.0.0.1"), dist.HashStore(), CONNECT_S)
+        world.book.connect(Network(device, "127.0.0.1"), HashStore(), CONNECT_S)
         world.state.initialize(recipe.initial, config.train.seed)
         found = layer_times(recipe, world, device)
     except MODELS_ERRORS as error:
