@@ -23,6 +23,11 @@ FIGURES: dict[str, dict[str, str]] = {
         "plan_s_1024": "seconds in which one worker of 1,024 plans a handoff of a 405B model",
         "plan_s_16384": "the same of 16,384",
         "growth_1024_to_16384": "the second over the first",
+        "resolve_layouts_s_4096": "seconds that `layouts: auto` takes for 4,096 workers",
+        "place_s_4096": "seconds in which the coordinator seats them",
+        "bytes_between_nodes_over_exact": "as placed over the least, worst of 60 small handoffs",
+        "derive_405b_s": "seconds in which a 405B model's spec is derived from the model itself",
+        "derive_405b_bytes": "and the memory that it takes",
         "megatron_over_ours_1024": "time of Megatron's own planner over ours, same rank map",
     },
     "goodput": {
@@ -35,6 +40,13 @@ FIGURES: dict[str, dict[str, str]] = {
         "max_relative_loss_difference": "loss of a run with many handoffs against a fixed run's",
         "control_max_relative_loss_difference": "of a fixed run in another layout: what the order "
         "of summation alone makes",
+    },
+    "transitions": {
+        "transitions": "from a layout to another one, each with a model and batch",
+        "bit_equal": "of them, those after which every bit is where it belongs, there and back",
+        "max_relative_difference": "fp32: a loss or gradient norm of the ten steps after one, "
+        "against those of the run that stayed",
+        "max_relative_difference_bf16": "the same in bf16",
     },
     "simulate": {
         "model_error_median": "relative error of the model against handoffs left out of it",

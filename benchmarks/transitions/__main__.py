@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import BenchmarkResult, parser, reported
+from benchmarks.harness import BenchmarkResult, figure_text, parser, reported
 from benchmarks.models import text_data
 from benchmarks.transitions.cases import (
     AXES,
@@ -40,6 +40,7 @@ METHOD = {
     "from those to the source, where every bit is as before; what is in no tensor too",
     "apart": f"{COMPARED} steps in the target against the same steps of the source that stayed: "
     "the largest relative difference of a loss or gradient norm, of all workers",
+    "loss": "of the first step and the last one of the source's run",
     "uneven": "some data-parallel ranks compute a micro-batch more than others in one of the two",
 }
 
@@ -83,6 +84,7 @@ def _row(family: Family, proof: Proof, uneven: bool, took_s: float) -> Row:
         "back": proof.back,
         "same_layout": proof.same_layout,
         "apart": proof.apart,
+        "loss": " to ".join(map(figure_text, proof.losses)),
         "s": round(took_s, 1),
     }
 

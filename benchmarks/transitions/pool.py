@@ -125,10 +125,14 @@ class Pool:
             process.join(END_S)
 
 
-def open_seat(directory: Path, worker: int, module: str = "benchmarks.transitions.seat") -> Any:
-    """Makes the calling process a worker, as `module` does, which imports torch. directory: shared
-    by all of them."""
-    return importlib.import_module(module).open_seat(directory, worker)
+def open_seat(directory: Path, worker: int, kind: str = "benchmarks.transitions.seat:Seat") -> Any:
+    """Makes the calling process a worker, of a class of seats (seat.py). directory: shared by all
+    of them."""
+    from liver_hpc.world.device import open_device  # which imports torch
+
+    device = open_device(0)  # before megatron is imported, as in a worker
+    module, _, name = kind.partition(":")
+    return getattr(importlib.import_module(module), name)(worker, device, directory)
 
 
 def _serve(

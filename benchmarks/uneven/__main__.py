@@ -23,7 +23,7 @@ from liver_hpc.recipes.text_data import prepare
 LIMIT_S = 300.0
 """The longest that anything may take."""
 WARM_STEPS = 2
-SEAT = "benchmarks.uneven.seat"
+SEAT = "benchmarks.uneven.seat:TimedSeat"
 ALL, LEFT, HALF = 8, 7, 4
 BATCH = 128
 CURVE = (8, 16, 32, 64, 128, 256, 512)
@@ -81,7 +81,7 @@ def run(effort: Effort) -> BenchmarkResult:
         config = config_of(effort, directory)
         assert config.data is not None
         prepare(config.data)
-        with Pool(effort.workers, partial(open_seat, directory, module=SEAT)) as pool:
+        with Pool(effort.workers, partial(open_seat, directory, kind=SEAT)) as pool:
             _build(pool, config, effort.cells)
             makers = {cell.name: _timer(pool, cell) for cell in effort.cells}
             interleaved(makers, WARM_STEPS)

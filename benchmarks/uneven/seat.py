@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +14,6 @@ from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.world.world import Flags
 
 dist: Any = importlib.import_module("torch.distributed")  # its stubs know few of its names
-
-
-def open_seat(directory: Path, worker: int) -> seat.Seat:
-    """Makes this process a worker. directory: shared by all of them."""
-    return seat.open_seat(directory, worker, TimedSeat)
 
 
 class TimedSeat(seat.Seat):

@@ -8,7 +8,6 @@ torch; `liver check-model --times` starts it.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 import warnings
@@ -22,7 +21,7 @@ from liver_hpc.config.load import load_run
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.recipes.base import Recipe, load_recipe
-from liver_hpc.recipes.specs import EXIT_REFUSED
+from liver_hpc.recipes.specs import Answer
 
 if TYPE_CHECKING:
     from liver_hpc.world.device import Device
@@ -32,6 +31,9 @@ WARM, COUNTED = 2, 10
 """Micro-batches before the first that counts, and those that count."""
 EMBEDDING, OUTPUT = "embedding", "output"
 CONNECT_S = 30.0
+
+Times = dict[str, float | list[float]]
+"""The values of `model.layer_times`, in seconds."""
 
 
 class Stopwatch:
@@ -60,10 +62,11 @@ def hang_into(watch: Stopwatch, recipe: Recipe, module: Any) -> int:
     In the backward a part begins when the gradient of its output is there, or when it is computed
     again. Raises ConfigError for a model without `embedding` and `decoder.layers`.
     """
-    embedding, decoder = (getattr(module, name, None) for name in ("embedding", "decoder"))
-    layers = [*getattr(decoder, "layers", ())]
-    if embedding is None or not layers:
+    parts: list[Any] = [getattr(module, name, None) for name in ("embedding", "decoder")]
+    embedding, decoder = parts
+    if embedding is None or not hasattr(decoder, "layers"):
         raise ConfigError("the model has no `embedding` and `decoder.layers` to be timed")
+    layers = [*decoder.layers]
 
     def on_output(part: str | int, _module: Any, _inputs: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
@@ -98,7 +101,7 @@ def hang_into(watch: Stopwatch, recipe: Recipe, module: Any) -> int:
     return len(layers)
 
 
-def layer_times(recipe: Recipe, world: World, device: Device) -> dict[str, Any]:
+def layer_times(recipe: Recipe, world: World, device: Device) -> Times:
     """Seconds of a micro-batch: `model.layer_times`. One value for layers of one size."""
     (chunk,) = world.chunks
     module = chunk.module
@@ -132,7 +135,7 @@ def _rounded(value: Any) -> Any:
 
 
 def main() -> int:
-    """EXIT_REFUSED for a model that cannot be built or timed, with the reason on stderr."""
+    """Leaves an `Answer`, also for a model that cannot be built or timed."""
     parser = argparse.ArgumentParser(prog="liver_hpc.worker.times", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("times", type=Path)
@@ -141,10 +144,9 @@ def main() -> int:
     from liver_hpc.world.device import Network, open_device
 
     device = open_device(0)  # before megatron is imported: it brings the stand-in for CUDA
-    from torch.distributed import HashStore  # type: ignore[attr-defined]
 
     from liver_hpc.world.derive import MODELS_ERRORS, Derivation
-    from liver_hpc.world.groups import install_sentinel
+    from liver_hpc.world.groups import install_sentinel, lone_store
     from liver_hpc.world.megatron import prepare_process
     from liver_hpc.world.world import World
 
@@ -156,13 +158,12 @@ def main() -> int:
         recipe.spec = Derivation(recipe).spec([layout])
         recipe.open(options.run.parent)
         world = World(recipe, RankMap(layout, (0,)), 0, 0, device)
-        world.book.connect(Network(device, "127.0.0.1"), HashStore(), CONNECT_S)
+        world.book.connect(Network(device, "127.0.0.1"), lone_store(), CONNECT_S)
         world.state.initialize(recipe.initial, config.train.seed)
-        found = layer_times(recipe, world, device)
+        answer = Answer[Times](value=layer_times(recipe, world, device))
     except MODELS_ERRORS as error:
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-        return EXIT_REFUSED
-    options.times.write_text(json.dumps(found))
+        answer = Answer[Times](refused=f"{type(error).__name__}: {error}")
+    options.times.write_text(answer.model_dump_json())
     return 0
 
 

@@ -34,6 +34,11 @@ def test_no_transition_stands_twice_and_each_changes_something() -> None:
     assert all(changed_axes(source, target) for _, source, target in transitions())
 
 
+def test_names_say_what_is_bf16() -> None:
+    for family in FAMILIES:
+        assert ("bf16" in family.name) == (family.model.get("dtype") == "bf16")
+
+
 def test_every_layout_has_its_workers_and_its_batch() -> None:
     uneven = 0
     for family in FAMILIES:

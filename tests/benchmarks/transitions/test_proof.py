@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,12 @@ from benchmarks.transitions.proof import Proof, Prover, apart, on_other_workers
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.recipes.text_data import prepare
-from tests.benchmarks.transitions.faulty import open_faulty
+from tests.benchmarks.transitions.faulty import (
+    a_counter_left_behind,
+    a_death,
+    a_wrong_bit,
+    open_faulty,
+)
 
 CHOSEN = ("dense, tied", "experts, untied", "experts, untied, bf16", "overlap")
 
@@ -38,7 +45,7 @@ def test_transitions_of_several_models_are_bit_equal_and_train_on_as_the_source_
 # ---- what is found where a transition is wrong
 
 
-def proof_with(fault: str, directory: Path) -> Proof:
+def proof_with(fault: Callable[[Any], None], directory: Path) -> Proof:
     """Of tp2 to dp2, where the target gets a fault once its state has arrived."""
     family = Family("dense", {}, ["tp2 > dp2"])
     config = family.config(text_data(directory))
@@ -51,14 +58,14 @@ def proof_with(fault: str, directory: Path) -> Proof:
 
 @pytest.mark.timeout(200)
 def test_a_copy_with_a_wrong_bit_is_found(tmp_path: Path) -> None:
-    proof = proof_with("a_wrong_bit", tmp_path)
+    proof = proof_with(a_wrong_bit, tmp_path)
     assert not proof.bit_equal
     assert any("parameter" in text for text in proof.disagreements)
 
 
 @pytest.mark.timeout(200)
 def test_a_counter_that_is_in_no_tensor_is_missed_by_the_steps_after(tmp_path: Path) -> None:
-    proof = proof_with("a_counter_left_behind", tmp_path)
+    proof = proof_with(a_counter_left_behind, tmp_path)
     assert proof.disagreements == ()
     assert proof.apart > 1e-4
 
@@ -66,7 +73,7 @@ def test_a_counter_that_is_in_no_tensor_is_missed_by_the_steps_after(tmp_path: P
 @pytest.mark.timeout(200)
 def test_a_worker_that_dies_ends_the_proof(tmp_path: Path) -> None:
     with pytest.raises(LiverError, match=r"move the state from source to target .*code 9"):
-        proof_with("a_death", tmp_path)
+        proof_with(a_death, tmp_path)
 
 
 def test_every_seat_has_another_worker_elsewhere() -> None:
