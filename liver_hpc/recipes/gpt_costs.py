@@ -23,7 +23,8 @@ def operations(config: GPTConfig) -> LayerCosts:
 
     A matrix of n elements makes 2 n of them, and backward twice as many everywhere. Norms and
     activations are not counted, and the embedding's look-up is as good as none. In a layer with
-    experts a token goes to `topk` of them and to the shared one.
+    experts a token goes to `topk` of them and to the shared one. Layers that are all computed again
+    in the backward make 4 parts where others make 3.
     """
     hidden, experts = config.hidden, config.experts
     queries, keys = config.heads * config.head_width, config.groups * config.head_width
@@ -33,6 +34,8 @@ def operations(config: GPTConfig) -> LayerCosts:
     width += experts.shared_ffn_hidden or 0
     with_experts = attention + 2 * hidden * experts.number + mlp * width
     dense = attention + mlp * config.ffn_hidden
-    layers = [with_experts if chosen else dense for chosen in config.layers_with_experts]
+    again = config.recompute == "full" and config.recompute_method == "uniform"
+    share = 4 / 3 if again else 1.0
+    layers = [share * (with_experts if one else dense) for one in config.layers_with_experts]
     output = (2 * hidden + SOFTMAX_OPERATIONS) * config.vocab_size
-    return LayerCosts(tuple(map(float, layers)), float(hidden), float(output))
+    return LayerCosts(tuple(layers), float(hidden), float(output))

@@ -32,6 +32,12 @@ def test_a_layer_with_experts_costs_those_that_a_token_goes_to() -> None:
     assert shared[1] - sparse[0] == expert / 2
 
 
+def test_layers_that_are_computed_again_cost_a_third_more() -> None:
+    plain, again = (layer_costs(GPTConfig(**SIZES, recompute=how)) for how in ("none", "full"))
+    assert again.layers == pytest.approx([4 / 3 * cost for cost in plain.layers])
+    assert again.output == plain.output
+
+
 def test_a_large_vocabulary_takes_layers_from_the_last_stage() -> None:
     config = GPTConfig(preset="llama3-8b")
     assert stage_layers(layer_costs(config), 4) == (8, 8, 9, 7)
