@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.gpt_spec import gpt_spec
 from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.layout.placement import place
+from liver_hpc.layout.placement import first_rank_map, place
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.gpt_config import GPTConfig
 
 STAGES = 16
 TENSOR_RANKS = 8
+NODE_WORKERS = 8
 RESHAPED_STAGES = 9
 
 MODEL = GPTConfig(
@@ -36,7 +37,8 @@ def fresh_model() -> ModelSpec:
 
 @dataclass(frozen=True)
 class Case:
-    """One handoff of one world. Workers by rank, as they come in a Prepare message."""
+    """One handoff of one world. Workers by rank, and their nodes, as they come in a Prepare
+    message."""
 
     name: str
     workers: int
@@ -44,10 +46,21 @@ class Case:
     target: Layout
     source_workers: tuple[int, ...]
     target_workers: tuple[int, ...]
+    source_nodes: tuple[int, ...]
+    target_nodes: tuple[int, ...]
 
     def rank_maps(self) -> tuple[RankMap, RankMap]:
         """New objects each time: nothing is remembered about them."""
-        return RankMap(self.source, self.source_workers), RankMap(self.target, self.target_workers)
+        return (
+            RankMap(self.source, self.source_workers, self.source_nodes),
+            RankMap(self.target, self.target_workers, self.target_nodes),
+        )
+
+    def place(self, model: ModelSpec) -> RankMap:
+        """Seats the target's workers, as the coordinator does."""
+        source, _ = self.rank_maps()
+        everybody = range(max(*self.source_workers, *self.target_workers) + 1)
+        return place(model, source, self.target, everybody, nodes_of(everybody))
 
     def sample(self, count: int) -> list[int]:
         """Workers at even distances through all that take part, the first and last included."""
@@ -70,8 +83,14 @@ def cases(workers: int) -> Iterator[Case]:
     yield _case("reshape", source, Layout(half, stages, workers // (half * stages)), workers)
 
 
+def nodes_of(workers: Iterable[int]) -> dict[int, int]:
+    """`NODE_WORKERS` on each node, in the order of their ids."""
+    return {worker: worker // NODE_WORKERS for worker in workers}
+
+
 def _case(name: str, source: Layout, target: Layout, available: int) -> Case:
-    people = RankMap(source, tuple(range(source.workers)))
-    # Where seats go, the last replica leaves.
-    seated = place(fresh_model(), people, target, range(available))
-    return Case(name, source.workers, source, target, people.workers, seated.workers)
+    nodes = nodes_of(range(available))
+    people = first_rank_map(source, range(source.workers), nodes)
+    seated = place(fresh_model(), people, target, range(available), nodes)
+    workers, maps = source.workers, (people, seated)
+    return Case(name, workers, source, target, *(m.workers for m in maps), *(m.nodes for m in maps))

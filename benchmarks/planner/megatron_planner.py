@@ -93,7 +93,7 @@ def _of_rank(
 
     tp_ranks, dp_ranks, pp_ranks = (
         along("tp", layout.tp),
-        along("dp", layout.dp),
+        along("replica", layout.replicas),
         along("pp", layout.pp),
     )
     found = []

@@ -11,12 +11,13 @@ from benchmarks.simulate.timings import Timings, Work
 from benchmarks.simulate.traffic import sampled_traffic
 from liver_hpc.config.schema import DeadlineSection, RunConfig
 from liver_hpc.errors import LiverError
-from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.layout.placement import place
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.placement import first_rank_map, place
 from liver_hpc.layout.policy import LayoutPolicy
 from liver_hpc.layout.tensors import ModelSpec
 
 DAY_S = 86_400.0
+NODE_WORKERS = 8
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,10 @@ def simulate(model: ModelSpec, machine: Machine, source: Layout, workers: int) -
     policy.observe(source, step_s)
     choices = [layout for layout in policy.choices(workers) if layout != source]
     target = choices[0]
-    people = RankMap(source, tuple(range(source.workers)))
+    nodes = {worker: worker // NODE_WORKERS for worker in range(max(workers, source.workers))}
+    people = first_rank_map(source, range(source.workers), nodes)
     began_s = time.process_time()
-    seated = place(model, people, target, range(workers))
+    seated = place(model, people, target, range(workers), nodes)
     place_s = time.process_time() - began_s
     work = Work(
         joiners=len({*seated.workers} - {*people.workers}),

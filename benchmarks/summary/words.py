@@ -23,6 +23,11 @@ FIGURES: dict[str, dict[str, str]] = {
         "plan_s_1024": "seconds in which one worker of 1,024 plans a handoff of a 405B model",
         "plan_s_16384": "the same of 16,384",
         "growth_1024_to_16384": "the second over the first",
+        "resolve_layouts_s_4096": "seconds that `layouts: auto` takes for 4,096 workers",
+        "place_s_4096": "seconds in which the coordinator seats them",
+        "bytes_between_nodes_over_exact": "as placed over the least, worst of 60 small handoffs",
+        "derive_405b_s": "seconds in which a 405B model's spec is derived from the model itself",
+        "derive_405b_bytes": "and the memory that it takes",
         "megatron_over_ours_1024": "time of Megatron's own planner over ours, same rank map",
     },
     "goodput": {
@@ -47,6 +52,12 @@ FIGURES: dict[str, dict[str, str]] = {
         "model_error_median": "relative error of the model against handoffs left out of it",
         "simulated_pause_s_1024": "simulated pause of a 405B model's handoff, 1,024 workers",
         "simulated_pause_s_65536": "the same, 65,536 workers",
+    },
+    "uneven": {
+        "throughput_7_of_8": "tokens a second of 7 workers over those of 8, modelled from measured "
+        "steps; 128 micro-batches in the global batch",
+        "throughput_4_of_8": "the same of falling back to 4",
+        "uneven_over_model": "measured steps of uneven worlds over what the model says of them",
     },
     "peers": {
         "live_join_lost_s": "lost time of a live join in data parallelism, 1 to 2 workers, s",

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.harness import BenchmarkResult, Row, Spread, interleaved, parser, reported
-from benchmarks.live_runs import LiveRun
 from benchmarks.models import text_data
+from benchmarks.transitions.pool import Pool, open_seat
 from benchmarks.uneven.model import Cell, StepModel, ideal
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.errors import LiverError
+from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.recipes.text_data import prepare
 
-EVENT_S = 300.0
+LIMIT_S = 300.0
+"""The longest that anything may take."""
+WARM_STEPS = 2
+SEAT = "benchmarks.uneven.seat:TimedSeat"
 ALL, LEFT, HALF = 8, 7, 4
 BATCH = 128
 CURVE = (8, 16, 32, 64, 128, 256, 512)
@@ -25,36 +33,39 @@ ODD = (Cell(2, 3), Cell(2, 7))
 DIRECT = (Cell(ALL, 16), Cell(LEFT, 16))
 
 METHOD = {
-    "measured": "step times of whole runs, started as `liver submit` does: dp1 and dp2 with 1, 2, "
-    "4 and 8 micro-batches a worker (median of the undisturbed steps of a run), each worker with a "
-    "core of its own as long as nothing else runs on the machine",
+    "measured": "step times of real worlds over gloo: dp1 and dp2 with 1, 2, 4 and 8 micro-batches "
+    "a worker, a core and a thread for each worker as long as nothing else runs on the machine; "
+    "all worlds are warm and take turns, a step each",
     "fitted": "step = fixed + 2 (n - 1) / n reduce + each ceil(M / n): n workers, M micro-batches "
-    "in the global batch; one fit for each repeat",
+    "in the global batch; to the medians of all turns, and for the spread to each turn alone",
     "modelled": "what the fit says of 8, 7 and 4 workers, none of which have a core each here: "
     "that a step of theirs costs the same fixed part, that the reduction grows as a ring's, and "
     "that the worker with most micro-batches sets the pace",
     "throughput_7_of_8": "samples (and so tokens) a second of 7 workers over those of 8, of 128 "
     "micro-batches in the global batch; throughput_4_of_8: of falling back to half",
-    "uneven_over_model": "largest of the ratios of a measured uneven step (dp2, 3 and 7 "
-    "micro-batches, a core a worker) to what the fit, which has not seen it, says; and its inverse",
-    "shared_cores_7_of_8": "7 and 8 real workers with 16 micro-batches, all on this machine's few "
-    "cores: there the sum of all computing counts and not the slowest worker, so that it shows "
-    "only that an uneven share adds no work and no waiting of its own (1 is none)",
+    "uneven_over_model": "measured steps of uneven worlds (dp2 with 3 and 7 micro-batches, a core "
+    "a worker), which the fit has not seen, over what it says: the ratio that is farthest from 1",
+    "shared_cores_7_of_8": "7 real workers against 8, with 16 micro-batches, all on this machine's "
+    "few cores: there the sum of all computing counts and not the worker that computes most, so "
+    "that it shows only that an uneven share adds no work of its own (1: none)",
 }
 
 
 @dataclass(frozen=True)
 class Effort:
-    """steps: that a run does when it is warm."""
+    """turns: steps of each world that count."""
 
-    repeats: int
-    steps: int
+    turns: int
     hidden: int
     cells: Sequence[Cell]
 
+    @property
+    def workers(self) -> int:
+        return max(cell.workers for cell in self.cells)
 
-FULL = Effort(3, 12, 256, (*EVEN, *ODD, *DIRECT))
-QUICK = Effort(1, 4, 64, (Cell(1, 1), Cell(1, 4), Cell(2, 2), Cell(2, 8), Cell(2, 3)))
+
+FULL = Effort(15, 256, (*EVEN, *ODD, *DIRECT))
+QUICK = Effort(3, 64, (Cell(1, 1), Cell(1, 4), Cell(2, 2), Cell(2, 8), Cell(2, 3)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,106 +75,120 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(effort: Effort) -> BenchmarkResult:
-    """Measures every world, again and again; then the figures."""
-    makers: dict[str, Callable[[], float]] = {
-        _name(cell): partial(measured_s, effort, cell) for cell in effort.cells
-    }
-    steps_s = interleaved(makers, effort.repeats)
-    return result({cell: steps_s[_name(cell)] for cell in effort.cells})
+    """Times the steps of every world, in turns; then the figures."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        config = config_of(effort, directory)
+        assert config.data is not None
+        prepare(config.data)
+        with Pool(effort.workers, partial(open_seat, directory, kind=SEAT)) as pool:
+            _build(pool, config, effort.cells)
+            makers = {cell.name: _timer(pool, cell) for cell in effort.cells}
+            interleaved(makers, WARM_STEPS)
+            steps_s = interleaved(makers, effort.turns)
+    return result({cell: steps_s[cell.name] for cell in effort.cells})
 
 
-def config_of(effort: Effort, cell: Cell) -> RunConfig:
-    """A run in one world that ends when it is stopped; a micro-batch is one sample."""
+def config_of(effort: Effort, directory: Path) -> RunConfig:
+    """What all worlds train, but for their global batch; a micro-batch is one sample."""
     sizes = {"layers": 4, "hidden": effort.hidden, "ffn_hidden": 2 * effort.hidden}
+    largest = max(cell.micro_batches for cell in effort.cells)
     return RunConfig.model_validate(
         {
-            "name": "uneven",
-            "runs_directory": "runs/bench",
             "model": {"heads": 4, "query_groups": 2, "seq_length": 128, **sizes},
-            "data": text_data(),
-            "train": {"steps": 100_000, "global_batch": cell.micro_batches, "micro_batch": 1},
-            "schedule": {"style": "constant"},
-            "workers": {"initial": cell.workers, "max": cell.workers},
-            "layouts": {cell.workers: [{"dp": cell.workers}]},
+            "data": text_data(directory),
+            "train": {"steps": WARM_STEPS + effort.turns, "global_batch": largest},
+            "workers": {"initial": 1, "max": effort.workers},
+            "layouts": {1: {"dp": 1}},
         }
     )
 
 
-def measured_s(effort: Effort, cell: Cell) -> float:
-    """The median of a run's undisturbed steps, in seconds."""
-    with LiveRun(config_of(effort, cell), EVENT_S) as live:
-        live.settle(effort.steps)
-    steps = live.records().steps
-    times_s = [step.ended_s - step.started_s for step in steps if not step.phase]
-    if not times_s:
-        raise LiverError(f"{live.run}: no undisturbed step was recorded")
-    return median(times_s)
+def _build(pool: Pool, config: RunConfig, cells: Sequence[Cell]) -> None:
+    """All worlds, one after the other."""
+    layouts = sorted({Layout(1, 1, cell.workers) for cell in cells})
+    pool.call("open the model", LIMIT_S, "open", config)
+    (spec,) = filter(None, pool.call("derive its spec", LIMIT_S, "derive", 0, layouts))
+    pool.call("take its spec", LIMIT_S, "take_spec", spec)
+    for generation, cell in enumerate(cells):
+        rank_map = RankMap(Layout(1, 1, cell.workers), tuple(range(cell.workers)))
+        world = (cell.name, rank_map, generation, cell.micro_batches)
+        pool.call(f"build {cell.name}", LIMIT_S, "build_batched", *world)
+
+
+def _timer(pool: Pool, cell: Cell) -> Callable[[], float]:
+    """What times one more step of a world, on the first of its workers."""
+    steps = itertools.count()
+
+    def timed() -> float:
+        taken = pool.call(f"train {cell.name}", LIMIT_S, "timed", cell.name, next(steps))
+        return float(taken[0])
+
+    return timed
 
 
 def result(steps_s: Mapping[Cell, Sequence[float]]) -> BenchmarkResult:
-    """The figures of all repeats; `steps_s` has as many times for each world."""
-    repeats = min(map(len, steps_s.values()))
-    each = [
-        {cell: times_s[number] for cell, times_s in steps_s.items()} for number in range(repeats)
+    """The figures, of the least times of all turns; `steps_s` has as many times for each world."""
+    turns = [
+        dict(zip(steps_s, times_s, strict=True)) for times_s in zip(*steps_s.values(), strict=True)
     ]
-    models = [StepModel.fitted(times_s) for times_s in each]
-    spread = {
-        "throughput_7_of_8": Spread.of([m.throughput(LEFT, ALL, BATCH) for m in models]),
-        "throughput_4_of_8": Spread.of([m.throughput(HALF, ALL, BATCH) for m in models]),
-        "fixed_s": Spread.of([model.fixed_s for model in models]),
-        "reduce_s": Spread.of([model.reduce_s for model in models]),
-        "micro_batch_s": Spread.of([model.each_s for model in models]),
-        "uneven_over_model": Spread.of(
-            [_worst_ratio(model, times_s) for model, times_s in zip(models, each, strict=True)]
-        ),
-    }
-    all_workers, seven_workers = DIRECT
-    if {all_workers, seven_workers} <= steps_s.keys():
-        shared = [times_s[all_workers] / times_s[seven_workers] for times_s in each]
-        spread["shared_cores_7_of_8"] = Spread.of(shared)
-    figures = {name: found.median for name, found in spread.items()}
+    least_s = {cell: min(times_s) for cell, times_s in steps_s.items()}
+    whole, model = _figures(least_s), StepModel.fitted(own_cores(least_s))
+    each = [_figures(times_s) for times_s in turns]
     return BenchmarkResult(
         "uneven",
-        figures | {"ideal_7_of_8": ideal(LEFT, ALL, BATCH)},
-        [_row(models, count) for count in CURVE],
+        whole | {"ideal_7_of_8": ideal(LEFT, ALL, BATCH)},
+        [_row(model, count) for count in CURVE],
         method=METHOD,
-        spread=spread,
-        repeats=repeats,
+        spread={name: Spread.of([figures[name] for figures in each]) for name in whole},
+        repeats=len(turns),
         samples=[
-            {"workers": cell.workers, "micro_batches": cell.micro_batches, "step_s": step_s}
+            {
+                "workers": cell.workers,
+                "micro_batches": cell.micro_batches,
+                "least_s": least_s[cell],
+                "median_s": median(times_s),
+                "model_s": model.step_s(cell),
+            }
             for cell, times_s in steps_s.items()
-            for step_s in times_s
         ],
     )
 
 
-def _worst_ratio(model: StepModel, times_s: Mapping[Cell, float]) -> float:
-    """Of an uneven world's time and the model's, the larger over the smaller."""
-    ratios = [
-        times_s[cell] / model.step_s(cell)
-        for cell in times_s
-        if not cell.even and cell not in DIRECT
-    ]
-    return max(max(ratio, 1 / ratio) for ratio in ratios)
+def own_cores(steps_s: Mapping[Cell, Any]) -> dict[Cell, Any]:
+    """The worlds whose workers have a core each."""
+    return {cell: value for cell, value in steps_s.items() if cell not in DIRECT}
 
 
-def _row(models: Sequence[StepModel], micro_batches: int) -> Row:
+def _figures(step_s: Mapping[Cell, float]) -> dict[str, float]:
+    """What one time for each world says."""
+    model = StepModel.fitted(own_cores(step_s))
+    found = {
+        "throughput_7_of_8": model.throughput(LEFT, ALL, BATCH),
+        "throughput_4_of_8": model.throughput(HALF, ALL, BATCH),
+        "fixed_s": model.fixed_s,
+        "reduce_s": model.reduce_s,
+        "micro_batch_s": model.each_s,
+        "micro_batch_alone_s": model.alone_s,
+    }
+    uneven = {cell: taken_s for cell, taken_s in own_cores(step_s).items() if not cell.even}
+    ratios = [taken_s / model.step_s(cell) for cell, taken_s in uneven.items()]
+    found["uneven_over_model"] = max(ratios, key=lambda ratio: abs(ratio - 1))
+    if {*DIRECT} <= step_s.keys():
+        eight, seven = DIRECT
+        found["shared_cores_7_of_8"] = step_s[eight] / step_s[seven]
+    return found
+
+
+def _row(model: StepModel, micro_batches: int) -> Row:
     """A line of the curve over the number of micro-batches in the global batch."""
-
-    def of(workers: int) -> float:
-        return median(model.throughput(workers, ALL, micro_batches) for model in models)
-
     return {
         "micro_batches": micro_batches,
-        "throughput_7_of_8": of(LEFT),
+        "throughput_7_of_8": model.throughput(LEFT, ALL, micro_batches),
         "ideal_7_of_8": ideal(LEFT, ALL, micro_batches),
-        "throughput_4_of_8": of(HALF),
+        "throughput_4_of_8": model.throughput(HALF, ALL, micro_batches),
         "ideal_4_of_8": ideal(HALF, ALL, micro_batches),
     }
-
-
-def _name(cell: Cell) -> str:
-    return f"dp{cell.workers}, {cell.micro_batches} micro-batches"
 
 
 if __name__ == "__main__":

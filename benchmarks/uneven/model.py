@@ -3,8 +3,9 @@
     step(n workers, M micro-batches) = fixed + 2 (n - 1) / n reduce + each ceil(M / n)
 
 fixed: what every step costs. reduce: the reduction of all gradients between two workers, of which
-a ring of n workers takes 2 (n - 1) / n. each: one micro-batch. All in seconds; the worker that
-computes most sets the pace.
+a ring of n workers takes 2 (n - 1) / n. each: one micro-batch, on a worker beside which others
+compute; a lone one has the memory's bandwidth for itself. All in seconds; the worker that computes
+most sets the pace.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ class Cell(NamedTuple):
     micro_batches: int
 
     @property
+    def name(self) -> str:
+        return f"dp{self.workers}, {self.micro_batches} micro-batches"
+
+    @property
     def most(self) -> int:
         """Micro-batches of the worker that computes most."""
         return math.ceil(self.micro_batches / self.workers)
@@ -38,29 +43,32 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class StepModel:
-    """See above; in seconds."""
+    """See above; in seconds. alone_s: a micro-batch on a lone worker."""
 
     fixed_s: float
     reduce_s: float
     each_s: float
+    alone_s: float
 
     @classmethod
     def fitted(cls, steps_s: Mapping[Cell, float]) -> StepModel:
-        """The model whose predictions have the least squared relative errors; none of its parts is
-        negative. Raises LiverError without even worlds of one worker and of two."""
-        even = {cell: step_s for cell, step_s in steps_s.items() if cell.even}
-        if {cell.workers for cell in even} != {1, 2} or len({cell.most for cell in even}) < 2:
+        """A line through the even worlds of one worker, and one through those of two; see `_line`.
+        Raises LiverError without two of each."""
+        alone, beside = (
+            {cell: s for cell, s in steps_s.items() if cell.even and cell.workers == workers}
+            for workers in (1, 2)
+        )
+        if min(len(alone), len(beside)) < 2:
             raise LiverError(
-                f"the fit wants even worlds of one worker and of two; got {sorted(even)}"
+                f"the fit wants two even worlds of one worker and two of two; got {[*steps_s]}"
             )
-        rows = np.array([_terms(cell) for cell in even])
-        measured_s = np.array(list(even.values()))
-        weights, _ = nnls(rows / measured_s[:, None], np.ones(len(even)))
-        return cls(*map(float, weights))
+        (fixed_s, alone_s), (both_s, each_s) = _line(alone), _line(beside)
+        return cls(fixed_s, max(0.0, both_s - fixed_s), each_s, alone_s)
 
     def step_s(self, cell: Cell) -> float:
-        parts = zip(_terms(cell), (self.fixed_s, self.reduce_s, self.each_s), strict=True)
-        return sum(term * seconds for term, seconds in parts)
+        each_s = self.alone_s if cell.workers == 1 else self.each_s
+        ring = 2 * (cell.workers - 1) / cell.workers
+        return self.fixed_s + ring * self.reduce_s + each_s * cell.most
 
     def throughput(self, workers: int, of: int, micro_batches: int) -> float:
         """Samples a second of some workers over those of `of` workers, of the same batch."""
@@ -68,8 +76,13 @@ class StepModel:
         return all_s / self.step_s(Cell(workers, micro_batches))
 
 
-def _terms(cell: Cell) -> tuple[float, float, float]:
-    return 1.0, 2 * (cell.workers - 1) / cell.workers, float(cell.most)
+def _line(steps_s: Mapping[Cell, float]) -> tuple[float, float]:
+    """What every step costs, and each micro-batch: not negative, and so that the predictions have
+    the least squared relative errors."""
+    measured_s = np.array([*steps_s.values()])
+    rows = np.array([(1.0, cell.most) for cell in steps_s]) / measured_s[:, None]
+    (fixed_s, each_s), _ = nnls(rows, np.ones(len(rows)))
+    return float(fixed_s), float(each_s)
 
 
 def ideal(workers: int, of: int, micro_batches: int) -> float:

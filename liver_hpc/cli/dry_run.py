@@ -18,10 +18,10 @@ from liver_hpc.cluster.slurm.script import (
 )
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import NoticeSection, RunConfig
-from liver_hpc.layout.candidates import fullest_worker
+from liver_hpc.layout.candidates import fullest_worker, workers_of_a_node
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.memory import handoff_bytes
-from liver_hpc.layout.placement import place
+from liver_hpc.layout.placement import first_rank_map, place
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.report.wording import bytes_text
@@ -34,14 +34,16 @@ TOKEN = "TOKEN"
 
 def describe_run(config: RunConfig, recipe: Recipe) -> str:
     """The resolved run file, bytes a worker holds in each layout, bytes that each scripted
-    handoff moves, and on Slurm what would be submitted. The run must have passed its checks."""
-    facts = "".join(f"# {name}: {text}\n" for name, text in recipe.summary().items())
-    parts = [
-        dump_run(config).rstrip(),
-        f"{facts}# layouts: state of the fullest worker (no activations, no buffers)",
-        _table(_layout_rows(config, recipe.spec)),
-    ]
-    if config.notices:
+    handoff moves, and on Slurm what would be submitted; without bytes where the model's spec cannot
+    be derived here. The run must have passed its checks."""
+    parts = [dump_run(config).rstrip()]
+    if recipe.knows_spec:
+        facts = "".join(f"# {name}: {text}\n" for name, text in recipe.summary().items())
+        parts += [
+            f"{facts}# layouts: state of the fullest worker (no activations, no buffers)",
+            _table(_layout_rows(config, recipe.spec)),
+        ]
+    if config.notices and recipe.knows_spec:
         parts += [
             "# scripted handoffs: bytes between workers, and copied within them",
             _table(_handoff_rows(config, recipe.spec)),
@@ -92,13 +94,15 @@ def _layout_rows(config: RunConfig, model: ModelSpec) -> list[list[str]]:
 
 
 def _handoff_rows(config: RunConfig, model: ModelSpec) -> list[list[str]]:
-    rows = [["after step", "notice", "source", "target", "moved", "stays"]]
+    columns = ["after step", "notice", "source", "target", "moved", "stays"]
+    slots = workers_of_a_node(config)
+    rows = [columns if slots is None else [*columns, "between nodes"]]
     first = config.allowed_layouts(config.workers.initial)[0]
-    rank_map, born = RankMap(first, tuple(range(first.workers))), first.workers
+    rank_map, born = first_rank_map(first, range(first.workers), _nodes(config)), first.workers
     for notice in sorted(config.notices, key=lambda notice: notice.at_step):
         target, born = _next_rank_map(config, model, rank_map, notice, born)
-        moved, local = handoff_bytes(model, rank_map, target)
-        sizes = [bytes_text(moved), bytes_text(local)]
+        sizes = [bytes_text(count) for count in handoff_bytes(model, rank_map, target)]
+        sizes = sizes if slots is not None else sizes[:2]
         rows.append([str(notice.at_step), _notice_text(notice), str(rank_map), str(target), *sizes])
         rank_map = target
     return rows
@@ -117,7 +121,14 @@ def _next_rank_map(
         layout = wished_layout(config, notice)
         joiners = max(0, layout.workers - len(available))
     available += range(born, born + joiners)
-    return place(model, rank_map, layout, available), born + joiners
+    return place(model, rank_map, layout, available, _nodes(config)), born + joiners
+
+
+def _nodes(config: RunConfig) -> dict[int, int]:
+    """The node of each worker that the notices may lead to, if all nodes are as small as the
+    smallest and are filled one after the other."""
+    slots, most = workers_of_a_node(config), config.workers.max * (2 + len(config.notices))
+    return {worker: 0 if slots is None else worker // slots for worker in range(most)}
 
 
 def _notice_text(notice: NoticeSection) -> str:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from liver_hpc.config.schema import AUTO, LayoutSection, RunConfig, TrainSection
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.batch import batch_fault
+from liver_hpc.layout.batch import batch_fault, micro_batches, most_micro_batches
 from liver_hpc.layout.coordinates import Coordinate, Layout
-from liver_hpc.layout.memory import worker_bytes
+from liver_hpc.layout.memory import fullest_bytes, worker_bytes
 from liver_hpc.layout.tensors import ModelSpec
 
 NEAREST = 4
 """How many layouts an error explains."""
+KEPT = 6
+"""How many layouts are kept for one number of workers, those expected to be fastest."""
+WORTH = 0.005
+"""A number of workers that is no multiple of a node's is kept where it is expected to be faster by
+more than this share than all smaller ones."""
 
 
 class StepTerms(NamedTuple):
@@ -24,49 +33,59 @@ class StepTerms(NamedTuple):
     tensor: float
     data: float
     fixed: float
+    context: float = 0.0
+    experts: float = 0.0
 
     def cost(self, weights: StepTerms) -> float:
         return sum(term * weight for term, weight in zip(self, weights, strict=True))
 
 
-PRIOR = StepTerms(compute=1.0, tensor=0.3, data=0.25, fixed=0.01)
+PRIOR = StepTerms(compute=1.0, tensor=0.3, data=0.25, fixed=0.01, context=0.1, experts=0.3)
 """Weights before anything was measured, relative to all the computing of a step on one worker.
 
 tensor: all-reduces inside of a node take about a third of the time of the layers they belong to.
 data: reducing all gradients costs a quarter of computing one micro-batch; below 1, so that dp comes
-before pp. fixed: launches and the optimizer's bookkeeping, which no further worker shares.
+before pp. fixed: launches and the optimizer's bookkeeping, which no further worker shares. context:
+keys and values go round while attention computes. experts: each token goes to its experts' workers
+and back.
 """
 
 
 def step_terms(layout: Layout, train: TrainSection) -> StepTerms:
     """How a layout shares the work of one step; smaller is faster.
 
-    With M micro-batches a step in all, m = M / dp of them a pipeline, and the pipeline's bubble
-    factor b = 1 + (pp - 1) / m:
+    With M micro-batches a step in all, m of them in the pipeline that has most, and s = (m + (pp -
+    1) / vpp) / M, the share of the step's micro-batches that pass by until that one is done:
 
-        compute = b / (tp pp dp)            each worker's share of the computing
-        tensor  = b (tp - 1) / tp / (pp dp) all-reduces of a stage's layers: tp does not share them
-        data    = (dp - 1) / dp / (tp pp M) gradients and parameters of a stage, once a step
-        fixed   = 1                         what every step costs
+        compute = s / (tp pp cp)                a worker's share of the computing
+        tensor  = s (tp - 1) / tp / (pp cp)     all-reduces of its layers: tp does not share them
+        data    = (r - 1) / r / (tp pp M)       gradients and parameters of a stage, once a step,
+                                                of r = dp cp replicas
+        fixed   = 1                             what every step costs
+        context = s (cp - 1) / cp / (tp pp)     keys and values of the other chunks
+        experts = s (ep - 1) / ep / (tp pp cp)  tokens to experts elsewhere, and back
     """
-    tp, pp, dp = layout.tp, layout.pp, layout.dp
-    micro_batches = train.global_batch / train.micro_batch
-    bubble = 1 + (pp - 1) * dp / micro_batches
+    tp, pp, cp, ep, r = layout.tp, layout.pp, layout.cp, layout.ep, layout.replicas
+    count = micro_batches(train)
+    s = (most_micro_batches(train, layout) + (pp - 1) / layout.vpp) / count
     return StepTerms(
-        compute=bubble / layout.workers,
-        tensor=bubble * (tp - 1) / tp / (pp * dp),
-        data=(dp - 1) / dp / (tp * pp * micro_batches),
+        compute=s / (tp * pp * cp),
+        tensor=s * (tp - 1) / tp / (pp * cp),
+        data=(r - 1) / r / (tp * pp * count),
         fixed=1.0,
+        context=s * (cp - 1) / cp / (tp * pp),
+        experts=s * (ep - 1) / ep / (tp * pp * cp),
     )
 
 
-def expected_order(layout: Layout, train: TrainSection) -> tuple[float, int, int, int]:
+def expected_order(layout: Layout, train: TrainSection) -> tuple[float, int, int, int, int]:
     """Sorts layouts of equally many workers, the one expected to be fastest first.
 
     Least communication comes first: data parallelism, then pipelines while the bubble is small,
     then tensor parallelism.
     """
-    return (step_terms(layout, train).cost(PRIOR), -layout.dp, layout.pp, layout.tp)
+    cost = step_terms(layout, train).cost(PRIOR)
+    return (cost, -layout.dp, layout.pp, layout.tp, layout.ep)
 
 
 def workers_of_a_node(config: RunConfig) -> int | None:
@@ -87,9 +106,10 @@ def workers_of_a_node(config: RunConfig) -> int | None:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Judges layouts for one run and one model.
+    """Judges layouts for one run and one model, of the axes tp, pp, dp and, where the model has
+    experts, ep; cp and vpp stand in tables of layouts alone.
 
-    check_layout: raises ConfigError for a layout that the model cannot have.
+    check_layout: raises ConfigError for a layout that the model cannot have, whatever its dp.
     """
 
     config: RunConfig
@@ -98,8 +118,13 @@ class Candidates:
 
     def fault(self, layout: Layout) -> str:
         """Why the run cannot take a layout; empty when it can."""
-        if fault := batch_fault(self.config.train, layout):
-            return fault
+        return (
+            batch_fault(self.config.train, layout)
+            or self._fault_of_any_dp(layout)
+            or memory_fault(self.config, self.model, layout)
+        )
+
+    def _fault_of_any_dp(self, layout: Layout) -> str:
         node = workers_of_a_node(self.config)
         if node is not None and layout.tp > node:
             return f"tp={layout.tp} is more than the {node} workers of a node"
@@ -109,33 +134,108 @@ class Candidates:
             self.check_layout(layout)
         except ConfigError as error:
             return str(error)
-        return memory_fault(self.config, self.model, layout)
+        return ""
 
     def table(self) -> dict[int, list[Layout]]:
-        """All layouts that the run can take by worker count, those expected fastest first."""
-        fitting = (each for each in layouts_up_to(self.config.workers.max) if not self.fault(each))
-        found: dict[int, list[Layout]] = {}
-        for layout in self._in_order(fitting):
+        """Layouts that the run can take by worker count, those expected fastest first.
+
+        Of each count the `KEPT` fastest; not all counts, see `WORTH`; and what notices ask for.
+        """
+        train, found = self.config.train, dict[int, list[Layout]]()
+        for layout in self._fitting():
             found.setdefault(layout.workers, []).append(layout)
-        return found
+        for count, entries in found.items():
+            found[count] = sorted(entries, key=lambda one: expected_order(one, train))[:KEPT]
+        wanted = self._wanted()
+        for layout in wanted - {one for entries in found.values() for one in entries}:
+            if not self.fault(layout):
+                found.setdefault(layout.workers, []).append(layout)
+        return self._thinned(found, {layout.workers for layout in wanted})
+
+    def _wanted(self) -> set[Layout]:
+        """The layouts that notices name."""
+        return {each.layout.layout() for each in self.config.notices if each.layout is not None}
+
+    def _thinned(
+        self, table: dict[int, list[Layout]], wanted: Collection[int]
+    ) -> dict[int, list[Layout]]:
+        """The table without numbers of workers with which a run does no better than with fewer."""
+        asked = {each.workers for each in self.config.notices}
+        asked |= {self.config.workers.initial, self.config.workers.max, *wanted}
+        node = workers_of_a_node(self.config)
+        kept, least = {}, math.inf
+        for count, entries in sorted(table.items()):
+            cost = step_terms(entries[0], self.config.train).cost(PRIOR)
+            whole_nodes = node is not None and count % node == 0
+            if count in asked or whole_nodes or cost < least * (1 - WORTH):
+                kept[count] = entries
+            least = min(least, cost)
+        return kept
+
+    def _fitting(self) -> Iterator[Layout]:
+        """All layouts without a fault; what has nothing to do with dp is asked once for all dp."""
+        train, most = self.config.train, self.config.workers.max
+        if train.global_batch % train.micro_batch:
+            return
+        for tp, pp, ep in self._shapes():
+            least = self._layout(tp, pp, ep, ep)
+            if not self._fault_of_any_dp(least):
+                dps = np.arange(ep, min(most // (tp * pp), micro_batches(train)) + 1, ep)
+                for dp in dps[fits_memory(self.config, self.model, least, dps)].tolist():
+                    yield replace(least, dp=dp)
+
+    def _shapes(self) -> Iterator[tuple[int, int, int]]:
+        """Every tp, pp and ep that the model's spec knows, for which there may be workers."""
+        most = self.config.workers.max
+        node = workers_of_a_node(self.config) or most
+        pps = [len(table) for table in self.model.stages.values() if len(table[0]) == 1]
+        for tp in range(1, min(most, node) + 1):
+            for pp in sorted(pps):
+                for ep in (1, *sorted({*self.model.homes} - {1})):
+                    if tp * pp * ep <= most:
+                        yield tp, pp, ep
+
+    def _layout(self, tp: int, pp: int, dp: int, ep: int) -> Layout:
+        """Where a model with experts has tp, Megatron wants sequence parallelism."""
+        experts = any(tensor.expert for tensor in self.model.tensors)
+        return Layout(tp, pp, dp, ep=ep, sequence_parallel=experts and tp > 1)
 
     def why_none(self, workers: int) -> str:
         """Why the best few layouts of `workers` workers cannot be taken."""
-        nearest = (each for each in layouts_up_to(workers) if each.workers == workers)
-        some = self._in_order(nearest)[:NEAREST]
+        sizes = [size for size in range(1, workers + 1) if workers % size == 0]
+        layouts = [
+            self._layout(tp, pp, workers // (tp * pp), 1)
+            for tp in sizes
+            for pp in sizes
+            if workers % (tp * pp) == 0
+        ]
+        train = self.config.train
+        some = sorted(layouts, key=lambda each: expected_order(each, train))[:NEAREST]
         return "; ".join(f"{layout}: {self.fault(layout)}" for layout in some)
 
-    def _in_order(self, layouts: Iterable[Layout]) -> list[Layout]:
-        train = self.config.train
-        return sorted(layouts, key=lambda each: (each.workers, expected_order(each, train)))
 
+def layouts_to_derive(config: RunConfig, layers: int, experts: int) -> list[Layout]:
+    """What `layouts: auto` may choose from, with the least dp: what the model's spec is to know.
 
-def layouts_up_to(workers: int) -> Iterator[Layout]:
-    """Every layout of at most `workers` workers."""
-    for tp in range(1, workers + 1):
-        for pp in range(1, workers // tp + 1):
-            for dp in range(1, workers // (tp * pp) + 1):
-                yield Layout(tp, pp, dp)
+    Of tp what divides a node, and of pipelines those whose longest stage has fewer layers than with
+    one stage less. experts: of a layer that has some, else 0.
+    """
+    most = config.workers.max
+    node = workers_of_a_node(config)
+    tps = [tp for tp in range(1, min(node or most, most) + 1) if node is None or node % tp == 0]
+    eps = [size for size in range(1, experts + 1) if experts % size == 0] or [1]
+    pps = [
+        pp
+        for pp in range(1, min(layers, most) + 1)
+        if pp == 1 or -(-layers // pp) < -(-layers // (pp - 1))
+    ]
+    return [
+        Layout(tp, pp, ep, ep=ep, sequence_parallel=experts > 0 and tp > 1)
+        for tp in tps
+        for pp in pps
+        for ep in eps
+        if tp * pp * ep <= most
+    ]
 
 
 def fullest_worker(model: ModelSpec, layout: Layout) -> dict[str, int]:
@@ -157,7 +257,7 @@ def memory_fault(config: RunConfig, model: ModelSpec, layout: Layout) -> str:
     most = config.policy.memory_bytes
     if most is None:
         return ""
-    held = sum(fullest_worker(model, layout).values())
+    held = int(fullest_bytes(model, layout, np.array([layout.replicas]))[0])
     staging = config.handoff.staging_bytes
     if held + staging <= most:
         return ""
@@ -165,6 +265,16 @@ def memory_fault(config: RunConfig, model: ModelSpec, layout: Layout) -> str:
         f"its fullest worker holds {held} bytes and {staging} for staging, "
         f"more than policy.memory_bytes {most}"
     )
+
+
+def fits_memory(
+    config: RunConfig, model: ModelSpec, layout: Layout, replicas: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Of each number of replicas, whether the layout has no `memory_fault` with it."""
+    most = config.policy.memory_bytes
+    if most is None:
+        return np.ones(len(replicas), dtype=np.bool_)
+    return fullest_bytes(model, layout, replicas) + config.handoff.staging_bytes <= most
 
 
 def resolve_layouts(

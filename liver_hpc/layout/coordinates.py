@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from liver_hpc.errors import ConfigError
 
 SEQUENCE_PARALLEL = "sp"
@@ -164,14 +167,11 @@ class RankMap:
 
     def on_node(self, node: int) -> tuple[Coordinate, ...]:
         """The coordinates of a node's workers, by rank."""
-        return self._by_node.get(node, ())
+        return tuple(map(self.layout.coordinate, np.flatnonzero(self._nodes == node).tolist()))
 
     @cached_property
-    def _by_node(self) -> dict[int, tuple[Coordinate, ...]]:
-        found: dict[int, list[Coordinate]] = {}
-        for at in self.layout.coordinates():
-            found.setdefault(self.node_at(at), []).append(at)
-        return {node: tuple(seats) for node, seats in found.items()}
+    def _nodes(self) -> NDArray[np.int64]:
+        return np.array(self.nodes or [alone(worker) for worker in self.workers])
 
     @cached_property
     def _ranks(self) -> dict[int, int]:

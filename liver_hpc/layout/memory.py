@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
-from liver_hpc.layout.ownership import local_shape, owned_boxes
+from liver_hpc.layout.ownership import BUCKET_ALIGNMENT, buckets, local_shape, owned_boxes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec, Move
 
@@ -36,6 +42,66 @@ def worker_bytes(model: ModelSpec, layout: Layout, at: Coordinate) -> dict[str, 
     return counted
 
 
+class _Fill(NamedTuple):
+    """How much of its tensors the first of a bucket's ranks has: `elements` at slices that end at
+    `ends`, in between as on a straight line.
+
+    share: so many replicas have one rank.
+    """
+
+    share: int
+    ends: tuple[int, ...]
+    elements: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def _stage_kinds(model: ModelSpec, least: Layout) -> frozenset[tuple[int, tuple[_Fill, ...]]]:
+    """Of each different stage: bytes that every replica holds, and the optimizer's buckets."""
+    found = set()
+    for stage in range(least.pp):
+        held_bytes = 0
+        for index in model.held_tensors(least, Coordinate(0, stage, 0)):
+            tensor = model.tensors[index]
+            each = model.element_bytes(PARAMETER, index)
+            each += GRADIENT_BYTES if tensor.role == "trained" else 0
+            held_bytes += math.prod(local_shape(tensor, least.tp)) * each
+        fills = [_fill(spans.values(), 1) for spans in buckets(model, least, stage)]
+        if least.ep > 1:
+            fills += [_fill(spans.values(), least.ep) for spans in buckets(model, least, stage, 0)]
+        found.add((held_bytes, tuple(fills)))
+    return frozenset(found)
+
+
+def _fill(spans: Iterable[tuple[int, int]], share: int) -> _Fill:
+    ends, elements = [0], [0]
+    for start, end in sorted(spans):
+        ends += [start, end]
+        elements += [elements[-1], elements[-1] + end - start]
+    return _Fill(share, tuple(ends), tuple(elements))
+
+
+def fullest_bytes(
+    model: ModelSpec, layout: Layout, replicas: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Bytes of parameters, gradients and optimizer state of the fullest worker, for a layout with
+    each of some numbers of replicas, which its ep divides.
+
+    Exact to within the padding between the optimizer's parameters.
+    """
+    most = np.zeros(len(replicas))
+    element_bytes = sum(model.element_bytes(kind, 0) for kind in model.optimizer_kinds)
+    # On one stage every tp rank holds as much, and every replica as much of each bucket.
+    for held_bytes, fills in _stage_kinds(model, layout.least):
+        state = np.zeros(len(replicas))
+        for share, ends, elements in fills:
+            ranks = replicas // share
+            whole = np.lcm(ranks, BUCKET_ALIGNMENT)
+            slices = -(-ends[-1] // whole) * whole // ranks
+            state += np.interp(slices, ends, elements)
+        most = np.maximum(most, held_bytes + element_bytes * state)
+    return most
+
+
 def move_bytes(model: ModelSpec, moves: tuple[Move, ...]) -> int:
     """Bytes of a list of moves."""
     return sum(_bytes_of(model, move) for move in moves)
@@ -53,11 +119,21 @@ def bytes_by_receiver(model: ModelSpec, moves: tuple[Move, ...]) -> dict[int, in
     return dict(sorted(counted.items()))
 
 
-def handoff_bytes(model: ModelSpec, source: RankMap, target: RankMap) -> tuple[int, int]:
-    """Bytes that cross between workers, and bytes copied within them, in a whole handoff."""
-    moved = local = 0
-    for worker in target.workers:
-        plan = transfer_plan(model, source, target, worker)
+class HandoffBytes(NamedTuple):
+    """moved: between workers. local: copied within them. between_nodes: of those moved."""
+
+    moved: int
+    local: int
+    between_nodes: int
+
+
+def handoff_bytes(model: ModelSpec, source: RankMap, target: RankMap) -> HandoffBytes:
+    """What a whole handoff moves, by its workers' plans."""
+    on = dict(zip(source.workers, map(source.node_at, source.layout.coordinates()), strict=True))
+    moved = local = between = 0
+    for worker, to in zip(target.workers, target.layout.coordinates(), strict=True):
+        plan, node = transfer_plan(model, source, target, worker), target.node_at(to)
         moved += move_bytes(model, plan.receives)
+        between += move_bytes(model, tuple(m for m in plan.receives if on[m.sender] != node))
         local += move_bytes(model, plan.local)
-    return moved, local
+    return HandoffBytes(moved, local, between)

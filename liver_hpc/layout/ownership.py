@@ -121,6 +121,18 @@ def stage_shards(
     """
     ranks = layout.replicas if home is None else layout.expert_replicas
     places: dict[int, tuple[int, int, int]] = {}
+    for spans in buckets(model, layout, stage, home):
+        end = max(span[1] for span in spans.values())
+        size = _round_up(end, math.lcm(ranks, BUCKET_ALIGNMENT)) // ranks
+        places |= {index: (*span, size) for index, span in spans.items()}
+    return StageShards(places)
+
+
+def buckets(
+    model: ModelSpec, layout: Layout, stage: int, home: int | None = None
+) -> Iterator[dict[int, tuple[int, int]]]:
+    """Where the trained tensors of a stage lie in their buckets, bucket by bucket: start and end,
+    in elements; the same for any dp. home: as `stage_shards` has it."""
     for number, chunk in enumerate(model.chunks(layout, stage)):
         indices = [
             index
@@ -128,17 +140,13 @@ def stage_shards(
             if model.tensors[index].role == "trained" and model.home(index, layout) == home
         ]
         fills_at = model.bucket_elements if stage == number == 0 else None
-        for spans in _buckets(model, layout, indices, fills_at):
-            end = max(span[1] for span in spans.values())
-            size = _round_up(end, math.lcm(ranks, BUCKET_ALIGNMENT)) // ranks
-            places |= {index: (*span, size) for index, span in spans.items()}
-    return StageShards(places)
+        yield from _buckets(model, layout, indices, fills_at)
 
 
 def _buckets(
     model: ModelSpec, layout: Layout, indices: Iterable[int], fills_at: int | None
 ) -> Iterator[dict[int, tuple[int, int]]]:
-    """Where tensors lie in their buckets, bucket by bucket: start and end, in elements.
+    """Where tensors of a chunk lie in their buckets.
 
     A tied embedding that is on two stages has a bucket of its own; another bucket is begun where
     one has reached `fills_at` elements.

@@ -32,7 +32,7 @@ class LayoutPolicy:
     the median of its last steps. That of another is predicted from the terms of `step_terms`,
     each with a positive weight:
 
-        step_s = w_compute compute + w_tensor tensor + w_data data + w_fixed fixed
+        step_s = w_compute compute + w_tensor tensor + w_data data + w_fixed fixed + ...
 
     The weights give the predictions of the measured layouts the least squared relative errors,
     while their ratios are held near `PRIOR` (`TRUST_IN_PRIOR`). With nothing measured they are
@@ -50,6 +50,7 @@ class LayoutPolicy:
         self._train = config.train
         self._measured: dict[Layout, deque[float]] = {}
         self._weights: StepTerms | None = None  # to be fitted when they are wanted
+        self._choices: dict[int, list[Layout]] = {}  # since the last measurement
         self._layouts = tuple(
             layout
             for count in reversed(config.worker_counts)
@@ -66,6 +67,7 @@ class LayoutPolicy:
         if step_s > 0 and math.isfinite(step_s):
             self._measured.setdefault(layout, deque(maxlen=REMEMBERED_STEPS)).append(step_s)
             self._weights = None
+            self._choices.clear()
 
     def best(self, workers: int) -> Layout | None:
         """The layout to run with at most `workers` workers; None when there is none."""
@@ -76,8 +78,11 @@ class LayoutPolicy:
         fitting = [layout for layout in self._layouts if layout.workers <= workers]
         if not self._auto or not fitting:
             return fitting  # they are in the table's order
-        most = fitting[0].workers
-        return sorted(fitting, key=lambda layout: self._handicapped_s(layout, most))
+        if workers not in self._choices:
+            most = fitting[0].workers
+            order = sorted(fitting, key=lambda layout: self._handicapped_s(layout, most))
+            self._choices[workers] = order
+        return list(self._choices[workers])
 
     def expected_step_s(self, layout: Layout) -> float:
         """The median of the measured steps, or else the prediction.

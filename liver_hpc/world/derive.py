@@ -49,7 +49,8 @@ Splits = dict[str, tuple[int, tuple[int, ...]]]
 class Derivation:
     """Builds one recipe's model at seats of layouts, and tells what they hold. Not collective.
 
-    worker: the rank of this process's sentinel group. Raises PlanError where the model cannot be
+    worker: the rank of this process's sentinel group. layers, experts: of the model, and of a layer
+    that has some. Raises PlanError where the model cannot be
     built with nothing split, or does not say what it holds then.
     """
 
@@ -60,6 +61,8 @@ class Derivation:
         with self._seat(whole, worker) as ((module,), groups):
             self.frame = frame_of(module, groups)
             self._parameter_bytes = 2 if module.config.bf16 else 4
+            self.layers = module.config.num_layers
+            self.experts = getattr(module.config, "num_moe_experts", None) or 0
             refuse_dtypes(module)
         self._numbers = {name: number for number, name in enumerate(self.frame.tensors)}
 

@@ -53,5 +53,8 @@ def test_a_plan_is_timed(case: Case) -> None:
 def test_the_quick_run_writes_its_figures(tmp_path: Path) -> None:
     assert main(["--quick", "--json", str(tmp_path / "r.json")]) == 0
     written = json.loads((tmp_path / "r.json").read_text())
-    assert {"plan_s_64", "plan_s_1024", "megatron_over_ours_64"} <= set(written["figures"])
+    figures = written["figures"]
+    assert {"plan_s_64", "plan_s_1024", "megatron_over_ours_64"} <= set(figures)
+    assert {"resolve_layouts_s_1024", "place_s_1024"} <= set(figures)
+    assert 1.0 <= figures["bytes_between_nodes_over_exact"] <= 1.1
     assert {row["handoff"] for row in written["rows"]} == {"grow", "shrink", "reshape"}

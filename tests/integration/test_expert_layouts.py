@@ -355,3 +355,17 @@ def test_a_rehearsal_of_experts_leaves_the_biases_of_their_routers(device: Any) 
             assert torch.equal(router.expert_bias, torch.full((4,), 0.25))
             assert not router.local_tokens_per_expert.any()
         world.close()
+
+
+def test_two_worlds_copy_their_counts_on_different_streams(device: Any) -> None:
+    recipe = gpt(model())
+    worlds = [build_world(recipe, device) for _ in range(2)]
+    streams = {
+        part.token_dispatcher.cuda_dtoh_stream
+        for world in worlds
+        for part in world.chunks[0].modules()
+        if hasattr(part, "token_dispatcher")
+    }
+    assert len(streams) == 2
+    for world in worlds:
+        world.close()

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from liver_hpc.errors import ConfigError, PlanError
-from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.protocol.votes import Side, disagreements
 from liver_hpc.recipes.base import BuildContext
 from liver_hpc.recipes.gpt_config import GPTConfig
 from tests.integration.random_tokens import RandomTokenGPT, tiny_config, tiny_recipe
 from tests.integration.test_recomputation import TorchCheckpoints
-from tests.integration.toys import Toy, build_world, derived
+from tests.integration.toys import Toy, build_world, derived, experts
 
 MOE = {"num_moe_experts": 4, "moe_ffn_hidden_size": 8, "add_bias_linear": False}
 
@@ -74,6 +75,9 @@ def test_statistics_of_batches_are_refused_by_name_as_the_spec_is_derived(
         ({"fp8": "e4m3"}, r"fp8: its scales"),
         ({"calculate_per_token_loss": True}, r"calculate_per_token_loss"),
         ({"cuda_graph_impl": "local"}, r"cuda_graph_impl: a CUDA graph"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "Engine"),
+        ({"overlap_p2p_comm": True}, r"overlap_p2p_comm: .* over the default group"),
+        ({"distribute_saved_activations": True}, r"distribute_saved_activations: Megatron shares"),
         ({**MOE, "moe_router_load_balancing_type": "global_aux_loss"}, r"global_aux_loss: its cou"),
         ({**MOE, "moe_router_load_balancing_type": "sinkhorn"}, r"sinkhorn: it balances"),
         ({**MOE, "moe_expert_capacity_factor": 1.0}, r"moe_expert_capacity_factor"),
@@ -207,6 +211,35 @@ def test_a_bit_of_any_kind_of_tensor_is_in_the_digest(device: Any) -> None:
         assert world.state.digests(["parameter"]) != before, tensor.name
         bits[0, 0] ^= 1
     assert world.state.digests(["parameter"]) == before
+    world.close()
+
+
+def test_a_bit_of_a_buffer_that_has_changed_on_the_way_calls_a_handoff_off(device: Any) -> None:
+    recipe, rank_map = counting(), RankMap(Layout(1, 1, 1), (0,))
+    source, target = (build_world(recipe, device) for _ in range(2))
+    sides = []
+    for name, world in (("source", source), ("target", target)):
+        world.state.initialize(recipe.initial, seed=1)
+        if name == "target":
+            (index,) = (i for i, t in enumerate(recipe.spec.tensors) if t.name == "counts.seen")
+            world.state.view("parameter", index, recipe.spec.tensors[index].whole)[3] ^= True
+        sides.append(Side(name, rank_map, {0: world.state.digests(["parameter"])}))
+        world.close()
+    (problem,) = disagreements(*sides)
+    assert "parameter (replicated over tp): target copy" in problem
+
+
+def test_the_step_counter_of_a_second_optimizer_is_moved_and_compared(device: Any) -> None:
+    world = build_world(experts(), device, "ep2 dp2")
+    first, second = (one.optimizer for one in world._optimizers)
+    told = world.scalar_state(5).model_copy(update={"optimizer_step": 5})
+    world.load_scalar_state(told)
+    for adam in (first, second):
+        assert {int(held["step"]) for held in adam.state.values()} == {5}
+    assert world.scalar_state(5) == told
+    next(iter(second.state.values()))["step"] += 1
+    with pytest.raises(PlanError, match=r"Adam's step counters differ: \[5, 6\]"):
+        world.scalar_state(5)
     world.close()
 
 

@@ -18,7 +18,7 @@ def recipe_of_page(name: str) -> str:
     """A how-to page's one Python block that defines a recipe."""
     text = (HOW_TO / name).read_text()
     blocks = re.findall(r"^```python[^\n]*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    recipes = [block for block in blocks if "(Recipe):" in block]
+    recipes = [block for block in blocks if re.search(r"\((Recipe|GPT)\):", block)]
     assert len(recipes) == 1
     return str(recipes[0])
 

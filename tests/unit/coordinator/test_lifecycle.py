@@ -23,7 +23,9 @@ pytestmark = pytest.mark.timeout(60)
 
 def test_a_run_from_its_first_to_its_last_step(make: Start) -> None:
     run = make(train={"steps": 3, "global_batch": 8})
-    begin = m.Begin(generation=0, rank_map=m.WireRankMap(tp=1, pp=1, dp=2, workers=(0, 1)))
+    begin = m.Begin(
+        generation=0, rank_map=m.WireRankMap(tp=1, pp=1, dp=2, workers=(0, 1), nodes=(0, 0))
+    )
     assert run.cluster.got(0, m.Begin) == run.cluster.got(1, m.Begin) == [begin]
     run.cluster.train(3, last=True)
 

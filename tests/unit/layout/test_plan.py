@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -25,11 +26,19 @@ BOXES = st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 5), st.in
 @st.composite
 def rank_maps(draw: st.DrawFn) -> tuple[RankMap, RankMap]:
     """A source rank map, and a target one whose workers are partly the same, shuffled."""
-    source = rank_map(draw(LAYOUTS))
-    layout = draw(LAYOUTS)
-    pool = list(range(source.layout.workers + layout.workers))
-    seated = draw(st.permutations(pool))[: layout.workers]
-    return source, RankMap(layout, tuple(seated))
+    before, after = draw(LAYOUTS), draw(LAYOUTS)
+    pool = list(range(before.workers + after.workers))
+    seated = draw(st.permutations(pool))[: after.workers]
+    slots = draw(st.sampled_from([0, 1, 2, 3, 4, 8, 100]))  # of a node; 0: nodes are not known
+
+    def on(workers: Iterable[int]) -> tuple[int, ...]:
+        return tuple(worker // slots for worker in workers) if slots else ()
+
+    source = range(before.workers)
+    return (
+        RankMap(before, tuple(source), on(source)),
+        RankMap(after, tuple(seated), on(seated)),
+    )
 
 
 def plans(model: ModelSpec, source: RankMap, target: RankMap) -> dict[int, TransferPlan]:
@@ -106,9 +115,26 @@ def test_nothing_is_sent_that_its_receiver_holds_and_senders_hold_what_they_send
             assert any(box.intersect(move.box) == move.box for box in theirs)
 
 
+def test_parameters_come_from_the_own_node_where_it_has_a_whole_copy() -> None:
+    """Two nodes of two replicas; each of four joiners takes what it misses from its own node."""
+    source = RankMap(Layout(2, 1, 4), tuple(range(8)), (0,) * 4 + (1,) * 4)
+    joiners = (20, 21, 30, 31)
+    target = RankMap(Layout(2, 1, 6), (*range(8), *joiners), (*source.nodes, 0, 0, 1, 1))
+    on = dict(zip(target.workers, target.nodes, strict=True))
+    for joiner in joiners:
+        receives = transfer_plan(TIED, source, target, joiner).receives
+        senders = {move.sender for move in receives if move.kind == PARAMETER}
+        assert senders
+        assert {on[sender] for sender in senders} == {on[joiner]}
+    elsewhere = RankMap(target.layout, target.workers, (*source.nodes, 2, 2, 3, 3))
+    moved = [handoff_bytes(TIED, source, each) for each in (target, elsewhere)]
+    assert moved[0].moved == moved[1].moved
+    assert moved[0].between_nodes < moved[1].between_nodes
+
+
 def test_moving_to_the_same_seats_sends_nothing() -> None:
     seated = rank_map(Layout(2, 2, 2))
-    moved, local = handoff_bytes(TIED, seated, seated)
+    moved, local, _ = handoff_bytes(TIED, seated, seated)
     assert moved == 0
     assert local == sum(
         sum(worker_bytes(TIED, seated.layout, seat).values())
@@ -118,7 +144,7 @@ def test_moving_to_the_same_seats_sends_nothing() -> None:
 
 
 def test_one_to_one_moves_the_whole_state() -> None:
-    moved, local = handoff_bytes(TIED, rank_map(Layout(1, 1, 1)), RankMap(Layout(1, 1, 1), (9,)))
+    moved, local, _ = handoff_bytes(TIED, rank_map(Layout(1, 1, 1)), RankMap(Layout(1, 1, 1), (9,)))
     assert (moved, local) == (state_bytes(TIED), 0)
 
 

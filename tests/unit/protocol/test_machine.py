@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from liver_hpc.clock import FakeClock
 from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.errors import ProtocolError
-from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Ended, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Phase
@@ -344,3 +344,14 @@ def test_joiners_take_the_seats_of_those_that_were_expected() -> None:
     assert isinstance(send.message, m.Prepare)
     assert send.message.target == m.WireRankMap.of(RankMap(TP2_DP2, (9, 0, 5, 1)))
     check(machine)
+
+
+def test_joiners_take_seats_that_were_meant_for_their_nodes() -> None:
+    """Those of node 7 were expected first, and come last; of node 8 came one more than wanted."""
+    source = WorldRef(0, RankMap(Layout(1, 1, 1), (0,), (6,)))
+    target = RankMap(Layout(1, 1, 5), (0, 1, 2, 3, 4), (6, 7, 7, 8, 8))
+    requested = Requested(1, source, target, "test")
+    placed = requested.target_with([9, 5, 7, 6], {5: 8, 6: 8, 7: 8, 9: 7})
+    assert placed.workers == (0, 9, 7, 5, 6)
+    assert placed.nodes == (6, 7, 8, 8, 8)
+    assert requested.target_with([1, 2, 3, 4], {}).nodes == (6, -2, -3, -4, -5)

@@ -83,8 +83,3 @@ def test_experts_have_no_biases() -> None:
 def test_layers_with_experts(freq: Any, layers: tuple[int, ...]) -> None:
     config = GPTConfig.model_validate({"experts": {"number": 4, "layer_freq": freq}})
     assert config.experts.in_layers(config.layers) == tuple(map(bool, layers))
-
-
-def test_there_is_no_spec_by_rule_of_a_model_with_experts() -> None:
-    with pytest.raises(ValueError, match="derive it"):
-        gpt_spec(GPTConfig.model_validate({"experts": {"number": 4}}))

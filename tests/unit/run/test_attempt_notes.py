@@ -6,6 +6,7 @@ import math
 
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Requested, WorkerLost, WorldRef
 from liver_hpc.run.attempt_notes import AttemptNotes
@@ -108,3 +109,14 @@ def test_traffic_is_what_the_workers_say_they_send() -> None:
 def test_bytes_by_receiver_survive_the_wire() -> None:
     message = m.Prepared(worker=1, generation=1, bytes_to={0: 5, 12: 7})
     assert m.decode(m.encode(message)) == message
+
+
+def test_bytes_between_nodes_are_counted_apart() -> None:
+    """Workers 0 and 1 send 30 bytes each to worker 2, which is on the node of worker 1."""
+    notes = noted()
+    for worker in (0, 1, 2):
+        prepare(notes, worker, 16.0)
+    ended = Ended(1, "aborted", "test", notes.request.source)
+    record = notes.record(ended, 30.0, 3, ["n0", "n1", "n1"].__getitem__)
+    assert record.bytes_between_nodes == 30
+    assert notes.record(ended, 30.0, 3, lambda worker: "").bytes_between_nodes == 0

@@ -231,7 +231,13 @@ def test_a_request_without_a_point_is_dropped() -> None:
 def test_a_request_that_cannot_be_placed_is_dropped() -> None:
     situation = Situation(BURST)
 
-    def fails(model: ModelSpec, source: RankMap, target: Layout, who: Sequence[int]) -> RankMap:
+    def fails(
+        model: ModelSpec,
+        source: RankMap,
+        target: Layout,
+        who: Sequence[int],
+        nodes: Mapping[int, int],
+    ) -> RankMap:
         raise ConfigError("there is no such seat")
 
     situation.estimates.place = fails

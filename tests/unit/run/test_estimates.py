@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.gpt_spec import gpt_spec
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.memory import handoff_bytes, move_bytes, worker_bytes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec
-from liver_hpc.recipes.gpt_config import GPTConfig
 from liver_hpc.run import estimates as module
 from liver_hpc.run.estimates import (
     ASSUMED_BOOT_S,
@@ -31,7 +29,14 @@ from liver_hpc.run.estimates import (
 )
 from liver_hpc.run.records import ReconfigurationRecord
 from tests.unit.config.runs import minimal
-from tests.unit.layout.models import LAYOUTS, MODELS, TIED, rank_map, state_bytes
+from tests.unit.layout.models import (
+    LAYOUTS,
+    MODELS,
+    TIED,
+    rank_map,
+    spec_by_rule,
+    state_bytes,
+)
 from tests.unit.report.rows import reconfiguration
 
 DP2, TP2_DP2 = rank_map(Layout(1, 1, 2)), RankMap(Layout(2, 1, 2), (0, 2, 1, 3))
@@ -63,9 +68,8 @@ def observe(
 
 
 def model(width: int) -> ModelSpec:
-    return gpt_spec(
-        GPTConfig(layers=4, hidden=4 * width, ffn_hidden=8 * width, heads=4, vocab_size=8 * width)
-    )
+    sizes = {"hidden": 4 * width, "ffn_hidden": 8 * width, "vocab_size": 8 * width}
+    return spec_by_rule(**sizes, seq_length=128)
 
 
 # ---- bytes

@@ -17,6 +17,7 @@ class Somebody:
     def __init__(self, taken: dict[str, set[int]], on: dict[int, str]) -> None:
         self._taken = taken
         self.node_of = on.__getitem__
+        self.number_of = len
 
     def taken(self, ending: bool = True) -> dict[str, set[int]]:
         return self._taken
