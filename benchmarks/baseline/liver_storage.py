@@ -67,6 +67,7 @@ def _commit(world: World, small: ScalarState, directory: Path) -> None:
         digests=(),
         model=SavedModel.of(world.recipe.spec),
         versions={},
+        spec=world.recipe.spec.only(world.rank_map.layout),
     )
     partial = partial_path(directory, small.step)
     write_index(partial, index)

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.baseline.methods import Method
 from benchmarks.baseline.phases import EXISTS
 from benchmarks.harness import figure_text
+from benchmarks.summary.transitions import tables
 from benchmarks.summary.words import FIGURES
 from liver_hpc.errors import ConfigError
 
@@ -70,9 +71,10 @@ def replaced(page: Path, text: str) -> str:
 
 
 def section(results: Sequence[Result]) -> str:
-    """Where and when, the comparison with restarts, then one line a figure."""
+    """Where and when, the comparison with restarts, transitions, then one line a figure."""
     parts = [_where(results)]
     parts += [_comparison(result) for result in results if result["name"] == "reconfigure"]
+    parts += [tables(result["rows"]) for result in results if result["name"] == "transitions"]
     parts.append(_figures(results))
     return "\n\n".join(parts)
 

@@ -41,10 +41,23 @@ FIGURES: dict[str, dict[str, str]] = {
         "control_max_relative_loss_difference": "of a fixed run in another layout: what the order "
         "of summation alone makes",
     },
+    "transitions": {
+        "transitions": "from a layout to another one, each with a model and batch",
+        "bit_equal": "of them, those after which every bit is where it belongs, there and back",
+        "max_relative_difference": "fp32: a loss or gradient norm of the ten steps after one, "
+        "against those of the run that stayed",
+        "max_relative_difference_bf16": "the same in bf16",
+    },
     "simulate": {
         "model_error_median": "relative error of the model against handoffs left out of it",
         "simulated_pause_s_1024": "simulated pause of a 405B model's handoff, 1,024 workers",
         "simulated_pause_s_65536": "the same, 65,536 workers",
+    },
+    "uneven": {
+        "throughput_7_of_8": "tokens a second of 7 workers over those of 8, modelled from measured "
+        "steps; 128 micro-batches in the global batch",
+        "throughput_4_of_8": "the same of falling back to 4",
+        "uneven_over_model": "measured steps of uneven worlds over what the model says of them",
     },
     "peers": {
         "live_join_lost_s": "lost time of a live join in data parallelism, 1 to 2 workers, s",

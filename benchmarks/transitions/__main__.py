@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import BenchmarkResult, parser, reported
+from benchmarks.harness import BenchmarkResult, figure_text, parser, reported
 from benchmarks.models import text_data
 from benchmarks.transitions.cases import (
+    AXES,
     COMPARED,
     FAMILIES,
     TRAINED,
@@ -39,6 +40,7 @@ METHOD = {
     "from those to the source, where every bit is as before; what is in no tensor too",
     "apart": f"{COMPARED} steps in the target against the same steps of the source that stayed: "
     "the largest relative difference of a loss or gradient norm, of all workers",
+    "loss": "of the first step and the last one of the source's run",
     "uneven": "some data-parallel ranks compute a micro-batch more than others in one of the two",
 }
 
@@ -82,6 +84,7 @@ def _row(family: Family, proof: Proof, uneven: bool, took_s: float) -> Row:
         "back": proof.back,
         "same_layout": proof.same_layout,
         "apart": proof.apart,
+        "loss": " to ".join(map(figure_text, proof.losses)),
         "s": round(took_s, 1),
     }
 
@@ -93,19 +96,14 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
         values = [row["apart"] for row in rows if ("bf16" in row["model"]) == bf16]
         return max(values, default=float("nan"))
 
-    def among(word: str) -> int:
-        return sum(word in f"{row['from']} {row['to']}" for row in rows)
-
+    changed = [row["axes"].split() for row in rows]
     return {
         "transitions": len(rows),
         "bit_equal": sum(row["there"] and row["back"] and row["same_layout"] for row in rows),
         "max_relative_difference": apart(bf16=False),
         "max_relative_difference_bf16": apart(bf16=True),
-        "several_axes": sum(" " in row["axes"] for row in rows),
-        "with_ep": among(" ep"),
-        "with_cp": among(" cp"),
-        "with_vpp": among(" vpp"),
-        "with_sequence_parallel": among(" sp"),
+        **{f"changing_{axis}": sum(axis in axes for axes in changed) for axis in (*AXES, "sp")},
+        "changing_several": sum(len(axes) > 1 for axes in changed),
         "uneven": sum(row["uneven"] for row in rows),
     }
 

@@ -6,6 +6,7 @@ do is collective; one that fails or dies ends the pool, as the others would wait
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import time
@@ -124,11 +125,14 @@ class Pool:
             process.join(END_S)
 
 
-def open_seat(directory: Path, worker: int) -> Any:
-    """Makes the calling process a worker (seat.py). directory: shared by all of them."""
-    from benchmarks.transitions.seat import open_seat  # which imports torch
+def open_seat(directory: Path, worker: int, kind: str = "benchmarks.transitions.seat:Seat") -> Any:
+    """Makes the calling process a worker, of a class of seats (seat.py). directory: shared by all
+    of them."""
+    from liver_hpc.world.device import open_device  # which imports torch
 
-    return open_seat(directory, worker)
+    device = open_device(0)  # before megatron is imported, as in a worker
+    module, _, name = kind.partition(":")
+    return getattr(importlib.import_module(module), name)(worker, device, directory)
 
 
 def _serve(

@@ -50,6 +50,7 @@ class Proof:
     disagreements: how the digests of both worlds differ, empty where they do not. back: whether
     the source has every bit again. same_layout: whether the same layout on other workers has every
     bit. apart: the largest relative difference of a loss or gradient norm from the run that stayed.
+    losses: of the first and the last step of that run.
     """
 
     source: Layout
@@ -58,6 +59,7 @@ class Proof:
     back: bool
     same_layout: bool
     apart: float
+    losses: tuple[float, float]
 
     @property
     def bit_equal(self) -> bool:
@@ -87,20 +89,19 @@ class Prover:
         self._call("open the model", "open", config)
         spec = self._call("derive the spec", "derive", 0, family.layouts)[0]
         self._call("read the spec", "take_spec", spec)
-        for text, targets in family.moves.items():
-            layout = Layout.parse(text)
+        for layout, targets in family.transitions:
             self._proving = f"{family.name}, {layout}"
             source = RankMap(layout, tuple(self._pool.workers[: layout.workers]))
-            yield from self._from(source, [*map(Layout.parse, targets)], spec)
+            yield from self._from(source, targets, spec)
 
     def _from(self, source: RankMap, targets: Sequence[Layout], spec: bytes) -> Iterator[Proof]:
         model = TypeAdapter(ModelSpec).validate_json(spec)
         self._build(SOURCE, source)
         self._call("fill the first world", "start", SOURCE)
-        self._train(SOURCE, source, range(TRAINED))
+        trained = self._train(SOURCE, source, range(TRAINED))[0]
         before = self._held(SOURCE, source)
         self._call("keep the state", "keep", SOURCE)
-        stayed = self._train(SOURCE, source, _ON)[0]
+        stayed = [*trained, *self._train(SOURCE, source, _ON)[0]]
         for layout in targets:
             self._proving = f"{self._proving.partition(' to ')[0]} to {layout}"
             # Also where an earlier transition has failed.
@@ -132,7 +133,8 @@ class Prover:
             disagreements=tuple(disagreements(*sides)),
             back=back == before,
             same_layout=[*there.values()] == [*moved.values()],
-            apart=max(apart(steps, stayed) for steps in went_on),
+            apart=max(apart(steps, stayed[TRAINED:]) for steps in went_on),
+            losses=(stayed[0][0], stayed[-1][0]),
         )
 
     # ---- what workers are asked
@@ -147,6 +149,7 @@ class Prover:
     def _move(self, source: str, target: str, scalars: ScalarState) -> None:
         what = f"move the state from {source} to {target}"
         self._call(what, "move", (source, target), next(self._generations), scalars)
+        self._call("close the connections of the move", "drop_transfer")
 
     def _train(self, name: str, rank_map: RankMap, steps: range) -> list[Steps]:
         """What each worker of a world says of its steps, in rank order."""

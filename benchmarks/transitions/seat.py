@@ -24,7 +24,7 @@ from liver_hpc.transport.stream import Transport
 from liver_hpc.transport.wire import group_wire
 from liver_hpc.world import megatron
 from liver_hpc.world.derive import Derivation
-from liver_hpc.world.device import Device, Network, open_device
+from liver_hpc.world.device import Device, Network
 from liver_hpc.world.groups import Group, install_sentinel
 from liver_hpc.world.world import Flags, World
 
@@ -44,25 +44,23 @@ class _Place:
     kept: dict[tuple[str, int, Box], torch.Tensor]
 
 
-def open_seat(directory: Path, worker: int) -> Seat:
-    """Makes this process a worker. directory: shared by all of them."""
-    device = open_device(0)
-    install_sentinel(worker)
-    megatron.prepare_process(seed=1)
-    return Seat(worker, device, Network(device, "127.0.0.1"), directory)
-
-
 class Seat:
-    """One worker. Worlds have names; on a worker without a seat in one, what is asked of it
-    does nothing and gives None."""
+    """This process as one worker. Worlds have names; on a worker without a seat in one, what is
+    asked of it does nothing and gives None.
 
-    def __init__(self, worker: int, device: Device, network: Network, directory: Path) -> None:
+    directory: shared by all workers; they meet there, and keep their data.
+    """
+
+    def __init__(self, worker: int, device: Device, directory: Path) -> None:
+        install_sentinel(worker)
+        megatron.prepare_process(seed=1)
         self._worker = worker
         self._device = device
-        self._network = network
+        self._network = Network(device, "127.0.0.1")
         self._directory = directory
         self._recipe: Recipe | None = None
         self._places: dict[str, _Place] = {}
+        self._transfer: Group | None = None
 
     # ---- the model
 
@@ -167,6 +165,7 @@ class Seat:
             for box in self._boxes(new.world):
                 new.world.state.view(*box).view(torch.uint8).fill_(0xFF)
         group = Group(f"g{generation}/transfer", members, self._worker, self._device)
+        self._transfer = group
         group.connect(self._network, self._store(generation), COLLECTIVE_S)
         ranks = {member: rank for rank, member in enumerate(members)}
         wire = group_wire(group.process_group, ranks, self._device.torch_device)
@@ -182,9 +181,15 @@ class Seat:
             Deadline.after(SystemClock(), COLLECTIVE_S, what),
         )
         transport.close()
-        group.close()
         if new.world is not None:
             new.world.load_scalar_state(scalars)
+
+    def drop_transfer(self) -> None:
+        """Closes the connections of the last move, once all have made it: to a worker that has not
+        seen yet that its last message has crossed, they would seem to have failed."""
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
 
     def _boxes(self, world: World) -> list[tuple[str, int, Box]]:
         kinds = self._used.spec.kinds

@@ -2,8 +2,8 @@
 
     /<kind>/<tensor name>/<row0>:<row1>,<col0>:<col1>    [box rows, box cols]
 
-The attribute `dtype` of a dataset is torch's name. What numpy does not know (bf16), and fp16, lies
-there as 16-bit integers of the same bits.
+The attribute `dtype` of a dataset is torch's name. What numpy does not know (bf16, fp8), and fp16,
+lies there as integers of the same bits.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class BoxesReader:
 def _to_numpy(view: torch.Tensor) -> Array:
     # A copy: memory that numpy has seen cannot be given back when the world ends.
     tensor = torch.empty(view.shape, dtype=view.dtype).copy_(view)
-    if tensor.element_size() == 2:
-        tensor = tensor.view(torch.int16)
+    if tensor.element_size() <= 2 and tensor.dtype.is_floating_point:
+        tensor = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int8)
     array: Array = tensor.numpy()
     return array
 

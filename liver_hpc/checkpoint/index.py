@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.files import write_whole
-from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.layout.tensors import ModelSpec, Role
 from liver_hpc.protocol.messages import ClassDigest, ScalarState, WireRankMap
 
 FORMAT_VERSION = 1
@@ -42,10 +42,11 @@ class Part(_Frozen):
 
 
 class SavedTensor(_Frozen):
-    """A tensor of the model, as all layouts know it."""
+    """A tensor of the model, as all layouts know it. role: the first checkpoints had but one."""
 
     name: str
     shape: tuple[int, ...]
+    role: Role = "trained"
 
 
 class SavedModel(_Frozen):
@@ -56,7 +57,7 @@ class SavedModel(_Frozen):
 
     @classmethod
     def of(cls, spec: ModelSpec) -> SavedModel:
-        tensors = tuple(SavedTensor(name=t.name, shape=t.shape) for t in spec.tensors)
+        tensors = tuple(SavedTensor(name=t.name, shape=t.shape, role=t.role) for t in spec.tensors)
         return cls(parameter_bytes=spec.parameter_bytes, tensors=tensors)
 
     def difference(self, wanted: SavedModel) -> str:
@@ -66,13 +67,14 @@ class SavedModel(_Frozen):
                 f"its parameters have {self.parameter_bytes} bytes, "
                 f"those of the run's model {wanted.parameter_bytes}"
             )
-        saved = {tensor.name: tensor.shape for tensor in self.tensors}
+        saved = {tensor.name: tensor for tensor in self.tensors}
         for tensor in wanted.tensors:
-            shape = saved.pop(tensor.name, None)
-            if shape is None:
+            mine = saved.pop(tensor.name, None)
+            if mine is None:
                 return f"it lacks {tensor.name!r} of the run's model"
-            if shape != tensor.shape:
-                return f"{tensor.name!r} is {shape} in it, {tensor.shape} in the run's model"
+            for is_there, is_wanted in ((mine.shape, tensor.shape), (mine.role, tensor.role)):
+                if is_there != is_wanted:
+                    return f"{tensor.name!r} is {is_there} in it, {is_wanted} in the run's model"
         return f"it holds {next(iter(saved))!r}, which the run's model lacks" if saved else ""
 
 
@@ -80,7 +82,8 @@ class CheckpointIndex(_Frozen):
     """checkpoint.json: one complete checkpoint.
 
     generation: of the world that was saved. parts, digests: in the order of the rank map's ranks;
-    digests are of all that a rank held, whether or not it was the one to write it.
+    digests are of all that a rank held, whether or not it was the one to write it. spec: who held
+    what of the model; the first checkpoints have none.
     """
 
     format_version: int
@@ -94,6 +97,7 @@ class CheckpointIndex(_Frozen):
     digests: tuple[tuple[ClassDigest, ...], ...]
     model: SavedModel
     versions: dict[str, str]
+    spec: ModelSpec | None = None
 
 
 @dataclass(frozen=True)

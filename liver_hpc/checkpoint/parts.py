@@ -24,7 +24,7 @@ from liver_hpc.checkpoint.index import (
     read_index,
 )
 from liver_hpc.clock import Clock
-from liver_hpc.errors import CheckpointError, LiverError
+from liver_hpc.errors import CheckpointError, LiverError, PlanError
 from liver_hpc.host.files import flush_to_disk
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ownership import owned_boxes
@@ -59,16 +59,33 @@ class Read(NamedTuple):
     part: Box
 
 
-def reads(model: ModelSpec, saved: Layout, layout: Layout, at: Coordinate) -> list[Read]:
+def reads(
+    model: ModelSpec,
+    saved: Layout,
+    layout: Layout,
+    at: Coordinate,
+    saved_model: ModelSpec | None = None,
+) -> list[Read]:
     """All that a coordinate of `layout` reads of a checkpoint of `saved`, file by file.
 
-    Raises PlanError where the checkpoint does not hold all that the coordinate needs.
+    saved_model: the spec of the same model by which it was saved, where that was another one: a
+    run's spec knows the splits, stages and buckets of the run's own layouts. Raises PlanError where
+    the checkpoint does not hold all that the coordinate needs.
     """
     found: list[Read] = []
-    for kind in model.kinds:
-        for index in model.held_tensors(layout, at):
+    by_name = {t.name: number for number, t in enumerate((saved_model or model).tensors)}
+    for index in model.held_tensors(layout, at):
+        tensor = model.tensors[index]
+        was = (saved_model or model).tensors[number := by_name[tensor.name]]
+        if was.whole != tensor.whole:
+            raise PlanError(
+                f"{tensor.name!r} was saved as a matrix of {was.whole.shape}, here it is one of "
+                f"{tensor.whole.shape}: give the run a layout with tp, as it was saved with"
+            )
+        for kind in model.kinds:
             needed = owned_boxes(model, layout, at, kind, index)
-            parts = Copies(model, saved, kind, index).parts(0, needed, f"{at} of {layout}")
+            copies = Copies(saved_model or model, saved, kind, number)
+            parts = copies.parts(0, needed, f"{at} of {layout}")
             found += [Read(saved.rank(by), kind, index, own, part) for by, own, part in parts]
     return sorted(found)
 
@@ -133,7 +150,8 @@ def read_parts(state: WorldState, index: CheckpointIndex, path: Path) -> None:
     difference = index.model.difference(SavedModel.of(state.model))
     if difference:
         raise CheckpointError(f"{path} is of another model: {difference}")
-    wanted = reads(state.model, index.rank_map.rank_map().layout, state.layout, state.at)
+    saved = index.rank_map.rank_map().layout
+    wanted = reads(state.model, saved, state.layout, state.at, index.spec)
     for rank, group in groupby(wanted, key=lambda read: read.rank):
         with BoxesReader(path / index.parts[rank].file) as file:
             for read in group:

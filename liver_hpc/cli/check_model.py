@@ -2,24 +2,33 @@
 
 What a module says of itself can be wrong: one that declares an even split of a tensor in which
 several blocks lie one behind the other is another model at tp=2 than at tp=1. Only the numbers
-show it, so a few steps are trained in each pair of tp and pp, and compared with tp=pp=1.
+show it, so a few steps are trained in the smallest layout of each kind that the run has, and
+compared with those of one worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import psutil
+
+from liver_hpc.cli.check import local_workers_limit
 from liver_hpc.cli.client import stop
-from liver_hpc.cli.submission import submit_run
+from liver_hpc.cli.submission import submit_run, with_prepared_data
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.config.schema import AUTO, RunConfig
+from liver_hpc.config.schema import AUTO, LayoutSection, RunConfig
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.recipes.specs import load_run_recipe
+from liver_hpc.layout.memory import worker_bytes
+from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.recipes.base import load_recipe
+from liver_hpc.recipes.specs import Answer, asked_of_model, derive_spec
 from liver_hpc.report.store import read_run
 
 STEPS = 3
+WHOLE = Layout(1, 1, 1)
 LIMITS = {4: 1e-4, 2: 2e-2}
 """How far apart values may be, relatively, by the bytes of a parameter: some ten times as much as
 another order of summation makes."""
@@ -42,20 +51,26 @@ class Trained:
 
 
 def check_model(config: RunConfig, tell: Callable[[str], None]) -> bool:
-    """Trains STEPS steps on this machine in each pair of tp and pp that the run's layouts have, and
-    says how far each is from tp=pp=1; whether all are near enough.
+    """Trains STEPS steps on this machine in the least of each of the run's layouts, in which each
+    worker's model is the same, and says how far each is from one worker's; whether all are near
+    enough.
 
     Raises ConfigError for a run that cannot be run here, LiverError where one fails.
     """
     if config.layouts == AUTO:
         raise ConfigError("check-model compares the layouts that `layouts` lists, got auto")
-    listed = {Layout(one.tp, one.pp, 1) for one in config.layouts_listed}
-    whole, *others = sorted({Layout(1, 1, 1), *listed})
-    wanted, limit = _train(config, whole)
+    whole, *others = sorted({WHOLE, *(one.least for one in config.layouts_listed)})
+    spec = derive_spec(config)
+    free_bytes = _free_bytes()
+    problems = [_too_large(spec, layout, free_bytes) for layout in (whole, *others)]
+    if any(problems):
+        raise ConfigError(*filter(None, problems))
+    limit = LIMITS[spec.parameter_bytes]
+    wanted = _train(config, whole)
     tell(f"{whole}: loss {', '.join(f'{loss:.6g}' for loss in wanted.values[::2])}")
     equal = True
     for layout in others:
-        found, _ = _train(config, layout)
+        found = _train(config, layout)
         apart = found.apart(wanted)
         near = apart <= limit  # false for NaN
         verdict = "the same" if near else f"ANOTHER MODEL (at most {limit:g} apart is the same)"
@@ -64,8 +79,47 @@ def check_model(config: RunConfig, tell: Callable[[str], None]) -> bool:
     return equal
 
 
-def _train(config: RunConfig, layout: Layout) -> tuple[Trained, float]:
-    """The first steps in one layout, and how far others may be apart from them."""
+def measured_times(config: RunConfig) -> str:
+    """The run file's line with the times of the model's layers on this machine; takes some seconds.
+
+    Raises ConfigError for a recipe that takes none, or whose model cannot be timed.
+    """
+    if "layer_times" not in load_recipe(config).Options.model_fields:
+        raise ConfigError(f"recipe {config.recipe} has no option layer_times")
+    asked = with_prepared_data(config)
+    found = asked_of_model(
+        asked, "liver_hpc.worker.times", "its layers cannot be timed", Answer[dict[str, Any]]
+    )
+    values = ", ".join(f"{name}: {value}" for name, value in found.items())
+    return f"model:\n  layer_times: {{{values}}}"
+
+
+def _free_bytes() -> int:
+    """Memory of this machine that could be used."""
+    return int(psutil.virtual_memory().available)
+
+
+def _too_large(spec: ModelSpec, layout: Layout, free_bytes: int) -> str:
+    """Why a layout cannot be checked on this machine, and what to do; empty where it can."""
+    spec.check_layout(layout)
+    most = local_workers_limit()
+    if layout.workers > most:
+        return (
+            f"{layout} wants {layout.workers} workers, this machine may have {most}: check it on "
+            "a larger one, or a like one of smaller axes, which --set layouts={2: {tp: 2}} gives"
+        )
+    needed = sum(sum(worker_bytes(spec, layout, at).values()) for at in layout.coordinates())
+    if needed <= free_bytes:
+        return ""
+    return (
+        f"{layout}: the model's state has {needed / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} "
+        "GiB of this machine are free: check the model at small widths and with few layers, which "
+        "--set model.KEY=... gives; how it is split does not depend on them"
+    )
+
+
+def _train(config: RunConfig, layout: Layout) -> Trained:
+    """The first steps in one layout."""
     run = submit_run(_alone(config, layout), "local")
     limit_s = config.deadlines.boot_s + STEPS * STEP_S
     try:
@@ -77,8 +131,7 @@ def _train(config: RunConfig, layout: Layout) -> tuple[Trained, float]:
         raise LiverError(f"{layout}: {outcome}; {run.where_logs_are()}")
     steps = read_run(run.path).steps
     values = tuple(value for step in steps for value in (step.loss, step.grad_norm))
-    size = load_run_recipe(run.config(), run.path).spec.parameter_bytes
-    return Trained(layout, values), LIMITS[size]
+    return Trained(layout, values)
 
 
 def _alone(config: RunConfig, layout: Layout) -> RunConfig:
@@ -88,6 +141,6 @@ def _alone(config: RunConfig, layout: Layout) -> RunConfig:
     values["runs_directory"] = config.runs_directory / "check-model"
     values["train"]["steps"] = STEPS
     values["workers"] = {"initial": workers, "max": workers}
-    values["layouts"] = {workers: [{"tp": layout.tp, "pp": layout.pp}]}
+    values["layouts"] = {workers: [LayoutSection.of(layout).model_dump()]}
     values["notices"] = []
     return RunConfig.model_validate(values)

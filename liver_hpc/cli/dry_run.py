@@ -34,14 +34,16 @@ TOKEN = "TOKEN"
 
 def describe_run(config: RunConfig, recipe: Recipe) -> str:
     """The resolved run file, bytes a worker holds in each layout, bytes that each scripted
-    handoff moves, and on Slurm what would be submitted. The run must have passed its checks."""
-    facts = "".join(f"# {name}: {text}\n" for name, text in recipe.summary().items())
-    parts = [
-        dump_run(config).rstrip(),
-        f"{facts}# layouts: state of the fullest worker (no activations, no buffers)",
-        _table(_layout_rows(config, recipe.spec)),
-    ]
-    if config.notices:
+    handoff moves, and on Slurm what would be submitted; without bytes where the model's spec cannot
+    be derived here. The run must have passed its checks."""
+    parts = [dump_run(config).rstrip()]
+    if recipe.knows_spec:
+        facts = "".join(f"# {name}: {text}\n" for name, text in recipe.summary().items())
+        parts += [
+            f"{facts}# layouts: state of the fullest worker (no activations, no buffers)",
+            _table(_layout_rows(config, recipe.spec)),
+        ]
+    if config.notices and recipe.knows_spec:
         parts += [
             "# scripted handoffs: bytes between workers, and copied within them",
             _table(_handoff_rows(config, recipe.spec)),

@@ -117,7 +117,9 @@ def new_parser() -> argparse.ArgumentParser:
     add_report_options(of_run("report", _report, "what a run's reconfigurations cost"))
     _doctor_options(command("doctor", _doctor, "whether this cluster has what a run needs"))
     _run_file(command("prepare-data", _prepare_data, "tokenize the text that a run file names"))
-    _run_file(command("check-model", _check_model, "whether the model is the same in all layouts"))
+    _check_model_options(
+        command("check-model", _check_model, "whether the model is the same in all layouts")
+    )
     return parser
 
 
@@ -129,6 +131,12 @@ def _run_file(parser: argparse.ArgumentParser, required: bool = True) -> None:
     add("--config", type=Path, required=required, metavar="FILE", help="the run file")
     text = "a value in YAML that beats the run file's; may be given several times"
     add("--set", action="append", default=[], metavar="KEY.SUB=VALUE", help=text)
+
+
+def _check_model_options(parser: argparse.ArgumentParser) -> None:
+    _run_file(parser)
+    text = "instead: how long the layers take here, as the run file has it (model.layer_times)"
+    parser.add_argument("--times", action="store_true", help=text)
 
 
 def _directory(parser: argparse.ArgumentParser, text: str, default: Path | None) -> None:
@@ -341,8 +349,11 @@ def _prepare_data(options: argparse.Namespace) -> int:
 
 
 def _check_model(options: argparse.Namespace) -> int:
-    from liver_hpc.cli.check_model import check_model
+    from liver_hpc.cli.check_model import check_model, measured_times
     from liver_hpc.config.load import load_run
 
+    if options.times:
+        print(measured_times(load_run(options.config, options.set)))
+        return EXIT_OK
     equal = check_model(load_run(options.config, options.set), partial(print, flush=True))
     return EXIT_OK if equal else EXIT_FAILED

@@ -29,6 +29,15 @@ from liver_hpc.run.directory import (
 from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome
 
 _LAUNCH_S = 120.0
+_DEFERRED = tuple(
+    f"not checked here, but before a worker boots, on the run's nodes: {what}"
+    for what in (
+        "whether the model can be built, and says what each worker holds",
+        "options and state of the model that no handoff could move",
+        "whether it can be had in each of the run's layouts",
+        "whether a worker's share of it fits policy.memory_bytes",
+    )
+)
 
 
 def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfig, Recipe]:
@@ -57,12 +66,9 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
     except LiverError as error:
         if config.layouts == AUTO or kind == "local":
             raise
-        # Torch may be of no use on a login node.
-        print(
-            f"liver: note: {error}; whether the model can take each layout, and its memory, is "
-            "found out as the run starts",
-            file=sys.stderr,
-        )
+        # Torch may be of no use on a login node, or not there.
+        for line in (str(error), *_DEFERRED):
+            print(f"liver: note: {line}", file=sys.stderr)
         return config, recipe
     check_run(config, resolved, found)
     return config, resolved
@@ -196,7 +202,7 @@ def new_run(config: RunConfig, recipe: Recipe, name: str | None = None) -> RunDi
     config = with_prepared_data(config)
     run = create_run_directory(config, name)
     if recipe.knows_spec:
-        keep_spec(config, recipe.spec, run.path)
+        keep_spec(recipe, run.path)
     return run
 
 

@@ -178,18 +178,22 @@ class Launcher:
 
 
 def local_launcher(
-    run_directory: Path, exit_s: float = 10.0, further_options: Sequence[str] = ()
+    run_directory: Path,
+    exit_s: float = 10.0,
+    further_options: Sequence[str] = (),
+    task: Sequence[str] = (),
 ) -> Launcher:
     """Runs agents on this machine.
 
     `exit_s` is how long a killed agent may take to end its workers before all get SIGKILL;
-    `further_options` are added to every agent's command line. What an agent prints goes to its
-    log, logs/agent-NAME.log of the run directory.
+    `further_options` are added to every agent's command line. `task` is a module and its arguments
+    that run in an agent's place. What an agent prints goes to its log, logs/agent-NAME.log of the
+    run directory.
     """
 
     def prepare(launch: LaunchAgent) -> LaunchedAgent:
         options = [*agent_options(launch, run_directory), *further_options]
-        words = [sys.executable, "-P", "-m", AGENT_MODULE, *options]
+        words = [sys.executable, "-P", "-m", *(task or [AGENT_MODULE, *options])]
         log = agent_log(run_directory, launch.agent)
         command = Command(f"agent {launch.agent}", words, log=log, apart="session")
         return LaunchedAgent(launch.agent, command, exit_s)

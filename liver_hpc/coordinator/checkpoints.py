@@ -6,12 +6,10 @@ index in it, gets its final name, so a crash at any moment leaves the one before
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 
 from liver_hpc.checkpoint.index import (
@@ -40,6 +38,7 @@ from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import Restored, Saved, ScalarState, WireRankMap
 from liver_hpc.protocol.votes import Side, disagreements, unlike
 from liver_hpc.recipes.base import Recipe
+from liver_hpc.recipes.specs import versions_of
 from liver_hpc.run import events as e
 from liver_hpc.run.directory import RunDirectory, claim_checkpoints
 
@@ -230,6 +229,7 @@ class Checkpoints:
             digests=tuple(message.digests for message in saved),
             model=SavedModel.of(self._recipe.spec),
             versions=versions_of(RECORDED_PACKAGES),
+            spec=self._recipe.spec.only(world.rank_map.layout),
         )
         partial, final = partial_path(self.directory, step), complete_path(self.directory, step)
         write_index(partial, index)
@@ -261,15 +261,6 @@ def _first(texts: list[str]) -> str:
     if len(texts) < 2:
         return "".join(texts)
     return f"{texts[0]} (and {len(texts) - 1} more)"
-
-
-def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Which versions of these packages are installed here."""
-    versions = dict.fromkeys(packages, "not installed")
-    for package in versions:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
 
 
 def _remove(path: Path) -> None:

@@ -21,13 +21,14 @@ from liver_hpc.cluster.network import control_address
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.coordinator.checkpoints import versions_of
 from liver_hpc.coordinator.connections import Control
+from liver_hpc.coordinator.derivation import checked_recipe, task_words
 from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.performer import Services
 from liver_hpc.errors import ConfigError
 from liver_hpc.host.process import raise_descriptor_limit
-from liver_hpc.recipes.specs import load_run_recipe
+from liver_hpc.recipes.base import Recipe
+from liver_hpc.recipes.specs import versions_of
 from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
 from liver_hpc.report.hdf5 import read_hdf5
@@ -54,13 +55,13 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
     """What the run file's cluster calls for, MPI to meet, a journal to record."""
     network, kind = config.network, config.cluster.kind
     if kind == "slurm":
-        launcher, pool = _on_slurm(config, run_directory)
+        launcher, pool, recipe = _on_slurm(config, run_directory)
     else:
-        launcher, pool = local_launcher(run_directory, config.deadlines.exit_s), NodePool()
+        exit_s = config.deadlines.exit_s
+        launcher, pool = local_launcher(run_directory, exit_s), NodePool()
+        task = local_launcher(run_directory, exit_s, task=task_words(run_directory))
+        recipe = checked_recipe(config, run_directory, task)
     mpi = MpiNetwork(control_address(network, kind), network.interface, network.mpi_netmod)
-    recipe = load_run_recipe(config, run_directory)
-    for layout in config.layouts_listed:
-        recipe.check_layout(layout)  # submit has, unless it could not derive the spec
     return Services(
         clock=SystemClock(),
         recipe=recipe,
@@ -74,7 +75,7 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
     )
 
 
-def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool]:
+def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool, Recipe]:
     """Workers on the nodes of the Slurm job that this process runs in, and on burst nodes."""
     from liver_hpc.cluster.slurm.commands import SlurmCommands
     from liver_hpc.cluster.slurm.holdings import own_allocations
@@ -85,7 +86,11 @@ def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePoo
     commands = SlurmCommands(slurm.command_s, slurm.unreachable_s)
     own = own_allocations(os.environ, config, commands.hostnames)
     pool = SlurmPool(config, commands, own, run_directory, SystemClock())
-    return slurm_launcher(run_directory, config, commands, pool.use), pool
+    task = slurm_launcher(
+        run_directory, config, commands, lambda node: own[0], task=task_words(run_directory)
+    )
+    recipe = checked_recipe(config, run_directory, task, own[0].nodes[0])
+    return slurm_launcher(run_directory, config, commands, pool.use), pool, recipe
 
 
 def run_coordinator(directory: Path, control: Control, build: Build = services_of) -> Outcome:

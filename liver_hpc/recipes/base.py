@@ -65,6 +65,18 @@ class BuildContext:
         return self.chunk if self.layout.vpp > 1 else None
 
 
+def megatron_sizes(layout: Layout) -> dict[str, Any]:
+    """A layout as keywords of Megatron's TransformerConfig."""
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "sequence_parallel": layout.sequence_parallel,
+    }
+
+
 class Recipe(ABC):
     """What is trained. One object a process; `model` is the checked `model` section."""
 
@@ -80,8 +92,9 @@ class Recipe(ABC):
     def build(self, context: BuildContext) -> MegatronModule:
         """One chunk of the model at one coordinate. Not collective: it must not communicate.
 
-        Weights need no values, and random numbers are not drawn: the runtime fills them from
-        `initial` or from the source world.
+        Parameters need no values, and random numbers are not drawn: the runtime fills them from
+        `initial` or from the source world. Buffers begin with the values that they are built with,
+        alike on every worker: what is drawn for one comes from a generator of its own.
         """
 
     @abstractmethod
@@ -170,6 +183,8 @@ def load_recipe(config: RunConfig) -> Recipe:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         too = "" if directory is None else f"; it was looked for in {directory} too"
+        if error.name is not None and error.name.partition(".")[0] in ("torch", "megatron"):
+            too = "; where that is on the nodes alone, import it in the recipe's methods"
         raise ConfigError(f"recipe: cannot import {module_name!r}: {error}{too}") from error
     recipe_class = getattr(module, class_name, None)
     if not (isinstance(recipe_class, type) and issubclass(recipe_class, Recipe)):

@@ -12,7 +12,7 @@ from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.stages import stage_layers
 from liver_hpc.layout.tensors import TensorSpec
-from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe
+from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe, megatron_sizes
 from liver_hpc.recipes.gpt_config import GPTConfig
 from liver_hpc.recipes.gpt_costs import layer_costs
 from liver_hpc.recipes.text_data import VOCABULARY, prefix_of
@@ -168,12 +168,7 @@ class GPT(Recipe):
             params_dtype=dtype,
             pipeline_dtype=dtype,
             bf16=options.dtype == "bf16",
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep,
-            sequence_parallel=layout.sequence_parallel,
+            **megatron_sizes(layout),
             deallocate_pipeline_outputs=False,
             use_cpu_initialization=not torch.cuda.is_available(),
             perform_initialization=False,

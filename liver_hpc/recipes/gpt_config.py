@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from liver_hpc.config.schema import PositiveInt, Seconds
 from liver_hpc.recipes.expert_config import ExpertsConfig
 from liver_hpc.recipes.presets import PRESETS
+from liver_hpc.recipes.recompute_config import RecomputeConfig
 
 
 class LayerTimes(BaseModel):
@@ -25,38 +26,7 @@ class LayerTimes(BaseModel):
     output: Seconds
 
 
-class RecomputeOptions(BaseModel):
-    """What is computed again in the backward instead of being kept, as Megatron has it.
-
-    selective: the `recompute_modules` of each layer. full: whole layers; uniform: all, as many at
-    a time as `recompute_num_layers` says; block: only so many of each chunk, one by one.
-    """
-
-    recompute: Literal["none", "selective", "full"] = "none"
-    recompute_modules: list[
-        Literal["core_attn", "mlp", "layernorm", "moe", "shared_experts", "moe_act"]
-    ] = ["core_attn"]
-    recompute_method: Literal["uniform", "block"] = "uniform"
-    recompute_num_layers: PositiveInt = 1
-
-    @property
-    def recomputation(self) -> dict[str, Any]:
-        """Keywords of Megatron's TransformerConfig."""
-        if self.recompute == "none":
-            return {}
-        if self.recompute == "selective":
-            return {
-                "recompute_granularity": "selective",
-                "recompute_modules": self.recompute_modules,
-            }
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": self.recompute_method,
-            "recompute_num_layers": self.recompute_num_layers,
-        }
-
-
-class GPTConfig(RecomputeOptions):
+class GPTConfig(RecomputeConfig):
     """A decoder-only transformer as megatron-core's GPTModel builds it; sizes in elements.
 
     preset: a known architecture (presets.py), whose values are taken where no others are given.

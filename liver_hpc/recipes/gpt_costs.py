@@ -21,21 +21,18 @@ def layer_costs(config: GPTConfig) -> LayerCosts:
 def operations(config: GPTConfig) -> LayerCosts:
     """Floating-point operations of a forward, for each token.
 
-    A matrix of n elements makes 2 n of them. Backward makes twice as many everywhere. Norms and
-    activations are not counted, the embedding's look-up is as good as none, and of experts those
-    count to which a token is sent.
+    A matrix of n elements makes 2 n of them, and backward twice as many everywhere. Norms and
+    activations are not counted, and the embedding's look-up is as good as none. In a layer with
+    experts a token goes to `topk` of them and to the shared one.
     """
-    hidden, key_value = config.hidden, 2 * config.groups * config.head_width
-    attention = 2 * hidden * (2 * hidden + key_value) + 4 * config.seq_length * hidden
-    matrices = 3 if config.activation == "swiglu" else 2
-    experts = config.experts
-    widths = {False: config.ffn_hidden, True: 0}
-    if experts.number:
-        each = experts.ffn_hidden or config.ffn_hidden
-        widths[True] = experts.topk * each + (experts.shared_ffn_hidden or 0)
-    layers = tuple(
-        float(attention + 2 * matrices * hidden * widths[sparse])
-        for sparse in config.layers_with_experts
-    )
+    hidden, experts = config.hidden, config.experts
+    queries, keys = config.heads * config.head_width, config.groups * config.head_width
+    attention = 4 * hidden * (queries + keys) + 4 * config.seq_length * queries
+    mlp = 2 * (3 if config.activation == "swiglu" else 2) * hidden  # for each unit of its width
+    width = experts.topk * (experts.ffn_hidden or config.ffn_hidden)
+    width += experts.shared_ffn_hidden or 0
+    with_experts = attention + 2 * hidden * experts.number + mlp * width
+    dense = attention + mlp * config.ffn_hidden
+    layers = [with_experts if chosen else dense for chosen in config.layers_with_experts]
     output = (2 * hidden + SOFTMAX_OPERATIONS) * config.vocab_size
-    return LayerCosts(layers, float(hidden), float(output))
+    return LayerCosts(tuple(map(float, layers)), float(hidden), float(output))

@@ -1,19 +1,24 @@
-"""The spec of a run's model: derived by a child process, kept in the run directory.
+"""The spec of a run's model: derived by another process, kept in the run directory.
 
-Deriving imports torch and megatron, which `submit` and the coordinator never do.
+Deriving imports torch and megatron, which `submit` and the coordinator never do. The process is a
+child, or where their host has no torch, a task on a node (coordinator/derivation.py).
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import inspect
 import json
 import os
 import sys
 import tempfile
-from importlib.metadata import version
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
@@ -24,9 +29,33 @@ from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import Recipe, load_recipe
 
 SPEC_FILE = "spec.json"
-EXIT_REFUSED = 2
-"""Exit status of the child for a model that cannot be built or moved."""
+DERIVE_MODULE = "liver_hpc.worker.derive"
+CANNOT_DERIVE = "the spec of its model cannot be derived"
 _VERSIONS = ("liver-hpc", "torch", "megatron-core")
+
+
+Derive = Callable[[RunConfig], ModelSpec]
+Value = TypeVar("Value")
+
+
+class Answer(BaseModel, Generic[Value]):
+    """What a process that imports torch leaves in a file: what it was asked, or why the model
+    refuses."""
+
+    value: Value | None = None
+    refused: str = ""
+
+    @classmethod
+    def read(cls, path: Path, config: RunConfig, failed: str) -> Value:
+        """Raises ConfigError for a model that cannot be built or moved; where there is no such
+        file, LiverError, which says what has `failed`."""
+        try:
+            answer = cls.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            raise LiverError(f"recipe {config.recipe}: {failed}") from None
+        if answer.value is None:
+            raise ConfigError(f"recipe {config.recipe}: {answer.refused}")
+        return answer.value
 
 
 class _Kept(BaseModel):
@@ -36,16 +65,19 @@ class _Kept(BaseModel):
     spec: ModelSpec
 
 
-def load_run_recipe(config: RunConfig, run_directory: Path) -> Recipe:
+def load_run_recipe(config: RunConfig, run_directory: Path, derive: Derive | None = None) -> Recipe:
     """A run's recipe with its spec, from the run directory; it is derived, and put there, where
     what is there is of another recipe, other options, layouts or versions.
 
-    For who starts a run. Raises ConfigError as `load_recipe` and `derive_spec` do, and OSError.
+    derive: how; `derive_spec` without it. For who starts a run. Raises ConfigError as `load_recipe`
+    and `derive` do, LiverError as the latter, and OSError.
     """
     recipe, kept = load_recipe(config), _kept_in(run_directory)
-    if kept is None or kept.key != _key(config):
-        kept = keep_spec(config, derive_spec(config), run_directory)
-    recipe.spec = kept.spec
+    if kept is not None and kept.key == _key(recipe):
+        recipe.spec = kept.spec
+    else:
+        recipe.spec = (derive or derive_spec)(config)
+        keep_spec(recipe, run_directory)
     return recipe
 
 
@@ -68,40 +100,59 @@ def _kept_in(run_directory: Path) -> _Kept | None:
         return None
 
 
-def keep_spec(config: RunConfig, spec: ModelSpec, run_directory: Path) -> _Kept:
-    """Puts a run's spec into its directory. Raises OSError."""
-    kept = _Kept(key=_key(config), spec=spec)
+def keep_spec(recipe: Recipe, run_directory: Path) -> None:
+    """Puts the spec of a run's recipe into the run's directory. Raises OSError."""
+    kept = _Kept(key=_key(recipe), spec=recipe.spec)
     write_whole(run_directory / SPEC_FILE, kept.model_dump_json())
-    return kept
 
 
-def _key(config: RunConfig) -> str:
-    layouts = sorted(map(str, config.layouts_listed))
-    depends_on = (config.recipe, config.model, layouts, [*map(version, _VERSIONS)])
+def _key(recipe: Recipe) -> str:
+    config, source = recipe.config, ""
+    with suppress(OSError, TypeError):  # it has none
+        source = inspect.getsource(inspect.getmodule(type(recipe)) or type(recipe))
+    depends_on = (
+        (config.recipe, source, config.model, sorted(map(str, config.layouts_listed))),
+        (config.train.overlap_grad_reduce, config.train.bucket_elements),
+        versions_of(_VERSIONS),
+    )
     return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
 
 
-def derive_spec(config: RunConfig) -> ModelSpec:
-    """What the run's recipe builds in the run's layouts, by `liver_hpc.worker.derive` in a child.
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Which versions of these packages are installed here."""
+    versions = dict.fromkeys(packages, "not installed")
+    for package in versions:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
-    Takes some seconds. Raises ConfigError for a recipe whose model cannot be built or moved,
-    LiverError where the child fails otherwise.
+
+def derive_spec(config: RunConfig) -> ModelSpec:
+    """What the run's recipe builds in the run's layouts. Takes some seconds.
+
+    Raises as `asked_of_model`.
+    """
+    return asked_of_model(config, DERIVE_MODULE, CANNOT_DERIVE, Answer[ModelSpec])
+
+
+def asked_of_model(
+    config: RunConfig, module: str, cannot: str, answer: type[Answer[Value]]
+) -> Value:
+    """What `python -m MODULE RUN.yaml ANSWER` finds of a run's model, in a child.
+
+    cannot: what is told where it fails. Raises ConfigError for a recipe whose model cannot be built
+    or moved, LiverError where the child fails otherwise, or takes longer than deadlines.boot_s.
     """
     limit_s = config.deadlines.boot_s
     with tempfile.TemporaryDirectory() as directory:
-        run, spec, log = (Path(directory, name) for name in ("run.yaml", SPEC_FILE, "log"))
+        run, found, log = (Path(directory, name) for name in ("run.yaml", "answer.json", "log"))
         run.write_text(dump_run(config), encoding="utf-8")
-        words = [sys.executable, "-P", "-m", "liver_hpc.worker.derive", str(run), str(spec)]
-        name = f"the derivation of the model's spec (deadlines.boot_s), recipe {config.recipe},"
+        words = [sys.executable, "-P", "-m", module, str(run), str(found)]
+        name = f"{module} (deadlines.boot_s), recipe {config.recipe},"
         child = Child(Command(name, words, log=log, environment=os.environ))
         try:
             code = child.wait(limit_s)
         finally:
             child.end(0.0)
-        if code == 0:
-            return TypeAdapter(ModelSpec).validate_json(spec.read_bytes())
-        said = log.read_text(errors="replace").strip()
-    if code == EXIT_REFUSED:
-        raise ConfigError(f"recipe {config.recipe}: {said.rpartition('error: ')[2]}")
-    last = said.rpartition("\n")[2] or f"exit code {code}"
-    raise LiverError(f"recipe {config.recipe}: the spec of its model cannot be derived: {last}")
+        said = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        return answer.read(found, config, f"{cannot}: {said or f'exit code {code}'}")

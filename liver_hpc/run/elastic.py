@@ -24,7 +24,8 @@ from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.requests import GROWTH, OPERATOR, ReconfigurationRequest, RequestQueue
 
 MOST_PAUSE_DOUBLINGS = 6
-"""Growing that fails again and again is tried after ever longer pauses, up to 2**6 of them."""
+"""Growing that fails or does not repay, again and again, is tried after ever longer pauses, up to
+2**6 of them."""
 
 
 class ElasticPolicy:
@@ -52,7 +53,6 @@ class ElasticPolicy:
         self._failed_growths = 0
         self._overtaken = -1  # the generation of the handoff that was called off last
         self._wanted = -1
-        self._declined: tuple[int, Layout] | None = None  # what was told of, in which generation
 
     # ---- from one start to the next
 
@@ -276,12 +276,14 @@ class ElasticPolicy:
 
     def _decline(self, decision: Decline, world: WorldRef) -> None:
         """Looks again later: steps may show other times."""
-        self.nodes.grow_at_s = self._clock.now_s() + self._config.policy.retry_s
-        declined = (world.generation, decision.layout)
-        if declined != self._declined:
-            self._declined = declined
-            stays = f"stays in {world.rank_map.layout}"
-            self._out.append(a.Note(f"{stays}: to {decision.layout}, {decision.reason}"))
+        self._pause_growing()
+        stays = f"stays in {world.rank_map.layout}"
+        self._out.append(a.Note(f"{stays}: to {decision.layout}, {decision.reason}"))
+
+    def _pause_growing(self) -> None:
+        doublings = min(self._failed_growths, MOST_PAUSE_DOUBLINGS)
+        self._failed_growths += 1
+        self.nodes.grow_at_s = self._clock.now_s() + self._config.policy.retry_s * 2**doublings
 
     def _begin(self, decision: Begin, world: WorldRef) -> None:
         request, generation = decision.request, self._handoffs.generation + 1
@@ -342,7 +344,7 @@ class ElasticPolicy:
 
     def handoff_ended(self, ended: Ended, source: WorldRef, record: ReconfigurationRecord) -> None:
         """How long handoffs take, and when, and whether, to try again."""
-        request, now_s, trains = self._handoffs.request, self._clock.now_s(), ended.world.rank_map
+        request, trains = self._handoffs.request, ended.world.rank_map
         if ended.outcome == "completed":
             self.estimates.handoffs.observe(record, source.rank_map, trains)
             self._failed_growths = self.estimates.failed_leaves = 0
@@ -354,8 +356,6 @@ class ElasticPolicy:
         if ended.generation == self._overtaken:
             pass  # it did not fail: there was something more urgent
         elif request is not None and request.origin == GROWTH:
-            doublings = min(self._failed_growths, MOST_PAUSE_DOUBLINGS)
-            self._failed_growths += 1
-            self.nodes.grow_at_s = now_s + self._config.policy.retry_s * 2**doublings
+            self._pause_growing()
         elif request is not None and request.without:
             self.estimates.failed_leaves += 1

@@ -1,6 +1,7 @@
-"""Derives the spec of a run's model: `python -m liver_hpc.worker.derive RUN.yaml SPEC.json`.
+"""Derives the spec of a run's model: `python -m liver_hpc.worker.derive RUN.yaml DERIVED.json`.
 
-A process of its own because it imports torch; `recipes/specs.py` starts it. It needs no device.
+A process of its own because it imports torch; `recipes/specs.py` starts it, or the coordinator on
+a node (`coordinator/derivation.py`). It needs no device.
 """
 
 from __future__ import annotations
@@ -11,21 +12,20 @@ import sys
 import warnings
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import AUTO
+from liver_hpc.host.files import write_whole
 from liver_hpc.layout.candidates import layouts_to_derive
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import load_recipe
-from liver_hpc.recipes.specs import EXIT_REFUSED
+from liver_hpc.recipes.specs import Answer
 
 
 def main() -> int:
-    """EXIT_REFUSED for a model that cannot be built or moved, with the reason on stderr."""
+    """Leaves an `Answer`, also for a model that cannot be built or moved."""
     parser = argparse.ArgumentParser(prog="liver_hpc.worker.derive", description=__doc__)
     parser.add_argument("run", type=Path)
-    parser.add_argument("spec", type=Path)
+    parser.add_argument("derived", type=Path)
     options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the login node's devices are not ours
     warnings.simplefilter("ignore")
@@ -46,11 +46,10 @@ def main() -> int:
             if config.layouts == AUTO
             else config.layouts_listed
         )
-        spec = derivation.spec(layouts)
+        derived = Answer[ModelSpec](value=derivation.spec(layouts))
     except MODELS_ERRORS as error:
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-        return EXIT_REFUSED
-    options.spec.write_bytes(TypeAdapter(ModelSpec).dump_json(spec))
+        derived = Answer[ModelSpec](refused=f"{type(error).__name__}: {error}")
+    write_whole(options.derived, derived.model_dump_json())
     return 0
 
 

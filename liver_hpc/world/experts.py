@@ -44,13 +44,20 @@ def _scale_by_micro_batch(scaler: Any) -> None:
     scaler.forward, scaler.backward = staticmethod(forward), staticmethod(backward)
 
 
-def leave_out_padding(module: torch.nn.Module) -> None:
-    """Makes a chunk's routers count no tokens of micro-batches that count nowhere."""
+def prepare(module: torch.nn.Module) -> None:
+    """Makes a chunk's routers count no tokens of micro-batches that count nowhere, and gives its
+    token dispatchers a stream of their own: Megatron has one a process, in which training would
+    wait for what is rehearsed."""
     for part in module.modules():
         if isinstance(getattr(part, _COUNTS, None), torch.Tensor):
             before: list[torch.Tensor] = []
             part.register_forward_pre_hook(_Keep(before))
             part.register_forward_hook(_PutBack(before))
+    dispatchers: list[Any] = [getattr(part, "token_dispatcher", None) for part in module.modules()]
+    with_stream = [each for each in dispatchers if hasattr(each, "cuda_dtoh_stream")]
+    stream: Any = torch.cuda.Stream() if with_stream else None  # type: ignore[no-untyped-call]
+    for dispatcher in with_stream:
+        dispatcher.cuda_dtoh_stream = stream
 
 
 class _Keep:

@@ -39,7 +39,13 @@ def _clear_caches(layer: type) -> None:
 
 def _clear_losses(groups: list[Any]) -> None:
     """The process's record of auxiliary losses keeps the group over which they are to be summed."""
-    for record in moe_utils.get_moe_layer_wise_logging_tracker().values():
+    for record in _records():
         for name, value in record.items():
             if any(value is group for group in groups):
                 record[name] = None
+
+
+def _records() -> list[dict[str, Any]]:
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # after 0.16: objects
+        return [vars(entry) for entry in [*moe_utils.get_moe_metrics_tracker().metrics.values()]]
+    return [*moe_utils.get_moe_layer_wise_logging_tracker().values()]

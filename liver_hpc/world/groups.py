@@ -27,6 +27,11 @@ SENTINEL_SIZE = 1 << 16
 """The size that the sentinel default group pretends to have; worker ids stay below it."""
 
 
+def lone_store() -> Any:
+    """A store for one process."""
+    return dist.HashStore()
+
+
 def install_sentinel(worker: int) -> None:
     """Makes a default group without a backend whose rank is the worker id.
 
@@ -34,7 +39,7 @@ def install_sentinel(worker: int) -> None:
     default group raises instead of hanging.
     """
     _answer_for_stand_ins()
-    group = dist.ProcessGroup(dist.HashStore(), worker, SENTINEL_SIZE)
+    group = dist.ProcessGroup(lone_store(), worker, SENTINEL_SIZE)
     group._set_group_name("sentinel")
     _enter(group, "sentinel", {worker: worker}, "gloo")
     c10d._update_default_pg(group)
@@ -100,7 +105,7 @@ class Group:
         self.rank = members.index(worker)
         self.backend: Any = None
         self._device = device
-        self._prefix = dist.PrefixStore(name, dist.HashStore())
+        self._prefix = dist.PrefixStore(name, lone_store())
         self.process_group = dist.ProcessGroup(self._prefix, self.rank, len(members))
         stand_in = native.FakeProcessGroup._create_internal(
             self.rank, len(members), native.FakeProcessGroup.Options()

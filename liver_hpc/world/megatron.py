@@ -194,8 +194,10 @@ def groups_in_use(groups: ProcessGroupCollection) -> Iterator[None]:
 def lent(groups: ProcessGroupCollection) -> Iterator[None]:
     """Lends `parallel_state` the groups that `sharded_state_dict` still asks it for. A world that
     trains meanwhile asks it for nothing: it is never initialised."""
-    mine = {"_TENSOR_MODEL_PARALLEL_GROUP": groups.tp, "_DATA_PARALLEL_GROUP_WITH_CP": groups.dp_cp}
-    before = {name: getattr(parallel_state, name) for name in mine}
+    replicas = ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT")
+    mine = {"_TENSOR_MODEL_PARALLEL_GROUP": groups.tp} | dict.fromkeys(replicas, groups.dp_cp)
+    before = {name: vars(parallel_state)[name] for name in mine if hasattr(parallel_state, name)}
+    mine = {name: mine[name] for name in before}  # 0.16 has not all of them
     vars(parallel_state).update(mine)
     try:
         yield
@@ -216,7 +218,7 @@ def prepare_process(seed: int) -> None:
     _build_optimizers_alone()
     _redirect_cross_entropy()
     _redirect_expert_bias()
-    _keep_pipelines_off_the_default_group()
+    _order_messages_of_two_stages()
     _seat_pipeline_layouts()
     seed_dropout(seed, tp_rank=0)
     _keep_rehearsals_from_forking()
@@ -253,13 +255,21 @@ def _redirect_expert_bias() -> None:
     module.parallel_state = _Instead(parallel_state, **{name: lambda **_: _thread.groups.tp_dp_cp})
 
 
-def _keep_pipelines_off_the_default_group() -> None:
-    """Messages that are not batched go over the default group, which does not exist here, where a
-    pipeline has two stages; Megatron keeps to the pipeline's group for ucc alone. Each stage sends
-    and receives in the order that its peer receives and sends, so one group will do."""
-    within = _Instead(dist, get_backend=lambda *_args: "ucc")
+def _order_messages_of_two_stages() -> None:
+    """In a pipeline of two stages the one before is the one behind, too: in Megatron's batch of
+    messages what goes forward would be taken for what goes back (0.16: silently wrong gradients of
+    an interleaved pipeline). Its other way wants the default group, which does not exist here."""
     module: Any = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
-    module.torch = _Instead(torch, distributed=within)
+    plain = module._batched_p2p_ops
+
+    def batched(**given: Any) -> list[Any]:
+        if given["prev_pipeline_rank"] != given["next_pipeline_rank"]:
+            return list(plain(**given))
+        forth = given | {"tensor_send_prev": None, "tensor_recv_next": None}
+        back = given | {"tensor_send_next": None, "tensor_recv_prev": None}
+        return [*plain(**forth), *plain(**back)]
+
+    module._batched_p2p_ops = batched
 
 
 def _seat_pipeline_layouts() -> None:
@@ -419,9 +429,7 @@ def configure_for_schedules(config: Any, chunks: list[Any], layout: Layout) -> N
     if layout.vpp > 1:  # which a recipe of one's own need not have told Megatron
         config.virtual_pipeline_model_parallel_size = layout.vpp
         config.microbatch_group_size_per_vp_stage = layout.pp
-    # With two stages, batched messages of an interleaved pipeline come in the wrong order: both go
-    # to the same peer. (0.16.1: silently wrong gradients)
-    config.batch_p2p_comm = not (layout.vpp > 1 and layout.pp == 2)
+    config.batch_p2p_comm = True  # the other way goes over the default group
 
 
 def complete_for_schedules(module: Any) -> None:
@@ -430,6 +438,25 @@ def complete_for_schedules(module: Any) -> None:
         module.set_input_tensor = lambda _tensor: None
     if not hasattr(module, "model_type"):
         module.model_type = ModelType.encoder_or_decoder
+
+
+def begin_gradients_at_layers(module: Any) -> None:
+    """Lets gradients reach layers that are computed again where nothing before them is trained.
+
+    What is checkpointed passes gradients on only where its input wants some: behind a frozen
+    embedding the first adapters would silently get none.
+    """
+
+    def begin(_part: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        states = args[0] if args else options.get("hidden_states")
+        if isinstance(states, torch.Tensor) and states.is_leaf and torch.is_grad_enabled():
+            states.requires_grad_()
+
+    if all(parameter.requires_grad for parameter in module.parameters()):
+        return
+    for part in module.modules():
+        if hasattr(part, "_checkpointed_forward"):
+            part.register_forward_pre_hook(begin, with_kwargs=True)
 
 
 def group_collection(rank_map: RankMap, at: Coordinate, book: GroupBook) -> ProcessGroupCollection:

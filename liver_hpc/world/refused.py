@@ -38,7 +38,7 @@ def refuse_options(module: torch.nn.Module, layout: Layout) -> None:
     """Raises PlanError for options and layers of a seat's model, as a recipe built it, with which
     training would not be the same in another layout."""
     problems = [*_sizes_wrong(module.config, layout), *_layout_dependent(module.config, layout)]
-    problems += [*_recomputation(module), *_running_statistics(module)]
+    problems += [*_unsupported(module), *_running_statistics(module)]
     if problems:
         raise PlanError("; ".join(problems))
 
@@ -113,9 +113,14 @@ def _layout_dependent(config: Any, layout: Layout) -> Iterator[str]:
         )
 
 
-def _recomputation(module: Any) -> Iterator[str]:
+def _unsupported(module: Any) -> Iterator[str]:
     """What Megatron would not say before a step, and then in words of its own."""
     config = module.config
+    if getattr(config, "overlap_p2p_comm", False):
+        yield (
+            "overlap_p2p_comm: such messages of a pipeline go over the default group, which does "
+            "not exist here"
+        )
     if getattr(config, "distribute_saved_activations", False):
         yield (
             "distribute_saved_activations: Megatron shares them over a group of parallel_state, "

@@ -126,8 +126,9 @@ class World:
         for module in built:
             module.to(self.device.torch_device)
             megatron.complete_for_schedules(module)
+            megatron.begin_gradients_at_layers(module)
             dropout.seed_at_layers(module, recipe.config.train.seed, at.tp)
-            experts.leave_out_padding(module)
+            experts.prepare(module)
             modules.append(megatron.in_low_precision(module))
         frame = _frame_of(recipe, self.worker)
         self._tensors = verified_tensors(recipe.spec, layout, at, built, groups, frame)

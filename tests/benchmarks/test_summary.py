@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness import write_json
+from benchmarks.harness import BenchmarkResult, write_json
 from benchmarks.reconfigure.figures import result
 from benchmarks.reconfigure.sweep import load_sweep
 from benchmarks.summary.__main__ import BEGIN, END, main
 from benchmarks.summary.words import FIGURES
+from benchmarks.transitions.__main__ import figures
 
 
 @pytest.fixture
@@ -57,8 +58,9 @@ def test_the_section_is_written_between_its_lines(sweep_json: Path, tmp_path: Pa
     assert page.read_text(encoding="utf-8") == text
 
 
-def test_the_page_on_performance_has_the_section(repository: Path) -> None:
-    page = repository / "docs" / "explanation" / "performance.md"
+@pytest.mark.parametrize("name", ["performance.md", "axes.md"])
+def test_pages_have_the_section(name: str, repository: Path) -> None:
+    page = repository / "docs" / "explanation" / name
     _, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     assert begin
     assert "Measured on: " in rest.partition(END)[0]
@@ -90,3 +92,26 @@ def test_figures_that_there_are_words_for_exist(sweep_json: Path) -> None:
     assert figures_of("reconfigure", document) == set(FIGURES["reconfigure"]) - {
         "lost_steps_max_100m"
     }
+
+
+def test_transitions_are_counted_by_axis_and_by_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def row(model: str, axes: str, back: bool, apart: float) -> dict[str, Any]:
+        held = {"there": True, "back": back, "same_layout": True, "uneven": axes == "dp"}
+        return {"model": model, "axes": axes, "apart": apart, **held}
+
+    rows = [
+        row("dense", "tp pp", True, 1e-7),
+        row("dense", "dp", False, 0.5),
+        row("dense, bf16", "tp", True, 0.002),
+    ]
+    write_json(BenchmarkResult("transitions", figures(rows), rows), tmp_path / "t.json")
+    assert main([str(tmp_path / "t.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "| `tp` | 2 | 2 | 1e-07 | 0.002 |" in lines
+    assert "| `dp` | 1 | 0 | 0.5 |  |" in lines
+    assert "| two axes or more | 1 | 1 | 1e-07 |  |" in lines
+    assert "| an uneven batch | 1 | 0 | 0.5 |  |" in lines
+    assert "| dense, bf16 | 1 | 1 |  | 0.002 |" in lines
+    assert any(line.startswith("| `bit_equal` | 2 |") for line in lines)

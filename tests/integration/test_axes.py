@@ -43,7 +43,18 @@ def test_dropout_masks_follow_the_sample_but_within_tensor_parallel_regions(
     cases = [Case(layout, DROPPING) for layout in [*layouts, "tp2", "tp2 cp2"]]
     whole, *others = run_workers(train_cases, 4, tmp_path, cases)[0]
     found = {case.layout: apart(one, whole) for case, one in zip(cases[1:], others, strict=True)}
-    print(found)
     in_tp = {layout: found.pop(layout) for layout in ("tp2", "tp2 cp2")}
     assert all(value < 1e-5 for value in found.values()), found
     assert all(1e-4 < value < 0.05 for value in in_tp.values()), in_tp
+
+
+@pytest.mark.timeout(200)
+def test_two_stages_take_each_message_for_what_it_is(tmp_path: Path) -> None:
+    """The one before is the one behind, too; whatever the numbers of chunks and micro-batches."""
+    model = {"layers": 8, "hidden": 32, "ffn_hidden": 48}
+    for batch in (2, 6):
+        layouts = ["dp1", "pp2", "pp2 vpp2", "pp2 vpp4"]
+        cases = [Case(layout, model, {"global_batch": batch}, steps=2) for layout in layouts]
+        (directory := tmp_path / str(batch)).mkdir()
+        whole, *others = run_workers(train_cases, 2, directory, cases)[0]
+        assert all(apart(other, whole) < 1e-5 for other in others), batch

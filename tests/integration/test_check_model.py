@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.cli.check_model import check_model
+from liver_hpc.cli import check_model as check
+from liver_hpc.cli.check_model import Trained, check_model
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import ConfigError
+from liver_hpc.layout.coordinates import Layout
 from tests.integration.runs import run_config
+
+pytestmark = pytest.mark.timeout(300)
 
 GATED = """
 import torch
@@ -71,6 +76,52 @@ class RightGated(Recipe):
 class WrongGated(RightGated):
     model = Gated
 """
+
+
+def test_layouts_of_every_axis_are_compared_each_at_its_least(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No layout twice that differs in dp alone."""
+    trained: list[str] = []
+
+    def train(config: RunConfig, layout: Layout) -> Trained:
+        trained.append(str(layout))
+        (count,) = check._alone(config, layout).worker_counts
+        assert check._alone(config, layout).allowed_layouts(count) == [layout]
+        return Trained(layout, (1.0, 2.0 + 1e-6 * len(trained)))
+
+    monkeypatch.setattr(check, "_train", train)
+    config = run_config(tmp_path, 10, workers={"max": 8}, layouts={
+        2: [{"dp": 2}, {"pp": 2}, {"cp": 1, "dp": 2}],
+        4: [{"pp": 2, "dp": 2}, {"pp": 2, "vpp": 2, "dp": 2}, {"tp": 2, "dp": 2}],
+    })  # fmt: skip
+    said: list[str] = []
+    assert check_model(config, said.append)
+    assert trained == ["tp1 pp1 dp1", "tp1 pp2 dp1", "tp1 pp2 dp1 vpp2", "tp2 pp1 dp1"]
+    assert len(said) == 4
+
+
+def test_what_is_too_large_for_this_machine_is_told_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "_free_bytes", lambda: 2_000_000)
+    monkeypatch.setattr(check, "local_workers_limit", lambda: 2)
+    config = run_config(tmp_path, 10, layouts={1: {}, 2: {"tp": 2}, 4: {"tp": 2, "pp": 2}})
+    with pytest.raises(ConfigError) as refused:
+        check_model(config, print)
+    one, two, four = str(refused.value).splitlines()[1:]
+    assert "tp1 pp1 dp1: the model's state has 0.0 GiB, and 0.0 GiB" in one
+    assert "--set model.KEY=" in one
+    assert "tp2 pp1 dp1" in two
+    assert "tp2 pp2 dp1 wants 4 workers, this machine may have 2: check it on a larger one" in four
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_interleaved_pipeline_is_the_same_model(tmp_path: Path) -> None:
+    config = run_config(tmp_path, 10, layouts={2: {"pp": 2, "vpp": 2}}, train={"global_batch": 4})
+    said: list[str] = []
+    assert check_model(config, said.append)
+    assert said[1].startswith("tp1 pp2 dp1 vpp2: at most ")
 
 
 def gated(tmp_path: Path, kind: str) -> RunConfig:

@@ -19,7 +19,7 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.votes import Side, disagreements
 from liver_hpc.recipes.base import BuildContext
 from tests.integration.random_tokens import RandomTokenGPT
-from tests.integration.test_experts import AUX, BIAS, SIZES, model
+from tests.integration.test_experts import AUX, BIAS, RECOMPUTING, SIZES, model
 from tests.integration.toys import build_world, derived
 from tests.integration.worlds import Case, begin_at, recipe_of
 
@@ -280,24 +280,46 @@ def test_a_rehearsal_beside_training_does_not_scale_its_auxiliary_losses(device:
     assert rehearsed
 
 
-def test_counts_of_a_model_in_bf16_do_not_end_at_256(
-    device: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def kept_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers' counts are not put to zero at the end of a batch."""
     from megatron.core.distributed import finalize_model_grads
 
-    monkeypatch.setitem(
-        finalize_model_grads.__globals__, "reset_model_temporary_tensors", lambda *_: None
-    )
-    recipe = gpt(model("bf16", **BIAS) | {"seq_length": 256})
-    world = build_world(recipe, device)
+    names = finalize_model_grads.__globals__
+    monkeypatch.setitem(names, "reset_model_temporary_tensors", lambda *_: None)
+
+
+def counts(recipe: Any, device: Any, layout: str, worker: int) -> list[torch.Tensor]:
+    """Of each router of a seat, the tokens that each expert is sent in one batch."""
+    world = build_world(recipe, device, layout, worker)
     world.state.initialize(recipe.initial, seed=3)
     world.forward_backward(0)
     routers = [part for part in world.chunks[0].modules() if hasattr(part, "expert_bias")]
-    for router in routers:
-        assert router.local_tokens_per_expert.max() > 512
-        assert router.local_tokens_per_expert.sum() == 8 * 256 * 2
-    assert len(routers) == 2
+    found = [router.local_tokens_per_expert.clone() for router in routers]
     world.close()
+    return found
+
+
+@pytest.mark.usefixtures("kept_counts")
+def test_counts_of_a_model_in_bf16_do_not_end_at_256(device: Any) -> None:
+    recipe = gpt(model("bf16", **BIAS) | {"seq_length": 256})
+    found = counts(recipe, device, "dp1", 0)
+    assert [count.sum() for count in found] == [8 * 256 * 2] * 2
+    assert all(count.max() > 512 for count in found)
+
+
+@pytest.mark.usefixtures("kept_counts")
+@pytest.mark.parametrize("recompute", [{}, RECOMPUTING])
+@pytest.mark.parametrize("layout", ["dp3 ep3", "pp2 dp3 ep3"])
+def test_tokens_of_micro_batches_that_count_nowhere_are_not_counted(
+    layout: str, recompute: dict[str, str], device: Any
+) -> None:
+    """8 micro-batches on 3 ranks, which compute 3 each. Recomputed layers of a pipeline count in
+    the backward pass, when another micro-batch has gone forward since."""
+    recipe = gpt(model(number=6, **BIAS) | recompute)
+    for dp_rank, micro_batches in enumerate((3, 3, 2)):
+        for count in counts(recipe, device, layout, dp_rank):
+            assert count.sum() == micro_batches * 16 * 2, dp_rank
 
 
 @pytest.mark.parametrize(
@@ -332,4 +354,18 @@ def test_a_rehearsal_of_experts_leaves_the_biases_of_their_routers(device: Any) 
         for router in routers:
             assert torch.equal(router.expert_bias, torch.full((4,), 0.25))
             assert not router.local_tokens_per_expert.any()
+        world.close()
+
+
+def test_two_worlds_copy_their_counts_on_different_streams(device: Any) -> None:
+    recipe = gpt(model())
+    worlds = [build_world(recipe, device) for _ in range(2)]
+    streams = {
+        part.token_dispatcher.cuda_dtoh_stream
+        for world in worlds
+        for part in world.chunks[0].modules()
+        if hasattr(part, "token_dispatcher")
+    }
+    assert len(streams) == 2
+    for world in worlds:
         world.close()

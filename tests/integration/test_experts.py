@@ -13,7 +13,6 @@ import pytest
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.votes import Side, disagreements
 from tests.integration.processes import WorkerProcess, run_workers
-from tests.integration.random_tokens import RandomTokenGPT
 from tests.integration.worlds import (
     Case,
     apart,
@@ -64,14 +63,8 @@ def test_loss_and_gradient_norm_are_those_of_one_worker(name: str, tmp_path: Pat
 # ---- micro-batches that count nowhere
 
 
-class Recomputing(RandomTokenGPT):
-    """Of which every layer is computed once more in the backward pass."""
-
-    def _transformer_config(self, layout: Layout) -> Any:
-        config = super()._transformer_config(layout)
-        config.recompute_granularity, config.recompute_method = "full", "uniform"
-        config.recompute_num_layers = 1
-        return config
+RECOMPUTING = {"recompute": "full"}
+"""Layers count tokens in the backward pass."""
 
 
 @pytest.mark.timeout(200)
@@ -85,7 +78,7 @@ def test_a_batch_that_ranks_with_experts_cannot_share_evenly_counts_as_on_one_wo
     cases = [
         Case("dp1", uneven, batch, steps=5),
         Case("dp3 ep3", uneven, batch, steps=5),
-        Case("dp3 ep3", uneven, batch, Recomputing, steps=5),
+        Case("dp3 ep3", uneven | RECOMPUTING, batch, steps=5),
     ]
     whole, *others = run_workers(train_cases, 3, tmp_path, cases)[0]
     assert [apart(course, whole) < 1e-5 for course in others] == [True, True], (whole, others)

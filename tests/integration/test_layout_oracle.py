@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpt_spec import gpt_spec
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout, RankMap
@@ -196,6 +197,18 @@ def test_optimizer_shards_tile_every_parameter_once_over_data_parallel_ranks(dev
     for key, intervals in pieces.items():
         ends = [0, *itertools.chain.from_iterable(sorted(intervals)), sizes[key]]
         assert ends[::2] == ends[1::2], key
+
+
+def test_the_derived_spec_with_experts_and_chunks_is_the_one_by_rule(device: Any) -> None:
+    experts = {"number": 4, "ffn_hidden": 16, "shared_ffn_hidden": 24, "layer_freq": 2}
+    router = {"score_function": "sigmoid", "bias_update_rate": 0.01}
+    recipe = recipe_of({"heads": 4, "qk_norm": True, "experts": experts | router})
+    by_rule = gpt_spec(recipe.options, (2,), vpps=(1, 2), eps=(2, 4))
+    found = derived(recipe, "tp2 sp", "pp2", "pp2 vpp2", "dp2 ep2", "tp2 pp2 vpp2 dp4 ep4 sp")
+    assert found.refused == {}
+    assert found.tensors == by_rule.tensors
+    assert found.stages == by_rule.stages
+    assert found.homes == by_rule.homes
 
 
 @pytest.mark.parametrize("model", [*MODELS.values(), UNEVEN])

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from liver_hpc.errors import ConfigError, PlanError
-from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.protocol.votes import Side, disagreements
 from liver_hpc.recipes.base import BuildContext
 from liver_hpc.recipes.gpt_config import GPTConfig
 from tests.integration.random_tokens import RandomTokenGPT, tiny_config, tiny_recipe
-from tests.integration.toys import Toy, build_world, derived
+from tests.integration.test_recomputation import TorchCheckpoints
+from tests.integration.toys import Toy, build_world, derived, experts
 
 MOE = {"num_moe_experts": 4, "moe_ffn_hidden_size": 8, "add_bias_linear": False}
 
@@ -72,6 +75,9 @@ def test_statistics_of_batches_are_refused_by_name_as_the_spec_is_derived(
         ({"fp8": "e4m3"}, r"fp8: its scales"),
         ({"calculate_per_token_loss": True}, r"calculate_per_token_loss"),
         ({"cuda_graph_impl": "local"}, r"cuda_graph_impl: a CUDA graph"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "Engine"),
+        ({"overlap_p2p_comm": True}, r"overlap_p2p_comm: .* over the default group"),
+        ({"distribute_saved_activations": True}, r"distribute_saved_activations: Megatron shares"),
         ({**MOE, "moe_router_load_balancing_type": "global_aux_loss"}, r"global_aux_loss: its cou"),
         ({**MOE, "moe_router_load_balancing_type": "sinkhorn"}, r"sinkhorn: it balances"),
         ({**MOE, "moe_expert_capacity_factor": 1.0}, r"moe_expert_capacity_factor"),
@@ -205,6 +211,35 @@ def test_a_bit_of_any_kind_of_tensor_is_in_the_digest(device: Any) -> None:
         assert world.state.digests(["parameter"]) != before, tensor.name
         bits[0, 0] ^= 1
     assert world.state.digests(["parameter"]) == before
+    world.close()
+
+
+def test_a_bit_of_a_buffer_that_has_changed_on_the_way_calls_a_handoff_off(device: Any) -> None:
+    recipe, rank_map = counting(), RankMap(Layout(1, 1, 1), (0,))
+    source, target = (build_world(recipe, device) for _ in range(2))
+    sides = []
+    for name, world in (("source", source), ("target", target)):
+        world.state.initialize(recipe.initial, seed=1)
+        if name == "target":
+            (index,) = (i for i, t in enumerate(recipe.spec.tensors) if t.name == "counts.seen")
+            world.state.view("parameter", index, recipe.spec.tensors[index].whole)[3] ^= True
+        sides.append(Side(name, rank_map, {0: world.state.digests(["parameter"])}))
+        world.close()
+    (problem,) = disagreements(*sides)
+    assert "parameter (replicated over tp): target copy" in problem
+
+
+def test_the_step_counter_of_a_second_optimizer_is_moved_and_compared(device: Any) -> None:
+    world = build_world(experts(), device, "ep2 dp2")
+    first, second = (one.optimizer for one in world._optimizers)
+    told = world.scalar_state(5).model_copy(update={"optimizer_step": 5})
+    world.load_scalar_state(told)
+    for adam in (first, second):
+        assert {int(held["step"]) for held in adam.state.values()} == {5}
+    assert world.scalar_state(5) == told
+    next(iter(second.state.values()))["step"] += 1
+    with pytest.raises(PlanError, match=r"Adam's step counters differ: \[5, 6\]"):
+        world.scalar_state(5)
     world.close()
 
 
@@ -352,12 +387,12 @@ def streams() -> dict[str, torch.Tensor]:
     return {"device": torch.get_rng_state()} | {k: v.clone() for k, v in tracked.items()}
 
 
-def train(device: Any, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(device: Any, steps: int, **model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of a model with dropout, and where the streams stand after them."""
     from liver_hpc.world.megatron import seed_dropout
 
     seed_dropout(11, tp_rank=0)
-    recipe = tiny_recipe(dropout=0.2)
+    recipe = tiny_recipe(dropout=0.2, **model)
     world = build_world(recipe, device)
     world.state.initialize(recipe.initial, seed=3)
     losses = [world.train_step(step)[0].loss_sum for step in range(steps)]
@@ -365,34 +400,59 @@ def train(device: Any, steps: int) -> tuple[list[float], dict[str, torch.Tensor]
     return losses, streams()
 
 
-def test_a_model_that_fills_its_weights_is_built_beside_training_without_a_trace(
-    device: Any,
-) -> None:
-    """Training's losses and streams of random numbers are those of a quiet run, bit for bit."""
-    steps = 4
-    quiet, quiet_streams = train(device, steps)
-    config = tiny_config()
-    recipe = InitializingGPT(GPTConfig.model_validate(config.model), config)
-    stop, built, failures = threading.Event(), [], []
+def leaves_no_trace(device: Any, work: Callable[[], None], steps: int, **model: Any) -> None:
+    """Training's losses and streams of random numbers are those of a quiet run, bit for bit, while
+    another thread works."""
+    quiet, quiet_streams = train(device, steps, **model)
+    stop, done, failures = threading.Event(), [], []
 
-    def build() -> None:
+    def go_on() -> None:
         try:
             while not stop.is_set():
-                build_world(recipe, device, "tp2").close()
-                built.append(1)
+                work()
+                done.append(1)
         except Exception as error:  # noqa: BLE001 - told below
             failures.append(f"{type(error).__name__}: {error}")
 
-    builder = threading.Thread(target=build)
-    builder.start()
+    worker = threading.Thread(target=go_on)
+    worker.start()
     try:
-        beside, beside_streams = train(device, steps)
+        beside, beside_streams = train(device, steps, **model)
     finally:
         stop.set()
-        builder.join(60)
+        worker.join(60)
     assert failures == []
-    assert len(built) > 1
+    assert len(done) > 1
     assert beside == quiet
     assert beside_streams.keys() == quiet_streams.keys()
     for name, stream in quiet_streams.items():
         assert torch.equal(beside_streams[name], stream), name
+
+
+def test_a_model_that_fills_its_weights_is_built_beside_training_without_a_trace(
+    device: Any,
+) -> None:
+    config = tiny_config()
+    recipe = InitializingGPT(GPTConfig.model_validate(config.model), config)
+    leaves_no_trace(device, lambda: build_world(recipe, device, "tp2").close(), steps=4)
+
+
+@pytest.mark.parametrize(
+    ("recipe_class", "layout"),
+    [(RandomTokenGPT, "tp2"), (TorchCheckpoints, "pp2 vpp2"), (RandomTokenGPT, "cp2")],
+)
+def test_a_rehearsal_with_dropout_and_recomputation_leaves_no_trace_in_training(
+    recipe_class: type[RandomTokenGPT], layout: str, device: Any
+) -> None:
+    """What is computed again sets streams back and forth, and drops: both in the backward."""
+    recompute = {} if recipe_class is TorchCheckpoints else {"recompute": "full"}
+    config = tiny_config(dropout=0.3, **recompute)
+    recipe = recipe_class(GPTConfig.model_validate(config.model), config)
+    recipe.open(Path())
+
+    def rehearse() -> None:
+        world = build_world(recipe, device, layout)
+        world.warm_up()
+        world.close()
+
+    leaves_no_trace(device, rehearse, steps=6, recompute="full")

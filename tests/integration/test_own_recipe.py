@@ -10,26 +10,26 @@ import pytest
 
 from tests.integration.runs import ENDLESS, run_config, start, stop_and_read, watch
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-model.md"
+HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
+PAGE = "own-model.md"
 
 
-def example() -> str:
-    """The page's one Python block that defines a recipe."""
-    blocks = re.findall(
-        r"^```python[^\n]*\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE
-    )
-    recipes = [block for block in blocks if "(Recipe):" in block]
+def recipe_of_page(name: str) -> str:
+    """A how-to page's one Python block that defines a recipe."""
+    text = (HOW_TO / name).read_text()
+    blocks = re.findall(r"^```python[^\n]*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    recipes = [block for block in blocks if re.search(r"\((Recipe|GPT)\):", block)]
     assert len(recipes) == 1
     return str(recipes[0])
 
 
 def test_it_has_fewer_than_40_lines() -> None:
-    assert len([line for line in example().splitlines() if line.strip()]) < 40
+    assert len([line for line in recipe_of_page(PAGE).splitlines() if line.strip()]) < 40
 
 
 @pytest.mark.timeout(200)
 def test_it_trains_and_is_reshaped_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mirror.py").write_text(example())
+    (tmp_path / "mirror.py").write_text(recipe_of_page(PAGE))
     for stray in ("h5py", "queue"):  # beside the recipe, and yet not executed by anybody
         (tmp_path / f"{stray}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
     monkeypatch.chdir(tmp_path)

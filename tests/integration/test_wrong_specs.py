@@ -17,7 +17,7 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.tensors import Chunks, ModelSpec
 from liver_hpc.recipes.base import BuildContext, Recipe
 from tests.integration.random_tokens import tiny_recipe
-from tests.integration.toys import Toy, build_world, derived
+from tests.integration.toys import Toy, build_world, derived, experts
 
 Wrong = Callable[[ModelSpec], dict[str, Any]]
 
@@ -49,22 +49,6 @@ def counting() -> Toy:
 
     toy = Toy(parts)
     toy.spec = derived(toy, "dp1")
-    return toy
-
-
-def experts() -> Toy:
-    """Four of them, with global numbers, in an optimizer of their own where ep is more than 1."""
-
-    def parts(context: BuildContext) -> dict[str, Any]:
-        size = 4 // context.layout.ep
-        first = context.layout.ep_rank(context.at) * size
-        made = {str(number): linear() for number in range(first, first + size)}
-        for expert in made.values():
-            expert.weight.allreduce = context.layout.ep == 1
-        return {"router": linear(), "experts": torch.nn.ModuleDict(made)}
-
-    toy = Toy(parts)
-    toy.spec = derived(toy, "ep2 dp2")
     return toy
 
 

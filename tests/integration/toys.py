@@ -71,3 +71,22 @@ def build_world(recipe: Recipe, device: Any, layout: str = "dp1", worker: int = 
     rank_map = RankMap(sizes, tuple(range(sizes.workers)))
     # A generation of its own: a test that fails may leave a world open.
     return World(recipe, rank_map, worker, next(_generations), device)
+
+
+def experts() -> Toy:
+    """Four of them, with global numbers, in an optimizer of their own where ep is more than 1."""
+    import torch
+
+    def parts(context: BuildContext) -> dict[str, Any]:
+        size = 4 // context.layout.ep
+        first = context.layout.ep_rank(context.at) * size
+        made = {str(n): torch.nn.Linear(8, 8, bias=False) for n in range(first, first + size)}
+        for expert in made.values():
+            marked: Any = expert.weight
+            marked.allreduce = context.layout.ep == 1
+        router = torch.nn.Linear(8, 8, bias=False)
+        return {"router": router, "experts": torch.nn.ModuleDict(made)}
+
+    toy = Toy(parts)
+    toy.spec = derived(toy, "ep2 dp2")
+    return toy

@@ -54,19 +54,23 @@ def slurm_launcher(
     commands: SlurmCommands,
     use: Callable[[str], Allocation],
     program: Sequence[str] = (),
+    task: Sequence[str] = (),
 ) -> Launcher:
     """Runs agents on the nodes of Slurm jobs.
 
     use: the allocation of a node that is held; raises LiverError for another one. program: what a
-    step runs, to which the agent's options are added; without it the agent. What srun prints, and
-    an agent before it has a log of its own, goes to logs/srun-NAME.log of the run directory.
+    step runs, to which the agent's options are added; without it the agent. task: a module and its
+    arguments that run in an agent's place. What srun prints, and an agent before it has a log of
+    its own, goes to logs/srun-NAME.log of the run directory.
     """
     slurm, directory = config.cluster.slurm, run_directory.absolute()
-    program = program or (*python_words(config.cluster), "-m", AGENT_MODULE)
+    python = (*python_words(config.cluster), "-m")
+    program = program or (*python, AGENT_MODULE)
 
     def prepare(launch: LaunchAgent) -> Step:
         held, name = use(launch.seat.node), f"liver-{launch.agent}"
         agent = [*program, *agent_options(launch, directory), "--warnings"]
+        agent = [*python, *task] if task else agent
         command = Command(
             f"srun of agent {launch.agent}",
             [*srun_words(held, name, launch.seat.node), *agent],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,11 @@ import h5py
 import pytest
 import torch
 
-from liver_hpc.checkpoint.hdf5 import BoxesReader
-from liver_hpc.checkpoint.index import part_name, read_index
-from liver_hpc.checkpoint.parts import read_parts, write_part
+from liver_hpc.checkpoint.hdf5 import BoxesReader, BoxesWriter
+from liver_hpc.checkpoint.index import INDEX_FILE, SavedModel, part_name, read_index
+from liver_hpc.checkpoint.parts import read_parts, reads, write_part
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
-from liver_hpc.errors import CheckpointError
+from liver_hpc.errors import CheckpointError, PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec
 from liver_hpc.protocol.messages import Restored
@@ -50,6 +51,75 @@ def test_a_state_comes_back_bit_equal_in_every_layout(
             for kind in (PARAMETER, *model.optimizer_kinds):
                 for index, box in state.boxes(kind):
                     assert torch.equal(state.view(kind, index, box), wanted.view(kind, index, box))
+
+
+def test_a_state_comes_back_by_the_spec_of_a_run_with_other_layouts(tmp_path: Path) -> None:
+    """A run's spec knows the splits and stages of its own layouts alone."""
+    disk, layout = Disk(TIED, tmp_path), Layout(1, 1, 2)
+    disk.save(Layout(2, 2, 1), 4)
+    checkpoint = newest_checkpoint(disk.directory)
+    assert checkpoint is not None
+    unsplit = [
+        dataclasses.replace(tensor, tp_dim=None, tp_blocks=(), tied=False)
+        for tensor in TIED.tensors
+    ]
+    model = dataclasses.replace(TIED.only(layout), tensors=tuple(unsplit))
+    for at in layout.coordinates():
+        state, wanted = empty(model, layout, at), filled(model, layout, at)
+        read_parts(state, checkpoint.index, checkpoint.path)
+        for kind in model.kinds:
+            for index, box in state.boxes(kind):
+                assert torch.equal(state.view(kind, index, box), wanted.view(kind, index, box))
+
+
+def test_a_tensor_that_is_another_matrix_by_the_runs_spec_is_named(tmp_path: Path) -> None:
+    disk = Disk(TIED, tmp_path)
+    disk.save(Layout(1, 1, 1), 4)
+    index = read_index(disk.directory / "step-00000004")
+    first, *others = TIED.tensors
+    deep = dataclasses.replace(first, shape=(5, 8, 16), tp_dim=None, tp_blocks=())
+    assert index.spec is not None
+    split = dataclasses.replace(deep, tp_dim=2, tp_blocks=(16,))
+    saved = dataclasses.replace(index.spec, tensors=(split, *others))
+    model = dataclasses.replace(TIED, tensors=(deep, *others))
+    with pytest.raises(PlanError, match=r"word_embeddings.* saved as a matrix of \(40, 16\)"):
+        reads(model, Layout(1, 1, 1), Layout(1, 1, 1), ONE, saved)
+
+
+def test_a_checkpoint_of_before_specs_were_saved_is_read(tmp_path: Path) -> None:
+    disk, layout = Disk(TIED, tmp_path), Layout(1, 2, 1)
+    disk.save(Layout(2, 1, 2), 4)
+    path = disk.directory / "step-00000004"
+    old = json.loads((path / INDEX_FILE).read_text())
+    del old["spec"]
+    for tensor in old["model"]["tensors"]:
+        del tensor["role"]
+    (path / INDEX_FILE).write_text(json.dumps(old))
+    state, wanted = empty(TIED, layout, ONE), filled(TIED, layout, ONE)
+    read_parts(state, read_index(path), path)
+    assert digests_of(state) == digests_of(wanted)
+
+
+def test_a_tensor_with_another_role_is_of_another_model(tmp_path: Path) -> None:
+    first, *others = TIED.tensors
+    frozen = dataclasses.replace(TIED, tensors=(dataclasses.replace(first, role="frozen"), *others))
+    difference = SavedModel.of(frozen).difference(SavedModel.of(TIED))
+    assert difference == f"{first.name!r} is frozen in it, trained in the run's model"
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["bool", "uint8", "int64", "float16", "bfloat16", "float64", "complex64", "float8_e4m3fn"],
+)
+def test_elements_of_every_dtype_come_back(dtype: str, tmp_path: Path) -> None:
+    kind = getattr(torch, dtype)
+    written = torch.randint(0, 2, (3, 4), dtype=torch.uint8).to(kind)
+    with BoxesWriter(tmp_path / "part.h5", {}) as file:
+        file.write("a/box", written)
+    read = torch.zeros((3, 4), dtype=kind)
+    with BoxesReader(tmp_path / "part.h5") as file:
+        file.read("a/box", Box(0, 3, 0, 4), Box(0, 3, 0, 4), read)
+    assert torch.equal(read.view(torch.uint8), written.view(torch.uint8))
 
 
 def test_each_element_is_on_the_disk_once(tmp_path: Path) -> None:
@@ -130,7 +200,8 @@ def test_another_model_is_refused_by_worker_and_coordinator(tmp_path: Path) -> N
         read_all(path, other)
     with pytest.raises(CheckpointError, match=wanted):
         Disk(other, tmp_path).checkpoints.open()
-    fewer = dataclasses.replace(TIED, tensors=tuple(rest))
+    whole = {"pp1": ((tuple(range(len(rest))),),)}
+    fewer = dataclasses.replace(TIED, tensors=tuple(rest), stages=whole)
     with pytest.raises(CheckpointError, match="which the run's model lacks"):
         Disk(fewer, tmp_path).checkpoints.open()
     with pytest.raises(CheckpointError, match="have 4 bytes, those of the run's model 2"):

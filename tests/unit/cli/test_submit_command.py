@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 from liver_hpc.cli import submission
+from liver_hpc.cli.dry_run import describe_run
 from liver_hpc.config.load import parse_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
@@ -29,7 +30,7 @@ def _elsewhere(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
     [
         ("train.stepz=4", "--set train.stepz=4: unknown key; did you mean 'steps'?"),
         ("model.layerz=4", "model.layerz: unknown key"),
-        ("layouts.2.0={tp: 3}", "layouts.2.0 (tp3 pp1 dp1): tp x pp x dp is 3, wanted 2"),
+        ("layouts.2.0={tp: 3}", "layouts.2.0 (tp3 pp1 dp1): tp x pp x dp x cp is 3, wanted 2"),
         ("handoff.bucket_bytes=8", "below the smallest bucket of 65536 bytes"),
         ("data.prefix=corpus", "corpus.idx is missing"),
         ("data.text=[a.txt]", "data.text: no file matches "),
@@ -145,7 +146,10 @@ def test_a_login_node_that_cannot_build_the_model_leaves_that_to_the_run(
     run = submission.new_run(*submission.checked_run(config))
     said = capsys.readouterr().err
     assert "libcuda.so.1" in said
-    assert "is found out as the run starts" in said
+    assert said.count("not checked here, but before a worker boots, on the run's nodes: ") == 4
     assert not (run.path / SPEC_FILE).exists()
+    shown = describe_run(*submission.checked_run(config))
+    assert "# nothing was launched" in shown
+    assert "fullest worker" not in shown
     with pytest.raises(LiverError, match=r"libcuda\.so\.1"):
         submission.checked_run(config, "local")

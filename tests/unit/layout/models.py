@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from hypothesis import strategies as st
 
 from benchmarks.gpt_spec import gpt_spec
@@ -12,27 +15,76 @@ from liver_hpc.recipes.base import load_recipe
 from liver_hpc.recipes.gpt import GPT
 from liver_hpc.recipes.gpt_config import GPTConfig
 
-TIED = gpt_spec(GPTConfig(layers=4, hidden=16, ffn_hidden=24, heads=4, seq_length=8, vocab_size=40))
-UNTIED_BF16 = gpt_spec(
-    GPTConfig(
-        layers=4,
-        hidden=16,
-        ffn_hidden=24,
-        heads=4,
-        normalization="layernorm",
-        activation="gelu",
-        bias=True,
-        position="learned",
-        tied_embeddings=False,
-        seq_length=8,
-        vocab_size=40,
-        dtype="bf16",
-    )
-)
-MODELS: tuple[ModelSpec, ...] = (TIED, UNTIED_BF16)
+EPS = (2, 3, 6)
+"""Sizes of expert parallelism that the models' specs know."""
 
+
+def spec_by_rule(**options: Any) -> ModelSpec:
+    """Of a small GPT with these keys of its `model` section, for all of `LAYOUTS`."""
+    sizes = {"layers": 4, "hidden": 16, "ffn_hidden": 24, "heads": 4, "seq_length": 8}
+    config = GPTConfig.model_validate(sizes | {"vocab_size": 40} | options)
+    return gpt_spec(config, vpps=(1, 2), eps=EPS)
+
+
+def _with_frozen(model: ModelSpec, part: str) -> ModelSpec:
+    """The model with all parameters frozen whose names have a part."""
+    tensors = tuple(
+        replace(tensor, role="frozen") if part in tensor.name else tensor
+        for tensor in model.tensors
+    )
+    return replace(model, tensors=tensors)
+
+
+TIED = spec_by_rule()
+UNTIED_BF16 = spec_by_rule(
+    normalization="layernorm",
+    activation="gelu",
+    bias=True,
+    position="learned",
+    tied_embeddings=False,
+    dtype="bf16",
+)
+MIXTURE = replace(
+    _with_frozen(
+        spec_by_rule(
+            hidden=8,
+            ffn_hidden=16,
+            qk_norm=True,
+            dtype="bf16",
+            experts={
+                "number": 6,
+                "ffn_hidden": 8,
+                "shared_ffn_hidden": 8,
+                "layer_freq": [0, 1, 0, 0],
+                "score_function": "sigmoid",
+                "bias_update_rate": 0.01,
+            },
+        ),
+        "1.self_attention.linear_proj",
+    ),
+    bucket_elements=300,
+)
+"""A mixture of experts in one layer, with a buffer and a frozen parameter; its gradients are
+reduced in several buckets."""
+MODELS: tuple[ModelSpec, ...] = (TIED, UNTIED_BF16, MIXTURE)
 SIZES = st.sampled_from([1, 2, 4])
-LAYOUTS = st.builds(Layout, SIZES, SIZES, st.sampled_from([1, 2, 3]))
+MOST_WORKERS = 24
+
+
+@st.composite
+def _layouts(draw: st.DrawFn) -> Layout:
+    """Of at most `MOST_WORKERS` workers, with all axes."""
+    tp, pp = draw(SIZES), draw(SIZES)
+    dp, cp = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2]))
+    while tp * pp * dp * cp > MOST_WORKERS:
+        tp //= 2
+    known = [ep for ep in (1, *EPS) if dp * cp % ep == 0]
+    vpp = draw(st.sampled_from([1, 2])) if pp == 2 else 1
+    ep, shares_sequence = draw(st.sampled_from(known)), draw(st.booleans())
+    return Layout(tp, pp, dp, cp, ep, vpp, sequence_parallel=shares_sequence and tp > 1)
+
+
+LAYOUTS = _layouts()
 
 
 def state_bytes(model: ModelSpec) -> int:

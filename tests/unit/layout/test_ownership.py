@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.layout.memory import GRADIENT, worker_bytes
 from liver_hpc.layout.ownership import interval_boxes, owned_boxes, slabs
 from liver_hpc.layout.tensors import EXP_AVG, PARAMETER, Box, ModelSpec, TensorSpec
 from tests.unit.layout.models import LAYOUTS, MODELS
@@ -32,36 +35,71 @@ def _count(tensor: TensorSpec, boxes: list[Box]) -> np.ndarray:
     return covered
 
 
+def _copies_of_a_replica(model: ModelSpec, layout: Layout, index: int) -> int:
+    """How often workers that hold one replica between them hold a tensor."""
+    on_tp = layout.tp if model.tensors[index].tp_dim is None else 1
+    return len(model.stages_of(index, layout)) * on_tp
+
+
 @given(LAYOUTS, st.sampled_from(MODELS))
-def test_every_data_parallel_rank_holds_every_parameter_once(
+def test_every_replica_holds_every_parameter_once_and_all_ep_ranks_together_every_expert(
     layout: Layout, model: ModelSpec
 ) -> None:
     for index, tensor in enumerate(model.tensors):
-        copies = len(model.stages_of(index, layout))
-        copies *= layout.tp if tensor.tp_dim is None else 1
-        for dp in range(layout.dp):
+        copies = _copies_of_a_replica(model, layout, index)
+        together = layout.ep if tensor.expert else 1
+        for first in range(0, layout.replicas, together):
             boxes = [
                 box
                 for at in layout.coordinates()
-                if at.replica == dp
+                if at.replica in range(first, first + together)
                 for box in owned_boxes(model, layout, at, PARAMETER, index)
             ]
             assert (_count(tensor, boxes) == copies).all(), tensor.name
 
 
 @given(LAYOUTS, st.sampled_from(MODELS))
-def test_optimizer_state_is_sharded_over_data_parallel_ranks(
+def test_optimizer_state_of_what_is_trained_is_shared_by_all_that_hold_it(
     layout: Layout, model: ModelSpec
 ) -> None:
     for index, tensor in enumerate(model.tensors):
-        copies = len(model.stages_of(index, layout))
-        copies *= layout.tp if tensor.tp_dim is None else 1
+        trained = tensor.role == "trained"
+        copies = _copies_of_a_replica(model, layout, index) if trained else 0
         boxes = [
             box
             for at in layout.coordinates()
             for box in owned_boxes(model, layout, at, EXP_AVG, index)
         ]
         assert (_count(tensor, boxes) == copies).all(), tensor.name
+
+
+@given(LAYOUTS, st.sampled_from(MODELS))
+def test_a_seat_holds_the_tensors_of_which_it_owns_boxes(layout: Layout, model: ModelSpec) -> None:
+    for at in layout.coordinates():
+        held = model.held_tensors(layout, at)
+        assert len(set(held)) == len(held)
+        every = range(len(model.tensors))
+        owned = {index for index in every if owned_boxes(model, layout, at, PARAMETER, index)}
+        assert set(held) == owned
+        holders = {index: model.holders(index, layout) for index in owned}
+        assert all(at.replica in holding for holding in holders.values())
+
+
+@given(LAYOUTS, st.sampled_from(MODELS))
+def test_bytes_of_all_workers_are_those_of_all_copies(layout: Layout, model: ModelSpec) -> None:
+    counted = Counter[str]()
+    for at in layout.coordinates():
+        counted.update(worker_bytes(model, layout, at))
+    expected = Counter[str]()
+    for index, tensor in enumerate(model.tensors):
+        copies = _copies_of_a_replica(model, layout, index)
+        replicas = layout.expert_replicas if tensor.expert else layout.replicas
+        size = tensor.element_bytes or model.parameter_bytes
+        expected[PARAMETER] += tensor.elements * size * copies * replicas
+        if tensor.role == "trained":
+            expected[GRADIENT] += tensor.elements * 4 * copies * replicas
+            expected.update(dict.fromkeys(model.optimizer_kinds, tensor.elements * 4 * copies))
+    assert counted == expected
 
 
 def test_swiglu_halves_are_split_each_on_its_own() -> None:

@@ -120,12 +120,13 @@ def test_memory_leaves_out_what_is_too_large() -> None:
 
 def test_no_layout_for_the_first_workers_says_why() -> None:
     with pytest.raises(ConfigError) as raised:
-        resolved(workers={"initial": 5, "max": 5}, train={"steps": 1, "global_batch": 4})
+        resolved(workers={"initial": 5, "max": 5}, train={"steps": 1, "global_batch": 2})
     assert str(raised.value) == (
         "layouts: auto finds nothing for workers.initial = 5 (worker counts with a layout: "
-        "1, 2, 3, 4): tp1 pp1 dp5: 4 micro-batches in the global batch are too few for dp=5; "
-        "tp1 pp5 dp1: pp5: the model's spec has pp1, pp2, pp3, pp4 only; "
-        "tp5 pp1 dp1: tp=5 does not divide 4 heads"
+        "1, 2, 3, 4): tp1 pp1 dp5: 2 micro-batches in the global batch are too few for dp=5; "
+        "tp5 pp1 dp1: tp=5 does not divide 4 heads; "
+        "tp1 pp5 dp1: pp5: the model's spec has pp1, pp2, "
+        "pp2 vpp2, pp3, pp4 only"
     )
 
 
@@ -356,6 +357,41 @@ def test_an_unseen_layout_needs_a_margin(global_batch: int, expected: Layout) ->
     assert gain > 0
     assert (gain > MARGIN) == (expected == DP2)
     assert chooser.best(2) == expected
+
+
+# ---- what a change has to repay
+
+
+@pytest.mark.parametrize(
+    ("lasting_s", "cost_s", "said"),
+    [
+        (100.0, 49.0, ""),
+        (100.0, 50.0, "it saves 50.0 s in the next 100 s, and costs 50.0 s"),
+        (0.0, 1.0, "it saves nothing in the next 0 s, and costs 1.0 s"),
+        (1800.0, 3.0, ""),
+    ],
+)
+def test_a_change_has_to_repay_what_it_costs(lasting_s: float, cost_s: float, said: str) -> None:
+    assert taught(dp2=1.0, dp4=0.5).not_worth(DP2, DP4, cost_s, lasting_s) == said
+
+
+def test_a_slower_layout_repays_nothing() -> None:
+    said = taught(dp2=1.0, dp4=1.5).not_worth(DP2, DP4, 0.1, 1800.0)
+    assert said == "it saves nothing in the next 1800 s, and costs 0.1 s"
+
+
+def test_by_the_table_more_workers_are_always_wanted() -> None:
+    assert policy("table").not_worth(DP2, DP4, 1e9, 1.0) == ""
+
+
+@given(st.floats(0.1, 10.0), st.floats(0.1, 10.0), st.floats(0.0, 1e3), st.floats(0.0, 1e4))
+def test_what_repays_does_more_steps(
+    source_s: float, target_s: float, cost_s: float, lasting_s: float
+) -> None:
+    """In the time that the target lasts, less what the change costs."""
+    worth = not taught(dp2=source_s, dp4=target_s).not_worth(DP2, DP4, cost_s, lasting_s)
+    gain = (lasting_s - cost_s) / target_s - lasting_s / source_s
+    assert worth == (gain > 0) or gain == pytest.approx(0, abs=1e-6 * (1 + lasting_s / source_s))
 
 
 TIMES = st.dictionaries(

@@ -19,9 +19,22 @@ from liver_hpc.protocol.votes import (
     unlike,
 )
 
-layouts = st.builds(Layout, st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
+
+@st.composite
+def _layouts(draw: st.DrawFn) -> Layout:
+    tp, pp, dp = (draw(st.integers(1, 3)) for _ in range(3))
+    cp = draw(st.integers(1, 2))
+    ep = draw(st.sampled_from([size for size in (1, 2, 3, 4, 6) if dp * cp % size == 0]))
+    return Layout(tp, pp, dp, cp, ep)
+
+
+layouts = _layouts()
 state_classes = st.builds(
-    StateClass, st.sampled_from([PARAMETER, MAIN, EXP_AVG]), st.booleans(), st.booleans()
+    StateClass,
+    st.sampled_from([PARAMETER, MAIN, EXP_AVG]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
 )
 
 
@@ -85,6 +98,7 @@ def situations(draw: st.DrawFn) -> Situation:
                         kind=state_class.kind,
                         tp_replicated=state_class.tp_replicated,
                         multi_stage=state_class.multi_stage,
+                        expert=state_class.expert,
                         value=f"{part:016x}",
                     )
                 )
@@ -173,6 +187,27 @@ def test_a_copy_that_nobody_reports_is_missing() -> None:
     (text,) = _disagreements(source, target, votes)
 
     assert "target copy replica 0 tp 1 (workers [1]) is missing" in text
+
+
+def test_all_ep_ranks_together_hold_one_copy_of_the_experts() -> None:
+    rank_map = RankMap(Layout(1, 1, 2, cp=2, ep=2), (0, 1, 2, 3))
+    values = {0: 5, 1: 2, 2: 3, 3: 5}
+    told = {
+        worker: (
+            ClassDigest(
+                kind=PARAMETER,
+                tp_replicated=False,
+                multi_stage=False,
+                expert=True,
+                value=f"{value:016x}",
+            ),
+        )
+        for worker, value in values.items()
+    }
+    assert disagreements(Side("world", rank_map, told)) == [
+        "parameter (split over tp, of experts): world copy replica 1 (workers [2, 3]) is "
+        "0000000000000008, world copy replica 0 (workers [0, 1]) is 0000000000000007"
+    ]
 
 
 def test_votes_without_any_digest_do_not_agree() -> None:

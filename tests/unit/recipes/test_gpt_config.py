@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -42,3 +44,42 @@ def test_heads_may_be_wider_than_their_share_of_the_hidden_size() -> None:
         if t.name.endswith("0.self_attention.linear_proj.weight")
     ]
     assert (config.head_width, projection.shape) == (8, (24, 32))
+
+
+# ---- experts
+
+
+@pytest.mark.parametrize(
+    ("experts", "said"),
+    [
+        ({"topk": 4}, r"experts\n.*number is 0, so that no layer has experts, but topk is given"),
+        ({"number": 2, "topk": 3}, r"experts\n.*topk 3 is more than the number of experts, 2"),
+        ({"number": 4, "bias_update_rate": 0.1}, r"experts\n.*wants score_function sigmoid"),
+        ({"number": 4, "aux_loss_coeff": 0.1}, r"experts\n.*none with aux_loss_coeff 0.1"),
+        (
+            {"number": 4, "load_balancing": "aux_loss"},
+            r"experts\n.*aux_loss with aux_loss_coeff 0.0",
+        ),
+        ({"number": 4, "load_balancing": "sinkhorn"}, r"experts\.load_balancing\n.*'seq_aux_loss'"),
+        ({"number": 4, "layer_freq": [1, 0]}, r"layer_freq names 2 layers, the model has 4"),
+        ({"number": 4, "capacity": 1}, r"experts\.capacity\n"),
+    ],
+)
+def test_experts_that_do_not_fit_together_are_refused_by_key(
+    experts: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValidationError, match=said):
+        GPTConfig.model_validate({"experts": experts})
+
+
+def test_experts_have_no_biases() -> None:
+    with pytest.raises(ValidationError, match="bias: Megatron splits no biases of experts"):
+        GPTConfig.model_validate({"bias": True, "experts": {"number": 4}})
+
+
+@pytest.mark.parametrize(
+    ("freq", "layers"), [(1, (1, 1, 1, 1)), (2, (1, 0, 1, 0)), ([0, 1, 1, 1], (0, 1, 1, 1))]
+)
+def test_layers_with_experts(freq: Any, layers: tuple[int, ...]) -> None:
+    config = GPTConfig.model_validate({"experts": {"number": 4, "layer_freq": freq}})
+    assert config.experts.in_layers(config.layers) == tuple(map(bool, layers))

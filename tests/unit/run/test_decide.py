@@ -3,8 +3,11 @@ it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import pytest
 
 from liver_hpc.clock import FakeClock
 from liver_hpc.errors import ConfigError
@@ -20,6 +23,7 @@ from liver_hpc.run.decide import (
     Begin,
     Decider,
     Decision,
+    Decline,
     Drop,
     Estimates,
     Stay,
@@ -48,8 +52,10 @@ class Situation:
     """Two workers on n1 and n2, an empty queue, and estimates of 2 s, or 9 s with joiners, and of
     4 s to the disk."""
 
-    def __init__(self, *more: Node, layouts: dict[int, Any] | None = None) -> None:
-        config = tiny_run(layouts=layouts or ANY_NUMBER)
+    def __init__(
+        self, *more: Node, layouts: dict[int, Any] | None = None, policy: str = "table"
+    ) -> None:
+        config = tiny_run(layouts=layouts or ANY_NUMBER, policy={"layout": policy})
         self.clock = FakeClock(NOW_S)
         self.agents = Agents(config.deadlines, self.clock, [])
         held = HeldNodes(self.agents, None)
@@ -65,6 +71,7 @@ class Situation:
         self.queue = RequestQueue(config, tiny_recipe(config).check_layout)
         estimator: Any = FixedEstimates()
         self.estimates = Estimates(LayoutPolicy(config, SPEC), estimator, SPEC, place_once)
+        self.lasts = (math.inf, 1800.0)  # steps that are left, and the horizon in seconds
 
     def join(self, agent: str) -> None:
         meeting = self.agents.meet(agent, 1)
@@ -100,7 +107,8 @@ class Situation:
         everything = (self.nodes, self.world, self.queue, self.estimates, self.agents)
         before = [remembered(each) for each in everything]
         now_s = self.clock.now_s()
-        decider = Decider(self.nodes, self.world, self.queue, self.estimates, now_s)
+        situation = (self.nodes, self.world, self.queue, self.estimates, now_s)
+        decider = Decider(*situation, *self.lasts)
         decision = decider.decide()
         assert decider.decide() == decision
         assert [remembered(each) for each in everything] == before
@@ -138,6 +146,50 @@ def test_a_run_does_not_grow_beyond_what_was_asked_for_last() -> None:
     situation.queue.ceiling = 3
     decision = situation.begins()
     assert decision.target.layout.workers == 3
+
+
+def choosing() -> Situation:
+    """Room for four workers, who are seen to be twice as fast as two; steps of 1 s, a handoff that
+    takes 9 s and costs 3 s of training."""
+    situation = Situation(BURST, policy="auto")
+    situation.may_grow()
+    situation.estimates.policy.observe(DP2, 1.0)
+    situation.estimates.policy.observe(Layout(1, 1, 4), 0.5)
+    situation.estimates.policy.best(4)  # which fits, once, what others are expected to take
+    return situation
+
+
+def test_a_run_that_chooses_grows_where_that_repays_the_handoff() -> None:
+    situation = choosing()
+    assert situation.begins().target.layout == Layout(1, 1, 4)
+    situation.lasts = (16, 1800.0)
+    assert situation.begins().request.origin == GROWTH
+
+
+@pytest.mark.parametrize(
+    ("lasts", "said"),
+    [
+        ((15, 1800.0), "it saves 3.0 s in the next 6 s, and costs 3.0 s"),
+        ((5, 1800.0), "it saves nothing in the next 0 s, and costs 3.0 s"),
+        ((math.inf, 5.0), "it saves 2.5 s in the next 5 s, and costs 3.0 s"),
+    ],
+)
+def test_growth_that_does_not_repay_the_handoff_is_declined(
+    lasts: tuple[float, float], said: str
+) -> None:
+    """Until the run ends, or the run file wants something else, or for the horizon."""
+    situation = choosing()
+    situation.lasts = lasts
+    assert situation.decide() == Decline(Layout(1, 1, 4), said)
+
+
+def test_what_is_asked_for_or_forced_is_not_weighed() -> None:
+    situation = choosing()
+    situation.lasts = (0, 1.0)
+    situation.ask(TP2)
+    assert situation.begins().request.origin == OPERATOR
+    situation.warn("n1", window_s=100.0)
+    assert situation.begins().nodes == ("n1",)
 
 
 def test_nodes_to_be_asked_for_are_not_grown_onto() -> None:

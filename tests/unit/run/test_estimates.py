@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.gpt_spec import gpt_spec
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.memory import handoff_bytes, move_bytes, worker_bytes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec
-from liver_hpc.recipes.gpt_config import GPTConfig
 from liver_hpc.run import estimates as module
 from liver_hpc.run.estimates import (
     ASSUMED_BOOT_S,
@@ -21,6 +19,7 @@ from liver_hpc.run.estimates import (
     ASSUMED_DISK_BYTES_PER_S,
     ASSUMED_PREPARE_S,
     ASSUMED_RELEASE_S,
+    ASSUMED_SLOWDOWN,
     ASSUMED_STEP_S,
     BOUNDARY_STEPS,
     REMEMBERED_HANDOFFS,
@@ -30,7 +29,14 @@ from liver_hpc.run.estimates import (
 )
 from liver_hpc.run.records import ReconfigurationRecord
 from tests.unit.config.runs import minimal
-from tests.unit.layout.models import LAYOUTS, MODELS, TIED, rank_map, state_bytes
+from tests.unit.layout.models import (
+    LAYOUTS,
+    MODELS,
+    TIED,
+    rank_map,
+    spec_by_rule,
+    state_bytes,
+)
 from tests.unit.report.rows import reconfiguration
 
 DP2, TP2_DP2 = rank_map(Layout(1, 1, 2)), RankMap(Layout(2, 1, 2), (0, 2, 1, 3))
@@ -62,9 +68,8 @@ def observe(
 
 
 def model(width: int) -> ModelSpec:
-    return gpt_spec(
-        GPTConfig(layers=4, hidden=4 * width, ffn_hidden=8 * width, heads=4, vocab_size=8 * width)
-    )
+    sizes = {"hidden": 4 * width, "ffn_hidden": 8 * width, "vocab_size": 8 * width}
+    return spec_by_rule(**sizes, seq_length=128)
 
 
 # ---- bytes
@@ -200,6 +205,30 @@ def test_the_slowest_of_the_last_handoffs_counts() -> None:
     for _ in range(REMEMBERED_HANDOFFS - 1):
         observe(asked)
     assert asked.prepare_s(0) == 3
+
+
+def test_a_change_costs_what_stands_and_what_is_slowed_down() -> None:
+    """PREPARE and the boot took 7 s from the notice on, beside which steps lost 1.4 s."""
+    asked = estimator()
+    asked.observe_step(0.5)
+    before = asked.price(DP2, TP2_DP2, 2)
+    assert before.cost_s >= ASSUMED_SLOWDOWN * asked.prepare_s(2)
+    for step_s in (0.9, 1.5, 0.4):
+        asked.observe_slowed(step_s)
+    observe(asked)
+    price, moved_s = asked.price(DP2, TP2_DP2, 2), asked.transfer_s(DP2, TP2_DP2)
+    assert asked.prepare_s(2) == 7
+    assert price.ready_s == pytest.approx(7 + asked.boundary_s() + moved_s)
+    assert price.cost_s == pytest.approx(moved_s - 0.5 + 1.4)
+
+
+def test_what_an_aborted_attempt_slowed_down_is_not_the_next_ones() -> None:
+    asked, other = estimator(), estimator()
+    asked.observe_slowed(1e3)
+    asked.observe_aborted()
+    for one in (asked, other):
+        observe(one)
+    assert asked.price(DP2, TP2_DP2, 0) == other.price(DP2, TP2_DP2, 0)
 
 
 def test_a_notice_that_waited_long_is_no_slow_boot() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+from liver_hpc.config.schema import PolicySection
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.run import actions as a
@@ -15,7 +17,7 @@ from tests.fakes import Fault
 from tests.unit.run.choices import Choices
 from tests.unit.run.play import Play
 from tests.unit.run.remembered import remembered
-from tests.unit.run.scenes import SCENES, burst
+from tests.unit.run.scenes import POLICY, SCENES, burst
 
 TWO_NODES, MACHINE = SCENES[0], SCENES[1]
 
@@ -204,6 +206,26 @@ def test_nodes_that_come_are_grown_onto_in_order() -> None:
     play.now_s += 5.0
     launched = of(a.Launch, play.run.handle(e.Tick(), play.now_s))
     assert "w2" in str(launched), "what lasts longer is filled first"
+
+
+def test_growing_that_does_not_repay_is_declined_in_words_and_looked_at_again() -> None:
+    """Ever later; what comes of it is the same where the journal is read."""
+    policy = {**POLICY, "layout": "auto", "horizon_s": 0.001}
+    play = training(replace(SCENES[2], config=SCENES[2].config.model_copy(
+        update={"policy": PolicySection(**policy)})))  # fmt: skip
+    play.feed(NodeGranted(burst(3, 2)))
+    told: list[tuple[float, str]] = []
+    began_s = play.now_s
+    while play.now_s < began_s + 40.0:
+        play.now_s += 0.5
+        before = remembered(play.run)
+        actions = play.run.handle(e.Tick(), play.now_s)
+        assert actions or remembered(play.run) == before
+        told += [(play.now_s - began_s, note.text) for note in of(a.Note, actions)]
+    assert play.run.handoffs.idle
+    assert [round(at_s) for at_s, _ in told] == [2, 4, 8, 16, 32]
+    (text,) = {text for _, text in told}
+    assert text.startswith("stays in tp1 pp1 dp2: to tp1 pp1 dp4, it saves ")
 
 
 def test_schedules_are_the_same_again() -> None:

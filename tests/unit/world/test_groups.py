@@ -161,3 +161,25 @@ def test_the_sentinel_gives_a_rank_and_refuses_collectives() -> None:
 
 def test_own_address_towards_this_machine_is_loopback() -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
+
+
+# ---- stand-ins
+
+
+@pytest.mark.parametrize("sizes", [([2, 2], [1, 2]), ([2, 2], [0, 0]), ([0, 0], [3, 0])])
+def test_a_stand_in_answers_parts_of_any_sizes_with_zeros(
+    sizes: tuple[list[int], list[int]],
+) -> None:
+    """A rehearsal sends experts as many tokens as it happens to have, and gets any number."""
+    install_sentinel(0)
+    group = Group("test/stand-in", (0, 1), 0, CPU)
+    received, sent = sizes
+    output = torch.full((sum(received), 3), 7.0)
+    dist.all_to_all_single(
+        output, torch.ones(sum(sent), 3), received, sent, group=group.process_group
+    )
+    assert not output.any()
+    outputs = [torch.full((size,), 7.0) for size in received]
+    dist.all_gather(outputs, torch.ones(sent[0]), group=group.process_group)
+    assert not torch.cat(outputs).any()
+    group.close()

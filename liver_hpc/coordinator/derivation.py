@@ -1,0 +1,92 @@
+"""A run's recipe with its spec, for the coordinator: checked against the run before anything boots.
+
+Where this host cannot derive the spec, as its image has no torch, one task does so on a node of the
+run, in the environment that the workers there will have.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.launcher import Launcher
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.layout.candidates import memory_fault
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.recipes.base import Recipe
+from liver_hpc.recipes.specs import (
+    CANNOT_DERIVE,
+    DERIVE_MODULE,
+    Answer,
+    derive_spec,
+    load_run_recipe,
+)
+from liver_hpc.run.actions import LaunchAgent
+from liver_hpc.run.events import Seat
+
+TASK = "derivation"
+"""What the task is called in the place of an agent's name."""
+DERIVED_FILE = "derived.json"
+_LOOK_S = 0.05
+
+log = logging.getLogger(__name__)
+
+
+def task_words(run_directory: Path) -> list[str]:
+    """What runs in the place of an agent, after the program."""
+    directory = run_directory.absolute()
+    return [DERIVE_MODULE, str(directory / "run.yaml"), str(directory / DERIVED_FILE)]
+
+
+def checked_recipe(
+    config: RunConfig, run_directory: Path, task: Launcher, node: str = ""
+) -> Recipe:
+    """The run's recipe, whose model can be had in all layouts of the run.
+
+    task: starts what `task_words` say on a node; it is closed. Raises ConfigError with everything
+    that is wrong, LiverError where the spec can be derived neither here nor by the task.
+    """
+
+    def derive(config: RunConfig) -> ModelSpec:
+        try:
+            return derive_spec(config)
+        except ConfigError:
+            raise
+        except LiverError as error:
+            log.info("%s; a task on %s derives it", error, node or "this machine")
+            return _derive_by(task, config, run_directory, node)
+
+    try:
+        recipe = load_run_recipe(config, run_directory, derive)
+    finally:
+        task.close()
+    problems = [fault for one in config.layouts_listed if (fault := _fault(config, recipe, one))]
+    if problems:
+        raise ConfigError(*problems)
+    return recipe
+
+
+def _derive_by(task: Launcher, config: RunConfig, run_directory: Path, node: str) -> ModelSpec:
+    derived, limit_s = run_directory / DERIVED_FILE, config.deadlines.boot_s
+    derived.unlink(missing_ok=True)
+    where = f"on {node or 'this machine'}; see logs/*{TASK}.log"
+    deadline = Deadline.after(
+        SystemClock(), limit_s, f"the task that derives the model's spec {where} (deadlines.boot_s)"
+    )
+    task.launch(LaunchAgent(TASK, Seat(node, (0,)), Layout(1, 1, 1)))
+    poll_until(lambda: not task.alive(TASK), deadline, _LOOK_S)
+    failed = f"{CANNOT_DERIVE}: exit code {task.exit_code(TASK)} {where}"
+    return Answer[ModelSpec].read(derived, config, failed)
+
+
+def _fault(config: RunConfig, recipe: Recipe, layout: Layout) -> str:
+    """What submit has found already, unless it could not derive the spec."""
+    try:
+        recipe.check_layout(layout)
+    except ConfigError as error:
+        return f"layout {layout}: {error}"
+    fault = memory_fault(config, recipe.spec, layout)
+    return f"layout {layout}: {fault}" if fault else ""

@@ -1,0 +1,54 @@
+"""A task that runs in the place of an agent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.slurm.holdings import Allocation
+from liver_hpc.cluster.slurm.launcher import slurm_launcher, srun_words
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.run.actions import LaunchAgent
+from liver_hpc.run.events import Seat
+from tests.unit.config.runs import minimal
+
+HELD = Allocation("main", "12", ("n1",), 1)
+
+
+class NoSteps:
+    """A Slurm that knows of no step any more."""
+
+    def once(self) -> NoSteps:
+        return self
+
+    def steps(self, job: str, name: str) -> list[str]:
+        return []
+
+    def jobs(self, jobs: list[str]) -> dict[str, Any]:
+        return {}
+
+
+def test_it_is_a_step_of_the_nodes_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "srun").write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {tmp_path}/words\nexit 7\n")
+    (programs / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    cluster = {"kind": "slurm", "slurm": {"python": "/opt/image run python3"}}
+    task = ["liver_hpc.worker.derive", "run.yaml", "derived.json"]
+    commands: Any = NoSteps()
+    launcher = slurm_launcher(
+        tmp_path, minimal(cluster=cluster), commands, lambda _: HELD, task=task
+    )
+    launcher.launch(LaunchAgent("derivation", Seat("n1", (0,)), Layout(1, 1, 1)))
+    deadline = Deadline.after(SystemClock(), 20.0, "the task")
+    poll_until(lambda: not launcher.alive("derivation"), deadline)
+    launcher.close()
+    words = (tmp_path / "words").read_text().splitlines()
+    step = srun_words(HELD, "liver-derivation", "n1")[1:]
+    assert words == [*step, "/opt/image", "run", "python3", "-P", "-m", *task]
+    assert launcher.exit_code("derivation") == 7
