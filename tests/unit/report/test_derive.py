@@ -231,6 +231,7 @@ def test_totals_add_up() -> None:
     assert figures.pause_s == pytest.approx(0.1)
     assert figures.slowdown_s == pytest.approx(0.85)
     assert (figures.bytes_moved, figures.bytes_local) == (3_000_000, 1_000_000)
+    assert figures.bytes_between_nodes == 2_000_000
     assert figures.tokens == 5120
     assert figures.tokens_per_s == pytest.approx(5120 / 11.25)
 
