@@ -123,8 +123,8 @@ def test_no_layout_for_the_first_workers_says_why() -> None:
         resolved(workers={"initial": 5, "max": 5}, train={"steps": 1, "global_batch": 2})
     assert str(raised.value) == (
         "layouts: auto finds nothing for workers.initial = 5 (worker counts with a layout: "
-        "1, 2, 3, 4): tp1 pp1 dp5: 2 micro-batches in the global batch are too few for dp=5; "
-        "tp5 pp1 dp1: tp=5 does not divide 4 heads; "
+        "1, 2, 4): tp5 pp1 dp1: tp=5 does not divide 4 heads; "
+        "tp1 pp1 dp5: 2 micro-batches in the global batch are too few for dp=5; "
         "tp1 pp5 dp1: pp5: the model's spec has pp1, pp2, "
         "pp2 vpp2, pp3, pp4 only"
     )
