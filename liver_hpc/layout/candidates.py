@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -189,16 +190,20 @@ class Candidates:
         most = self.config.workers.max
         node = workers_of_a_node(self.config) or most
         pps = [len(table) for table in self.model.stages.values() if len(table[0]) == 1]
+        eps = sorted({1, *(self.model.homes if self._has_experts else ())})
         for tp in range(1, min(most, node) + 1):
             for pp in sorted(pps):
-                for ep in (1, *sorted({*self.model.homes} - {1})):
+                for ep in eps:
                     if tp * pp * ep <= most:
                         yield tp, pp, ep
 
     def _layout(self, tp: int, pp: int, dp: int, ep: int) -> Layout:
         """Where a model with experts has tp, Megatron wants sequence parallelism."""
-        experts = any(tensor.expert for tensor in self.model.tensors)
-        return Layout(tp, pp, dp, ep=ep, sequence_parallel=experts and tp > 1)
+        return Layout(tp, pp, dp, ep=ep, sequence_parallel=self._has_experts and tp > 1)
+
+    @cached_property
+    def _has_experts(self) -> bool:
+        return any(tensor.expert for tensor in self.model.tensors)
 
     def why_none(self, workers: int) -> str:
         """Why the best few layouts of `workers` workers cannot be taken."""
