@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from benchmarks.baseline.storage import SaveInProgress, Storage
 from benchmarks.lifeline import die_with_parent
 from liver_hpc.protocol.messages import ScalarState
-from liver_hpc.world import megatron
+from liver_hpc.world import thread
 from liver_hpc.world.world import World
 
 _SMALL = "liver_scalar_state"
@@ -124,7 +124,7 @@ def _sharded(world: World, is_loading: bool) -> dict[str, Any]:
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "chained_optim_avoid_prefix": True,
     }
-    with megatron.groups_in_use(groups):
+    with thread.groups_in_use(groups):
         model = world.chunks[0].module.sharded_state_dict(metadata=metadata)
     optimizer = world.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer}

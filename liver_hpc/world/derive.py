@@ -21,7 +21,7 @@ from liver_hpc.errors import LiverError, PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import Chunks, ModelSpec, TensorSpec, pipeline
 from liver_hpc.recipes.base import BuildContext, Recipe
-from liver_hpc.world import megatron
+from liver_hpc.world import draws, megatron, thread
 from liver_hpc.world.device import Device
 from liver_hpc.world.groups import GroupBook, install_sentinel
 from liver_hpc.world.refused import refuse_dtypes, refuse_options, refuse_undrawn, refuse_unmarked
@@ -198,8 +198,8 @@ class Derivation:
         book = GroupBook(next(_generations), worker, self._device)
         try:
             groups = megatron.group_collection(rank_map, at, book)
-            with megatron.rehearsal(), megatron.groups_in_use(groups):
-                with megatron.OnMeta():
+            with thread.rehearsal(), thread.groups_in_use(groups):
+                with draws.OnMeta():
                     modules = build_chunks(self._recipe, rank_map.layout, at, groups)
                 for module in modules:
                     megatron.in_low_precision(module)
@@ -215,10 +215,10 @@ def build_chunks(recipe: Recipe, layout: Layout, at: Coordinate, groups: Any) ->
     """
     chunks = []
     for number in range(layout.vpp):
-        with megatron.NoDraws() as draws:
+        with draws.NoDraws() as mode:
             module = recipe.build(BuildContext(layout, at, groups, number))
         refuse_options(module, layout)
-        if draws.undrawn:
+        if mode.undrawn:
             refuse_undrawn(module)
         chunks.append(module)
     return chunks

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.recipes.local_attention import positions
-from liver_hpc.world import megatron
+from liver_hpc.world import megatron, thread
 
 _SAMPLES, _LAYERS = 1_000_003, 1009
 """Primes that keep the seeds of samples and layers apart."""
@@ -133,7 +133,7 @@ class _Seeder:
         self._seed, self._layer, self._tp_rank = seed, layer, tp_rank
 
     def __call__(self, module: Any, _inputs: Any) -> None:
-        micro_batch = megatron.micro_batch_of_thread()
+        micro_batch = thread.micro_batch_of_thread()
         if module.training and micro_batch is not None:
             seed = self._seed + _SAMPLES * (micro_batch.first_sample + 1)
             megatron.seed_dropout((seed * _LAYERS + self._layer) % 2**31, self._tp_rank)

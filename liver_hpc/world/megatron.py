@@ -12,7 +12,7 @@ import dataclasses
 import importlib
 import inspect
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -26,43 +26,15 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import GlobalMemoryBuffer
-from torch.overrides import TorchFunctionMode
 
-from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import TensorSpec
+from liver_hpc.world import thread
 from liver_hpc.world.groups import GroupBook
 
 _seeding = inspect.signature(megatron_random.model_parallel_cuda_manual_seed).parameters
 _SEEDING_RANKS = [name for name in _seeding if name.endswith("_rank")]
 """The ranks that this release's seeding takes; it asks parallel_state for one not given."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MicroBatch:
-    """What a thread computes at the moment.
-
-    first_sample: its number in the run. weight: of its loss, as Megatron's mean over micro-batches
-    is not the wanted one where some ranks have more of them than others. padding: it is computed
-    for others' sake, and counts nowhere. aux_scale: of the auxiliary losses' gradients.
-    """
-
-    samples: Any
-    first_sample: int
-    weight: float
-    padding: bool
-    aux_scale: float
-
-
-class _Thread(threading.local):
-    """What this thread does: it may rehearse a world, and megatron may mean the groups of one."""
-
-    rehearsing = False
-    groups: Any = None
-    micro_batch: MicroBatch | None = None
-
-
-_thread = _Thread()
 
 
 class _ThreadMemoryBuffer(threading.local, GlobalMemoryBuffer):  # type: ignore[misc]
@@ -78,116 +50,6 @@ class _Instead:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
-
-
-# fmt: off
-_DRAWS = frozenset({
-    "normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_",
-    "xavier_normal_", "xavier_uniform_", "orthogonal_", "sparse_", "random_", "bernoulli_",
-    "exponential_",
-})
-_FACTORIES = frozenset({
-    "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye",
-    "empty_strided", "linspace", "randperm",
-})
-# fmt: on
-_RANDOM = frozenset({"rand", "randn", "rand_like", "randn_like"})
-_RANDOM_CHOICES = frozenset({"randint", "randint_like", "randperm", "multinomial", "bernoulli"})
-
-
-class NoDraws(TorchFunctionMode):
-    """While a recipe builds its model, whose parameters are filled in later: on its thread, filling
-    one with random numbers leaves it as it is, and another tensor gets NaN in their place.
-
-    What is drawn from a generator of the model's own is drawn: it is the same on every worker, and
-    leaves the streams of this process alone. Raises PlanError for choices that are drawn otherwise.
-    undrawn: whether anything got NaN.
-    """
-
-    undrawn = False
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(function, "__name__", "")
-        if kwargs.get("generator") is None:
-            kwargs.pop("generator", None)
-            if name in _DRAWS:
-                return self._instead(args[0] if args else kwargs["tensor"])
-            if name in _RANDOM:
-                made = torch.zeros_like if name.endswith("_like") else torch.zeros
-                return self._instead(made(*args, **kwargs))
-            if name in _RANDOM_CHOICES:
-                raise PlanError(
-                    f"the model draws by torch.{name} as it is built, which would differ between "
-                    "workers: give it a generator with a seed of its own"
-                )
-        return function(*args, **kwargs)
-
-    def _instead(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, torch.nn.Parameter) or not tensor.is_floating_point():
-            return tensor
-        self.undrawn = True
-        return tensor.fill_(torch.nan)
-
-
-class OnMeta(TorchFunctionMode):
-    """While a model is built that only its shapes are asked of: on its thread, tensors are made on
-    the meta device, whatever device is named."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        kwargs.pop("generator", None)  # no values, no draws
-        if getattr(function, "__name__", "") in _FACTORIES:
-            kwargs["device"] = "meta"
-        return function(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def rehearsal() -> Iterator[None]:
-    """Marks this thread as one that works beside a training thread: of the random streams of this
-    process, which training draws from, it touches none."""
-    _thread.rehearsing = True
-    try:
-        with torch.autograd.set_multithreading_enabled(False):  # backward on this thread too
-            yield
-    finally:
-        _thread.rehearsing = False
-
-
-def compute(micro_batch: MicroBatch | None) -> None:
-    """Says what this thread computes from now on."""
-    _thread.micro_batch = micro_batch
-
-
-def micro_batch_of_thread() -> MicroBatch | None:
-    return _thread.micro_batch
-
-
-def recall_in_backward(output: torch.Tensor) -> None:
-    """Makes the thread that computes the gradients of a forward's output know what the forward
-    was of, for activations that are computed again: in a pipeline other micro-batches have gone
-    forward since, and a GPU's gradients are computed on a thread of their own."""
-    groups, micro_batch = _thread.groups, _thread.micro_batch
-
-    def recall(_gradient: torch.Tensor) -> None:
-        _thread.groups, _thread.micro_batch = groups, micro_batch
-
-    if output.requires_grad:
-        output.register_hook(recall)  # type: ignore[no-untyped-call]
-
-
-@contextlib.contextmanager
-def groups_in_use(groups: ProcessGroupCollection) -> Iterator[None]:
-    """Names the collection that code without a group argument means, on this thread."""
-    before, _thread.groups = _thread.groups, groups
-    try:
-        yield
-    finally:
-        _thread.groups = before
 
 
 @contextlib.contextmanager
@@ -243,16 +105,18 @@ def _redirect_cross_entropy() -> None:
     """0.16 reads the tensor-parallel group from parallel_state; 0.17 on takes it as an argument."""
     module: Any = importlib.import_module("megatron.core.tensor_parallel.cross_entropy")
     if hasattr(module, "get_tensor_model_parallel_group"):
-        module.get_tensor_model_parallel_group = lambda: _thread.groups.tp
-        module.get_tensor_model_parallel_rank = lambda: _thread.groups.tp.rank()
-        module.get_tensor_model_parallel_world_size = lambda: _thread.groups.tp.size()
+        module.get_tensor_model_parallel_group = lambda: thread.here.groups.tp
+        module.get_tensor_model_parallel_rank = lambda: thread.here.groups.tp.rank()
+        module.get_tensor_model_parallel_world_size = lambda: thread.here.groups.tp.size()
 
 
 def _redirect_expert_bias() -> None:
     """The update of a router's bias sums its counts over a group of parallel_state's."""
     module: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     name = "get_tensor_and_data_parallel_group"
-    module.parallel_state = _Instead(parallel_state, **{name: lambda **_: _thread.groups.tp_dp_cp})
+    module.parallel_state = _Instead(
+        parallel_state, **{name: lambda **_: thread.here.groups.tp_dp_cp}
+    )
 
 
 def _order_messages_of_two_stages() -> None:
@@ -288,7 +152,7 @@ def _seat_pipeline_layouts() -> None:
             vp_stage: int | None = None,
             pp_rank: int | None = None,
         ) -> Any:
-            stage = _thread.groups.pp.rank() if pp_rank is None else pp_rank
+            stage = thread.here.groups.pp.rank() if pp_rank is None else pp_rank
             return method(layout, layer_type, vp_stage or 0, stage)
 
         return asked
@@ -304,7 +168,7 @@ def _keep_rehearsals_from_forking() -> None:
     tracker = megatron_random._CUDA_RNG_STATE_TRACKER
 
     def fork(*args: Any, **kwargs: Any) -> Any:
-        return contextlib.nullcontext() if _thread.rehearsing else tracker.fork(*args, **kwargs)
+        return contextlib.nullcontext() if thread.here.rehearsing else tracker.fork(*args, **kwargs)
 
     megatron_random._CUDA_RNG_STATE_TRACKER = _Instead(tracker, fork=fork)
 
@@ -315,7 +179,7 @@ def _keep_rehearsals_from_setting_streams() -> None:
 
     def kept(function: Any) -> Any:
         def put(*args: Any, **kwargs: Any) -> Any:
-            return None if _thread.rehearsing else function(*args, **kwargs)
+            return None if thread.here.rehearsing else function(*args, **kwargs)
 
         return put
 
@@ -332,7 +196,7 @@ def transformer_engine_is_here() -> bool:
 
 def seed_dropout(seed: int, tp_rank: int) -> None:
     """Seeds the device's generator and megatron's tensor-parallel stream, except in a rehearsal."""
-    if not _thread.rehearsing:
+    if not thread.here.rehearsing:
         ranks = dict.fromkeys(_SEEDING_RANKS, 0) | {"tp_rank": tp_rank}
         megatron_random.model_parallel_cuda_manual_seed(seed, **ranks)
 
@@ -367,48 +231,6 @@ def in_low_precision(module: Any) -> Any:
     for part, name, buffer in kept:
         setattr(part, name, buffer)
     return wrapped
-
-
-@dataclasses.dataclass(frozen=True)
-class BufferPlace:
-    """Where a module has a buffer, which other memory may take the place of."""
-
-    module: Any
-    name: str
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """Raises PlanError where the module has dropped it."""
-        tensor = self.module._buffers.get(self.name)
-        if tensor is None:
-            raise PlanError(f"{type(self.module).__name__} has dropped its buffer {self.name}")
-        assert isinstance(tensor, torch.Tensor)
-        return tensor
-
-    def copy(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The buffer, and its values."""
-        return self.tensor, self.tensor.clone()
-
-    def put(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Puts a buffer back, with these values."""
-        self.module._buffers[self.name] = tensor.copy_(values)
-
-
-def all_buffers(modules: Iterable[Any]) -> list[BufferPlace]:
-    """The buffers of modules, each once."""
-    places = [
-        BufferPlace(part, name)
-        for module in modules
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
-    return list({id(place.tensor): place for place in places}.values())
-
-
-def buffer_places(modules: Iterable[Any], tensor: torch.Tensor) -> list[BufferPlace]:
-    """Where modules have a tensor as a buffer; empty for a parameter."""
-    return [place for place in all_buffers(modules) if place.tensor is tensor]
 
 
 def configure_for_schedules(config: Any, chunks: list[Any], layout: Layout) -> None:

@@ -29,14 +29,14 @@ from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.tensors import MAIN, MOMENTS
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import Recipe
-from liver_hpc.world import dropout, experts, megatron
+from liver_hpc.world import buffers, dropout, experts, megatron, thread
 from liver_hpc.world.derive import Derivation, build_chunks
 from liver_hpc.world.device import Device
 from liver_hpc.world.forget import forget
 from liver_hpc.world.groups import GroupBook
-from liver_hpc.world.megatron import MicroBatch
 from liver_hpc.world.sharded import Frame
 from liver_hpc.world.state import HeldTensor, WorldState
+from liver_hpc.world.thread import MicroBatch
 from liver_hpc.world.verified import verified_tensors
 
 
@@ -108,7 +108,7 @@ class World:
     def _build(self) -> None:
         experts.redirect()
         self.groups = megatron.group_collection(self.rank_map, self.at, self.book)
-        with megatron.rehearsal(), megatron.groups_in_use(self.groups):
+        with thread.rehearsal(), thread.groups_in_use(self.groups):
             self.chunks = self._build_chunks()
             self.optimizer = self._build_optimizer()
         self._optimizers = [
@@ -137,7 +137,7 @@ class World:
         self._buffers = {
             index: where
             for index, tensor in self._tensors.items()
-            for where in megatron.buffer_places(built, tensor)
+            for where in buffers.buffer_places(built, tensor)
         }
         train = recipe.config.train
         options = DistributedDataParallelConfig(
@@ -264,8 +264,8 @@ class World:
         It computes one micro-batch for each place in the pipeline, not the whole batch.
         """
         layout = self.rank_map.layout
-        kept = [(place, *place.copy()) for place in megatron.all_buffers(self.chunks)]
-        with megatron.rehearsal(), dropout.NoDropout():
+        kept = [(place, *place.copy()) for place in buffers.all_buffers(self.chunks)]
+        with thread.rehearsal(), dropout.NoDropout():
             self.forward_backward(0, most=layout.pp)
             self.update(0)
         self._renew_buffers()  # raises where a step leaves other buffers than it found
@@ -313,7 +313,7 @@ class World:
         losses: list[torch.Tensor] = []
         try:
             masks = dropout.masks_of_samples(layout, self.at, self.chunks)
-            with megatron.groups_in_use(self.groups), masks:
+            with thread.groups_in_use(self.groups), masks:
                 self._schedule(
                     forward_step_func=partial(self._forward, losses=losses),
                     data_iterator=iterators if layout.vpp > 1 else iterators[0],
@@ -324,7 +324,7 @@ class World:
                     pg_collection=self.groups,
                 )
         finally:
-            megatron.compute(None)
+            thread.compute(None)
         if self.at.pp != layout.pp - 1 or self.at.tp != 0:
             return Gradients(0.0, 0)
         # With context parallelism each rank has its share of every loss.
@@ -336,9 +336,9 @@ class World:
     ) -> tuple[Any, Any]:
         """Megatron's forward step: the next micro-batch goes through a chunk."""
         micro_batch = next(micro_batches)
-        megatron.compute(micro_batch)
+        thread.compute(micro_batch)
         output, loss_function = self.recipe.loss(model, micro_batch.samples)
-        megatron.recall_in_backward(output)
+        thread.recall_in_backward(output)
 
         def weighted(stage_output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss, reported = loss_function(stage_output)

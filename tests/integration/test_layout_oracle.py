@@ -74,7 +74,7 @@ def megatron_boxes(world: Any) -> dict[str, set[Box]]:
     """The boxes of `sharded_state_dict`, by our names; layers' axis folded into the name."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    from liver_hpc.world.megatron import groups_in_use
+    from liver_hpc.world.thread import groups_in_use
 
     groups = world.groups
     metadata = {"dp_cp_group": groups.dp_cp, "dp_cp_group_gtp_remat": groups.dp_cp}

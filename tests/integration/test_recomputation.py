@@ -50,9 +50,9 @@ def test_the_loss_is_the_same_with_and_without_recomputation(tmp_path: Path) -> 
 
 def forgetful(process: WorkerProcess) -> list[Any]:
     """Trains a pipeline whose backward does not recall what the forward was of."""
-    from liver_hpc.world import megatron
+    from liver_hpc.world import thread
 
-    megatron.recall_in_backward = lambda _output: None  # type: ignore[assignment]
+    thread.recall_in_backward = lambda _output: None  # type: ignore[assignment]
     return train_cases(process, [Case("pp2", DROPPING), Case("pp2", {**DROPPING, **FULL})])
 
 
