@@ -1,0 +1,53 @@
+"""A model's buffers by the places that they have in it: a forward may put others there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from liver_hpc.errors import PlanError
+
+
+@dataclass(frozen=True)
+class BufferPlace:
+    """Where a module has a buffer, which other memory may take the place of."""
+
+    module: Any
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Raises PlanError where the module has dropped it."""
+        tensor = self.module._buffers.get(self.name)
+        if tensor is None:
+            raise PlanError(f"{type(self.module).__name__} has dropped its buffer {self.name}")
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+    def copy(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffer, and its values."""
+        return self.tensor, self.tensor.clone()
+
+    def put(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts a buffer back, with these values."""
+        self.module._buffers[self.name] = tensor.copy_(values)
+
+
+def all_buffers(modules: Iterable[Any]) -> list[BufferPlace]:
+    """The buffers of modules, each once."""
+    places = [
+        BufferPlace(part, name)
+        for module in modules
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    return list({id(place.tensor): place for place in places}.values())
+
+
+def buffer_places(modules: Iterable[Any], tensor: torch.Tensor) -> list[BufferPlace]:
+    """Where modules have a tensor as a buffer; empty for a parameter."""
+    return [place for place in all_buffers(modules) if place.tensor is tensor]

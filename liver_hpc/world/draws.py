@@ -1,0 +1,75 @@
+"""How a recipe's model is built without drawing random numbers, or without memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from liver_hpc.errors import PlanError
+
+# fmt: off
+_DRAWS = frozenset({
+    "normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_",
+    "xavier_normal_", "xavier_uniform_", "orthogonal_", "sparse_", "random_", "bernoulli_",
+    "exponential_",
+})
+_FACTORIES = frozenset({
+    "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye",
+    "empty_strided", "linspace", "randperm",
+})
+# fmt: on
+_RANDOM = frozenset({"rand", "randn", "rand_like", "randn_like"})
+_RANDOM_CHOICES = frozenset({"randint", "randint_like", "randperm", "multinomial", "bernoulli"})
+
+
+class NoDraws(TorchFunctionMode):
+    """While a recipe builds its model, whose parameters are filled in later: on its thread, filling
+    one with random numbers leaves it as it is, and another tensor gets NaN in their place.
+
+    What is drawn from a generator of the model's own is drawn: it is the same on every worker, and
+    leaves the streams of this process alone. Raises PlanError for choices that are drawn otherwise.
+    undrawn: whether anything got NaN.
+    """
+
+    undrawn = False
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if kwargs.get("generator") is None:
+            kwargs.pop("generator", None)
+            if name in _DRAWS:
+                return self._instead(args[0] if args else kwargs["tensor"])
+            if name in _RANDOM:
+                made = torch.zeros_like if name.endswith("_like") else torch.zeros
+                return self._instead(made(*args, **kwargs))
+            if name in _RANDOM_CHOICES:
+                raise PlanError(
+                    f"the model draws by torch.{name} as it is built, which would differ between "
+                    "workers: give it a generator with a seed of its own"
+                )
+        return function(*args, **kwargs)
+
+    def _instead(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, torch.nn.Parameter) or not tensor.is_floating_point():
+            return tensor
+        self.undrawn = True
+        return tensor.fill_(torch.nan)
+
+
+class OnMeta(TorchFunctionMode):
+    """While a model is built that only its shapes are asked of: on its thread, tensors are made on
+    the meta device, whatever device is named."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        kwargs.pop("generator", None)  # no values, no draws
+        if getattr(function, "__name__", "") in _FACTORIES:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
