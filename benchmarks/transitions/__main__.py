@@ -37,7 +37,8 @@ METHOD = {
     "target, in whose memory every bit was set; digests of source and target agree by the rule "
     "of the votes",
     "back": "from there to the same layout on other workers (same_layout: every bit alike), and "
-    "from those to the source, where every bit is as before; what is in no tensor too",
+    "from those to the source, where every bit is as before. Step counters go along, as the "
+    "coordinator tells them in a handoff",
     "apart": f"{COMPARED} steps in the target against the same steps of the source that stayed: "
     "the largest relative difference of a loss or gradient norm, of all workers",
     "loss": "of the first step and the last one of the source's run",
