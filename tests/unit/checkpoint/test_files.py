@@ -201,7 +201,7 @@ def test_another_model_is_refused_by_worker_and_coordinator(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=wanted):
         Disk(other, tmp_path).checkpoints.open()
     whole = {"pp1": ((tuple(range(len(rest))),),)}
-    fewer = dataclasses.replace(TIED, tensors=tuple(rest), stages=whole)
+    fewer = dataclasses.replace(TIED, tensors=tuple(rest), stages=whole, homes={})
     with pytest.raises(CheckpointError, match="which the run's model lacks"):
         Disk(fewer, tmp_path).checkpoints.open()
     with pytest.raises(CheckpointError, match="have 4 bytes, those of the run's model 2"):
