@@ -76,26 +76,38 @@ class OptimizerSection(Section):
 
 
 class ScheduleSection(Section):
-    """Learning rate as a function of the step alone (Megatron's OptimizerParamScheduler)."""
+    """Learning rate as a function of the step alone (Megatron's OptimizerParamScheduler). Steps may
+    be broken: jobs that count samples have such."""
 
     style: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_steps: NonNegativeInt = 0
-    decay_steps: PositiveInt | None = None
+    warmup_steps: Annotated[float, Field(ge=0)] = 0
+    decay_steps: Annotated[float, Field(gt=0)] | None = None
+
+
+class BlendSection(Section):
+    """One source of a blend: an existing `.bin/.idx` pair, and its weight beside the others'."""
+
+    prefix: Path
+    weight: Annotated[float, Field(gt=0)] = 1.0
 
 
 class DataSection(Section):
-    """Where tokens come from: an existing `.bin/.idx` pair, or text files to tokenize by bytes."""
+    """Where tokens come from: an existing `.bin/.idx` pair, a blend of several, or text files to
+    tokenize by bytes. `split` are the shares of training, validation and test, as Megatron's."""
 
     prefix: Path | None = None
+    blend: Annotated[list[BlendSection], Field(min_length=1)] | None = None
     text: list[str] | Literal["python-stdlib"] | None = None
+    split: Annotated[str, Field(pattern=r"^[0-9.]+(,[0-9.]+){0,2}$")] | None = None
     directory: Path = Path("data")
     max_text_bytes: Bytes = 16 * 2**20
     seed: NonNegativeInt = 1234
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSection:
-        if (self.prefix is None) == (self.text is None):
-            raise ValueError("exactly one of data.prefix and data.text must be given")
+        sources = (self.prefix, self.blend, self.text)
+        if sum(source is not None for source in sources) != 1:
+            raise ValueError("exactly one of data.prefix, data.blend and data.text must be given")
         return self
 
 
@@ -119,6 +131,13 @@ class TrainSection(Section):
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError("overlap_param_gather wants overlap_grad_reduce too, as Megatron does")
         return self
+
+
+class EvalSection(Section):
+    """Validation loss, every so many steps, over `steps` global batches of the validation set."""
+
+    every_steps: PositiveInt
+    steps: PositiveInt
 
 
 class WorkersSection(Section):
@@ -297,9 +316,14 @@ class PolicySection(Section):
 
 
 class CheckpointSection(Section):
-    """State on disk, for the day that everything ends: read once, by the run that follows."""
+    """State on disk, for the day that everything ends: read once, by the run that follows.
+
+    `load` is a Megatron checkpoint that a new run begins with.
+    """
 
     directory: Path | None = None
+    load: Path | None = None
+    format: Literal["hdf5", "torch_dist"] = "hdf5"
     every_steps: PositiveInt | None = None
     keep: PositiveInt = 2
 
@@ -353,6 +377,7 @@ class RunConfig(Section):
     schedule: ScheduleSection = ScheduleSection()
     data: DataSection | None = None
     train: TrainSection
+    eval: EvalSection | None = None
     workers: WorkersSection
     layouts: LayoutsOrAuto
     notices: list[NoticeSection] = []

@@ -77,6 +77,14 @@ def megatron_sizes(layout: Layout) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Derived:
+    """A value of the run file that follows from the recipe's options, and from which of them."""
+
+    value: Any
+    source: str
+
+
 class Recipe(ABC):
     """What is trained. One object a process; `model` is the checked `model` section."""
 
@@ -87,6 +95,15 @@ class Recipe(ABC):
         self.options = options
         self.config = config
         self._spec: ModelSpec | None = None
+
+    @classmethod
+    def derived(cls, options: Any) -> Mapping[tuple[str, ...], Derived]:
+        """Values of the run file that follow from the checked `model` section, by key: the run file
+        need not have them, and where it has, they must be equal. Must not import torch.
+
+        Raises ConfigError for options that cannot be had.
+        """
+        return {}
 
     @abstractmethod
     def build(self, context: BuildContext) -> MegatronModule:
@@ -110,8 +127,19 @@ class Recipe(ABC):
 
         Returns the stage's output tensor, and the function that turns the last stage's output
         into (mean loss over the micro-batch, {"loss": detached mean}). With context parallelism
-        each rank gives its share, of which the mean is the sum.
+        each rank gives its share, of which the mean is the sum. Where the second has "tokens", the
+        number of tokens that this mean is over, the step's loss is the mean over tokens.
         """
+
+    def validation_batch(self, number: int) -> Sequence[Any]:
+        """The `train.global_batch` samples of a global batch of the validation set, for `loss`, as
+        `batch`; number: counts the validation batches of the whole run, from 0.
+
+        Raises ConfigError where the recipe has no validation set.
+        """
+        raise ConfigError(
+            f"eval: recipe {type(self).__name__} has no validation set (validation_batch)"
+        )
 
     def initial(self, tensor: TensorSpec, generator: torch.Generator) -> torch.Tensor:
         """First value of a whole tensor, fp32, of the tensor's global shape.

@@ -1,0 +1,67 @@
+"""The `model` section of a run that trains by a script of Megatron-LM."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, field_validator
+
+_CONTINUED = re.compile(r"\\\r?\n")
+
+
+class ArgumentsFile(BaseModel):
+    """Arguments in a file: words as a shell has them, over any number of lines, with # comments."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file: Path
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
+
+
+class ScriptOptions(BaseModel):
+    """The script, the checkout of Megatron-LM that it belongs to, and the arguments as the job has
+    them: one string, a list, or a file of them.
+
+    megatron_lm: where `megatron/training` lies; the script's own directory unless it is given.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    script: Path
+    megatron_lm: Path | None = None
+    args: str | list[str | int | float] | ArgumentsFile = []
+
+    @field_validator("script", "megatron_lm")
+    @classmethod
+    def _one_meaning(cls, path: Path | None) -> Path | None:
+        """The same in every process, whatever its directory."""
+        return None if path is None else _absolute(path)
+
+    @field_validator("args")
+    @classmethod
+    def _split(cls, given: str | list[str | int | float] | ArgumentsFile) -> list[str]:
+        if isinstance(given, list):
+            return [str(word) for word in given]
+        if isinstance(given, ArgumentsFile):
+            file = _absolute(given.file)
+            try:
+                given = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"{file} cannot be read: {error}") from None
+        return shlex.split(_CONTINUED.sub(" ", given), comments=True)
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments, one by one."""
+        assert isinstance(self.args, list)
+        return [str(word) for word in self.args]
+
+    @property
+    def checkout(self) -> Path:
+        """The directory that has `megatron/training`."""
+        return self.megatron_lm or self.script.parent
