@@ -62,6 +62,23 @@ def _answer_for_stand_ins() -> None:
 
         return collective
 
+    plain_broadcast = dist.broadcast
+
+    @functools.wraps(plain_broadcast)
+    def broadcast(
+        tensor: Any,
+        src: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+        group_src: Any = None,
+    ) -> Any:
+        """What would be received is zeros: it may say how much memory is to be made."""
+        if group is not None and _is_stand_in(group, tensor.device):
+            if group_src != group.rank() and src != dist.get_rank():
+                tensor.zero_()
+        return plain_broadcast(tensor, src, group, async_op, group_src)
+
+    dist.broadcast = broadcast
     dist.all_to_all_single = with_stand_ins(dist.all_to_all_single, lambda output: [output])
     dist.all_gather = with_stand_ins(dist.all_gather, list)
 
