@@ -66,17 +66,13 @@ def _answer_for_stand_ins() -> None:
 
     @functools.wraps(plain_broadcast)
     def broadcast(
-        tensor: Any,
-        src: Any = None,
-        group: Any = None,
-        async_op: bool = False,
-        group_src: Any = None,
+        tensor: Any, src: Any = None, group: Any = None, *args: Any, **options: Any
     ) -> Any:
         """What would be received is zeros: it may say how much memory is to be made."""
-        if group is not None and _is_stand_in(group, tensor.device):
-            if group_src != group.rank() and src != dist.get_rank():
-                tensor.zero_()
-        return plain_broadcast(tensor, src, group, async_op, group_src)
+        is_root = src == dist.get_rank() or options.get("group_src") == dist.get_rank(group)
+        if group is not None and not is_root and _is_stand_in(group, tensor.device):
+            tensor.zero_()
+        return plain_broadcast(tensor, src, group, *args, **options)
 
     dist.broadcast = broadcast
     dist.all_to_all_single = with_stand_ins(dist.all_to_all_single, lambda output: [output])

@@ -64,7 +64,9 @@ def answer_per_world(module: types.ModuleType) -> None:
 
 
 def namespace_of(groups: Any, module: types.ModuleType) -> Namespace:
-    """A module's globals as the world of `groups` has them, for a module that answers per world."""
+    """A module's globals as the world of `groups` has them. Raises as `answer_per_world`, which it
+    calls."""
+    answer_per_world(module)
     worlds: dict[str, Namespace] = vars(groups).setdefault(_ATTRIBUTE, {})
     found = worlds.get(module.__name__)
     if found is None:

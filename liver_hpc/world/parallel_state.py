@@ -59,7 +59,6 @@ _RANKS = {
 
 def answer_from(groups: Any, layout: Layout) -> None:
     """Fills a world's copy of the globals, which its threads are answered from. Not collective."""
-    module_globals.answer_per_world(parallel_state)
     mine = module_globals.namespace_of(groups, parallel_state)
     for variable, name in _GROUPS.items():
         if variable in mine:
