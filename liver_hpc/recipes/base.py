@@ -42,12 +42,15 @@ class BuildContext:
     """What a recipe needs to build its model: where it sits, and the groups to talk over.
 
     chunk: which of its stage's chunks is to be built; Megatron's vp_stage.
+    draws: whether what the model fills its parameters with is recorded, for `Recipe.initial`:
+        Megatron's perform_initialization. Else the runtime replaces it.
     """
 
     layout: Layout
     at: Coordinate
     groups: ProcessGroupCollection
     chunk: int = 0
+    draws: bool = False
 
     @property
     def is_first_stage(self) -> bool:
@@ -109,9 +112,10 @@ class Recipe(ABC):
     def build(self, context: BuildContext) -> MegatronModule:
         """One chunk of the model at one coordinate. Not collective: it must not communicate.
 
-        Parameters need no values, and random numbers are not drawn: the runtime fills them from
-        `initial` or from the source world. Buffers begin with the values that they are built with,
-        alike on every worker: what is drawn for one comes from a generator of its own.
+        Parameters need no values but where `context.draws`, and random numbers are not drawn: the
+        runtime fills them from `initial` or from the source world. Buffers begin with the values
+        that they are built with, alike on every worker: what is drawn for one comes from a
+        generator of its own.
         """
 
     @abstractmethod
@@ -145,12 +149,12 @@ class Recipe(ABC):
         """First value of a whole tensor, fp32, of the tensor's global shape.
 
         The generator is seeded by (run seed, tensor name): the start is the same everywhere.
+        Without one of the recipe's own it is what the model fills a tensor with as it is built with
+        nothing split, drawn from this generator; a model of which that cannot be had is refused.
         """
-        import torch
+        from liver_hpc.recipes.first_values import replayed
 
-        if len(tensor.shape) == 1:
-            return torch.zeros(tensor.shape)
-        return torch.empty(tensor.shape).normal_(0.0, 0.02, generator=generator)
+        return replayed(tensor, generator)
 
     def python_path(self) -> Sequence[Path]:
         """Directories that go first on Python's path, before torch and megatron are imported."""
