@@ -132,7 +132,8 @@ class Recipe(ABC):
         Returns the stage's output tensor, and the function that turns the last stage's output
         into (mean loss over the micro-batch, {"loss": detached mean}). With context parallelism
         each rank gives its share, of which the mean is the sum. Where the second has "tokens", the
-        number of tokens that this mean is over, the step's loss is the mean over tokens.
+        number of tokens that this mean is over, of whole samples, the step's loss is the mean over
+        tokens.
         """
 
     def validation_batch(self, number: int) -> Sequence[Any]:
@@ -225,6 +226,10 @@ def load_recipe(config: RunConfig) -> Recipe:
     recipe_class = getattr(module, class_name, None)
     if not (isinstance(recipe_class, type) and issubclass(recipe_class, Recipe)):
         raise ConfigError(f"recipe: {module_name!r} has no subclass of Recipe named {class_name!r}")
+    if config.eval is not None and recipe_class.validation_batch is Recipe.validation_batch:
+        raise ConfigError(
+            f"eval: {class_name} has no validation set: it wants a method validation_batch"
+        )
     options = validated(recipe_class.Options, config.model, lambda path: key_text(("model", *path)))
     return recipe_class(options, config)
 

@@ -138,6 +138,16 @@ def seed_dropout(seed: int, tp_rank: int) -> None:
         megatron_random.model_parallel_cuda_manual_seed(seed, **ranks)
 
 
+@contextlib.contextmanager
+def kept_streams() -> Iterator[None]:
+    """At its end the random streams of this process are where they were. Not in a rehearsal."""
+    states = megatron_random._get_all_rng_states()
+    try:
+        yield
+    finally:
+        megatron_random._set_all_rng_states(*states)
+
+
 def mark_tensor_parallel(parameter: torch.Tensor, tensor: TensorSpec) -> None:
     """Sets the tensor-parallel attributes of a parameter that is split, whatever its layer.
 
