@@ -59,6 +59,40 @@ def _stand_for_tensorboard() -> None:
     sys.modules[module.__name__] = module
 
 
+def _keep_adam_loadable() -> None:
+    """An Adam whose state can be saved and loaded at any time, as Transformer Engine's can.
+
+    Where that is missing megatron-core asks torch's for a step count before there is one, wants
+    it among the tensors that it loads, where it never is, and gives all parameters one tensor to
+    count in, which then advances once a parameter.
+    """
+    import torch
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    class LoadableAdam(torch.optim.AdamW):
+        def state_dict(self) -> dict[str, Any]:
+            for parameter in (one for group in self.param_groups for one in group["params"]):
+                state = self.state[parameter]
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(moment, torch.zeros_like(parameter.data))
+                state.setdefault("step", torch.tensor(0.0))
+            return dict(super().state_dict())
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict(state_dict)
+            for state in self.state.values():
+                state["step"] = state["step"].clone()
+
+    torch.optim.AdamW = LoadableAdam  # type: ignore[misc]
+    plain_get = DistributedOptimizer._get_main_param_and_optimizer_states
+    plain_set = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_all_but_count(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        plain_set(self, parameter, {"step": plain_get(self, parameter)["step"], **tensors})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_all_but_count
+
+
 def _skip_kernels() -> None:
     """CUDA kernels that older releases compile at the start."""
     if importlib.util.find_spec("megatron.legacy") is not None:
@@ -112,6 +146,7 @@ def main() -> None:
         cpu_layers.install()
         _pretend_cuda()
         _stand_for_tensorboard()
+        _keep_adam_loadable()
         _skip_kernels()
         _give_index_helpers()
         _run_as_main(script)
