@@ -1,15 +1,18 @@
 """One process of a plain run: the shim for CUDA, then the script, unchanged, as `__main__`.
 
-    torchrun --nproc-per-node 2 -m benchmarks.script.bootstrap pretrain_gpt.py ARGUMENTS
+torchrun --nproc-per-node 2 -m benchmarks.script.bootstrap pretrain_gpt.py ARGUMENTS
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.machinery
 import importlib.util
 import json
 import os
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,8 @@ class ScalarFile:
         self._file = (directory / SCALARS).open("a", encoding="utf-8", buffering=1)
 
     def add_scalar(self, name: str, value: Any, step: Any, **_options: Any) -> None:
-        self._file.write(json.dumps({"name": name, "step": int(step), "value": float(value)}) + "\n")
+        entry = {"name": name, "step": int(step), "value": float(value)}
+        self._file.write(json.dumps({**entry, "cpu_s": time.process_time()}) + "\n")
 
     def add_text(self, *_args: Any, **_options: Any) -> None:
         """The arguments, which the log has too."""
@@ -95,7 +99,7 @@ def _keep_adam_loadable() -> None:
 
 def _skip_kernels() -> None:
     """CUDA kernels that older releases compile at the start."""
-    if importlib.util.find_spec("megatron.legacy") is not None:
+    with contextlib.suppress(ModuleNotFoundError):
         kernels: Any = importlib.import_module("megatron.legacy.fused_kernels")
         kernels.load = lambda _args: None
 
@@ -106,13 +110,11 @@ def _give_index_helpers() -> None:
     datasets: Any = importlib.import_module("megatron.core.datasets")
     utils: Any = importlib.import_module("megatron.core.datasets.utils")
     utils.compile_helpers = lambda: None
-    found = [
-        file
-        for place in sys.path
-        for file in Path(place, "megatron", "core", "datasets").glob("helpers_cpp*.so")
-    ]
+    file = "helpers_cpp" + importlib.machinery.EXTENSION_SUFFIXES[0]
+    places = [Path(place, "megatron", "core", "datasets", file) for place in sys.path]
+    found = [place for place in places if place.is_file()]
     if not found:
-        raise SystemExit("no compiled helpers_cpp: build the checkout or install its wheel")
+        raise SystemExit(f"no {file} on sys.path: `pip install --no-deps CHECKOUT` builds it")
     spec = importlib.util.spec_from_file_location(name, found[0])
     assert spec is not None
     assert spec.loader is not None
@@ -150,6 +152,8 @@ def main() -> None:
         _skip_kernels()
         _give_index_helpers()
         _run_as_main(script)
+    if torch.distributed.is_initialized():  # else gloo's threads may abort an interpreter that ends
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
