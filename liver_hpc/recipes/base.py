@@ -152,6 +152,10 @@ class Recipe(ABC):
             return torch.zeros(tensor.shape)
         return torch.empty(tensor.shape).normal_(0.0, 0.02, generator=generator)
 
+    def python_path(self) -> Sequence[Path]:
+        """Directories that go first on Python's path, before torch and megatron are imported."""
+        return ()
+
     def open(self, run_directory: Path) -> None:  # noqa: B027 - a recipe without data needs none
         """Opens the data; called once in every worker before the first `loss`."""
 
@@ -219,3 +223,12 @@ def load_recipe(config: RunConfig) -> Recipe:
         raise ConfigError(f"recipe: {module_name!r} has no subclass of Recipe named {class_name!r}")
     options = validated(recipe_class.Options, config.model, lambda path: key_text(("model", *path)))
     return recipe_class(options, config)
+
+
+def put_first_on_path(config: RunConfig) -> None:
+    """Puts a recipe's `python_path` first on this process's; before megatron is imported.
+
+    Raises ConfigError as `load_recipe`.
+    """
+    wanted = [str(path) for path in load_recipe(config).python_path()]
+    sys.path[:0] = [path for path in wanted if path not in sys.path]

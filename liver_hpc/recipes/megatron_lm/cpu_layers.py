@@ -28,7 +28,7 @@ def install() -> None:
         """LocalAttention for models that are given a mask: Transformer Engine too takes no notice
         of one where attention is causal."""
 
-        def forward(
+        def forward(  # type: ignore[override]
             self, query: Any, key: Any, value: Any, _mask: Any = None, *args: Any, **options: Any
         ) -> torch.Tensor:
             return super().forward(query, key, value, None, *args, **options)
