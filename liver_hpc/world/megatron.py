@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 

@@ -121,10 +121,14 @@ class Script:
         reruns["_GLOBAL_RERUN_STATE_MACHINE"] = _NoReruns(mode=RerunMode.DISABLED)
         return captured
 
-    def in_use(self) -> tuple[Captured, Any]:
-        """What was captured for the world of the calling thread, and its arguments."""
-        mine = module_globals.namespace_of(thread.here.groups, self.variables)
-        return mine[_CAPTURED], mine[f"{_GIVEN}ARGS"]
+    def captured_of(self, groups: Any) -> Captured:
+        """What was captured for a world."""
+        captured: Captured = module_globals.namespace_of(groups, self.variables)[_CAPTURED]
+        return captured
+
+    def arguments_of(self, groups: Any) -> Any:
+        """Megatron's arguments of a world; they are its own."""
+        return module_globals.namespace_of(groups, self.variables)[f"{_GIVEN}ARGS"]
 
     # ---- the run of the script
 
@@ -241,9 +245,8 @@ def _layout_words(layout: Layout) -> list[str]:
 
 
 def _worker_words() -> list[str]:
-    """What holds for all workers of ours: first values come from the runtime, and the optimizer is
-    the distributed one."""
-    words = ["--use-distributed-optimizer", "--no-initialization"]
+    """What holds for all workers of ours."""
+    words = ["--use-distributed-optimizer"]
     if torch.cuda.is_available():
         return words
     return [*words, "--use-cpu-initialization", "--no-gradient-accumulation-fusion"]

@@ -82,6 +82,7 @@ class Pretrain(Recipe):
         from megatron.core import tensor_parallel
 
         captured = self.script.answer_for(context.groups, context.layout, context.at)
+        self.script.arguments_of(context.groups).perform_initialization = context.draws
         self._check_embeddings(captured, context.layout)
         model = _built(captured, context)
         model.model_type = captured.model_type
@@ -138,11 +139,13 @@ class Pretrain(Recipe):
         from torch.utils.data import default_collate
 
         from liver_hpc.recipes.megatron_lm.losses import mean_of
+        from liver_hpc.world import thread
 
         def batches() -> Any:
             yield default_collate([self._fetch(sample) for sample in samples])
 
-        captured, args = self.script.in_use()
+        groups = thread.here.groups
+        captured, args = self.script.captured_of(groups), self.script.arguments_of(groups)
         args.curr_iteration = samples[0].number // self.config.train.global_batch
         args.consumed_train_samples = args.curr_iteration * self.config.train.global_batch
         output, loss_function = captured.forward_step(batches(), model)
@@ -156,7 +159,9 @@ def _built(captured: Captured, context: BuildContext) -> Any:
         import copy
 
         config = copy.deepcopy(captured.model_config)
-        config.transformer.overlap_p2p_comm = False  # as the arguments of a world have it
+        # As the arguments of a world have them, of which this was made before.
+        config.transformer.overlap_p2p_comm = False
+        config.transformer.perform_initialization = context.draws
         builder = config.get_builder_cls()(config)
         return builder.build_model(context.groups, **ends, vp_stage=context.vp_stage)
     offered = {**ends, "vp_stage": context.vp_stage, "pg_collection": context.groups}
