@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from liver_hpc.recipes.base import Derived, Recipe
+from liver_hpc.config.completion import Derived
+from liver_hpc.config.problems import KeyPath
+from liver_hpc.recipes.base import Recipe
+from liver_hpc.recipes.megatron_lm.arguments import derived_from, notes_of
 from liver_hpc.recipes.megatron_lm.options import ScriptOptions
 
 
@@ -16,5 +19,9 @@ class Pretrain(Recipe):
     options: ScriptOptions
 
     @classmethod
-    def derived(cls, options: Any) -> Mapping[tuple[str, ...], Derived]:
-        return {}
+    def derived(cls, options: Any) -> Mapping[KeyPath, Derived]:
+        return derived_from(options.words)
+
+    @classmethod
+    def notes(cls, options: Any) -> Sequence[str]:
+        return notes_of(options.words)
