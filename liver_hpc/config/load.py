@@ -90,6 +90,8 @@ def _absolute(value: Any) -> Any:
     """A path, or those in a section."""
     if isinstance(value, dict):
         return {key: _absolute(held) for key, held in value.items()}
+    if isinstance(value, list):
+        return [*map(_absolute, value)]
     return value.expanduser().absolute() if isinstance(value, Path) else value
 
 

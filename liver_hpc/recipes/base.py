@@ -43,12 +43,15 @@ class BuildContext:
     """What a recipe needs to build its model: where it sits, and the groups to talk over.
 
     chunk: which of its stage's chunks is to be built; Megatron's vp_stage.
+    draws: whether what the model fills its parameters with is recorded, for `Recipe.initial`:
+        Megatron's perform_initialization. Else the runtime replaces it.
     """
 
     layout: Layout
     at: Coordinate
     groups: ProcessGroupCollection
     chunk: int = 0
+    draws: bool = False
 
     @property
     def is_first_stage(self) -> bool:
@@ -107,9 +110,10 @@ class Recipe(ABC):
     def build(self, context: BuildContext) -> MegatronModule:
         """One chunk of the model at one coordinate. Not collective: it must not communicate.
 
-        Parameters need no values, and random numbers are not drawn: the runtime fills them from
-        `initial` or from the source world. Buffers begin with the values that they are built with,
-        alike on every worker: what is drawn for one comes from a generator of its own.
+        Parameters need no values but where `context.draws`, and random numbers are not drawn: the
+        runtime fills them from `initial` or from the source world. Buffers begin with the values
+        that they are built with, alike on every worker: what is drawn for one comes from a
+        generator of its own.
         """
 
     @abstractmethod
@@ -126,7 +130,8 @@ class Recipe(ABC):
         Returns the stage's output tensor, and the function that turns the last stage's output
         into (mean loss over the micro-batch, {"loss": detached mean}). With context parallelism
         each rank gives its share, of which the mean is the sum. Where the second has "tokens", the
-        number of tokens that this mean is over, the step's loss is the mean over tokens.
+        number of tokens that this mean is over, of whole samples, the step's loss is the mean over
+        tokens.
         """
 
     def validation_batch(self, number: int) -> Sequence[Any]:
@@ -143,12 +148,16 @@ class Recipe(ABC):
         """First value of a whole tensor, fp32, of the tensor's global shape.
 
         The generator is seeded by (run seed, tensor name): the start is the same everywhere.
+        Without one of the recipe's own it is what the model fills a tensor with as it is built with
+        nothing split, drawn from this generator; a model of which that cannot be had is refused.
         """
-        import torch
+        from liver_hpc.recipes.first_values import replayed
 
-        if len(tensor.shape) == 1:
-            return torch.zeros(tensor.shape)
-        return torch.empty(tensor.shape).normal_(0.0, 0.02, generator=generator)
+        return replayed(tensor, generator)
+
+    def python_path(self) -> Sequence[Path]:
+        """Directories that go first on Python's path, before torch and megatron are imported."""
+        return ()
 
     def open(self, run_directory: Path) -> None:  # noqa: B027 - a recipe without data needs none
         """Opens the data; called once in every worker before the first `loss`."""
@@ -220,5 +229,18 @@ def find_recipe(name: str, directory: Path | None) -> type[Recipe]:
 def load_recipe(config: RunConfig) -> Recipe:
     """The run's recipe, its `model` section checked. Raises ConfigError for what is wrong."""
     recipe_class = find_recipe(config.recipe, config.own_recipe_directory)
+    if config.eval is not None and recipe_class.validation_batch is Recipe.validation_batch:
+        raise ConfigError(
+            f"eval: {recipe_class.__name__} has no validation set: it wants a method validation_batch"
+        )
     options = validated(recipe_class.Options, config.model, lambda path: key_text(("model", *path)))
     return recipe_class(options, config)
+
+
+def put_first_on_path(config: RunConfig) -> None:
+    """Puts a recipe's `python_path` first on this process's; before megatron is imported.
+
+    Raises ConfigError as `load_recipe`.
+    """
+    wanted = [str(path) for path in load_recipe(config).python_path()]
+    sys.path[:0] = [path for path in wanted if path not in sys.path]

@@ -88,7 +88,7 @@ class Lifecycle:
         self.world: WorldRef | None = None
         self.ending: End | None = None
         self.config = config
-        self._limits = config.deadlines
+        self._limits = config.limits
         self._clock = EventClock()
         self._out: list[Action] = []
         self._history: deque[tuple[RunState, object]] = deque(maxlen=HISTORY_EVENTS)
@@ -97,7 +97,7 @@ class Lifecycle:
         self.recorder = RunRecorder(self._record, self._clock, self.agents.node_of)
         nodes = HeldNodes(self.agents, config.cluster.workers_per_node)
         self.handoffs = Handoffs(
-            HandoffMachine(config.deadlines, self._clock, self.agents.nodes_of),
+            HandoffMachine(config.limits, self._clock, self.agents.nodes_of),
             nodes,
             self.recorder,
             self._handoff_ended,

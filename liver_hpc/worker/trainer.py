@@ -35,7 +35,7 @@ class Trainer:
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
-        self._limits = context.config.deadlines
+        self._limits = context.config.limits
         self._world: World | None = None
         # Set while there is a world to hand off from: neither in `begin` nor in a rebuild.
         self._stands = threading.Event()
