@@ -30,8 +30,12 @@ def derived_from(words: Sequence[str]) -> Mapping[KeyPath, Derived]:
     Raises ConfigError with every argument that an elastic run cannot have, and every one that is
     missing.
     """
-    job = Owned.of(words)
-    if problems := [*refused_words(words), *problems_of(job)]:
+    refused = refused_words(words)
+    try:
+        job = Owned.of(words)
+    except ConfigError as error:
+        raise ConfigError(*refused, *error.args) from None
+    if problems := [*refused, *problems_of(job)]:
         raise ConfigError(*problems)
     return derived_values(job)
 

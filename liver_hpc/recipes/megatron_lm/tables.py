@@ -155,7 +155,7 @@ _UNTRIED = "it was not tried with a live handoff"
 
 REFUSED = (
     Group("a loss scale runs on across steps, and is not moved",
-          "fp16 fp16_lm_cross_entropy loss_scale", "bf16 needs none"),
+          "fp16 fp16_lm_cross_entropy loss_scale", "--bf16, which needs none"),
     Group("its scales run on across steps in state that is not moved",
           """fp8* fp4* first_last_layers_bf16 num_layers_at_start_in_bf16
           num_layers_at_end_in_bf16 reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache
