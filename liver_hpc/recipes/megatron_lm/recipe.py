@@ -159,8 +159,9 @@ class Pretrain(Recipe):
 
         groups = thread.here.groups
         captured, args = self.script.captured_of(groups), self.script.arguments_of(groups)
-        args.curr_iteration = samples[0].number // self.config.train.global_batch
-        args.consumed_train_samples = args.curr_iteration * self.config.train.global_batch
+        if not samples[0].of_validation:
+            args.curr_iteration = samples[0].number // self.config.train.global_batch
+            args.consumed_train_samples = args.curr_iteration * self.config.train.global_batch
         output, loss_function = captured.forward_step(batches(), model)
         return output, mean_of(loss_function)
 
