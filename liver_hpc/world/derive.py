@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,12 +19,19 @@ import torch
 
 from liver_hpc.errors import LiverError, PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
-from liver_hpc.layout.tensors import Chunks, ModelSpec, TensorSpec, pipeline
+from liver_hpc.layout.tensors import Chunks, First, ModelSpec, TensorSpec, pipeline
 from liver_hpc.recipes.base import BuildContext, Recipe
 from liver_hpc.world import draws, megatron, thread
 from liver_hpc.world.device import Device
 from liver_hpc.world.groups import GroupBook, install_sentinel
-from liver_hpc.world.refused import refuse_dtypes, refuse_options, refuse_undrawn, refuse_unmarked
+from liver_hpc.world.recorder import recorded
+from liver_hpc.world.refused import (
+    refuse_dtypes,
+    refuse_options,
+    refuse_undrawn,
+    refuse_unknown,
+    refuse_unmarked,
+)
 from liver_hpc.world.sharded import Shards, frame_of, shards_of, whole_of
 from liver_hpc.world.shares import differences, is_share, split_of
 
@@ -45,6 +52,9 @@ _generations = itertools.count(-2, -1)
 Splits = dict[str, tuple[int, tuple[int, ...]]]
 """By tensor: the dimension that is split, and the sizes of its blocks along it."""
 
+Build = Callable[[Recipe, Layout, Coordinate, Any], list[Any]]
+"""Gives the modules of a seat, one for each chunk."""
+
 
 class Derivation:
     """Builds one recipe's model at seats of layouts, and tells what they hold. Not collective.
@@ -57,8 +67,8 @@ class Derivation:
     def __init__(self, recipe: Recipe, worker: int = 0) -> None:
         self._recipe = recipe
         self._device = Device(torch.device("cpu"))
-        whole = RankMap(Layout(1, 1, 1), (worker,))
-        with self._seat(whole, worker) as ((module,), groups):
+        self._whole = RankMap(Layout(1, 1, 1), (worker,))
+        with self._seat(self._whole, worker) as ((module,), groups):
             self.frame = frame_of(module, groups)
             self._parameter_bytes = 2 if module.config.bf16 else 4
             self.layers = module.config.num_layers
@@ -69,7 +79,8 @@ class Derivation:
     def spec(self, layouts: Iterable[Layout]) -> ModelSpec:
         """The model's spec for these layouts; those that the model cannot take are in `refused`.
 
-        For a process without a world: it replaces the sentinel group.
+        For a process without a world: it replaces the sentinel group. Raises PlanError for a model
+        whose first values are neither known nor given by the recipe.
         """
         wanted = sorted({layout.least for layout in layouts})
         refused: dict[str, str] = {}
@@ -102,7 +113,7 @@ class Derivation:
         homes: dict[int, tuple[int | None, ...]],
         refused: dict[str, str],
     ) -> ModelSpec:
-        tensors = []
+        tensors, firsts = [], self._first_values()
         held = [collections.Counter(itertools.chain(*itertools.chain(*t))) for t in stages.values()]
         for number, (name, whole) in enumerate(self.frame.tensors.items()):
             dim, blocks = splits.get(name, (None, ()))
@@ -116,6 +127,7 @@ class Derivation:
                     expert=any(table[number] is not None for table in homes.values()),
                     role=whole.role,
                     element_bytes=None if whole.role == "trained" else whole.element_bytes,
+                    first=firsts.get(name, "it is a buffer"),
                 )
             )
         train = self._recipe.config.train
@@ -123,6 +135,23 @@ class Derivation:
         return ModelSpec(
             tuple(tensors), stages, self._parameter_bytes, homes, bucket_elements, refused
         )
+
+    def _first_values(self) -> dict[str, First]:
+        """How the model itself fills each parameter."""
+        found: dict[str, First] = {}
+
+        def build(recipe: Recipe, layout: Layout, at: Coordinate, groups: Any) -> list[Any]:
+            with recorded() as recorder:
+                module = recipe.build(BuildContext(layout, at, groups, draws=True))
+            found.update(recorder.first_values(module))
+            return [module]
+
+        install_sentinel(self._whole.workers[0])
+        with self._seat(self._whole, self._whole.workers[0], build):
+            pass
+        if type(self._recipe).initial is Recipe.initial:
+            refuse_unknown(found)
+        return found
 
     # ---- what seats hold
 
@@ -191,7 +220,9 @@ class Derivation:
             return chunk_shards(modules, groups, self.frame, layout)
 
     @contextmanager
-    def _seat(self, rank_map: RankMap, worker: int) -> Iterator[tuple[list[Any], Any]]:
+    def _seat(
+        self, rank_map: RankMap, worker: int, build: Build | None = None
+    ) -> Iterator[tuple[list[Any], Any]]:
         """The chunks of one seat, on the meta device, and its stand-in groups."""
         at = rank_map.coordinate_of(worker)
         assert at is not None
@@ -200,7 +231,7 @@ class Derivation:
             groups = megatron.group_collection(rank_map, at, book)
             with thread.rehearsal(), thread.groups_in_use(groups):
                 with draws.OnMeta():
-                    modules = build_chunks(self._recipe, rank_map.layout, at, groups)
+                    modules = (build or build_chunks)(self._recipe, rank_map.layout, at, groups)
                 for module in modules:
                     megatron.in_low_precision(module)
                 yield modules, groups

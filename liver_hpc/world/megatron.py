@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -136,6 +136,16 @@ def seed_dropout(seed: int, tp_rank: int) -> None:
     if not thread.here.rehearsing:
         ranks = dict.fromkeys(_SEEDING_RANKS, 0) | {"tp_rank": tp_rank}
         megatron_random.model_parallel_cuda_manual_seed(seed, **ranks)
+
+
+@contextlib.contextmanager
+def kept_streams() -> Iterator[None]:
+    """At its end the random streams of this process are where they were. Not in a rehearsal."""
+    states = megatron_random._get_all_rng_states()
+    try:
+        yield
+    finally:
+        megatron_random._set_all_rng_states(*states)
 
 
 def mark_tensor_parallel(parameter: torch.Tensor, tensor: TensorSpec) -> None:
