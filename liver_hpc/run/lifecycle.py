@@ -117,6 +117,7 @@ class Lifecycle:
             self._out,
         )
         self._resumed: e.Resumed | None = None
+        self._evaluated = 0  # the most steps after which there was an evaluation
         self._owes_evaluation = False  # at the step that it goes on from
         self._checkpoints = ""
         self._checkpointed: tuple[int, str] | None = None  # the newest one's step and directory
@@ -331,9 +332,8 @@ class Lifecycle:
     def memory(self) -> e.Memory:
         """What the next start is to know."""
         elastic = self.elastic
-        return e.Memory(
-            self.handoffs.generation, elastic.queue.ceiling, tuple(sorted(elastic.drained))
-        )
+        drained = tuple(sorted(elastic.drained))
+        return e.Memory(self.handoffs.generation, elastic.queue.ceiling, drained, self._evaluated)
 
     def expects(self, worker: int) -> bool:
         """Whether a worker that says Hello now is let in."""
