@@ -235,7 +235,7 @@ def load_recipe(config: RunConfig) -> Recipe:
     recipe_class = find_recipe(config.recipe, config.own_recipe_directory)
     if config.eval is not None and recipe_class.validation_batch is Recipe.validation_batch:
         raise ConfigError(
-            f"eval: {recipe_class.__name__} has no validation set: it wants validation_batch"
+            f"eval: {recipe_class.__name__} has no validation set: validation_batch is missing"
         )
     options = validated(recipe_class.Options, config.model, lambda path: key_text(("model", *path)))
     return recipe_class(options, config)
