@@ -165,10 +165,12 @@ class Comments:
     """What configs/reference.yaml says of each key.
 
     above: of a section, the comment over its key. An entry of a list is `[]`, and what is given
-    by number of workers is `N`; of several the first one with a key explains it.
+    by number of workers is `N`; of several the first one with a key explains it. What cannot be
+    given beside the rest is behind `#| `.
     """
 
     def __init__(self, text: str) -> None:
+        text = text.replace("#| ", "")
         self._lines = text.splitlines()
         self._beside: dict[str, str] = {}
         self.above: dict[str, str] = {}

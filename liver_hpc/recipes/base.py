@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from liver_hpc.config.problems import key_text, validated
+from liver_hpc.config.completion import Derived
+from liver_hpc.config.problems import KeyPath, key_text, validated
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.consistency import contradictions
@@ -80,14 +81,6 @@ def megatron_sizes(layout: Layout) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Derived:
-    """A value of the run file that follows from the recipe's options, and from which of them."""
-
-    value: Any
-    source: str
-
-
 class Recipe(ABC):
     """What is trained. One object a process; `model` is the checked `model` section."""
 
@@ -100,13 +93,22 @@ class Recipe(ABC):
         self._spec: ModelSpec | None = None
 
     @classmethod
-    def derived(cls, options: Any) -> Mapping[tuple[str, ...], Derived]:
+    def derived(cls, options: Any) -> Mapping[KeyPath, Derived]:
         """Values of the run file that follow from the checked `model` section, by key: the run file
         need not have them, and where it has, they must be equal. Must not import torch.
 
         Raises ConfigError for options that cannot be had.
         """
         return {}
+
+    @classmethod
+    def notes(cls, options: Any) -> Sequence[str]:
+        """What a user is told of the checked options at submit. Must not import torch."""
+        return ()
+
+    def check_options(self) -> None:  # noqa: B027 - pydantic has checked them
+        """Raises ConfigError for options that only a process with torch can judge; called once, by
+        the one that derives the model's spec."""
 
     @abstractmethod
     def build(self, context: BuildContext) -> MegatronModule:
@@ -132,7 +134,8 @@ class Recipe(ABC):
         Returns the stage's output tensor, and the function that turns the last stage's output
         into (mean loss over the micro-batch, {"loss": detached mean}). With context parallelism
         each rank gives its share, of which the mean is the sum. Where the second has "tokens", the
-        number of tokens that this mean is over, the step's loss is the mean over tokens.
+        number of tokens that this mean is over, of whole samples, the step's loss is the mean over
+        tokens.
         """
 
     def validation_batch(self, number: int) -> Sequence[Any]:
@@ -155,6 +158,10 @@ class Recipe(ABC):
         from liver_hpc.recipes.first_values import replayed
 
         return replayed(tensor, generator)
+
+    def python_path(self) -> Sequence[Path]:
+        """Directories that go first on Python's path, before torch and megatron are imported."""
+        return ()
 
     def open(self, run_directory: Path) -> None:  # noqa: B027 - a recipe without data needs none
         """Opens the data; called once in every worker before the first `loss`."""
@@ -199,16 +206,15 @@ class Recipe(ABC):
         self.spec.check_layout(layout)
 
 
-def load_recipe(config: RunConfig) -> Recipe:
-    """Imports `config.recipe` ("module:Class") and checks the `model` section against it.
+def find_recipe(name: str, directory: Path | None) -> type[Recipe]:
+    """Imports a recipe, "module:Class".
 
-    A recipe of the user's own is found on Python's path, else in its directory: what lies there
-    besides takes no library's place. Raises ConfigError naming what was wanted and what came.
+    One of the user's own is found on Python's path, else in its directory: what lies there besides
+    takes no library's place. Raises ConfigError naming what was wanted and what came.
     """
-    module_name, _, class_name = config.recipe.partition(":")
+    module_name, _, class_name = name.partition(":")
     if not class_name:
-        raise ConfigError(f"recipe: wanted module:Class, got {config.recipe!r}")
-    directory = config.own_recipe_directory
+        raise ConfigError(f"recipe: wanted module:Class, got {name!r}")
     if directory is not None and str(directory) not in sys.path:
         sys.path.append(str(directory))
     try:
@@ -221,5 +227,24 @@ def load_recipe(config: RunConfig) -> Recipe:
     recipe_class = getattr(module, class_name, None)
     if not (isinstance(recipe_class, type) and issubclass(recipe_class, Recipe)):
         raise ConfigError(f"recipe: {module_name!r} has no subclass of Recipe named {class_name!r}")
+    return recipe_class
+
+
+def load_recipe(config: RunConfig) -> Recipe:
+    """The run's recipe, its `model` section checked. Raises ConfigError for what is wrong."""
+    recipe_class = find_recipe(config.recipe, config.own_recipe_directory)
+    if config.eval is not None and recipe_class.validation_batch is Recipe.validation_batch:
+        raise ConfigError(
+            f"eval: {recipe_class.__name__} has no validation set: it wants validation_batch"
+        )
     options = validated(recipe_class.Options, config.model, lambda path: key_text(("model", *path)))
     return recipe_class(options, config)
+
+
+def put_first_on_path(config: RunConfig) -> None:
+    """Puts a recipe's `python_path` first on this process's; before megatron is imported.
+
+    Raises ConfigError as `load_recipe`.
+    """
+    wanted = [str(path) for path in load_recipe(config).python_path()]
+    sys.path[:0] = [path for path in wanted if path not in sys.path]

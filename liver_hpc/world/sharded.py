@@ -186,8 +186,7 @@ def _sharded(module: Any, groups: Any) -> dict[str, list[_Sharded]]:
     """What `sharded_state_dict` says of each tensor, by name."""
     names = {id(tensor): name for name, tensor in state_tensors(module).items()}
     found: dict[str, list[_Sharded]] = {name: [] for name in names.values()}
-    with megatron.lent(groups):
-        state = module.sharded_state_dict(metadata=megatron.sharding_metadata(groups))
+    state = module.sharded_state_dict(metadata=megatron.sharding_metadata(groups))
     for item in _leaves(state):
         data = getattr(item, "data", None)
         name = names.get(id(data))

@@ -103,7 +103,7 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
          "bucket_bytes, keep_groups, staging_bytes, warm_up)"),
         ("metrics.flush_interval_s=1", "there is no such key any more, "
          "leave it out: every event goes to the journal at once"),
-        ("qqq=4", "unknown key (valid keys here: checkpoint, cluster, data, deadlines, handoff, "),
+        ("qqq=4", "unknown key (valid keys here: checkpoint, cluster, data, deadlines, eval, "),
         ("layouts.2.0.xq=4", "valid keys here: cp, dp, ep, pp, sequence_parallel, tp, vpp"),
         ("layouts.2.0.ep=4", "layout tp1 pp1 dp2 ep4: ep must divide dp x cp, which is 2"),
         ("cluster.slurm.away_s=5", "away_s=5: this key is called 'unreachable_s' now"),
@@ -134,7 +134,7 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
         ("layouts.0={dp: 1}", "wanted a number more than 0, got 0"),
         ("notices=[{at_step: 1}]", "wanted exactly one of layout, workers, replace; got []"),
         ("notices=[{workers: 1}]", "notices.0.at_step: this key is required"),
-        ("data={}", "exactly one of data.prefix and data.text must be given"),
+        ("data={}", "exactly one of data.prefix, data.blend and data.text must be given"),
         ("data.text=5", "wanted a list or one of 'python-stdlib', got 5"),
         ("workers.initial=5", "workers.initial is 5, more than workers.max 4"),
     ],

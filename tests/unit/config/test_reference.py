@@ -17,6 +17,7 @@ from liver_hpc.config.schema import (
     BurstSection,
     ComponentSection,
     DataSection,
+    EvalSection,
     LayoutSection,
     NoticeSection,
     RunConfig,
@@ -29,11 +30,12 @@ LISTED = {"layouts", "notices", "cluster.slurm.components"}
 """Sections whose entries are compared on their own."""
 OPTIONAL = {
     "data": DataSection,
+    "eval": EvalSection,
     "cluster.slurm.burst": BurstSection,
     "model.layer_times": LayerTimes,
 }
 """Sections that the file shows although null is their default."""
-ANY_VALUE = {"data.text"}
+ANY_VALUE = {"data.text", "data.split"}
 """Keys that the file must give a value although null is their default."""
 
 
