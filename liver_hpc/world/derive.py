@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,15 @@ from liver_hpc.world import draws, megatron, thread
 from liver_hpc.world.device import Device
 from liver_hpc.world.groups import GroupBook, install_sentinel
 from liver_hpc.world.refused import refuse_dtypes, refuse_options, refuse_undrawn, refuse_unmarked
-from liver_hpc.world.sharded import Shards, frame_of, shards_of, whole_of
+from liver_hpc.world.sharded import (
+    Sharded,
+    Shards,
+    frame_of,
+    sharded,
+    sharded_objects,
+    shards_of,
+    whole_of,
+)
 from liver_hpc.world.shares import differences, is_share, split_of
 
 MODELS_ERRORS = (
@@ -46,6 +54,14 @@ Splits = dict[str, tuple[int, tuple[int, ...]]]
 """By tensor: the dimension that is split, and the sizes of its blocks along it."""
 
 
+class Stored(NamedTuple):
+    """How a checkpoint holds a whole model: where each tensor lies, by name, and the objects beside
+    tensors (extra state), by their names there."""
+
+    tensors: Mapping[str, tuple[Sharded, ...]]
+    objects: Mapping[str, Any]
+
+
 class Derivation:
     """Builds one recipe's model at seats of layouts, and tells what they hold. Not collective.
 
@@ -57,8 +73,8 @@ class Derivation:
     def __init__(self, recipe: Recipe, worker: int = 0) -> None:
         self._recipe = recipe
         self._device = Device(torch.device("cpu"))
-        whole = RankMap(Layout(1, 1, 1), (worker,))
-        with self._seat(whole, worker) as ((module,), groups):
+        self._whole = RankMap(Layout(1, 1, 1), (worker,))
+        with self._seat(self._whole, worker) as ((module,), groups):
             self.frame = frame_of(module, groups)
             self._parameter_bytes = 2 if module.config.bf16 else 4
             self.layers = module.config.num_layers
@@ -123,6 +139,17 @@ class Derivation:
         return ModelSpec(
             tuple(tensors), stages, self._parameter_bytes, homes, bucket_elements, refused
         )
+
+    def stored(self, metadata: Mapping[str, Any]) -> Stored:
+        """What lies under which key of a checkpoint with this content metadata.
+
+        For a process without a world, or one whose world is of this class's worker.
+        """
+        with self._seat(self._whole, self._whole.workers[0]) as ((module,), groups):
+            return Stored(
+                {name: tuple(pieces) for name, pieces in sharded(module, groups, metadata).items()},
+                sharded_objects(module, groups, metadata),
+            )
 
     # ---- what seats hold
 
