@@ -19,7 +19,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from liver_hpc.config.megatron_checkpoint import iteration_path
+from liver_hpc.config.megatron_checkpoint import (
+    COMMON_FILE,
+    FORMAT_FILE,
+    METADATA_FILE,
+    iteration_path,
+)
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.files import write_whole
 from liver_hpc.layout.tensors import ModelSpec, Role
@@ -29,6 +34,11 @@ FORMAT_VERSION = 1
 INDEX_FILE = "checkpoint.json"
 Format = Literal["hdf5", "torch_dist"]
 _COMPLETE = re.compile(r"^(?:step-(?=\d{8})|iter_(?=\d{7}))(\d+)$")
+FURTHER_FILES: dict[Format, tuple[str, ...]] = {
+    "hdf5": (),
+    "torch_dist": (METADATA_FILE, COMMON_FILE, FORMAT_FILE),
+}
+"""What is in a checkpoint beside its ranks' files and the index."""
 _PARTIAL = re.compile(r"^\.step-\d{8,}\.(partial|replaced)$")
 _READ_BYTES = 4 * 2**20
 
