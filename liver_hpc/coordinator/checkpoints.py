@@ -151,14 +151,14 @@ class Checkpoints:
         loaded = to_load(self._config, self.directory, own)
         if loaded is not None:
             self._source = loaded
-            return e.Resumed(str(loaded.path), loaded.step, -1, "a job of Megatron's")
+            return e.Resumed(str(loaded.path), loaded.step, -1, "the layout of another job")
         self._source = own
         if own is None:
             return None
         path, index = own.path, own.index
         for step, damaged in complete_checkpoints(self.directory):
             if step > index.scalars.step:
-                log.error("%s is damaged, and now called %s", damaged, set_aside(damaged))
+                log.error("%s is damaged, and now called %s", damaged, self._set_aside(damaged))
         difference = index.model.difference(SavedModel.of(self._recipe.spec))
         if difference:
             raise CheckpointError(f"{path} is of another model: {difference}")
@@ -223,10 +223,18 @@ class Checkpoints:
         if not earlier:
             todo = "there is no earlier checkpoint"
         elif changed:
-            todo = f"it is now {set_aside(path)}; a restart goes on from step {earlier[-1]}"
+            todo = f"it is now {self._set_aside(path)}; a restart goes on from step {earlier[-1]}"
         else:
             todo = f"to go on from step {earlier[-1]} remove {path}"
         return f"{_first(changed) or 'its files are as they were written'}; {todo}"
+
+    def _set_aside(self, path: Path) -> Path:
+        """Of a damaged checkpoint; a job of Megatron's loads the one before it, then."""
+        aside = set_aside(path)
+        left = [step for step, _ in complete_checkpoints(self.directory)]
+        if self._format == "torch_dist" and left:
+            track(self.directory, left[-1])
+        return aside
 
     # ---- while it trains
 

@@ -1,5 +1,5 @@
-"""A job of Megatron's own: parallel_state, its distributed optimizer, dist_checkpointing, over gloo in
-real processes. It saves and loads by the calls of megatron/training/checkpointing.py.
+"""A job of Megatron's own: parallel_state, its distributed optimizer, dist_checkpointing, over gloo
+in real processes. It saves and loads by the calls of megatron/training/checkpointing.py.
 
 Every element of its state is a function of the checkpoint's key and of its place in the tensor that
 lies there, whatever the layout.
@@ -70,7 +70,7 @@ def parts_of(item: Any, data: Any) -> Iterator[Any]:
     if isinstance(item, ShardedTensorFactory):
         yield from nested_values(item.build_fn(item.key, data, item.replica_id, None))
     else:
-        yield dataclasses.replace(item, data=data)
+        yield dataclasses.replace(item, data=data, dtype=data.dtype)
 
 
 def expected(item: Any, kind: str, data: Any) -> Any:

@@ -59,9 +59,8 @@ def through(process: WorkerProcess, chains: list[Any], directory: str) -> list[A
         world.book.connect(process.network, process.store, 30.0)
         restored = restore(world, Path(directory, "job", str(number)))
         differ = list(differences(world))
-        written = save(
-            world, restored.scalars.step, Path(directory, "ours", str(number)), SystemClock()
-        )
+        ours = Path(directory, "ours", str(number))
+        written = save(world, restored.scalars.step, ours, SystemClock())
         found.append((restored.scalars, differ, written.error))
         world.close()
     return found
@@ -72,13 +71,13 @@ def differences(world: Any) -> Any:
     import torch
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
-    from liver_hpc.world import megatron
+    from liver_hpc.world import megatron, thread
 
     for chunk in world.chunks:
         module = chunk.module
         while hasattr(module, "module"):
             module = module.module
-        with megatron.lent(world.groups):
+        with megatron.lent(world.groups), thread.groups_in_use(world.groups):
             state = module.sharded_state_dict(metadata=megatron.sharding_metadata(world.groups, {}))
         for item in nested_values(state):
             data = getattr(item, "data", None)
@@ -107,6 +106,5 @@ def test_megatrons_checkpoints_go_through_ours_bit_by_bit(kind: str, tmp_path: P
                 assert (step, samples, steps) == (STEP, STEP * BATCH, [ADAM_STEP])
                 assert differ == []
                 assert schedule["num_steps"] == STEP * BATCH
-            assert (
-                json.loads((path / "metadata.json").read_bytes())["sharded_backend"] == "torch_dist"
-            )
+            about = json.loads((path / "metadata.json").read_bytes())
+            assert about["sharded_backend"] == "torch_dist"

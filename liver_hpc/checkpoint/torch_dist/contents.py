@@ -55,17 +55,17 @@ class Contents:
     def by_buckets(self) -> bool:
         return self.content.get(_SHARDING) == BUCKET_SPACE
 
+    @property
+    def known_content(self) -> dict[str, Any]:
+        """The content metadata without the groups of the job that saved it."""
+        return {key: value for key, value in self.content.items() if not key.endswith("_group")}
+
     def scalars(self, like: ScalarState, batch: int) -> ScalarState:
         """The state that is in no tensor. like: that of the run's world; batch: its samples a step.
 
-        Raises CheckpointError where the job had come to other samples in as many steps.
+        Raises as `check_batch`.
         """
-        if batch * self.step != self.consumed_samples:
-            raise CheckpointError(
-                f"{self.path} is of step {self.step}, for which the run's train.global_batch of "
-                f"{batch} takes {batch * self.step} samples; it has consumed "
-                f"{self.consumed_samples}: a run keeps the batch of the job that it goes on with"
-            )
+        self.check_batch(batch)
         return like.model_copy(
             update={
                 "step": self.step,
@@ -73,6 +73,15 @@ class Contents:
                 "optimizer_step": self.optimizer_step,
             }
         )
+
+    def check_batch(self, batch: int) -> None:
+        """Raises CheckpointError where the job had come to other samples in as many steps."""
+        if batch * self.step != self.consumed_samples:
+            raise CheckpointError(
+                f"{self.path} is of step {self.step}, for which the run's train.global_batch of "
+                f"{batch} takes {batch * self.step} samples; it has consumed "
+                f"{self.consumed_samples}: a run keeps the batch of the job that it goes on with"
+            )
 
 
 def read_contents(path: Path) -> Contents:

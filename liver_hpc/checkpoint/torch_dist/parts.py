@@ -35,8 +35,7 @@ from liver_hpc.world.world import World, derivation_of
 
 def stored_by(world: World, content: Mapping[str, Any]) -> Stored:
     """How a checkpoint with this content metadata holds a world's model."""
-    known = {key: value for key, value in content.items() if not key.endswith("_group")}
-    return derivation_of(world.recipe, world.worker).stored(known)
+    return derivation_of(world.recipe, world.worker).stored(content)
 
 
 # ---- written
@@ -132,7 +131,7 @@ def read(world: World, path: Path) -> ScalarState:
     Not collective. Raises CheckpointError.
     """
     contents = read_contents(path)
-    pieces = stored_by(world, contents.content).tensors
+    pieces = stored_by(world, contents.known_content).tensors
     read_tensors(world.state, contents, pieces)
     return contents.scalars(world.scalar_state(0), world.recipe.config.train.global_batch)
 
