@@ -163,6 +163,12 @@ class Recipe(ABC):
         """Directories that go first on Python's path, before torch and megatron are imported."""
         return ()
 
+    def checkpoint_extras(self, step: int) -> Mapping[str, Any]:
+        """What a job's checkpoint of step `step` holds beside what the runtime knows of, by the
+        names of Megatron's checkpoints: `args`, a namespace, for one. Called on rank 0 of a world.
+        """
+        return {}
+
     def open(self, run_directory: Path) -> None:  # noqa: B027 - a recipe without data needs none
         """Opens the data; called once in every worker before the first `loss`."""
 
