@@ -165,7 +165,8 @@ class Recipe(ABC):
 
     def checkpoint_extras(self, step: int) -> Mapping[str, Any]:
         """What a job's checkpoint of step `step` holds beside what the runtime knows of, by the
-        names of Megatron's checkpoints: `args`, a namespace, for one. Called on rank 0 of a world.
+        names of Megatron's checkpoints: `args`, a namespace, for one. Called on rank 0 of a world,
+        whose groups are in use on the calling thread.
         """
         return {}
 
