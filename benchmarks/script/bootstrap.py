@@ -92,7 +92,8 @@ def _keep_adam_loadable() -> None:
     plain_set = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def set_all_but_count(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-        plain_set(self, parameter, {"step": plain_get(self, parameter)["step"], **tensors})
+        with torch.no_grad():  # in fp32 a main parameter is a view of one that is trained
+            plain_set(self, parameter, {"step": plain_get(self, parameter)["step"], **tensors})
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_all_but_count
 

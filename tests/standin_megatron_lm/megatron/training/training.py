@@ -175,3 +175,9 @@ def _batches(dataset):
         default_collate([dataset[first + rank * size + i] for i in range(size)])
         for first in range(0, len(dataset) - together + 1, together)
     )
+
+
+def num_floating_point_operations(args, batch_size):
+    """Of one batch, roughly: six a parameter of the layers and token."""
+    parameters = 12 * args.num_layers * args.hidden_size**2
+    return 6 * parameters * args.seq_length * batch_size
