@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.report.derive import run_figures
-from liver_hpc.report.store import RunRecords
+from liver_hpc.report.store import RunRecords, read_run
 from tests.integration.elastic import elastic_run
 from tests.integration.runs import ENDLESS, run_config, start, stop_and_read, watch
+from tests.integration.test_checkpoint import go_on
+from tests.integration.test_kinds_of_state import stopped
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("unhurried_steps")]
 
@@ -49,5 +51,20 @@ def _check_that_no_evaluation_counts_as_lost_or_as_a_step(elastic: RunRecords) -
     for step in elastic.steps:
         assert not any(begin < step.ended_s and step.started_s < end for begin, end in spans)
     for attempt in run_figures(elastic).reconfigurations:
-        crossing = attempt.source_last_step_ended_s, attempt.first_step_ended_s
+        # Behind the commit is the end of the first step, which rank 0 may reach a moment earlier.
+        crossing = attempt.source_last_step_ended_s, attempt.committed_s
         assert not any(begin < crossing[1] and crossing[0] < end for begin, end in spans)
+
+
+def test_what_a_stop_left_out_is_made_up_for_and_nothing_is_done_twice(tmp_path: Path) -> None:
+    run = start(run_config(tmp_path, ENDLESS, eval={"every_steps": 1, "steps": 1}))
+    watch(run, lambda status: status.step >= 3, 120.0)
+    boundary = stopped(run).index.scalars.step
+    before = evaluations(read_run(run.path))
+    assert [*before] == [*range(1, boundary)]
+    go_on(run, pp=2)
+    watch(run, lambda status: status.evaluated >= boundary + 2, 120.0)
+    records = stop_and_read(run)
+    assert [*evaluations(records)] == [*range(1, len(records.steps))]
+    assert records.evaluations[boundary - 1].step == boundary
+    assert records.evaluations[boundary - 1].started_s < records.steps[boundary].started_s
