@@ -23,6 +23,7 @@ from liver_hpc.config.megatron_checkpoint import (
     COMMON_FILE,
     FORMAT_FILE,
     METADATA_FILE,
+    TRACKER_FILE,
     iteration_path,
 )
 from liver_hpc.errors import CheckpointError
@@ -200,6 +201,11 @@ def write_index(path: Path, index: CheckpointIndex) -> None:
 def written_part(path: Path) -> Part:
     """A file as it is now; raises OSError."""
     return Part(file=path.name, num_bytes=path.stat().st_size, checksum=checksum(path))
+
+
+def track(directory: Path, step: int) -> None:
+    """Makes the checkpoint of a step the one that a job of Megatron's loads. Raises OSError."""
+    write_whole(directory / TRACKER_FILE, str(step), sync=True)
 
 
 def checksum(path: Path) -> str:

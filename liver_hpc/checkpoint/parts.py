@@ -130,10 +130,8 @@ def restore(world: World, path: Path) -> Restored:
     else:
         index = read_index(path)
         scalars = index.scalars
-        difference = index.model.difference(SavedModel.of(world.state.model))
-        if difference:
-            raise CheckpointError(f"{path} is of another model: {difference}")
         if index.format == "torch_dist":
+            _check_model(world.state, index, path)
             torch_dist.read(world, path)
         else:
             read_parts(world.state, index, path)
@@ -146,8 +144,15 @@ def restore(world: World, path: Path) -> Restored:
     )
 
 
+def _check_model(state: WorldState, index: CheckpointIndex, path: Path) -> None:
+    difference = index.model.difference(SavedModel.of(state.model))
+    if difference:
+        raise CheckpointError(f"{path} is of another model: {difference}")
+
+
 def read_parts(state: WorldState, index: CheckpointIndex, path: Path) -> None:
     """All boxes of a state, from the files that hold them; raises CheckpointError."""
+    _check_model(state, index, path)
     saved = index.rank_map.rank_map().layout
     wanted = reads(state.model, saved, state.layout, state.at, index.spec)
     for rank, group in groupby(wanted, key=lambda read: read.rank):

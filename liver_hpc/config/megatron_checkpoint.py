@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 
 from liver_hpc.errors import CheckpointError
-from liver_hpc.host.files import write_whole
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 FORMAT_FILE = "metadata.json"
@@ -43,11 +42,6 @@ def tracked_step(directory: Path) -> int | None:
     if not re.fullmatch(r"\d{1,18}", text):
         raise CheckpointError(f"{file}: wanted a step, got {text[:40]!r}")
     return int(text)
-
-
-def track(directory: Path, step: int) -> None:
-    """Makes the checkpoint of a step the one that a job loads. Raises OSError."""
-    write_whole(directory / TRACKER_FILE, str(step), sync=True)
 
 
 def loaded_checkpoint(directory: Path) -> tuple[int, Path] | None:

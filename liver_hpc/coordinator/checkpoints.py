@@ -30,11 +30,12 @@ from liver_hpc.checkpoint.index import (
     read_index,
     remains,
     set_aside,
+    track,
     write_index,
     written_part,
 )
 from liver_hpc.clock import Clock
-from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, loaded_checkpoint, track
+from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, loaded_checkpoint
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.files import flush_to_disk

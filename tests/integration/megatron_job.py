@@ -98,6 +98,7 @@ class MegatronJob:
         vars(multiprocessing.current_process())["_config"]["daemon"] = False
         dist.init_process_group("gloo", init_method=f"file://{store}", world_size=ranks, rank=rank)
         self._rank = rank
+        _keep_steps_apart()
 
     def save(self, case: Case, path: str, step: int, batch: int) -> Any:
         """Saves a state as a script's job would; only with the ranks that the layout has."""
@@ -158,6 +159,22 @@ class MegatronJob:
                 list(job.differences()),
                 state.get("opt_param_scheduler"),
             )
+
+
+def _keep_steps_apart() -> None:
+    """torch's Adam counts steps beside its moments, where Megatron's distributed optimizer looks
+    for tensors of the parameter's shape when it loads (0.16)."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    kind: Any = DistributedOptimizer
+    plain = kind._set_main_param_and_optimizer_states
+
+    def put(self: Any, parameter: Any, tensors: Any) -> None:
+        group, place = self.model_param_group_index_map[parameter]
+        main = self.optimizer.param_groups[group]["params"][place]
+        plain(self, parameter, {**tensors, "step": self.optimizer.state[main]["step"]})
+
+    kind._set_main_param_and_optimizer_states = put
 
 
 def _end_writers() -> None:

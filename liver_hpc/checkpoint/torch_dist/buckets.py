@@ -164,12 +164,12 @@ class Buckets:
         """Where the parameters of a chunk lie, whose buckets have these sizes."""
         found, bucket, end = {}, 0, 0
         for index in chunk:
-            start = -(-end // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
+            start = _aligned(end)
             end = start + math.prod(local_shape(self._model.tensors[index], self._layout.tp))
             if bucket == len(ends) or end > ends[bucket]:
                 break
             found[index] = _Span(buffer, bucket, start)
-            if end == ends[bucket]:
+            if _aligned(end) >= ends[bucket]:  # before a bucket of its own Megatron counts the gap
                 bucket, end = bucket + 1, 0
         if len(found) != len(chunk) or bucket != len(ends):
             names = [self._model.tensors[index].name for index in chunk]
@@ -179,6 +179,10 @@ class Buckets:
                 "--dist-ckpt-optim-fully-reshardable"
             )
         return found
+
+
+def _aligned(end: int) -> int:
+    return -(-end // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
 
 
 def _all_of(shape: tuple[int, int]) -> Part:
