@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.machinery
-import importlib.util
+import importlib.metadata
 import json
 import os
 import sys
@@ -98,30 +97,26 @@ def _keep_adam_loadable() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = set_all_but_count
 
 
-def _skip_kernels() -> None:
-    """CUDA kernels that older releases compile at the start."""
+def _skip_what_is_for_cuda() -> None:
+    """Of what the script does before it builds the model.
+
+    It warms compiled functions up on random tensors, here of the generator that the first values
+    of the model come from: those would depend on the layout. Older releases compile kernels.
+    """
     with contextlib.suppress(ModuleNotFoundError):
+        initialize: Any = importlib.import_module("megatron.training.initialize")
+        initialize._warmup_jit_function = lambda **_options: None
         kernels: Any = importlib.import_module("megatron.legacy.fused_kernels")
         kernels.load = lambda _args: None
 
 
 def _give_index_helpers() -> None:
     """The compiled helpers of datasets: the checkout's, where it was built, else the wheel's."""
-    name = "megatron.core.datasets.helpers_cpp"
-    datasets: Any = importlib.import_module("megatron.core.datasets")
+    package: Any = importlib.import_module("megatron.core.datasets")
+    wheel = importlib.metadata.distribution("megatron-core")
+    package.__path__.append(str(wheel.locate_file("megatron/core/datasets")))
     utils: Any = importlib.import_module("megatron.core.datasets.utils")
     utils.compile_helpers = lambda: None
-    file = "helpers_cpp" + importlib.machinery.EXTENSION_SUFFIXES[0]
-    places = [Path(place, "megatron", "core", "datasets", file) for place in sys.path]
-    found = [place for place in places if place.is_file()]
-    if not found:
-        raise SystemExit(f"no {file} on sys.path: `pip install --no-deps CHECKOUT` builds it")
-    spec = importlib.util.spec_from_file_location(name, found[0])
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules[name] = datasets.helpers_cpp = module
 
 
 def _run_as_main(script: Path, code: Any) -> None:
@@ -151,7 +146,7 @@ def main() -> None:
         _pretend_cuda()
         _stand_for_tensorboard()
         _keep_adam_loadable()
-        _skip_kernels()
+        _skip_what_is_for_cuda()
         _give_index_helpers()
         _run_as_main(script, code)
     if torch.distributed.is_initialized():  # else gloo's threads may abort an interpreter that ends

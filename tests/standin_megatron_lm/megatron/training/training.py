@@ -48,8 +48,9 @@ def pretrain(
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         get_embedding_ranks=get_embedding_ranks,
     )
-    torch.manual_seed(args.seed + 100 * mpu.get_pipeline_model_parallel_rank())
-    tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+    seed = args.seed + 100 * mpu.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
     model, optimizer, scheduler = _setup(model_provider, model_type)
     train, valid, _ = train_valid_test_dataset_provider(get_train_valid_test_num_samples())
     _train(forward_step_func, model, optimizer, scheduler, train, valid)
