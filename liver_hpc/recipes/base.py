@@ -106,6 +106,10 @@ class Recipe(ABC):
         """What a user is told of the checked options at submit. Must not import torch."""
         return ()
 
+    def check_options(self) -> None:  # noqa: B027 - pydantic has checked them
+        """Raises ConfigError for options that only a process with torch can judge; called once, by
+        the one that derives the model's spec."""
+
     @abstractmethod
     def build(self, context: BuildContext) -> MegatronModule:
         """One chunk of the model at one coordinate. Not collective: it must not communicate.
@@ -231,7 +235,7 @@ def load_recipe(config: RunConfig) -> Recipe:
     recipe_class = find_recipe(config.recipe, config.own_recipe_directory)
     if config.eval is not None and recipe_class.validation_batch is Recipe.validation_batch:
         raise ConfigError(
-            f"eval: {recipe_class.__name__} has no validation set: validation_batch is missing"
+            f"eval: {recipe_class.__name__} has no validation set: it wants validation_batch"
         )
     options = validated(recipe_class.Options, config.model, lambda path: key_text(("model", *path)))
     return recipe_class(options, config)

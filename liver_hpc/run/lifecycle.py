@@ -117,6 +117,7 @@ class Lifecycle:
             self._out,
         )
         self._resumed: e.Resumed | None = None
+        self._owes_evaluation = False  # at the step that it goes on from
         self._checkpoints = ""
         self._checkpointed: tuple[int, str] | None = None  # the newest one's step and directory
         self._checkpoint_failure = ""
@@ -173,6 +174,7 @@ class Lifecycle:
             generation=generation,
             rank_map=m.WireRankMap.of(rank_map),
             checkpoint=None if resumed is None else resumed.path,
+            evaluate=self._owes_evaluation,
         )
         self.agents.send(rank_map.workers, begin)
         if resumed is None:
@@ -351,6 +353,7 @@ class Lifecycle:
     def snapshot(self, now_s: float, last_event: str, metrics_error: str) -> StatusSnapshot:
         """The run at one moment, for people; `last_event` is the newest note."""
         recorder, last = self.recorder, self.recorder.last_step
+        evaluation = recorder.last_evaluation
         world = self.handoffs.committed_world or self.world
         took_s = last.ended_s - last.started_s if last else None
         return StatusSnapshot(
@@ -360,6 +363,8 @@ class Lifecycle:
             steps=self.config.train.steps,
             loss=last.loss if last else None,
             grad_norm=last.grad_norm if last else None,
+            validation_loss=evaluation.loss if evaluation else None,
+            evaluated=evaluation.step if evaluation else 0,
             tokens_per_s=last.tokens / took_s if last and took_s else None,
             step_s=took_s,
             generation=world.generation if world else 0,

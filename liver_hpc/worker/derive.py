@@ -41,7 +41,9 @@ def main() -> int:
     install_sentinel(0)
     prepare_process(config.train.seed)
     try:
-        derivation = Derivation(load_recipe(config))
+        recipe = load_recipe(config)
+        recipe.check_options()
+        derivation = Derivation(recipe)
         layouts = (
             layouts_to_derive(config, derivation.layers, derivation.experts)
             if config.layouts == AUTO

@@ -146,6 +146,7 @@ class Derivation:
             found.update(recorder.first_values(module))
             return [module]
 
+        install_sentinel(self._whole.workers[0])
         with self._seat(self._whole, self._whole.workers[0], build):
             pass
         if type(self._recipe).initial is Recipe.initial:

@@ -6,6 +6,7 @@ in any way it likes. Its arguments are those of the job, but for the layout's.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import importlib
@@ -26,7 +27,9 @@ from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.recipes.megatron_lm import checkout
+from liver_hpc.recipes.megatron_lm.arguments import agreement, judged, without_layout
 from liver_hpc.recipes.megatron_lm.options import ScriptOptions
+from liver_hpc.recipes.megatron_lm.words import number_of
 from liver_hpc.world import cpu_shim, module_globals, thread
 
 _KEPT_QUIET = (
@@ -69,15 +72,16 @@ class Captured:
 class Script:
     """A script of a checkout that is first on Python's path; one a process.
 
-    own_tp: tensor-parallel ranks that the job has by its own arguments, which the vocabulary is
-    padded for: another number of them must not make another model.
+    The vocabulary is padded for the tensor-parallel ranks that the job has by its own arguments:
+    another number of them must not make another model.
     Raises ConfigError where it is not there, or megatron-core is another.
     """
 
-    def __init__(self, options: ScriptOptions, words: list[str], own_tp: int) -> None:
+    def __init__(self, options: ScriptOptions) -> None:
         checkout.check(options)
         checkout.check_imported(options)
-        self._path, self._words, self._own_tp = options.script, words, own_tp
+        self._path, (self._words, _) = options.script, without_layout(options.words)
+        self._own_tp = number_of(options.words, "tensor_model_parallel_size") or 1
         self._lock = threading.Lock()
         self._captured: dict[Layout, Captured] = {}
         self._tokenizer: Any = None
@@ -121,6 +125,17 @@ class Script:
         reruns["_GLOBAL_RERUN_STATE_MACHINE"] = _NoReruns(mode=RerunMode.DISABLED)
         return captured
 
+    def check(self, layout: Layout) -> None:
+        """Raises ConfigError for arguments that Megatron's parser knows and an elastic run cannot
+        have, and for what the script makes otherwise than the run file has it."""
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        self.arguments.add_megatron_arguments(parser)
+        parsed, plain = (vars(parser.parse_known_args(w)[0]) for w in (self._words, []))
+        problems = judged(parsed, plain)
+        problems += agreement(self._words, vars(self.at(layout).args))
+        if problems:
+            raise ConfigError(*(f"model.args: {problem}" for problem in problems))
+
     def captured_of(self, groups: Any) -> Captured:
         """What was captured for a world."""
         captured: Captured = module_globals.namespace_of(groups, self.variables)[_CAPTURED]
@@ -146,6 +161,8 @@ class Script:
                 self.arguments.validate_args(args, dict(given.get("args_defaults") or {}))
                 mine["set_global_variables"](args)
         args = mine[f"{_GIVEN}ARGS"]
+        if not args.eval_iters and not args.eval_interval:
+            args.eval_interval = args.train_iters  # which it divides by all the same
         if args.train_samples:  # which pretrain would do next
             args.train_iters = args.train_samples // args.global_batch_size
         unknown = [

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from liver_hpc.config.completion import Derived
 from liver_hpc.config.problems import KeyPath
-from liver_hpc.config.schema import RunConfig
+from liver_hpc.config.schema import AUTO, RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe
 from liver_hpc.recipes.megatron_lm import checkout
 from liver_hpc.recipes.megatron_lm.arguments import derived_from, notes_of
 from liver_hpc.recipes.megatron_lm.options import ScriptOptions
+from liver_hpc.recipes.megatron_lm.words import number_of
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
     from liver_hpc.recipes.megatron_lm.capture import Captured, Script
     from liver_hpc.recipes.megatron_lm.datasets import Datasets
+
+
+WHOLE = Layout(1, 1, 1)
 
 
 class Sample(NamedTuple):
@@ -56,21 +60,20 @@ class Pretrain(Recipe):
 
     def hidden_shape(self) -> tuple[int, ...]:
         micro_batch = self.config.train.micro_batch
-        return (self._number("--seq-length"), micro_batch, self._number("--hidden-size"))
+        return (self._number("seq_length"), micro_batch, self._number("hidden_size"))
 
     def tokens(self) -> int:
-        return self._number("--seq-length")
+        return self._number("seq_length")
 
     def summary(self) -> Mapping[str, str]:
         script = f"{self.options.script}, {len(self.options.words)} arguments"
         return {"script": script, "parameters": f"{self.spec.elements / 1e6:.2f} M"}
 
     def _number(self, name: str) -> int:
-        words = self.options.words
-        try:
-            return int(words[words.index(name) + 1])
-        except (ValueError, IndexError):
-            raise ConfigError(f"model.args: wanted {name} with a whole number") from None
+        found = number_of(self.options.words, name)
+        if found is None:
+            raise ConfigError(f"model.args: wanted --{name.replace('_', '-')} with a whole number")
+        return found
 
     # ---- the script
 
@@ -82,8 +85,11 @@ class Pretrain(Recipe):
             from liver_hpc.recipes.megatron_lm.capture import Script
 
             cpu_layers.install()
-            self._script = Script(self.options, self.options.words, 1)
+            self._script = Script(self.options)
         return self._script
+
+    def check_options(self) -> None:
+        self.script.check(self.config.layouts_listed[0] if self.config.layouts != AUTO else WHOLE)
 
     def build(self, context: BuildContext) -> MegatronModule:
         from megatron.core import tensor_parallel
@@ -153,8 +159,9 @@ class Pretrain(Recipe):
 
         groups = thread.here.groups
         captured, args = self.script.captured_of(groups), self.script.arguments_of(groups)
-        args.curr_iteration = samples[0].number // self.config.train.global_batch
-        args.consumed_train_samples = args.curr_iteration * self.config.train.global_batch
+        if not samples[0].of_validation:
+            args.curr_iteration = samples[0].number // self.config.train.global_batch
+            args.consumed_train_samples = args.curr_iteration * self.config.train.global_batch
         output, loss_function = captured.forward_step(batches(), model)
         return output, mean_of(loss_function)
 

@@ -63,6 +63,12 @@ def options_of(words: Sequence[str]) -> list[Given]:
     return [Given(tuple(each)) for each in found]
 
 
+def number_of(words: Sequence[str], name: str) -> int | None:
+    """The whole number that an option has; None where it has none. The last one counts."""
+    given = [option.values for option in options_of(words) if option.name == name]
+    return int(given[-1][0]) if given and given[-1] and given[-1][0].isdecimal() else None
+
+
 def with_absolute_paths(words: Sequence[str]) -> list[str]:
     """The same job from any directory; a word that is wrong stays, and is refused later."""
     first = next((at for at, word in enumerate(words) if _OPTION.match(word)), len(words))

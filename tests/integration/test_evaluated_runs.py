@@ -1,0 +1,54 @@
+"""Runs that are evaluated: the validation losses around handoffs are those of a run without any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from liver_hpc.report.derive import run_figures
+from liver_hpc.report.store import RunRecords
+from tests.integration.elastic import elastic_run
+from tests.integration.runs import finish, run_config, start
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("unhurried_steps")]
+
+EVERY = {"every_steps": 2, "steps": 2}
+FIVE_HANDOFFS = [
+    {"at_step": 4, "layout": {"tp": 2, "dp": 2}},
+    {"at_step": 5, "layout": {"pp": 2, "dp": 2}},
+    {"at_step": 6, "replace": 1},
+    {"at_step": 7, "layout": {"tp": 2}},
+    {"at_step": 8, "layout": {"tp": 2, "dp": 2}},
+]
+
+
+def evaluations(records: RunRecords) -> dict[int, float]:
+    assert len({each.step for each in records.evaluations}) == len(records.evaluations)
+    return {each.step: each.loss for each in records.evaluations}
+
+
+def test_validation_losses_around_five_handoffs_are_those_of_a_fixed_run(tmp_path: Path) -> None:
+    elastic = elastic_run(tmp_path, FIVE_HANDOFFS, eval=EVERY)
+    assert [each.outcome for each in elastic.reconfigurations] == ["completed"] * 5
+    steps = max(each.step for each in elastic.steps) + 1
+    fixed = finish(start(run_config(tmp_path, steps, eval=EVERY)))
+    found, expected = evaluations(elastic), evaluations(fixed)
+    due = set(range(2, steps + 1, 2))
+    assert expected.keys() == due
+    # The last one is not done where the run is stopped.
+    assert found.keys() | {steps} == due | {steps}
+    apart = {step: abs(loss - expected[step]) / expected[step] for step, loss in found.items()}
+    assert max(apart.values()) <= 1e-5, apart
+    worlds = {each.generation for each in elastic.evaluations}
+    assert len(worlds) >= 4
+    _check_that_no_evaluation_counts_as_lost_or_as_a_step(elastic)
+
+
+def _check_that_no_evaluation_counts_as_lost_or_as_a_step(elastic: RunRecords) -> None:
+    spans = [(each.started_s, each.ended_s) for each in elastic.evaluations]
+    for step in elastic.steps:
+        assert not any(begin < step.ended_s and step.started_s < end for begin, end in spans)
+    for attempt in run_figures(elastic).reconfigurations:
+        crossing = attempt.source_last_step_ended_s, attempt.first_step_ended_s
+        assert not any(begin < crossing[1] and crossing[0] < end for begin, end in spans)
