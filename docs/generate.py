@@ -319,8 +319,8 @@ def megatron_lm_arguments() -> str:
             "# Arguments of Megatron-LM",
             "What becomes of the arguments in `model.args` of a run that trains by a script of "
             "Megatron-LM, 0.16 to 0.19 and main ([how to](../how-to/megatron-lm.md)). A star "
-            "stands for any text. Where values stand behind an option, it may have these. An option "
-            "that is not listed here, and is none of the script's own, is refused.",
+            "stands for any text. Where values stand behind an option, it may have these. An "
+            "option that is not listed here, and is none of the script's own, is refused.",
             "## The run file has their values",
             "These keys follow from arguments, or from Megatron's defaults of them, and need not "
             "stand in the run file; where they do, they must be equal.",

@@ -20,9 +20,8 @@ from liver_hpc.recipes.megatron_lm.owned import (
     problems_of,
     shares,
 )
-from liver_hpc.recipes.megatron_lm.words import options_of
 
-__all__ = ["agreement", "derived_from", "judged", "notes_of", "own_tp", "without_layout"]
+__all__ = ["agreement", "derived_from", "judged", "notes_of", "without_layout"]
 
 
 def derived_from(words: Sequence[str]) -> Mapping[KeyPath, Derived]:
@@ -39,17 +38,6 @@ def derived_from(words: Sequence[str]) -> Mapping[KeyPath, Derived]:
     if problems := [*refused, *problems_of(job)]:
         raise ConfigError(*problems)
     return derived_values(job)
-
-
-def own_tp(words: Sequence[str]) -> int:
-    """Tensor-parallel ranks that the job has by its own arguments: its vocabulary is padded for
-    them. Raises ConfigError for a number that is none."""
-    for option in reversed(options_of(words)):
-        if option.name == "tensor_model_parallel_size":
-            if len(option.values) == 1 and option.values[0].isdecimal():
-                return int(option.values[0])
-            raise ConfigError(f"{option}: wanted one whole number")
-    return 1
 
 
 def agreement(words: Sequence[str], parsed: Mapping[str, Any]) -> list[str]:

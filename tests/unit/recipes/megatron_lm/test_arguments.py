@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.recipes.megatron_lm.arguments import agreement, derived_from, own_tp
+from liver_hpc.recipes.megatron_lm.arguments import agreement, derived_from
 from liver_hpc.recipes.megatron_lm.owned import TRACKER
 from tests.unit.recipes.megatron_lm.jobs import JOB
 
@@ -174,13 +174,6 @@ def test_what_the_script_has_otherwise_is_named() -> None:
         "--data-path: the script has /b, the run file ['/a'] by --data-path /a; "
         "write --data-path /b into model.args",
     ]
-
-
-def test_the_jobs_own_tensor_parallelism() -> None:
-    assert own_tp(JOB.split()) == 1
-    assert own_tp(["--tensor-model-parallel-size=4", "--lr", "1"]) == 4
-    with pytest.raises(ConfigError, match="--tensor-model-parallel-size two: wanted one"):
-        own_tp(["--tensor-model-parallel-size", "two"])
 
 
 def test_nothing_of_it_imports_torch() -> None:
