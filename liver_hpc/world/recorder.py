@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from liver_hpc.recipes.first_values import ARITHMETIC, DRAWS, FILL, TRUNCATED
 _CONSTANT = {"zeros": 0.0, "ones": 1.0, "zero_": 0.0}
 _AS_GIVEN = frozenset({"full", "scalar_tensor"})
 _DRAWN = {"rand": "uniform_", "randn": "normal_", "normal": "normal_"}
+_VALUES_ALONE = DRAWS | ARITHMETIC | {FILL, "zero_", "copy_"}
 _UNFILLED = frozenset({"empty", "empty_strided"})
 _ASKS_FOR_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _COPIES = frozenset({"clone", "_to_copy", "contiguous"})
@@ -97,8 +99,8 @@ class Recorder(TorchDispatchMode):
         if len(written) == 1 and written[0] is args[0]:
             (target,) = written
             self._write(target, self._after(name, target, args, kwargs))
-            drawn_here = name in DRAWS and not target.is_meta
-            return target if drawn_here else function(*args, **kwargs)
+            without_effect = name in DRAWS or (target.is_meta and name in _VALUES_ALONE)
+            return target if without_effect else function(*args, **kwargs)
         for each in written:
             self._write(each, _computed(name))
         inputs = {_key(each) for each in _tensors((args, kwargs))}
@@ -279,12 +281,21 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operation writes into."""
-    found: list[torch.Tensor] = []
-    for number, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += _tensors(given)
-    return found
+    return [
+        tensor
+        for number, name in _places_written(function)
+        for tensor in _tensors(args[number] if number < len(args) else kwargs.get(name))
+    ]
+
+
+@cache
+def _places_written(function: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operation writes into."""
+    return tuple(
+        (number, argument.name)
+        for number, argument in enumerate(function._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def _adjacent(parts: Sequence[torch.Tensor], dim: int) -> bool:
