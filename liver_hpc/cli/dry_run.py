@@ -31,6 +31,8 @@ from liver_hpc.run.directory import RunDirectory
 STAMP = "DATE-TIME"
 TOKEN = "TOKEN"
 """In the place of what a launch makes up."""
+_WIDEST = 80
+"""Characters of a value in a table."""
 
 
 def describe_run(config: RunConfig, recipe: Recipe) -> str:
@@ -58,10 +60,16 @@ def _derived(recipe: Recipe) -> list[str]:
     """Which of these values follow from the recipe's options, and from which."""
     derived = recipe.derived(recipe.options)
     rows = [
-        [key_text(path), str(one.value), f"{key_text(one.at)}: {one.source}"]
+        [key_text(path), _short(one.value), f"{key_text(one.at)}: {_short(one.source)}"]
         for path, one in derived.items()
     ]
     return ["# values that follow from the model section", _table(rows)] if rows else []
+
+
+def _short(value: object) -> str:
+    """A blend may be of hundreds of files."""
+    text = str(value)
+    return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."
 
 
 def _submissions(config: RunConfig) -> list[str]:

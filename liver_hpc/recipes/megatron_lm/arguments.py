@@ -59,4 +59,6 @@ def agreement(words: Sequence[str], parsed: Mapping[str, Any]) -> list[str]:
 def _same(job: Owned, name: str, value: Any) -> bool:
     if name == "split":
         return shares(job) == shares(Owned({"split": value}, {}))
+    if name == "train_iters" and job["train_samples"]:  # which Megatron counts in steps later
+        return value in (None, job["train_samples"] // job["global_batch_size"])
     return bool(job[name] == value) or (not job[name] and not value)

@@ -74,6 +74,29 @@ _OPTION_OF: Mapping[KeyPath, str] = {
 }
 """Keys that are one option's value as it stands."""
 
+KEYS: Mapping[KeyPath, tuple[str, ...]] = {
+    ("train", "steps"): ("train_iters", "train_samples", "global_batch_size"),
+    **{key: (name,) for key, name in _OPTION_OF.items()},
+    ("train", "bucket_elements"): ("ddp_bucket_size",),
+    ("schedule", "decay_steps"): ("lr_decay_iters", "lr_decay_samples", "train_iters"),
+    ("schedule", "warmup_steps"): (
+        "lr_warmup_iters",
+        "lr_warmup_samples",
+        "lr_warmup_fraction",
+    ),
+    ("eval", "every_steps"): ("eval_interval",),
+    ("eval", "steps"): ("eval_iters",),
+    ("checkpoint", "directory"): ("save",),
+    ("checkpoint", "format"): ("save",),
+    ("checkpoint", "every_steps"): ("save_interval",),
+    ("checkpoint", "load"): ("load",),
+    ("data", "prefix"): ("data_path",),
+    ("data", "blend"): ("data_path",),
+    ("data", "split"): ("split",),
+    ("data", "seed"): ("seed",),
+}
+"""Every key, and the options that it follows from."""
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:

@@ -15,6 +15,7 @@ from liver_hpc.cli.check import check_run
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import (
     BurstSection,
+    ClusterSection,
     ComponentSection,
     DataSection,
     EvalSection,
@@ -23,6 +24,7 @@ from liver_hpc.config.schema import (
     RunConfig,
     WorkersSection,
 )
+from liver_hpc.recipes.completion import load_users_run
 from liver_hpc.recipes.gpt_config import GPTConfig, LayerTimes
 from tests.unit.layout.models import gpt_recipe
 
@@ -141,3 +143,11 @@ def test_the_demo_shows_every_kind_of_change(configs: Path) -> None:
         ("tp1 pp2 dp2", "tp2 pp1 dp1"),
         ("tp2 pp1 dp1", "tp2 pp1 dp2"),
     ]
+
+
+def test_the_file_for_a_script_of_megatron_lm_is_complete(configs: Path) -> None:
+    path = configs / "megatron-lm.yaml"
+    assert len(path.read_text().splitlines()) <= 15
+    config = load_users_run(path)
+    check_run(config.model_copy(update={"cluster": ClusterSection(kind="local")}), None)
+    assert (config.train.steps, config.schedule.style) == (400, "cosine")

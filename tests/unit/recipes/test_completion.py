@@ -109,8 +109,12 @@ def test_a_recipe_that_derives_nothing_leaves_the_file_as_it_is(tmp_path: Path) 
 
 
 def test_dry_run_says_what_follows_from_what(tmp_path: Path) -> None:
-    config = load_users_run(run_file(tmp_path))
+    blend = " ".join(f"1 /data/part-{number}" for number in range(50))
+    more = f"--data-path {blend}"
+    config = load_users_run(run_file(tmp_path, more, job=JOB.replace("--mock-data", "")))
     shown = describe_run(config, load_recipe(config))
+    told = [line for line in shown.splitlines() if line.startswith("#")]
+    assert max(map(len, told)) < 240
     rows = [line.split() for line in shown.splitlines() if line.startswith("#  ")]
     assert ["#", "optimizer.lr", "0.001", "model.args:", "--lr", "1e-3"] in rows
     assert parse_run(shown) == config

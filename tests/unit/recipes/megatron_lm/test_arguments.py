@@ -168,6 +168,7 @@ def test_what_the_script_has_otherwise_is_named() -> None:
     words = f"{DATA} --data-path /a".split()
     parsed = {"seed": 1234, "lr": 1e-3, "data_path": ["/a"], "split": "969, 30, 1", "save": None}
     assert agreement(words, parsed) == []
+    assert agreement(SAMPLES.split(), {"train_samples": 8100, "train_iters": 1012}) == []
     assert agreement(words, {**parsed, "seed": 1, "data_path": ["/b"]}) == [
         "--seed: the script has 1, the run file 1234 by Megatron's default of --seed; "
         "write --seed 1 into model.args",
