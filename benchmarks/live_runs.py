@@ -17,7 +17,7 @@ from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.report.store import read_run
 from liver_hpc.run.records import RunRecords
 
-_POLL_S = 0.1
+_POLL_S = 0.02
 
 
 class LiveRun:
