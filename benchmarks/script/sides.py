@@ -5,7 +5,6 @@ Both are alive for the whole measurement, warm; one is stopped by SIGSTOP while 
 
 from __future__ import annotations
 
-import contextlib
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +23,8 @@ from liver_hpc.layout.coordinates import Layout
 EVENT_S = 600.0
 """The longest that anything may take."""
 SETTLED_STEPS = 2
+POLL_S = 0.05
+_SCALARS_OF_A_STEP_BYTES = 1 << 14
 _WORKERS = "liver_hpc.worker.main"
 
 
@@ -73,17 +74,21 @@ class Plain(ScriptSide):
 
     def reach(self, step: int) -> int:
         deadline = Deadline.after(SystemClock(), EVENT_S, f"step {step} of the plain script")
-        poll_until(lambda: bool(self.processes()) and self._done() >= step, deadline)
+        poll_until(lambda: bool(self.processes()) and self._done() >= step, deadline, POLL_S)
         return self._done()
 
     def _done(self) -> int:
-        return max(self._run().losses, default=0)
+        return max(self._run(_SCALARS_OF_A_STEP_BYTES).losses, default=0)
 
-    def _run(self) -> PlainRun:
-        with contextlib.suppress(FileNotFoundError):
-            text = (self._directory / SCALARS).read_text(encoding="utf-8")
-            return read_scalars(text.splitlines()[: text.count("\n")])
-        return read_scalars([])
+    def _run(self, last_bytes: int | None = None) -> PlainRun:
+        """What it has said so far, or what is whole of the end of that."""
+        try:
+            data = (self._directory / SCALARS).read_bytes()
+        except FileNotFoundError:
+            data = b""
+        cut = len(data) - (last_bytes or len(data))
+        begin = data.find(b"\n", cut) + 1 if cut > 0 else 0
+        return read_scalars(data[begin:].decode().split("\n")[:-1])
 
     def steps(self) -> list[Step]:
         return [Step(step - 1, 0.0, loss) for step, loss in self._run().losses.items()]
@@ -101,7 +106,7 @@ class Elastic(ScriptSide):
     """A whole run: coordinator, agent, workers."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._live = LiveRun(config, EVENT_S)
+        self._live = LiveRun(config, EVENT_S, POLL_S)
 
     def processes(self) -> list[psutil.Process]:
         return living(lambda words: str(self._live.run.path) in words)
