@@ -23,8 +23,9 @@ _POLL_S = 0.1
 class LiveRun:
     """A context manager that leaves the run stopped; afterwards `records` holds all of it.
 
-    event_s: the longest that anything may take. poll_s: how often it is looked. Raises LiverError when the run ends by itself or a
-    handoff is aborted, DeadlineError when something takes too long.
+    event_s: the longest that anything may take. poll_s: how often it is looked. Raises LiverError
+    when the run ends by itself or a handoff is aborted, DeadlineError when something takes too
+    long.
     """
 
     def __init__(self, config: RunConfig, event_s: float, poll_s: float = _POLL_S) -> None:
