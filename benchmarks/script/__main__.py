@@ -14,7 +14,14 @@ import yaml
 
 from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
 from benchmarks.script.plain import PlainJob, run_plain
-from benchmarks.script.sides import SETTLED_STEPS, Elastic, Outcome, Plain, ScriptSide
+from benchmarks.script.sides import (
+    SETTLED_STEPS,
+    Elastic,
+    Outcome,
+    Plain,
+    ScriptSide,
+    cpu_s_of,
+)
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Layout
@@ -162,12 +169,13 @@ def _measured(elastic: Elastic, plain: Plain, effort: Effort) -> BenchmarkResult
 
 def _block(side: ScriptSide, steps: int) -> Block:
     """What so many steps of a side that trains cost; it is stopped after them."""
+    every, training = side.processes(), side.training()
     begun = side.reach(side.reach(0) + SETTLED_STEPS)
-    cpu_s, all_cpu_s = side.training_cpu_s(), side.cpu_s()
+    before = cpu_s_of(every)
     done = side.reach(begun + steps)
-    cpu_s, all_cpu_s = side.training_cpu_s() - cpu_s, side.cpu_s() - all_cpu_s
+    spent = {pid: cpu_s - before[pid] for pid, cpu_s in cpu_s_of(every).items()}
     side.pause()
-    return Block(done - begun, cpu_s, all_cpu_s)
+    return Block(done - begun, sum(spent[each.pid] for each in training), sum(spent.values()))
 
 
 def difference(some: Mapping[int, Outcome], others: Mapping[int, Outcome]) -> float:

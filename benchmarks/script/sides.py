@@ -6,7 +6,7 @@ Both are alive for the whole measurement, warm; one is stopped by SIGSTOP while 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,10 +50,11 @@ class ScriptSide(Side):
     def outcomes(self) -> Mapping[int, Outcome]:
         """What each step gave, by the number of steps done with it."""
 
-    def training_cpu_s(self) -> float:
-        """CPU seconds of the processes that train, so far."""
-        times = [process.cpu_times() for process in self.training()]
-        return float(sum(each.user + each.system for each in times))
+
+def cpu_s_of(processes: Iterable[psutil.Process]) -> dict[int, float]:
+    """CPU seconds that each has used so far, by its number."""
+    times = {process.pid: process.cpu_times() for process in processes}
+    return {pid: float(each.user + each.system) for pid, each in times.items()}
 
 
 class Plain(ScriptSide):
