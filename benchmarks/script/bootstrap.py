@@ -92,7 +92,8 @@ def _keep_adam_loadable() -> None:
     plain_set = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def set_all_but_count(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-        plain_set(self, parameter, {"step": plain_get(self, parameter)["step"], **tensors})
+        with torch.no_grad():  # in fp32 a main parameter is a view of one that is trained
+            plain_set(self, parameter, {"step": plain_get(self, parameter)["step"], **tensors})
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_all_but_count
 
@@ -123,25 +124,26 @@ def _give_index_helpers() -> None:
     sys.modules[name] = datasets.helpers_cpp = module
 
 
-def _run_as_main(script: Path) -> None:
+def _run_as_main(script: Path, code: Any) -> None:
     """Runs it. Processes that it spawns, as checkpoints do, import this module, not the script:
     nothing stands for CUDA in those."""
     module: Any = types.ModuleType("__main__")
     module.__file__, module.__spec__ = str(script), sys.modules["__main__"].__spec__
     sys.modules["__main__"] = module
-    exec(compile(script.read_text(encoding="utf-8"), str(script), "exec"), vars(module))
+    exec(code, vars(module))
 
 
 def main() -> None:
     """Runs `argv[1]` with the arguments that follow it."""
+    sys.argv[:] = sys.argv[1:]
+    script = Path(sys.argv[0]).absolute()
+    sys.path[0] = str(script.parent)
+    code = compile(script.read_bytes(), str(script), "exec")
     import torch
 
     from liver_hpc.recipes.megatron_lm import cpu_layers
     from liver_hpc.world import cpu_shim
 
-    sys.argv[:] = sys.argv[1:]
-    script = Path(sys.argv[0]).absolute()
-    sys.path[0] = str(script.parent)
     torch.set_num_threads(1)
     cpu_shim.install()
     with cpu_shim.import_only_triton():
@@ -151,7 +153,7 @@ def main() -> None:
         _keep_adam_loadable()
         _skip_kernels()
         _give_index_helpers()
-        _run_as_main(script)
+        _run_as_main(script, code)
     if torch.distributed.is_initialized():  # else gloo's threads may abort an interpreter that ends
         torch.distributed.destroy_process_group()
 

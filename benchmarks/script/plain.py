@@ -17,6 +17,7 @@ from liver_hpc.host.process import clean_environment
 
 LOG = "plain.log"
 _TAIL_LINES = 30
+_TORCHRUN_SAYS = "] failed (exitcode: "
 _REPOSITORY = Path(__file__).parent.parent.parent
 
 
@@ -113,5 +114,6 @@ def read_scalars(lines: Iterable[str]) -> PlainRun:
 
 
 def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(lines[-_TAIL_LINES:])
+    """The last lines before torchrun's own words on a failure."""
+    text = log.read_text(encoding="utf-8", errors="replace").partition(_TORCHRUN_SAYS)[0]
+    return "\n".join(text.splitlines()[-_TAIL_LINES:])

@@ -163,6 +163,13 @@ class Recipe(ABC):
         """Directories that go first on Python's path, before torch and megatron are imported."""
         return ()
 
+    def checkpoint_extras(self, step: int) -> Mapping[str, Any]:
+        """What a job's checkpoint of step `step` holds beside what the runtime knows of, by the
+        names of Megatron's checkpoints: `args`, a namespace, for one. Called on rank 0 of a world,
+        whose groups are in use on the calling thread.
+        """
+        return {}
+
     def open(self, run_directory: Path) -> None:  # noqa: B027 - a recipe without data needs none
         """Opens the data; called once in every worker before the first `loss`."""
 
@@ -235,7 +242,7 @@ def load_recipe(config: RunConfig) -> Recipe:
     recipe_class = find_recipe(config.recipe, config.own_recipe_directory)
     if config.eval is not None and recipe_class.validation_batch is Recipe.validation_batch:
         raise ConfigError(
-            f"eval: {recipe_class.__name__} has no validation set: it wants validation_batch"
+            f"eval: {recipe_class.__name__} has no validation set: validation_batch is missing"
         )
     options = validated(recipe_class.Options, config.model, lambda path: key_text(("model", *path)))
     return recipe_class(options, config)

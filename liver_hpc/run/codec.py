@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from liver_hpc.protocol.messages import Evaluated
 from liver_hpc.run.actions import Action, Record
 from liver_hpc.run.entries import Entry
 from liver_hpc.run.events import Event, Memory
@@ -38,7 +37,7 @@ def memory_of(entries: Iterable[Entry]) -> Memory:
     last_generation, ceiling, drained, evaluated = -1, None, (), 0
     for entry in entries:
         last_generation = max(last_generation, entry.event.get("generation", -1))
-        if entry.event["type"] == name_of(Evaluated):
+        if entry.event.get("type") == "evaluated":
             evaluated = max(evaluated, entry.event["step"])
         for action in entry.actions:
             if action["type"] == "remember":

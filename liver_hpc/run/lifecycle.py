@@ -117,6 +117,7 @@ class Lifecycle:
             self._out,
         )
         self._resumed: e.Resumed | None = None
+        self._evaluated_step = 0  # the most steps after which there was an evaluation
         self._owes_evaluation = False  # at the step that it goes on from
         self._checkpoints = ""
         self._checkpointed: tuple[int, str] | None = None  # the newest one's step and directory
@@ -331,8 +332,9 @@ class Lifecycle:
     def memory(self) -> e.Memory:
         """What the next start is to know."""
         elastic = self.elastic
+        drained = tuple(sorted(elastic.drained))
         return e.Memory(
-            self.handoffs.generation, elastic.queue.ceiling, tuple(sorted(elastic.drained))
+            self.handoffs.generation, elastic.queue.ceiling, drained, self._evaluated_step
         )
 
     def expects(self, worker: int) -> bool:

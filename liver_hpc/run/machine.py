@@ -75,6 +75,7 @@ class Run(Lifecycle):
 
     def _coordinator_started(self, event: e.CoordinatorStarted) -> None:
         self._checkpoints, self._resumed = event.checkpoints, event.resumed
+        self._evaluated_step = event.memory.evaluated
         known = [event.memory.last_generation]
         if self._resumed is not None:
             step = self._resumed.step
@@ -83,10 +84,11 @@ class Run(Lifecycle):
             self._checkpointed = step, self._resumed.path
             self.elastic.queue.skip(step)
             self._note(f"goes on from step {step}, saved at {self._resumed.layout}")
-            validation, evaluated = self.config.eval, event.memory.evaluated
+            validation = self.config.eval
             # A run that begins with another's checkpoint was evaluated by that one.
             if validation is not None and event.memory.last_generation >= 0:
-                self._owes_evaluation = evaluated < step and bool(validation.batches_after(step))
+                due = bool(validation.batches_after(step))
+                self._owes_evaluation = due and self._evaluated_step < step
         # A generation's number stands for one world in all starts of a run. One is left out: it
         # may have been that of a world built anew, which recorded nothing.
         self._first_generation = max(known) + 2 if max(known) >= 0 else 0
@@ -188,6 +190,7 @@ class Run(Lifecycle):
 
     def _evaluated(self, message: m.Evaluated) -> None:
         self.recorder.evaluated(message)
+        self._evaluated_step = max(self._evaluated_step, message.step)
         self.elastic.estimates.handoffs.observe_evaluation(message.started_s, message.ended_s)
 
     def _of_attempt(self, message: m.OfAttempt) -> None:

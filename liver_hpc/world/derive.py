@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,15 @@ from liver_hpc.world.refused import (
     refuse_unknown,
     refuse_unmarked,
 )
-from liver_hpc.world.sharded import Shards, frame_of, shards_of, whole_of
+from liver_hpc.world.sharded import (
+    Sharded,
+    Shards,
+    frame_of,
+    sharded,
+    sharded_objects,
+    shards_of,
+    whole_of,
+)
 from liver_hpc.world.shares import differences, is_share, split_of
 
 MODELS_ERRORS = (
@@ -54,6 +62,14 @@ Splits = dict[str, tuple[int, tuple[int, ...]]]
 
 Build = Callable[[Recipe, Layout, Coordinate, Any], list[Any]]
 """Gives the modules of a seat, one for each chunk."""
+
+
+class Stored(NamedTuple):
+    """How a checkpoint holds a whole model: where each tensor lies, by name, and the objects beside
+    tensors (extra state), by their names there."""
+
+    tensors: Mapping[str, tuple[Sharded, ...]]
+    objects: Mapping[str, Any]
 
 
 class Derivation:
@@ -152,6 +168,17 @@ class Derivation:
         if type(self._recipe).initial is Recipe.initial:
             refuse_unknown(found)
         return found
+
+    def stored(self, metadata: Mapping[str, Any]) -> Stored:
+        """What lies under which key of a checkpoint with this content metadata.
+
+        For a process without a world, or one whose world is of this class's worker.
+        """
+        with self._seat(self._whole, self._whole.workers[0]) as ((module,), groups):
+            return Stored(
+                {name: tuple(pieces) for name, pieces in sharded(module, groups, metadata).items()},
+                sharded_objects(module, groups, metadata),
+            )
 
     # ---- what seats hold
 

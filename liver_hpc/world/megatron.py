@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -51,10 +51,14 @@ class _Instead:
         return getattr(self._plain, name)
 
 
-def sharding_metadata(groups: ProcessGroupCollection) -> dict[str, Any]:
-    """What `sharded_state_dict` wants to be told. Each layer is a tensor of its own."""
+def sharding_metadata(
+    groups: ProcessGroupCollection, metadata: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What `sharded_state_dict` wants to be told. metadata: of a checkpoint; without one each layer
+    is a tensor of its own."""
     names = ("dp_cp_group", "dp_cp_group_gtp_remat")
-    return {**dict.fromkeys(names, groups.dp_cp), "non_homogeneous_layers": True}
+    told = {"non_homogeneous_layers": True} if metadata is None else metadata
+    return {**told, **dict.fromkeys(names, groups.dp_cp)}
 
 
 @cache

@@ -161,6 +161,8 @@ class Script:
                 self.arguments.validate_args(args, dict(given.get("args_defaults") or {}))
                 mine["set_global_variables"](args)
         args = mine[f"{_GIVEN}ARGS"]
+        if not args.eval_iters and not args.eval_interval:
+            args.eval_interval = args.train_iters  # which it divides by all the same
         if args.train_samples:  # which pretrain would do next
             args.train_iters = args.train_samples // args.global_batch_size
         unknown = [

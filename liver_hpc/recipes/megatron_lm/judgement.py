@@ -119,9 +119,12 @@ def _refusal(option: str, group: Group) -> str:
 def judged(
     parsed: Mapping[str, Any], defaults: Mapping[str, Any], own: Collection[str] = ()
 ) -> list[str]:
-    """What cannot be had of a namespace of Megatron's parser, whoever set it: the words, the
-    script's `args_defaults`, or Megatron. defaults: of the parser's options; own: those of the
-    script's `extra_args_provider`, which are its matter."""
+    """What cannot be had of a namespace of Megatron's parser, whoever set it.
+
+    parsed: before `validate_args`, which fills in what follows, but with the script's
+    `args_defaults`; defaults: the same parser's namespace of no words; own: options of the
+    script's `extra_args_provider`, which are its matter.
+    """
     problems = []
     for name, default in defaults.items():
         if name in own or name == "help" or name not in parsed or parsed[name] == default:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -142,6 +143,17 @@ class Pretrain(Recipe):
             raise ConfigError("eval: the script's dataset provider gives no validation set")
         return found[sample.number]
 
+    def checkpoint_extras(self, step: int) -> Mapping[str, Any]:
+        """The script's arguments in the layout that is saved, and what a job of it counts."""
+        from liver_hpc.world import thread
+
+        train, evaluation = self.config.train, self.config.eval
+        args = copy.copy(self.script.arguments_of(thread.here.groups))
+        evaluated = 0 if evaluation is None else step // evaluation.every_steps * evaluation.steps
+        args.consumed_valid_samples = evaluated * train.global_batch
+        operations = self.script.training.num_floating_point_operations(args, train.global_batch)
+        return {"args": args, "num_floating_point_operations_so_far": step * operations}
+
     # ---- one micro-batch
 
     def loss(
@@ -159,8 +171,9 @@ class Pretrain(Recipe):
 
         groups = thread.here.groups
         captured, args = self.script.captured_of(groups), self.script.arguments_of(groups)
-        args.curr_iteration = samples[0].number // self.config.train.global_batch
-        args.consumed_train_samples = args.curr_iteration * self.config.train.global_batch
+        if not samples[0].of_validation:
+            args.curr_iteration = samples[0].number // self.config.train.global_batch
+            args.consumed_train_samples = args.curr_iteration * self.config.train.global_batch
         output, loss_function = captured.forward_step(batches(), model)
         return output, mean_of(loss_function)
 
@@ -169,8 +182,6 @@ def _built(captured: Captured, context: BuildContext) -> Any:
     """The model, or a chunk of it, as Megatron has the script build it."""
     ends = {"pre_process": context.is_first_stage, "post_process": context.is_last_stage}
     if captured.model_provider is None:
-        import copy
-
         config = copy.deepcopy(captured.model_config)
         # As the arguments of a world have them, of which this was made before.
         config.transformer.overlap_p2p_comm = False

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liver_hpc.config.load import absolute_paths, dump_run, load_run, parse_run
-from liver_hpc.config.schema import RunConfig
+from liver_hpc.config.schema import DataSection, EvalSection, RunConfig
 from liver_hpc.errors import ConfigError
 from tests.unit.config.runs import minimal, write, write_minimal
 
@@ -263,3 +263,39 @@ def test_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with_prefix = absolute_paths(minimal(data={"prefix": "corpus"}))
     assert with_prefix.data is not None
     assert with_prefix.data.prefix == tmp_path / "corpus"
+
+
+# ---- evaluation and shares
+
+
+def test_which_batches_an_evaluation_takes() -> None:
+    validation = EvalSection(every_steps=10, steps=3)
+    found = {step: list(validation.batches_after(step)) for step in (0, 5, 10, 11, 20)}
+    assert found == {0: [], 5: [], 10: [0, 1, 2], 11: [], 20: [3, 4, 5]}
+
+
+def test_workers_are_waited_for_longer_where_they_evaluate() -> None:
+    plain, evaluated = minimal(), minimal(eval={"every_steps": 10, "steps": 3})
+    assert plain.limits == plain.deadlines
+    more_s = evaluated.limits.boundary_s - plain.limits.boundary_s
+    assert more_s == plain.deadlines.evaluation_s
+
+
+@pytest.mark.parametrize(
+    ("split", "shares"),
+    [(None, (1, 0, 0)), ("1", (1, 0, 0)), ("969,30,1", (969, 30, 1)), ("0.9,.1", None),
+     ("0,1", None), ("9,1,1,1", None), ("90.5,9.5", (90.5, 9.5, 0))],
+)  # fmt: skip
+def test_shares_of_the_data(split: str | None, shares: tuple[float, ...] | None) -> None:
+    if shares is None:
+        with pytest.raises(ValueError, match=r"split"):
+            DataSection(prefix=Path("p"), split=split)
+    else:
+        assert DataSection(prefix=Path("p"), split=split).shares == shares
+
+
+def test_paths_of_a_blend_become_absolute() -> None:
+    config = absolute_paths(minimal(data={"blend": [{"prefix": "some/where", "weight": 2}]}))
+    assert config.data is not None
+    assert config.data.blend is not None
+    assert config.data.blend[0].prefix == Path.cwd() / "some/where"

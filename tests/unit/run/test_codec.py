@@ -24,7 +24,14 @@ from liver_hpc.run.events import (
     PoolNote,
     Seat,
 )
-from liver_hpc.run.records import NetworkRecord, NoticeRecord, Row, TrafficRecord, WorkerPhaseRecord
+from liver_hpc.run.records import (
+    EvaluationRecord,
+    NetworkRecord,
+    NoticeRecord,
+    Row,
+    TrafficRecord,
+    WorkerPhaseRecord,
+)
 from tests.unit.report.rows import reconfiguration
 from tests.unit.run.replay import decode_event, plain
 
@@ -90,6 +97,7 @@ RECORDS: list[Row] = [
     NetworkRecord(1, "gloo tcp", "h", "lo"),
     WorkerPhaseRecord(1, 0, "n1", "boot", 1.0, math.nan),
     TrafficRecord(1, 0, 1, 10),
+    EvaluationRecord(8, 1, math.nan, 2, 1.0, 2.0),
 ]
 ACTIONS: list[a.Action] = [
     a.Launch((a.LaunchAgent("a0", Seat("n1", (0, 1)), Layout(2, 1, 2)),)),
