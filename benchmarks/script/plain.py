@@ -67,26 +67,37 @@ class PlainRun:
     cpu_s: Mapping[int, float]
 
 
+def start_plain(job: PlainJob, directory: Path) -> Child:
+    """torchrun of the job; its output goes to `directory`/plain.log."""
+    directory.mkdir(parents=True, exist_ok=True)
+    log = directory / LOG
+    log.unlink(missing_ok=True)
+    (directory / SCALARS).unlink(missing_ok=True)
+    words = job.command(directory)
+    return Child(Command("torchrun", words, environment=job.environment(), log=log))
+
+
 def run_plain(job: PlainJob, directory: Path, deadline: Deadline) -> PlainRun:
-    """Runs the job to its end; its output goes to `directory`/plain.log.
+    """Runs the job to its end.
 
     Raises LiverError when it fails, DeadlineError when it is late: both with the log's end.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    log, scalars = directory / LOG, directory / SCALARS
-    log.unlink(missing_ok=True)
-    scalars.unlink(missing_ok=True)
-    words = job.command(directory)
-    child = Child(Command("torchrun", words, environment=job.environment(), log=log))
+    child = start_plain(job, directory)
     try:
         code = child.wait(deadline.remaining_s())
     except DeadlineError as error:
-        raise DeadlineError(f"{error}\n{_tail(log)}") from None
+        raise DeadlineError(f"{error}\n{_tail(directory / LOG)}") from None
     finally:
         child.end(0)
     if code:
-        raise LiverError(f"{job.script} ended with {child.how()}; {log}:\n{_tail(log)}")
-    return read_scalars(scalars.read_text(encoding="utf-8").splitlines())
+        raise failure(child, directory)
+    return read_scalars((directory / SCALARS).read_text(encoding="utf-8").splitlines())
+
+
+def failure(child: Child, directory: Path) -> LiverError:
+    """Of a job that has ended, with its log's end."""
+    log = directory / LOG
+    return LiverError(f"the plain script ended with {child.how()}; {log}:\n{_tail(log)}")
 
 
 def read_scalars(lines: Iterable[str]) -> PlainRun:
