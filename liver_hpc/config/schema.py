@@ -340,14 +340,14 @@ class PolicySection(Section):
 class CheckpointSection(Section):
     """State on disk, for the day that everything ends: read once, by the run that follows.
 
-    `load` is a Megatron checkpoint that a new run begins with.
+    `load` is a Megatron checkpoint that a new run begins with. `keep` newest ones stay; null: all.
     """
 
     directory: Path | None = None
     load: Path | None = None
     format: Literal["hdf5", "torch_dist"] = "hdf5"
     every_steps: PositiveInt | None = None
-    keep: PositiveInt = 2
+    keep: PositiveInt | None = 2
 
 
 InterfaceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]{1,15}$")]

@@ -318,7 +318,8 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         found = complete_checkpoints(self.directory)
-        for _, path in found[: -self._config.checkpoint.keep]:
+        keep = self._config.checkpoint.keep
+        for _, path in found[:-keep] if keep is not None else ():
             _remove(path)
         for path in remains(self.directory):
             if path.suffix == ".replaced":

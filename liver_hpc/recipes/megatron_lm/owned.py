@@ -263,6 +263,7 @@ def _checkpoints(job: Owned) -> _Values:
         yield ("checkpoint", "directory"), job["save"], job.source("save")
         yield ("checkpoint", "format"), "torch_dist", job.source("save")
         yield ("checkpoint", "every_steps"), job["save_interval"], job.source("save_interval")
+        yield ("checkpoint", "keep"), None, job.source("save")  # as Megatron removes none
     if loadable(job):
         yield ("checkpoint", "load"), job["load"], job.source("load")
 
