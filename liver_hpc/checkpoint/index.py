@@ -2,6 +2,7 @@
 
 <directory>/step-00000123/checkpoint.json    this index, written last
 <directory>/step-00000123/rank-00000.h5      what rank 0 of the saved layout wrote
+<directory>/iter_0000123/                    the same in Megatron's format (torch_dist/files.py)
 <directory>/.step-00000130.partial/          being written, or of a run that was killed
 <directory>/damaged-step-00000125/           set aside by a run that went on from an earlier one
 """
@@ -14,9 +15,17 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from liver_hpc.config.megatron_checkpoint import (
+    COMMON_FILE,
+    FORMAT_FILE,
+    METADATA_FILE,
+    TRACKER_FILE,
+    iteration_path,
+)
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.files import write_whole
 from liver_hpc.layout.tensors import ModelSpec, Role
@@ -24,7 +33,13 @@ from liver_hpc.protocol.messages import ClassDigest, ScalarState, WireRankMap
 
 FORMAT_VERSION = 1
 INDEX_FILE = "checkpoint.json"
-_COMPLETE = re.compile(r"^step-(\d{8,})$")
+Format = Literal["hdf5", "torch_dist"]
+_COMPLETE = re.compile(r"^(?:step-(?=\d{8})|iter_(?=\d{7}))(\d+)$")
+FURTHER_FILES: dict[Format, tuple[str, ...]] = {
+    "hdf5": (),
+    "torch_dist": (METADATA_FILE, COMMON_FILE, FORMAT_FILE),
+}
+"""What is in a checkpoint beside its ranks' files and the index."""
 _PARTIAL = re.compile(r"^\.step-\d{8,}\.(partial|replaced)$")
 _READ_BYTES = 4 * 2**20
 
@@ -83,7 +98,8 @@ class CheckpointIndex(_Frozen):
 
     generation: of the world that was saved. parts, digests: in the order of the rank map's ranks;
     digests are of all that a rank held, whether or not it was the one to write it. spec: who held
-    what of the model; the first checkpoints have none.
+    what of the model; the first checkpoints have none. further: files of the checkpoint that are of
+    no rank.
     """
 
     format_version: int
@@ -98,6 +114,8 @@ class CheckpointIndex(_Frozen):
     model: SavedModel
     versions: dict[str, str]
     spec: ModelSpec | None = None
+    format: Format = "hdf5"
+    further: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,7 +126,9 @@ class Checkpoint:
     index: CheckpointIndex
 
 
-def complete_path(directory: Path, step: int) -> Path:
+def complete_path(directory: Path, step: int, form: Format = "hdf5") -> Path:
+    if form == "torch_dist":
+        return iteration_path(directory, step)
     return directory / f"step-{step:08d}"
 
 
@@ -116,8 +136,8 @@ def partial_path(directory: Path, step: int) -> Path:
     return directory / f".step-{step:08d}.partial"
 
 
-def part_name(rank: int) -> str:
-    return f"rank-{rank:05d}.h5"
+def part_name(rank: int, form: Format = "hdf5") -> str:
+    return f"__{rank}_0.distcp" if form == "torch_dist" else f"rank-{rank:05d}.h5"
 
 
 def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:
@@ -176,6 +196,16 @@ def write_index(path: Path, index: CheckpointIndex) -> None:
     """Puts the index into `path`, whole or not at all, and on the disk with its directory."""
     text = index.model_dump_json(indent=1, by_alias=True) + "\n"
     write_whole(path / INDEX_FILE, text, sync=True)
+
+
+def written_part(path: Path) -> Part:
+    """A file as it is now; raises OSError."""
+    return Part(file=path.name, num_bytes=path.stat().st_size, checksum=checksum(path))
+
+
+def track(directory: Path, step: int) -> None:
+    """Makes the checkpoint of a step the one that a job of Megatron's loads. Raises OSError."""
+    write_whole(directory / TRACKER_FILE, str(step), sync=True)
 
 
 def checksum(path: Path) -> str:

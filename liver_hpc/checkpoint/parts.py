@@ -1,28 +1,26 @@
 """A worker's part of a checkpoint: it writes the boxes that are its to write, flushed to the disk,
-and reads those that its world needs, alone.
-
-Which boxes: a pure function of the layouts. Of every copy of the state the first one is written, by
-the coordinates that hold it, each what is its own; so every element is in exactly one file.
-"""
+and reads those that its world needs, alone."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from liver_hpc.checkpoint.hdf5 import BoxesReader, BoxesWriter, dataset_name
 from liver_hpc.checkpoint.index import (
+    INDEX_FILE,
     CheckpointIndex,
     Part,
     SavedModel,
-    checksum,
     part_name,
     partial_path,
     read_index,
+    written_part,
 )
+from liver_hpc.checkpoint.torch_dist import parts as torch_dist
+from liver_hpc.checkpoint.written import written_boxes
 from liver_hpc.clock import Clock
 from liver_hpc.errors import CheckpointError, LiverError, PlanError
 from liver_hpc.host.files import flush_to_disk
@@ -36,17 +34,6 @@ from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import World
 
 log = logging.getLogger(__name__)
-
-
-def written_boxes(
-    model: ModelSpec, layout: Layout, at: Coordinate
-) -> Iterator[tuple[str, int, Box]]:
-    """(kind, tensor index, box) of everything that a coordinate writes."""
-    for kind in model.kinds:
-        for index in model.held_tensors(layout, at):
-            if Copies(model, layout, kind, index).number_at(at) == 0:
-                for box in owned_boxes(model, layout, at, kind, index):
-                    yield kind, index, box
 
 
 class Read(NamedTuple):
@@ -93,11 +80,15 @@ def reads(
 def save(world: World, step: int, directory: Path, clock: Clock) -> Saved:
     """Writes this worker's part of the checkpoint of step `step` under `directory`.
 
-    Not collective. Never raises for a disk that is full or broken: the message then says why.
+    Collective over the world where the format is torch_dist. Never raises for a disk that is full
+    or broken: the message then says why.
     """
     started_s, scalars = clock.now_s(), world.scalar_state(step)
     try:
-        part = write_part(world.state, step, directory)
+        if world.recipe.config.checkpoint.format == "torch_dist":
+            part = torch_dist.write(world, scalars, directory)
+        else:
+            part = write_part(world.state, step, directory)
         digests = world.state.digests(world.recipe.spec.kinds)
     except (*HDF5_ERRORS, LiverError) as error:
         log.exception("step %d cannot be saved in %s", step, directory)
@@ -126,7 +117,7 @@ def write_part(state: WorldState, step: int, directory: Path) -> Part:
             name = dataset_name(kind, state.model.tensors[index].name, box)
             file.write(name, state.view(kind, index, box))
     flush_to_disk(partial)
-    return Part(file=path.name, num_bytes=path.stat().st_size, checksum=checksum(path))
+    return written_part(path)
 
 
 def restore(world: World, path: Path) -> Restored:
@@ -134,22 +125,34 @@ def restore(world: World, path: Path) -> Restored:
 
     Not collective. Raises CheckpointError, naming the file, where that cannot be done.
     """
-    index = read_index(path)
-    read_parts(world.state, index, path)
-    world.load_scalar_state(index.scalars)
+    if not (path / INDEX_FILE).is_file():
+        scalars = torch_dist.read(world, path)
+    else:
+        index = read_index(path)
+        scalars = index.scalars
+        if index.format == "torch_dist":
+            _check_model(world.state, index, path)
+            torch_dist.read(world, path)
+        else:
+            read_parts(world.state, index, path)
+    world.load_scalar_state(scalars)
     return Restored(
         worker=world.worker,
         generation=world.generation,
-        scalars=world.scalar_state(index.scalars.step),
+        scalars=world.scalar_state(scalars.step),
         digests=world.state.digests(world.recipe.spec.kinds),
     )
 
 
-def read_parts(state: WorldState, index: CheckpointIndex, path: Path) -> None:
-    """All boxes of a state, from the files that hold them; raises CheckpointError."""
+def _check_model(state: WorldState, index: CheckpointIndex, path: Path) -> None:
     difference = index.model.difference(SavedModel.of(state.model))
     if difference:
         raise CheckpointError(f"{path} is of another model: {difference}")
+
+
+def read_parts(state: WorldState, index: CheckpointIndex, path: Path) -> None:
+    """All boxes of a state, from the files that hold them; raises CheckpointError."""
+    _check_model(state, index, path)
     saved = index.rank_map.rank_map().layout
     wanted = reads(state.model, saved, state.layout, state.at, index.spec)
     for rank, group in groupby(wanted, key=lambda read: read.rank):

@@ -7,14 +7,16 @@ from collections.abc import Iterator, Sequence
 
 from liver_hpc.cluster.network import node_facts, worker_network_environment
 from liver_hpc.config.indexed_data import read_indexed_data
+from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, loaded_checkpoint, tracked_step
 from liver_hpc.config.schema import (
     BurstSection,
+    CheckpointSection,
     DataSection,
     NetworkSection,
     NoticeSection,
     RunConfig,
 )
-from liver_hpc.errors import ConfigError
+from liver_hpc.errors import CheckpointError, ConfigError
 from liver_hpc.layout.batch import batch_fault
 from liver_hpc.layout.candidates import memory_fault
 from liver_hpc.layout.coordinates import Layout
@@ -43,6 +45,7 @@ def check_run(config: RunConfig, recipe: Recipe | None, found: Sequence[str] = (
         *_check_budgets(config),
         *_check_schedule(config),
         *_check_data(config.data),
+        *_check_checkpoints(config.checkpoint),
         *_check_network(config.network),
     ]
     if config.cluster.kind == "local":
@@ -55,6 +58,25 @@ def check_run(config: RunConfig, recipe: Recipe | None, found: Sequence[str] = (
 
 def local_workers_limit() -> int:
     return max(_LOCAL_WORKERS, _LOCAL_WORKERS_PER_CORE * (os.cpu_count() or 1))
+
+
+def _check_checkpoints(section: CheckpointSection) -> Iterator[str]:
+    """What a new run begins with is there, and where it saves it would not go on with another's."""
+    load, directory = section.load, section.directory
+    if section.format != "torch_dist":
+        directory = None  # it makes one of its own there
+    same = load is not None and directory is not None and load.resolve() == directory.resolve()
+    try:
+        if load is not None and loaded_checkpoint(load) is None and not same:
+            yield f"checkpoint.load: {load} has no checkpoint: it lacks {TRACKER_FILE}"
+        if directory is not None and not same and (step := tracked_step(directory)) is not None:
+            yield (
+                f"checkpoint.directory: {directory} holds checkpoints of another run, the newest "
+                f"of step {step}; to go on from that make it checkpoint.load, too, else give "
+                "another directory"
+            )
+    except CheckpointError as error:
+        yield f"checkpoint: {error}"
 
 
 def _check_counts(config: RunConfig) -> Iterator[str]:

@@ -12,7 +12,7 @@ from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.run_job import job_of
 from liver_hpc.config.load import absolute_paths
 from liver_hpc.config.schema import AUTO, RunConfig
-from liver_hpc.coordinator.checkpoints import newest_checkpoint
+from liver_hpc.coordinator.checkpoints import newest_checkpoint, to_load
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import file_lock
 from liver_hpc.layout.candidates import resolve_layouts
@@ -55,6 +55,8 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
     config = absolute_paths(config.model_copy(update={"cluster": section}))
     try:
         recipe = load_recipe(config)
+        for line in recipe.notes(recipe.options):
+            print(f"liver: note: {line}", file=sys.stderr)
         if config.layouts != AUTO:  # what is wrong anyway is told before a model is built
             check_run(config, None, found)
         recipe.spec = derive_spec(config)
@@ -110,7 +112,8 @@ def resume_run(run: RunDirectory) -> int:
             raise ConfigError(f"run {run} is complete: {last.reason}")
         directory = claim_checkpoints(run, config)
         newest = newest_checkpoint(directory)
-        if newest is None:
+        loaded = to_load(config, directory, newest)
+        if newest is None and loaded is None:
             raise ConfigError(
                 f"run {run} has no checkpoint in {directory} to go on from; `liver stop "
                 "--checkpoint` and `checkpoint.every_steps` write one"
@@ -125,6 +128,9 @@ def resume_run(run: RunDirectory) -> int:
             raise
         if config.cluster.kind == "local":
             await_coordinator(run)
+        if loaded is not None:
+            return loaded.step
+        assert newest is not None
         return newest.index.scalars.step
 
 

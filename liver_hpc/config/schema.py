@@ -383,6 +383,12 @@ LayoutsOrAuto = Annotated[
 ]
 
 
+def own_recipe_directory(recipe: str, given: Path | None) -> Path | None:
+    """Where a recipe that is not liver_hpc's is looked for: the current directory unless the run
+    file names one."""
+    return None if recipe.startswith("liver_hpc.") else (given or Path()).expanduser().absolute()
+
+
 class RunConfig(Section):
     """One file = one whole run.
 
@@ -421,11 +427,8 @@ class RunConfig(Section):
 
     @property
     def own_recipe_directory(self) -> Path | None:
-        """Where a recipe that is not liver_hpc's is looked for when it is not installed: the
-        current directory unless the run file names one."""
-        if self.recipe.startswith("liver_hpc."):
-            return None
-        return (self.recipe_directory or Path()).expanduser().absolute()
+        """Where a recipe that is not liver_hpc's is looked for when it is not installed."""
+        return own_recipe_directory(self.recipe, self.recipe_directory)
 
     @property
     def limits(self) -> DeadlineSection:

@@ -10,13 +10,16 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from liver_hpc.checkpoint.index import (
     FORMAT_VERSION,
+    FURTHER_FILES,
     INDEX_FILE,
     Checkpoint,
     CheckpointIndex,
+    Format,
     Part,
     SavedModel,
     checksum,
@@ -27,9 +30,12 @@ from liver_hpc.checkpoint.index import (
     read_index,
     remains,
     set_aside,
+    track,
     write_index,
+    written_part,
 )
 from liver_hpc.clock import Clock
+from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, loaded_checkpoint
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.files import flush_to_disk
@@ -68,13 +74,47 @@ def newest_checkpoint(directory: Path) -> Checkpoint | None:
 
 def _checked(path: Path) -> Checkpoint:
     index = read_index(path)
-    for part in index.parts:
+    for part in (*index.parts, *index.further):
         file = path / part.file
         got_bytes = file.stat().st_size if file.is_file() else None
         if got_bytes != part.num_bytes:
             got = "missing" if got_bytes is None else f"{got_bytes} bytes long"
             raise CheckpointError(f"{file} is {got}, wanted {part.num_bytes} bytes")
     return Checkpoint(path, index)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint of a job of Megatron's, which a run begins with."""
+
+    path: Path
+    step: int
+
+
+def to_load(config: RunConfig, directory: Path, own: Checkpoint | None) -> Loaded | None:
+    """What a run begins with by `checkpoint.load`; None where it goes on from its own newest one,
+    or from nothing, as a job does whose --load is its --save at first.
+
+    The run's own goes first, but where both are in one directory the newest does. Raises
+    CheckpointError for a directory without one, or with one that cannot be loaded.
+    """
+    load = config.checkpoint.load
+    if load is None:
+        return None
+    load = load.expanduser()
+    same = load.resolve() == directory.resolve()
+    if own is not None and not same:
+        return None
+    found = loaded_checkpoint(load)
+    if found is None:
+        if not same:
+            raise CheckpointError(f"checkpoint.load: {load} has no {TRACKER_FILE}")
+        log.info("checkpoint.load: %s has no checkpoint yet; training begins at step 0", load)
+        return None
+    step, path = found
+    if (own is not None and own.index.scalars.step >= step) or (path / INDEX_FILE).exists():
+        return None
+    return Loaded(path, step)
 
 
 class Checkpoints:
@@ -91,8 +131,9 @@ class Checkpoints:
         self._config = config
         self._recipe = recipe
         self._clock = clock
+        self._format: Format = config.checkpoint.format
         self._pending: dict[tuple[int, int], dict[int, Saved]] = {}
-        self._source: Checkpoint | None = None
+        self._source: Checkpoint | Loaded | None = None
         self._restored: dict[int, Restored] = {}
 
     # ---- before the run
@@ -107,13 +148,18 @@ class Checkpoints:
         claim_checkpoints(self._run, self._config)
         for path in remains(self.directory):
             _remove(path)
-        self._source = newest_checkpoint(self.directory)
-        if self._source is None:
+        own = newest_checkpoint(self.directory)
+        loaded = to_load(self._config, self.directory, own)
+        if loaded is not None:
+            self._source = loaded
+            return e.Resumed(str(loaded.path), loaded.step, -1, "the layout of another job")
+        self._source = own
+        if own is None:
             return None
-        path, index = self._source.path, self._source.index
+        path, index = own.path, own.index
         for step, damaged in complete_checkpoints(self.directory):
             if step > index.scalars.step:
-                log.error("%s is damaged, and now called %s", damaged, set_aside(damaged))
+                log.error("%s is damaged, and now called %s", damaged, self._set_aside(damaged))
         difference = index.model.difference(SavedModel.of(self._recipe.spec))
         if difference:
             raise CheckpointError(f"{path} is of another model: {difference}")
@@ -129,6 +175,11 @@ class Checkpoints:
         self._restored[message.worker] = message
         if set(self._restored) != set(rank_map.workers):
             return None
+        if isinstance(self._source, Loaded):
+            problem = self._unlike_copies(self._source, rank_map)
+            if not problem:
+                return e.StateRestored(message.generation)
+            return e.ShellFailed(f"{self._source.path}: what was read is not one state: {problem}")
         problem = self._difference(self._source.index, rank_map)
         if not problem:
             return e.StateRestored(message.generation)
@@ -136,6 +187,17 @@ class Checkpoints:
             f"{self._source.path}: what was restored is not what was saved: {problem}; "
             f"{self._way_back(self._source)}"
         )
+
+    def _unlike_copies(self, loaded: Loaded, rank_map: RankMap) -> str:
+        """Where workers hold copies of the same that differ, or are not where the checkpoint is."""
+        lead = self._restored[rank_map.workers[0]].scalars
+        if lead.step != loaded.step:
+            return f"it is of step {lead.step}, as {TRACKER_FILE} says of {loaded.step}"
+        for worker, message in sorted(self._restored.items()):
+            if other := _scalar_difference(lead, message.scalars):
+                return f"worker {worker} against worker {rank_map.workers[0]}: {other}"
+        digests = {worker: message.digests for worker, message in self._restored.items()}
+        return _first(disagreements(Side("loaded", rank_map, digests)))
 
     def _difference(self, index: CheckpointIndex, rank_map: RankMap) -> str:
         for message in self._restored.values():
@@ -155,17 +217,25 @@ class Checkpoints:
         path, index = checkpoint.path, checkpoint.index
         changed = [
             f"{path / part.file} has changed on the disk (checksum {got}, wanted {part.checksum})"
-            for part in index.parts
+            for part in (*index.parts, *index.further)
             if (got := checksum(path / part.file)) != part.checksum
         ]
         earlier = [step for step, _ in complete_checkpoints(self.directory)][:-1]
         if not earlier:
             todo = "there is no earlier checkpoint"
         elif changed:
-            todo = f"it is now {set_aside(path)}; a restart goes on from step {earlier[-1]}"
+            todo = f"it is now {self._set_aside(path)}; a restart goes on from step {earlier[-1]}"
         else:
             todo = f"to go on from step {earlier[-1]} remove {path}"
         return f"{_first(changed) or 'its files are as they were written'}; {todo}"
+
+    def _set_aside(self, path: Path) -> Path:
+        """Of a damaged checkpoint; a job of Megatron's loads the one before it, then."""
+        aside = set_aside(path)
+        left = [step for step, _ in complete_checkpoints(self.directory)]
+        if self._format == "torch_dist" and left:
+            track(self.directory, left[-1])
+        return aside
 
     # ---- while it trains
 
@@ -191,7 +261,7 @@ class Checkpoints:
         self._remove_old()
         return e.CheckpointWritten(
             step=step,
-            path=str(complete_path(self.directory, step)),
+            path=str(complete_path(self.directory, step, self._format)),
             largest_bytes=max(part.num_bytes for part in parts.values()),
             took_s=max(part.took_s for part in parts.values()),
             total_bytes=sum(part.num_bytes for part in parts.values()),
@@ -215,6 +285,9 @@ class Checkpoints:
         """Index, then name; raises OSError."""
         saved = [parts[worker] for worker in world.rank_map.workers]
         step = saved[0].scalars.step
+        partial = partial_path(self.directory, step)
+        final = complete_path(self.directory, step, self._format)
+        further = [partial / name for name in FURTHER_FILES[self._format]]
         index = CheckpointIndex(
             format_version=FORMAT_VERSION,
             run=self._config.name,
@@ -223,20 +296,25 @@ class Checkpoints:
             scalars=saved[0].scalars,
             rank_map=WireRankMap.of(world.rank_map),
             parts=tuple(
-                Part(file=part_name(rank), num_bytes=m.num_bytes, checksum=m.checksum)
+                Part(file=part_name(rank, self._format), num_bytes=m.num_bytes, checksum=m.checksum)
                 for rank, m in enumerate(saved)
             ),
             digests=tuple(message.digests for message in saved),
             model=SavedModel.of(self._recipe.spec),
             versions=versions_of(RECORDED_PACKAGES),
             spec=self._recipe.spec.only(world.rank_map.layout),
+            format=self._format,
+            further=tuple(map(written_part, further)),
         )
-        partial, final = partial_path(self.directory, step), complete_path(self.directory, step)
         write_index(partial, index)
-        if final.exists():  # of before a restart from an earlier step
+        if (final / INDEX_FILE).exists():  # of before a restart from an earlier step
             final.rename(partial.with_suffix(".replaced"))
+        elif final.exists():  # of somebody else
+            log.warning("%s is not of this run, and now called %s", final, set_aside(final))
         os.rename(partial, final)
         flush_to_disk(self.directory)
+        if self._format == "torch_dist":
+            track(self.directory, step)
 
     def _remove_old(self) -> None:
         found = complete_checkpoints(self.directory)

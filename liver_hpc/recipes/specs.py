@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from liver_hpc.config.load import dump_run
+from liver_hpc.config.megatron_checkpoint import tracked_step
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.child import Child, Command
@@ -113,9 +114,16 @@ def _key(recipe: Recipe) -> str:
     depends_on = (
         (config.recipe, source, config.model, sorted(map(str, config.layouts_listed))),
         (config.train.overlap_grad_reduce, config.train.bucket_elements),
+        _begins_with(config),
         versions_of(_VERSIONS),
     )
     return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
+
+
+def _begins_with(config: RunConfig) -> tuple[str, int | None] | None:
+    """Which checkpoint of a job's a run begins with, whose layout the spec must know."""
+    load = config.checkpoint.load
+    return None if load is None else (str(load), tracked_step(load.expanduser()))
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:

@@ -120,7 +120,7 @@ def create_run_directory(config: RunConfig, name: str | None = None) -> RunDirec
         run.jobs_path.mkdir()
         create_secret(run.secret_path)
         if config.checkpoint.directory is not None:
-            _link_checkpoints(run, config.checkpoint.directory)
+            _link_checkpoints(run, config)
         # Last: a directory with a run file is a whole one.
         write_whole(run.config_path, dump_run(config))
     except OSError as error:
@@ -143,13 +143,18 @@ def _make_new(runs: Path, stem: str) -> Path:
             return path
 
 
-def _link_checkpoints(run: RunDirectory, directory: Path) -> None:
-    """Makes a new directory whose name nobody can know before; the run directory has its name."""
-    directory = directory.expanduser().absolute()
-    path = directory / f"{run.path.name}-{secrets.token_hex(8)}"
+def _link_checkpoints(run: RunDirectory, config: RunConfig) -> None:
+    """Makes a new directory whose name nobody can know before; the run directory has its name.
+
+    Megatron's checkpoints lie in the directory itself, as its --save means, which may be there.
+    """
+    assert config.checkpoint.directory is not None
+    directory = config.checkpoint.directory.expanduser().absolute()
+    shared = config.checkpoint.format == "torch_dist"
+    path = directory if shared else directory / f"{run.path.name}-{secrets.token_hex(8)}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700)
+        path.mkdir(mode=0o700, exist_ok=shared)
     except OSError as error:
         raise ConfigError(f"checkpoint.directory: {path}: {error.strerror}") from error
     run.checkpoints_path.symlink_to(path, target_is_directory=True)
@@ -158,8 +163,8 @@ def _link_checkpoints(run: RunDirectory, directory: Path) -> None:
 def claim_checkpoints(run: RunDirectory, config: RunConfig) -> Path:
     """Where the run's checkpoints lie, looked at again before a coordinator reads or writes there.
 
-    Elsewhere, it must be a directory of this user, which becomes nobody else's to enter. Raises
-    ConfigError when it is not.
+    Elsewhere, it must be a directory of this user; where it is the run's alone, it becomes nobody
+    else's to enter. Raises ConfigError when it is not.
     """
     link, elsewhere = run.checkpoints_path, config.checkpoint.directory
     if elsewhere is None:
@@ -169,13 +174,13 @@ def claim_checkpoints(run: RunDirectory, config: RunConfig) -> Path:
         if os.path.lexists(known):
             link.symlink_to(known, target_is_directory=True)
         else:
-            _link_checkpoints(run, elsewhere)
+            _link_checkpoints(run, config)
     if link.is_symlink():
-        _check_private(Path(os.readlink(link)))
+        _check_own(Path(os.readlink(link)), shared=config.checkpoint.format == "torch_dist")
     return link
 
 
-def _check_private(path: Path) -> None:
+def _check_own(path: Path, shared: bool) -> None:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)  # where a scratch has been cleaned
         status = path.lstat()
@@ -183,7 +188,8 @@ def _check_private(path: Path) -> None:
             raise ConfigError(f"checkpoint.directory: {path}: wanted a directory, not a link")
         if whose(status):
             raise ConfigError(f"checkpoint.directory: {path} {whose(status)}")
-        path.chmod(0o700)
+        if not shared:
+            path.chmod(0o700)
     except OSError as error:
         raise ConfigError(f"checkpoint.directory: {path}: {error.strerror}") from error
 

@@ -11,14 +11,20 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from liver_hpc.config.load import load_run
-from liver_hpc.config.schema import AUTO
+from liver_hpc.config.megatron_checkpoint import loaded_checkpoint
+from liver_hpc.config.schema import AUTO, RunConfig
 from liver_hpc.host.files import write_whole
 from liver_hpc.layout.candidates import layouts_to_derive
+from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.tensors import ModelSpec
-from liver_hpc.recipes.base import load_recipe
+from liver_hpc.recipes.base import load_recipe, put_first_on_path
 from liver_hpc.recipes.specs import Answer
+
+if TYPE_CHECKING:
+    from liver_hpc.world.derive import Derivation
 
 
 def main() -> int:
@@ -29,6 +35,8 @@ def main() -> int:
     options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the login node's devices are not ours
     warnings.simplefilter("ignore")
+    config = load_run(options.run)
+    put_first_on_path(config)
     from liver_hpc.world.device import open_device
 
     open_device(0)  # before megatron is imported: it brings the stand-in for CUDA
@@ -36,21 +44,41 @@ def main() -> int:
     from liver_hpc.world.groups import install_sentinel
     from liver_hpc.world.megatron import prepare_process
 
-    config = load_run(options.run)
     install_sentinel(0)
     prepare_process(config.train.seed)
     try:
-        derivation = Derivation(load_recipe(config))
+        recipe = load_recipe(config)
+        recipe.check_options()
+        derivation = Derivation(recipe)
         layouts = (
             layouts_to_derive(config, derivation.layers, derivation.experts)
             if config.layouts == AUTO
             else config.layouts_listed
         )
-        derived = Answer[ModelSpec](value=derivation.spec(layouts))
+        derived = Answer[ModelSpec](value=_derived(derivation, config, list(layouts)))
     except MODELS_ERRORS as error:
         derived = Answer[ModelSpec](refused=f"{type(error).__name__}: {error}")
     write_whole(options.derived, derived.model_dump_json())
     return 0
+
+
+def _derived(derivation: Derivation, config: RunConfig, layouts: list[Layout]) -> ModelSpec:
+    """The spec for the run's layouts, and for that of the checkpoint that it begins with, where
+    that lies as it did there. Raises CheckpointError where it is not one of this model."""
+    load = config.checkpoint.load
+    found = None if load is None else loaded_checkpoint(load)
+    if found is None:
+        return derivation.spec(layouts)
+    from liver_hpc.checkpoint.torch_dist.contents import read_contents
+    from liver_hpc.checkpoint.torch_dist.reads import Source
+
+    contents = read_contents(found[1])
+    contents.check_batch(config.train.global_batch)
+    if contents.by_buckets:
+        layouts = [*layouts, contents.layout]
+    spec = derivation.spec(layouts)
+    Source(contents, spec, derivation.stored(contents.known_content).tensors)
+    return spec
 
 
 if __name__ == "__main__":

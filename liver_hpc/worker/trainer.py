@@ -320,6 +320,7 @@ class Trainer:
         log.info("generation %d called off at the boundary: %s", session.generation, abort.reason)
         assert session.prepared is not None
         held: WorldState | None = None
+        scalars = source.scalar_state(self.step)
         if abort.rebuild:
             # Peers blocked in a shared group go on once nobody holds its connections.
             held = source.abandon()
@@ -333,19 +334,19 @@ class Trainer:
         )
         if held is not None:
             assert resume.rebuild_generation is not None
-            self._rebuild(session.source, resume.rebuild_generation, held, self.step)
+            self._rebuild(session.source, resume.rebuild_generation, held, scalars)
         self._forget(session)
 
-    def _rebuild(self, rank_map: RankMap, generation: int, held: WorldState, step: int) -> None:
+    def _rebuild(
+        self, rank_map: RankMap, generation: int, held: WorldState, scalars: m.ScalarState
+    ) -> None:
         """Builds the source layout again on fresh groups, filled from what this worker holds."""
         world = self._build(rank_map, generation)
         for kind in world.recipe.spec.kinds:
             for index, box in held.boxes(kind):
                 world.state.view(kind, index, box).copy_(held.view(kind, index, box))
         log.info("generation %d: rebuilt %s", generation, rank_map)
-        world.load_scalar_state(
-            world.scalar_state(step).model_copy(update={"optimizer_step": step})
-        )
+        world.load_scalar_state(scalars)
         held.release()
         self._world = world
         self._stands.set()

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.tensors import Role
@@ -46,14 +50,16 @@ Shards = dict[str, Shard]
 """Of a module, by name: its parameters in order, then its persistent buffers."""
 
 
-class _Sharded(NamedTuple):
+class Sharded(NamedTuple):
     """A box of a tensor, and where it lies under a checkpoint's key. The last dimensions of
-    `at` are the tensor's own; others may come before (a layer's number, say)."""
+    `at` are the tensor's own; others may come before (a layer's number, say). padded: the whole may
+    be larger or smaller in a checkpoint, whose padding is another."""
 
     local: NBox
     key: str
     shape: tuple[int, ...]
     at: NBox
+    padded: bool = False
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -75,13 +81,13 @@ class Frame:
     key, place by place."""
 
     tensors: dict[str, Whole]
-    keys: dict[str, dict[tuple[int, ...], list[tuple[str, _Sharded]]]]
+    keys: dict[str, dict[tuple[int, ...], list[tuple[str, Sharded]]]]
 
 
 def frame_of(module: torch.nn.Module, groups: Any) -> Frame:
     """The frame that a whole module gives. Raises PlanError as `shards_of` does."""
-    keys: dict[str, dict[tuple[int, ...], list[tuple[str, _Sharded]]]] = {}
-    for name, pieces in _sharded(module, groups).items():
+    keys: dict[str, dict[tuple[int, ...], list[tuple[str, Sharded]]]] = {}
+    for name, pieces in sharded(module, groups).items():
         for piece in pieces:
             keys.setdefault(piece.key, {}).setdefault(piece.place, []).append((name, piece))
     tensors = {
@@ -119,7 +125,7 @@ def shards_of(module: torch.nn.Module, groups: Any, frame: Frame) -> Shards:
     not fill a tensor, a tensor that the whole model does not have.
     """
     tensors = state_tensors(module)
-    pieces = _sharded(module, groups)
+    pieces = sharded(module, groups)
     found: Shards = {}
     for name, tensor in tensors.items():
         parts = tuple(dict.fromkeys(part for p in pieces[name] for part in _placed(name, p, frame)))
@@ -147,7 +153,7 @@ def whole_of(name: str, parts: tuple[Part, ...]) -> str:
     return wholes.pop()
 
 
-def _placed(name: str, piece: _Sharded, frame: Frame) -> Iterator[Part]:
+def _placed(name: str, piece: Sharded, frame: Frame) -> Iterator[Part]:
     if piece.key not in frame.keys:
         raise PlanError(f"{name}: {piece.key!r}, by its sharded_state_dict, is not in the model")
     for whole_name, whole in frame.keys[piece.key].get(piece.place, ()):
@@ -156,12 +162,12 @@ def _placed(name: str, piece: _Sharded, frame: Frame) -> Iterator[Part]:
                 f"{name}: its sharded_state_dict says that the whole is {piece.shape}, at tp=pp=1 "
                 f"it is {whole.shape}: the module does not say how it is split"
             )
-        common = _intersection(piece.at, whole.at)
+        common = intersection(piece.at, whole.at)
         if common is not None:
             yield Part(_inside(piece, common), whole_name, _inside(whole, common))
 
 
-def _inside(piece: _Sharded, box: NBox) -> NBox:
+def _inside(piece: Sharded, box: NBox) -> NBox:
     """A box of the global tensor, inside the piece, in coordinates of the piece's parameter."""
     before = len(piece.at) - len(piece.local)
     return tuple(
@@ -172,7 +178,8 @@ def _inside(piece: _Sharded, box: NBox) -> NBox:
     )
 
 
-def _intersection(one: NBox, other: NBox) -> NBox | None:
+def intersection(one: NBox, other: NBox) -> NBox | None:
+    """The common box; None when there is none."""
     common = []
     for (start, length), (begin, size) in zip(one, other, strict=True):
         low, high = max(start, begin), min(start + length, begin + size)
@@ -182,13 +189,17 @@ def _intersection(one: NBox, other: NBox) -> NBox | None:
     return tuple(common)
 
 
-def _sharded(module: Any, groups: Any) -> dict[str, list[_Sharded]]:
-    """What `sharded_state_dict` says of each tensor, by name."""
+def sharded(
+    module: Any, groups: Any, metadata: Mapping[str, Any] | None = None
+) -> dict[str, list[Sharded]]:
+    """What `sharded_state_dict` says of each tensor, by name.
+
+    metadata: a checkpoint's, which says what lies under which key there. Raises PlanError for a
+    tensor that it leaves out.
+    """
     names = {id(tensor): name for name, tensor in state_tensors(module).items()}
-    found: dict[str, list[_Sharded]] = {name: [] for name in names.values()}
-    with megatron.lent(groups):
-        state = module.sharded_state_dict(metadata=megatron.sharding_metadata(groups))
-    for item in _leaves(state):
+    found: dict[str, list[Sharded]] = {name: [] for name in names.values()}
+    for item in _leaves(_sharded_state(module, groups, metadata)):
         data = getattr(item, "data", None)
         name = names.get(id(data))
         if name is None:
@@ -207,10 +218,23 @@ def _sharded(module: Any, groups: Any) -> dict[str, list[_Sharded]]:
     return found
 
 
-def _piece(item: ShardedTensor, local: NBox) -> _Sharded:
+def sharded_objects(module: Any, groups: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What `sharded_state_dict` has beside tensors (extra state), by the names of a checkpoint."""
+    return {
+        item.unique_key: item.data
+        for item in _leaves(_sharded_state(module, groups, metadata))
+        if isinstance(item, ShardedObject)
+    }
+
+
+def _sharded_state(module: Any, groups: Any, metadata: Mapping[str, Any] | None) -> Any:
+    return module.sharded_state_dict(metadata=megatron.sharding_metadata(groups, metadata))
+
+
+def _piece(item: ShardedTensor, local: NBox) -> Sharded:
     lengths = (*itertools.repeat(1, item.prepend_axis_num), *item.local_shape)
     at = tuple(zip(item.global_offset, lengths, strict=True))
-    return _Sharded(local, item.key, tuple(item.global_shape), at)
+    return Sharded(local, item.key, tuple(item.global_shape), at, item.allow_shape_mismatch)
 
 
 def _box_of_view(name: str, view: torch.Tensor, whole: torch.Tensor) -> NBox:

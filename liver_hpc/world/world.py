@@ -35,7 +35,6 @@ from liver_hpc.world.device import Device
 from liver_hpc.world.evaluate import undisturbed
 from liver_hpc.world.forget import forget
 from liver_hpc.world.groups import GroupBook
-from liver_hpc.world.sharded import Frame
 from liver_hpc.world.state import HeldTensor, WorldState
 from liver_hpc.world.thread import MicroBatch
 from liver_hpc.world.verified import verified_tensors
@@ -74,9 +73,9 @@ class Gradients:
 
 
 @cache
-def _frame_of(recipe: Recipe, worker: int) -> Frame:
-    """The frame of a process's recipe."""
-    return Derivation(recipe, worker).frame
+def derivation_of(recipe: Recipe, worker: int) -> Derivation:
+    """Of a process's recipe."""
+    return Derivation(recipe, worker)
 
 
 class World:
@@ -135,7 +134,7 @@ class World:
             dropout.seed_at_layers(module, recipe.config.train.seed, at.tp)
             experts.prepare(module)
             modules.append(megatron.in_low_precision(module))
-        frame = _frame_of(recipe, self.worker)
+        frame = derivation_of(recipe, self.worker).frame
         self._tensors = verified_tensors(recipe.spec, layout, at, built, groups, frame)
         for index, tensor in self._tensors.items():
             megatron.mark_tensor_parallel(tensor, recipe.spec.tensors[index])
@@ -447,6 +446,18 @@ class World:
             for adam in (one.optimizer for one in self._optimizers)
             for held in (*adam.state.values(), *adam.param_groups)
             if "step" in held
+        ]
+
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """The options of each of Adam's parameter groups on this worker."""
+        return [
+            {
+                key: value.item() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for adam in (one.optimizer for one in self._optimizers)
+            for group in adam.param_groups
         ]
 
     def scalar_state(self, step: int) -> ScalarState:

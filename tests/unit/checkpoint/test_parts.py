@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liver_hpc.checkpoint.parts import reads, written_boxes
+from liver_hpc.checkpoint.parts import reads
+from liver_hpc.checkpoint.written import written_boxes
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.plan import subtract

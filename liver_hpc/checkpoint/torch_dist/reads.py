@@ -1,0 +1,159 @@
+"""What a worker reads of a torch_dist checkpoint: pure.
+
+Parameters lie under the keys of the module, each as a tensor of the whole model. The optimizer's
+state lies as they do (model space), or in the buckets of the layout that saved it (bucket space,
+buckets.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from liver_hpc.checkpoint.torch_dist.buckets import Buckets
+from liver_hpc.checkpoint.torch_dist.contents import Contents
+from liver_hpc.checkpoint.torch_dist.files import Place, Tensor
+from liver_hpc.checkpoint.torch_dist.places import Part, elements, relative, stored
+from liver_hpc.errors import CheckpointError
+from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.layout.ownership import owned_boxes
+from liver_hpc.layout.tensors import EXP_AVG, EXP_AVG_SQ, MAIN, PARAMETER, Box, ModelSpec
+from liver_hpc.world.sharded import Sharded, intersection
+
+PREFIXES: Mapping[str, tuple[str, ...]] = {
+    PARAMETER: ("",),
+    MAIN: ("optimizer.state.param.", "optimizer.state.fp32_param."),
+    EXP_AVG: ("optimizer.state.exp_avg.",),
+    EXP_AVG_SQ: ("optimizer.state.exp_avg_sq.",),
+}
+"""What a key has before the parameter's: the distributed optimizer's name comes first."""
+
+Pieces = Mapping[str, Sequence[Sharded]]
+"""Of each tensor by name: where its parts lie."""
+
+
+class Read(NamedTuple):
+    """`source` of what lies at a place becomes `part` of a box of the state."""
+
+    place: Place
+    source: Part
+    kind: str
+    tensor_index: int
+    box: Box
+    part: Part
+
+
+class Zero(NamedTuple):
+    """A part of a box that is padding, of which the checkpoint has less."""
+
+    kind: str
+    tensor_index: int
+    box: Box
+    part: Part
+
+
+@dataclass(frozen=True)
+class Reads:
+    """All that a coordinate reads, in the order in which it lies in the files."""
+
+    reads: tuple[Read, ...]
+    zeros: tuple[Zero, ...]
+
+
+class Source:
+    """A checkpoint, as it is read for a model. pieces: of its tensors, as the checkpoint's content
+    metadata has them.
+
+    Raises CheckpointError for a checkpoint of another model.
+    """
+
+    def __init__(self, contents: Contents, model: ModelSpec, pieces: Pieces) -> None:
+        self._contents, self._model, self._pieces = contents, model, pieces
+        self._table = contents.table.tensors
+        self._path = contents.path
+        self._check()
+        self._buckets = Buckets(contents, model, pieces) if contents.by_buckets else None
+
+    def _check(self) -> None:
+        """That the model's tensors are there, of their shapes and types, with all that is trained
+        of them."""
+        for index, tensor in enumerate(self._model.tensors):
+            for kind in self._model.kinds:
+                trained = kind != PARAMETER
+                if trained and (tensor.role != "trained" or self._contents.by_buckets):
+                    continue
+                for piece in self._pieces[tensor.name]:
+                    held = self._tensor(kind, piece)
+                    wanted = {1: "int8", 2: "bfloat16", 4: "float32", 8: "int64"}
+                    dtype = wanted[self._model.element_bytes(kind, index)]
+                    if tensor.role != "buffer" and held.dtype != dtype:
+                        raise CheckpointError(
+                            f"{self._path}: {kind} of {tensor.name!r} is {held.dtype} in it, "
+                            f"{dtype} in the run"
+                        )
+
+    def _tensor(self, kind: str, piece: Sharded) -> Tensor:
+        keys = [prefix + piece.key for prefix in PREFIXES[kind]]
+        held = next((self._table[key] for key in keys if key in self._table), None)
+        if held is None:
+            raise CheckpointError(f"{self._path} lacks {keys[0]!r} of the run's model")
+        differ = [
+            size != wanted
+            for dim, (size, wanted) in enumerate(zip(held.shape, piece.shape, strict=False))
+            if not (piece.padded and dim == len(piece.at) - len(piece.local))
+        ]
+        if len(held.shape) != len(piece.shape) or any(differ):
+            raise CheckpointError(
+                f"{self._path} is of another model: {keys[0]!r} is {held.shape} in it, "
+                f"{piece.shape} in the run's model"
+            )
+        return held
+
+    def reads(self, layout: Layout, at: Coordinate) -> Reads:
+        """All that a coordinate of a layout reads.
+
+        Raises CheckpointError where the checkpoint does not hold all of it.
+        """
+        reads: list[Read] = []
+        zeros: list[Zero] = []
+        for index in self._model.held_tensors(layout, at):
+            for kind in self._model.kinds:
+                for box in owned_boxes(self._model, layout, at, kind, index):
+                    got = 0
+                    for found in self._of_box(kind, index, box):
+                        got += elements(found.part.within)
+                        (reads if isinstance(found, Read) else zeros).append(found)  # type: ignore[arg-type]
+                    if got != box.elements:
+                        name = self._model.tensors[index].name
+                        raise CheckpointError(
+                            f"{self._path} holds {got} of the {box.elements} elements of {kind} "
+                            f"{box} of {name!r}"
+                        )
+        return Reads(tuple(sorted(reads)), tuple(zeros))
+
+    def _of_box(self, kind: str, index: int, box: Box) -> Iterator[Read | Zero]:
+        if kind != PARAMETER and self._buckets is not None:
+            for place, source, part_box, part in self._buckets.parts(kind, index, box):
+                yield Read(place, source, kind, index, part_box, part)
+            for part_box, part in self._buckets.padding(index, box):
+                yield Zero(kind, index, part_box, part)
+            return
+        tensor = self._model.tensors[index]
+        for found in stored(tensor, box, self._pieces[tensor.name]):
+            held = self._tensor(kind, found.piece)
+            for at, place in held.chunks:
+                common = intersection(at, found.at)
+                if common is not None:
+                    lengths = tuple(length for _, length in at)
+                    source = Part(0, lengths, relative(common, at))
+                    inner = relative(common, found.at)[len(at) - len(found.part.lengths) :]
+                    yield Read(place, source, kind, index, found.box, found.part.narrowed(inner))
+            if found.piece.padded:
+                dim = len(found.at) - len(found.piece.local)
+                start, length = found.at[dim]
+                there = min(max(held.shape[dim] - start, 0), length)
+                if there < length:
+                    own = found.part.within
+                    inner = ((there, length - there), *((0, size) for _, size in own[1:]))
+                    yield Zero(kind, index, found.box, found.part.narrowed(inner))

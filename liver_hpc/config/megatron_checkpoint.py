@@ -1,0 +1,85 @@
+"""A directory of Megatron's checkpoints, as `--save` and `--load` mean it: what needs no torch.
+
+<directory>/latest_checkpointed_iteration.txt    the step of the newest one
+<directory>/iter_0000123/                        a checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from liver_hpc.errors import CheckpointError
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+FORMAT_FILE = "metadata.json"
+METADATA_FILE = ".metadata"
+COMMON_FILE = "common.pt"
+_WANTED = "wanted a torch_dist checkpoint"
+
+
+def iteration_path(directory: Path, step: int) -> Path:
+    return directory / f"iter_{step:07d}"
+
+
+def tracked_step(directory: Path) -> int | None:
+    """The step of the checkpoint that a job loads from `directory`; None where there is none.
+
+    Raises CheckpointError for a tracker file that names none.
+    """
+    file = directory / TRACKER_FILE
+    try:
+        text = file.read_text().strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if text == "release":
+        raise CheckpointError(
+            f"{file}: a release checkpoint has no state of the optimizer to go on from"
+        )
+    if not re.fullmatch(r"\d{1,18}", text):
+        raise CheckpointError(f"{file}: wanted a step, got {text[:40]!r}")
+    return int(text)
+
+
+def loaded_checkpoint(directory: Path) -> tuple[int, Path] | None:
+    """(step, path) of what a job loads from `directory`; None where there is nothing.
+
+    Raises CheckpointError for one that is not there, or of another format.
+    """
+    directory = directory.expanduser()
+    step = tracked_step(directory)
+    if step is None:
+        return None
+    path = iteration_path(directory, step)
+    check_format(path)
+    return step, path
+
+
+def check_format(path: Path) -> None:
+    """Raises CheckpointError where `path` is no torch_dist checkpoint."""
+    try:
+        names = {entry.name for entry in path.iterdir()}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if FORMAT_FILE not in names:
+        if any(name.startswith("mp_rank_") for name in names):
+            found = "of Megatron's legacy format (torch)"
+        elif METADATA_FILE in names:
+            found = "of the format torch_dcp or fsdp_dtensor"
+        else:
+            found = f"no checkpoint: it lacks {FORMAT_FILE}"
+        raise CheckpointError(f"{path} is {found}; {_WANTED}")
+    file = path / FORMAT_FILE
+    try:
+        about = json.loads(file.read_bytes())
+        backend = about["sharded_backend"], about["sharded_backend_version"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{file} is damaged: {error!r}") from error
+    if backend != ("torch_dist", 1):
+        raise CheckpointError(f"{path} is of the format {backend[0]} {backend[1]}; {_WANTED}")
+    for name in (METADATA_FILE, COMMON_FILE):
+        if name not in names:
+            raise CheckpointError(f"{path} is incomplete: it lacks {name}")

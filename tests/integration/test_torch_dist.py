@@ -1,0 +1,110 @@
+"""Checkpoints of Megatron's own in worlds of ours, and ours in Megatron's, bit by bit."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.transitions.pool import Pool
+from liver_hpc.layout.coordinates import Layout, RankMap
+from tests.integration.megatron_job import ADAM_STEP, Case, MegatronJob, expected, recipe_of
+from tests.integration.processes import WorkerProcess, run_workers
+
+pytestmark = pytest.mark.timeout(400)
+
+STEP = 5
+BATCH = 8
+RANKS = 4
+CALL_S = 120.0
+BF16 = {"dtype": "bf16", "tied_embeddings": False}
+MOE = {"experts": {"number": 4, "topk": 2}}
+OURS = {"checkpoint": {"format": "torch_dist"}}
+
+# A job that saves, a world of ours that loads that and saves, a job that loads this.
+CHAINS = {
+    "dense": [
+        (Case("dp4"), "tp2 pp2", Case("pp2 dp2")),
+        (Case("tp2 dp2", BF16), "dp4", Case("tp4", BF16)),
+        (Case("pp2 vpp2 dp2", overlap=True), "tp2 dp2", Case("dp4")),
+        (Case("tp2 pp2", BF16, "fully_reshardable"), "pp2 dp2", Case("dp4", BF16)),
+    ],
+    "experts": [
+        (Case("ep2 dp4", MOE), "ep4 dp4", Case("ep2 dp4", MOE)),
+        (Case("ep2 pp2 dp2", MOE), "dp4", Case("dp4", MOE)),
+    ],
+}
+
+
+def through(process: WorkerProcess, chains: list[Any], directory: str) -> list[Any]:
+    """Loads what each chain's job has saved, and saves it; what differs from what it must be."""
+    from liver_hpc.checkpoint.parts import restore, save
+    from liver_hpc.clock import SystemClock
+    from liver_hpc.world.groups import install_sentinel
+    from liver_hpc.world.world import World
+    from tests.integration.toys import derived
+
+    found = []
+    for number, (saved, layout, _loading) in enumerate(chains):
+        recipe = recipe_of(saved.model, **OURS)
+        recipe.spec = derived(recipe, layout, saved.layout)
+        install_sentinel(process.worker)
+        sizes = Layout.parse(layout)
+        rank_map = RankMap(sizes, tuple(range(sizes.workers)))
+        world = World(recipe, rank_map, process.worker, number, process.device)
+        world.warm_up()
+        world.book.connect(process.network, process.store, 30.0)
+        restored = restore(world, Path(directory, "job", str(number)))
+        differ = list(differences(world))
+        ours = Path(directory, "ours", str(number))
+        written = save(world, restored.scalars.step, ours, SystemClock())
+        found.append((restored.scalars, differ, written.error))
+        world.close()
+    return found
+
+
+def differences(world: Any) -> Any:
+    """Parameters that are not what their place in a checkpoint says, by Megatron's own words."""
+    import torch
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    from liver_hpc.world import megatron, thread
+
+    for chunk in world.chunks:
+        module = chunk.module
+        while hasattr(module, "module"):
+            module = module.module
+        with megatron.lent(world.groups), thread.groups_in_use(world.groups):
+            state = module.sharded_state_dict(metadata=megatron.sharding_metadata(world.groups, {}))
+        for item in nested_values(state):
+            data = getattr(item, "data", None)
+            if isinstance(data, torch.Tensor):
+                wanted = expected(item, "", data).to(data.dtype)
+                if not torch.equal(data, wanted):
+                    yield item.key
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_megatrons_checkpoints_go_through_ours_bit_by_bit(kind: str, tmp_path: Path) -> None:
+    chains = CHAINS[kind]
+    with Pool(RANKS, partial(MegatronJob, str(tmp_path / "jobs"), RANKS)) as jobs:
+        for number, (case, _, _) in enumerate(chains):
+            path = tmp_path / "job" / str(number)
+            jobs.call("save", CALL_S, "save", case, str(path), STEP, BATCH)
+        for worker in run_workers(through, RANKS, tmp_path, chains, str(tmp_path)):
+            for scalars, differ, error in worker:
+                assert (differ, error) == ([], "")
+                assert (scalars.step, scalars.consumed_samples) == (STEP, STEP * BATCH)
+                assert scalars.optimizer_step == ADAM_STEP
+        for number, (_, _, case) in enumerate(chains):
+            path = tmp_path / "ours" / str(number) / f".step-{STEP:08d}.partial"
+            for rank in jobs.call("load", CALL_S, "load", case, str(path)):
+                step, samples, steps, differ, schedule = rank
+                assert (step, samples, steps) == (STEP, STEP * BATCH, [ADAM_STEP])
+                assert differ == []
+                assert schedule["num_steps"] == STEP * BATCH
+            about = json.loads((path / "metadata.json").read_bytes())
+            assert about["sharded_backend"] == "torch_dist"

@@ -1,0 +1,67 @@
+"""A directory of Megatron's checkpoints: what is loaded from it, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from liver_hpc.config.megatron_checkpoint import (
+    TRACKER_FILE,
+    iteration_path,
+    loaded_checkpoint,
+    tracked_step,
+)
+from liver_hpc.errors import CheckpointError
+
+ABOUT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+
+
+def checkpoint(directory: Path, step: int, *names: str, about: object = ABOUT) -> Path:
+    path = iteration_path(directory, step)
+    path.mkdir()
+    for name in names:
+        (path / name).write_text(json.dumps(about))
+    (directory / TRACKER_FILE).write_text(f"{step}\n")
+    return path
+
+
+def test_the_tracked_one_is_loaded(tmp_path: Path) -> None:
+    assert loaded_checkpoint(tmp_path) is None
+    checkpoint(tmp_path, 70, "metadata.json")
+    path = checkpoint(tmp_path, 50, "metadata.json", ".metadata", "common.pt")
+    assert path.name == "iter_0000050"
+    assert loaded_checkpoint(tmp_path) == (50, path)
+
+
+@pytest.mark.parametrize(
+    ("names", "about", "why"),
+    [
+        (("mp_rank_00",), ABOUT, r"legacy format \(torch\)"),
+        ((".metadata", "__0_0.distcp"), ABOUT, "torch_dcp or fsdp_dtensor"),
+        ((), ABOUT, "no checkpoint: it lacks metadata.json"),
+        (("metadata.json",), {"sharded_backend": "zarr", "sharded_backend_version": 1}, "zarr 1"),
+        (("metadata.json",), [], "damaged"),
+        (("metadata.json", ".metadata"), ABOUT, "incomplete: it lacks common.pt"),
+    ],
+)
+def test_another_format_is_refused_by_name(
+    names: tuple[str, ...], about: object, why: str, tmp_path: Path
+) -> None:
+    checkpoint(tmp_path, 5, *names, about=about)
+    with pytest.raises(CheckpointError, match=why):
+        loaded_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "why"), [("release", "release"), ("5x", "wanted a step")])
+def test_a_tracker_that_names_no_step_is_refused(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / TRACKER_FILE).write_text(text)
+    with pytest.raises(CheckpointError, match=why):
+        tracked_step(tmp_path)
+
+
+def test_a_tracked_checkpoint_that_is_gone_is_named(tmp_path: Path) -> None:
+    (tmp_path / TRACKER_FILE).write_text("5")
+    with pytest.raises(CheckpointError, match="iter_0000005 cannot be read"):
+        loaded_checkpoint(tmp_path)
