@@ -56,10 +56,10 @@ class Run(Lifecycle):
 
     def _settle(self, event: e.Event) -> None:
         """What follows from the event for nodes, launches and handoffs. A step changes none of
-        that, unless the run file asks for something after it, and there are many of them."""
-        if self._state is ENDED or (
-            isinstance(event, m.StepDone) and not self.elastic.queue.waiting
-        ):
+        that, nor does an evaluation, unless the run file asks for something after it, and there are
+        many of them."""
+        of_training = isinstance(event, m.StepDone | m.Evaluated)
+        if self._state is ENDED or (of_training and not self.elastic.queue.waiting):
             return
         if self._state is STARTING and self._may_launch and not self._launched:
             self._launch_first()

@@ -424,7 +424,9 @@ class Play:
                 self.settle()
             stands = training_world(self.workers) is None
             self.wait(WAITS_S[-1] if stands or idle_s else WAITS_S[3])
-            quiet = all(isinstance(event, m.StepDone) for _, event, _ in self.entries[before:])
+            quiet = all(
+                isinstance(event, m.StepDone | m.Evaluated) for _, event, _ in self.entries[before:]
+            )
             idle_s = idle_s + WAITS_S[-1] if quiet and not self._pool else 0.0
         self.settle()
 
