@@ -41,6 +41,7 @@ def same(mine: Mapping[int, float], other: Mapping[int, float]) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * LIMIT_S)
 def test_the_script_trains_alike_alone_and_with_shared_sequences(
     megatron_lm: Path, tmp_path: Path
 ) -> None:
@@ -57,6 +58,7 @@ def test_the_script_trains_alike_alone_and_with_shared_sequences(
 
 @real
 @pytest.mark.slow
+@pytest.mark.timeout(2 * LIMIT_S)
 def test_the_script_resumes_from_its_checkpoint_in_another_layout(
     megatron_lm: Path, tmp_path: Path
 ) -> None:
