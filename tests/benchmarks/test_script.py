@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.script.pairs import write_pair
 from benchmarks.script.plain import PlainJob, PlainRun, read_scalars, run_plain
 from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.errors import LiverError
 
 MODEL = """
@@ -39,6 +41,7 @@ def same(mine: Mapping[int, float], other: Mapping[int, float]) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * LIMIT_S)
 def test_the_script_trains_alike_alone_and_with_shared_sequences(
     megatron_lm: Path, tmp_path: Path
 ) -> None:
@@ -55,6 +58,7 @@ def test_the_script_trains_alike_alone_and_with_shared_sequences(
 
 @real
 @pytest.mark.slow
+@pytest.mark.timeout(2 * LIMIT_S)
 def test_the_script_resumes_from_its_checkpoint_in_another_layout(
     megatron_lm: Path, tmp_path: Path
 ) -> None:
@@ -92,3 +96,12 @@ def test_the_first_validation_after_a_step_counts() -> None:
         ]
     )
     assert run == PlainRun({1: 4.25}, {1: 1.5}, {1: 4.5}, {1: 0.5})
+
+
+def test_a_pair_is_one_of_megatrons(tmp_path: Path) -> None:
+    pair = read_indexed_data(write_pair(tmp_path / "first", documents=30, vocabulary=60, seed=1))
+    assert (pair.documents, pair.sequences, pair.token_type) == (30, 30, "uint16")
+    assert 30 * 20 <= pair.tokens < 30 * 60
+    again = write_pair(tmp_path / "second", documents=30, vocabulary=60, seed=1)
+    tokens = [Path(f"{prefix}.bin").read_bytes() for prefix in (pair.prefix, again)]
+    assert tokens[0] == tokens[1]
