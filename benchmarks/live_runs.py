@@ -23,12 +23,14 @@ _POLL_S = 0.1
 class LiveRun:
     """A context manager that leaves the run stopped; afterwards `records` holds all of it.
 
-    event_s: the longest that anything may take. Raises LiverError when the run ends by itself or a
-    handoff is aborted, DeadlineError when something takes too long.
+    event_s: the longest that anything may take. poll_s: how often it is looked. Raises LiverError
+    when the run ends by itself or a handoff is aborted, DeadlineError when something takes too
+    long.
     """
 
-    def __init__(self, config: RunConfig, event_s: float) -> None:
+    def __init__(self, config: RunConfig, event_s: float, poll_s: float = _POLL_S) -> None:
         self._event_s = event_s
+        self._poll_s = poll_s
         self._pause = threading.Event()
         self.asked_s: list[float] = []
         """When each change was asked for, in epoch seconds."""
@@ -93,4 +95,4 @@ class LiveRun:
             if holds(status):
                 return status
             deadline.check()
-            self._pause.wait(_POLL_S)
+            self._pause.wait(self._poll_s)

@@ -5,6 +5,7 @@
 | run-file.md | the schema's types and defaults, the comments of configs/reference.yaml |
 | commands.md | the parser of `liver` |
 | metrics.md | the records of liver_hpc/run/records.py and their docstrings |
+| megatron-lm-arguments.md | the tables of liver_hpc/recipes/megatron_lm |
 
 A test compares what lies in docs/reference with `pages()`.
 """
@@ -23,8 +24,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 import yaml
 
 from liver_hpc.cli.main import new_parser
+from liver_hpc.config.problems import key_text
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.recipes.gpt_config import GPTConfig
+from liver_hpc.recipes.megatron_lm.owned import KEYS
+from liver_hpc.recipes.megatron_lm.tables import LAYOUT, NO_EFFECT, PASSED, REFUSED, Group
 from liver_hpc.run import records
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +42,12 @@ Schema = dict[str, Any]
 
 def pages() -> dict[str, str]:
     """Each page's text by the name of its file."""
-    made = {"run-file.md": run_file(), "commands.md": commands(), "metrics.md": metrics()}
+    made = {
+        "run-file.md": run_file(),
+        "commands.md": commands(),
+        "metrics.md": metrics(),
+        "megatron-lm-arguments.md": megatron_lm_arguments(),
+    }
     note = "<!-- Made by `make docs` from the code: change that, not this page. -->\n\n"
     return {name: f"{note}{text.strip()}\n" for name, text in made.items()}
 
@@ -165,10 +174,12 @@ class Comments:
     """What configs/reference.yaml says of each key.
 
     above: of a section, the comment over its key. An entry of a list is `[]`, and what is given
-    by number of workers is `N`; of several the first one with a key explains it.
+    by number of workers is `N`; of several the first one with a key explains it. What cannot be
+    given beside the rest is behind `#| `.
     """
 
     def __init__(self, text: str) -> None:
+        text = text.replace("#| ", "")
         self._lines = text.splitlines()
         self._beside: dict[str, str] = {}
         self.above: dict[str, str] = {}
@@ -295,6 +306,48 @@ def columns(record: type[Any], meanings: dict[str, str]) -> list[list[str]]:
     hints = get_type_hints(record)
     names = [field.name for field in dataclasses.fields(record)]
     return [[f"`{name}`", words[hints[name]], unit(name), meanings[name]] for name in names]
+
+
+# ---- arguments of Megatron-LM
+
+
+def megatron_lm_arguments() -> str:
+    keys = [[f"`{key_text(key)}`", ", ".join(map(_option, of))] for key, of in KEYS.items()]
+    refused = [[_options(group), group.why, group.instead] for group in REFUSED]
+    return "\n\n".join(
+        [
+            "# Arguments of Megatron-LM",
+            "What becomes of the arguments in `model.args` of a run that trains by a script of "
+            "Megatron-LM, 0.16 to 0.19 and main ([how to](../how-to/megatron-lm.md)). A star "
+            "stands for any text. Where values stand behind an option, it may have these. An "
+            "option that is not listed here, and is none of the script's own, is refused.",
+            "## The run file has their values",
+            "These keys follow from arguments, or from Megatron's defaults of them, and need not "
+            "stand in the run file; where they do, they must be equal.",
+            table(["key", "follows from"], keys),
+            "## The layouts decide",
+            f"Left out, with a note: {LAYOUT.why}. {_options(LAYOUT)}.",
+            "## Without effect",
+            "A note names those that are given.",
+            table(["arguments", "because"], [[_options(g), g.why] for g in NO_EFFECT]),
+            "## Refused",
+            table(["arguments", "because", "instead"], refused),
+            "## Handed on",
+            "The script gets these as they stand. What a model cannot have in one of the layouts "
+            "is told when it is built, before the run begins.",
+            table(["about", "arguments"], [[g.why, _options(g)] for g in PASSED]),
+        ]
+    )
+
+
+def _options(group: Group) -> str:
+    return ", ".join(map(_option, group.names.split()))
+
+
+def _option(name: str) -> str:
+    name, _, allowed = name.partition("=")
+    values = f" ({' or '.join(allowed.split('|'))})" if allowed else ""
+    return f"`--{name.replace('_', '-')}`{values}"
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -58,6 +59,12 @@ def golden(pytestconfig: pytest.Config) -> Golden:
 def repository() -> Path:
     """The repository's root."""
     return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def megatron_lm() -> Path:
+    """A checkout of Megatron-LM: the one that MEGATRON_LM names, else a small stand-in."""
+    return Path(os.environ.get("MEGATRON_LM") or REPOSITORY / "tests" / "standin_megatron_lm")
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ class LiverRun(Side):
         self.run: RunDirectory = submit_run(config, "local")
 
     def processes(self) -> list[psutil.Process]:
-        return _living(lambda words: str(self.run.path) in words)
+        return living(lambda words: str(self.run.path) in words)
 
     def steps(self) -> list[Step]:
         if not (self.run.path / JOURNAL_FILE).exists():
@@ -142,7 +142,7 @@ class PlainLoop(Side):
             rank.join()
 
 
-def _living(named: Callable[[str], bool]) -> list[psutil.Process]:
+def living(named: Callable[[str], bool]) -> list[psutil.Process]:
     """Processes whose command line is that of the run, with their descendants."""
     found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter(["cmdline"]):

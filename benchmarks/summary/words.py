@@ -14,6 +14,13 @@ FIGURES: dict[str, dict[str, str]] = {
         "overhead_percent": "step time of an undisturbed run over a plain Megatron loop's",
         "cpu_overhead_percent": "the same in CPU seconds of all processes",
     },
+    "script": {
+        "throughput_ratio": "an unchanged Megatron-LM script: CPU seconds a token by torchrun over "
+        "those of the elastic run between handoffs, of the processes that train",
+        "throughput_ratio_all": "the same with torchrun, coordinator and agent",
+        "max_relative_difference": "of its losses and gradient norms, one against the other, from "
+        "one checkpoint (fp32)",
+    },
     "stream": {
         "link_share": "TRANSFER's speed over that of the raw link between the same processes",
         "memory_over_budget": "peak extra memory over the staging budget",

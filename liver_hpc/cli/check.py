@@ -191,7 +191,8 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
     decay = schedule.decay_steps or config.train.steps
     if schedule.warmup_steps >= decay:
         name = "train.steps" if schedule.decay_steps is None else "schedule.decay_steps"
-        yield f"schedule.warmup_steps is {schedule.warmup_steps}, wanted less than {name}, {decay}"
+        warmup = f"schedule.warmup_steps is {schedule.warmup_steps:g}"
+        yield f"{warmup}, wanted less than {name}, {decay:g}"
     if schedule.style != "constant" and optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr is {optimizer.min_lr:g}, more than optimizer.lr {optimizer.lr:g}"
 
@@ -199,13 +200,18 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
 def _check_data(data: DataSection | None) -> Iterator[str]:
     if data is None:
         return
-    try:
-        if data.prefix is None:
+    if data.text is not None:
+        try:
             text_files(data)  # what is not there is noticed
-        else:
-            read_indexed_data(data.prefix)
-    except ConfigError as error:
-        yield str(error) if data.prefix is None else f"data.prefix: {error}"
+        except ConfigError as error:
+            yield str(error)
+    named = [("data.prefix", data.prefix)] if data.prefix is not None else []
+    named += [(f"data.blend.{i}.prefix", each.prefix) for i, each in enumerate(data.blend or ())]
+    for key, prefix in named:
+        try:
+            read_indexed_data(prefix)
+        except ConfigError as error:
+            yield f"{key}: {error}"
 
 
 _OWN_KEYS = {"NCCL_SOCKET_IFNAME": "nccl_interface", "NCCL_IB_HCA": "ib_hca"}

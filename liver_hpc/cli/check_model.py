@@ -142,5 +142,6 @@ def _alone(config: RunConfig, layout: Layout) -> RunConfig:
     values["train"]["steps"] = STEPS
     values["workers"] = {"initial": workers, "max": workers}
     values["layouts"] = {workers: [LayoutSection.of(layout).model_dump()]}
-    values["notices"] = []
+    values["notices"], values["eval"] = [], None
+    values["checkpoint"] = {}  # what the run itself saves is its own
     return RunConfig.model_validate(values)

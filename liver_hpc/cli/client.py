@@ -65,7 +65,7 @@ def stop(run: RunDirectory, timeout_s: float | None = None, checkpoint: bool = F
     """
     config = run.config()
     if timeout_s is None:
-        limits = config.deadlines
+        limits = config.limits
         timeout_s = limits.boundary_s + limits.release_s + limits.exit_s
         timeout_s += limits.transfer_s if checkpoint else 0.0
     deadline = Deadline.after(SystemClock(), timeout_s, f"run {run} to stop")

@@ -17,6 +17,7 @@ from liver_hpc.cluster.slurm.script import (
     burst_script,
 )
 from liver_hpc.config.load import dump_run
+from liver_hpc.config.problems import key_text
 from liver_hpc.config.schema import NoticeSection, RunConfig
 from liver_hpc.layout.candidates import fullest_worker, workers_of_a_node
 from liver_hpc.layout.coordinates import RankMap
@@ -30,13 +31,15 @@ from liver_hpc.run.directory import RunDirectory
 STAMP = "DATE-TIME"
 TOKEN = "TOKEN"
 """In the place of what a launch makes up."""
+_WIDEST = 80
+"""Characters of a value in a table."""
 
 
 def describe_run(config: RunConfig, recipe: Recipe) -> str:
     """The resolved run file, bytes a worker holds in each layout, bytes that each scripted
     handoff moves, and on Slurm what would be submitted; without bytes where the model's spec cannot
     be derived here. The run must have passed its checks."""
-    parts = [dump_run(config).rstrip()]
+    parts = [dump_run(config).rstrip(), *_derived(recipe)]
     if recipe.knows_spec:
         facts = "".join(f"# {name}: {text}\n" for name, text in recipe.summary().items())
         parts += [
@@ -51,6 +54,22 @@ def describe_run(config: RunConfig, recipe: Recipe) -> str:
     if config.cluster.kind == "slurm":
         parts += _submissions(config)
     return "\n".join([*parts, "# nothing was launched"])
+
+
+def _derived(recipe: Recipe) -> list[str]:
+    """Which of these values follow from the recipe's options, and from which."""
+    derived = recipe.derived(recipe.options)
+    rows = [
+        [key_text(path), _short(one.value), f"{key_text(one.at)}: {_short(one.source)}"]
+        for path, one in derived.items()
+    ]
+    return ["# values that follow from the model section", _table(rows)] if rows else []
+
+
+def _short(value: object) -> str:
+    """A blend may be of hundreds of files."""
+    text = str(value)
+    return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."
 
 
 def _submissions(config: RunConfig) -> list[str]:

@@ -79,6 +79,7 @@ def status_text(status: StatusSnapshot) -> str:
         lines.append(_handoff_text(status.handoff, status.now_s))
     named = [line for line in status.nodes if not line.startswith("machine:")]
     for name, text in (
+        ("validation", _validation_text(status)),
         ("queued", "; ".join(status.queued)),
         ("nodes", "; ".join(named)),
         ("last event", status.last_event),
@@ -113,6 +114,8 @@ def _facts(status: StatusSnapshot) -> Iterator[tuple[Hashable, str]]:
     yield status.state, f"run {status.run}: {status.state}"
     if status.last_event:
         yield ("event", status.last_event), f"event: {status.last_event}"
+    if text := _validation_text(status):
+        yield ("validation", status.evaluated), f"validation: {text}"
     for request in status.queued:
         yield ("queued", request), f"queued: {request}"
     if (handoff := status.handoff) is not None:
@@ -139,6 +142,12 @@ def _figure_texts(status: StatusSnapshot) -> list[str]:
     if status.tokens_per_s is not None:
         figures.append(f"{number_text(status.tokens_per_s)} tokens/s")
     return figures
+
+
+def _validation_text(status: StatusSnapshot) -> str:
+    if status.validation_loss is None:
+        return ""
+    return f"loss {status.validation_loss:.4f} after {status.evaluated} steps"
 
 
 def _handoffs_text(status: StatusSnapshot) -> str:
@@ -214,6 +223,8 @@ def _training(status: StatusSnapshot) -> str:
     figures = _figure_texts(status)
     if status.step_s is not None:
         figures.append(f"{number_text(status.step_s)} s a step")
+    if text := _validation_text(status):
+        figures.append(f"validation {text}")
     return "  ".join(figures) or "no step yet"
 
 

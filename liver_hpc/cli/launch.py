@@ -20,11 +20,11 @@ from pathlib import Path
 
 from liver_hpc.cli.submission import checked_run, new_run, note_latest
 from liver_hpc.cluster.slurm.run_job import OwnJob
-from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import RunConfig, SlurmSection
 from liver_hpc.coordinator.hosting import HostedCoordinator, checkpoint_in_time, requeue
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import whose
+from liver_hpc.recipes.completion import load_users_run
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import Outcome
 
@@ -108,7 +108,7 @@ def run_here(config_path: Path, overrides: Sequence[str]) -> tuple[RunDirectory,
     """
     signals = JobSignals()
     signals.listen()
-    run = _open_run(load_run(config_path, overrides), signals.job)
+    run = _open_run(load_users_run(config_path, overrides), signals.job)
     last = run.last_outcome()
     if last is not None and last.state == "finished":
         return run, last

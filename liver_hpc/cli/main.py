@@ -193,7 +193,7 @@ _seconds = _value("a number of seconds above 0", float, sys.float_info.min)
 
 def _submit(options: argparse.Namespace) -> int:
     from liver_hpc.cli.submission import checked_run, resume_run, submit_run
-    from liver_hpc.config.load import load_run
+    from liver_hpc.recipes.completion import load_users_run
 
     if (options.config is None) == (options.resume is None):
         raise ConfigError("submit wants either --config FILE or --resume RUN")
@@ -206,7 +206,7 @@ def _submit(options: argparse.Namespace) -> int:
         run = _find(options.resume, options)
         print(f"run {run} goes on from step {resume_run(run)}", flush=True)
         return _follow(run) if follow else EXIT_OK
-    config = load_run(options.config, options.set)
+    config = load_users_run(options.config, options.set)
     if options.dry_run:
         from liver_hpc.cli.dry_run import describe_run
 
@@ -337,10 +337,11 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _prepare_data(options: argparse.Namespace) -> int:
-    from liver_hpc.config.load import absolute_paths, load_run
+    from liver_hpc.config.load import absolute_paths
+    from liver_hpc.recipes.completion import load_users_run
     from liver_hpc.recipes.text_data import prepare
 
-    data = absolute_paths(load_run(options.config, options.set)).data
+    data = absolute_paths(load_users_run(options.config, options.set)).data
     if data is None or data.text is None:
         raise ConfigError(f"{options.config}: data.text is not given; there is nothing to prepare")
     held = prepare(data)
@@ -350,10 +351,11 @@ def _prepare_data(options: argparse.Namespace) -> int:
 
 def _check_model(options: argparse.Namespace) -> int:
     from liver_hpc.cli.check_model import check_model, measured_times
-    from liver_hpc.config.load import load_run
+    from liver_hpc.recipes.completion import load_users_run
 
+    config = load_users_run(options.config, options.set)
     if options.times:
-        print(measured_times(load_run(options.config, options.set)))
+        print(measured_times(config))
         return EXIT_OK
-    equal = check_model(load_run(options.config, options.set), partial(print, flush=True))
+    equal = check_model(config, partial(print, flush=True))
     return EXIT_OK if equal else EXIT_FAILED

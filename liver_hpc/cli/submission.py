@@ -55,6 +55,8 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
     config = absolute_paths(config.model_copy(update={"cluster": section}))
     try:
         recipe = load_recipe(config)
+        for line in recipe.notes(recipe.options):
+            print(f"liver: note: {line}", file=sys.stderr)
         if config.layouts != AUTO:  # what is wrong anyway is told before a model is built
             check_run(config, None, found)
         recipe.spec = derive_spec(config)

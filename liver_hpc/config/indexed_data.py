@@ -81,7 +81,7 @@ def write_index(path: Path, lengths: Sequence[int]) -> None:
 
 def _file_bytes(path: Path) -> int:
     if not path.is_file():
-        raise ConfigError(f"{path} is missing; data.prefix wants {path.stem}.bin and .idx")
+        raise ConfigError(f"{path} is missing; wanted {path.stem}.bin and .idx")
     return path.stat().st_size
 
 

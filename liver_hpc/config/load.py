@@ -6,20 +6,22 @@ A key that is given twice is an error, and every error names its line.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
 
+from liver_hpc.config.completion import Derive, Derived, complete, derived_place
 from liver_hpc.config.problems import KeyPath, key_text, validated
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 
 
-def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run(path: Path, overrides: Sequence[str] = (), derive: Derive | None = None) -> RunConfig:
     """The run that a YAML file describes; each override is `key.sub=VALUE` and beats the file.
 
+    derive: what completes the file by its `model` section (`recipes/completion.py`).
     Relative paths in the file stay as they are: they are relative to the current directory.
     Raises ConfigError that names file, line, key, what was wanted and what came, all at once.
     """
@@ -31,13 +33,19 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: not a UTF-8 text file ({error.reason})") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    return parse_run(text, str(path), overrides)
+    return parse_run(text, str(path), overrides, derive)
 
 
-def parse_run(text: str, name: str = "run.yaml", overrides: Sequence[str] = ()) -> RunConfig:
+def parse_run(
+    text: str,
+    name: str = "run.yaml",
+    overrides: Sequence[str] = (),
+    derive: Derive | None = None,
+) -> RunConfig:
     """The same from a text; `name` stands for it in errors."""
     values, lines = _parse(text, name)
     set_by = {_override(values, override): override for override in overrides}
+    derived: Mapping[KeyPath, Derived] = {}
 
     def where(path: KeyPath) -> str:
         """File, line and key, or the override that a key came from."""
@@ -45,11 +53,23 @@ def parse_run(text: str, name: str = "run.yaml", overrides: Sequence[str] = ()) 
         if given := next((each for each in around if each in set_by), None):
             override = f"--set {set_by[given]}"
             return override if given == path else f"{override}: {key_text(path)}"
+        if path not in lines and (one := derived.get(path)) is not None:
+            return derived_place(path, one, where)
         line = next((lines[each] for each in around if each in lines), None)
         file = name if line is None else f"{name}:{line}"
         return f"{file}: {key_text(path)}" if path else file
 
-    return validated(RunConfig, values, where)
+    problems = list[str]()
+    if derive is not None:
+        derived = derive(values, where)
+        problems = complete(values, derived, where)
+    try:
+        config = validated(RunConfig, values, where)
+    except ConfigError as error:
+        raise ConfigError(*problems, *error.args) from None
+    if problems:
+        raise ConfigError(*problems)
+    return config
 
 
 def dump_run(config: RunConfig) -> str:
@@ -70,6 +90,8 @@ def _absolute(value: Any) -> Any:
     """A path, or those in a section."""
     if isinstance(value, dict):
         return {key: _absolute(held) for key, held in value.items()}
+    if isinstance(value, list):
+        return [*map(_absolute, value)]
     return value.expanduser().absolute() if isinstance(value, Path) else value
 
 

@@ -98,10 +98,23 @@ class DataSection(Section):
     prefix: Path | None = None
     blend: Annotated[list[BlendSection], Field(min_length=1)] | None = None
     text: list[str] | Literal["python-stdlib"] | None = None
-    split: Annotated[str, Field(pattern=r"^[0-9.]+(,[0-9.]+){0,2}$")] | None = None
+    split: Annotated[str, Field(pattern=r"^\d+(\.\d*)?(,\d+(\.\d*)?){0,2}$")] | None = None
     directory: Path = Path("data")
     max_text_bytes: Bytes = 16 * 2**20
     seed: NonNegativeInt = 1234
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of training, validation and test, as `split` has them: numbers, in proportion."""
+        given = [] if self.split is None else [float(share) for share in self.split.split(",")]
+        return (*(given or [1.0]), 0.0, 0.0)[:3]
+
+    @field_validator("split")
+    @classmethod
+    def _train_on_some(cls, split: str | None) -> str | None:
+        if split is not None and float(split.split(",")[0]) <= 0:
+            raise ValueError(f"the first share is that of training, wanted more than 0: {split}")
+        return split
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSection:
@@ -138,6 +151,14 @@ class EvalSection(Section):
 
     every_steps: PositiveInt
     steps: PositiveInt
+
+    def batches_after(self, step: int) -> range:
+        """The validation batches, by their numbers in the whole run, that are evaluated once so
+        many steps are done; empty where no evaluation is due."""
+        number, since = divmod(step, self.every_steps)
+        if since or not number:
+            return range(0)
+        return range((number - 1) * self.steps, number * self.steps)
 
 
 class WorkersSection(Section):
@@ -185,6 +206,7 @@ class DeadlineSection(Section):
     meet_s: Seconds = 30.0
     prepare_s: Seconds = 180.0
     boundary_s: Seconds = 300.0
+    evaluation_s: Seconds = 600.0
     transfer_s: Seconds = 120.0
     release_s: Seconds = 60.0
     collective_s: Seconds = 300.0
@@ -361,6 +383,12 @@ LayoutsOrAuto = Annotated[
 ]
 
 
+def own_recipe_directory(recipe: str, given: Path | None) -> Path | None:
+    """Where a recipe that is not liver_hpc's is looked for: the current directory unless the run
+    file names one."""
+    return None if recipe.startswith("liver_hpc.") else (given or Path()).expanduser().absolute()
+
+
 class RunConfig(Section):
     """One file = one whole run.
 
@@ -399,11 +427,16 @@ class RunConfig(Section):
 
     @property
     def own_recipe_directory(self) -> Path | None:
-        """Where a recipe that is not liver_hpc's is looked for when it is not installed: the
-        current directory unless the run file names one."""
-        if self.recipe.startswith("liver_hpc."):
-            return None
-        return (self.recipe_directory or Path()).expanduser().absolute()
+        """Where a recipe that is not liver_hpc's is looked for when it is not installed."""
+        return own_recipe_directory(self.recipe, self.recipe_directory)
+
+    @property
+    def limits(self) -> DeadlineSection:
+        """The deadlines of this run: before a boundary an evaluation may come."""
+        if self.eval is None:
+            return self.deadlines
+        boundary_s = self.deadlines.boundary_s + self.deadlines.evaluation_s
+        return self.deadlines.model_copy(update={"boundary_s": boundary_s})
 
     @property
     def layout_table(self) -> LayoutTable:

@@ -8,12 +8,12 @@ import os
 import signal
 from dataclasses import asdict
 
-from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.doctor.checks import Examination, Level, Order, Result, failed, passed, skipped
 from liver_hpc.doctor.login import LOGIN_CHECKS
 from liver_hpc.doctor.nodes import NODE_CHECKS, PAIR_CHECKS, nodes_of
 from liver_hpc.errors import LiverError
+from liver_hpc.recipes.completion import load_users_run
 
 _NEEDED = ("commands", "controller", "partitions", "run directory")
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _order(options: argparse.Namespace) -> Order:
     defaults = RunConfig.model_construct()  # what a run file must say is nothing to the doctor
-    config = load_run(options.config, options.set) if options.config else defaults
+    config = load_users_run(options.config, options.set) if options.config else defaults
     if options.runs_directory is not None:
         config = config.model_copy(update={"runs_directory": options.runs_directory})
     names = ("nodes", "partition", "account", "gpus_per_node", "grant_s")

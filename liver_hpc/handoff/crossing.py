@@ -94,7 +94,7 @@ class Crossing:
         self._session = session
         self._target = target
         self._source = source
-        self._limits = session.context.config.deadlines
+        self._limits = session.context.config.limits
         self._bytes_done = 0
         self._last_progress_s = -PROGRESS_INTERVAL_S
 

@@ -35,7 +35,7 @@ def prepare(session: Session, source_world: World | None) -> Target:
     """
     context, began_s = session.context, time.perf_counter()
     timings_s: dict[str, float] = {}
-    worker, device, deadlines = context.worker, context.device, context.config.deadlines
+    worker, device, deadlines = context.worker, context.device, context.config.limits
     world, transfer_group, transport = None, None, None
 
     def lap(name: str) -> None:

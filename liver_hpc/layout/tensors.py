@@ -24,6 +24,11 @@ MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 Role = Literal["trained", "frozen", "buffer"]
 """What training does with a tensor; only what is trained has optimizer state."""
 
+Operation = tuple[str, tuple[float | None, ...]]
+"""A method of a torch tensor that works on each element alone, and its numbers."""
+First = tuple[Operation, ...] | str
+"""What fills a whole tensor at the start, in order; else why that cannot be had."""
+
 
 class Box(NamedTuple):
     """Half-open ranges of rows and columns of a global tensor, in elements."""
@@ -66,6 +71,7 @@ class TensorSpec:
     expert: in some layout of the run only some replicas hold it (one expert's weights).
     role: whether it is trained, a frozen parameter, or a persistent buffer.
     element_bytes: bytes of one element; None: as the model's parameters have.
+    first: how the model's own initialization fills it; of no concern to who holds what.
 
     Seen as a matrix, the dimensions from `tp_dim` on (from the second on, where it is 0 or None)
     are the columns.
@@ -79,6 +85,7 @@ class TensorSpec:
     expert: bool = False
     role: Role = "trained"
     element_bytes: int | None = None
+    first: First = field(default="nothing was recorded of it", compare=False, repr=False)
 
     @property
     def rows(self) -> int:

@@ -126,6 +126,17 @@ class StepDone(_InWorld, type="step_done"):
     ended_s: float
 
 
+class Evaluated(_InWorld, type="evaluated"):
+    """From rank 0 of the world that trains, after an evaluation. step: how many steps were done.
+    loss: the mean over `batches` global batches of the validation set."""
+
+    step: int
+    loss: Measured
+    batches: int
+    started_s: float
+    ended_s: float
+
+
 class Prepared(_InWorld, type="prepared"):
     """The target world stands here: groups connected, buffers touched, plan made, warmed up.
 
@@ -239,11 +250,13 @@ class Transports(_InWorld, type="transports"):
 class Begin(_OfWorld, type="begin"):
     """Build the first world and start to train: from the seed, or from `checkpoint`, a directory.
 
-    A worker that has read a checkpoint answers Restored and waits for Proceed.
+    A worker that has read a checkpoint answers Restored and waits for Proceed. evaluate: the
+    evaluation that is due at that checkpoint's step was not done.
     """
 
     rank_map: WireRankMap
     checkpoint: str | None = None
+    evaluate: bool = False
 
 
 class Proceed(_OfWorld, type="proceed"):
@@ -413,7 +426,8 @@ class StoreReply(Message, type="store_reply"):
 OfAttempt = Prepared | AtBoundary | Vote | FirstStep | Released | Aborted | Failed
 """What workers say in the handoff attempt of their generation."""
 FromWorker = (
-    Hello | StepDone | OfAttempt | Progress | Heartbeat | Finished | Saved | Restored | Transports
+    Hello | StepDone | Evaluated | OfAttempt | Progress | Heartbeat | Finished | Saved | Restored
+    | Transports
 )  # fmt: skip
 ToWorker = Begin | Proceed | Prepare | Arm | Verdict | Abort | Resume | Exit | Stop
 FromAgent = AgentHello | Warned | WorkerEnded | KeeperHello

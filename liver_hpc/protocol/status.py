@@ -46,3 +46,5 @@ class StatusSnapshot(BaseModel):
     now_s: float
     nodes: tuple[str, ...] = ()
     transports: tuple[str, ...] = ()
+    validation_loss: float | None = None
+    evaluated: int = 0  # after how many steps

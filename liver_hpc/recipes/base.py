@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from liver_hpc.config.problems import key_text, validated
+from liver_hpc.config.completion import Derived
+from liver_hpc.config.problems import KeyPath, key_text, validated
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.consistency import contradictions
@@ -42,12 +43,15 @@ class BuildContext:
     """What a recipe needs to build its model: where it sits, and the groups to talk over.
 
     chunk: which of its stage's chunks is to be built; Megatron's vp_stage.
+    draws: whether what the model fills its parameters with is recorded, for `Recipe.initial`:
+        Megatron's perform_initialization. Else the runtime replaces it.
     """
 
     layout: Layout
     at: Coordinate
     groups: ProcessGroupCollection
     chunk: int = 0
+    draws: bool = False
 
     @property
     def is_first_stage(self) -> bool:
@@ -77,14 +81,6 @@ def megatron_sizes(layout: Layout) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Derived:
-    """A value of the run file that follows from the recipe's options, and from which of them."""
-
-    value: Any
-    source: str
-
-
 class Recipe(ABC):
     """What is trained. One object a process; `model` is the checked `model` section."""
 
@@ -97,7 +93,7 @@ class Recipe(ABC):
         self._spec: ModelSpec | None = None
 
     @classmethod
-    def derived(cls, options: Any) -> Mapping[tuple[str, ...], Derived]:
+    def derived(cls, options: Any) -> Mapping[KeyPath, Derived]:
         """Values of the run file that follow from the checked `model` section, by key: the run file
         need not have them, and where it has, they must be equal. Must not import torch.
 
@@ -105,13 +101,23 @@ class Recipe(ABC):
         """
         return {}
 
+    @classmethod
+    def notes(cls, options: Any) -> Sequence[str]:
+        """What a user is told of the checked options at submit. Must not import torch."""
+        return ()
+
+    def check_options(self) -> None:  # noqa: B027 - pydantic has checked them
+        """Raises ConfigError for options that only a process with torch can judge; called once, by
+        the one that derives the model's spec."""
+
     @abstractmethod
     def build(self, context: BuildContext) -> MegatronModule:
         """One chunk of the model at one coordinate. Not collective: it must not communicate.
 
-        Parameters need no values, and random numbers are not drawn: the runtime fills them from
-        `initial` or from the source world. Buffers begin with the values that they are built with,
-        alike on every worker: what is drawn for one comes from a generator of its own.
+        Parameters need no values but where `context.draws`, and random numbers are not drawn: the
+        runtime fills them from `initial` or from the source world. Buffers begin with the values
+        that they are built with, alike on every worker: what is drawn for one comes from a
+        generator of its own.
         """
 
     @abstractmethod
@@ -128,7 +134,8 @@ class Recipe(ABC):
         Returns the stage's output tensor, and the function that turns the last stage's output
         into (mean loss over the micro-batch, {"loss": detached mean}). With context parallelism
         each rank gives its share, of which the mean is the sum. Where the second has "tokens", the
-        number of tokens that this mean is over, the step's loss is the mean over tokens.
+        number of tokens that this mean is over, of whole samples, the step's loss is the mean over
+        tokens.
         """
 
     def validation_batch(self, number: int) -> Sequence[Any]:
@@ -145,16 +152,21 @@ class Recipe(ABC):
         """First value of a whole tensor, fp32, of the tensor's global shape.
 
         The generator is seeded by (run seed, tensor name): the start is the same everywhere.
+        Without one of the recipe's own it is what the model fills a tensor with as it is built with
+        nothing split, drawn from this generator; a model of which that cannot be had is refused.
         """
-        import torch
+        from liver_hpc.recipes.first_values import replayed
 
-        if len(tensor.shape) == 1:
-            return torch.zeros(tensor.shape)
-        return torch.empty(tensor.shape).normal_(0.0, 0.02, generator=generator)
+        return replayed(tensor, generator)
+
+    def python_path(self) -> Sequence[Path]:
+        """Directories that go first on Python's path, before torch and megatron are imported."""
+        return ()
 
     def checkpoint_extras(self, step: int) -> Mapping[str, Any]:
         """What a job's checkpoint of step `step` holds beside what the runtime knows of, by the
-        names of Megatron's checkpoints: `args`, a namespace, for one. Called on rank 0 of a world.
+        names of Megatron's checkpoints: `args`, a namespace, for one. Called on rank 0 of a world,
+        whose groups are in use on the calling thread.
         """
         return {}
 
@@ -201,16 +213,15 @@ class Recipe(ABC):
         self.spec.check_layout(layout)
 
 
-def load_recipe(config: RunConfig) -> Recipe:
-    """Imports `config.recipe` ("module:Class") and checks the `model` section against it.
+def find_recipe(name: str, directory: Path | None) -> type[Recipe]:
+    """Imports a recipe, "module:Class".
 
-    A recipe of the user's own is found on Python's path, else in its directory: what lies there
-    besides takes no library's place. Raises ConfigError naming what was wanted and what came.
+    One of the user's own is found on Python's path, else in its directory: what lies there besides
+    takes no library's place. Raises ConfigError naming what was wanted and what came.
     """
-    module_name, _, class_name = config.recipe.partition(":")
+    module_name, _, class_name = name.partition(":")
     if not class_name:
-        raise ConfigError(f"recipe: wanted module:Class, got {config.recipe!r}")
-    directory = config.own_recipe_directory
+        raise ConfigError(f"recipe: wanted module:Class, got {name!r}")
     if directory is not None and str(directory) not in sys.path:
         sys.path.append(str(directory))
     try:
@@ -223,5 +234,24 @@ def load_recipe(config: RunConfig) -> Recipe:
     recipe_class = getattr(module, class_name, None)
     if not (isinstance(recipe_class, type) and issubclass(recipe_class, Recipe)):
         raise ConfigError(f"recipe: {module_name!r} has no subclass of Recipe named {class_name!r}")
+    return recipe_class
+
+
+def load_recipe(config: RunConfig) -> Recipe:
+    """The run's recipe, its `model` section checked. Raises ConfigError for what is wrong."""
+    recipe_class = find_recipe(config.recipe, config.own_recipe_directory)
+    if config.eval is not None and recipe_class.validation_batch is Recipe.validation_batch:
+        raise ConfigError(
+            f"eval: {recipe_class.__name__} has no validation set: validation_batch is missing"
+        )
     options = validated(recipe_class.Options, config.model, lambda path: key_text(("model", *path)))
     return recipe_class(options, config)
+
+
+def put_first_on_path(config: RunConfig) -> None:
+    """Puts a recipe's `python_path` first on this process's; before megatron is imported.
+
+    Raises ConfigError as `load_recipe`.
+    """
+    wanted = [str(path) for path in load_recipe(config).python_path()]
+    sys.path[:0] = [path for path in wanted if path not in sys.path]

@@ -75,23 +75,43 @@ class GPT(Recipe):
     # ---- data
 
     def _check_data(self) -> None:
-        if self.config.data is None:
-            raise ConfigError("data: the GPT recipe wants data.prefix or data.text, got nothing")
-        if self.config.data.text is not None and self.options.vocab_size < VOCABULARY:
+        data = self.config.data
+        if data is None:
+            raise ConfigError(
+                "data: the GPT recipe wants data.prefix, data.blend or data.text, got nothing"
+            )
+        if self.config.eval is not None and not data.shares[1]:
+            raise ConfigError(
+                "eval: wants data.split with a share of validation, the second one, such as "
+                f"969,30,1; got {data.split or 'none'}"
+            )
+        if data.text is not None and self.options.vocab_size < VOCABULARY:
             raise ConfigError(
                 f"model.vocab_size: text is tokenized by bytes, which wants at least "
                 f"{VOCABULARY}, got {self.options.vocab_size}"
             )
 
     def open(self, run_directory: Path) -> None:
-        from liver_hpc.recipes.samples import TokenSamples
+        from liver_hpc.recipes.samples import Corpus, TokenSamples
 
-        data, train = self.config.data, self.config.train
+        data, validation = self.config.data, self.config.eval
         assert data is not None
+        if data.blend is None:
+            corpus = Corpus((prefix_of(data),), None, data.split or "1")
+        else:
+            prefixes = tuple(source.prefix for source in data.blend)
+            weights = tuple(source.weight for source in data.blend)
+            corpus = Corpus(prefixes, weights, data.split or "1")
+        train = self.config.train
+        # As many as Megatron makes: its order depends on how many there are.
+        times = 0 if validation is None else train.steps // validation.every_steps + 1
         self._samples = TokenSamples(
-            prefix=prefix_of(data),
+            corpus=corpus,
             seq_length=self.options.seq_length,
-            samples=train.steps * train.global_batch,
+            counts=(
+                train.steps * train.global_batch,
+                0 if validation is None else times * validation.steps * train.global_batch,
+            ),
             seed=data.seed,
             cache=run_directory / "data-cache",
         )
@@ -99,6 +119,12 @@ class GPT(Recipe):
     def batch(self, step: int) -> Sequence[Any]:
         size = self.config.train.global_batch
         return range(step * size, (step + 1) * size)
+
+    def validation_batch(self, number: int) -> Sequence[Any]:
+        """Its samples are numbered behind those of training."""
+        size = self.config.train.global_batch
+        first = (self.config.train.steps + number) * size
+        return range(first, first + size)
 
     # ---- model
 

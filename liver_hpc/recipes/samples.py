@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import _get_size_per_split_per_dataset
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.utils import Split
+from megatron.core.datasets.utils import Split, normalize
 
 from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.errors import ConfigError
@@ -23,7 +32,17 @@ from liver_hpc.host.files import file_lock, write_whole
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_ORDERS = ("document_index", "sample_index", "shuffle_index")
+_hash = partial(hashlib.blake2b, digest_size=8)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Indexed data: `<prefix>.bin/.idx`, or several, mixed by weight. split: the shares of
+    training, validation and test, as Megatron has them."""
+
+    prefixes: tuple[Path, ...]
+    weights: tuple[float, ...] | None = None
+    split: str = "1"
 
 
 class _Tokenizer:
@@ -37,28 +56,49 @@ class _Tokenizer:
     unique_identifiers: dict[str, str] = {}  # noqa: RUF012 - Megatron reads it, nobody writes
 
 
-class _SharedGPTDataset(GPTDataset):  # type: ignore[misc]
-    """GPTDataset whose order of samples is made once and then shared through the disk.
+class _Orders:
+    """Orders of samples that are made once and then shared through the disk.
 
-    In Megatron rank 0 of the default group builds it, and the other ranks load what they hope is
-    there. Here the first process that comes builds it, with or without a default group.
+    In Megatron rank 0 of the default group builds them, and the other ranks load what they hope is
+    there. Here the first process that comes builds them, with or without a default group.
     """
 
-    def __init__(self, *args: Any, order_path: Path) -> None:
-        self._order_path = order_path
+    def __init__(self, cache: Path, *depends_on: object) -> None:
+        self._path = cache / f"samples-{_hash(repr(depends_on).encode()).hexdigest()}"
+
+    def shared(
+        self, names: Sequence[str], make: Callable[[], tuple[NDArray[Any], ...]]
+    ) -> tuple[NDArray[Any], ...]:
+        paths = [self._path.with_name(f"{self._path.name}-{name}.npy") for name in names]
+        with file_lock(self._path.with_name(f"{self._path.name}.lock")):
+            if not paths[-1].exists():
+                for path, order in zip(paths, make(), strict=True):
+                    _save(path, order)
+        return tuple(np.load(path, mmap_mode="r") for path in paths)
+
+
+class _SharedGPTDataset(GPTDataset):  # type: ignore[misc]
+    def __init__(self, *args: Any, orders: _Orders) -> None:
+        self._orders = orders
         super().__init__(*args)
 
     def _build_document_sample_shuffle_indices(self) -> tuple[NDArray[Any], ...]:
-        paths = [
-            self._order_path.with_name(f"{self._order_path.name}-{name}.npy") for name in _ORDERS
-        ]
-        with file_lock(self._order_path.with_name(f"{self._order_path.name}.lock")):
-            if not paths[-1].exists():
-                # Without a cache of its own Megatron builds in this process, whatever its rank.
-                orders = super()._build_document_sample_shuffle_indices()
-                for path, order in zip(paths, orders, strict=True):
-                    _save(path, order)
-        return tuple(np.load(path, mmap_mode="r") for path in paths)
+        # Without a cache of its own Megatron builds in this process, whatever its rank.
+        return self._orders.shared(
+            ("document_index", "sample_index", "shuffle_index"),
+            super()._build_document_sample_shuffle_indices,
+        )
+
+
+class _SharedBlendedDataset(BlendedDataset):  # type: ignore[misc]
+    def __init__(self, *args: Any, orders: _Orders) -> None:
+        self._orders = orders
+        super().__init__(*args)
+
+    def _build_indices(self) -> tuple[NDArray[Any], ...]:
+        return self._orders.shared(
+            ("dataset_index", "dataset_sample_index"), super()._build_indices
+        )
 
 
 def _save(path: Path, order: NDArray[Any]) -> None:
@@ -71,22 +111,19 @@ def _save(path: Path, order: NDArray[Any]) -> None:
 
 
 class TokenSamples:
-    """Samples 0 .. samples - 1 of seq_length tokens each, from `<prefix>.bin/.idx`.
+    """Samples of seq_length tokens each: first those of training, then those of validation.
 
-    The order of samples is kept under `cache`, which all processes of a run share; the first one
-    makes it while the others wait. Where the data has too few samples, they come again in a new
-    order. Raises ConfigError when the data is not whole or is shorter than one sample.
+    counts: how many of each; those of validation come of that share of the data. Their order is
+    kept under `cache`, which all processes of a run share; the first one makes it while the others
+    wait. Where the data has too few samples, they come again in a new order. Raises ConfigError
+    when the data is not whole, or a share of it is shorter than one sample.
     """
 
-    def __init__(self, prefix: Path, seq_length: int, samples: int, seed: int, cache: Path) -> None:
-        held = read_indexed_data(prefix)
-        if held.tokens <= seq_length:
-            raise ConfigError(
-                f"{prefix} has {held.tokens} tokens; a sample of {seq_length} wants one more than "
-                "that many"
-            )
-        self._samples = samples
-        config = GPTDatasetConfig(
+    def __init__(
+        self, corpus: Corpus, seq_length: int, counts: Sequence[int], seed: int, cache: Path
+    ) -> None:
+        self._corpus, self._cache = corpus, cache
+        self._config = GPTDatasetConfig(
             random_seed=seed,
             sequence_length=seq_length,
             tokenizer=_Tokenizer(),
@@ -95,31 +132,78 @@ class TokenSamples:
             eod_mask_loss=False,
             create_attention_mask=False,
         )
-        self._dataset = _SharedGPTDataset(
-            GPTDataset.build_low_level_dataset(str(prefix), config),
-            str(prefix),
-            np.arange(held.sequences, dtype=np.int32),
-            samples,
-            Split.train,
-            config,
-            order_path=cache / _order_name(prefix, seq_length, samples, seed),
-        )
+        for prefix in corpus.prefixes:
+            read_indexed_data(prefix)
+        self._held = [
+            GPTDataset.build_low_level_dataset(str(prefix), self._config)
+            for prefix in corpus.prefixes
+        ]
+        self._of_data = [_hash_of_index(prefix) for prefix in corpus.prefixes]
+        shares = convert_split_vector_to_split_matrix(parse_and_normalize_split(corpus.split))
+        self._parts = [
+            (self._part(split, share, count), count)
+            for split, share, count in zip(Split, shares, counts, strict=False)
+            if count
+        ]
 
     def sample(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(tokens, labels, loss mask), each [seq_length]; int64, int64, float32.
 
-        Raises ConfigError for an index outside 0 .. samples - 1.
+        Raises ConfigError for an index that is not of a sample.
         """
-        if not 0 <= index < self._samples:
-            raise ConfigError(f"sample {index} does not exist: the run has {self._samples}")
-        sample = self._dataset[index]
-        # GPTDataset hands out one and the same mask.
-        return sample["tokens"], sample["labels"], sample["loss_mask"].clone()
+        within = index
+        for dataset, count in self._parts:
+            if 0 <= within < count:
+                sample = dataset[within]
+                # GPTDataset hands out one and the same mask.
+                return sample["tokens"], sample["labels"], sample["loss_mask"].clone()
+            within -= count
+        total = sum(count for _, count in self._parts)
+        raise ConfigError(f"sample {index} does not exist: the run has {total}")
+
+    def _part(self, split: Split, share: tuple[float, float] | None, count: int) -> Any:
+        """At least `count` samples of a share, in the order of Megatron's builder."""
+        if self._corpus.weights is None:
+            return self._of_one(0, split, share, count)
+        weights = normalize(list(self._corpus.weights))
+        # A blend draws a few more of one than its weight is worth, and as many are made.
+        surplus = self._config.mid_level_dataset_surplus
+        sizes, made = (
+            [size for (size,) in _get_size_per_split_per_dataset(weights, [count], more)]
+            for more in (0.0, surplus)
+        )
+        mixed = [self._of_one(index, split, share, size) for index, size in enumerate(made)]
+        depends_on = (self._of_data, weights, self._corpus.split, split.name, made, sum(sizes))
+        orders = _Orders(self._cache, *depends_on)
+        return _SharedBlendedDataset(mixed, weights, sum(sizes), self._config, orders=orders)
+
+    def _of_one(
+        self, index: int, split: Split, share: tuple[float, float] | None, count: int
+    ) -> _SharedGPTDataset:
+        """Samples of a share of one pair of files."""
+        held, prefix = self._held[index], self._corpus.prefixes[index]
+        seq_length, seed = self._config.sequence_length, self._config.random_seed
+        sequences = GPTDataset.numel_low_level_dataset(held)
+        first, end = (round(bound * float(sequences)) for bound in share or (0.0, 0.0))
+        tokens = int(held.sequence_lengths[first:end].sum())
+        if tokens <= seq_length:
+            part = f" for {split.name}, by the split {self._corpus.split}"
+            raise ConfigError(
+                f"{prefix} has {tokens} tokens{part if (first, end) != (0, sequences) else ''}; "
+                f"a sample of {seq_length} wants one more than that many"
+            )
+        depends_on = (self._of_data[index], seq_length, first, end, split.name, count, seed)
+        return _SharedGPTDataset(
+            held,
+            str(prefix),
+            np.arange(first, end, dtype=np.int32),
+            count,
+            split,
+            self._config,
+            orders=_Orders(self._cache, *depends_on),
+        )
 
 
-def _order_name(prefix: Path, seq_length: int, samples: int, seed: int) -> str:
-    """A name made of all that the order depends on, the index file's content included."""
+def _hash_of_index(prefix: Path) -> str:
     with prefix.with_name(f"{prefix.name}.idx").open("rb") as stream:
-        hashed = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=8))
-    hashed.update(f"{seq_length}/{samples}/{seed}".encode())
-    return f"samples-{hashed.hexdigest()}"
+        return hashlib.file_digest(stream, _hash).hexdigest()

@@ -14,7 +14,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord, RunRecords, StepRecord
+from liver_hpc.run.records import (
+    EvaluationRecord,
+    NoticeRecord,
+    ReconfigurationRecord,
+    RunRecords,
+    StepRecord,
+)
 
 COMPLETED = "completed"
 ABORTED = "aborted"
@@ -98,7 +104,8 @@ class RunFigures:
     aborted counts all others.
 
     steps counts each step once; missing_steps were done but not recorded. wall_s: start of the
-    first recorded step to the end of the last. goodput: between 0 and 1.
+    first recorded step to the end of the last. evaluation_s: of all evaluations within. goodput:
+    between 0 and 1; an evaluation is useful, once.
     """
 
     generations: tuple[GenerationFigures, ...]
@@ -118,6 +125,8 @@ class RunFigures:
     tokens: int
     tokens_per_s: float
     goodput: float
+    evaluations: int
+    evaluation_s: float
 
 
 def run_figures(records: RunRecords) -> RunFigures:
@@ -126,10 +135,12 @@ def run_figures(records: RunRecords) -> RunFigures:
     completed = [attempt for attempt in attempts if attempt.completed]
     done = {step.step: step for step in records.steps}
     tokens = sum(step.tokens for step in done.values())
-    wall_s = math.nan
+    wall_s, evaluated_s = math.nan, dict[int, float]()
     if done:
         ended_s = max(step.ended_s for step in records.steps)
         wall_s = ended_s - min(step.started_s for step in records.steps)
+        within = [each for each in records.evaluations if each.started_s < ended_s]
+        evaluated_s = {each.step: _took_s(each) for each in within}
     return RunFigures(
         generations=tuple(worlds.values()),
         reconfigurations=attempts,
@@ -147,7 +158,11 @@ def run_figures(records: RunRecords) -> RunFigures:
         bytes_between_nodes=sum(attempt.bytes_between_nodes for attempt in completed),
         tokens=tokens,
         tokens_per_s=_ratio(tokens, wall_s),
-        goodput=_ratio(_useful_s(records.steps, done.values(), worlds), wall_s),
+        goodput=_ratio(
+            _useful_s(records.steps, done.values(), worlds) + _sum(evaluated_s.values()), wall_s
+        ),
+        evaluations=len(records.evaluations),
+        evaluation_s=_sum(evaluated_s.values()),
     )
 
 
@@ -174,7 +189,7 @@ def _worlds(records: RunRecords) -> dict[int, GenerationFigures]:
     return worlds
 
 
-def _took_s(step: StepRecord) -> float:
+def _took_s(step: StepRecord | EvaluationRecord) -> float:
     return step.ended_s - step.started_s
 
 

@@ -21,7 +21,7 @@ from liver_hpc.report.derive import (
     RunFigures,
 )
 from liver_hpc.report.wording import NOTHING, bytes_text, duration_text, layout_text, number_text
-from liver_hpc.run.records import BaselineRecord, NetworkRecord, RunRecords
+from liver_hpc.run.records import BaselineRecord, EvaluationRecord, NetworkRecord, RunRecords
 
 DETAIL_LENGTH = 300
 _DISTURBED = "*"
@@ -113,6 +113,8 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
         "goodput": NOTHING if math.isnan(figures.goodput) else f"{figures.goodput:.1%}",
         "handoffs": f"{figures.completed} completed, {figures.aborted} aborted",
     }
+    if records.evaluations:
+        lines["validation"] = _validation(records.evaluations, figures.evaluation_s)
     diverged = [step.step for step in records.steps if not step.is_finite]
     if diverged:
         steps = "1 step" if len(diverged) == 1 else f"{len(diverged)} steps"
@@ -130,6 +132,17 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
             + f"; {bytes_text(figures.bytes_local)} stayed in place"
         )
     return {name: line for name, line in lines.items() if line}
+
+
+def _validation(evaluations: Sequence[EvaluationRecord], took_s: float) -> str:
+    """The last loss, and the least one where that is another."""
+    last, least = evaluations[-1], min(evaluations, key=attrgetter("loss"))
+    words = f"loss {last.loss:.4f} after {last.step} steps"
+    if least.loss < last.loss:
+        words += f", least {least.loss:.4f} after {least.step}"
+    number = len(evaluations)
+    times = "1 evaluation" if number == 1 else f"{number} evaluations"
+    return f"{words}; {times} in {duration_text(took_s)}"
 
 
 def remarks(figures: RunFigures) -> list[Cell]:

@@ -34,12 +34,14 @@ def encode(item: Event | Action) -> dict[str, Any]:
 
 def memory_of(entries: Iterable[Entry]) -> Memory:
     """What the starts that a journal tells of leave for the next one; of any release's journal."""
-    last_generation, ceiling, drained = -1, None, ()
+    last_generation, ceiling, drained, evaluated = -1, None, (), 0
     for entry in entries:
         last_generation = max(last_generation, entry.event.get("generation", -1))
+        if entry.event.get("type") == "evaluated":
+            evaluated = max(evaluated, entry.event["step"])
         for action in entry.actions:
             if action["type"] == "remember":
                 ceiling, drained = action["ceiling"], tuple(action["drained"])
             elif action["type"] == "record" and action["table"] == "reconfigurations":
                 last_generation = max(last_generation, action["row"]["generation"])
-    return Memory(last_generation, ceiling, drained)
+    return Memory(last_generation, ceiling, drained, evaluated)

@@ -34,6 +34,9 @@ ASSUMED_SLOWDOWN = 0.1
 """Share of PREPARE and of joiners' boots that training loses beside them. Where all workers share
 the processors it is more, which the first handoff shows."""
 
+ASSUMED_FORWARD = 1 / 3
+"""Share of a step that its forward takes: the backward has two multiplications for each of its."""
+
 BOUNDARY_STEPS = 2
 """A handoff begins at the end of the next step but one: the ready flag rides on a reduction."""
 REMEMBERED_HANDOFFS = 4
@@ -138,12 +141,29 @@ class HandoffEstimator:
         self._disk_bytes_per_s = deque[float](maxlen=REMEMBERED_HANDOFFS)
         self._slowdowns = deque[float](maxlen=REMEMBERED_HANDOFFS)
         self._slowed_s = 0.0  # by the attempt that is in progress
+        self._validation = config.eval
+        self._done = 0
+        self._evaluating = False
+        self._evaluations_s = deque[float](maxlen=REMEMBERED_HANDOFFS)
+        self._last_evaluation = (-math.inf, -math.inf)
 
     # ---- learning
 
     def observe_step(self, step_s: float) -> None:
         """One undisturbed step of the world in force."""
         _note(self._steps_s, step_s)
+
+    def observe_done(self, steps: int) -> None:
+        """So many steps are done: an evaluation begins where one is due."""
+        self._done = steps
+        self._evaluating = self._validation is not None and bool(
+            self._validation.batches_after(steps)
+        )
+
+    def observe_evaluation(self, started_s: float, ended_s: float) -> None:
+        """An evaluation is over."""
+        self._evaluating, self._last_evaluation = False, (started_s, ended_s)
+        _note(self._evaluations_s, ended_s - started_s)
 
     def observe_slowed(self, step_s: float) -> None:
         """One step beside PREPARE."""
@@ -163,7 +183,10 @@ class HandoffEstimator:
         if set(target.workers) - set(source.workers):
             _note(self._boot_s, record.boot_ended_s - record.notice_s)
         _note(self._prepare_s, record.prepare_ended_s - record.prepare_started_s)
-        _note(self._boundary_s, record.source_last_step_ended_s - record.armed_s)
+        evaluated_s, until_s = self._last_evaluation
+        stopped_s, armed_s = record.source_last_step_ended_s, record.armed_s
+        within_s = max(0.0, min(until_s, stopped_s) - max(evaluated_s, armed_s))
+        _note(self._boundary_s, stopped_s - armed_s - within_s)
         _note(self._release_s, record.released_s - record.committed_s)
         beside_s = record.prepare_ended_s - record.notice_s
         if beside_s > 0 and math.isfinite(beside_s):
@@ -186,8 +209,8 @@ class HandoffEstimator:
     def estimate_s(self, source: RankMap, target: RankMap, joiners: int) -> float:
         """A handoff from `source` to `target`, `joiners` of whose workers must boot: from the
         notice to the exit of the last leaver."""
-        transfer_s = self.transfer_s(source, target)
-        return self.prepare_s(joiners) + self.boundary_s() + transfer_s + self.release_s()
+        prepare_s, transfer_s = self.prepare_s(joiners), self.transfer_s(source, target)
+        return prepare_s + self.boundary_s(prepare_s) + transfer_s + self.release_s()
 
     def price(self, source: RankMap, target: RankMap, joiners: int) -> Price:
         """What a change takes that nobody hurries: until when, and of training time."""
@@ -195,7 +218,8 @@ class HandoffEstimator:
         slowed = median_high(self._slowdowns) if self._slowdowns else ASSUMED_SLOWDOWN
         lost_s = transfer_s - self._step_s(source.layout, target.layout)
         return Price(
-            prepare_s + self.boundary_s() + transfer_s, max(0.0, lost_s) + slowed * prepare_s
+            prepare_s + self.boundary_s(prepare_s) + transfer_s,
+            max(0.0, lost_s) + slowed * prepare_s,
         )
 
     def checkpoint_s(self, rank_map: RankMap) -> float:
@@ -213,10 +237,23 @@ class HandoffEstimator:
         prepare_s = max(self._prepare_s, default=min(ASSUMED_PREPARE_S, self._limits.prepare_s))
         return prepare_s + (boot_s if joiners > 0 else 0.0)
 
-    def boundary_s(self) -> float:
-        """Until the source's last step has ended."""
+    def boundary_s(self, after_s: float = 0.0) -> float:
+        """Until the source's last step has ended, from a moment `after_s` from now; with the
+        evaluation that may be due by then."""
         steps_s = BOUNDARY_STEPS * self.usual_step_s()
-        return max(steps_s, max(self._boundary_s, default=0.0))
+        boundary_s = max(steps_s, max(self._boundary_s, default=0.0))
+        return boundary_s + self._evaluation_s(after_s)
+
+    def _evaluation_s(self, within_s: float) -> float:
+        """What an evaluation takes, where one is done or begins before the boundary that comes in
+        so many seconds."""
+        validation, step_s = self._validation, self.usual_step_s()
+        if validation is None:
+            return 0.0
+        coming = validation.every_steps - self._done % validation.every_steps
+        if not self._evaluating and coming > within_s / step_s + BOUNDARY_STEPS:
+            return 0.0
+        return max(self._evaluations_s, default=ASSUMED_FORWARD * validation.steps * step_s)
 
     def transfer_s(self, source: RankMap, target: RankMap) -> float:
         """TRANSFER and the target's first step, during which optimizer state still moves.

@@ -94,12 +94,13 @@ class Memory:
 
     last_generation: the highest number of a world or an attempt; -1 before the first. ceiling: the
     most workers that the run grows to by itself; None where nobody has said. drained: nodes that
-    operators keep it off.
+    operators keep it off. evaluated: the most steps after which there was an evaluation.
     """
 
     last_generation: int = -1
     ceiling: int | None = None
     drained: tuple[str, ...] = ()
+    evaluated: int = 0
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ class Tick:
     """Time has passed: deadlines, and what waits for its time. Does nothing where none is due."""
 
 
-FromWorker = FromParticipant | m.StepDone | m.Restored | m.Transports
+FromWorker = FromParticipant | m.StepDone | m.Evaluated | m.Restored | m.Transports
 PoolEvent = NodeGranted | NodeWarned | NodeGone | EndNear | PoolNote
 Event = (
     FromWorker

@@ -88,7 +88,7 @@ class Lifecycle:
         self.world: WorldRef | None = None
         self.ending: End | None = None
         self.config = config
-        self._limits = config.deadlines
+        self._limits = config.limits
         self._clock = EventClock()
         self._out: list[Action] = []
         self._history: deque[tuple[RunState, object]] = deque(maxlen=HISTORY_EVENTS)
@@ -97,7 +97,7 @@ class Lifecycle:
         self.recorder = RunRecorder(self._record, self._clock, self.agents.node_of)
         nodes = HeldNodes(self.agents, config.cluster.workers_per_node)
         self.handoffs = Handoffs(
-            HandoffMachine(config.deadlines, self._clock, self.agents.nodes_of),
+            HandoffMachine(config.limits, self._clock, self.agents.nodes_of),
             nodes,
             self.recorder,
             self._handoff_ended,
@@ -117,6 +117,8 @@ class Lifecycle:
             self._out,
         )
         self._resumed: e.Resumed | None = None
+        self._evaluated_step = 0  # the most steps after which there was an evaluation
+        self._owes_evaluation = False  # at the step that it goes on from
         self._checkpoints = ""
         self._checkpointed: tuple[int, str] | None = None  # the newest one's step and directory
         self._checkpoint_failure = ""
@@ -173,6 +175,7 @@ class Lifecycle:
             generation=generation,
             rank_map=m.WireRankMap.of(rank_map),
             checkpoint=None if resumed is None else resumed.path,
+            evaluate=self._owes_evaluation,
         )
         self.agents.send(rank_map.workers, begin)
         if resumed is None:
@@ -329,8 +332,9 @@ class Lifecycle:
     def memory(self) -> e.Memory:
         """What the next start is to know."""
         elastic = self.elastic
+        drained = tuple(sorted(elastic.drained))
         return e.Memory(
-            self.handoffs.generation, elastic.queue.ceiling, tuple(sorted(elastic.drained))
+            self.handoffs.generation, elastic.queue.ceiling, drained, self._evaluated_step
         )
 
     def expects(self, worker: int) -> bool:
@@ -351,6 +355,7 @@ class Lifecycle:
     def snapshot(self, now_s: float, last_event: str, metrics_error: str) -> StatusSnapshot:
         """The run at one moment, for people; `last_event` is the newest note."""
         recorder, last = self.recorder, self.recorder.last_step
+        evaluation = recorder.last_evaluation
         world = self.handoffs.committed_world or self.world
         took_s = last.ended_s - last.started_s if last else None
         return StatusSnapshot(
@@ -360,6 +365,8 @@ class Lifecycle:
             steps=self.config.train.steps,
             loss=last.loss if last else None,
             grad_norm=last.grad_norm if last else None,
+            validation_loss=evaluation.loss if evaluation else None,
+            evaluated=evaluation.step if evaluation else 0,
             tokens_per_s=last.tokens / took_s if last and took_s else None,
             step_s=took_s,
             generation=world.generation if world else 0,

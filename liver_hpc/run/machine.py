@@ -75,6 +75,7 @@ class Run(Lifecycle):
 
     def _coordinator_started(self, event: e.CoordinatorStarted) -> None:
         self._checkpoints, self._resumed = event.checkpoints, event.resumed
+        self._evaluated_step = event.memory.evaluated
         known = [event.memory.last_generation]
         if self._resumed is not None:
             step = self._resumed.step
@@ -83,6 +84,11 @@ class Run(Lifecycle):
             self._checkpointed = step, self._resumed.path
             self.elastic.queue.skip(step)
             self._note(f"goes on from step {step}, saved at {self._resumed.layout}")
+            validation = self.config.eval
+            # A run that begins with another's checkpoint was evaluated by that one.
+            if validation is not None and event.memory.last_generation >= 0:
+                due = bool(validation.batches_after(step))
+                self._owes_evaluation = due and self._evaluated_step < step
         # A generation's number stands for one world in all starts of a run. One is left out: it
         # may have been that of a world built anew, which recorded nothing.
         self._first_generation = max(known) + 2 if max(known) >= 0 else 0
@@ -169,6 +175,7 @@ class Run(Lifecycle):
     def _step_done(self, message: m.StepDone) -> None:
         """A step, and with it perhaps scripted notices."""
         phase = self.recorder.step_done(message)
+        self.elastic.estimates.handoffs.observe_done(message.step + 1)
         if phase:
             self._out.append(StepPhase(phase))
             if phase == "prepare" and self.world is not None:
@@ -180,6 +187,11 @@ class Run(Lifecycle):
                 self._ask(self.elastic.queue.of_notice(notice, self._clock.now_s()))
             except RequestRefused as error:
                 self._note(f"notice of step {notice.at_step} refused: {error}")
+
+    def _evaluated(self, message: m.Evaluated) -> None:
+        self.recorder.evaluated(message)
+        self._evaluated_step = max(self._evaluated_step, message.step)
+        self.elastic.estimates.handoffs.observe_evaluation(message.started_s, message.ended_s)
 
     def _of_attempt(self, message: m.OfAttempt) -> None:
         ours = self.world is not None and message.generation == self.world.generation
@@ -360,6 +372,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
         WITH_WORLD,
         {
             m.StepDone: Run._step_done,
+            m.Evaluated: Run._evaluated,
             m.Finished: Run._finished,
             **dict.fromkeys(get_args(m.OfAttempt), Run._of_attempt),
         },

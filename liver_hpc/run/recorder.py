@@ -10,9 +10,9 @@ from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Event, Requested
-from liver_hpc.protocol.messages import Progress, StepDone, Transports
+from liver_hpc.protocol.messages import Evaluated, Progress, StepDone, Transports
 from liver_hpc.run.attempt_notes import AttemptNotes
-from liver_hpc.run.records import NetworkRecord, ReconfigurationRecord, Row
+from liver_hpc.run.records import EvaluationRecord, NetworkRecord, ReconfigurationRecord, Row
 
 
 class RunRecorder:
@@ -33,6 +33,7 @@ class RunRecorder:
         self.attempt: AttemptNotes | None = None
         self.first_step = 0
         self.last_step: StepDone | None = None
+        self.last_evaluation: EvaluationRecord | None = None
         self.completed = 0
         self.aborted = 0
         self.transports: dict[int, tuple[str, ...]] = {}
@@ -56,6 +57,12 @@ class RunRecorder:
                 return "prepare"
         label, until_s = self._wake
         return label if done.started_s < until_s else ""
+
+    def evaluated(self, done: Evaluated) -> None:
+        self.last_evaluation = EvaluationRecord(
+            done.step, done.generation, done.loss, done.batches, done.started_s, done.ended_s
+        )
+        self._add(self.last_evaluation)
 
     def connected(self, message: Transports) -> None:
         """A worker says what its collectives use; recorded once all of its world have said so."""

@@ -38,6 +38,22 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class EvaluationRecord:
+    """One evaluation.
+
+    step: how many steps were done. generation: the world that evaluated. loss: the mean over its
+    validation batches. batches: how many global batches those were. started_s, ended_s: its bounds.
+    """
+
+    step: int
+    generation: int
+    loss: float
+    batches: int
+    started_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True)
 class ReconfigurationRecord:
     """One handoff attempt. A time that was never reached is NaN.
 
@@ -48,7 +64,8 @@ class ReconfigurationRecord:
     the same state. bytes_moved: between workers, by the plan. bytes_local: within them. notice_s:
     when the reason came. boot_ended_s: all joiners had booted. prepare_started_s: PREPARE began.
     prepare_ended_s: all workers had prepared. armed_s: they were told to stop at a boundary.
-    source_last_step_ended_s: the last of the source's workers had ended its last step.
+    source_last_step_ended_s: the last of the source's workers had ended its last step, and the
+    evaluation that was due after it.
     transfer_ended_s: the parameters had arrived, with equal digests. first_step_started_s: the
     last of the target's workers began its first step. committed_s: the verdict was out.
     first_step_ended_s: the last of them had ended it. released_s: the source world was freed.
@@ -202,9 +219,17 @@ class RunRecords:
     networks: list[NetworkRecord] = field(default_factory=list)
     worker_phases: list[WorkerPhaseRecord] = field(default_factory=list)
     traffic: list[TrafficRecord] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
 
 
-Row = ReconfigurationRecord | NoticeRecord | WorkerPhaseRecord | TrafficRecord | NetworkRecord
+Row = (
+    ReconfigurationRecord
+    | NoticeRecord
+    | WorkerPhaseRecord
+    | TrafficRecord
+    | NetworkRecord
+    | EvaluationRecord
+)
 """What the core records; steps are in the journal as they were told."""
 
 TABLES: dict[str, type[Any]] = {

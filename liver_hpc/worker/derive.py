@@ -20,7 +20,7 @@ from liver_hpc.host.files import write_whole
 from liver_hpc.layout.candidates import layouts_to_derive
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.tensors import ModelSpec
-from liver_hpc.recipes.base import load_recipe
+from liver_hpc.recipes.base import load_recipe, put_first_on_path
 from liver_hpc.recipes.specs import Answer
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ def main() -> int:
     options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the login node's devices are not ours
     warnings.simplefilter("ignore")
+    config = load_run(options.run)
+    put_first_on_path(config)
     from liver_hpc.world.device import open_device
 
     open_device(0)  # before megatron is imported: it brings the stand-in for CUDA
@@ -42,11 +44,12 @@ def main() -> int:
     from liver_hpc.world.groups import install_sentinel
     from liver_hpc.world.megatron import prepare_process
 
-    config = load_run(options.run)
     install_sentinel(0)
     prepare_process(config.train.seed)
     try:
-        derivation = Derivation(load_recipe(config))
+        recipe = load_recipe(config)
+        recipe.check_options()
+        derivation = Derivation(recipe)
         layouts = (
             layouts_to_derive(config, derivation.layers, derivation.experts)
             if config.layouts == AUTO

@@ -26,6 +26,7 @@ from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
 from liver_hpc.host.process import collector_paused
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.recipes.base import put_first_on_path
 
 if TYPE_CHECKING:
     from liver_hpc.worker.control import Worker
@@ -67,6 +68,7 @@ def main() -> NoReturn:
 
 def _boot(run_directory: Path, layout: Layout) -> Worker:
     _choose_network(run_directory)
+    put_first_on_path(load_run(run_directory / "run.yaml"))
     with collector_paused():
         from liver_hpc.world.device import open_device
 

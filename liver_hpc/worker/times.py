@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.recipes.base import Recipe, load_recipe
+from liver_hpc.recipes.base import Recipe, load_recipe, put_first_on_path
 from liver_hpc.recipes.specs import Answer
 
 if TYPE_CHECKING:
@@ -141,6 +141,8 @@ def main() -> int:
     parser.add_argument("times", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    config = load_run(options.run)
+    put_first_on_path(config)
     from liver_hpc.world.device import Network, open_device
 
     device = open_device(0)  # before megatron is imported: it brings the stand-in for CUDA
@@ -150,7 +152,6 @@ def main() -> int:
     from liver_hpc.world.megatron import prepare_process
     from liver_hpc.world.world import World
 
-    config = load_run(options.run)
     install_sentinel(0)
     prepare_process(config.train.seed)
     try:

@@ -35,7 +35,7 @@ class Trainer:
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
-        self._limits = context.config.deadlines
+        self._limits = context.config.limits
         self._world: World | None = None
         # Set while there is a world to hand off from: neither in `begin` nor in a rebuild.
         self._stands = threading.Event()
@@ -43,6 +43,7 @@ class Trainer:
         self.proceed = threading.Event()
         self._stop = threading.Event()
         self._stop_saves_in: Path | None = None
+        self._owes_evaluation = False
         self.step = 0
 
     # ---- the ways in
@@ -55,6 +56,7 @@ class Trainer:
         world = self._build(message.rank_map.rank_map(), message.generation)
         if message.checkpoint is not None:
             self._restore(world, Path(message.checkpoint))
+            self._owes_evaluation = message.evaluate
         else:
             world.state.initialize(self._context.recipe.initial, self._context.config.train.seed)
             world.load_scalar_state(world.scalar_state(0).model_copy(update={"optimizer_step": 0}))
@@ -122,6 +124,8 @@ class Trainer:
     def train(self) -> None:
         """Trains until the last step, or until all agree to stop. Raises LeftWorld on a leaver."""
         clock = self._context.clock
+        if self._owes_evaluation:
+            self._evaluate_if_due()
         while self.step < self._context.config.train.steps:
             world = self._world
             assert world is not None, "train without a world"
@@ -139,7 +143,8 @@ class Trainer:
                     self._save(self._stop_saves_in)
                 else:
                     self._save_if_due(boundary)
-                break
+                break  # an evaluation that is due here is done when the run goes on
+            ended_s = self._evaluate_if_due() or ended_s
             if result.ready == members and self.step < self._context.config.train.steps:
                 assert session is not None
                 self._hand_off(session, world, ended_s)
@@ -147,6 +152,32 @@ class Trainer:
                 self._drop(session)
             self._save_if_due(boundary)
         self._context.send(m.Finished(worker=self._context.worker, step=self.step))
+
+    def _evaluate_if_due(self) -> float | None:
+        """The validation loss of the world that trains, where it is due after the steps that are
+        done; returns when that ended, which is when training stands at the boundary."""
+        context, world = self._context, self._world
+        assert world is not None
+        validation = context.config.eval
+        batches = range(0) if validation is None else validation.batches_after(self.step)
+        if not batches:
+            return None
+        started_s = context.clock.now_s()
+        loss = world.evaluate(batches)
+        ended_s = context.clock.now_s()
+        if world.rank_map.workers[0] == context.worker:
+            context.send(
+                m.Evaluated(
+                    worker=context.worker,
+                    generation=world.generation,
+                    step=self.step,
+                    loss=loss,
+                    batches=len(batches),
+                    started_s=started_s,
+                    ended_s=ended_s,
+                )
+            )
+        return ended_s
 
     def _save_if_due(self, since: int) -> None:
         """Saves where the run file wants a checkpoint at a boundary from `since` to now.
@@ -252,7 +283,8 @@ class Trainer:
         self._go_back(session, source, abort)
 
     def _arrive(self, session: Session, crossed: Crossed, source: World | None) -> None:
-        """Makes the committed target world the one that trains. Raises LeftWorld on a leaver."""
+        """Makes the committed target world the one that trains, and evaluates where that is due
+        after its first step. Raises LeftWorld on a leaver."""
         target = session.prepared
         assert target is not None
         self._world = target.world
@@ -265,6 +297,7 @@ class Trainer:
         quiet_thread(partial(self._release, session, target, source), "release")
         if self._world is None:
             raise LeftWorld(f"no seat in {session.target}")
+        self._evaluate_if_due()
 
     def _release(self, session: Session, target: Target, source: World | None) -> None:
         """Runs RELEASE in a thread of its own; the coordinator judges a failure."""

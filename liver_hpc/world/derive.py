@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,12 +19,19 @@ import torch
 
 from liver_hpc.errors import LiverError, PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
-from liver_hpc.layout.tensors import Chunks, ModelSpec, TensorSpec, pipeline
+from liver_hpc.layout.tensors import Chunks, First, ModelSpec, TensorSpec, pipeline
 from liver_hpc.recipes.base import BuildContext, Recipe
 from liver_hpc.world import draws, megatron, thread
 from liver_hpc.world.device import Device
 from liver_hpc.world.groups import GroupBook, install_sentinel
-from liver_hpc.world.refused import refuse_dtypes, refuse_options, refuse_undrawn, refuse_unmarked
+from liver_hpc.world.recorder import recorded
+from liver_hpc.world.refused import (
+    refuse_dtypes,
+    refuse_options,
+    refuse_undrawn,
+    refuse_unknown,
+    refuse_unmarked,
+)
 from liver_hpc.world.sharded import (
     Sharded,
     Shards,
@@ -52,6 +59,9 @@ _generations = itertools.count(-2, -1)
 
 Splits = dict[str, tuple[int, tuple[int, ...]]]
 """By tensor: the dimension that is split, and the sizes of its blocks along it."""
+
+Build = Callable[[Recipe, Layout, Coordinate, Any], list[Any]]
+"""Gives the modules of a seat, one for each chunk."""
 
 
 class Stored(NamedTuple):
@@ -85,7 +95,8 @@ class Derivation:
     def spec(self, layouts: Iterable[Layout]) -> ModelSpec:
         """The model's spec for these layouts; those that the model cannot take are in `refused`.
 
-        For a process without a world: it replaces the sentinel group.
+        For a process without a world: it replaces the sentinel group. Raises PlanError for a model
+        whose first values are neither known nor given by the recipe.
         """
         wanted = sorted({layout.least for layout in layouts})
         refused: dict[str, str] = {}
@@ -118,7 +129,7 @@ class Derivation:
         homes: dict[int, tuple[int | None, ...]],
         refused: dict[str, str],
     ) -> ModelSpec:
-        tensors = []
+        tensors, firsts = [], self._first_values()
         held = [collections.Counter(itertools.chain(*itertools.chain(*t))) for t in stages.values()]
         for number, (name, whole) in enumerate(self.frame.tensors.items()):
             dim, blocks = splits.get(name, (None, ()))
@@ -132,6 +143,7 @@ class Derivation:
                     expert=any(table[number] is not None for table in homes.values()),
                     role=whole.role,
                     element_bytes=None if whole.role == "trained" else whole.element_bytes,
+                    first=firsts.get(name, "it is a buffer"),
                 )
             )
         train = self._recipe.config.train
@@ -139,6 +151,23 @@ class Derivation:
         return ModelSpec(
             tuple(tensors), stages, self._parameter_bytes, homes, bucket_elements, refused
         )
+
+    def _first_values(self) -> dict[str, First]:
+        """How the model itself fills each parameter."""
+        found: dict[str, First] = {}
+
+        def build(recipe: Recipe, layout: Layout, at: Coordinate, groups: Any) -> list[Any]:
+            with recorded() as recorder:
+                module = recipe.build(BuildContext(layout, at, groups, draws=True))
+            found.update(recorder.first_values(module))
+            return [module]
+
+        install_sentinel(self._whole.workers[0])
+        with self._seat(self._whole, self._whole.workers[0], build):
+            pass
+        if type(self._recipe).initial is Recipe.initial:
+            refuse_unknown(found)
+        return found
 
     def stored(self, metadata: Mapping[str, Any]) -> Stored:
         """What lies under which key of a checkpoint with this content metadata.
@@ -218,7 +247,9 @@ class Derivation:
             return chunk_shards(modules, groups, self.frame, layout)
 
     @contextmanager
-    def _seat(self, rank_map: RankMap, worker: int) -> Iterator[tuple[list[Any], Any]]:
+    def _seat(
+        self, rank_map: RankMap, worker: int, build: Build | None = None
+    ) -> Iterator[tuple[list[Any], Any]]:
         """The chunks of one seat, on the meta device, and its stand-in groups."""
         at = rank_map.coordinate_of(worker)
         assert at is not None
@@ -227,7 +258,7 @@ class Derivation:
             groups = megatron.group_collection(rank_map, at, book)
             with thread.rehearsal(), thread.groups_in_use(groups):
                 with draws.OnMeta():
-                    modules = build_chunks(self._recipe, rank_map.layout, at, groups)
+                    modules = (build or build_chunks)(self._recipe, rank_map.layout, at, groups)
                 for module in modules:
                     megatron.in_low_precision(module)
                 yield modules, groups

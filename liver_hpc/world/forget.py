@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from liver_hpc.world import module_globals
+
 # Any: it has no types.
 moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
 
@@ -17,6 +19,7 @@ def forget(chunks: Iterable[torch.nn.Module], groups: Any) -> None:
     for part in [part for chunk in chunks for part in chunk.modules()]:
         _clear_dispatcher(getattr(part, "token_dispatcher", None))
         _clear_caches(type(part))
+    module_globals.forget(groups)
     _clear_losses([group for group in vars(groups).values() if group is not None])
 
 

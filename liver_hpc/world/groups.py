@@ -62,6 +62,19 @@ def _answer_for_stand_ins() -> None:
 
         return collective
 
+    plain_broadcast = dist.broadcast
+
+    @functools.wraps(plain_broadcast)
+    def broadcast(
+        tensor: Any, src: Any = None, group: Any = None, *args: Any, **options: Any
+    ) -> Any:
+        """What would be received is zeros: it may say how much memory is to be made."""
+        is_root = src == dist.get_rank() or options.get("group_src") == dist.get_rank(group)
+        if group is not None and not is_root and _is_stand_in(group, tensor.device):
+            tensor.zero_()
+        return plain_broadcast(tensor, src, group, *args, **options)
+
+    dist.broadcast = broadcast
     dist.all_to_all_single = with_stand_ins(dist.all_to_all_single, lambda output: [output])
     dist.all_gather = with_stand_ins(dist.all_gather, list)
 

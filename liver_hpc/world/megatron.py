@@ -1,8 +1,7 @@
 """What differs between megatron-core releases, and what megatron keeps in module globals.
 
-It supports 0.16 (the newest for Python 3.11) and 0.19. `parallel_state` is never initialised:
-groups go in as a `ProcessGroupCollection`, and what megatron still reads from globals is redirected
-here. Only `world.py` and recipes import megatron beside this.
+It supports 0.16 (the newest for Python 3.11) and 0.19. Groups go in as a `ProcessGroupCollection`,
+and what megatron still reads from globals is redirected here and in `parallel_state.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import GlobalMemoryBuffer
 
@@ -31,6 +29,7 @@ from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.world import thread
 from liver_hpc.world.groups import GroupBook
+from liver_hpc.world.parallel_state import answer_from
 
 _seeding = inspect.signature(megatron_random.model_parallel_cuda_manual_seed).parameters
 _SEEDING_RANKS = [name for name in _seeding if name.endswith("_rank")]
@@ -52,21 +51,6 @@ class _Instead:
         return getattr(self._plain, name)
 
 
-@contextlib.contextmanager
-def lent(groups: ProcessGroupCollection) -> Iterator[None]:
-    """Lends `parallel_state` the groups that `sharded_state_dict` still asks it for. A world that
-    trains meanwhile asks it for nothing: it is never initialised."""
-    replicas = ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT")
-    mine = {"_TENSOR_MODEL_PARALLEL_GROUP": groups.tp} | dict.fromkeys(replicas, groups.dp_cp)
-    before = {name: vars(parallel_state)[name] for name in mine if hasattr(parallel_state, name)}
-    mine = {name: mine[name] for name in before}  # 0.16 has not all of them
-    vars(parallel_state).update(mine)
-    try:
-        yield
-    finally:
-        vars(parallel_state).update(before)
-
-
 def sharding_metadata(
     groups: ProcessGroupCollection, metadata: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -82,10 +66,7 @@ def prepare_process(seed: int) -> None:
     """Redirects megatron's globals; once a process, before the first model. No communication."""
     parallel_state._GLOBAL_MEMORY_BUFFER = _ThreadMemoryBuffer()
     _build_optimizers_alone()
-    _redirect_cross_entropy()
-    _redirect_expert_bias()
     _order_messages_of_two_stages()
-    _seat_pipeline_layouts()
     seed_dropout(seed, tp_rank=0)
     _keep_rehearsals_from_forking()
     _keep_rehearsals_from_setting_streams()
@@ -105,24 +86,6 @@ def _build_optimizers_alone() -> None:
     module.torch = _Instead(torch, distributed=alone)
 
 
-def _redirect_cross_entropy() -> None:
-    """0.16 reads the tensor-parallel group from parallel_state; 0.17 on takes it as an argument."""
-    module: Any = importlib.import_module("megatron.core.tensor_parallel.cross_entropy")
-    if hasattr(module, "get_tensor_model_parallel_group"):
-        module.get_tensor_model_parallel_group = lambda: thread.here.groups.tp
-        module.get_tensor_model_parallel_rank = lambda: thread.here.groups.tp.rank()
-        module.get_tensor_model_parallel_world_size = lambda: thread.here.groups.tp.size()
-
-
-def _redirect_expert_bias() -> None:
-    """The update of a router's bias sums its counts over a group of parallel_state's."""
-    module: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    name = "get_tensor_and_data_parallel_group"
-    module.parallel_state = _Instead(
-        parallel_state, **{name: lambda **_: thread.here.groups.tp_dp_cp}
-    )
-
-
 def _order_messages_of_two_stages() -> None:
     """In a pipeline of two stages the one before is the one behind, too: in Megatron's batch of
     messages what goes forward would be taken for what goes back (0.16: silently wrong gradients of
@@ -138,32 +101,6 @@ def _order_messages_of_two_stages() -> None:
         return [*plain(**forth), *plain(**back)]
 
     module._batched_p2p_ops = batched
-
-
-def _seat_pipeline_layouts() -> None:
-    """A `pipeline_model_parallel_layout` asks parallel_state for the stage, which the layers that
-    are built do not tell it. (0.16 to 0.19)"""
-    module: Any = importlib.import_module(
-        "megatron.core.transformer.pipeline_parallel_layer_layout"
-    )
-    some_chunk = {"get_virtual_pipeline_model_parallel_world_size": lambda: 1}
-    module.parallel_state = _Instead(parallel_state, **some_chunk)
-
-    def seated(method: Any) -> Any:
-        def asked(
-            layout: Any,
-            layer_type: Any = LayerType.decoder,
-            vp_stage: int | None = None,
-            pp_rank: int | None = None,
-        ) -> Any:
-            stage = thread.here.groups.pp.rank() if pp_rank is None else pp_rank
-            return method(layout, layer_type, vp_stage or 0, stage)
-
-        return asked
-
-    kind = module.PipelineParallelLayerLayout
-    kind.get_num_layers_to_build = seated(kind.get_num_layers_to_build)
-    kind.get_layer_offset = seated(kind.get_layer_offset)
 
 
 def _keep_rehearsals_from_forking() -> None:
@@ -203,6 +140,16 @@ def seed_dropout(seed: int, tp_rank: int) -> None:
     if not thread.here.rehearsing:
         ranks = dict.fromkeys(_SEEDING_RANKS, 0) | {"tp_rank": tp_rank}
         megatron_random.model_parallel_cuda_manual_seed(seed, **ranks)
+
+
+@contextlib.contextmanager
+def kept_streams() -> Iterator[None]:
+    """At its end the random streams of this process are where they were. Not in a rehearsal."""
+    states = megatron_random._get_all_rng_states()
+    try:
+        yield
+    finally:
+        megatron_random._set_all_rng_states(*states)
 
 
 def mark_tensor_parallel(parameter: torch.Tensor, tensor: TensorSpec) -> None:
@@ -324,4 +271,6 @@ def group_collection(rank_map: RankMap, at: Coordinate, book: GroupBook) -> Proc
         **dict.fromkeys(("tp_ep_pp", "tp_ep_pp_with_egtp_remat"), group(tps, pps, eps)),
     }
     known = {field.name for field in dataclasses.fields(ProcessGroupCollection)}
-    return ProcessGroupCollection(**{name: groups[name] for name in known & groups.keys()})
+    found = ProcessGroupCollection(**{name: groups[name] for name in known & groups.keys()})
+    answer_from(found, layout)
+    return found

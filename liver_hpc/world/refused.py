@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.tensors import First
 from liver_hpc.world import megatron
 from liver_hpc.world.sharded import Frame, Shards, state_tensors, whole_of
 
@@ -29,6 +30,7 @@ _OPTIONS = {
     "moe_router_force_load_balancing": _NOISE,
 }
 _WIDEST_BYTES = 8
+_MOST_NAMED = 8
 
 _DISCARDING = frozenset({"layernorm", "moe_act", "mla_up_proj"})
 """What selective recomputation discards the output of, and not the inside."""
@@ -65,6 +67,17 @@ def refuse_undrawn(module: torch.nn.Module) -> None:
                 f"{name} is drawn at random as the model is built, and would differ between "
                 "workers: draw it from a generator with a seed of its own"
             )
+
+
+def refuse_unknown(firsts: Mapping[str, First]) -> None:
+    """Raises PlanError for parameters that the model fills with what cannot be drawn again."""
+    unknown = [f"{name} ({first})" for name, first in firsts.items() if isinstance(first, str)]
+    if unknown:
+        further = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
+        raise PlanError(
+            "first values that cannot be had from the model are to be given by the recipe's "
+            f"`initial` or drawn one by one: {', '.join(unknown[:_MOST_NAMED])}{further}"
+        )
 
 
 def _sizes_wrong(config: Any, layout: Layout) -> Iterator[str]:

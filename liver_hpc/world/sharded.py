@@ -228,8 +228,7 @@ def sharded_objects(module: Any, groups: Any, metadata: Mapping[str, Any]) -> di
 
 
 def _sharded_state(module: Any, groups: Any, metadata: Mapping[str, Any] | None) -> Any:
-    with megatron.lent(groups):
-        return module.sharded_state_dict(metadata=megatron.sharding_metadata(groups, metadata))
+    return module.sharded_state_dict(metadata=megatron.sharding_metadata(groups, metadata))
 
 
 def _piece(item: ShardedTensor, local: NBox) -> Sharded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -32,11 +32,15 @@ from liver_hpc.recipes.base import Recipe
 from liver_hpc.world import buffers, dropout, experts, megatron, thread
 from liver_hpc.world.derive import Derivation, build_chunks
 from liver_hpc.world.device import Device
+from liver_hpc.world.evaluate import undisturbed
 from liver_hpc.world.forget import forget
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.state import HeldTensor, WorldState
 from liver_hpc.world.thread import MicroBatch
 from liver_hpc.world.verified import verified_tensors
+
+Reported = dict[str, torch.Tensor]
+"""What a recipe tells of a micro-batch; see `Recipe.loss`."""
 
 
 class Flags(NamedTuple):
@@ -59,12 +63,13 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a forward and backward pass gave on this worker: the sum of its micro-batches' losses,
-    and their number. Both are 0 except on the last stage's first tensor-parallel rank; the number
-    is on the first context-parallel rank alone."""
+    """What a pass over micro-batches gave on this worker: the sum of their losses, each times what
+    it weighs, and the sum of what they weigh: 1, or its tokens where the recipe tells them. Both
+    are 0 except on the last stage's first tensor-parallel rank; what they weigh is on the first
+    context-parallel rank alone."""
 
     loss_sum: float
-    micro_batches: int
+    weight: float
 
 
 @cache
@@ -303,13 +308,31 @@ class World:
 
         most: how many micro-batches are computed at most; None: all.
         """
-        config, layout = self.recipe.config.train, self.rank_map.layout
-        micro_batches = self._micro_batches(step)[:most]
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        return self._compute(self._micro_batches(self.recipe.batch(step), step)[:most])
+
+    def evaluate(self, numbers: Iterable[int]) -> float:
+        """The mean loss over validation batches, by their numbers. Changes nothing of the state.
+        Collective, at a step's end."""
+        self.settle()
+        loss_sum, weight = 0.0, 0.0
+        with undisturbed(self.chunks):
+            for number in numbers:
+                batch = self.recipe.validation_batch(number)
+                found = self._compute(self._micro_batches(batch, number), forward_only=True)
+                loss_sum, weight = loss_sum + found.loss_sum, weight + found.weight
+        loss_sum, weight = self._summed(loss_sum, weight)
+        return loss_sum / weight
+
+    def _compute(
+        self, micro_batches: Sequence[MicroBatch], forward_only: bool = False
+    ) -> Gradients:
+        """Takes micro-batches through Megatron's schedule. Collective."""
+        config, layout = self.recipe.config.train, self.rank_map.layout
         iterators = [iter(micro_batches) for _ in self.chunks]
-        losses: list[torch.Tensor] = []
+        losses: list[Reported] = []
         try:
             masks = dropout.masks_of_samples(layout, self.at, self.chunks)
             with thread.groups_in_use(self.groups), masks:
@@ -319,19 +342,20 @@ class World:
                     model=self.chunks,
                     num_microbatches=len(micro_batches),
                     micro_batch_size=config.micro_batch,
-                    forward_only=False,
+                    forward_only=forward_only,
                     pg_collection=self.groups,
                 )
         finally:
             thread.compute(None)
         if self.at.pp != layout.pp - 1 or self.at.tp != 0:
-            return Gradients(0.0, 0)
+            return Gradients(0.0, 0.0)
+        weights = [float(reported.get("tokens", 1)) for reported in losses]
+        loss_sum = sum(r["loss"].item() * w for r, w in zip(losses, weights, strict=True))
         # With context parallelism each rank has its share of every loss.
-        counted = len(losses) if layout.cp_rank(self.at) == 0 else 0
-        return Gradients(sum(loss.item() for loss in losses), counted)
+        return Gradients(loss_sum, sum(weights) if layout.cp_rank(self.at) == 0 else 0.0)
 
     def _forward(
-        self, micro_batches: Iterator[MicroBatch], model: Any, losses: list[torch.Tensor]
+        self, micro_batches: Iterator[MicroBatch], model: Any, losses: list[Reported]
     ) -> tuple[Any, Any]:
         """Megatron's forward step: the next micro-batch goes through a chunk."""
         micro_batch = next(micro_batches)
@@ -342,15 +366,15 @@ class World:
         def weighted(stage_output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss, reported = loss_function(stage_output)
             if not micro_batch.padding:
-                losses.append(reported["loss"])
+                losses.append(reported)
             return (loss if micro_batch.weight == 1.0 else loss * micro_batch.weight), reported
 
         return output, weighted
 
-    def _micro_batches(self, step: int) -> list[MicroBatch]:
-        """This rank's part of a global batch (layout/batch.py)."""
+    def _micro_batches(self, batch: Sequence[Any], number: int) -> list[MicroBatch]:
+        """This rank's part of a global batch, the run's `number`th (layout/batch.py)."""
         train, layout = self.recipe.config.train, self.rank_map.layout
-        size, batch = train.micro_batch, self.recipe.batch(step)
+        size = train.micro_batch
         share = share_of(train, layout, layout.dp_rank(self.at))
         found = []
         for place in range(share.computed):
@@ -360,7 +384,7 @@ class World:
             found.append(
                 MicroBatch(
                     batch[first : first + size],
-                    step * train.global_batch + first,
+                    number * train.global_batch + first,
                     weight,
                     padding,
                     aux_scale=weight * layout.cp / share.computed,
@@ -388,14 +412,16 @@ class World:
         The caller reads its flags just before, so that a flag raised while the step runs counts
         at this step's end and not at the next one's.
         """
-        numbers = torch.tensor(
-            [gradients.loss_sum, gradients.micro_batches, *map(float, flags)],
-            dtype=torch.float64,
-            device=self.device.torch_device,
+        loss_sum, weight, readies, stops = self._summed(
+            gradients.loss_sum, gradients.weight, *map(float, flags)
         )
-        dist.all_reduce(numbers, group=self.groups.intra_dist_opt)
-        loss_sum, count, readies, stops = numbers.tolist()
-        return StepResult(loss_sum / count, update[0], update[1], int(readies), int(stops))
+        return StepResult(loss_sum / weight, update[0], update[1], int(readies), int(stops))
+
+    def _summed(self, *numbers: float) -> list[float]:
+        """Numbers summed over the world. Collective."""
+        summed = torch.tensor(numbers, dtype=torch.float64, device=self.device.torch_device)
+        dist.all_reduce(summed, group=self.groups.intra_dist_opt)
+        return summed.tolist()
 
     # ---- state at a boundary
 

@@ -35,8 +35,9 @@ class Gated(MegatronModule):
     def __init__(self, context):
         super().__init__(TransformerConfig(
             num_layers=1, hidden_size=WIDTH, num_attention_heads=2, use_cpu_initialization=True,
-            perform_initialization=False, tensor_model_parallel_size=context.layout.tp))
-        shared = dict(config=self.config, init_method=None, bias=False, tp_group=context.groups.tp)
+            perform_initialization=context.draws, tensor_model_parallel_size=context.layout.tp))
+        shared = dict(config=self.config, init_method=self.config.init_method, bias=False,
+                      tp_group=context.groups.tp)
         self.up = ColumnParallelLinear(WIDTH, 2 * INNER, gather_output=False, **shared)
         self.down = RowParallelLinear(
             INNER, WIDTH, input_is_parallel=True, skip_bias_add=False, **shared)

@@ -349,9 +349,12 @@ def test_shards_are_marked_whatever_class_their_layer_has(layout: str, device: A
 
         config = TransformerConfig(
             num_layers=1, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True,
-            perform_initialization=False,
+            perform_initialization=context.draws,
         )  # fmt: skip
-        own = Own(8, 8, config=config, init_method=None, bias=True, tp_group=context.groups.tp)
+        own = Own(
+            8, 8, config=config, init_method=config.init_method, bias=True,
+            tp_group=context.groups.tp,
+        )  # fmt: skip
         return {"own": own, "norm": torch.nn.RMSNorm(8)}
 
     recipe = Toy(parts)

@@ -8,8 +8,16 @@ from typing import Any
 from unittest import mock
 
 from liver_hpc.clock import SystemClock
+from liver_hpc.config.schema import EvalSection
 from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.protocol.messages import Begin, Finished, StepDone, Stop, WireRankMap
+from liver_hpc.protocol.messages import (
+    Begin,
+    Evaluated,
+    Finished,
+    StepDone,
+    Stop,
+    WireRankMap,
+)
 from tests.integration.processes import WorkerProcess, run_workers
 from tests.integration.random_tokens import tiny_recipe
 
@@ -25,7 +33,7 @@ class _Armed:
         self.armed = threading.Event()
 
 
-def told_while_steps_run(process: WorkerProcess) -> dict[str, Any]:
+def told_while_steps_run(process: WorkerProcess, validation: Any = None) -> dict[str, Any]:
     import torch.distributed as dist
 
     from liver_hpc.handoff.session import WorkerContext
@@ -37,6 +45,7 @@ def told_while_steps_run(process: WorkerProcess) -> dict[str, Any]:
 
     sent: list[Any] = []
     recipe = tiny_recipe()
+    recipe.config = recipe.config.model_copy(update={"eval": validation})
     context = WorkerContext(
         worker=process.worker,
         config=recipe.config,
@@ -51,6 +60,7 @@ def told_while_steps_run(process: WorkerProcess) -> dict[str, Any]:
     trainer = Trainer(context)
     session: Any = _Armed()
     handed_off_at: list[int] = []
+    stood_s: list[float] = []
     loss = recipe.loss
 
     def loss_and_orders(*arguments: Any) -> Any:
@@ -60,8 +70,9 @@ def told_while_steps_run(process: WorkerProcess) -> dict[str, Any]:
             trainer.ask_to_stop(Stop())
         return loss(*arguments)
 
-    def hand_off(*_arguments: Any) -> None:
+    def hand_off(_session: Any, _source: Any, ended_s: float) -> None:
         handed_off_at.append(trainer.step)
+        stood_s.append(ended_s)
         trainer.session = None
 
     rank_map = RankMap(Layout(1, 1, 1), (process.worker,))
@@ -75,6 +86,8 @@ def told_while_steps_run(process: WorkerProcess) -> dict[str, Any]:
     return {
         "steps": [message.step for message in sent if isinstance(message, StepDone)],
         "handed_off_at": handed_off_at,
+        "stood_s": stood_s,
+        "evaluations": [message for message in sent if isinstance(message, Evaluated)],
         "finished": [message.step for message in sent if isinstance(message, Finished)],
     }
 
@@ -84,3 +97,15 @@ def test_what_is_told_while_a_step_runs_counts_at_its_end(tmp_path: Path) -> Non
     assert answer["handed_off_at"] == [ARMED_IN + 1]
     assert answer["steps"] == list(range(STOPPED_IN + 1))
     assert answer["finished"] == [STOPPED_IN + 1]
+
+
+def test_an_evaluation_comes_before_the_handoff_and_not_before_a_stop(tmp_path: Path) -> None:
+    """One is due after steps 2, where the handoff is agreed on, and 4, where the run stops."""
+    every = EvalSection(every_steps=2, steps=2)
+    (answer,) = run_workers(told_while_steps_run, 1, tmp_path, every)
+    assert answer["handed_off_at"] == [ARMED_IN + 1] == [2]
+    assert answer["finished"] == [STOPPED_IN + 1] == [4]
+    (done,) = answer["evaluations"]
+    assert (done.step, done.batches) == (2, 2)
+    assert 4.0 < done.loss < 6.0, "about the logarithm of 128 words"
+    assert answer["stood_s"] == [done.ended_s], "from where the handoff's lost time counts"

@@ -21,6 +21,8 @@ FLOORS = {
     "liver_hpc.protocol": 2,
     "liver_hpc.run": 3,
     "liver_hpc.world.thread": 3,  # what the calling thread computes, which recipes may ask
+    "liver_hpc.world.module_globals": 3,
+    "liver_hpc.world.cpu_shim": 3,
     "liver_hpc.cluster": 4,
     "liver_hpc.rendezvous": 4,
     "liver_hpc.transport": 4,

@@ -28,6 +28,7 @@ from liver_hpc.errors import CheckpointError, LiverError, PlanError
 from liver_hpc.host.files import flush_to_disk
 from liver_hpc.layout.tensors import MAIN, PARAMETER
 from liver_hpc.protocol.messages import ScalarState
+from liver_hpc.world import thread
 from liver_hpc.world.derive import Stored
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import World, derivation_of
@@ -96,7 +97,8 @@ def write(world: World, scalars: ScalarState, directory: Path) -> WrittenPart:
     if rank == 0:
         lists = list(rank_lists(partial, world.rank_map.layout.workers))
         groups = [_with_tuples(group) for one in lists for group in one.about]
-        extras = world.recipe.checkpoint_extras(scalars.step)
+        with thread.groups_in_use(world.groups):
+            extras = world.recipe.checkpoint_extras(scalars.step)
         config, layout = world.recipe.config, world.rank_map.layout
         write_table(partial, lists)
         write_common(partial, common_state(config, layout, scalars, groups, extras))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from liver_hpc.recipes.megatron_lm.words import with_absolute_paths
+
 _CONTINUED = re.compile(r"\\\r?\n")
 
 
@@ -46,14 +48,14 @@ class ScriptOptions(BaseModel):
     @classmethod
     def _split(cls, given: str | list[str | int | float] | ArgumentsFile) -> list[str]:
         if isinstance(given, list):
-            return [str(word) for word in given]
+            return with_absolute_paths([str(word) for word in given])
         if isinstance(given, ArgumentsFile):
             file = _absolute(given.file)
             try:
                 given = file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(f"{file} cannot be read: {error}") from None
-        return shlex.split(_CONTINUED.sub(" ", given), comments=True)
+        return with_absolute_paths(shlex.split(_CONTINUED.sub(" ", given), comments=True))
 
     @property
     def words(self) -> list[str]:

@@ -2,19 +2,194 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from liver_hpc.recipes.base import Derived, Recipe
+from liver_hpc.config.completion import Derived
+from liver_hpc.config.problems import KeyPath
+from liver_hpc.config.schema import AUTO, RunConfig
+from liver_hpc.errors import ConfigError
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe
+from liver_hpc.recipes.megatron_lm import checkout
+from liver_hpc.recipes.megatron_lm.arguments import derived_from, notes_of
 from liver_hpc.recipes.megatron_lm.options import ScriptOptions
+from liver_hpc.recipes.megatron_lm.words import number_of
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.transformer.module import MegatronModule
+
+    from liver_hpc.recipes.megatron_lm.capture import Captured, Script
+    from liver_hpc.recipes.megatron_lm.datasets import Datasets
+
+
+WHOLE = Layout(1, 1, 1)
+
+
+class Sample(NamedTuple):
+    """A sample of one of the script's datasets."""
+
+    of_validation: bool
+    number: int
 
 
 class Pretrain(Recipe):
-    """`model:` is a ScriptOptions. Samples are indices into the datasets of the script."""
+    """`model:` is a ScriptOptions. What is trained, on what, and by which loss: the script's."""
 
     Options = ScriptOptions
     options: ScriptOptions
 
+    def __init__(self, options: ScriptOptions, config: RunConfig) -> None:
+        super().__init__(options, config)
+        self._script: Script | None = None
+        self._datasets: Datasets | None = None
+
     @classmethod
-    def derived(cls, options: Any) -> Mapping[tuple[str, ...], Derived]:
-        return {}
+    def derived(cls, options: Any) -> Mapping[KeyPath, Derived]:
+        return derived_from(options.words)
+
+    @classmethod
+    def notes(cls, options: Any) -> Sequence[str]:
+        return notes_of(options.words)
+
+    def python_path(self) -> Sequence[Path]:
+        return checkout.python_path(self.options)
+
+    def hidden_shape(self) -> tuple[int, ...]:
+        micro_batch = self.config.train.micro_batch
+        return (self._number("seq_length"), micro_batch, self._number("hidden_size"))
+
+    def tokens(self) -> int:
+        return self._number("seq_length")
+
+    def summary(self) -> Mapping[str, str]:
+        script = f"{self.options.script}, {len(self.options.words)} arguments"
+        return {"script": script, "parameters": f"{self.spec.elements / 1e6:.2f} M"}
+
+    def _number(self, name: str) -> int:
+        found = number_of(self.options.words, name)
+        if found is None:
+            raise ConfigError(f"model.args: wanted --{name.replace('_', '-')} with a whole number")
+        return found
+
+    # ---- the script
+
+    @property
+    def script(self) -> Script:
+        """Where torch is."""
+        if self._script is None:
+            from liver_hpc.recipes.megatron_lm import cpu_layers
+            from liver_hpc.recipes.megatron_lm.capture import Script
+
+            cpu_layers.install()
+            self._script = Script(self.options)
+        return self._script
+
+    def check_options(self) -> None:
+        self.script.check(self.config.layouts_listed[0] if self.config.layouts != AUTO else WHOLE)
+
+    def build(self, context: BuildContext) -> MegatronModule:
+        from megatron.core import tensor_parallel
+
+        captured = self.script.answer_for(context.groups, context.layout, context.at)
+        self.script.arguments_of(context.groups).perform_initialization = context.draws
+        self._check_embeddings(captured, context.layout)
+        model = _built(captured, context)
+        model.model_type = captured.model_type
+        if context.vp_stage is not None:
+            model.vp_stage = context.vp_stage
+        for parameter in model.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        return model
+
+    def _check_embeddings(self, captured: Captured, layout: Layout) -> None:
+        """Copies of the embedding are on the first stage and the last one, and their gradients are
+        summed there."""
+        if captured.embedding_ranks is None:
+            return
+        stages = [*range(layout.pp)]
+        ranks = {*captured.embedding_ranks(stages)}
+        if not ranks <= {0, layout.pp - 1}:
+            raise ConfigError(
+                f"{self.options.script}: get_embedding_ranks gives stages {sorted(ranks)} of "
+                f"{layout.pp}; supported are the first and the last"
+            )
+
+    # ---- data
+
+    def open(self, run_directory: Path) -> None:
+        from liver_hpc.recipes.megatron_lm.datasets import open_datasets
+
+        layout = self.config.layouts_listed[0]
+        self._datasets = open_datasets(self.script, layout, run_directory / "data-cache")
+
+    def batch(self, step: int) -> Sequence[Any]:
+        """In the order of Megatron's sampler of one epoch."""
+        size = self.config.train.global_batch
+        return [Sample(False, number) for number in range(step * size, (step + 1) * size)]
+
+    def validation_batch(self, number: int) -> Sequence[Any]:
+        return [sample._replace(of_validation=True) for sample in self.batch(number)]
+
+    def _fetch(self, sample: Sample) -> Any:
+        if self._datasets is None:
+            raise ConfigError("the recipe's data is not open")
+        found = self._datasets.validation if sample.of_validation else self._datasets.train
+        if found is None:
+            raise ConfigError("eval: the script's dataset provider gives no validation set")
+        return found[sample.number]
+
+    def checkpoint_extras(self, step: int) -> Mapping[str, Any]:
+        """The script's arguments in the layout that is saved, and what a job of it counts."""
+        from liver_hpc.world import thread
+
+        train, evaluation = self.config.train, self.config.eval
+        args = copy.copy(self.script.arguments_of(thread.here.groups))
+        evaluated = 0 if evaluation is None else step // evaluation.every_steps * evaluation.steps
+        args.consumed_valid_samples = evaluated * train.global_batch
+        operations = self.script.training.num_floating_point_operations(args, train.global_batch)
+        return {"args": args, "num_floating_point_operations_so_far": step * operations}
+
+    # ---- one micro-batch
+
+    def loss(
+        self, model: MegatronModule, samples: Sequence[Any]
+    ) -> tuple[torch.Tensor, LossFunction]:
+        """The script's own forward step, which takes a batch where it wants one: Megatron's first
+        tensor-parallel rank reads it, and passes it on."""
+        from torch.utils.data import default_collate
+
+        from liver_hpc.recipes.megatron_lm.losses import mean_of
+        from liver_hpc.world import thread
+
+        def batches() -> Any:
+            yield default_collate([self._fetch(sample) for sample in samples])
+
+        groups = thread.here.groups
+        captured, args = self.script.captured_of(groups), self.script.arguments_of(groups)
+        if not samples[0].of_validation:
+            args.curr_iteration = samples[0].number // self.config.train.global_batch
+            args.consumed_train_samples = args.curr_iteration * self.config.train.global_batch
+        output, loss_function = captured.forward_step(batches(), model)
+        return output, mean_of(loss_function)
+
+
+def _built(captured: Captured, context: BuildContext) -> Any:
+    """The model, or a chunk of it, as Megatron has the script build it."""
+    ends = {"pre_process": context.is_first_stage, "post_process": context.is_last_stage}
+    if captured.model_provider is None:
+        config = copy.deepcopy(captured.model_config)
+        # As the arguments of a world have them, of which this was made before.
+        config.transformer.overlap_p2p_comm = False
+        config.transformer.perform_initialization = context.draws
+        builder = config.get_builder_cls()(config)
+        return builder.build_model(context.groups, **ends, vp_stage=context.vp_stage)
+    offered = {**ends, "vp_stage": context.vp_stage, "pg_collection": context.groups}
+    taken = inspect.signature(captured.model_provider).parameters
+    if not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        offered = {name: value for name, value in offered.items() if name in taken}
+    return captured.model_provider(**offered)

@@ -28,6 +28,8 @@ from liver_hpc.run.records import RunRecords
 
 POINTS = 700
 """More steps than this are drawn by the extremes of neighbours."""
+MOST_POINTS = 60
+"""More evaluations than this are a line without points."""
 NEAR = 0.024
 """Handoffs that are nearer than this part of the run share a mark."""
 BANDS: dict[str, dict[str, Any]] = {
@@ -51,8 +53,9 @@ class Timeline:
     """The steps in the run's own time, one value a step.
 
     start_s: the epoch time that all others are counted from. end_s: of the last step or handoff.
-    began_s: the end of the step before it, so that a pause counts as this one's. loss: NaN where
-    it is not finite. is_finite: of the loss and the gradient norm.
+    began_s: the end of the step before it, so that a pause counts as this one's, or that of the
+    evaluation between them. loss: NaN where it is not finite. is_finite: of the loss and the
+    gradient norm. evaluated_s, validation_loss: one value an evaluation.
     """
 
     start_s: float
@@ -64,6 +67,8 @@ class Timeline:
     loss: Floats
     is_finite: npt.NDArray[np.bool_]
     tokens_per_s: Floats
+    evaluated_s: Floats
+    validation_loss: Floats
 
 
 def timeline(records: RunRecords, attempts: Sequence[ReconfigurationFigures]) -> Timeline:
@@ -76,6 +81,9 @@ def timeline(records: RunRecords, attempts: Sequence[ReconfigurationFigures]) ->
     began_s, ended_s = column("started_s") - start_s, column("ended_s") - start_s
     follows = np.flatnonzero(np.diff(step) == 1)
     began_s[follows + 1] = ended_s[follows]
+    evaluated_s = np.array([each.ended_s - start_s for each in records.evaluations])
+    _begin_behind(evaluated_s, began_s, ended_s)
+    validation_loss = np.array([each.loss for each in records.evaluations])
     with np.errstate(divide="ignore", invalid="ignore"):
         rates = column("tokens") / (ended_s - began_s)
     ends_s = [*ended_s, *(end_s - start_s for each in attempts for _, _, end_s in spans(each))]
@@ -89,7 +97,18 @@ def timeline(records: RunRecords, attempts: Sequence[ReconfigurationFigures]) ->
         np.where(np.isfinite(loss), loss, np.nan),
         column("is_finite", bool),
         np.where(np.isfinite(rates) & (rates >= 0), rates, np.nan),
+        evaluated_s,
+        np.where(np.isfinite(validation_loss), validation_loss, np.nan),
     )
+
+
+def _begin_behind(evaluated_s: Floats, began_s: Floats, ended_s: Floats) -> None:
+    """Has each step begin with the end of the evaluation before it."""
+    if len(evaluated_s) and len(ended_s):
+        following = np.searchsorted(ended_s, evaluated_s)
+        for index, at_s in zip(following, evaluated_s, strict=True):
+            if index < len(began_s):
+                began_s[index] = max(began_s[index], at_s)
 
 
 def spans(record: ReconfigurationFigures) -> list[tuple[str, float, float]]:
@@ -146,6 +165,8 @@ def draw(figures: RunFigures, times: Timeline) -> Figure:
                 style = BANDS[name] | {"height": 1, "transform": axes.get_xaxis_transform()}
                 draw_bar(axes, 0.5, begin_s, end_s, told, **style)
     _curve(loss, times.ended_s, times.loss, "loss", Color.BLUE)
+    if len(times.evaluated_s):
+        _validation(loss, times)
     _curve(rate, *_rate_corners(times), "tokens/s", Color.RED, drawstyle="steps-pre")
     if not len(times.step):
         loss.set_title("No step was recorded.")
@@ -165,6 +186,17 @@ def _curve(axes: Axes, at_s: Floats, values: Floats, name: str, color: str, **st
     (line,) = axes.plot(at_s[kept], values[kept], color=color, linewidth=1.2, **style)
     tell(line, name)
     axes.set_ylabel(name, color=color)
+
+
+def _validation(axes: Axes, times: Timeline) -> None:
+    """The loss of every evaluation, as a line beside that of training."""
+    kept = thinned(times.validation_loss)
+    at_s, values = times.evaluated_s[kept], times.validation_loss[kept]
+    size = 3.5 if len(kept) <= MOST_POINTS else 0
+    style: dict[str, Any] = {"linewidth": 1.4, "marker": "o", "markersize": size}
+    (line,) = axes.plot(at_s, values, color=Color.GREEN, label="validation loss", **style)
+    last = times.validation_loss[-1]
+    tell(line, f"validation loss, {last:.4f} at last")
 
 
 def _rate_corners(times: Timeline) -> tuple[Floats, Floats]:

@@ -147,7 +147,19 @@ def test_indexed_data_is_looked_at(tmp_path: Path) -> None:
     check_run(minimal(data={"prefix": prefix}), FourHeads())
     Path(f"{prefix}.bin").unlink()
     assert problems(minimal(data={"prefix": prefix})) == [
-        f"data.prefix: {prefix}.bin is missing; data.prefix wants corpus.bin and .idx"
+        f"data.prefix: {prefix}.bin is missing; wanted corpus.bin and .idx"
+    ]
+
+
+def test_each_part_of_a_blend_is_looked_at(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for prefix in (first, second):
+        write_pair(prefix, [3, 4])
+    blend = {"blend": [{"prefix": first, "weight": 2}, {"prefix": second}]}
+    check_run(minimal(data=blend), FourHeads())
+    Path(f"{second}.idx").unlink()
+    assert problems(minimal(data=blend)) == [
+        f"data.blend.1.prefix: {second}.idx is missing; wanted second.bin and .idx"
     ]
 
 

@@ -278,6 +278,11 @@ def test_the_last_step_is_told_once() -> None:
         (status(), status(metrics_error="full"), "metrics: full"),
         (status(metrics_error="full"), status(), "metrics: written again"),
         (
+            status(),
+            status(validation_loss=2.71828, evaluated=40),
+            "validation: loss 2.7183 after 40 steps",
+        ),
+        (
             status(handoff=handoff()),
             status(handoff=handoff(phase="COMMIT", waiting_for=())),
             "handoff to generation 4: COMMIT, for 3.2 s, 128.0 MiB of 512.0 MiB",
@@ -307,6 +312,7 @@ def test_a_loss_that_is_not_finite_is_told(value: float, word: str) -> None:
 
 def test_status_is_all_of_it() -> None:
     busy = status(handoff=handoff(), queued=("replace worker 3",), nodes=("n1: 2 of 2 used",))
+    busy = busy.model_copy(update={"validation_loss": 2.71828, "evaluated": 40})
     assert status_text(busy).splitlines() == [
         "run demo-1: training, step 42 of 120: loss 3.4123, gradient norm 0.831, 4812 tokens/s, "
         "tp2 pp1 dp2 (generation 3)",
@@ -314,6 +320,7 @@ def test_status_is_all_of_it() -> None:
         "handoffs: 3 done, 1 aborted",
         "handoff to generation 4: TRANSFER, for 3.2 s, 128.0 MiB of 512.0 MiB, "
         "waits for workers 4-5",
+        "validation: loss 2.7183 after 40 steps",
         "queued: replace worker 3",
         "nodes: n1: 2 of 2 used",
         "last event: generation 3: completed",

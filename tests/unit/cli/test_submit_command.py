@@ -29,7 +29,7 @@ def _elsewhere(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
     ("override", "said"),
     [
         ("train.stepz=4", "--set train.stepz=4: unknown key; did you mean 'steps'?"),
-        ("model.layerz=4", "model.layerz: unknown key"),
+        ("model.layerz=4", "--set model.layerz=4: unknown key"),
         ("layouts.2.0={tp: 3}", "layouts.2.0 (tp3 pp1 dp1): tp x pp x dp x cp is 3, wanted 2"),
         ("handoff.bucket_bytes=8", "below the smallest bucket of 65536 bytes"),
         ("data.prefix=corpus", "corpus.idx is missing"),

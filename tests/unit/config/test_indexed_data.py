@@ -57,9 +57,7 @@ def test_longer_data_than_the_index_names_is_fine(prefix: Path) -> None:
 @pytest.mark.parametrize("ending", [".bin", ".idx"])
 def test_missing_half_is_named(prefix: Path, ending: str) -> None:
     Path(f"{prefix}{ending}").unlink()
-    assert (
-        said_of(prefix) == f"{prefix}{ending} is missing; data.prefix wants corpus.v1.bin and .idx"
-    )
+    assert said_of(prefix) == f"{prefix}{ending} is missing; wanted corpus.v1.bin and .idx"
 
 
 def test_truncated_tokens(prefix: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liver_hpc.config.load import absolute_paths, dump_run, load_run, parse_run
-from liver_hpc.config.schema import RunConfig
+from liver_hpc.config.schema import DataSection, EvalSection, RunConfig
 from liver_hpc.errors import ConfigError
 from tests.unit.config.runs import minimal, write, write_minimal
 
@@ -103,7 +103,7 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
          "bucket_bytes, keep_groups, staging_bytes, warm_up)"),
         ("metrics.flush_interval_s=1", "there is no such key any more, "
          "leave it out: every event goes to the journal at once"),
-        ("qqq=4", "unknown key (valid keys here: checkpoint, cluster, data, deadlines, handoff, "),
+        ("qqq=4", "unknown key (valid keys here: checkpoint, cluster, data, deadlines, eval, "),
         ("layouts.2.0.xq=4", "valid keys here: cp, dp, ep, pp, sequence_parallel, tp, vpp"),
         ("layouts.2.0.ep=4", "layout tp1 pp1 dp2 ep4: ep must divide dp x cp, which is 2"),
         ("cluster.slurm.away_s=5", "away_s=5: this key is called 'unreachable_s' now"),
@@ -134,7 +134,7 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
         ("layouts.0={dp: 1}", "wanted a number more than 0, got 0"),
         ("notices=[{at_step: 1}]", "wanted exactly one of layout, workers, replace; got []"),
         ("notices=[{workers: 1}]", "notices.0.at_step: this key is required"),
-        ("data={}", "exactly one of data.prefix and data.text must be given"),
+        ("data={}", "exactly one of data.prefix, data.blend and data.text must be given"),
         ("data.text=5", "wanted a list or one of 'python-stdlib', got 5"),
         ("workers.initial=5", "workers.initial is 5, more than workers.max 4"),
     ],
@@ -263,3 +263,39 @@ def test_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with_prefix = absolute_paths(minimal(data={"prefix": "corpus"}))
     assert with_prefix.data is not None
     assert with_prefix.data.prefix == tmp_path / "corpus"
+
+
+# ---- evaluation and shares
+
+
+def test_which_batches_an_evaluation_takes() -> None:
+    validation = EvalSection(every_steps=10, steps=3)
+    found = {step: list(validation.batches_after(step)) for step in (0, 5, 10, 11, 20)}
+    assert found == {0: [], 5: [], 10: [0, 1, 2], 11: [], 20: [3, 4, 5]}
+
+
+def test_workers_are_waited_for_longer_where_they_evaluate() -> None:
+    plain, evaluated = minimal(), minimal(eval={"every_steps": 10, "steps": 3})
+    assert plain.limits == plain.deadlines
+    more_s = evaluated.limits.boundary_s - plain.limits.boundary_s
+    assert more_s == plain.deadlines.evaluation_s
+
+
+@pytest.mark.parametrize(
+    ("split", "shares"),
+    [(None, (1, 0, 0)), ("1", (1, 0, 0)), ("969,30,1", (969, 30, 1)), ("0.9,.1", None),
+     ("0,1", None), ("9,1,1,1", None), ("90.5,9.5", (90.5, 9.5, 0))],
+)  # fmt: skip
+def test_shares_of_the_data(split: str | None, shares: tuple[float, ...] | None) -> None:
+    if shares is None:
+        with pytest.raises(ValueError, match=r"split"):
+            DataSection(prefix=Path("p"), split=split)
+    else:
+        assert DataSection(prefix=Path("p"), split=split).shares == shares
+
+
+def test_paths_of_a_blend_become_absolute() -> None:
+    config = absolute_paths(minimal(data={"blend": [{"prefix": "some/where", "weight": 2}]}))
+    assert config.data is not None
+    assert config.data.blend is not None
+    assert config.data.blend[0].prefix == Path.cwd() / "some/where"

@@ -15,13 +15,16 @@ from liver_hpc.cli.check import check_run
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import (
     BurstSection,
+    ClusterSection,
     ComponentSection,
     DataSection,
+    EvalSection,
     LayoutSection,
     NoticeSection,
     RunConfig,
     WorkersSection,
 )
+from liver_hpc.recipes.completion import load_users_run
 from liver_hpc.recipes.gpt_config import GPTConfig, LayerTimes
 from tests.unit.layout.models import gpt_recipe
 
@@ -29,11 +32,12 @@ LISTED = {"layouts", "notices", "cluster.slurm.components"}
 """Sections whose entries are compared on their own."""
 OPTIONAL = {
     "data": DataSection,
+    "eval": EvalSection,
     "cluster.slurm.burst": BurstSection,
     "model.layer_times": LayerTimes,
 }
 """Sections that the file shows although null is their default."""
-ANY_VALUE = {"data.text"}
+ANY_VALUE = {"data.text", "data.split"}
 """Keys that the file must give a value although null is their default."""
 
 
@@ -139,3 +143,11 @@ def test_the_demo_shows_every_kind_of_change(configs: Path) -> None:
         ("tp1 pp2 dp2", "tp2 pp1 dp1"),
         ("tp2 pp1 dp1", "tp2 pp1 dp2"),
     ]
+
+
+def test_the_file_for_a_script_of_megatron_lm_is_complete(configs: Path) -> None:
+    path = configs / "megatron-lm.yaml"
+    assert len(path.read_text().splitlines()) <= 15
+    config = load_users_run(path)
+    check_run(config.model_copy(update={"cluster": ClusterSection(kind="local")}), None)
+    assert (config.train.steps, config.schedule.style) == (400, "cosine")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +22,15 @@ from liver_hpc.recipes.text_data import END_OF_DOCUMENT, prefix_of, prepare, tex
 from liver_hpc.world.cpu_shim import import_only_triton
 
 with import_only_triton():
+    from megatron.core.datasets.blended_dataset import BlendedDataset
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
     from megatron.core.datasets.utils import Split
 
-    from liver_hpc.recipes.samples import TokenSamples, _Tokenizer
+    from liver_hpc.recipes.samples import Corpus, TokenSamples, _Tokenizer
 
 TEXTS = {"b.txt": b"second", "a.txt": "fürst\x00\xff".encode("latin-1"), "sub/c.txt": b"third"}
 
@@ -187,7 +193,7 @@ def prefix(tmp_path: Path) -> Path:
 
 
 def samples(prefix: Path, cache: str = "cache", count: int = 100, seed: int = 7) -> TokenSamples:
-    return TokenSamples(prefix, 16, count, seed, prefix.parent / cache)
+    return TokenSamples(Corpus((prefix,)), 16, [count], seed, prefix.parent / cache)
 
 
 def all_tokens(made: TokenSamples, count: int = 100) -> torch.Tensor:
@@ -284,5 +290,101 @@ def test_data_that_is_not_whole_is_refused(prefix: Path) -> None:
 
 def test_data_that_is_too_short_for_one_sample_is_refused(prefix: Path) -> None:
     with pytest.raises(ConfigError, match="has 585 tokens; a sample of 585 wants one more"):
-        TokenSamples(prefix, 585, 1, 7, prefix.parent / "cache")
-    assert TokenSamples(prefix, 584, 1, 7, prefix.parent / "cache").sample(0)[0].shape == (584,)
+        TokenSamples(Corpus((prefix,)), 585, [1], 7, prefix.parent / "cache")
+    longest = TokenSamples(Corpus((prefix,)), 584, [1], 7, prefix.parent / "cache")
+    assert longest.sample(0)[0].shape == (584,)
+
+
+# ---- blends and splits
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Two corpora whose tokens differ, and what Megatron's own builder makes of them."""
+
+    prefixes: tuple[Path, ...]
+
+    def ours(self, weights: Weights, split: str, counts: Sequence[int]) -> list[list[int]]:
+        cache = self.prefixes[0].parent / "cache"
+        corpus = Corpus(self.prefixes if weights else self.prefixes[:1], weights, split)
+        made = TokenSamples(corpus, 16, counts, 7, cache)
+        return [made.sample(index)[0].tolist() for index in range(sum(counts))]
+
+    def megatrons(self, weights: Weights, split: str, counts: Sequence[int]) -> list[list[int]]:
+        names = [str(path) for path in (self.prefixes if weights else self.prefixes[:1])]
+        config = GPTDatasetConfig(
+            random_seed=7,
+            sequence_length=16,
+            tokenizer=_Tokenizer(),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+            blend=(names, None if weights is None else [*weights]),
+            split=split,
+        )
+        sizes = [*counts, 0, 0][:3]
+        builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
+        parts = builder.build()
+        return [
+            parts[part][index]["tokens"].tolist()
+            for part, count in enumerate(counts)
+            for index in range(count)
+        ]
+
+
+Weights = tuple[float, ...] | None
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Mixed:
+    prefixes = []
+    for number, documents_of_it in enumerate((60, 40)):
+        path = tmp_path / f"corpus-{number}"
+        builder = IndexedDatasetBuilder(f"{path}.bin", dtype=np.uint16)
+        for document in range(documents_of_it):
+            length, first = 20 + 7 * (document % 5), 30_000 * number + 100 * document
+            builder.add_document(np.arange(first, first + length), [length])
+        builder.finalize(f"{path}.idx")
+        prefixes.append(path)
+    return Mixed(tuple(prefixes))
+
+
+@pytest.mark.parametrize("weights", [None, (0.7, 0.3), (3.0, 1.0), (1.0, 1.0)])
+@pytest.mark.parametrize("split", ["1", "80,20", "8,1.5,0.5"])
+def test_blends_and_splits_are_megatrons_own(mixed: Mixed, weights: Weights, split: str) -> None:
+    counts = (300, 50) if "," in split else (300,)
+    expected = mixed.megatrons(weights, split, counts)
+    assert mixed.ours(weights, split, counts) == expected
+    assert mixed.ours(weights, split, counts) == expected, "from the orders that were kept"
+
+
+def test_a_blend_draws_by_weight(mixed: Mixed) -> None:
+    drawn = mixed.ours((3.0, 1.0), "1", [100])
+    assert sum(tokens[0] >= 30_000 for tokens in drawn) == 25
+
+
+def test_validation_shares_no_document_with_training(mixed: Mixed) -> None:
+    drawn = mixed.ours(None, "80,20", [200, 40])
+    training, validation = (
+        {t for tokens in part for t in tokens} for part in (drawn[:200], drawn[200:])
+    )
+    assert training
+    assert validation
+    assert training.isdisjoint(validation)
+
+
+def test_the_order_of_a_blend_is_made_once(mixed: Mixed, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = mixed.ours((0.7, 0.3), "80,20", [50, 10])
+    monkeypatch.setattr(GPTDataset, "_build_document_sample_shuffle_indices", None)
+    monkeypatch.setattr(BlendedDataset, "_build_indices", None)
+    assert mixed.ours((0.7, 0.3), "80,20", [50, 10]) == expected
+    with pytest.raises(TypeError):
+        mixed.ours((0.6, 0.4), "80,20", [50, 10])
+
+
+def test_a_share_that_is_too_short_for_one_sample_is_refused(mixed: Mixed) -> None:
+    with pytest.raises(
+        ConfigError, match=r"corpus-0 has 0 tokens for valid, by the split 999,1; a sample of 16"
+    ):
+        mixed.ours(None, "999,1", [10, 1])

@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from liver_hpc.run.records import BaselineRecord, ReconfigurationRecord, StepRecord
+from liver_hpc.run.records import (
+    BaselineRecord,
+    EvaluationRecord,
+    ReconfigurationRecord,
+    StepRecord,
+)
 
 
 def step(number: int, **fields: Any) -> StepRecord:
@@ -23,6 +28,13 @@ def step(number: int, **fields: Any) -> StepRecord:
         "phase": "",
     }
     return StepRecord(**values | fields)
+
+
+def evaluation(**fields: Any) -> EvaluationRecord:
+    """A quarter of a second long, as the step after it begins."""
+    start_s = fields.pop("started_s", 100.0 + fields["step"])
+    values = {"generation": 0, "loss": 4.25, "batches": 2}
+    return EvaluationRecord(**values | fields, started_s=start_s, ended_s=start_s + 0.25)
 
 
 def reconfiguration(**fields: Any) -> ReconfigurationRecord:

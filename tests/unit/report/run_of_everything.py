@@ -12,7 +12,7 @@ from liver_hpc.run.records import (
     TrafficRecord,
     WorkerPhaseRecord,
 )
-from tests.unit.report.rows import baseline, reconfiguration, step
+from tests.unit.report.rows import baseline, evaluation, reconfiguration, step
 
 HOSTILE = '<script>alert("x")</script> & \u00fc'
 """A name that would do harm where it is not escaped."""
@@ -45,6 +45,7 @@ def everything() -> RunRecords:
         notices=_notices(),
         worker_phases=phases,
         traffic=traffic,
+        evaluations=[evaluation(step=20 * n, loss=4.5 - n / 10) for n in (1, 2, 3)],
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from liver_hpc.report.derive import PhaseFigures, ReconfigurationFigures, run_figures
 from liver_hpc.run.records import ReconfigurationRecord, RunRecords, StepRecord
-from tests.unit.report.rows import reconfiguration, step
+from tests.unit.report.rows import evaluation, reconfiguration, step
 
 
 def records(
@@ -211,6 +211,16 @@ def test_goodput_is_steps_at_their_median_over_wall_time() -> None:
     figures = run_figures(run_of_one_handoff())
     assert figures.wall_s == pytest.approx(11.25)
     assert figures.goodput == pytest.approx((6 * 1.0 + 4 * 0.5) / 11.25)
+
+
+def test_an_evaluation_is_useful_once() -> None:
+    run = run_of_one_handoff()
+    useful_s = run_figures(run).goodput * 11.25
+    run.evaluations.extend(evaluation(step=4, started_s=at_s) for at_s in (106.0, 107.0))
+    run.evaluations.append(evaluation(step=10, started_s=111.25))  # after the last step
+    figures = run_figures(run)
+    assert (figures.evaluations, figures.evaluation_s) == (3, 0.25)
+    assert figures.goodput == pytest.approx((useful_s + 0.25) / 11.25)
 
 
 def test_goodput_of_a_world_without_a_median_takes_that_of_its_layout() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from liver_hpc.report.report import print_report, report_json
 from liver_hpc.run.records import RunRecords
-from tests.unit.report.rows import baseline, reconfiguration, step
+from tests.unit.report.rows import baseline, evaluation, reconfiguration, step
 
 PROMISED = """
     generation source target notice pause_s lost_s lost_steps slowdown_s reconfiguration_s
@@ -99,6 +99,20 @@ def test_a_figure_that_is_no_number_becomes_null() -> None:
     records = RunRecords([step(0, loss=math.nan, grad_norm=math.inf)], [], [], {})
     (row,) = report_json(records)["steps"]
     assert (row["loss"], row["grad_norm"], row["step_s"]) == (None, None, 1.0)
+
+
+def test_the_last_and_the_least_validation_loss_are_told() -> None:
+    losses = {10: 4.5, 20: 4.0, 30: 4.25}
+    records = RunRecords([step(n) for n in range(31)], [], [], {})
+    records.evaluations.extend(evaluation(step=n, loss=loss) for n, loss in losses.items())
+    (line,) = [x for x in printed(records, 100).splitlines() if x.startswith("validation")]
+    assert line.split(maxsplit=1)[1] == (
+        "loss 4.2500 after 30 steps, least 4.0000 after 20; 3 evaluations in 0.8 s"
+    )
+    document = report_json(records)
+    assert [row["loss"] for row in document["evaluations"]] == [*losses.values()]
+    assert document["summary"]["evaluation_s"] == pytest.approx(0.75)
+    assert "validation" not in printed(five_handoffs(), 100)
 
 
 def test_how_many_steps_came_to_no_number_is_told_in_a_line() -> None:

@@ -177,7 +177,7 @@ class PlayedWorker(WorkerScript):
         return said[:1] + self.report() + said[1:]
 
     def report(self) -> list[m.FromWorker]:
-        """StepDone, from rank 0 alone."""
+        """StepDone, and Evaluated now and then, from rank 0 alone."""
         if self.world is None or self.world.workers[0] != self.worker:
             return []
         done = m.StepDone(
@@ -191,7 +191,18 @@ class PlayedWorker(WorkerScript):
             started_s=float(self.step),
             ended_s=self.step + 0.5,
         )
-        return [done]
+        if self.step % 5:
+            return [done]
+        evaluated = m.Evaluated(
+            worker=self.worker,
+            generation=self.world_generation,
+            step=self.step,
+            loss=1.0,
+            batches=2,
+            started_s=done.ended_s,
+            ended_s=done.ended_s + 0.1,
+        )
+        return [done, evaluated]
 
     def finish(self) -> list[m.FromWorker]:
         self.doing = "finished"

@@ -24,7 +24,14 @@ from liver_hpc.run.events import (
     PoolNote,
     Seat,
 )
-from liver_hpc.run.records import NetworkRecord, NoticeRecord, Row, TrafficRecord, WorkerPhaseRecord
+from liver_hpc.run.records import (
+    EvaluationRecord,
+    NetworkRecord,
+    NoticeRecord,
+    Row,
+    TrafficRecord,
+    WorkerPhaseRecord,
+)
 from tests.unit.report.rows import reconfiguration
 from tests.unit.run.replay import decode_event, plain
 
@@ -40,7 +47,7 @@ EVENTS: list[e.Event] = [
         {"config": "name: t\n"},
         "/checkpoints",
         e.Resumed("/checkpoints/step-5", 5, 3, "tp1 pp1 dp2"),
-        e.Memory(4, 2, ("n1", "n2")),
+        e.Memory(4, 2, ("n1", "n2"), 100),
     ),
     e.CoordinatorStarted(),
     e.LaunchAllowed(),
@@ -72,6 +79,7 @@ EVENTS: list[e.Event] = [
     PoolNote("the controller is away: \N{SNOWMAN}"),
     m.Hello(worker=0, pid=1, host="h", booted_s=1.5, boot_timings_s={"import": 0.1}),
     STEP,
+    m.Evaluated(worker=0, generation=1, step=8, loss=2.5, batches=10, started_s=10.5, ended_s=11.5),
     m.Prepared(worker=0, generation=1, timings_s={"groups": 0.5}, bytes_out=10, bytes_to={1: 10}),
     m.AtBoundary(worker=0, generation=1, scalars=SCALARS, last_step_ended_s=1.1),
     m.Vote(worker=0, generation=1, stage="optimizer", ok=True, source=(DIGEST,), target=(DIGEST,)),
@@ -89,6 +97,7 @@ RECORDS: list[Row] = [
     NetworkRecord(1, "gloo tcp", "h", "lo"),
     WorkerPhaseRecord(1, 0, "n1", "boot", 1.0, math.nan),
     TrafficRecord(1, 0, 1, 10),
+    EvaluationRecord(8, 1, math.nan, 2, 1.0, 2.0),
 ]
 ACTIONS: list[a.Action] = [
     a.Launch((a.LaunchAgent("a0", Seat("n1", (0, 1)), Layout(2, 1, 2)),)),

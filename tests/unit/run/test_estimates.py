@@ -311,3 +311,37 @@ def test_more_bytes_take_longer(
     (less_s, less_disk_s), (most_s, most_disk_s) = found
     assert less_s <= most_s
     assert less_disk_s < most_disk_s
+
+
+# ---- evaluations
+
+
+def test_an_evaluation_that_may_come_before_the_boundary_counts() -> None:
+    asked = estimator(eval={"every_steps": 100, "steps": 6})
+    asked.observe_step(2.0)
+    asked.observe_done(50)
+    assert asked.boundary_s() == BOUNDARY_STEPS * 2.0
+    assert asked.boundary_s(94.0) == BOUNDARY_STEPS * 2.0, "47 steps, and two"
+    assumed_s = 6 * 2.0 / 3
+    assert asked.boundary_s(96.0) == pytest.approx(BOUNDARY_STEPS * 2.0 + assumed_s)
+    asked.observe_done(98)
+    assert asked.boundary_s() == pytest.approx(BOUNDARY_STEPS * 2.0 + assumed_s)
+    asked.observe_done(100)  # it is under way
+    assert asked.boundary_s() == pytest.approx(BOUNDARY_STEPS * 2.0 + assumed_s)
+    asked.observe_evaluation(1000.0, 1030.0)
+    assert asked.boundary_s() == BOUNDARY_STEPS * 2.0
+    asked.observe_done(198)
+    assert asked.boundary_s() == pytest.approx(BOUNDARY_STEPS * 2.0 + 30.0)
+    assert asked.checkpoint_s(DP2) > 30.0
+
+
+def test_an_evaluation_in_a_handoff_does_not_make_its_boundary_long() -> None:
+    """Of the seconds from 107 to 109, half was an evaluation."""
+    asked = estimator(eval={"every_steps": 100, "steps": 6})
+    asked.observe_step(0.1)
+    asked.observe_evaluation(108.0, 109.0)
+    observe(asked)
+    assert asked.boundary_s() == pytest.approx(1.0)
+    asked.observe_evaluation(50.0, 90.0)
+    observe(asked)
+    assert asked.boundary_s() == pytest.approx(2.0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from liver_hpc.config.schema import PolicySection
+import pytest
+
+from liver_hpc.config.schema import EvalSection, PolicySection
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.run import actions as a
@@ -13,6 +15,8 @@ from liver_hpc.run import events as e
 from liver_hpc.run.actions import Ending
 from liver_hpc.run.events import NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.lifecycle import RunState
+from liver_hpc.run.machine import Run
+from liver_hpc.run.records import EvaluationRecord
 from tests.fakes import Fault
 from tests.unit.run.choices import Choices
 from tests.unit.run.play import Play
@@ -234,3 +238,61 @@ def test_schedules_are_the_same_again() -> None:
 
     data = random.Random(5).randbytes(120)
     assert repr(schedule(data).entries) == repr(schedule(data).entries)
+
+
+# ---- evaluation
+
+
+def begun(memory: e.Memory, step: int = 5) -> tuple[Run, m.Begin]:
+    """A run that is evaluated every 5 steps, and goes on from a checkpoint; what it tells its
+    workers first."""
+    config = TWO_NODES.config.model_copy(update={"eval": EvalSection(every_steps=5, steps=2)})
+    run = replace(TWO_NODES, config=config).new_run()
+    resumed = e.Resumed(f"/checkpoints/step-{step}", step, 3, "tp1 pp1 dp2")
+    events: list[e.Event] = [e.CoordinatorStarted({}, "/checkpoints", resumed, memory)]
+    events += [NodeGranted(node) for node in TWO_NODES.first]
+    events.append(e.LaunchAllowed())
+    actions = [action for event in events for action in run.handle(event, 1.0)]
+    (launch,) = of(a.Launch, actions)
+    for each in launch.agents:  # type: ignore[attr-defined]
+        actions += run.handle(e.AgentMet(each.agent, "h", len(each.seat.slots)), 2.0)
+    workers = [w for each in of(a.Admit, actions) for w in each.workers]  # type: ignore[attr-defined]
+    for worker in workers:
+        actions += run.handle(m.Hello(worker=worker, pid=1, host="h", booted_s=2.0), 3.0)
+    told = [each.message for each in of(a.Send, actions)]  # type: ignore[attr-defined]
+    (begin,) = [message for message in told if isinstance(message, m.Begin)]
+    return run, begin
+
+
+@pytest.mark.parametrize(
+    ("memory", "step", "owes"),
+    [
+        (e.Memory(4), 5, True),  # the run was stopped at that boundary
+        (e.Memory(4, evaluated=5), 5, False),
+        (e.Memory(4, evaluated=10), 5, False),  # steps are done again, but that boundary is not
+        (e.Memory(4, evaluated=5), 7, False),
+        (e.Memory(4, evaluated=5), 10, True),
+        (e.Memory(), 5, False),  # another run's checkpoint
+    ],
+)
+def test_an_evaluation_is_made_up_for_that_the_start_before_did_not_do(
+    memory: e.Memory, step: int, owes: bool
+) -> None:
+    _, begin = begun(memory, step)
+    assert begin.evaluate is owes
+
+
+def test_an_evaluation_is_recorded_shown_and_remembered() -> None:
+    run, _ = begun(e.Memory(4, evaluated=5), 7)
+    workers = run.world.rank_map.workers  # type: ignore[union-attr]
+    generation = run.world.generation  # type: ignore[union-attr]
+    run.handle(e.StateRestored(generation), 4.0)
+    done = m.Evaluated(
+        worker=workers[0], generation=generation, step=10, loss=2.5, batches=2, started_s=5.0,
+        ended_s=6.0,
+    )  # fmt: skip
+    (record,) = of(a.Record, run.handle(done, 6.0))
+    assert record.row == EvaluationRecord(10, generation, 2.5, 2, 5.0, 6.0)  # type: ignore[attr-defined]
+    shown = run.snapshot(7.0, "", "")
+    assert (shown.validation_loss, shown.evaluated) == (2.5, 10)
+    assert run.memory.evaluated == 10

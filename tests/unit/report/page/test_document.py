@@ -139,6 +139,17 @@ def test_the_cursor_gets_the_steps(whole: str) -> None:
     assert rows[1] == [2.0, 1, 0, 3.99, 512]
 
 
+def test_the_validation_loss_is_a_line_beside_that_of_training(whole: str) -> None:
+    (path,) = re.findall(
+        r'<path d="([^"]*)"[^>]*></path>(?:(?!</g>\s*<g><title>).)*?'
+        r"<title>validation loss, 4.2000 at last</title>",
+        whole,
+        re.DOTALL,
+    )[-1:]
+    assert len(re.findall("[ML]", path)) >= 3
+    assert ">validation loss<" in whole, "in the legend"
+
+
 def test_live_against_restart() -> None:
     methods = {"live": [0.1, 0.2, 0.3], "torch dcp": [8.0, 9.0]}
     said = checked(page(everything(), {"dp2 to tp2": methods})).said()

@@ -1,0 +1,1 @@
+"""An unchanged script of Megatron-LM: plainly by torchrun, and elastically."""

@@ -1,0 +1,64 @@
+"""The arguments of a Megatron-LM job, without torch: what the run file gets from them, what is said
+of them, and whether Megatron's own parser makes the same of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from liver_hpc.config.completion import Derived
+from liver_hpc.config.problems import KeyPath
+from liver_hpc.errors import ConfigError
+from liver_hpc.recipes.megatron_lm.judgement import judged, notes_of, refused_words, without_layout
+from liver_hpc.recipes.megatron_lm.owned import (
+    LISTS,
+    NUMBERS,
+    SWITCHES,
+    Owned,
+    derived_values,
+    flag,
+    problems_of,
+    shares,
+)
+
+__all__ = ["agreement", "derived_from", "judged", "notes_of", "without_layout"]
+
+
+def derived_from(words: Sequence[str]) -> Mapping[KeyPath, Derived]:
+    """The run file's values that follow from a job's arguments, by key.
+
+    Raises ConfigError with every argument that an elastic run cannot have, and every one that is
+    missing.
+    """
+    refused = refused_words(words)
+    try:
+        job = Owned.of(words)
+    except ConfigError as error:
+        raise ConfigError(*refused, *error.args) from None
+    if problems := [*refused, *problems_of(job)]:
+        raise ConfigError(*problems)
+    return derived_values(job)
+
+
+def agreement(words: Sequence[str], parsed: Mapping[str, Any]) -> list[str]:
+    """What Megatron's parser has otherwise than the run file has it from the words: a script may
+    have defaults of its own. parsed: its namespace, before or after `validate_args`."""
+    job, problems = Owned.of(words), []
+    for name in (*NUMBERS, *SWITCHES, *LISTS):
+        if name not in parsed or _same(job, name, parsed[name]):
+            continue
+        value = parsed[name]
+        told = " ".join(map(str, value)) if isinstance(value, list) else value
+        problems.append(
+            f"{flag(name)}: the script has {told}, the run file {job[name]} by {job.source(name)}; "
+            f"write {flag(name)} {told} into model.args"
+        )
+    return problems
+
+
+def _same(job: Owned, name: str, value: Any) -> bool:
+    if name == "split":
+        return shares(job) == shares(Owned({"split": value}, {}))
+    if name == "train_iters" and job["train_samples"]:  # which Megatron counts in steps later
+        return value in (None, job["train_samples"] // job["global_batch_size"])
+    return bool(job[name] == value) or (not job[name] and not value)

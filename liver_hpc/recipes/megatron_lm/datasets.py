@@ -1,0 +1,115 @@
+"""The datasets that a script provides, the same on every worker."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import types
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from liver_hpc.errors import ConfigError
+from liver_hpc.host.files import file_lock
+from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.recipes.megatron_lm.capture import Script, alone
+from liver_hpc.world import module_globals, thread
+
+_LOCK = "megatron-lm-data.lock"
+_HELPERS = "megatron.core.datasets.helpers_cpp"
+_ALONE = ("TENSOR_MODEL_PARALLEL", "PIPELINE_MODEL_PARALLEL", "DATA_PARALLEL")
+
+
+class _OneRank:
+    """A group of one."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """By index: what training and validation see; None where the script provides none."""
+
+    train: Any
+    validation: Any
+
+
+def open_datasets(script: Script, layout: Layout, run_directory: Path) -> Datasets:
+    """Asks the script for its datasets, of as many samples as Megatron would ask for.
+
+    The first process of a run that comes writes the index cache, and compiles Megatron's helpers
+    where nobody has, while the others wait. Not collective. Raises ConfigError where they cannot be
+    compiled, and what the script raises.
+    """
+    world = types.SimpleNamespace()
+    captured = script.answer_for(world, layout, Coordinate(0, 0, 0))
+    _answer_as_one(world)
+    run_directory.mkdir(parents=True, exist_ok=True)
+    with thread.groups_in_use(world), alone(), file_lock(run_directory / _LOCK):
+        _find_helpers()
+        numbers = script.training.get_train_valid_test_num_samples()
+        train, validation, _ = captured.datasets_provider(numbers)
+    if train is None:
+        raise ConfigError("the script's dataset provider gives no training set")
+    for dataset in (train, validation):
+        for part in _parts(dataset):
+            _keep_cached_mask_whole(part)
+    return Datasets(train, validation)
+
+
+def _answer_as_one(world: Any) -> None:
+    """parallel_state answers for one worker that does everything."""
+    mine = module_globals.namespace_of(world, parallel_state)
+    for name in mine:
+        if name.startswith("_") and name.endswith(("_GROUP", "_GROUP_WITH_CP")):
+            mine[name] = _OneRank()
+    for axis in _ALONE:
+        mine[f"_MPU_{axis}_RANK"], mine[f"_MPU_{axis}_WORLD_SIZE"] = 0, 1
+
+
+def _find_helpers() -> None:
+    """Imports Megatron's compiled helpers: the checkout's, else those of the wheel, which is of the
+    same release; where there are none, they are compiled, as Megatron-LM does."""
+    package: Any = importlib.import_module("megatron.core.datasets")
+    with suppress(importlib.metadata.PackageNotFoundError):
+        wheel = importlib.metadata.distribution("megatron-core")
+        package.__path__.append(str(wheel.locate_file("megatron/core/datasets")))
+    with suppress(ImportError):
+        importlib.import_module(_HELPERS)
+        return
+    utils: Any = importlib.import_module("megatron.core.datasets.utils")
+    try:
+        utils.compile_helpers()
+        importlib.import_module(_HELPERS)
+    except (SystemExit, ImportError) as error:
+        directory = Path(utils.__file__).parent
+        raise ConfigError(
+            f"{_HELPERS} cannot be compiled: {error}; `make` in {directory} says why"
+        ) from None
+
+
+def _parts(dataset: Any) -> Iterator[Any]:
+    """The datasets that a blend is of, or the one."""
+    for part in getattr(dataset, "datasets", None) or [dataset]:
+        if part is not None:
+            yield part
+
+
+def _keep_cached_mask_whole(dataset: Any) -> None:
+    """Megatron's GPTDataset caches the loss mask of the first sample that it is asked for, and
+    masks that sample's padding in it, too: later samples would depend on which came first."""
+    if not getattr(dataset, "masks_and_position_ids_are_cacheable", False) or not len(dataset):
+        return
+    dataset[0]
+    mask = getattr(dataset, "cached_loss_mask", None)
+    if isinstance(mask, torch.Tensor):
+        dataset.cached_loss_mask = torch.ones_like(mask)

@@ -1,0 +1,300 @@
+"""What keys of the run file follow from a Megatron-LM job's options, by Megatron's own arithmetic
+(`get_optimizer_param_scheduler`, `update_train_iters`, `get_blend_from_list`, `validate_args`)."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from liver_hpc.config.completion import Derived
+from liver_hpc.config.problems import KeyPath
+from liver_hpc.errors import ConfigError
+from liver_hpc.recipes.megatron_lm.words import options_of
+
+NUMBERS: Mapping[str, tuple[Callable[[str], Any], Any]] = {
+    "train_iters": (int, None),
+    "train_samples": (int, None),
+    "global_batch_size": (int, None),
+    "micro_batch_size": (int, None),
+    "seed": (int, 1234),
+    "ddp_bucket_size": (int, None),
+    "lr": (float, None),
+    "min_lr": (float, 0.0),
+    "weight_decay": (float, 0.01),
+    "adam_beta1": (float, 0.9),
+    "adam_beta2": (float, 0.999),
+    "adam_eps": (float, 1e-8),
+    "clip_grad": (float, 1.0),
+    "lr_decay_style": (str, "linear"),
+    "lr_decay_iters": (int, None),
+    "lr_decay_samples": (int, None),
+    "lr_warmup_iters": (int, 0),
+    "lr_warmup_samples": (int, 0),
+    "lr_warmup_fraction": (float, None),
+    "eval_interval": (int, None),
+    "eval_iters": (int, 100),
+    "save": (str, None),
+    "save_interval": (int, None),
+    "load": (str, None),
+    "split": (str, None),
+    "data_args_path": (str, None),
+    "per_split_data_args_path": (str, None),
+}
+"""Type and Megatron's default of the options with one value."""
+SWITCHES = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "mock_data",
+    "exit_on_missing_checkpoint",
+)
+LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+SPLIT = "969, 30, 1"
+"""What `validate_args` puts where --data-path has no --split."""
+TRACKER = "latest_checkpointed_iteration.txt"
+"""What lies in every directory of Megatron's checkpoints."""
+
+_OPTION_OF: Mapping[KeyPath, str] = {
+    ("train", "global_batch"): "global_batch_size",
+    ("train", "micro_batch"): "micro_batch_size",
+    ("train", "seed"): "seed",
+    ("train", "overlap_grad_reduce"): "overlap_grad_reduce",
+    ("train", "overlap_param_gather"): "overlap_param_gather",
+    ("optimizer", "lr"): "lr",
+    ("optimizer", "min_lr"): "min_lr",
+    ("optimizer", "weight_decay"): "weight_decay",
+    ("optimizer", "beta1"): "adam_beta1",
+    ("optimizer", "beta2"): "adam_beta2",
+    ("optimizer", "eps"): "adam_eps",
+    ("optimizer", "clip_grad"): "clip_grad",
+    ("schedule", "style"): "lr_decay_style",
+}
+"""Keys that are one option's value as it stands."""
+
+KEYS: Mapping[KeyPath, tuple[str, ...]] = {
+    ("train", "steps"): ("train_iters", "train_samples", "global_batch_size"),
+    **{key: (name,) for key, name in _OPTION_OF.items()},
+    ("train", "bucket_elements"): ("ddp_bucket_size",),
+    ("schedule", "decay_steps"): ("lr_decay_iters", "lr_decay_samples", "train_iters"),
+    ("schedule", "warmup_steps"): (
+        "lr_warmup_iters",
+        "lr_warmup_samples",
+        "lr_warmup_fraction",
+    ),
+    ("eval", "every_steps"): ("eval_interval",),
+    ("eval", "steps"): ("eval_iters",),
+    ("checkpoint", "directory"): ("save",),
+    ("checkpoint", "format"): ("save",),
+    ("checkpoint", "every_steps"): ("save_interval",),
+    ("checkpoint", "load"): ("load",),
+    ("data", "prefix"): ("data_path",),
+    ("data", "blend"): ("data_path",),
+    ("data", "split"): ("split",),
+    ("data", "seed"): ("seed",),
+}
+"""Every key, and the options that it follows from."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Values of the options above, by their names in Megatron's parser; and how the words have
+    those that they have."""
+
+    values: Mapping[str, Any]
+    words: Mapping[str, str]
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Owned:
+        """Raises ConfigError for a value that is none."""
+        parser = _Parser(allow_abbrev=False, add_help=False)
+        for name, (kind, default) in NUMBERS.items():
+            also = ["--persistent-save-interval"] if name == "save_interval" else []
+            parser.add_argument(flag(name), *also, dest=name, type=kind, default=default)
+        for name in SWITCHES:
+            parser.add_argument(flag(name), action="store_true")
+        for name in LISTS:
+            parser.add_argument(flag(name), nargs="*")
+        values = vars(parser.parse_known_args(list(words))[0])
+        said = {
+            option.name.removeprefix("persistent_"): str(option) for option in options_of(words)
+        }
+        return cls(values, {name: said[name] for name in values if name in said})
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def source(self, *names: str) -> str:
+        """Where a value comes from: the words for those of the options that are given."""
+        told = [self.words[name] for name in names if name in self.words]
+        return " and ".join(told) or f"Megatron's default of {flag(names[0])}"
+
+
+def flag(name: str) -> str:
+    """An option as words have it."""
+    return f"--{name.replace('_', '-')}"
+
+
+def problems_of(job: Owned) -> list[str]:
+    """What is missing, or not meant together, as Megatron asserts it."""
+    return [*_missing(job), *_contradictory(job)]
+
+
+def _missing(job: Owned) -> Iterator[str]:
+    if job["train_iters"] is None and job["train_samples"] is None:
+        yield "--train-iters or --train-samples: one of them must be given"
+    for name in ("micro_batch_size", "lr"):
+        if job[name] is None:
+            yield f"{flag(name)} must be given"
+    if job["global_batch_size"] is None:
+        yield (
+            "--global-batch-size must be given: Megatron's default depends on the number of "
+            "workers, and the global batch is the same in every layout"
+        )
+    if job["save"] is not None and job["save_interval"] is None:
+        yield "--save wants --save-interval, as Megatron does"
+    if job["load"] is not None and job["exit_on_missing_checkpoint"] and not loadable(job):
+        yield f"--load {job['load']}: there is no {TRACKER}, and --exit-on-missing-checkpoint"
+
+
+def _contradictory(job: Owned) -> Iterator[str]:
+    samples = ("lr_decay_samples", "lr_warmup_samples")
+    iters = ("lr_decay_iters", "lr_warmup_iters")
+    pairs = [("train_iters", other) for other in ("train_samples", *samples)]
+    pairs += [("train_samples", other) for other in iters]
+    pairs += [("lr_warmup_fraction", other) for other in ("lr_warmup_iters", "lr_warmup_samples")]
+    for one, other in pairs:
+        if job[one] is not None and job[other]:
+            yield f"{flag(one)} and {flag(other)} do not go together, as in Megatron"
+    if job["overlap_param_gather"] and not job["overlap_grad_reduce"]:
+        yield "--overlap-param-gather wants --overlap-grad-reduce, as Megatron does"
+    if job["lr"] is not None and job["min_lr"] > job["lr"]:
+        yield f"--min-lr {job['min_lr']:g} is more than --lr {job['lr']:g}"
+
+
+def loadable(job: Owned) -> bool:
+    """Whether --load has a checkpoint; where it has none Megatron begins with initial values."""
+    return job["load"] is not None and (Path(job["load"]) / TRACKER).is_file()
+
+
+# ---- keys
+
+
+def derived_values(job: Owned) -> dict[KeyPath, Derived]:
+    """The run file's values that follow from a job without problems."""
+    found = {
+        key: Derived(job[name], job.source(name), _AT)
+        for key, name in _OPTION_OF.items()
+        if job[name] is not None
+    }
+    for part in (_length(job), _schedule(job), _evaluation(job), _checkpoints(job), _data(job)):
+        found |= {key: Derived(value, source, _AT) for key, value, source in part}
+    return found
+
+
+_AT = ("model", "args")
+_Values = Iterator[tuple[KeyPath, Any, str]]
+
+
+def _length(job: Owned) -> _Values:
+    steps, names = job["train_iters"], ["train_iters"]
+    if steps is None:
+        steps = job["train_samples"] // job["global_batch_size"]
+        names = ["train_samples", "global_batch_size"]
+    yield ("train", "steps"), steps, job.source(*names)
+    if job["ddp_bucket_size"] is not None:
+        yield ("train", "bucket_elements"), job["ddp_bucket_size"], job.source("ddp_bucket_size")
+
+
+def _schedule(job: Owned) -> _Values:
+    """Megatron counts samples; a step is a global batch of them."""
+    batch = job["global_batch_size"]
+    unit = "iters" if job["train_iters"] is not None else "samples"
+    length, decay, warmup = f"train_{unit}", f"lr_decay_{unit}", f"lr_warmup_{unit}"
+    scale = batch if unit == "iters" else 1
+    given = decay if job[decay] is not None else length
+    decay_samples = job[given] * scale
+    warmup_samples, warmed_by = job[warmup] * scale, [warmup]
+    if job["lr_warmup_fraction"] is not None:
+        warmup_samples = job["lr_warmup_fraction"] * decay_samples
+        warmed_by = ["lr_warmup_fraction", given]
+    used = ("global_batch_size",) if unit == "samples" else ()
+    yield ("schedule", "decay_steps"), decay_samples / batch, job.source(given, *used)
+    with_batch = used if warmup_samples else ()
+    yield ("schedule", "warmup_steps"), warmup_samples / batch, job.source(*warmed_by, *with_batch)
+
+
+def _evaluation(job: Owned) -> _Values:
+    names = ("eval_interval", "eval_iters")
+    why = _unvalidated(job)
+    if why is not None:
+        yield ("eval",), None, why
+    elif job["eval_interval"] is not None:  # without one Megatron evaluates nothing
+        yield ("eval", "every_steps"), job["eval_interval"], job.source(names[0])
+        yield ("eval", "steps"), job["eval_iters"], job.source(names[1])
+
+
+def _unvalidated(job: Owned) -> str | None:
+    """Which option makes that there is nothing to evaluate; None where there is."""
+    if not job["eval_iters"]:
+        return job.source("eval_iters")
+    if job["data_path"] and shares(job)[1] == 0:
+        return job.source("split")
+    if job["train_data_path"] and not job["valid_data_path"]:
+        return f"{flag('train_data_path')} without {flag('valid_data_path')}"
+    return None
+
+
+def shares(job: Owned) -> list[float]:
+    """Of training, validation and test, as `parse_and_normalize_split` reads them."""
+    given = [float(share) for share in re.findall(r"[.0-9]+", job["split"] or SPLIT)]
+    return [*given, 0.0, 0.0, 0.0][:3]
+
+
+def _checkpoints(job: Owned) -> _Values:
+    if job["save"] is not None:
+        yield ("checkpoint", "directory"), job["save"], job.source("save")
+        yield ("checkpoint", "format"), "torch_dist", job.source("save")
+        yield ("checkpoint", "every_steps"), job["save_interval"], job.source("save_interval")
+    if loadable(job):
+        yield ("checkpoint", "load"), job["load"], job.source("load")
+
+
+def _data(job: Owned) -> _Values:
+    """Where --data-path says all of it; else it is the script's matter alone."""
+    blend = blend_of(job["data_path"] or [])
+    if blend is None:
+        sources = ("data_path", "mock_data", *LISTS, "data_args_path", "per_split_data_args_path")
+        told = [job.words[name] for name in sources if name in job.words]
+        yield ("data",), None, told[0] if told else "no --data-path"
+        return
+    source = job.source("data_path")
+    if len(blend) == 1:
+        yield ("data", "prefix"), blend[0]["prefix"], source
+    else:
+        yield ("data", "blend"), blend, source
+    split = ",".join(re.findall(r"[.0-9]+", job["split"] or SPLIT))
+    yield ("data", "split"), split, job.source("split")
+    yield ("data", "seed"), job["seed"], job.source("seed")
+
+
+def blend_of(words: Sequence[str]) -> list[dict[str, Any]] | None:
+    """Weights and prefixes as `get_blend_from_list` reads them; None for none, and for several
+    without weights, which Megatron weighs by their sizes."""
+    if len(words) == 1:
+        return [{"prefix": words[0].strip(), "weight": 1.0}]
+    if not words or len(words) % 2:
+        return None
+    try:
+        weights = [float(word) for word in words[::2]]
+    except ValueError:
+        return None
+    pairs = zip(words[1::2], weights, strict=True)
+    return [{"prefix": prefix.strip(), "weight": weight} for prefix, weight in pairs]

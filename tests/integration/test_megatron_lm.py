@@ -1,0 +1,208 @@
+"""A script of Megatron-LM, unchanged, whose shape changes live; of the checkout that MEGATRON_LM
+names, or of a small stand-in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import ConfigError
+from liver_hpc.recipes.completion import load_users_run
+from liver_hpc.recipes.specs import derive_spec
+from liver_hpc.report.store import RunRecords, read_run
+from tests.integration.elastic import losses
+from tests.integration.runs import (
+    ENDLESS,
+    finish,
+    start,
+    stop_and_read,
+    watch,
+    worst_difference,
+)
+
+pytestmark = pytest.mark.timeout(400)
+
+real = pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="wants MEGATRON_LM=CHECKOUT")
+
+WORDS = f"""
+--num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4
+--seq-length 16 --max-position-embeddings 16 --swiglu --disable-bias-linear
+--attention-dropout 0 --hidden-dropout 0 --transformer-impl local --no-masked-softmax-fusion
+--no-gradient-accumulation-fusion --untie-embeddings-and-output-weights
+--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 1000
+--mock-data --tokenizer-type NullTokenizer --vocab-size 62 --make-vocab-size-divisible-by 32
+--eval-interval 5 --eval-iters 2 --train-iters {ENDLESS}
+"""
+EXPERTS = """
+--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss
+--moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall
+"""
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{"dp": 1}],
+    2: [{"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"cp": 2}],
+    4: [{"pp": 2, "dp": 2, "vpp": 2}],
+}
+HANDOFFS = [
+    {"tp": 2, "sequence_parallel": True},
+    {"pp": 2},
+    {"pp": 2, "dp": 2, "vpp": 2},
+    {"cp": 2},
+    {"dp": 1},
+]
+WITH_EXPERTS = {2: [{"dp": 2}, {"dp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"pp": 2}]}
+
+Config = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def config(tmp_path: Path, megatron_lm: Path) -> Config:
+    """A run of the script by a run file as its owner has it."""
+
+    def made(
+        words: str = WORDS,
+        layouts: Mapping[int, Sequence[Mapping[str, Any]]] = LAYOUTS,
+        notices: Sequence[Mapping[str, Any]] = (),
+        script: Path | None = None,
+    ) -> RunConfig:
+        values = {
+            "name": "script",
+            "runs_directory": str(tmp_path / "runs"),
+            "recipe": "liver_hpc.recipes.megatron_lm:Pretrain",
+            "model": {
+                "script": str(script or megatron_lm / "pretrain_gpt.py"),
+                "megatron_lm": str(megatron_lm),
+                "args": words,
+            },
+            "cluster": {"kind": "local"},
+            "workers": {"initial": min(layouts), "max": max(layouts)},
+            "layouts": {count: [dict(one) for one in known] for count, known in layouts.items()},
+            "notices": [dict(notice) for notice in notices],
+        }
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump(values), encoding="utf-8")
+        return load_users_run(file)
+
+    return made
+
+
+def changed(config: RunConfig) -> RunRecords:
+    """A run that is stopped a while after the last of its scripted handoffs."""
+    run = start(config)
+    wanted = len(config.notices)
+    watch(run, lambda status: status.handoffs_done + status.handoffs_aborted == wanted, 200.0)
+    last = read_run(run.path).reconfigurations[-1].step
+    watch(run, lambda status: status.step >= last + 7, 60.0)
+    return stop_and_read(run)
+
+
+def fixed(config: RunConfig, steps: int) -> RunRecords:
+    """The same run without a handoff, so many steps of it."""
+    train = config.train.model_copy(update={"steps": steps})
+    return finish(start(config.model_copy(update={"notices": [], "train": train})))
+
+
+@pytest.mark.parametrize(
+    ("words", "layouts", "handoffs"),
+    [
+        pytest.param(WORDS, LAYOUTS, HANDOFFS, id="dense"),
+        pytest.param(
+            WORDS + EXPERTS,
+            WITH_EXPERTS,
+            [{"dp": 2, "ep": 2}, {"pp": 2}, {"cp": 2, "ep": 2}],
+            id="experts",
+        ),
+    ],
+)
+def test_handoffs_change_neither_losses_nor_validation(
+    config: Config, words: str, layouts: Any, handoffs: list[dict[str, Any]]
+) -> None:
+    notices = [{"at_step": 6 + 5 * n, "layout": one} for n, one in enumerate(handoffs)]
+    elastic = changed(config(words, layouts, notices))
+    assert [each.outcome for each in elastic.reconfigurations] == ["completed"] * len(handoffs)
+
+    quiet = fixed(config(words, layouts), len(elastic.steps))
+    assert worst_difference(losses(elastic)[:60], losses(quiet)) <= 1e-5
+    assert worst_difference(losses(elastic), losses(quiet)) <= 1e-3
+    wanted = {each.step: each.loss for each in quiet.evaluations}
+    assert len(elastic.evaluations) >= len(handoffs)
+    for each in elastic.evaluations:
+        assert each.loss == pytest.approx(wanted[each.step], rel=1e-4)
+
+
+OWN_PARTS = """
+import runpy, sys, functools
+import torch
+from megatron.training import training
+import megatron.training as package
+
+plain = training.pretrain
+
+def halved(function, output):
+    loss, tokens, report = function(output)
+    return loss / 2, tokens, report
+
+def with_own_loss(provider, model_provider, model_type, forward_step, *args, **options):
+    def step(iterator, model):
+        output, function = forward_step(iterator, model)
+        return output, functools.partial(halved, function)
+    return plain(provider, model_provider, model_type, step, *args, **options)
+
+if __name__ == "__main__":
+    package.pretrain = training.pretrain = with_own_loss
+    runpy.run_path({script!r}, run_name="__main__")
+    raise SystemExit("what follows pretrain is not run")
+"""
+
+
+def test_a_script_with_a_loss_of_its_own(config: Config, tmp_path: Path, megatron_lm: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(OWN_PARTS.format(script=str(megatron_lm / "pretrain_gpt.py")))
+    words = WORDS.replace(str(ENDLESS), "3")
+    own = finish(start(config(words, {1: [{"dp": 1}]}, script=script)))
+    whole = finish(start(config(words, {1: [{"dp": 1}]})))
+    assert own.steps[0].loss == pytest.approx(whole.steps[0].loss / 2, rel=1e-6)
+    assert own.steps[0].grad_norm == pytest.approx(whole.steps[0].grad_norm / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--num-layers four", "invalid int value: 'four'"),
+        ("--no-such-option 3", "unrecognized arguments: --no-such-option 3"),
+        ("--num-attention-heads 5", "hidden"),
+    ],
+)
+def test_what_the_script_does_not_take_is_told_at_submit(
+    config: Config, words: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        derive_spec(config(f"{WORDS} {words}"))
+
+
+def test_a_script_that_never_trains_is_told_at_submit(config: Config, tmp_path: Path) -> None:
+    script = tmp_path / "nothing.py"
+    script.write_text("import megatron.training\n")
+    with pytest.raises(ConfigError, match=r"nothing\.py ends without a call of .*pretrain"):
+        derive_spec(config(script=script))
+
+
+def test_another_release_of_megatron_core_is_refused(
+    config: Config, tmp_path: Path, megatron_lm: Path
+) -> None:
+    checkout = tmp_path / "checkout"
+    (checkout / "megatron" / "core").mkdir(parents=True)
+    (checkout / "megatron" / "training").symlink_to(megatron_lm / "megatron" / "training")
+    for name in ("pretrain_gpt.py", "gpt_builders.py", "model_provider.py"):
+        (checkout / name).symlink_to(megatron_lm / name)
+    info = 'MAJOR = 0\nMINOR = 9\nPATCH = 7\nPRE_RELEASE = "rc1"\n'
+    (checkout / "megatron" / "core" / "package_info.py").write_text(info)
+    made = config(script=checkout / "pretrain_gpt.py")
+    model = {**made.model, "megatron_lm": str(checkout)}
+    with pytest.raises(ConfigError, match=r"has megatron-core 0\.9\.7rc1, .* is installed"):
+        derive_spec(made.model_copy(update={"model": model}))

@@ -1,0 +1,185 @@
+"""What the run file gets from a Megatron-LM job's arguments, by numbers worked out by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liver_hpc.errors import ConfigError
+from liver_hpc.recipes.megatron_lm.arguments import agreement, derived_from
+from liver_hpc.recipes.megatron_lm.owned import TRACKER
+from tests.unit.recipes.megatron_lm.jobs import JOB
+
+SAMPLES = JOB.replace("--train-iters 1000", "--train-samples 8100")
+
+
+def values(more: str, job: str = JOB) -> dict[str, Any]:
+    found = derived_from(f"{job} {more}".split())
+    return {".".join(map(str, path)): one.value for path, one in found.items()}
+
+
+def test_megatrons_defaults_of_a_plain_job() -> None:
+    assert values("") == {
+        "train.steps": 1000,
+        "train.global_batch": 8,
+        "train.micro_batch": 2,
+        "train.seed": 1234,
+        "train.overlap_grad_reduce": False,
+        "train.overlap_param_gather": False,
+        "optimizer.lr": 1e-3,
+        "optimizer.min_lr": 0.0,
+        "optimizer.weight_decay": 0.01,
+        "optimizer.beta1": 0.9,
+        "optimizer.beta2": 0.999,
+        "optimizer.eps": 1e-8,
+        "optimizer.clip_grad": 1.0,
+        "schedule.style": "linear",
+        "schedule.warmup_steps": 0.0,
+        "schedule.decay_steps": 1000.0,
+        "data": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("job", "more", "steps", "warmup", "decay"),
+    [
+        (JOB, "--lr-warmup-iters 10", 1000, 10, 1000),
+        (JOB, "--lr-decay-iters 800 --lr-warmup-fraction 0.01", 1000, 8, 800),
+        (JOB, "--lr-warmup-fraction 0.0015", 1000, 1.5, 1000),
+        (SAMPLES, "", 1012, 0, 1012.5),  # the last batch is not whole, and is left out
+        (SAMPLES, "--lr-warmup-samples 100", 1012, 12.5, 1012.5),
+        (SAMPLES, "--lr-decay-samples 6000 --lr-warmup-fraction 0.1", 1012, 75, 750),
+    ],
+)
+def test_the_schedule_in_steps(
+    job: str, more: str, steps: int, warmup: float, decay: float
+) -> None:
+    found = values(more, job)
+    assert found["train.steps"] == steps
+    assert found["schedule.warmup_steps"] == warmup
+    assert found["schedule.decay_steps"] == decay
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "value"),
+    [
+        ("--lr=2e-4 --lr 1e-4", "optimizer.lr", 1e-4),  # the last one holds
+        ("--min-lr 1e-5", "optimizer.min_lr", 1e-5),
+        ("--adam-beta2 0.95", "optimizer.beta2", 0.95),
+        ("--clip-grad 0", "optimizer.clip_grad", 0.0),
+        ("--lr-decay-style cosine", "schedule.style", "cosine"),
+        ("--seed 7", "train.seed", 7),
+        ("--overlap-grad-reduce", "train.overlap_grad_reduce", True),
+        ("--ddp-bucket-size 1000", "train.bucket_elements", 1000),
+        ("--eval-interval 50", "eval.every_steps", 50),
+        ("--eval-interval 50", "eval.steps", 100),
+        ("--eval-interval 50 --eval-iters 0", "eval", None),
+        ("--save /ckpt --save-interval 20", "checkpoint.directory", "/ckpt"),
+        ("--save /ckpt --persistent-save-interval 20", "checkpoint.every_steps", 20),
+        ("--save /ckpt --save-interval 20", "checkpoint.format", "torch_dist"),
+    ],
+)
+def test_one_key(more: str, key: str, value: object) -> None:
+    assert values(more)[key] == value
+
+
+DATA = JOB.replace("--mock-data", "")
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ("--data-path /a/x", {"prefix": "/a/x", "split": "969,30,1", "seed": 1234}),
+        ("--data-path 0.3 /a --split 90,10 --seed 5",
+         {"prefix": "/a", "split": "90,10", "seed": 5}),
+        ("--data-path 0.3 /a 0.7 /b --split 100,0,0",
+         {"blend": [{"prefix": "/a", "weight": 0.3}, {"prefix": "/b", "weight": 0.7}],
+          "split": "100,0,0", "seed": 1234}),
+    ],
+)  # fmt: skip
+def test_data(more: str, wanted: dict[str, Any]) -> None:
+    found = values(more, DATA)
+    assert {key[5:]: value for key, value in found.items() if key.startswith("data.")} == wanted
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["", "--mock-data", "--data-path /a /b /c", "--train-data-path /a", "--data-args-path /l"],
+)
+def test_data_that_is_the_scripts_matter(more: str) -> None:
+    assert values(more, DATA)["data"] is None
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["--data-path /a --split 100,0,0", "--train-data-path /a", "--data-path /a --eval-iters 0"],
+)
+def test_no_validation_set(more: str) -> None:
+    found = values(f"{more} --eval-interval 10", DATA)
+    assert found["eval"] is None
+    assert "eval.steps" not in found
+
+
+def test_a_checkpoint_is_loaded_where_there_is_one(tmp_path: Path) -> None:
+    more = f"--load {tmp_path}"
+    assert "checkpoint.load" not in values(more)
+    with pytest.raises(ConfigError, match="--exit-on-missing-checkpoint"):
+        values(f"{more} --exit-on-missing-checkpoint")
+    (tmp_path / TRACKER).write_text("7")
+    assert values(f"{more} --exit-on-missing-checkpoint")["checkpoint.load"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (JOB.replace("--global-batch-size 8", ""), "--global-batch-size must be given"),
+        (JOB.replace("--micro-batch-size 2", ""), "--micro-batch-size must be given"),
+        (JOB.replace("--lr 1e-3", ""), "--lr must be given"),
+        (JOB.replace("--train-iters 1000", ""), "--train-iters or --train-samples"),
+        (f"{JOB} --save /c", "--save wants --save-interval"),
+        (f"{JOB} --train-samples 8", "--train-iters and --train-samples"),
+        (f"{JOB} --lr-decay-samples 8", "--train-iters and --lr-decay-samples"),
+        (f"{SAMPLES} --lr-warmup-iters 8", "--train-samples and --lr-warmup-iters"),
+        (f"{JOB} --lr-warmup-fraction .1 --lr-warmup-iters 8", "--lr-warmup-fraction and"),
+        (f"{JOB} --min-lr 1", "--min-lr 1 is more than --lr 0.001"),
+        (f"{JOB} --overlap-param-gather", "wants --overlap-grad-reduce"),
+        (f"{JOB} --lr high", "--lr: invalid float value: 'high'"),
+        (f"stray {JOB}", "wanted an option such as --num-layers, got 'stray'"),
+    ],
+)
+def test_what_is_missing_or_not_meant_together(words: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        derived_from(words.split())
+
+
+def test_sources_name_the_words_or_the_default() -> None:
+    found = derived_from(f"{SAMPLES} --lr-warmup-fraction 0.1".split())
+    assert found["optimizer", "lr"].source == "--lr 1e-3"
+    assert found["train", "seed"].source == "Megatron's default of --seed"
+    assert found["train", "steps"].source == "--train-samples 8100 and --global-batch-size 8"
+    assert found["optimizer", "lr"].at == ("model", "args")
+
+
+def test_what_the_script_has_otherwise_is_named() -> None:
+    words = f"{DATA} --data-path /a".split()
+    parsed = {"seed": 1234, "lr": 1e-3, "data_path": ["/a"], "split": "969, 30, 1", "save": None}
+    assert agreement(words, parsed) == []
+    assert agreement(SAMPLES.split(), {"train_samples": 8100, "train_iters": 1012}) == []
+    assert agreement(words, {**parsed, "seed": 1, "data_path": ["/b"]}) == [
+        "--seed: the script has 1, the run file 1234 by Megatron's default of --seed; "
+        "write --seed 1 into model.args",
+        "--data-path: the script has /b, the run file ['/a'] by --data-path /a; "
+        "write --data-path /b into model.args",
+    ]
+
+
+def test_nothing_of_it_imports_torch() -> None:
+    code = (
+        "import sys, liver_hpc.recipes.completion, liver_hpc.recipes.megatron_lm.arguments\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
