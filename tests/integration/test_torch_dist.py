@@ -30,6 +30,7 @@ CHAINS = {
         (Case("dp4"), "tp2 pp2", Case("pp2 dp2")),
         (Case("tp2 dp2", BF16), "dp4", Case("tp4", BF16)),
         (Case("pp2 vpp2 dp2", overlap=True), "tp2 dp2", Case("dp4")),
+        (Case("tp2 dp2", BF16, distributed=False), "dp4", Case("tp2 dp2", BF16)),
         (Case("tp2 pp2", BF16, "fully_reshardable"), "pp2 dp2", Case("dp4", BF16)),
     ],
     "experts": [

@@ -20,13 +20,13 @@ from liver_hpc.errors import CheckpointError, ConfigError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import ScalarState
 
-MODEL_SPACE = ("fully_reshardable", "fully_sharded_model_space")
+MODEL_SPACE = "fully_reshardable"
 BUCKET_SPACE = "dp_reshardable"
 _SHARDING = "distrib_optim_sharding_type"
 _STEPS = re.compile(r"^(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/")
 
 CONTENT: Mapping[str, Any] = {
-    _SHARDING: MODEL_SPACE[0],
+    _SHARDING: MODEL_SPACE,
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
@@ -94,12 +94,12 @@ def read_contents(path: Path) -> Contents:
     content = common.get("content_metadata")
     if content is None:  # before 0.13
         own = bool(args.get("ckpt_fully_parallel_save"))
-        content = {_SHARDING: MODEL_SPACE[1] if own else "dp_zero_gather_scatter"}
+        content = {_SHARDING: "fully_sharded_model_space" if own else "dp_zero_gather_scatter"}
     sharding = content.get(_SHARDING)
-    if sharding not in (None, BUCKET_SPACE, *MODEL_SPACE):
+    if sharding not in (None, BUCKET_SPACE, MODEL_SPACE):
         raise CheckpointError(
             f"{path} has the optimizer's state as {sharding}; wanted {BUCKET_SPACE} or "
-            f"{MODEL_SPACE[0]}: let the job save it once more (--dist-ckpt-optim-fully-reshardable)"
+            f"{MODEL_SPACE}: let the job save it once more (--dist-ckpt-optim-fully-reshardable)"
         )
     return Contents(
         path,
@@ -259,7 +259,7 @@ def _optimizer_state(
     states = [
         {
             "optimizer": {"param_groups": one, "state": {"common_step": scalars.optimizer_step}},
-            "param_state_sharding_type": MODEL_SPACE[0],
+            "param_state_sharding_type": MODEL_SPACE,
         }
         for one in (dense, experts)
         if one

@@ -1,0 +1,78 @@
+"""What a run begins with: its own newest checkpoint, that of `checkpoint.load`, or nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liver_hpc.checkpoint.index import Checkpoint
+from liver_hpc.cli.check import _check_checkpoints
+from liver_hpc.config.schema import CheckpointSection
+from liver_hpc.coordinator.checkpoints import Loaded, newest_checkpoint, to_load
+from liver_hpc.errors import CheckpointError
+from liver_hpc.layout.coordinates import Layout
+from tests.fakes import tiny_run
+from tests.unit.checkpoint.disk import Disk
+from tests.unit.config.test_megatron_checkpoint import checkpoint
+from tests.unit.layout.models import TIED
+
+FILES = ("metadata.json", ".metadata", "common.pt")
+
+
+def of(directory: Path, load: Path | None, own: Checkpoint | None = None) -> Loaded | None:
+    return to_load(tiny_run(checkpoint={"load": load}), directory, own)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Checkpoint:
+    """A run's own checkpoint of step 8."""
+    disk = Disk(TIED, tmp_path / "run")
+    disk.save(Layout(1, 1, 2), 8)
+    found = newest_checkpoint(disk.directory)
+    assert found is not None
+    return found
+
+
+def test_without_load_nothing_is_loaded(tmp_path: Path) -> None:
+    assert of(tmp_path, None) is None
+
+
+def test_a_new_run_begins_with_what_a_job_has_saved(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 50, *FILES)
+    assert of(tmp_path / "run", tmp_path) == Loaded(path, 50)
+
+
+def test_a_runs_own_goes_first(tmp_path: Path, own: Checkpoint) -> None:
+    checkpoint(tmp_path, 50, *FILES)
+    assert of(own.path.parent, tmp_path, own) is None
+
+
+@pytest.mark.parametrize(("step", "loaded"), [(7, False), (8, False), (50, True)])
+def test_in_one_directory_the_newest_goes_first(own: Checkpoint, step: int, loaded: bool) -> None:
+    path = checkpoint(own.path.parent, step, *FILES)
+    assert of(own.path.parent, own.path.parent, own) == (Loaded(path, step) if loaded else None)
+
+
+def test_the_same_directory_may_be_empty_at_first_and_no_other(tmp_path: Path) -> None:
+    assert of(tmp_path, tmp_path) is None
+    with pytest.raises(CheckpointError, match="has no latest_checkpointed_iteration"):
+        of(tmp_path / "run", tmp_path)
+
+
+def problems(**section: Any) -> list[str]:
+    return list(_check_checkpoints(CheckpointSection(**section)))
+
+
+def test_submit_refuses_what_cannot_be_loaded_or_is_anothers(tmp_path: Path) -> None:
+    (missing,) = problems(load=tmp_path)
+    assert "has no checkpoint" in missing
+    assert problems(load=tmp_path, directory=tmp_path, format="torch_dist") == []
+    checkpoint(tmp_path, 50, *FILES)
+    assert problems(load=tmp_path) == []
+    (other,) = problems(directory=tmp_path, format="torch_dist")
+    assert "holds checkpoints of another run, the newest of step 50" in other
+    checkpoint(tmp_path, 60, "mp_rank_00")
+    (legacy,) = problems(load=tmp_path)
+    assert "legacy format (torch)" in legacy

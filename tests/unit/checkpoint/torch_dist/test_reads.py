@@ -1,0 +1,79 @@
+"""What is read of a checkpoint whose vocabulary is padded otherwise, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from liver_hpc.checkpoint.torch_dist.contents import CONTENT, Contents
+from liver_hpc.checkpoint.torch_dist.files import Place, Table, Tensor
+from liver_hpc.checkpoint.torch_dist.places import elements
+from liver_hpc.checkpoint.torch_dist.reads import Source
+from liver_hpc.errors import CheckpointError
+from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.layout.tensors import ModelSpec, TensorSpec
+from liver_hpc.world.sharded import Sharded
+
+ROWS, COLS = 12, 4
+MODEL = ModelSpec((TensorSpec("words", (ROWS, COLS), tp_dim=0),), {"pp1": (((0,),),)}, 4)
+PIECES = {
+    "words": (Sharded(((0, ROWS), (0, COLS)), "w", (ROWS, COLS), ((0, ROWS), (0, COLS)), True),)
+}
+HERE, AT = Layout(1, 1, 1), Coordinate(0, 0, 0)
+
+
+def contents(rows: int, dtype: str = "float32") -> Contents:
+    """A checkpoint with so many words, in two chunks, whose optimizer's state is in model space."""
+    half = rows // 2
+    tensors = {}
+    for number, prefix in enumerate(
+        ("", *(f"optimizer.state.{k}." for k in ("exp_avg", "exp_avg_sq")))
+    ):
+        chunks = tuple(
+            (((at, half), (0, COLS)), Place(f"__{number}_0.distcp", at, 1)) for at in (0, half)
+        )
+        tensors[f"{prefix}w"] = Tensor((rows, COLS), dtype, chunks)
+    return Contents(Path("saved"), Table(tensors, {}), CONTENT, 5, 40, 5, HERE)
+
+
+@pytest.mark.parametrize(("rows", "zeros"), [(8, 4), (12, 0), (16, 0)])
+def test_padding_that_the_checkpoint_lacks_is_zero(rows: int, zeros: int) -> None:
+    plan = Source(contents(rows), MODEL, PIECES).reads(HERE, AT)
+    assert sum(elements(zero.part.within) for zero in plan.zeros) == 3 * zeros * COLS
+    assert sum(elements(read.part.within) for read in plan.reads) == 3 * (ROWS - zeros) * COLS
+    assert [read.place for read in plan.reads] == sorted(read.place for read in plan.reads)
+    for read in plan.reads:
+        first = read.place.start + read.source.within[0][0]
+        assert read.part.within[0][0] + read.box.row0 == first
+
+
+def test_another_shape_is_refused_by_name() -> None:
+    piece = PIECES["words"][0]._replace(padded=False)
+    with pytest.raises(CheckpointError, match=r"'w' is \(16, 4\) in it, \(12, 4\) in the run"):
+        Source(contents(16), MODEL, {"words": (piece,)})
+
+
+def test_another_precision_is_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match="parameter of 'words' is bfloat16 in it, float32"):
+        Source(contents(12, "bfloat16"), MODEL, PIECES)
+
+
+def test_what_is_lacking_is_named() -> None:
+    saved = contents(12)
+    table = Table({key: t for key, t in saved.table.tensors.items() if "sq" not in key}, {})
+    with pytest.raises(CheckpointError, match=r"lacks 'optimizer.state.exp_avg_sq.w'"):
+        Source(replace(saved, table=table), MODEL, PIECES)
+    words = saved.table.tensors["w"]
+    holed = Table({**saved.table.tensors, "w": replace(words, chunks=words.chunks[:1])}, {})
+    with pytest.raises(CheckpointError, match="holds 24 of the 48 elements of parameter"):
+        Source(replace(saved, table=holed), MODEL, PIECES).reads(HERE, AT)
+
+
+def test_a_batch_with_other_samples_is_refused() -> None:
+    contents(12).check_batch(8)
+    with pytest.raises(
+        CheckpointError, match="global_batch of 4 takes 20 samples; it has consumed 40"
+    ):
+        contents(12).check_batch(4)
