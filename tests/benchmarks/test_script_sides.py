@@ -54,9 +54,9 @@ def test_losses_and_norms_are_compared_over_the_first_steps_of_both() -> None:
 @real
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_both_sides_train_alike(tmp_path: Path) -> None:
-    checkout, file = os.environ["MEGATRON_LM"], tmp_path / "s.json"
-    assert main(["--quick", "--megatron-lm", checkout, "--json", str(file)]) == 0
+def test_both_sides_train_alike(megatron_lm: Path, tmp_path: Path) -> None:
+    file = tmp_path / "s.json"
+    assert main(["--quick", "--megatron-lm", str(megatron_lm), "--json", str(file)]) == 0
     written = json.loads(file.read_text())
     assert written["figures"]["max_relative_difference"] < 1e-5
     assert 0.3 < written["figures"]["throughput_ratio"] < 3.0
