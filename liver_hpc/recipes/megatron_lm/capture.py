@@ -94,6 +94,8 @@ class Script:
         for module in (self.variables, num_microbatches_calculator, rerun_state_machine):
             module_globals.answer_per_world(module)
         vars(self.arguments)["_print_args"] = lambda *_args: None
+        self._defaults: dict[str, Any] = {}
+        self._note_defaults()
 
     def at(self, layout: Layout) -> Captured:
         """Runs the script, where that has not been done for the layout. Not collective.
@@ -130,11 +132,24 @@ class Script:
         have, and for what the script makes otherwise than the run file has it."""
         parser = argparse.ArgumentParser(allow_abbrev=False)
         self.arguments.add_megatron_arguments(parser)
+        captured = self.at(layout)
         parsed, plain = (vars(parser.parse_known_args(w)[0]) for w in (self._words, []))
+        unset = {name for name, value in parsed.items() if value is None}
+        parsed |= {name: self._defaults[name] for name in unset & self._defaults.keys()}
         problems = judged(parsed, plain)
-        problems += agreement(self._words, vars(self.at(layout).args))
+        problems += agreement(self._words, vars(captured.args))
         if problems:
             raise ConfigError(*(f"model.args: {problem}" for problem in problems))
+
+    def _note_defaults(self) -> None:
+        """Notes what the script has Megatron take where the job's words say nothing."""
+        plain = self.arguments.validate_args
+
+        def validate_args(args: Any, defaults: Any = None, **options: Any) -> Any:
+            self._defaults = dict(defaults or {})
+            return plain(args, self._defaults, **options)
+
+        self.arguments.validate_args = validate_args
 
     def captured_of(self, groups: Any) -> Captured:
         """What was captured for a world."""

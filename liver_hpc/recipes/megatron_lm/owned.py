@@ -158,6 +158,8 @@ def _missing(job: Owned) -> Iterator[str]:
             "--global-batch-size must be given: Megatron's default depends on the number of "
             "workers, and the global batch is the same in every layout"
         )
+    if job["eval_iters"] and job["eval_interval"] is None:
+        yield "--eval-interval must be given, or --eval-iters 0: Megatron-LM divides by it"
     if job["save"] is not None and job["save_interval"] is None:
         yield "--save wants --save-interval, as Megatron does"
     if job["load"] is not None and job["exit_on_missing_checkpoint"] and not loadable(job):

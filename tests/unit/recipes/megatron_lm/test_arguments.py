@@ -40,6 +40,8 @@ def test_megatrons_defaults_of_a_plain_job() -> None:
         "schedule.style": "linear",
         "schedule.warmup_steps": 0.0,
         "schedule.decay_steps": 1000.0,
+        "eval.every_steps": 1000,
+        "eval.steps": 100,
         "data": None,
     }
 
