@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-JOB = """--num-layers 2 --hidden-size 32 --eval-interval 1000 --num-attention-heads 4 --seq-length 16
+JOB = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 --max-position-embeddings 16 --tokenizer-type NullTokenizer --vocab-size 62 --mock-data
---micro-batch-size 2 --global-batch-size 8 --train-iters 1000 --lr 1e-3"""
+--micro-batch-size 2 --global-batch-size 8 --train-iters 1000 --lr 1e-3 --eval-interval 1000"""
 """What a run can have; arguments behind these beat them."""
 
 
