@@ -162,7 +162,6 @@ class Derivation:
             found.update(recorder.first_values(module))
             return [module]
 
-        install_sentinel(self._whole.workers[0])
         with self._seat(self._whole, self._whole.workers[0], build):
             pass
         if type(self._recipe).initial is Recipe.initial:
@@ -241,7 +240,6 @@ class Derivation:
 
     def _shards(self, layout: Layout, at: Coordinate) -> list[Shards]:
         rank = layout.rank(at)
-        install_sentinel(rank)
         rank_map = RankMap(layout, tuple(range(layout.workers)))
         with self._seat(rank_map, rank) as (modules, groups):
             return chunk_shards(modules, groups, self.frame, layout)
@@ -251,6 +249,8 @@ class Derivation:
         self, rank_map: RankMap, worker: int, build: Build | None = None
     ) -> Iterator[tuple[list[Any], Any]]:
         """The chunks of one seat, on the meta device, and its stand-in groups."""
+        if torch.distributed.get_rank() != worker:  # of which none has a world in this process
+            install_sentinel(worker)
         at = rank_map.coordinate_of(worker)
         assert at is not None
         book = GroupBook(next(_generations), worker, self._device)
