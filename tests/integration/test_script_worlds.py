@@ -1,0 +1,98 @@
+"""Two worlds of a script in one process: one trains, one is rehearsed, in turns and at once."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.integration.processes import WorkerProcess, run_workers
+
+pytestmark = pytest.mark.timeout(200)
+
+WORDS = """
+--num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4
+--seq-length 16 --max-position-embeddings 16 --swiglu --disable-bias-linear
+--attention-dropout 0.1 --hidden-dropout 0.1 --transformer-impl local --no-masked-softmax-fusion
+--no-gradient-accumulation-fusion --recompute-granularity full --recompute-method uniform
+--recompute-num-layers 1 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --train-iters 100
+--mock-data --tokenizer-type NullTokenizer --vocab-size 62 --make-vocab-size-divisible-by 32
+--eval-interval 5 --eval-iters 1
+"""
+STEPS = 12
+
+
+def _train_beside_rehearsals(process: WorkerProcess, checkout: str, directory: str) -> Any:
+    """Losses of a world alone; then of another one like it, while a third world of another layout
+    is rehearsed: in turns for half of the steps, at once for the rest."""
+    from liver_hpc.layout.coordinates import Layout, RankMap
+    from liver_hpc.recipes.base import load_recipe, put_first_on_path
+    from liver_hpc.recipes.completion import load_users_run
+    from liver_hpc.world.derive import Derivation
+    from liver_hpc.world.world import World
+    from tests.integration.worlds import begin_at, train
+
+    values = {
+        "recipe": "liver_hpc.recipes.megatron_lm:Pretrain",
+        "model": {"script": f"{checkout}/pretrain_gpt.py", "args": WORDS},
+        "workers": {"initial": 1, "max": 4},
+        "layouts": {1: {"dp": 1}, 4: {"tp": 2, "pp": 2}},
+        "cluster": {"kind": "local"},
+    }
+    file = Path(directory) / f"run-{process.worker}.yaml"
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    config = load_users_run(file)
+    put_first_on_path(config)
+    recipe = load_recipe(config)
+    alone, shared = Layout(1, 1, 1), Layout(2, 2, 1)
+    recipe.spec = Derivation(recipe).spec([alone, shared])
+    recipe.open(Path(directory))
+
+    def connected(generation: int) -> World:
+        world = World(recipe, RankMap(alone, (0,)), 0, generation, process.device)
+        world.book.connect(process.network, process.store, 30.0)
+        world.state.initialize(recipe.initial, 3)
+        begin_at(world, 0)
+        return world
+
+    world = connected(0)
+    wanted = train(world, range(STEPS))
+    world.close()
+    world = connected(1)
+    target = World(recipe, RankMap(shared, (0, 1, 2, 3)), 0, 2, process.device)
+    found = []
+    for step in range(STEPS // 2):
+        target.warm_up()
+        found += train(world, [step])
+    over = threading.Event()
+
+    def rehearse() -> int:
+        rehearsals = 0
+        while not over.is_set():
+            target.warm_up()
+            rehearsals += 1
+        return rehearsals
+
+    with ThreadPoolExecutor(1) as beside:
+        rehearsed = beside.submit(rehearse)
+        try:
+            found += train(world, range(STEPS // 2, STEPS))
+        finally:
+            over.set()
+        return wanted, found, rehearsed.result(60.0)
+
+
+def test_a_rehearsal_of_the_script_leaves_training_as_it_is(
+    repository: Path, tmp_path: Path
+) -> None:
+    checkout = repository / "tests" / "standin_megatron_lm"
+    ((wanted, found, rehearsals),) = run_workers(
+        _train_beside_rehearsals, 1, tmp_path, str(checkout), str(tmp_path)
+    )
+    assert len(found) == STEPS
+    assert found == wanted  # dropout's masks, too
+    assert rehearsals
