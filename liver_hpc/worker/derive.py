@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from liver_hpc.config.load import load_run
 from liver_hpc.config.megatron_checkpoint import loaded_checkpoint
 from liver_hpc.config.schema import AUTO, RunConfig
+from liver_hpc.errors import LiverError
 from liver_hpc.host.files import write_whole
 from liver_hpc.layout.candidates import layouts_to_derive
 from liver_hpc.layout.coordinates import Layout
@@ -57,7 +58,8 @@ def main() -> int:
         )
         derived = Answer[ModelSpec](value=_derived(derivation, config, list(layouts)))
     except MODELS_ERRORS as error:
-        derived = Answer[ModelSpec](refused=f"{type(error).__name__}: {error}")
+        said = str(error) if isinstance(error, LiverError) else f"{type(error).__name__}: {error}"
+        derived = Answer[ModelSpec](refused=said)
     write_whole(options.derived, derived.model_dump_json())
     return 0
 

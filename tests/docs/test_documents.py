@@ -14,8 +14,8 @@ The convention: a fence says what it is, and how it is held to that.
     ```sh file=run.sh      also written to that file, for later blocks of the page (any language)
     ```python test=PATH    run by that test instead, which names the page
 
-Blocks of a page share one directory with the repository's folders in it, and the commands of this
-environment.
+Blocks of a page share one directory with the repository's folders and a checkout of Megatron-LM in
+it, and the commands of this environment.
 """
 
 from __future__ import annotations
@@ -112,8 +112,9 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
+def directory(tmp_path: Path, megatron_lm: Path) -> Path:
     """Where the blocks of a page run."""
+    (tmp_path / "Megatron-LM").symlink_to(megatron_lm.absolute())
     for name in (*FOLDERS, "Makefile", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path

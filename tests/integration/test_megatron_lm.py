@@ -4,6 +4,7 @@ names, or of a small stand-in."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,30 @@ def test_a_script_with_a_loss_of_its_own(config: Config, tmp_path: Path, megatro
     whole = finish(start(config(words, {1: [{"dp": 1}]})))
     assert own.steps[0].loss == pytest.approx(whole.steps[0].loss / 2, rel=1e-6)
     assert own.steps[0].grad_norm == pytest.approx(whole.steps[0].grad_norm / 2, rel=1e-5)
+
+
+def test_a_script_with_a_loss_and_a_model_of_its_own(
+    config: Config, tmp_path: Path, megatron_lm: Path, repository: Path
+) -> None:
+    """As docs/how-to/megatron-lm.md shows it."""
+    page = (repository / "docs" / "how-to" / "megatron-lm.md").read_text(encoding="utf-8")
+    (parts,) = re.findall(r"^```python test=.*?\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    plain = (megatron_lm / "pretrain_gpt.py").read_text(encoding="utf-8")
+    before, main = plain.split('if __name__ == "__main__":')
+    main = main.replace(
+        "partial(model_provider, gpt_builder)", "partial(model_provider, scaled_builder)"
+    )
+    script = tmp_path / "own" / "pretrain.py"
+    script.parent.mkdir()
+    script.write_text(f'{before}\n{parts}\nif __name__ == "__main__":{main}', encoding="utf-8")
+    layouts = {1: [{"dp": 1}], 2: [{"tp": 2, "sequence_parallel": True}]}
+    elastic = changed(config(WORDS, layouts, [{"at_step": 6, "layout": layouts[2][0]}], script))
+    assert [each.outcome for each in elastic.reconfigurations] == ["completed"]
+
+    quiet = fixed(config(WORDS, layouts, script=script), len(elastic.steps))
+    assert worst_difference(losses(elastic), losses(quiet)) <= 1e-5
+    spec = derive_spec(config(WORDS, layouts, script=script))
+    assert "scale.factors" in spec.model_dump_json()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
@@ -27,8 +28,8 @@ SUBMIT = """
 import sys
 from pathlib import Path
 from liver_hpc.cli.submission import checked_run, new_run
-from liver_hpc.config.load import load_run
-print(new_run(*checked_run(load_run(Path(sys.argv[1])))).path)
+from liver_hpc.recipes.completion import load_users_run
+print(new_run(*checked_run(load_users_run(Path(sys.argv[1])))).path)
 """
 
 COORDINATE = """
@@ -69,6 +70,15 @@ class Normed(Recipe):
 """
 
 
+SCRIPT_WORDS = """
+--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16
+--max-position-embeddings 16 --transformer-impl local --no-persist-layer-norm
+--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+--micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-3
+--mock-data --tokenizer-type NullTokenizer --vocab-size 62 --eval-iters 0
+"""
+
+
 def without_torch(script: str, argument: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     repository = Path(__file__).parents[2]
     paths = [str(NO_TORCH), str(tmp_path), str(repository)]
@@ -86,13 +96,18 @@ def without_torch(script: str, argument: Path, tmp_path: Path) -> subprocess.Com
 
 
 def submitted(tmp_path: Path, **sections: Any) -> tuple[RunDirectory, str]:
-    """A run that was submitted where there is no torch, and what that said. Its one node is this
-    machine; the run does without Slurm from here on."""
+    """As `submitted_file`, of a GPT."""
     config = run_config(
         tmp_path, 6, initial=2, cluster={"kind": "slurm", "slurm": SLURM}, **sections
     )
+    return submitted_file(dump_run(config), tmp_path)
+
+
+def submitted_file(text: str, tmp_path: Path) -> tuple[RunDirectory, str]:
+    """A run that was submitted where there is no torch, and what that said. Its one node is this
+    machine; the run does without Slurm from here on."""
     path = tmp_path / "submitted.yaml"
-    path.write_text(dump_run(config))
+    path.write_text(text)
     done = without_torch(SUBMIT, path, tmp_path)
     run = RunDirectory(Path(done.stdout.strip()))
     assert not (run.path / "spec.json").exists()
@@ -129,6 +144,22 @@ def test_a_task_on_a_node_derives_the_spec_and_submit_says_what_it_left_out(
     assert (run.path / "logs" / "agent-derivation.log").exists()
     spec = load_workers_recipe(run.config(), run.path).spec
     assert {"pp1", "pp2"} <= spec.stages.keys()
+
+
+def test_a_script_of_megatron_lm(tmp_path: Path, megatron_lm: Path) -> None:
+    values = {
+        "runs_directory": str(tmp_path / "runs"),
+        "recipe": "liver_hpc.recipes.megatron_lm:Pretrain",
+        "model": {"script": str(megatron_lm / "pretrain_gpt.py"), "args": SCRIPT_WORDS},
+        "cluster": {"kind": "slurm", "slurm": SLURM},
+        "workers": {"initial": 2, "max": 2},
+        "layouts": {2: {"tp": 2}},
+    }
+    run, said = submitted_file(yaml.safe_dump(values), tmp_path)
+    assert "cannot be derived: ModuleNotFoundError" in said
+    outcome = outcome_of(run, tmp_path)
+    assert outcome.state == "finished", f"{outcome.reason}\n{tails(run)}"
+    assert len(read_run(run.path).steps) == 4
 
 
 def test_a_model_that_no_handoff_could_move_is_refused_before_a_worker_boots(

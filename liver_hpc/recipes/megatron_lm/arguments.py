@@ -61,4 +61,6 @@ def _same(job: Owned, name: str, value: Any) -> bool:
         return shares(job) == shares(Owned({"split": value}, {}))
     if name == "train_iters" and job["train_samples"]:  # which Megatron counts in steps later
         return value in (None, job["train_samples"] // job["global_batch_size"])
+    if name == "eval_interval" and not job["eval_iters"]:  # which says how often nothing is done
+        return True
     return bool(job[name] == value) or (not job[name] and not value)

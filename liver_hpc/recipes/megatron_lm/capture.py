@@ -18,6 +18,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class Script:
         self._captured: dict[Layout, Captured] = {}
         self._tokenizer: Any = None
         self._padded_vocabulary: int | None = None
-        with _imports():
+        with _imports(self._path):
             self._code = compile(self._path.read_bytes(), str(self._path), "exec")
             self.training: Any = importlib.import_module("megatron.training.training")
             self.arguments: Any = importlib.import_module("megatron.training.arguments")
@@ -169,7 +170,12 @@ class Script:
             if name in mine:
                 mine[name] = lambda *_args, **_options: None
         mine["_build_tokenizer"] = self._with_one_tokenizer(mine)
-        with thread.groups_in_use(world), self._as_started(layout), _imports():
+        with (
+            thread.groups_in_use(world),
+            self._as_started(layout),
+            _imports(self._path),
+            self._arguments_taken(),
+        ):
             given = self._run()
             if mine[f"{_GIVEN}ARGS"] is None:  # before 0.18, pretrain itself does that
                 args = self.arguments.parse_args(given.get("extra_args_provider"))
@@ -213,18 +219,24 @@ class Script:
         package.pretrain = self.training.pretrain = pretrain
         module = types.ModuleType("__main__")
         module.__file__ = str(self._path)
-        said = io.StringIO()
         try:
-            with contextlib.redirect_stderr(said):
-                exec(self._code, vars(module))
+            exec(self._code, vars(module))
         except _Reached:
             return given
-        except SystemExit as error:  # argparse's way out
-            why = said.getvalue().strip().rpartition("\n")[2] or f"exit code {error.code}"
-            raise ConfigError(f"{self._path} does not take model.args: {why}") from None
         finally:
             package.pretrain = self.training.pretrain = plain
         raise ConfigError(f"{self._path} ends without a call of megatron.training.pretrain")
+
+    @contextlib.contextmanager
+    def _arguments_taken(self) -> Iterator[None]:
+        """Raises ConfigError where the arguments are not; argparse says why, and exits."""
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                yield
+        except SystemExit as error:
+            why = said.getvalue().strip().rpartition("\n")[2] or f"exit code {error.code}"
+            raise ConfigError(f"model.args: {self._path} does not take them: {why}") from None
 
     @contextlib.contextmanager
     def _as_started(self, layout: Layout) -> Iterator[None]:
@@ -285,7 +297,7 @@ def _worker_words() -> list[str]:
 
 
 @contextlib.contextmanager
-def _imports() -> Iterator[None]:
+def _imports(script: Path) -> Iterator[None]:
     """While modules of Megatron-LM are imported: some name triton, which CPUs do not have.
 
     Raises ConfigError for what the script's environment would need besides.
@@ -296,8 +308,13 @@ def _imports() -> Iterator[None]:
     try:
         with triton:
             yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"model.script: {script} wants the module {error.name}, which {sys.executable} lacks; "
+            "install in this environment what the plain job has in its own"
+        ) from error
     except ImportError as error:
-        raise ConfigError(f"the script cannot be imported here: {error}") from error
+        raise ConfigError(f"model.script: {script} cannot be imported: {error}") from error
 
 
 # ---- on a thread that acts alone

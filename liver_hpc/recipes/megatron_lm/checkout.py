@@ -12,6 +12,7 @@ from liver_hpc.recipes.megatron_lm.options import ScriptOptions
 
 _PACKAGE_INFO = Path("megatron/core/package_info.py")
 _TRAINING = Path("megatron/training/__init__.py")
+_NOT_GIVEN = "; without this key it is the script's own directory: name the checkout here"
 _PARTS = re.compile(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE)\s*=\s*['\"]?([0-9a-z]*)", re.MULTILINE)
 
 
@@ -30,6 +31,7 @@ def check(options: ScriptOptions) -> None:
     if not (checkout / _TRAINING).is_file():
         raise ConfigError(
             f"model.megatron_lm: {checkout} is no checkout of Megatron-LM: it lacks {_TRAINING}"
+            f"{_NOT_GIVEN if options.megatron_lm is None else ''}"
         )
     mine = core_release(checkout)
     try:

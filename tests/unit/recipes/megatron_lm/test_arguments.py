@@ -179,6 +179,11 @@ def test_what_the_script_has_otherwise_is_named() -> None:
     ]
 
 
+def test_without_evaluation_its_interval_is_whatever_the_script_has() -> None:
+    words = "--eval-iters 0 --global-batch-size 4".split()
+    assert agreement(words, {"eval_iters": 0, "eval_interval": 1000}) == []
+
+
 def test_nothing_of_it_imports_torch() -> None:
     code = (
         "import sys, liver_hpc.recipes.completion, liver_hpc.recipes.megatron_lm.arguments\n"
