@@ -66,8 +66,8 @@ def _keep_adam_loadable() -> None:
     """An Adam whose state can be saved and loaded at any time, as Transformer Engine's can.
 
     Where that is missing megatron-core asks torch's for a step count before there is one, wants
-    it among the tensors that it loads, where it never is, and gives all parameters one tensor to
-    count in, which then advances once a parameter.
+    it among the tensors that it loads, where it never is, or is that of before, and gives all
+    parameters one tensor to count in, which then advances once a parameter.
     """
     import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -92,7 +92,7 @@ def _keep_adam_loadable() -> None:
 
     def set_all_but_count(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
         with torch.no_grad():  # in fp32 a main parameter is a view of one that is trained
-            plain_set(self, parameter, {"step": plain_get(self, parameter)["step"], **tensors})
+            plain_set(self, parameter, {**tensors, "step": plain_get(self, parameter)["step"]})
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_all_but_count
 

@@ -59,16 +59,20 @@ def test_the_script_trains_alike_alone_and_with_shared_sequences(
 @real
 @pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT_S)
-def test_the_script_resumes_from_its_checkpoint_in_another_layout(
-    megatron_lm: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("state", "layout"),
+    [(["--dist-ckpt-optim-fully-reshardable"], TP2), ([], ())],
+    ids=["in another layout", "as it saves by itself"],
+)
+def test_the_script_resumes_from_its_checkpoint(
+    megatron_lm: Path, tmp_path: Path, state: list[str], layout: tuple[str, ...]
 ) -> None:
-    state = ["--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable"]
     saving = ["--save", str(tmp_path / "state"), "--save-interval", "2"]
     whole = plain(megatron_lm, tmp_path / "alone", [*state, *saving])
     (tmp_path / "state" / "latest_checkpointed_iteration.txt").write_text("2", encoding="utf-8")
     loading = ["--load", str(tmp_path / "state"), "--exit-on-missing-checkpoint"]
-    words = [*state, *loading, *TP2]
-    resumed = plain(megatron_lm, tmp_path / "tp2", words, ranks=2)
+    words = [*state, *loading, *layout]
+    resumed = plain(megatron_lm, tmp_path / "resumed", words, ranks=2 if layout else 1)
     assert [*resumed.losses] == [3, 4]
     assert same(resumed.losses, {step: whole.losses[step] for step in (3, 4)})
     assert same(resumed.grad_norms, {step: whole.grad_norms[step] for step in (3, 4)})

@@ -37,9 +37,10 @@ class DiesWriting(RandomTokenGPT):
 def plant(worker: int, step: int, done: Path) -> None:
     """Wraps the writing of one box, in this process; `done` is a file that says it has happened."""
     from liver_hpc.checkpoint.hdf5 import BoxesWriter
+    from liver_hpc.checkpoint.torch_dist.files import RankWriter
     from liver_hpc.worker import trainer
 
-    save, write = trainer.save, BoxesWriter.write
+    save = trainer.save
     left = [-1]
 
     def dying_save(world: Any, at: int, directory: Path, clock: Any) -> Any:
@@ -48,11 +49,15 @@ def plant(worker: int, step: int, done: Path) -> None:
             left[0] = BEFORE
         return save(world, at, directory, clock)
 
-    def dying_write(self: Any, name: str, view: Any) -> None:
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left[0] -= 1
-        write(self, name, view)
+    def dying(write: Any) -> Any:
+        def dying_write(*arguments: Any) -> None:
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            write(*arguments)
+
+        return dying_write
 
     trainer.save = dying_save
-    BoxesWriter.write = dying_write  # type: ignore[method-assign]
+    BoxesWriter.write = dying(BoxesWriter.write)  # type: ignore[method-assign]
+    RankWriter.add = dying(RankWriter.add)  # type: ignore[method-assign]

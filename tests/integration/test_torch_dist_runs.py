@@ -1,53 +1,93 @@
-"""Runs whose checkpoints are Megatron's: they go on from their own, and begin with others'."""
+"""Runs whose checkpoints are Megatron's: a worker dies while it writes one, one is damaged on the
+disk, and another run begins with one."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from liver_hpc.config.load import dump_run
+from liver_hpc.checkpoint.index import INDEX_FILE
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, tracked_step
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
+from liver_hpc.report.store import read_run
+from liver_hpc.run.directory import RunDirectory
 from tests.integration.runs import finish, start, worst_difference
-from tests.integration.test_checkpoint import STEPS, by_step, go_on, short_run
+from tests.integration.test_checkpoint import FAULTY, by_step, go_on, short_run
 
 pytestmark = pytest.mark.timeout(400)
 
-EVERY = 8
+EVERY, STEPS = 4, 12
+DIES_AT = 8
+FORMAT = {"format": "torch_dist", "every_steps": EVERY, "keep": 2}
 
 
-def test_a_run_goes_on_from_its_own_and_another_begins_with_it(tmp_path: Path) -> None:
-    """Of the last run's job nothing is known but Megatron's files."""
-    saved = tmp_path / "saved"
-    section = {"format": "torch_dist", "directory": saved, "every_steps": EVERY, "keep": 3}
-    first = start(short_run(tmp_path / "first", steps=EVERY, checkpoint=section))
-    whole = finish(start(short_run(tmp_path / "whole")))
-    finish(first)
-    assert tracked_step(saved) == EVERY
-    newest = newest_checkpoint(saved)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A finished run on dp2, of which a worker was killed in the middle of writing a checkpoint;
+    tests go on with copies."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LIVER_TEST_DIES_WRITING", f"1:{DIES_AT}")
+        patched.setenv("LIVER_TEST_STEP_S", "0.1")
+        config = short_run(
+            tmp_path_factory.mktemp("saved"), STEPS, recipe=FAULTY, checkpoint=FORMAT
+        )
+        run = start(config)
+        finish(run)
+    return run
+
+
+@pytest.fixture
+def copied(saved: RunDirectory, tmp_path: Path) -> RunDirectory:
+    return RunDirectory(shutil.copytree(saved.path, tmp_path / saved.path.name))
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_a_worker_killed_while_it_writes_leaves_nothing_half(saved: RunDirectory) -> None:
+    """The same job begins again from the checkpoint before, and does the same steps again."""
+    steps = read_run(saved.path).steps
+    assert [record.step for record in steps] == [*range(DIES_AT), *range(DIES_AT - EVERY, STEPS)]
+    once, again = steps[DIES_AT - EVERY : DIES_AT], steps[DIES_AT : DIES_AT + EVERY]
+    assert [(r.loss, r.grad_norm) for r in once] == [(r.loss, r.grad_norm) for r in again]
+    directory = saved.path / "checkpoints"
+    assert tracked_step(directory) == STEPS
+    newest = newest_checkpoint(directory)
     assert newest is not None
-    assert newest.path.name == f"iter_{EVERY:07d}"
-    assert {part.file for part in newest.index.further} == {
-        ".metadata",
-        "common.pt",
-        "metadata.json",
-    }
+    assert newest.path.name == f"iter_{STEPS:07d}"
+    further = {".metadata", "common.pt", "metadata.json"}
+    assert {part.file for part in newest.index.further} == further
+    for step in (STEPS - EVERY, STEPS):
+        files = {*further, "__0_0.distcp", "__1_0.distcp", INDEX_FILE}
+        assert names(directory / f"iter_{step:07d}") == files
+    kept = {f"iter_{step:07d}" for step in (STEPS - EVERY, STEPS)}
+    assert {name for name in names(directory) if name.startswith(("iter", "."))} == kept
 
-    config = first.config()
-    train = config.train.model_copy(update={"steps": STEPS})
-    first.config_path.write_text(dump_run(config.model_copy(update={"train": train})))
-    go_on(first, tp=2)
-    records = finish(first)
-    assert [record.step for record in records.steps] == list(range(STEPS))
-    assert tracked_step(saved) == STEPS
 
-    (newest.path / "checkpoint.json").unlink()
-    (saved / TRACKER_FILE).write_text(str(EVERY))
-    section = {"load": saved}
-    other = start(short_run(tmp_path / "other", checkpoint=section))
-    continued = finish(other)
-    assert [record.step for record in continued.steps] == list(range(EVERY, STEPS))
+def test_a_damaged_checkpoint_is_set_aside(copied: RunDirectory) -> None:
+    """The run goes on from the one before, in another layout."""
+    directory = copied.path / "checkpoints"
+    file = directory / f"iter_{STEPS:07d}" / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    before = by_step(read_run(copied.path))
+    go_on(copied, tp=2)
+    records = finish(copied)
+    assert [record.step for record in records.steps[-EVERY:]] == [*range(STEPS - EVERY, STEPS)]
+    assert worst_difference(by_step(records), before) <= 1e-4
+    assert f"damaged-iter_{STEPS:07d}" in names(directory)
+    assert tracked_step(directory) == STEPS
+
+
+def test_another_run_begins_with_what_is_saved(copied: RunDirectory, tmp_path: Path) -> None:
+    """Of whose job nothing is known but Megatron's files."""
+    directory, step = copied.path / "checkpoints", STEPS - EVERY
+    (directory / f"iter_{step:07d}" / INDEX_FILE).unlink()
+    (directory / TRACKER_FILE).write_text(str(step))
+    section = {"load": directory}
+    continued = finish(start(short_run(tmp_path / "other", STEPS, checkpoint=section)))
+    assert [record.step for record in continued.steps] == [*range(step, STEPS)]
     mine = [(record.loss, record.grad_norm) for record in continued.steps]
-    assert mine == by_step(whole)[EVERY:]
-    assert worst_difference(by_step(records), by_step(whole)) <= 1e-4
+    assert mine == by_step(read_run(copied.path))[step:]

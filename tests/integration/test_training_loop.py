@@ -11,9 +11,11 @@ from liver_hpc.clock import SystemClock
 from liver_hpc.config.schema import EvalSection
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.messages import (
+    Abort,
     Begin,
     Evaluated,
     Finished,
+    Resume,
     StepDone,
     Stop,
     WireRankMap,
@@ -33,7 +35,8 @@ class _Armed:
         self.armed = threading.Event()
 
 
-def told_while_steps_run(process: WorkerProcess, validation: Any = None) -> dict[str, Any]:
+def trainer_of(process: WorkerProcess, recipe: Any, sent: list[Any]) -> Any:
+    """That of a run of this worker alone, in its first world."""
     import torch.distributed as dist
 
     from liver_hpc.handoff.session import WorkerContext
@@ -43,9 +46,6 @@ def told_while_steps_run(process: WorkerProcess, validation: Any = None) -> dict
         def close(self) -> None:
             pass
 
-    sent: list[Any] = []
-    recipe = tiny_recipe()
-    recipe.config = recipe.config.model_copy(update={"eval": validation})
     context = WorkerContext(
         worker=process.worker,
         config=recipe.config,
@@ -58,6 +58,16 @@ def told_while_steps_run(process: WorkerProcess, validation: Any = None) -> dict
         checkpoints=Path("unused"),
     )
     trainer = Trainer(context)
+    rank_map = RankMap(Layout(1, 1, 1), (process.worker,))
+    trainer.begin(Begin(rank_map=WireRankMap.of(rank_map), generation=0))
+    return trainer
+
+
+def told_while_steps_run(process: WorkerProcess, validation: Any = None) -> dict[str, Any]:
+    sent: list[Any] = []
+    recipe = tiny_recipe()
+    recipe.config = recipe.config.model_copy(update={"eval": validation})
+    trainer = trainer_of(process, recipe, sent)
     session: Any = _Armed()
     handed_off_at: list[int] = []
     stood_s: list[float] = []
@@ -75,8 +85,6 @@ def told_while_steps_run(process: WorkerProcess, validation: Any = None) -> dict
         stood_s.append(ended_s)
         trainer.session = None
 
-    rank_map = RankMap(Layout(1, 1, 1), (process.worker,))
-    trainer.begin(Begin(rank_map=WireRankMap.of(rank_map), generation=0))
     trainer.session = session
     with (
         mock.patch.object(recipe, "loss", loss_and_orders),
@@ -109,3 +117,24 @@ def test_an_evaluation_comes_before_the_handoff_and_not_before_a_stop(tmp_path: 
     assert (done.step, done.batches) == (2, 2)
     assert 4.0 < done.loss < 6.0, "about the logarithm of 128 words"
     assert answer["stood_s"] == [done.ended_s], "from where the handoff's lost time counts"
+
+
+def went_back(process: WorkerProcess, step: int, adams: int) -> tuple[Any, Any]:
+    """A world's scalar state, and that of the one that is built again in its place."""
+    trainer = trainer_of(process, tiny_recipe(), [])
+    source = trainer._world
+    trainer.step = step
+    source.load_scalar_state(source.scalar_state(step).model_copy(update={"optimizer_step": adams}))
+    before = source.scalar_state(step)
+    session = mock.Mock(source=source.rank_map, generation=1)
+    session.wait.return_value = Resume(generation=1, rebuild_generation=2)
+    trainer.session = session
+    trainer._go_back(session, source, Abort(generation=1, reason="a test", rebuild=True))
+    return before, trainer._world.scalar_state(step)
+
+
+def test_a_world_built_again_counts_as_the_one_before(tmp_path: Path) -> None:
+    """Adam has stepped less often than the run where another job's checkpoint says so."""
+    ((before, after),) = run_workers(went_back, 1, tmp_path, 20, 7)
+    assert before.optimizer_step == 7
+    assert after == before

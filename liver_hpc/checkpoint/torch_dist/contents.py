@@ -180,20 +180,21 @@ def common_state(
     """common.pt of a run's checkpoint.
 
     groups: the optimizer's parameter groups of all workers. extras: what the recipe has to say
-    (`Recipe.checkpoint_extras`); its args are completed.
+    (`Recipe.checkpoint_extras`); its args and its schedule are completed.
     """
     given = vars(extras.get("args", argparse.Namespace()))
+    schedule = _schedule(config, scalars) | extras.get("opt_param_scheduler", {})
     args = argparse.Namespace(**(_least_args(layout) | given | _counters(scalars)))
     state: dict[str, Any] = {
         "args": args,
         "checkpoint_version": 3.0,
         "iteration": scalars.step,
         "num_floating_point_operations_so_far": 0,
-        "opt_param_scheduler": _schedule(config, scalars),
         "optimizer": _optimizer_state(groups, args.expert_model_parallel_size > 1, scalars),
         "content_metadata": dict(CONTENT),
     }
-    return state | {key: value for key, value in extras.items() if key != "args"}
+    further = {key: value for key, value in extras.items() if key != "args"}
+    return state | further | {"opt_param_scheduler": schedule}
 
 
 def _least_args(layout: Layout) -> dict[str, Any]:

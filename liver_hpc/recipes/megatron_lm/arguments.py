@@ -18,10 +18,11 @@ from liver_hpc.recipes.megatron_lm.owned import (
     derived_values,
     flag,
     problems_of,
+    schedule_in_samples,
     shares,
 )
 
-__all__ = ["agreement", "derived_from", "judged", "notes_of", "without_layout"]
+__all__ = ["agreement", "derived_from", "judged", "notes_of", "scheduled", "without_layout"]
 
 
 def derived_from(words: Sequence[str]) -> Mapping[KeyPath, Derived]:
@@ -38,6 +39,12 @@ def derived_from(words: Sequence[str]) -> Mapping[KeyPath, Derived]:
     if problems := [*refused, *problems_of(job)]:
         raise ConfigError(*problems)
     return derived_values(job)
+
+
+def scheduled(words: Sequence[str]) -> Mapping[str, float]:
+    """Lengths of a job's schedule, in samples, as the state of Megatron's scheduler has them; the
+    job wants its own again, to the last digit."""
+    return schedule_in_samples(Owned.of(words))
 
 
 def agreement(words: Sequence[str], parsed: Mapping[str, Any]) -> list[str]:

@@ -215,20 +215,32 @@ def _length(job: Owned) -> _Values:
         yield ("train", "bucket_elements"), job["ddp_bucket_size"], job.source("ddp_bucket_size")
 
 
+def schedule_in_samples(job: Owned) -> dict[str, float]:
+    """What Megatron's scheduler counts in, under the names in its state: a step is a global batch
+    of samples."""
+    unit, scale = _unit(job)
+    length, decay = job[f"train_{unit}"] * scale, job[f"lr_decay_{unit}"]
+    decay = length if decay is None else decay * scale
+    fraction = job["lr_warmup_fraction"]
+    warmup = job[f"lr_warmup_{unit}"] * scale if fraction is None else fraction * decay
+    return {"lr_warmup_steps": warmup, "lr_decay_steps": decay, "wd_incr_steps": length}
+
+
+def _unit(job: Owned) -> tuple[str, int]:
+    """What the job counts its length in, and how many samples that is."""
+    return ("samples", 1) if job["train_iters"] is None else ("iters", job["global_batch_size"])
+
+
 def _schedule(job: Owned) -> _Values:
-    """Megatron counts samples; a step is a global batch of them."""
-    batch = job["global_batch_size"]
-    unit = "iters" if job["train_iters"] is not None else "samples"
-    length, decay, warmup = f"train_{unit}", f"lr_decay_{unit}", f"lr_warmup_{unit}"
-    scale = batch if unit == "iters" else 1
-    given = decay if job[decay] is not None else length
-    decay_samples = job[given] * scale
-    warmup_samples, warmed_by = job[warmup] * scale, [warmup]
+    (unit, _), batch, samples = _unit(job), job["global_batch_size"], schedule_in_samples(job)
+    decay, warmup = f"lr_decay_{unit}", f"lr_warmup_{unit}"
+    given = decay if job[decay] is not None else f"train_{unit}"
+    warmed_by = [warmup]
     if job["lr_warmup_fraction"] is not None:
-        warmup_samples = job["lr_warmup_fraction"] * decay_samples
         warmed_by = ["lr_warmup_fraction", given]
     used = ("global_batch_size",) if unit == "samples" else ()
-    yield ("schedule", "decay_steps"), decay_samples / batch, job.source(given, *used)
+    yield ("schedule", "decay_steps"), samples["lr_decay_steps"] / batch, job.source(given, *used)
+    warmup_samples = samples["lr_warmup_steps"]
     with_batch = used if warmup_samples else ()
     yield ("schedule", "warmup_steps"), warmup_samples / batch, job.source(*warmed_by, *with_batch)
 

@@ -15,7 +15,7 @@ from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe
 from liver_hpc.recipes.megatron_lm import checkout
-from liver_hpc.recipes.megatron_lm.arguments import derived_from, notes_of
+from liver_hpc.recipes.megatron_lm.arguments import derived_from, notes_of, scheduled
 from liver_hpc.recipes.megatron_lm.options import ScriptOptions
 from liver_hpc.recipes.megatron_lm.words import number_of
 
@@ -152,7 +152,11 @@ class Pretrain(Recipe):
         evaluated = 0 if evaluation is None else step // evaluation.every_steps * evaluation.steps
         args.consumed_valid_samples = evaluated * train.global_batch
         operations = self.script.training.num_floating_point_operations(args, train.global_batch)
-        return {"args": args, "num_floating_point_operations_so_far": step * operations}
+        return {
+            "args": args,
+            "num_floating_point_operations_so_far": step * operations,
+            "opt_param_scheduler": scheduled(self.options.words),
+        }
 
     # ---- one micro-batch
 

@@ -30,14 +30,13 @@ def validated(arguments: Any, words: list[str]) -> dict[str, Any]:
 
 
 def schedule(args: dict[str, Any]) -> dict[str, float]:
-    """What `get_optimizer_param_scheduler` gives the scheduler, in steps."""
+    """What `get_optimizer_param_scheduler` gives the scheduler, in samples."""
     training = imported("megatron.training.training")
     given: dict[str, Any] = {}
     training.get_args = lambda: types.SimpleNamespace(**args)
     training.OptimizerParamScheduler = lambda _optimizer, **options: given.update(options)
     training.get_optimizer_param_scheduler(None)
-    batch = args["global_batch_size"]
-    return {name: given[f"lr_{name}"] / batch for name in ("warmup_steps", "decay_steps")}
+    return {name: given[name] for name in ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps")}
 
 
 def main(words: list[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.recipes.megatron_lm.arguments import agreement, derived_from
+from liver_hpc.recipes.megatron_lm.arguments import agreement, derived_from, scheduled
 from liver_hpc.recipes.megatron_lm.owned import TRACKER
 from tests.unit.recipes.megatron_lm.jobs import JOB
 
@@ -64,6 +64,24 @@ def test_the_schedule_in_steps(
     assert found["train.steps"] == steps
     assert found["schedule.warmup_steps"] == warmup
     assert found["schedule.decay_steps"] == decay
+
+
+@pytest.mark.parametrize(
+    ("job", "more", "warmup", "decay", "whole"),
+    [
+        (JOB, "--lr-warmup-iters 10 --lr-decay-iters 800", 80, 6400, 8000),
+        (SAMPLES, "--lr-warmup-samples 101", 101, 8100, 8100),
+        (SAMPLES, "--global-batch-size 49 --lr-warmup-fraction 0.013", 0.013 * 8100, 8100, 8100),
+    ],
+)
+def test_the_schedule_in_samples_to_the_last_digit(
+    job: str, more: str, warmup: float, decay: int, whole: int
+) -> None:
+    assert scheduled(f"{job} {more}".split()) == {
+        "lr_warmup_steps": warmup,
+        "lr_decay_steps": decay,
+        "wd_incr_steps": whole,
+    }
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.recipes.megatron_lm.arguments import derived_from
+from liver_hpc.recipes.megatron_lm.arguments import scheduled
 from liver_hpc.recipes.megatron_lm.judgement import Kind, entry_of
 from tests.unit.recipes.megatron_lm import megatron_parser
 from tests.unit.recipes.megatron_lm.jobs import JOB
@@ -44,10 +44,7 @@ def of_megatron(job: str) -> dict[str, Any]:
 def test_megatron_makes_the_same_of_a_job(job: str) -> None:
     found = of_megatron(job)
     assert (found["judged"], found["agreement"]) == ([], [])
-    ours = derived_from(job.split())
-    assert found["schedule"] == {
-        name: ours["schedule", name].value for name in ("warmup_steps", "decay_steps")
-    }
+    assert found["schedule"] == scheduled(job.split())
     assert unjudged(found["options"]) == []
 
 

@@ -1,0 +1,44 @@
+"""What a written checkpoint says beside its tensors."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from liver_hpc.checkpoint.torch_dist.contents import common_state
+from liver_hpc.layout.coordinates import Layout
+from tests.fakes import tiny_run
+from tests.unit.checkpoint.disk import scalar_state
+
+GROUP = {"lr": 1e-3, "is_expert_parallel": False}
+
+
+def written(ep: int = 1, **extras: Any) -> dict[str, Any]:
+    layout = Layout(1, 1, 2, ep=ep)
+    apart = {**GROUP, "is_expert_parallel": True}
+    return common_state(tiny_run(), layout, scalar_state(5), [GROUP, apart, GROUP], extras)
+
+
+def test_what_the_recipe_says_is_completed() -> None:
+    """Its schedule is that of the job to the last digit, which the job compares."""
+    args = argparse.Namespace(hidden_size=32, iteration=0, data_parallel_size=7)
+    state = written(args=args, opt_param_scheduler={"lr_warmup_steps": 105.3}, further=1)
+    assert (state["iteration"], state["further"]) == (5, 1)
+    told = vars(state["args"])
+    assert (told["hidden_size"], told["iteration"], told["data_parallel_size"]) == (32, 5, 7)
+    assert told["consumed_train_samples"] == 40
+    schedule = state["opt_param_scheduler"]
+    assert (schedule["num_steps"], schedule["lr_warmup_steps"]) == (40, 105.3)
+    assert schedule["lr_decay_steps"] == 60 * 8
+
+
+def test_experts_of_their_own_ranks_have_an_optimizer_of_their_own() -> None:
+    one = written()["optimizer"]
+    assert one["optimizer"]["param_groups"] == [{**GROUP, "step": 5}]
+    both = written(ep=2)["optimizer"]
+    assert sorted(both) == [0, 1]
+    kept = [both[number]["optimizer"]["param_groups"] for number in (0, 1)]
+    assert [[group["is_expert_parallel"] for group in groups] for groups in kept] == [
+        [False],
+        [True],
+    ]
