@@ -80,6 +80,7 @@ def check_format(path: Path) -> None:
         raise CheckpointError(f"{file} is damaged: {error!r}") from error
     if backend != ("torch_dist", 1):
         raise CheckpointError(f"{path} is of the format {backend[0]} {backend[1]}; {_WANTED}")
-    for name in (METADATA_FILE, COMMON_FILE):
+    # From 0.19 on, what is in no tensor is an object among the others.
+    for name in (METADATA_FILE, *([COMMON_FILE] if "common_backend" in about else [])):
         if name not in names:
             raise CheckpointError(f"{path} is incomplete: it lacks {name}")

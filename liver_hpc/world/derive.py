@@ -95,8 +95,9 @@ class Derivation:
     def spec(self, layouts: Iterable[Layout]) -> ModelSpec:
         """The model's spec for these layouts; those that the model cannot take are in `refused`.
 
-        For a process without a world: it replaces the sentinel group. Raises PlanError for a model
-        whose first values are neither known nor given by the recipe.
+        For a process without a world: it replaces the sentinel group, at last by that of the
+        class's worker. Raises PlanError for a model whose first values are neither known nor given
+        by the recipe.
         """
         wanted = sorted({layout.least for layout in layouts})
         refused: dict[str, str] = {}
@@ -120,6 +121,7 @@ class Derivation:
             elif layout not in parts:
                 with _refusal(refused, layout):
                     self._check_last_seat(spec, layout)
+        install_sentinel(self._whole.workers[0])
         return spec
 
     def _composed(

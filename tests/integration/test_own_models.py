@@ -59,6 +59,22 @@ def test_extra_state_is_refused_by_name_as_the_spec_is_derived(extra: Any, devic
         derived(Toy(lambda _: {"body": Scaled(extra)}), "dp1")
 
 
+def test_a_model_that_asks_for_its_rank_is_known_as_a_checkpoint_holds_it(device: Any) -> None:
+    """After seats of other ranks were derived: Megatron asks so for the layers of a stage."""
+    from liver_hpc.world.derive import Derivation
+    from liver_hpc.world.groups import install_sentinel
+
+    def parts(context: BuildContext) -> dict[str, Any]:
+        assert torch.distributed.get_rank(group=context.groups.pp) == context.at.pp
+        return {"body": linear()}
+
+    install_sentinel(0)
+    toy = Toy(parts)
+    derivation = Derivation(toy)
+    toy.spec = derivation.spec([Layout.parse("tp2 pp2")])
+    assert {*derivation.stored({}).tensors} == {tensor.name for tensor in toy.spec.tensors}
+
+
 @pytest.mark.parametrize("part", [torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d])
 def test_statistics_of_batches_are_refused_by_name_as_the_spec_is_derived(
     part: Callable[..., Any], device: Any

@@ -86,7 +86,8 @@ class Contents:
 
 def read_contents(path: Path) -> Contents:
     """Of the checkpoint in `path`; raises CheckpointError for one that lacks what a run needs."""
-    common, table = read_common(path), read_table(path)
+    table = read_table(path)
+    common = read_common(path, table)
     args = vars(common.get("args", argparse.Namespace()))
     step = common.get("iteration")
     if not isinstance(step, int):

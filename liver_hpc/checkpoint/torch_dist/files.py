@@ -3,7 +3,8 @@
 .metadata           which box of which key's tensor lies where: a pickle
 __<rank>_0.distcp   one tensor behind the other, each as torch.save writes it
 metadata.json       that it is of this format
-common.pt           what is in no tensor, by torch.save
+common.pt           what is in no tensor, by torch.save; from 0.19 on it is an object among the
+                    others, and this file, which such a release still reads, is written here
 
 While it is written, each rank's list of what is in its file lies beside it; .metadata is made of
 those once all are there.
@@ -33,6 +34,8 @@ from liver_hpc.host.files import write_whole
 from liver_hpc.world.sharded import NBox
 
 _StorageInfo = vars(filesystem)["_StorageInfo"]
+_COMMON_OBJECT = "common_state/shard_0_1"
+"""Of 0.19 and later: a list of the one state."""
 
 
 @dataclass(frozen=True, order=True)
@@ -125,14 +128,20 @@ class Reader:
         self._open.close()
 
 
-def read_common(path: Path) -> dict[str, Any]:
-    """common.pt of the checkpoint in `path`; raises CheckpointError."""
+def read_common(path: Path, table: Table) -> dict[str, Any]:
+    """What is in no tensor of the checkpoint in `path`; raises CheckpointError."""
     file = path / COMMON_FILE
-    try:
-        with file.open("rb") as stream:
-            found = torch_loaded(stream)
-    except DAMAGE as error:
-        raise unreadable(file, error) from error
+    place = table.objects.get(_COMMON_OBJECT)
+    if place is not None and not file.exists():
+        with Reader(path) as reader:
+            held = reader.read(place)
+        file, found = path / place.file, held[0] if isinstance(held, list) and held else held
+    else:
+        try:
+            with file.open("rb") as stream:
+                found = torch_loaded(stream)
+        except DAMAGE as error:
+            raise unreadable(file, error) from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{file} holds a {type(found).__name__}, wanted a dict")
     return found

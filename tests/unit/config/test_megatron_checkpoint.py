@@ -16,6 +16,7 @@ from liver_hpc.config.megatron_checkpoint import (
 from liver_hpc.errors import CheckpointError
 
 ABOUT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+BEFORE_0_19 = ABOUT | {"common_backend": "torch", "common_backend_version": 1}
 
 
 def checkpoint(directory: Path, step: int, *names: str, about: object = ABOUT) -> Path:
@@ -43,7 +44,8 @@ def test_the_tracked_one_is_loaded(tmp_path: Path) -> None:
         ((), ABOUT, "no checkpoint: it lacks metadata.json"),
         (("metadata.json",), {"sharded_backend": "zarr", "sharded_backend_version": 1}, "zarr 1"),
         (("metadata.json",), [], "damaged"),
-        (("metadata.json", ".metadata"), ABOUT, "incomplete: it lacks common.pt"),
+        (("metadata.json",), ABOUT, r"incomplete: it lacks \.metadata"),
+        (("metadata.json", ".metadata"), BEFORE_0_19, "incomplete: it lacks common.pt"),
     ],
 )
 def test_another_format_is_refused_by_name(
@@ -52,6 +54,11 @@ def test_another_format_is_refused_by_name(
     checkpoint(tmp_path, 5, *names, about=about)
     with pytest.raises(CheckpointError, match=why):
         loaded_checkpoint(tmp_path)
+
+
+def test_since_0_19_there_is_no_common_file(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 5, "metadata.json", ".metadata")
+    assert loaded_checkpoint(tmp_path) == (5, path)
 
 
 @pytest.mark.parametrize(("text", "why"), [("release", "release"), ("5x", "wanted a step")])
