@@ -180,7 +180,7 @@ def test_what_the_script_has_otherwise_is_named() -> None:
 
 
 def test_without_evaluation_its_interval_is_whatever_the_script_has() -> None:
-    words = "--eval-iters 0 --global-batch-size 4".split()
+    words = ["--eval-iters", "0", "--global-batch-size", "4"]
     assert agreement(words, {"eval_iters": 0, "eval_interval": 1000}) == []
 
 
