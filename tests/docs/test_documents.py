@@ -89,6 +89,8 @@ def blocks_in(text: str, page: Path) -> list[Block]:
             opened = -1
         elif opened >= 0:
             body.append(line)
+        else:
+            assert "```" not in line, f"{page}:{number}: an indented fence would not be seen"
     assert opened < 0, f"{page}:{opened}: this fence is never closed"
     return found
 
@@ -313,4 +315,6 @@ def test_a_run_file_with_a_wrong_key_is_noticed() -> None:
 def test_a_fence_that_says_nothing_is_noticed() -> None:
     assert len(list(breaches(block("", "x")))) == 1
     assert len(list(breaches(block("sh somewhere", "x")))) == 1
+    with pytest.raises(AssertionError, match=r"example\.md:2: an indented fence"):
+        blocks_in("1. Try it:\n   ```sh\n   false\n   ```\n", ROOT / "docs" / "example.md")
     assert list(breaches(block("python file=mirror.py", "x"))) == []
