@@ -88,7 +88,9 @@ def test_a_function_that_a_decorator_holds_is_named() -> None:
         module_globals.answer_per_world(module)
 
 
-def test_the_tables_have_every_group_of_the_installed_release() -> None:
+def test_the_tables_have_every_group_of_the_installed_release(
+    worlds: Callable[[Layout, int], Any],
+) -> None:
     groups = {
         name
         for name in vars(parallel_state)
@@ -97,6 +99,9 @@ def test_the_tables_have_every_group_of_the_installed_release() -> None:
     assert groups - ours._GROUPS.keys() <= LEFT_NONE
     ranks = {name for name in vars(parallel_state) if name.endswith(("_RANKS", "_RANKS_WITH_CP"))}
     assert ranks <= ours._RANKS.keys()
+
+    given = module_globals.namespace_of(worlds(Layout(2, 2, 2, ep=2), 0), parallel_state)
+    assert {name for name in groups | ranks if given[name] is None} <= LEFT_NONE
 
 
 def test_each_world_is_answered_for_itself(worlds: Callable[[Layout, int], Any]) -> None:
