@@ -25,6 +25,7 @@ REPOSITORY = Path(__file__).parent.parent
 LONG_FILES = (
     "integration/test_elastic_runs.py",
     "integration/test_checkpoint.py",
+    "integration/test_megatron_lm.py",
     "cluster/test_job_ends.py",
     "integration/test_operated_runs.py",
     "cluster/test_runs.py",

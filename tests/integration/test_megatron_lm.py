@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.errors import ConfigError
+from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.recipes.completion import load_users_run
 from liver_hpc.recipes.specs import derive_spec
 from liver_hpc.report.store import RunRecords, read_run
@@ -58,6 +58,9 @@ HANDOFFS = [
 ]
 WITH_EXPERTS = {2: [{"dp": 2}, {"dp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"pp": 2}]}
 
+BEHIND = 7
+"""Steps behind the last handoff that are compared."""
+
 Config = Callable[..., RunConfig]
 
 
@@ -70,6 +73,7 @@ def config(tmp_path: Path, megatron_lm: Path) -> Config:
         layouts: Mapping[int, Sequence[Mapping[str, Any]]] = LAYOUTS,
         notices: Sequence[Mapping[str, Any]] = (),
         script: Path | None = None,
+        initial: int | None = None,
     ) -> RunConfig:
         values = {
             "name": "script",
@@ -81,7 +85,7 @@ def config(tmp_path: Path, megatron_lm: Path) -> Config:
                 "args": words,
             },
             "cluster": {"kind": "local"},
-            "workers": {"initial": min(layouts), "max": max(layouts)},
+            "workers": {"initial": initial or min(layouts), "max": max(layouts)},
             "layouts": {count: [dict(one) for one in known] for count, known in layouts.items()},
             "notices": [dict(notice) for notice in notices],
         }
@@ -98,7 +102,7 @@ def changed(config: RunConfig) -> RunRecords:
     wanted = len(config.notices)
     watch(run, lambda status: status.handoffs_done + status.handoffs_aborted == wanted, 200.0)
     last = read_run(run.path).reconfigurations[-1].step
-    watch(run, lambda status: status.step >= last + 7, 60.0)
+    watch(run, lambda status: status.step >= last + BEHIND, 60.0)
     return stop_and_read(run)
 
 
@@ -124,16 +128,18 @@ def test_handoffs_change_neither_losses_nor_validation(
     config: Config, words: str, layouts: Any, handoffs: list[dict[str, Any]]
 ) -> None:
     notices = [{"at_step": 6 + 5 * n, "layout": one} for n, one in enumerate(handoffs)]
-    elastic = changed(config(words, layouts, notices))
+    elastic = changed(config(words, layouts, notices, initial=2))
     assert [each.outcome for each in elastic.reconfigurations] == ["completed"] * len(handoffs)
 
-    quiet = fixed(config(words, layouts), len(elastic.steps))
+    compared = elastic.reconfigurations[-1].step + BEHIND
+    quiet = fixed(config(words, layouts), compared)
     assert worst_difference(losses(elastic)[:60], losses(quiet)) <= 1e-5
-    assert worst_difference(losses(elastic), losses(quiet)) <= 1e-3
-    wanted = {each.step: each.loss for each in quiet.evaluations}
-    assert len(elastic.evaluations) >= len(handoffs)
-    for each in elastic.evaluations:
-        assert each.loss == pytest.approx(wanted[each.step], rel=1e-4)
+    assert worst_difference(losses(elastic)[:compared], losses(quiet)) <= 1e-3
+    found = {each.step: each.loss for each in elastic.evaluations}
+    assert len(quiet.evaluations) >= len(handoffs)
+    for each in quiet.evaluations:
+        if each.step < len(elastic.steps):  # none is done where a run is stopped
+            assert found[each.step] == pytest.approx(each.loss, rel=1e-4)
 
 
 OWN_PARTS = """
@@ -201,13 +207,13 @@ def test_a_script_with_a_loss_and_a_model_of_its_own(
     [
         ("--num-layers four", "invalid int value: 'four'"),
         ("--no-such-option 3", "unrecognized arguments: --no-such-option 3"),
-        ("--num-attention-heads 5", "hidden"),
+        pytest.param("--num-attention-heads 5", "hidden", marks=real),
     ],
 )
 def test_what_the_script_does_not_take_is_told_at_submit(
     config: Config, words: str, said: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(LiverError, match=said):
         derive_spec(config(f"{WORDS} {words}"))
 
 

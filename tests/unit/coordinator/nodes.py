@@ -31,6 +31,15 @@ class FixedEstimates:
     def observe_step(self, step_s: float) -> None:
         pass
 
+    def observe_done(self, steps: int) -> None:
+        pass
+
+    def observe_evaluation(self, started_s: float, ended_s: float) -> None:
+        pass
+
+    def observe_checkpoint(self, written_bytes: int, seconds: float) -> None:
+        pass
+
     def estimate_s(self, source: RankMap, target: RankMap, joiners: int) -> float:
         return 9.0 if joiners else 2.0
 
