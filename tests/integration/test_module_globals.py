@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -12,25 +13,8 @@ import torch
 
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.world.device import Device, open_device
 
-open_device(0)
-
-from megatron.core import (  # noqa: E402 - after the stand-in for CUDA
-    num_microbatches_calculator,
-    parallel_state,
-    rerun_state_machine,
-)
-from megatron.core.parallel_state import (  # noqa: E402 - by name, as Megatron's modules have it
-    get_tensor_model_parallel_rank,
-    get_virtual_pipeline_model_parallel_rank,
-    set_virtual_pipeline_model_parallel_rank,
-)
-
-from liver_hpc.world import module_globals, thread  # noqa: E402
-from liver_hpc.world import parallel_state as ours  # noqa: E402
-from liver_hpc.world.groups import GroupBook, install_sentinel  # noqa: E402
-from liver_hpc.world.megatron import group_collection  # noqa: E402
+pytestmark = pytest.mark.usefixtures("device")  # before megatron is imported
 
 LEFT_NONE = {
     "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
@@ -44,6 +28,10 @@ LEFT_NONE = {
 @pytest.fixture
 def worlds() -> Iterator[Callable[[Layout, int], Any]]:
     """Groups of a seat of a layout, behind stand-ins."""
+    from liver_hpc.world.device import Device
+    from liver_hpc.world.groups import GroupBook, install_sentinel
+    from liver_hpc.world.megatron import group_collection
+
     books: list[GroupBook] = []
 
     def groups(layout: Layout, rank: int) -> Any:
@@ -59,9 +47,12 @@ def worlds() -> Iterator[Callable[[Layout, int], Any]]:
 
 
 @pytest.mark.parametrize(
-    "module", [parallel_state, num_microbatches_calculator, rerun_state_machine]
+    "name", ["parallel_state", "num_microbatches_calculator", "rerun_state_machine"]
 )
-def test_all_functions_of_the_installed_release_can_be_redirected(module: Any) -> None:
+def test_all_functions_of_the_installed_release_can_be_redirected(name: str) -> None:
+    from liver_hpc.world import module_globals
+
+    module = importlib.import_module(f"megatron.core.{name}")
     module_globals.answer_per_world(module)
 
     mine = [
@@ -74,6 +65,8 @@ def test_all_functions_of_the_installed_release_can_be_redirected(module: Any) -
 
 
 def test_a_function_that_a_decorator_holds_is_named() -> None:
+    from liver_hpc.world import module_globals
+
     def decorated(function: Any) -> Any:
         def within() -> Any:
             return function()
@@ -91,6 +84,11 @@ def test_a_function_that_a_decorator_holds_is_named() -> None:
 def test_the_tables_have_every_group_of_the_installed_release(
     worlds: Callable[[Layout, int], Any],
 ) -> None:
+    from megatron.core import parallel_state
+
+    from liver_hpc.world import module_globals
+    from liver_hpc.world import parallel_state as ours
+
     groups = {
         name
         for name in vars(parallel_state)
@@ -105,6 +103,15 @@ def test_the_tables_have_every_group_of_the_installed_release(
 
 
 def test_each_world_is_answered_for_itself(worlds: Callable[[Layout, int], Any]) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.parallel_state import (  # by name, as Megatron's modules have it
+        get_tensor_model_parallel_rank,
+        get_virtual_pipeline_model_parallel_rank,
+        set_virtual_pipeline_model_parallel_rank,
+    )
+
+    from liver_hpc.world import thread
+
     one, other = worlds(Layout(4, 1, 1), 3), worlds(Layout(1, 2, 2, vpp=2), 3)
 
     with thread.groups_in_use(one):
@@ -126,6 +133,10 @@ def test_each_world_is_answered_for_itself(worlds: Callable[[Layout, int], Any])
 def test_two_threads_at_once_and_the_thread_that_computes_gradients(
     worlds: Callable[[Layout, int], Any],
 ) -> None:
+    from megatron.core.parallel_state import get_tensor_model_parallel_rank
+
+    from liver_hpc.world import thread
+
     seats = {"one": worlds(Layout(4, 1, 1), 3), "other": worlds(Layout(1, 1, 4), 3)}
     together, wrong = threading.Barrier(2), list[str]()
 
@@ -166,6 +177,8 @@ def test_two_threads_at_once_and_the_thread_that_computes_gradients(
 def test_nothing_is_kept_of_a_world_that_is_forgotten(
     worlds: Callable[[Layout, int], Any],
 ) -> None:
+    from liver_hpc.world import module_globals
+
     groups = worlds(Layout(2, 1, 1), 1)
     module_globals.forget(groups)
     assert not any(isinstance(value, dict) for value in vars(groups).values())
