@@ -118,9 +118,6 @@ def _redirect_cuda_module() -> None:
     cuda.Stream = cuda.Event = _Stream
     cuda.current_stream = cuda.default_stream = _Stream
     cuda.stream = lambda _stream=None: contextlib.nullcontext()
-    # Of the newest kind: Megatron-LM asks older ones for settings that order their streams.
-    cuda.get_device_properties = lambda *_args: types.SimpleNamespace(major=10, minor=0)
-    cuda.get_device_capability = lambda *_args: (10, 0)
     cuda.memory_allocated = cuda.max_memory_allocated = cuda.memory_reserved = lambda *_a, **_k: 0
     # torch.manual_seed calls manual_seed_all, which would keep a traceback for when CUDA begins.
     cuda.manual_seed, cuda.manual_seed_all = torch.manual_seed, _nothing

@@ -30,6 +30,7 @@ def evaluations(records: RunRecords) -> dict[int, float]:
     return {each.step: each.loss for each in records.evaluations}
 
 
+@pytest.mark.long
 def test_validation_losses_around_five_handoffs_are_those_of_a_fixed_run(tmp_path: Path) -> None:
     elastic = elastic_run(tmp_path, FIVE_HANDOFFS, eval=EVERY)
     assert [each.outcome for each in elastic.reconfigurations] == ["completed"] * 5

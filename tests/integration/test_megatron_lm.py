@@ -46,14 +46,13 @@ EXPERTS = """
 """
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{"dp": 1}],
-    2: [{"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"cp": 2}],
-    4: [{"pp": 2, "dp": 2, "vpp": 2}],
+    2: [{"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}],
 }
 HANDOFFS = [
     {"tp": 2, "sequence_parallel": True},
     {"pp": 2},
-    {"pp": 2, "dp": 2, "vpp": 2},
     {"cp": 2},
+    {"pp": 2, "vpp": 2},
     {"dp": 1},
 ]
 WITH_EXPERTS = {2: [{"dp": 2}, {"dp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"pp": 2}]}
@@ -141,41 +140,6 @@ def test_handoffs_change_neither_losses_nor_validation(
     for each in quiet.evaluations:
         if each.step < len(elastic.steps):  # none is done where a run is stopped
             assert validated[each.step] == pytest.approx(each.loss, rel=1e-4)
-
-
-OWN_PARTS = """
-import runpy, sys, functools
-import torch
-from megatron.training import training
-import megatron.training as package
-
-plain = training.pretrain
-
-def halved(function, output):
-    loss, tokens, report = function(output)
-    return loss / 2, tokens, report
-
-def with_own_loss(provider, model_provider, model_type, forward_step, *args, **options):
-    def step(iterator, model):
-        output, function = forward_step(iterator, model)
-        return output, functools.partial(halved, function)
-    return plain(provider, model_provider, model_type, step, *args, **options)
-
-if __name__ == "__main__":
-    package.pretrain = training.pretrain = with_own_loss
-    runpy.run_path({script!r}, run_name="__main__")
-    raise SystemExit("what follows pretrain is not run")
-"""
-
-
-def test_a_script_with_a_loss_of_its_own(config: Config, tmp_path: Path, megatron_lm: Path) -> None:
-    script = tmp_path / "own.py"
-    script.write_text(OWN_PARTS.format(script=str(megatron_lm / "pretrain_gpt.py")))
-    words = WORDS.replace(str(ENDLESS), "3")
-    own = finish(start(config(words, {1: [{"dp": 1}]}, script=script)))
-    whole = finish(start(config(words, {1: [{"dp": 1}]})))
-    assert own.steps[0].loss == pytest.approx(whole.steps[0].loss / 2, rel=1e-6)
-    assert own.steps[0].grad_norm == pytest.approx(whole.steps[0].grad_norm / 2, rel=1e-5)
 
 
 def test_a_script_with_a_loss_and_a_model_of_its_own(

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.script.plain import PlainJob, PlainRun, run_plain
 from liver_hpc.checkpoint.index import INDEX_FILE
-from liver_hpc.checkpoint.torch_dist.files import read_common
+from liver_hpc.checkpoint.torch_dist.files import read_common, read_table
 from liver_hpc.cli.client import stop
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, iteration_path, tracked_step
@@ -129,7 +129,7 @@ def test_a_job_goes_on_from_what_a_run_of_it_has_saved(config: Config, tmp_path:
     assert tracked_step(directory) == 8
 
     path = iteration_path(directory, step)
-    common = read_common(path)
+    common = read_common(path, read_table(path))
     args, schedule = common["args"], common["opt_param_scheduler"]
     assert (args.consumed_train_samples, args.consumed_valid_samples) == (step * 8, 2 * 2 * 8)
     assert (args.tensor_model_parallel_size, args.sequence_parallel) == (2, True)

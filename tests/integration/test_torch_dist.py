@@ -78,7 +78,7 @@ def differences(world: Any) -> Any:
         module = chunk.module
         while hasattr(module, "module"):
             module = module.module
-        with megatron.lent(world.groups), thread.groups_in_use(world.groups):
+        with thread.groups_in_use(world.groups):
             state = module.sharded_state_dict(metadata=megatron.sharding_metadata(world.groups, {}))
         for item in nested_values(state):
             data = getattr(item, "data", None)

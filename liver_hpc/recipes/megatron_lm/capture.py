@@ -46,6 +46,7 @@ _KEPT_QUIET = (
 _GIVEN = "_GLOBAL_"
 """How the names of Megatron's global variables begin."""
 _CAPTURED = "__captured__"
+_ARCHITECTURE = "get_device_arch_version"
 
 
 class _Reached(BaseException):
@@ -95,6 +96,8 @@ class Script:
         for module in (self.variables, num_microbatches_calculator, rerun_state_machine):
             module_globals.answer_per_world(module)
         vars(self.arguments)["_print_args"] = lambda *_args: None
+        if not torch.cuda.is_available():
+            self._name_an_architecture()
         self._defaults: dict[str, Any] = {}
         self._note_defaults()
 
@@ -141,6 +144,12 @@ class Script:
         problems += agreement(self._words, vars(captured.args))
         if problems:
             raise ConfigError(*(f"model.args: {problem}" for problem in problems))
+
+    def _name_an_architecture(self) -> None:
+        """Of the newest kind: Megatron-LM asks older devices for settings that order streams."""
+        for module in (self.arguments, importlib.import_module("megatron.training.utils")):
+            if hasattr(module, _ARCHITECTURE):
+                setattr(module, _ARCHITECTURE, lambda: 10)
 
     def _note_defaults(self) -> None:
         """Notes what the script has Megatron take where the job's words say nothing."""
