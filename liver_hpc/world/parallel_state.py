@@ -55,6 +55,13 @@ _RANKS = {
     "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS": "expt_gtp_remat",
 }
 """Of which group each lists the members; global ranks are worker ids here."""
+_SEATS = {
+    "TENSOR_MODEL_PARALLEL": "tp",
+    "PIPELINE_MODEL_PARALLEL": "pp",
+    "EXPERT_MODEL_PARALLEL": "ep",
+    "EXPERT_TENSOR_PARALLEL": "expt_tp",
+}
+"""Of which group each is the rank and the size; told, they are not asked of the default group."""
 
 
 def answer_from(groups: Any, layout: Layout) -> None:
@@ -67,6 +74,9 @@ def answer_from(groups: Any, layout: Layout) -> None:
         group = getattr(groups, name, None)
         if variable in mine and group is not None:
             mine[variable] = dist.get_process_group_ranks(group)
+    for axis, name in _SEATS.items():
+        group = getattr(groups, name)
+        mine[f"_MPU_{axis}_RANK"], mine[f"_MPU_{axis}_WORLD_SIZE"] = group.rank(), group.size()
     if layout.vpp > 1:
         mine["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = layout.vpp
         mine["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0

@@ -104,7 +104,7 @@ def test_wanted_nodes_are_granted_and_go_back(run: DrivenRun) -> None:
     run.ask("want", 1)
     run.ask("give_back", first)
     run.wait_told("NodeGone", node=first, limit_s=3.0)
-    wait_for(lambda: len(run.burst_jobs()) == 1, 10.0, "one burst job to end")
+    wait_for(lambda: len(run.burst_jobs()) == 1, 30.0, "one burst job to end")
     assert run.told("NodeGone", node=second) == []
     run.ask("close")
     no_jobs_left(run)
@@ -115,9 +115,9 @@ def test_a_late_grant_is_a_grant_and_an_unwanted_request_is_withdrawn(
 ) -> None:
     busy = occupy(slurm_cluster, "--nodes=2")
     run.ask("want", 2)
-    wait_for(lambda: len(run.burst_jobs()) == 2, 10.0, "two standing requests")
+    wait_for(lambda: len(run.burst_jobs()) == 2, 30.0, "two standing requests")
     run.ask("want", 1)
-    wait_for(lambda: len(run.burst_jobs()) == 1, 10.0, "one standing request")
+    wait_for(lambda: len(run.burst_jobs()) == 1, 30.0, "one standing request")
     assert run.told("NodeGranted", burst=True) == []
     run.commands.cancel(busy)
     run.wait_told("NodeGranted", burst=True)
@@ -161,7 +161,7 @@ def test_preemption_is_told_with_its_deadline_and_the_node_goes_back(
         jobs = run.commands.jobs(list(before))
         return [i.job_id for i in jobs.values() if (i.ends_s or 0) < time.time() + 60]
 
-    wait_for(lambda: bool(preempted()), 10.0, "a preemption")
+    wait_for(lambda: bool(preempted()), 30.0, "a preemption")
     (job,) = preempted()
     (node,) = (node for node, allocation in job_of.items() if allocation == f"burst-{job}")
     if signalled:
@@ -180,7 +180,7 @@ def test_preemption_is_told_with_its_deadline_and_the_node_goes_back(
         info = run.commands.jobs([taker]).get(taker)
         return info is not None and info.state == "RUNNING"
 
-    wait_for(taken, 10.0, "the other job to run")
+    wait_for(taken, 30.0, "the other job to run")
 
 
 def test_a_drained_node_is_told_once_and_is_as_new_when_resumed(
@@ -197,7 +197,7 @@ def test_a_drained_node_is_told_once_and_is_as_new_when_resumed(
         assert len(run.told("NodeWarned")) == 1
     finally:
         slurm_cluster.run(*drain, "State=RESUME")
-    wait_for(lambda: len(run.told("NodeGranted", node=node)) == 2, 10.0, "the node again")
+    wait_for(lambda: len(run.told("NodeGranted", node=node)) == 2, 30.0, "the node again")
 
 
 def test_the_end_of_the_own_time_is_told(slurm_cluster: SlurmCluster, name: str) -> None:
@@ -243,7 +243,7 @@ def test_close_leaves_neither_pending_nor_running_jobs(
     occupy(slurm_cluster, "--nodes=1")
     run.ask("want", 2)
     run.wait_told("NodeGranted", burst=True)
-    wait_for(lambda: len(run.burst_jobs()) == 2, 10.0, "a pending request beside it")
+    wait_for(lambda: len(run.burst_jobs()) == 2, 30.0, "a pending request beside it")
     run.ask("close")
     states = [job.state for job in run.commands.jobs(run.burst_jobs()).values()]
     assert set(states) <= {"COMPLETING"}
@@ -256,7 +256,7 @@ def test_a_killed_coordinator_leaves_neither_pending_nor_running_jobs(
     occupy(slurm_cluster, "--nodes=1")
     run.ask("want", 2)
     run.wait_told("NodeGranted", burst=True)
-    wait_for(lambda: len(run.burst_jobs()) == 2, 10.0, "a pending request beside it")
+    wait_for(lambda: len(run.burst_jobs()) == 2, 30.0, "a pending request beside it")
     run.kill()
     no_jobs_left(run)
 
