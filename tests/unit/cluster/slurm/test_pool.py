@@ -131,10 +131,9 @@ def test_an_answer_that_makes_no_sense_is_told_and_watching_goes_on(
 def test_a_burst_job_on_a_node_that_is_held_already_goes_back(
     watch: Callable[[float], Watched], controller: Controller
 ) -> None:
+    controller.jobs[9] = "9|9|RUNNING|None|9999999999|n2"  # once it is asked for
     watched = watch(0.05)
     watched.pool.want(1)
-    watched.until(lambda: any(words[0] == "sbatch" for words in controller.asked), "the request")
-    controller.jobs[9] = "9|9|RUNNING|None|9999999999|n2"
     watched.until(lambda: ["scancel", "9"] in controller.asked, "it to be cancelled")
     assert "burst job 9 goes back: n2 held already" in watched.notes()
     assert [e.node.name for e in watched.told if isinstance(e, NodeGranted)] == ["n1", "n2", "n3"]
