@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from liver_hpc.config.completion import Derived
+from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
 from liver_hpc.config.problems import KeyPath
 from liver_hpc.errors import ConfigError
 from liver_hpc.recipes.megatron_lm.words import options_of
@@ -54,8 +55,6 @@ SWITCHES = (
 LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 SPLIT = "969, 30, 1"
 """What `validate_args` puts where --data-path has no --split."""
-TRACKER = "latest_checkpointed_iteration.txt"
-"""What lies in every directory of Megatron's checkpoints."""
 
 _OPTION_OF: Mapping[KeyPath, str] = {
     ("train", "global_batch"): "global_batch_size",
@@ -89,6 +88,7 @@ KEYS: Mapping[KeyPath, tuple[str, ...]] = {
     ("checkpoint", "directory"): ("save",),
     ("checkpoint", "format"): ("save",),
     ("checkpoint", "every_steps"): ("save_interval",),
+    ("checkpoint", "keep"): ("save",),
     ("checkpoint", "load"): ("load",),
     ("data", "prefix"): ("data_path",),
     ("data", "blend"): ("data_path",),
@@ -163,7 +163,7 @@ def _missing(job: Owned) -> Iterator[str]:
     if job["save"] is not None and job["save_interval"] is None:
         yield "--save wants --save-interval, as Megatron does"
     if job["load"] is not None and job["exit_on_missing_checkpoint"] and not loadable(job):
-        yield f"--load {job['load']}: there is no {TRACKER}, and --exit-on-missing-checkpoint"
+        yield f"--load {job['load']}: there is no {TRACKER_FILE}, and --exit-on-missing-checkpoint"
 
 
 def _contradictory(job: Owned) -> Iterator[str]:
@@ -183,7 +183,7 @@ def _contradictory(job: Owned) -> Iterator[str]:
 
 def loadable(job: Owned) -> bool:
     """Whether --load has a checkpoint; where it has none Megatron begins with initial values."""
-    return job["load"] is not None and (Path(job["load"]) / TRACKER).is_file()
+    return job["load"] is not None and (Path(job["load"]) / TRACKER_FILE).is_file()
 
 
 # ---- keys
@@ -250,7 +250,7 @@ def _evaluation(job: Owned) -> _Values:
     why = _unvalidated(job)
     if why is not None:
         yield ("eval",), None, why
-    elif job["eval_interval"] is not None:  # without one Megatron evaluates nothing
+    else:
         yield ("eval", "every_steps"), job["eval_interval"], job.source(names[0])
         yield ("eval", "steps"), job["eval_iters"], job.source(names[1])
 

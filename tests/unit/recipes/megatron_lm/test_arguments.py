@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
 from liver_hpc.errors import ConfigError
 from liver_hpc.recipes.megatron_lm.arguments import agreement, derived_from, scheduled
-from liver_hpc.recipes.megatron_lm.owned import TRACKER
 from tests.unit.recipes.megatron_lm.jobs import JOB
 
 SAMPLES = JOB.replace("--train-iters 1000", "--train-samples 8100")
@@ -149,7 +149,7 @@ def test_a_checkpoint_is_loaded_where_there_is_one(tmp_path: Path) -> None:
     assert "checkpoint.load" not in values(more)
     with pytest.raises(ConfigError, match="--exit-on-missing-checkpoint"):
         values(f"{more} --exit-on-missing-checkpoint")
-    (tmp_path / TRACKER).write_text("7")
+    (tmp_path / TRACKER_FILE).write_text("7")
     assert values(f"{more} --exit-on-missing-checkpoint")["checkpoint.load"] == str(tmp_path)
 
 
