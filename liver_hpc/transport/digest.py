@@ -75,9 +75,8 @@ def add_digest(total: torch.Tensor, view: torch.Tensor, tensor: TensorSpec, box:
     content, mark = _bytes(view), _mark(tensor.name)
     rows = _ROW_WEIGHTS.between(row0, row0 + len(content), content.device)
     for strip in _strips(content, col0 * view.element_size(), rows):
-        for part, weights in zip(
-            strip.content.split(_CHUNK_ROWS), strip.weights.split(_CHUNK_ROWS), strict=True
-        ):
+        chunks = torch.split(strip.content, _CHUNK_ROWS), torch.split(strip.weights, _CHUNK_ROWS)
+        for part, weights in zip(*chunks, strict=True):
             total.add_(_dot(_row_sums(part, strip.place), weights), alpha=mark)
 
 
@@ -121,7 +120,7 @@ def _strips(content: torch.Tensor, start: int, rows: torch.Tensor) -> Iterator[_
     left = 0
     while left < width:
         rest, count = width - left, 1
-        if place == 0 and (height == 1 or content.stride(0) == rest and rest % BLOCK_BYTES == 0):
+        if place == 0 and (height == 1 or (content.stride(0) == rest and rest % BLOCK_BYTES == 0)):
             # Whole blocks that lie behind each other are as good as rows below each other.
             count = max(1, rest // BLOCK_BYTES)
         taken = min(rest, count * BLOCK_BYTES - place)
@@ -147,7 +146,8 @@ def _row_sums(content: torch.Tensor, place: int) -> torch.Tensor:
 def _wide_row_sums(content: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The same by 64-bit products, a few rows at a time. weights: [width] of int64."""
     sums = []
-    for part in content.split(max(1, _WIDE_CHUNK_BYTES[content.device.type] // content.shape[1])):
+    height = max(1, _WIDE_CHUNK_BYTES[content.device.type] // content.shape[1])
+    for part in torch.split(content, height):
         wide = part.to(torch.int64)
         # CUDA has no matrix product of 64-bit integers.
         sums.append(wide.mul_(weights).sum(1) if wide.is_cuda else torch.mv(wide, weights))
