@@ -126,7 +126,7 @@ class WorldState:
             for index, box in self.boxes(kind):
                 tensor = self.model.tensors[index]
                 key = (kind, tensor.tp_dim is None, tensor.tied, tensor.expert)
-                totals[key] += box_digest(self.view(kind, index, box), tensor.name, box)
+                totals[key] += box_digest(self.view(kind, index, box), tensor, box)
         return tuple(
             ClassDigest(
                 kind=kind,
