@@ -21,7 +21,8 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Measured:
-    """All repeats of one size, transition and method. lost_steps: in the target's median steps."""
+    """All repeats of one size, transition and method. lost_steps: in the target's median steps.
+    cost_s: lost time and slowdown together."""
 
     size: str
     transition: str
@@ -29,6 +30,7 @@ class Measured:
     lost_s: Spread
     lost_steps: Spread
     slowdown_s: Spread
+    cost_s: Spread
     reconfiguration_s: Spread
     detection_s: Spread
     median_step_s: float
@@ -54,6 +56,7 @@ def measured(rows: Sequence[Row]) -> list[Measured]:
             lost_s=spread(group, "lost_s"),
             lost_steps=Spread.of([row["lost_s"] / row["median_step_s"] for row in group]),
             slowdown_s=spread(group, "slowdown_s"),
+            cost_s=Spread.of([row["lost_s"] + row["slowdown_s"] for row in group]),
             reconfiguration_s=spread(group, "reconfiguration_s"),
             detection_s=spread(group, "detection_s"),
             median_step_s=statistics.median(row["median_step_s"] for row in group),
@@ -67,6 +70,8 @@ def figures(found: Sequence[Measured]) -> dict[str, float]:
 
     speedup: lost time of the restart over that of the handoff, by size and transition, of medians.
     existing_speedup: the same against a restart whose checkpoint exists already.
+    cost_over_restart: lost time and slowdown of the handoff over the restart's lost time.
+    reconfiguration_over_restart: notice to first step, of the one over the other.
     lost_steps_max_SIZE: the largest median of a transition; lost_steps_worst_SIZE: of any repeat.
     """
     by_key = {(m.size, m.transition, m.method): m for m in found}
@@ -87,10 +92,21 @@ def figures(found: Sequence[Measured]) -> dict[str, float]:
         claimed[f"{name}_min"] = min(ratios)
         claimed[f"{name}_median"] = statistics.median(ratios)
         if name == "speedup":
-            claimed["reconfiguration_over_restart_median"] = statistics.median(
-                m.reconfiguration_s.median / restart.reconfiguration_s.median
-                for restart, m in pairs
-            )
+            for figure, shares in (
+                (
+                    "cost_over_restart",
+                    [m.cost_s.median / restart.lost_s.median for restart, m in pairs],
+                ),
+                (
+                    "reconfiguration_over_restart",
+                    [
+                        m.reconfiguration_s.median / restart.reconfiguration_s.median
+                        for restart, m in pairs
+                    ],
+                ),
+            ):
+                claimed[f"{figure}_median"] = statistics.median(shares)
+                claimed[f"{figure}_max"] = max(shares)
     for size in dict.fromkeys(m.size for m in live):
         steps = [m.lost_steps for m in live if m.size == size]
         claimed[f"lost_steps_max_{size}"] = max(spread.median for spread in steps)
@@ -119,6 +135,7 @@ def result(sweep: Sweep, rows: Sequence[Row]) -> BenchmarkResult:
             "lost_steps": m.lost_steps.median,
             "over_live": m.lost_s.median / live.get((m.size, m.transition), math.nan),
             "slowdown_s": m.slowdown_s.median,
+            "cost_s": m.cost_s.median,
             "notice_to_first_step_s": m.reconfiguration_s.median,
             "detection_s": m.detection_s.median,
         }
@@ -130,7 +147,11 @@ def result(sweep: Sweep, rows: Sequence[Row]) -> BenchmarkResult:
         rows=lines,
         samples=list(rows),
         method=_method(sweep),
-        spread={f"lost_s {m.size} {m.transition} {m.method}": m.lost_s for m in found},
+        spread={
+            f"{name} {m.size} {m.transition} {m.method}": getattr(m, name)
+            for m in found
+            for name in ("lost_s", "cost_s")
+        },
         repeats=min((m.lost_s.count for m in found), default=0),
     )
 
@@ -139,6 +160,8 @@ def _method(sweep: Sweep) -> dict[str, str]:
     return {
         "lost time": "end of the source's last step to the end of the target's first, less the "
         "target's median step; the same for a handoff and a restart",
+        "cost": "lost time and slowdown: all that the change has taken from training; of a restart "
+        "lost time alone",
         "restart": "megatron-core's dist_checkpointing, saved by all replicas in parallel, loaded "
         "by every worker for itself, as Megatron-LM does by default; after the save "
         "the workers leave at once, and the next ones are started directly: no scheduler, no "

@@ -24,7 +24,7 @@ LIVE, RESTART = "live", Method.MEGATRON.value
 MACHINE = ("processor", "cores", "memory_bytes", "accelerators")
 VERSIONS = ("torch", "megatron-core")
 
-WORDS = ("lost time", "restart", "exists", "floor")
+WORDS = ("lost time", "cost", "restart", "exists", "floor")
 
 Result = Mapping[str, Any]
 
@@ -99,9 +99,9 @@ def _comparison(result: Result) -> str:
     rows = {(row["size"], row["transition"], row["method"]): row for row in result["rows"]}
     spread = result["spread"]
     lines = [
-        "| state | transition | live: lost s | in steps | restart: lost s | ratio "
-        "| checkpoint exists: lost s | slowdown s | notice to first step, live / restart s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| state | transition | live: cost s | lost s | in steps | restart: lost s | over lost "
+        "| over cost | checkpoint exists: lost s | notice to first step, live / restart s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for (size, transition, method), live in rows.items():
         restart = rows.get((size, transition, RESTART))
@@ -111,12 +111,13 @@ def _comparison(result: Result) -> str:
         cells = [
             size,
             transition,
+            _spread(spread[f"cost_s {size} {transition} {LIVE}"]),
             _spread(spread[f"lost_s {size} {transition} {LIVE}"]),
             figure_text(live["lost_steps"]),
             _spread(spread[f"lost_s {size} {transition} {RESTART}"]),
             figure_text(restart["over_live"]),
+            figure_text(restart["lost_s"] / live["cost_s"]),
             "-" if exists is None else f"{exists['lost_s']:.2f}",
-            f"{live['slowdown_s']:.2f}",
             f"{live['notice_to_first_step_s']:.1f} / {restart['notice_to_first_step_s']:.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")

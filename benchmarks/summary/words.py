@@ -5,8 +5,12 @@ FIGURES: dict[str, dict[str, str]] = {
         "speedup_min": "lost time of a restart over that of a handoff: least transition",
         "speedup_median": "the same, median",
         "existing_speedup_min": "the same where the checkpoint exists already, so saving is free",
+        "cost_over_restart_median": "what a handoff costs in all, lost time and slowdown of the "
+        "steps beside it, over a restart's lost time",
+        "cost_over_restart_max": "the same, worst transition",
         "reconfiguration_over_restart_median": "notice to first step, of a handoff over a restart; "
         "training goes on meanwhile in the first and stands in the second",
+        "reconfiguration_over_restart_max": "the same, worst transition",
         "lost_steps_max_25m": "largest median lost time of a handoff in steps, 25M parameters",
         "lost_steps_max_100m": "the same, 100M parameters",
     },

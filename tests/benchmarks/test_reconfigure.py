@@ -147,8 +147,8 @@ def test_the_time_left_is_that_of_cells_of_the_same_kind() -> None:
 
 def test_figures_are_ratios_of_medians_and_the_least_of_them() -> None:
     rows = [
-        row(lost_s=lost_s, round=i, transition=transition)
-        for transition, base in (("grow", 0.1), ("shrink", 0.2))
+        row(lost_s=lost_s, round=i, transition=transition, reconfiguration_s=ready_s)
+        for transition, base, ready_s in (("grow", 0.1, 12.0), ("shrink", 0.2, 4.0))
         for i, lost_s in enumerate([base, base * 3, base / 2])
     ]
     rows += [
@@ -165,7 +165,10 @@ def test_figures_are_ratios_of_medians_and_the_least_of_them() -> None:
     assert found["existing_speedup_min"] == pytest.approx(60.0)
     assert found["lost_steps_max_25m"] == pytest.approx(0.4)
     assert found["lost_steps_worst_25m"] == pytest.approx(1.2)
+    assert found["cost_over_restart_median"] == pytest.approx((1.1 + 1.2) / 2 / 11.0)
+    assert found["cost_over_restart_max"] == pytest.approx(1.2 / 11.0)
     assert found["reconfiguration_over_restart_median"] == pytest.approx(0.5)
+    assert found["reconfiguration_over_restart_max"] == pytest.approx(0.75)
 
 
 def test_a_lost_time_that_is_noise_is_no_infinite_speedup() -> None:
