@@ -16,7 +16,8 @@ class StepRecord:
 
     step: its number, from 0. generation: the world that did it. loss, grad_norm: of
     the global batch. learning_rate: that of this step's update. tokens: of the global batch.
-    started_s, ended_s: its bounds. phase: empty for an undisturbed step; "prepare" when a target
+    started_s, ended_s: its bounds; it begins where the step, evaluation or save before it ended.
+    phase: empty for an undisturbed step; "prepare" when a target
     world was being prepared beside it (from the notice to the boundary), "first" for a world's
     first step, "release" while the old world was being freed.
     """
