@@ -28,13 +28,15 @@ class LiveRun:
     long.
     """
 
-    def __init__(self, config: RunConfig, event_s: float, poll_s: float = _POLL_S) -> None:
+    def __init__(
+        self, config: RunConfig, event_s: float, poll_s: float = _POLL_S, cluster: str = "local"
+    ) -> None:
         self._event_s = event_s
         self._poll_s = poll_s
         self._pause = threading.Event()
         self.asked_s: list[float] = []
         """When each change was asked for, in epoch seconds."""
-        self.run = submit_run(config, "local")
+        self.run = submit_run(config, cluster)
         self._watch = Watch(self.run)
 
     def __enter__(self) -> LiveRun:

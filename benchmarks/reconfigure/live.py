@@ -13,7 +13,8 @@ from liver_hpc.run.records import RunRecords
 
 def measure(sweep: Sweep, cell: Cell) -> list[dict[str, float | int | str]]:
     """One row a transition. Raises LiverError when one of them does not complete."""
-    with LiveRun(sweep.run_config(cell.size), sweep.event_s) as run:
+    config = sweep.run_config(cell.size, cell.variant)
+    with LiveRun(config, sweep.event_s, cluster=config.cluster.kind) as run:
         run.settle(sweep.settle_steps)
         for transition in sweep.transitions:
             if transition.replace:

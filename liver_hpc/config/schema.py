@@ -197,6 +197,8 @@ class HandoffSection(Section):
     bucket_bytes: Bytes = 4 * 2**20
     warm_up: bool = True
     keep_groups: bool = True
+    take_over: bool = True
+    digests: Literal["moved", "whole"] = "moved"
 
 
 class DeadlineSection(Section):

@@ -13,7 +13,15 @@ from liver_hpc.clock import Clock, Deadline
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.protocol.messages import Abort, Arm, FromWorker, Prepare, Resume, Verdict
+from liver_hpc.protocol.messages import (
+    Abort,
+    Arm,
+    Boundary,
+    FromWorker,
+    Prepare,
+    Resume,
+    Verdict,
+)
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.transport.stream import Prepared, Transport
 from liver_hpc.world.device import Device, Network
@@ -24,7 +32,7 @@ from liver_hpc.world.world import World
 MOVING_ENDS_S = 10.0
 """How long the thread that moves optimizer state may take to see that its transport is closed."""
 
-SessionMessage = Arm | Verdict | Abort | Resume
+SessionMessage = Arm | Boundary | Verdict | Abort | Resume
 
 
 class HandoffAborted(LiverError):
@@ -90,6 +98,7 @@ class Session:
 
     The control thread puts messages in; the thread that runs the handoff takes them out.
     prepared: what PREPARE made, once it is done. preparing: on a source worker, its thread.
+    shared_groups: see `Arm`.
     """
 
     def __init__(self, prepare: Prepare, context: WorkerContext) -> None:
@@ -101,6 +110,7 @@ class Session:
         self.prepared: Target | None = None
         self.preparing: threading.Thread | None = None
         self.armed = threading.Event()
+        self.shared_groups = False
         self.aborted: Abort | None = None
         self._inbox: queue.Queue[SessionMessage] = queue.Queue()
 
@@ -132,6 +142,7 @@ class Session:
             if self.store is not None:
                 self.store.close()
         elif isinstance(message, Arm) and self.aborted is None:
+            self.shared_groups = message.shared_groups
             self.armed.set()
         self._inbox.put(message)
 

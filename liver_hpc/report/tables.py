@@ -123,7 +123,8 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
         lines["transport"] = _transports(records.networks)
     if figures.reconfigurations:
         lines["cost"] = (
-            f"lost {duration_text(figures.lost_s)}, slowdown {duration_text(figures.slowdown_s)}"
+            f"{duration_text(figures.cost_s)}: lost {duration_text(figures.lost_s)}, "
+            f"slowdown {duration_text(figures.slowdown_s)}"
         )
         between = figures.bytes_between_nodes
         lines["moved"] = (
@@ -226,16 +227,18 @@ _WORLDS = (
     _figure("tokens/s", "tokens_per_s"),
 )
 _ENDS, _LOST, _BYTES = "from\nto", "lost s\nsteps", "moved\nstayed"
+_COST = "cost s\nslow-\ndown s"
 _RECONFIGURATIONS = (
     _figure("gen", "generation", str),
     _words("from", "source", text=layout_text, stack=_ENDS),
     _words("to", "target", text=layout_text, stack=_ENDS),
     _figure("pause\ns", "pause_s"),
+    _figure("cost\ns", "cost_s", stack=_COST),
+    _figure("slow-\ndown s", "slowdown_s", stack=_COST),
     _figure("lost\ns", "lost_s", stack=_LOST),
     Column(
         "lost\nsteps", lambda row: _marked(row.lost_steps, row.median_is_disturbed), stack=_LOST
     ),
-    _figure("slow-\ndown s", "slowdown_s"),
     _figure("reconf.\ns", "reconfiguration_s"),
     Column("bytes\nmoved", lambda row: _moved(row, row.bytes_moved), stack=_BYTES),
     Column("bytes\nstayed", lambda row: _moved(row, row.bytes_local), stack=_BYTES),

@@ -16,7 +16,8 @@ class StepRecord:
 
     step: its number, from 0. generation: the world that did it. loss, grad_norm: of
     the global batch. learning_rate: that of this step's update. tokens: of the global batch.
-    started_s, ended_s: its bounds. phase: empty for an undisturbed step; "prepare" when a target
+    started_s, ended_s: its bounds; it begins where the step, evaluation or save before it ended.
+    phase: empty for an undisturbed step; "prepare" when a target
     world was being prepared beside it (from the notice to the boundary), "first" for a world's
     first step, "release" while the old world was being freed.
     """
@@ -66,7 +67,7 @@ class ReconfigurationRecord:
     prepare_ended_s: all workers had prepared. armed_s: they were told to stop at a boundary.
     source_last_step_ended_s: the last of the source's workers had ended its last step, and the
     evaluation that was due after it.
-    transfer_ended_s: the parameters had arrived, with equal digests. first_step_started_s: the
+    transfer_ended_s: the parameters had arrived at all. first_step_started_s: the
     last of the target's workers began its first step. committed_s: the verdict was out.
     first_step_ended_s: the last of them had ended it. released_s: the source world was freed.
     pause_s: wall time in which neither world trained, from the end of the source's last step to

@@ -44,6 +44,7 @@ class Trainer:
         self._stop = threading.Event()
         self._stop_saves_in: Path | None = None
         self._owes_evaluation = False
+        self._step_begins_s = 0.0
         self.step = 0
 
     # ---- the ways in
@@ -62,6 +63,7 @@ class Trainer:
             world.load_scalar_state(world.scalar_state(0).model_copy(update={"optimizer_step": 0}))
         self._world = world
         self._stands.set()
+        self._step_begins_s = self._context.clock.now_s()
 
     def _restore(self, world: World, path: Path) -> None:
         """Fills a world from a checkpoint; returns once all its workers hold what was saved."""
@@ -122,19 +124,23 @@ class Trainer:
     # ---- steps
 
     def train(self) -> None:
-        """Trains until the last step, or until all agree to stop. Raises LeftWorld on a leaver."""
+        """Trains until the last step, or until all agree to stop. Raises LeftWorld on a leaver.
+
+        A step begins where what the thread did before it ended: what is late between two steps
+        makes the second one longer, and is counted.
+        """
         clock = self._context.clock
         if self._owes_evaluation:
             self._evaluate_if_due()
         while self.step < self._context.config.train.steps:
             world = self._world
             assert world is not None, "train without a world"
-            started_s = clock.now_s()
+            started_s = self._step_begins_s
             gradients, update = world.train_step(self.step)
             session = self.session
             ready = session is not None and session.armed.is_set()
             result = world.agree(gradients, update, Flags(ready, self._stop.is_set()))
-            ended_s = clock.now_s()
+            ended_s = self._step_begins_s = clock.now_s()
             self.step += 1
             self._report(world, result, started_s, ended_s)
             members, boundary = world.rank_map.layout.workers, self.step
@@ -164,7 +170,7 @@ class Trainer:
             return None
         started_s = context.clock.now_s()
         loss = world.evaluate(batches)
-        ended_s = context.clock.now_s()
+        ended_s = self._step_begins_s = context.clock.now_s()
         if world.rank_map.workers[0] == context.worker:
             context.send(
                 m.Evaluated(
@@ -193,6 +199,7 @@ class Trainer:
         assert self._world is not None
         self._world.settle()
         self._context.send(save(self._world, self.step, directory, self._context.clock))
+        self._step_begins_s = self._context.clock.now_s()
 
     def _report(self, world: World, result: StepResult, started_s: float, ended_s: float) -> None:
         """Rank 0 of the world tells the coordinator of the step just done."""
@@ -290,6 +297,7 @@ class Trainer:
         self._world = target.world
         self._stands.set()
         self._forget(session)
+        self._step_begins_s = crossed.ended_s
         if self._world is not None:
             self.step = crossed.scalars.step + 1
             assert crossed.first_step is not None
@@ -321,20 +329,27 @@ class Trainer:
         assert session.prepared is not None
         held: WorldState | None = None
         scalars = source.scalar_state(self.step)
-        if abort.rebuild:
+        if session.shared_groups:
             # Peers blocked in a shared group go on once nobody holds its connections.
             held = source.abandon()
             self._stands.clear()
             self._world = None
         session.prepared.drop()
         session.prepared = None
-        self._context.send(m.Aborted(worker=self._context.worker, generation=session.generation))
+        self._context.send(
+            m.Aborted(
+                worker=self._context.worker,
+                generation=session.generation,
+                rebuild=held is not None,
+            )
+        )
         resume: m.Resume = session.wait(
             m.Resume, self._limits.boundary_s + self._limits.control_s, "all workers to go back"
         )
         if held is not None:
             assert resume.rebuild_generation is not None
             self._rebuild(session.source, resume.rebuild_generation, held, scalars)
+        self._step_begins_s = self._context.clock.now_s()
         self._forget(session)
 
     def _rebuild(

@@ -77,7 +77,8 @@ def _verdict(figures: RunFigures) -> str:
     words = f"*{figures.steps} {'step' if figures.steps == 1 else 'steps'}*"
     if attempts := figures.completed + figures.aborted:
         words += f", *{figures.completed} of {attempts} handoffs* completed. They cost "
-        words += f"*{number_text(figures.lost_s)} s* of training in all"
+        words += f"*{number_text(figures.cost_s)} s* of training in all, "
+        words += f"*{number_text(figures.lost_s)} s* of it lost"
         worst = [each.lost_steps for each in figures.reconfigurations]
         most = max(filter(math.isfinite, worst), default=math.nan)
         if math.isfinite(most):
@@ -125,9 +126,9 @@ def _handoff(details: Element, record: ReconfigurationFigures) -> None:
     tone = outcome_tone(record.outcome)
     SubElement(summary, "span", {"class": f"tone {tone.name.lower()}"}).text = record.outcome
     if math.isfinite(record.lost_s):
-        words = f"lost {number_text(record.lost_s)} s"
+        words = f"cost {number_text(record.cost_s)} s, lost {number_text(record.lost_s)} s of it"
         if math.isfinite(record.lost_steps):
-            words += f", {number_text(record.lost_steps)} steps"
+            words += f" ({number_text(record.lost_steps)} steps)"
         SubElement(summary, "span", {"class": "cost"}).text = words
     SubElement(details, "p", {"class": "note"}).text = " \u00b7 ".join(_facts(record))
 

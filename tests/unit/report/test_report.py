@@ -16,7 +16,7 @@ from liver_hpc.run.records import RunRecords
 from tests.unit.report.rows import baseline, evaluation, reconfiguration, step
 
 PROMISED = """
-    generation source target notice pause_s lost_s lost_steps slowdown_s reconfiguration_s
+    generation source target notice pause_s cost_s lost_s lost_steps slowdown_s reconfiguration_s
     bytes_moved bytes_local digest_equal outcome
 """
 
@@ -159,7 +159,7 @@ def test_in_120_columns_a_reconfiguration_is_one_line() -> None:
     lines = printed(five_handoffs(), 120).splitlines()
     (line,) = [line for line in lines if "415.0 MiB" in line and line.split()[0] == "1"]
     assert line.split() == [
-        *("1", "dp2", "tp2", "dp2", "0.081", "0.125", "0.125", "0.000", "5.125"),
+        *("1", "dp2", "tp2", "dp2", "0.081", "0.125", "0.000", "0.125", "0.125", "5.125"),
         *("415.0", "MiB", "138.0", "MiB", "yes", "completed"),
     ]
 
