@@ -195,6 +195,7 @@ class HandoffSection(Section):
 
     staging_bytes: Bytes = 64 * 2**20
     bucket_bytes: Bytes = 4 * 2**20
+    memory: Literal["both", "bounded"] = "both"
     warm_up: bool = True
     keep_groups: bool = True
     take_over: bool = True

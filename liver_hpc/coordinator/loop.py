@@ -74,7 +74,10 @@ class Coordinator:
         self._services = services
         self._clock = services.clock
         self._memory = memory
-        self.core = Run(config, services.recipe.spec, services.recipe.check_layout, services.place)
+        recipe = services.recipe
+        self.core = Run(
+            config, recipe.spec, recipe.check_layout, services.place, recipe.rehearsal_bytes
+        )
         self._control = control
         self._inbox = Inbox()
         self._store = StoreService()

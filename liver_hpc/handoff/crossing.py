@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError
 from liver_hpc.handoff.session import HandoffAborted, Session, Target
+from liver_hpc.layout.memory import GRADIENT
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol import messages as m
 from liver_hpc.transport.moved import Moved
 from liver_hpc.transport.stream import Prepared
+from liver_hpc.world import hollow
 from liver_hpc.world.device import Device
 from liver_hpc.world.world import Flags, Gradients, StepResult, World
 
@@ -162,6 +164,8 @@ class Crossing:
     def _work(self, scalars: m.ScalarState | None, gradients: list[Gradients]) -> dict[str, object]:
         """What the vote tells. The target's first forward and backward run while optimizer state
         moves."""
+        if self._session.bounded:
+            return self._work_bounded(gradients)
         context, target = self._session.context, self._target
         # A joiner waits from Arm on, and the source comes at its next boundary.
         waits_s = self._limits.boundary_s if self._source is None else 0.0
@@ -174,7 +178,7 @@ class Crossing:
         started_s = computed_s = self._clock.now_s()
         try:
             if target.world is not None:
-                scalars = scalars or self._boundary()
+                scalars = scalars or self._boundary(self._limits.control_s)
                 started_s = self._clock.now_s()
                 gradients.append(target.world.forward_backward(scalars.step))
                 computed_s = self._clock.now_s()
@@ -184,21 +188,39 @@ class Crossing:
             assert scalars is not None
             target.world.load_scalar_state(scalars)
         halves = {"parameters": parameters, "optimizer": optimizer}
-        return {
-            "sent": _told(half.moved.sent for half in halves.values()),
-            "received": _told(half.moved.received for half in halves.values()),
-            "source": parameters.source + optimizer.source,
-            "target": parameters.target + optimizer.target,
+        return _told_of(halves) | {
             "started_s": started_s,
-            "timings_s": {
-                f"{name}/{part}": spent_s
-                for name, half in halves.items()
-                for part, spent_s in half.moved.stats.timings_s.items()
-            }
+            "timings_s": _timings_s(halves)
             | {
                 "forward_backward": computed_s - started_s,
                 "optimizer_after": self._clock.now_s() - computed_s,
             },
+        }
+
+    def _work_bounded(self, gradients: list[Gradients]) -> dict[str, object]:
+        """The same with the memory of one world: gradients are dead at the boundary, and in their
+        room one kind of state after the other changes over. Then the target's come to be."""
+        target, source = self._target, self._source
+        scalars = self._boundary(self._limits.boundary_s + 2 * self._limits.transfer_s)
+        spared = frozenset[int]() if target.world is None else target.world.taken
+        if source is not None:
+            hollow.free(source, GRADIENT)
+        halves = {}
+        for kind, part in target.kinds.items():
+            if target.world is not None:
+                hollow.allocate(target.world, kind)
+            halves[kind] = self._move((kind,), part, kind)
+            if source is not None:
+                hollow.free(source, kind, spared)
+        started_s = self._clock.now_s()
+        if target.world is not None:
+            hollow.allocate(target.world, GRADIENT)
+            gradients.append(target.world.forward_backward(scalars.step))
+            target.world.load_scalar_state(scalars)
+        computed_s = self._clock.now_s()
+        return _told_of(halves) | {
+            "started_s": started_s,
+            "timings_s": _timings_s(halves) | {"forward_backward": computed_s - started_s},
         }
 
     def _move(
@@ -236,10 +258,11 @@ class Crossing:
             )
         )
 
-    def _boundary(self) -> m.ScalarState:
-        """Where the source stands, which the coordinator says to joiners."""
+    def _boundary(self, limit_s: float) -> m.ScalarState:
+        """Where the source stands, which the coordinator says to joiners; in bounded memory to all,
+        once the checkpoint of that boundary stands."""
         boundary: m.Boundary = self._session.wait(
-            m.Boundary, self._limits.control_s, "the coordinator to say where the source stands"
+            m.Boundary, limit_s, "the coordinator to say where the source stands"
         )
         return boundary.scalars
 
@@ -253,6 +276,24 @@ class Crossing:
     def _deadline(self, waits_for: str, extra_s: float = 0.0) -> Deadline:
         limit_s = self._limits.transfer_s + extra_s
         return Deadline.after(self._session.context.clock, limit_s, waits_for)
+
+
+def _told_of(halves: Mapping[str, Half]) -> dict[str, object]:
+    """Digests of all that was moved, as a vote tells them."""
+    return {
+        "sent": _told(half.moved.sent for half in halves.values()),
+        "received": _told(half.moved.received for half in halves.values()),
+        "source": tuple(digest for half in halves.values() for digest in half.source),
+        "target": tuple(digest for half in halves.values() for digest in half.target),
+    }
+
+
+def _timings_s(halves: Mapping[str, Half]) -> dict[str, float]:
+    return {
+        f"{name}/{part}": spent_s
+        for name, half in halves.items()
+        for part, spent_s in half.moved.stats.timings_s.items()
+    }
 
 
 def _told(digests: Iterable[Mapping[tuple[int, str], int]]) -> tuple[m.PairDigest, ...]:

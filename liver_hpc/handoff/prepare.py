@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Collection
 from dataclasses import replace
 
 from liver_hpc.handoff.session import Session, Target, WorkerContext
@@ -14,16 +15,17 @@ from liver_hpc.protocol.messages import Prepared, Transports
 from liver_hpc.transport.stream import Transport
 from liver_hpc.transport.wire import group_wire
 from liver_hpc.world.groups import Group, GroupBook
+from liver_hpc.world.hollow import hollow
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.take_over import Taken, take_over
 from liver_hpc.world.world import World
 
 
-def _part(plan: TransferPlan, *, parameters: bool) -> TransferPlan:
-    """One half of TRANSFER: the moves of parameters, or those of optimizer state."""
+def _part(plan: TransferPlan, kinds: Collection[str]) -> TransferPlan:
+    """The moves of some kinds of state."""
 
     def chosen(moves: tuple[Move, ...]) -> tuple[Move, ...]:
-        return tuple(move for move in moves if (move.kind == PARAMETER) == parameters)
+        return tuple(move for move in moves if move.kind in kinds)
 
     return TransferPlan(plan.worker, chosen(plan.sends), chosen(plan.receives), chosen(plan.local))
 
@@ -46,9 +48,18 @@ def prepare(session: Session, source_world: World | None) -> Target:
 
     try:
         if session.is_target:
-            world = World(context.recipe, session.target, worker, session.generation, device)
+            # A worker that stays has no room to rehearse in.
+            stays_bounded = session.bounded and session.is_source
+            world = World(
+                context.recipe,
+                session.target,
+                worker,
+                session.generation,
+                device,
+                hollow=stays_bounded,
+            )
             lap("build")
-            if context.config.handoff.warm_up:
+            if context.config.handoff.warm_up and not stays_bounded:
                 session.check()
                 world.warm_up()
             lap("warm_up")
@@ -56,6 +67,8 @@ def prepare(session: Session, source_world: World | None) -> Target:
         taken = Taken()
         if world is not None and source_world is not None and context.config.handoff.take_over:
             taken = take_over(world, source_world)
+        if world is not None and session.bounded and session.is_source:
+            hollow(world)
         plan = transfer_plan(context.recipe.spec, session.source, session.target, worker)
         plan = replace(plan, local=tuple(move for move in plan.local if not taken.has(move)))
         lap("plan")
@@ -73,8 +86,11 @@ def prepare(session: Session, source_world: World | None) -> Target:
         ranks = {member: rank for rank, member in enumerate(session.members)}
         wire = group_wire(transfer_group.process_group, ranks, device.torch_device)
         transport = Transport(wire, context.recipe.spec, context.config.handoff)
-        parameters = transport.prepare(_part(plan, parameters=True))
-        optimizer = transport.prepare(_part(plan, parameters=False))
+        spec = context.recipe.spec
+        parameters = transport.prepare(_part(plan, (PARAMETER,)))
+        optimizer = transport.prepare(_part(plan, spec.optimizer_kinds))
+        moving = spec.kinds if session.bounded else ()
+        kinds = {kind: transport.prepare(_part(plan, (kind,))) for kind in moving}
         lap("staging")
         session.check()
     except BaseException:
@@ -85,7 +101,7 @@ def prepare(session: Session, source_world: World | None) -> Target:
     finally:
         if session.store is not None:
             session.store.close()
-    return Target(world, parameters, optimizer, transfer_group, transport, kept, timings_s)
+    return Target(world, parameters, optimizer, transfer_group, transport, kept, timings_s, kinds)
 
 
 def connect_groups(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,8 @@ class Target:
     """What PREPARE made on this worker.
 
     world: None on a leaver. parameters, optimizer: this worker's part of the two halves of
-    TRANSFER. moving: the thread that moves optimizer state, once it has been started.
+    TRANSFER. kinds: in bounded memory, its part of each kind of state, in the order in which they
+    move. moving: the thread that moves optimizer state, once it has been started.
     """
 
     world: World | None
@@ -73,6 +74,7 @@ class Target:
     transport: Transport
     kept_groups: int
     timings_s: dict[str, float]
+    kinds: dict[str, Prepared] = field(default_factory=dict)
     moving: threading.Thread | None = None
 
     def drop_transfer(self) -> None:
@@ -98,13 +100,14 @@ class Session:
 
     The control thread puts messages in; the thread that runs the handoff takes them out.
     prepared: what PREPARE made, once it is done. preparing: on a source worker, its thread.
-    shared_groups: see `Arm`.
+    shared_groups: see `Arm`. bounded: see `Prepare`.
     """
 
     def __init__(self, prepare: Prepare, context: WorkerContext) -> None:
         self.generation = prepare.generation
         self.source: RankMap = prepare.source.rank_map()
         self.target: RankMap = prepare.target.rank_map()
+        self.bounded = prepare.bounded
         self.context = context
         self.store: ControlStore | None = None
         self.prepared: Target | None = None

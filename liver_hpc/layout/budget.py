@@ -100,18 +100,30 @@ class Budget:
             f"{len(layouts) ** 2} changes and replacements among the run's layouts"
         )
 
+    def bounded_because(self, source: Layout, target: Layout) -> str:
+        """Why a change is made in bounded memory; empty when both worlds are held at once."""
+        if self.config.handoff.memory == "bounded":
+            return "handoff.memory is bounded"
+        most = self.config.policy.memory_bytes
+        held = self._memory(source, target)
+        if most is None or held.together <= most:
+            return ""
+        return f"both worlds would take {held.together} bytes, policy.memory_bytes is {most}"
+
     def fullest_change(self, layouts: Sequence[Layout]) -> Change:
         """Of all changes among layouts, replacements included, the one that takes most memory."""
         held, rehearsal = self._held_by(layouts), self._rehearsal_by(layouts)
         source = layouts[int(held.argmax())]
         target = layouts[int((held + rehearsal).argmax())]
-        memory = HandoffMemory(
+        return Change(source, target, self._memory(source, target))
+
+    def _memory(self, source: Layout, target: Layout) -> HandoffMemory:
+        return HandoffMemory(
             self.held(source),
             self.held(target),
             self.config.handoff.staging_bytes,
             self.rehearsal(target),
         )
-        return Change(source, target, memory)
 
     def fullest_worker_of(self, source: RankMap, target: RankMap) -> HandoffMemory:
         """What the fullest worker holds during a handoff of which it is known who sits where."""

@@ -30,7 +30,8 @@ class Attempt:
 
     awaited: what the present phase still waits for; scalars: the state that each source worker
     reported at the boundary; planned: the pairs (sender, receiver) between which state is to
-    cross; rebuild: the source's groups are gone; reason: why it was aborted.
+    cross; saved_step: the newest checkpoint's, in bounded memory; freed: workers were told
+    so, and give the source's memory back; rebuild: the source's groups are gone; reason: why it was aborted.
     """
 
     request: Requested
@@ -43,6 +44,8 @@ class Attempt:
     votes: dict[int, Vote] = field(default_factory=dict)
     kept_groups: int = 0
     planned: set[tuple[int, int]] = field(default_factory=set)
+    saved_step: int = -1
+    freed: bool = False
     rebuild: bool = False
     reason: str = ""
 
@@ -68,6 +71,11 @@ class Attempt:
     @property
     def leavers(self) -> tuple[int, ...]:
         return tuple(w for w in self.source_workers if self.leaves(w))
+
+    @property
+    def new_workers(self) -> tuple[int, ...]:
+        """Those of the target that have no seat in the source."""
+        return tuple(w for w in self.target_workers if not self.trains_in_source(w))
 
     def trains_in_source(self, worker: int) -> bool:
         return self.request.source.rank_map.coordinate_of(worker) is not None

@@ -27,12 +27,14 @@ class Requested:
     """A handoff is wanted. `target` has joiners under ids that they may turn out not to have.
 
     `generation` is the target's; the number after it is free too, for a rebuild of the source.
+    bounded: no worker is to hold both worlds; the way back is a checkpoint of the boundary.
     """
 
     generation: int
     source: WorldRef
     target: RankMap
     notice: str
+    bounded: bool = False
 
     @cached_property
     def joiners(self) -> tuple[int, ...]:
@@ -80,9 +82,17 @@ class Cancelled:
 
 
 @dataclass(frozen=True)
+class BoundarySaved:
+    """What became of the checkpoint of the boundary; problem: why there is none."""
+
+    step: int
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class DeadlinePassed:
     """`HandoffMachine.deadline` has expired."""
 
 
 FromParticipant = m.Hello | m.OfAttempt | m.Finished
-Event = FromParticipant | Requested | WorkerLost | Cancelled | DeadlinePassed
+Event = FromParticipant | Requested | WorkerLost | Cancelled | BoundarySaved | DeadlinePassed

@@ -21,6 +21,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Attempt, Awaited, Phase
 from liver_hpc.protocol.events import (
+    BoundarySaved,
     Cancelled,
     DeadlinePassed,
     Event,
@@ -94,6 +95,7 @@ class HandoffMachine:
             source=m.WireRankMap.of(now.request.source.rank_map),
             source_generation=now.request.source.generation,
             target=m.WireRankMap.of(now.target),
+            bounded=now.request.bounded,
         )
         return [Send(everybody, prepare)]
 
@@ -107,7 +109,8 @@ class HandoffMachine:
         everybody = now.participants
         awaited: list[Awaited] = [(w, m.AtBoundary) for w in now.source_workers]
         awaited += [(w, m.Vote) for w in everybody]
-        self._enter(Phase.ARMED, self._deadlines.boundary_s, awaited)
+        writes_s = self._deadlines.transfer_s if now.request.bounded else 0.0
+        self._enter(Phase.ARMED, self._deadlines.boundary_s + writes_s, awaited)
         arm = m.Arm(generation=now.generation, shared_groups=now.kept_groups > 0)
         return [Send(everybody, arm)]
 
@@ -131,11 +134,29 @@ class HandoffMachine:
                 f"workers {first} and {event.worker} stand at different boundaries: "
                 f"{now.scalars[first]}, {event.scalars}"
             )
-        joiners = tuple(w for w in now.target_workers if not now.trains_in_source(w))
-        if len(now.scalars) < len(now.source_workers) or not joiners:
-            return self._tally()
-        boundary = m.Boundary(generation=now.generation, scalars=event.scalars)
-        return [Send(joiners, boundary), *self._tally()]
+        return [*self._all_at_boundary(), *self._tally()]
+
+    def _boundary_saved(self, event: BoundarySaved) -> list[Action]:
+        """In bounded memory; it may come before the first AtBoundary."""
+        now = self._now
+        if not now.request.bounded:
+            return []
+        if event.problem:
+            return self._abort(f"the way back cannot be written: {event.problem}")
+        now.saved_step = event.step
+        return self._all_at_boundary()
+
+    def _all_at_boundary(self) -> list[Action]:
+        """Once the source stands, and in bounded memory its checkpoint too: says so."""
+        now, bounded = self._now, self._now.request.bounded
+        told = now.participants if bounded else now.new_workers
+        if len(now.scalars) < len(now.source_workers) or not told:
+            return []
+        scalars = next(iter(now.scalars.values()))
+        if bounded and now.saved_step != scalars.step:
+            return []
+        now.freed = bounded
+        return [Send(told, m.Boundary(generation=now.generation, scalars=scalars))]
 
     def _vote(self, event: m.Vote) -> list[Action]:
         self._take(event)
@@ -239,8 +260,13 @@ class HandoffMachine:
         return self._abort(f"joiner {event.worker} lost: {event.reason}")
 
     def _abort(self, reason: str) -> list[Action]:
-        """Everybody drops the target world; nobody but the source workers is waited for."""
+        """Everybody drops the target world; nobody but the source workers is waited for.
+
+        Once the source's memory is given back, the way back is the checkpoint of the boundary.
+        """
         now = self._now
+        if now.freed:
+            return self._fatal(reason)
         actions = self._drop_target(reason)
         if now.target is None:  # still in BOOT: the source workers were told nothing
             return actions + self._end("aborted", now.reason, now.request.source)
@@ -356,6 +382,9 @@ _TABLE: dict[tuple[Phase, type], Handler] = {
     (Phase.ARMED, m.AtBoundary): _H._transfer_begins,
     (Phase.ARMED, m.Vote): _H._transfer_begins,
     (Phase.ARMED, m.Finished): _H._finished,
+    (Phase.ARMED, BoundarySaved): _H._boundary_saved,
+    (Phase.TRANSFER, BoundarySaved): _H._boundary_saved,
+    (Phase.ABORT, BoundarySaved): _H._ignored,
     (Phase.TRANSFER, m.AtBoundary): _H._at_boundary,
     (Phase.TRANSFER, m.Vote): _H._vote,
     (Phase.RELEASE, m.FirstStep): _H._stepped_or_released,

@@ -288,11 +288,15 @@ class Proceed(_OfWorld, type="proceed"):
 
 
 class Prepare(_OfWorld, type="prepare"):
-    """Build the target world beside what runs; answer with Prepared or Failed."""
+    """Build the target world beside what runs; answer with Prepared or Failed.
+
+    bounded: the source's memory makes room for the target's, kind by kind (handoff/bounded.py).
+    """
 
     source: WireRankMap
     source_generation: int
     target: WireRankMap
+    bounded: bool = False
 
 
 class Arm(_OfWorld, type="arm"):
@@ -306,7 +310,11 @@ class Arm(_OfWorld, type="arm"):
 
 
 class Boundary(_OfWorld, type="boundary"):
-    """To joiners: where all source workers stand, and which step is computed first."""
+    """Where all source workers stand, and which step is computed first.
+
+    To joiners. In bounded memory to all, once a checkpoint of that boundary stands: from then on
+    the source's memory is given back.
+    """
 
     scalars: ScalarState
 

@@ -10,6 +10,7 @@ import math
 from liver_hpc.clock import Clock
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import RequestRefused
+from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import WorldRef
@@ -42,7 +43,9 @@ class ElasticPolicy:
         parts: tuple[RequestQueue, HeldNodes, Estimates, NoticeBook],
         handoffs: Handoffs,
         out: list[a.Action],
+        budget: Budget,
     ) -> None:
+        self._budget = budget
         self.queue, self.nodes, self.estimates, self.notices = parts
         self.drained: dict[str, NodeWarned | None] = {}
         self._config = config
@@ -294,7 +297,11 @@ class ElasticPolicy:
         if request is self.queue.first:
             self.queue.waiting.pop(0)
         self._out.append(a.Note(f"generation {generation}: {request}, from {world.rank_map}"))
-        self._handoffs.start(request, world, decision.target)
+        source, target = world.rank_map.layout, decision.target.layout
+        if why := self._budget.bounded_because(source, target):
+            cost = "training stands while a checkpoint is written and state moves"
+            self._out.append(a.Log(f"generation {generation} in bounded memory: {why}; {cost}"))
+        self._handoffs.start(request, world, decision.target, bounded=bool(why))
 
     def look_after_nodes(self) -> None:
         """Gives back nodes on which nothing runs any more, and says how many are wanted."""

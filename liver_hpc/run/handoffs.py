@@ -11,6 +11,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Attempt, Phase
 from liver_hpc.protocol.events import (
+    BoundarySaved,
     Cancelled,
     DeadlinePassed,
     Event,
@@ -102,12 +103,18 @@ class Handoffs:
 
     # ---- what happens
 
-    def start(self, request: ReconfigurationRequest, world: WorldRef, target: RankMap) -> None:
+    def start(
+        self,
+        request: ReconfigurationRequest,
+        world: WorldRef,
+        target: RankMap,
+        bounded: bool = False,
+    ) -> None:
         """Begins a handoff away from `world`; must be idle. `target` has joiners under the ids that
         were to come next, which they may turn out not to have."""
         self.request = request
         self.generation += 1
-        requested = Requested(self.generation, world, target, str(request))
+        requested = Requested(self.generation, world, target, str(request), bounded)
         self._recorder.attempt_begins(requested, request.made_s)
         self.feed(requested)
 
@@ -131,6 +138,11 @@ class Handoffs:
         notes = self._recorder.attempt
         if notes is not None and message.generation == notes.generation:
             self._recorder.observe(message)
+
+    def boundary_saved(self, step: int, problem: str = "") -> None:
+        """A checkpoint was written, or given up; nothing to an attempt that does not wait for it."""
+        if self._machine.phase in (Phase.ARMED, Phase.TRANSFER):
+            self.feed(BoundarySaved(step, problem))
 
     def cancel(self, reason: str) -> None:
         self.feed(Cancelled(reason))

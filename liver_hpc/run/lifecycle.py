@@ -17,6 +17,7 @@ from typing import Any
 from liver_hpc.clock import Deadline
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.budget import Budget, RehearsalBytes
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.placement import first_rank_map, place
 from liver_hpc.layout.policy import LayoutPolicy
@@ -81,6 +82,7 @@ class Lifecycle:
         model: ModelSpec,
         check_layout: Callable[[Layout], None] = lambda layout: None,
         place: Place = place,
+        rehearsal_bytes: RehearsalBytes = lambda _layout: None,
     ) -> None:
         layouts = config.allowed_layouts(config.workers.initial)
         if not layouts:
@@ -115,6 +117,7 @@ class Lifecycle:
             ),
             self.handoffs,
             self._out,
+            Budget(config, model, rehearsal_bytes),
         )
         self._resumed: e.Resumed | None = None
         self._evaluated_step = 0  # the most steps after which there was an evaluation

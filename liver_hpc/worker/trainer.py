@@ -274,6 +274,8 @@ class Trainer:
         """Crosses to the target world at the agreed boundary, or goes back to this one."""
         assert session.prepared is not None
         source.settle()
+        if session.bounded:  # the way back, before memory is given back
+            self._save(self._context.checkpoints)
         boundary = m.AtBoundary(
             worker=self._context.worker,
             generation=session.generation,

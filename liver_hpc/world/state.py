@@ -112,6 +112,10 @@ class WorldState:
                 return torch.as_strided(memory, box.shape, (cols, 1), offset)
         raise PlanError(f"{self._where()}: does not hold {kind} {box} of {tensor.name!r}")
 
+    def memory(self, kind: str) -> Iterator[torch.Tensor]:
+        """The tensors of one kind of optimizer state."""
+        return (held.optimizer[kind] for held in self._held.values() if kind in held.optimizer)
+
     def boxes(self, kind: str) -> Iterator[tuple[int, Box]]:
         """Yields every (tensor index, box) of one kind that this worker owns."""
         for index in self.model.held_tensors(self.layout, self.at):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from liver_hpc.world.device import Device
 from liver_hpc.world.evaluate import undisturbed
 from liver_hpc.world.forget import forget
 from liver_hpc.world.groups import GroupBook
+from liver_hpc.world.hollow import untouched
 from liver_hpc.world.state import HeldTensor, WorldState
 from liver_hpc.world.thread import MicroBatch
 from liver_hpc.world.verified import verified_tensors
@@ -83,12 +85,21 @@ class World:
     is not what the run's spec says, or has state that is not moved, ConfigError for a layout that
     the spec does not know.
 
-    tensors: parameters and persistent buffers by tensor index. taken: the memory that it has from
-    another world which still stands (world/take_over.py), by address.
+    hollow: nothing is written to the memory of its state and gradients, so that it can be given
+    back at once (world/hollow.py). tensors: parameters and persistent buffers by tensor index.
+    taken: the memory that it has from another world which still stands (world/take_over.py), by
+    address.
     """
 
     def __init__(
-        self, recipe: Recipe, rank_map: RankMap, worker: int, generation: int, device: Device
+        self,
+        recipe: Recipe,
+        rank_map: RankMap,
+        worker: int,
+        generation: int,
+        device: Device,
+        *,
+        hollow: bool = False,
     ) -> None:
         at = rank_map.coordinate_of(worker)
         if at is None:
@@ -101,6 +112,7 @@ class World:
         self.device = device
         self.worker = worker
         self.taken: frozenset[int] = frozenset()
+        self._allocating = untouched if hollow else nullcontext
         self.book = GroupBook(generation, worker, device)
         try:
             self._build()
@@ -115,11 +127,13 @@ class World:
         self.groups = megatron.group_collection(self.rank_map, self.at, self.book)
         with thread.rehearsal(), thread.groups_in_use(self.groups):
             self.chunks = self._build_chunks()
-            self.optimizer = optimizer.build(self.recipe, self.chunks, self.groups)
+            with self._allocating():
+                self.optimizer = optimizer.build(self.recipe, self.chunks, self.groups)
         self.optimizers = [
             one for one in self.optimizer.chained_optimizers if one.optimizer is not None
         ]
-        optimizer.create_state(self.optimizers)
+        with self._allocating():
+            optimizer.create_state(self.optimizers)
         self._scheduler = optimizer.build_scheduler(self.recipe, self.optimizer)
         self._schedule = self._build_schedule()
         self.refresh_state()
@@ -152,12 +166,17 @@ class World:
             overlap_param_gather=train.overlap_param_gather,
             bucket_size=train.bucket_elements,
         )
-        chunks = [
-            DistributedDataParallel(
-                module.config, options, module, disable_bucketing=number > 0, pg_collection=groups
-            )
-            for number, module in enumerate(modules)
-        ]
+        with self._allocating():
+            chunks = [
+                DistributedDataParallel(
+                    module.config,
+                    options,
+                    module,
+                    disable_bucketing=number > 0,
+                    pg_collection=groups,
+                )
+                for number, module in enumerate(modules)
+            ]
         for chunk in chunks:
             megatron.configure_for_schedules(chunk.config, chunks, layout)
         return chunks
