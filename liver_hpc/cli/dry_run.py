@@ -19,9 +19,9 @@ from liver_hpc.cluster.slurm.script import (
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.problems import key_text
 from liver_hpc.config.schema import NoticeSection, RunConfig
-from liver_hpc.layout.budget import Budget
+from liver_hpc.layout.budget import Budget, Change
 from liver_hpc.layout.candidates import workers_of_a_node
-from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.memory import fullest_worker, handoff_bytes
 from liver_hpc.layout.placement import first_rank_map, place
 from liver_hpc.layout.tensors import ModelSpec
@@ -127,6 +127,19 @@ def _most_memory(config: RunConfig, recipe: Recipe) -> list[str]:
         f"{bytes_text(held.source)} and {bytes_text(held.target)}",
         f"#   of both worlds, {bytes_text(held.staging)} of staging and {rehearsal}; "
         "training's activations come on top",
+        *_bounded_memory(budget, change, config.layouts_listed),
+    ]
+
+
+def _bounded_memory(budget: Budget, change: Change, layouts: Sequence[Layout]) -> list[str]:
+    """Why some handoffs are made in bounded memory, and what that takes."""
+    why = budget.bounded_because(change.source, change.target)
+    if not why:
+        return []
+    peak, *_ = budget.fullest_bounded_change(layouts)
+    return [
+        f"# bounded memory, at most {bytes_text(peak)} of a worker, where {why}:",
+        "#   training stands while a checkpoint of the boundary is written, which is the way back",
     ]
 
 

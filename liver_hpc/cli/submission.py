@@ -60,7 +60,7 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
         if config.layouts != AUTO:  # what is wrong anyway is told before a model is built
             check_run(config, None, found)
         recipe.spec = derive_spec(config)
-        config = resolve_layouts(config, recipe.spec, recipe.check_layout, recipe.rehearsal_bytes)
+        config = resolve_layouts(config, recipe.spec, recipe.check_layout)
         resolved = load_recipe(config)  # it knows the run as it is resolved
         resolved.spec = recipe.spec
     except ConfigError as error:

@@ -135,7 +135,7 @@ def _memory(order: Order) -> Result:
         raise
     except LiverError as error:
         return skipped(f"the model's spec can be derived on the nodes alone: {error}")
-    config = resolve_layouts(order.config, recipe.spec, recipe.check_layout, recipe.rehearsal_bytes)
+    config = resolve_layouts(order.config, recipe.spec, recipe.check_layout)
     budget = Budget(config, recipe.spec, recipe.rehearsal_bytes)
     faults = [
         f"{one}: {fault}" for one in config.layouts_listed if (fault := budget.layout_fault(one))

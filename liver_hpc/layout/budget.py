@@ -54,9 +54,13 @@ class Change:
     held: HandoffMemory
 
     def __str__(self) -> str:
-        if self.source == self.target:
-            return f"replacing a worker of {self.source}"
-        return f"{self.source} to {self.target}"
+        return _changing(self.source, self.target)
+
+
+def _changing(source: Layout, target: Layout) -> str:
+    if source == target:
+        return f"replacing a worker of {source}"
+    return f"{source} to {target}"
 
 
 @dataclass(frozen=True)
@@ -71,33 +75,32 @@ class Budget:
     model: ModelSpec
     rehearsal_bytes: RehearsalBytes = lambda _layout: None
 
+    # ---- what does not fit
+
     def layout_fault(self, layout: Layout) -> str:
         """Why a layout is too large to be trained; empty when it is not."""
-        most, staging = self.config.policy.memory_bytes, self.config.handoff.staging_bytes
+        most = self.config.policy.memory_bytes
         held = self.held(layout) if most is not None else 0
-        if most is None or held + staging <= most:
+        if most is None or held + self.staging <= most:
             return ""
         return (
-            f"its fullest worker holds {held} bytes and {staging} for staging, "
+            f"its fullest worker holds {held} bytes and {self.staging} for staging, "
             f"more than policy.memory_bytes {most}"
         )
 
     def change_fault(self, layouts: Sequence[Layout]) -> str:
-        """Why there are changes among layouts for which a worker has no memory, and what the
-        largest of them wants; empty when there are none."""
+        """Which change among layouts a worker has no memory for, in bounded memory either; empty
+        when there is none."""
         most = self.config.policy.memory_bytes
         if most is None or not layouts:
             return ""
-        change = self.fullest_change(layouts)
-        if change.held.together <= most:
+        peak, source, target = self.fullest_bounded_change(layouts)
+        if peak <= most:
             return ""
-        held = change.held
         return (
-            f"{change}: a worker that stays holds {held.source} bytes of the source world and "
-            f"{held.target} of the target world, {held.staging} for staging and {held.rehearsal} "
-            f"in the rehearsal: {held.together} during the handoff, more than "
-            f"policy.memory_bytes {most}; so it is with {self._too_large(layouts)} of the "
-            f"{len(layouts) ** 2} changes and replacements among the run's layouts"
+            f"{_changing(source, target)}: a worker that stays holds up to {peak} bytes, "
+            f"{self.staging} of them for staging, also where memory is bounded, more than "
+            f"policy.memory_bytes {most}"
         )
 
     def bounded_because(self, source: Layout, target: Layout) -> str:
@@ -105,24 +108,63 @@ class Budget:
         if self.config.handoff.memory == "bounded":
             return "handoff.memory is bounded"
         most = self.config.policy.memory_bytes
-        held = self._memory(source, target)
-        if most is None or held.together <= most:
+        held = self._memory(source, target).together if most is not None else 0
+        if most is None or held <= most:
             return ""
-        return f"both worlds would take {held.together} bytes, policy.memory_bytes is {most}"
+        return f"both worlds would take {held} bytes of a worker, policy.memory_bytes is {most}"
+
+    def together(self, parts: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Which of some layouts stay, so that all changes among those fit: the smallest ones.
+
+        parts: as `fullest_bytes` has them, [3, layouts].
+        """
+        order = np.argsort(parts.sum(axis=0), kind="stable")
+        begun, left = (np.maximum.accumulate(x, axis=1) for x in self._phases(parts[:, order]))
+        fits = np.zeros(parts.shape[1], dtype=np.bool_)
+        fits[order] = (begun + left).max(axis=0) + self.staging <= self._most
+        return fits
+
+    # ---- what is held
 
     def fullest_change(self, layouts: Sequence[Layout]) -> Change:
-        """Of all changes among layouts, replacements included, the one that takes most memory."""
-        held, rehearsal = self._held_by(layouts), self._rehearsal_by(layouts)
+        """Of all changes among layouts, replacements included, the one that takes most memory where
+        both worlds are held."""
+        held = self._parts_of(layouts).sum(axis=0)
+        rehearsal = np.array([self.rehearsal(layout) for layout in layouts], dtype=np.float64)
         source = layouts[int(held.argmax())]
         target = layouts[int((held + rehearsal).argmax())]
         return Change(source, target, self._memory(source, target))
 
+    def fullest_bounded_change(self, layouts: Sequence[Layout]) -> tuple[int, Layout, Layout]:
+        """The most bytes that a worker holds in a change among layouts in bounded memory, and its
+        source and target.
+
+        One kind of state after the other changes over, when gradients have gone: of a worker's
+        target there are the kinds so far, of its source those from this one on.
+        """
+        begun, left = self._phases(self._parts_of(layouts))
+        phase = int((begun.max(axis=1) + left.max(axis=1)).argmax())
+        target, source = int(begun[phase].argmax()), int(left[phase].argmax())
+        peak = int(begun[phase, target] + left[phase, source]) + self.staging
+        return peak, layouts[source], layouts[target]
+
+    def _phases(self, parts: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of layouts as a target and as a source, what there is of them in each phase of a change
+        in bounded memory: [2, phases, layouts]. Before, between and after, the whole of one."""
+        parameters, gradients, state = parts
+        kinds = len(self.model.optimizer_kinds)
+        begun = [np.zeros_like(state)]
+        left = [parameters + gradients + state]
+        for number in range(kinds + 1):
+            begun.append(parameters + state * number / kinds)
+            left.append(state * (kinds - max(number - 1, 0)) / kinds + (parameters * (number == 0)))
+        begun.append(parameters + gradients + state)
+        left.append(np.zeros_like(state))
+        return np.array([begun, left])
+
     def _memory(self, source: Layout, target: Layout) -> HandoffMemory:
         return HandoffMemory(
-            self.held(source),
-            self.held(target),
-            self.config.handoff.staging_bytes,
-            self.rehearsal(target),
+            self.held(source), self.held(target), self.staging, self.rehearsal(target)
         )
 
     def fullest_worker_of(self, source: RankMap, target: RankMap) -> HandoffMemory:
@@ -136,53 +178,38 @@ class Budget:
                 HandoffMemory(
                     0 if at is None else in_source[at.pp],
                     0 if to is None else in_target[to.pp],
-                    self.config.handoff.staging_bytes,
+                    self.staging,
                     0 if to is None else rehearsal,
                 )
             )
         return max(found, key=lambda one: one.together)
 
     def fitting(self, layout: Layout, replicas: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Bytes of state of the fullest worker with each of some numbers of replicas; infinite
-        where the layout has a fault with it."""
-        held = fullest_bytes(self.model, layout, replicas)
-        return np.where(held + self.config.handoff.staging_bytes <= self._most, held, np.inf)
-
-    def together(
-        self, held: NDArray[np.float64], rehearsal: NDArray[np.float64]
-    ) -> NDArray[np.bool_]:
-        """Which of some layouts stay, so that all changes among those fit: the smallest ones.
-
-        held, rehearsal: of each layout, in bytes.
-        """
-        order = np.argsort(held, kind="stable")
-        # A layout and the smaller ones: it is the fullest source, one of them the fullest target.
-        largest = held[order] + np.maximum.accumulate((held + rehearsal)[order])
-        fits = np.zeros(len(held), dtype=np.bool_)
-        fits[order] = largest + self.config.handoff.staging_bytes <= self._most
-        return fits
+        """Bytes of the fullest worker with each of some numbers of replicas, as `fullest_bytes`;
+        infinite where the layout has a fault with it."""
+        parts = fullest_bytes(self.model, layout, replicas)
+        return np.where(parts.sum(axis=0) + self.staging <= self._most, parts, np.inf)
 
     def held(self, layout: Layout) -> int:
         """Bytes of state of a layout's fullest worker."""
-        return int(fullest_bytes(self.model, layout, np.array([layout.replicas]))[0])
+        return int(self._parts_of([layout]).sum())
 
     def rehearsal(self, layout: Layout) -> int:
         """Bytes of activations of a layout's rehearsal, where there is one."""
         return (self.config.handoff.warm_up and self.rehearsal_bytes(layout)) or 0
 
+    def parts(self, layout: Layout) -> NDArray[np.float64]:
+        """Of a layout's fullest worker, as `fullest_bytes`: [3]."""
+        return fullest_bytes(self.model, layout, np.array([layout.replicas]))[:, 0]
+
+    def _parts_of(self, layouts: Sequence[Layout]) -> NDArray[np.float64]:
+        return np.stack([self.parts(layout) for layout in layouts], axis=1)
+
+    @property
+    def staging(self) -> int:
+        return self.config.handoff.staging_bytes
+
     @property
     def _most(self) -> float:
         most = self.config.policy.memory_bytes
         return np.inf if most is None else most
-
-    def _too_large(self, layouts: Sequence[Layout]) -> int:
-        """How many pairs of layouts do not fit."""
-        held, rehearsal = self._held_by(layouts), self._rehearsal_by(layouts)
-        left = self._most - self.config.handoff.staging_bytes - held - rehearsal
-        return len(layouts) ** 2 - int(np.searchsorted(np.sort(held), left, side="right").sum())
-
-    def _held_by(self, layouts: Sequence[Layout]) -> NDArray[np.float64]:
-        return np.array([self.held(layout) for layout in layouts], dtype=np.float64)
-
-    def _rehearsal_by(self, layouts: Sequence[Layout]) -> NDArray[np.float64]:
-        return np.array([self.rehearsal(layout) for layout in layouts], dtype=np.float64)

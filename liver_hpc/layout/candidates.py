@@ -10,11 +10,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from liver_hpc.config.schema import AUTO, LayoutSection, RunConfig, TrainSection
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.batch import batch_fault, micro_batches, most_micro_batches
-from liver_hpc.layout.budget import Budget, RehearsalBytes
+from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.tensors import ModelSpec
 
@@ -116,7 +117,6 @@ class Candidates:
     config: RunConfig
     model: ModelSpec
     check_layout: Callable[[Layout], None]
-    rehearsal_bytes: RehearsalBytes = lambda _layout: None
 
     def fault(self, layout: Layout) -> str:
         """Why the run cannot take a layout; empty when it can."""
@@ -129,7 +129,7 @@ class Candidates:
 
     @cached_property
     def _budget(self) -> Budget:
-        return Budget(self.config, self.model, self.rehearsal_bytes)
+        return Budget(self.config, self.model)
 
     def _fault_of_any_dp(self, layout: Layout) -> str:
         node = workers_of_a_node(self.config)
@@ -181,16 +181,11 @@ class Candidates:
         """All layouts without a fault, and of those `wanted`, between any two of which a worker has
         memory for the change; the smallest ones where it has not for all."""
         held = dict(self._alone())
-        held |= {one: self._budget.held(one) for one in wanted if not self.fault(one)}
-        leasts = {layout.least for layout in held}
-        rehearsals = {least: self._budget.rehearsal(least) for least in leasts}
-        fits = self._budget.together(
-            np.array([*held.values()], dtype=np.float64),
-            np.array([rehearsals[layout.least] for layout in held], dtype=np.float64),
-        )
+        held |= {one: self._budget.parts(one) for one in wanted if not self.fault(one)}
+        fits = self._budget.together(np.array([*held.values()]).reshape(-1, 3).T)
         return itertools.compress(held, fits)
 
-    def _alone(self) -> Iterator[tuple[Layout, float]]:
+    def _alone(self) -> Iterator[tuple[Layout, NDArray[np.float64]]]:
         """All layouts without a fault, and what their fullest workers hold; what has nothing to do
         with dp is asked once for all dp."""
         train, most = self.config.train, self.config.workers.max
@@ -200,8 +195,8 @@ class Candidates:
             least = self._layout(tp, pp, ep, ep)
             if not self._fault_of_any_dp(least):
                 dps = np.arange(ep, min(most // (tp * pp), micro_batches(train)) + 1, ep)
-                for dp, held in zip(dps.tolist(), self._budget.fitting(least, dps), strict=True):
-                    if held < np.inf:
+                for dp, held in zip(dps.tolist(), self._budget.fitting(least, dps).T, strict=True):
+                    if held[0] < np.inf:
                         yield replace(least, dp=dp), held
 
     def _shapes(self) -> Iterator[tuple[int, int, int]]:
@@ -266,7 +261,6 @@ def resolve_layouts(
     config: RunConfig,
     model: ModelSpec,
     check_layout: Callable[[Layout], None],
-    rehearsal_bytes: RehearsalBytes = lambda _layout: None,
 ) -> RunConfig:
     """The run with `layouts: auto` written out as a table, and `policy.layout` set to auto.
 
@@ -275,7 +269,7 @@ def resolve_layouts(
     """
     if config.layouts != AUTO:
         return config
-    candidates = Candidates(config, model, check_layout, rehearsal_bytes)
+    candidates = Candidates(config, model, check_layout)
     table, initial = candidates.table(), config.workers.initial
     if initial not in table:
         counts = ", ".join(map(str, table)) or "none"

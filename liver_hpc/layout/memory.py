@@ -73,20 +73,21 @@ class _Fill(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _stage_kinds(model: ModelSpec, least: Layout) -> frozenset[tuple[int, tuple[_Fill, ...]]]:
-    """Of each different stage: bytes that every replica holds, and the optimizer's buckets."""
+def _stage_kinds(model: ModelSpec, least: Layout) -> frozenset[tuple[int, int, tuple[_Fill, ...]]]:
+    """Of each different stage: bytes of parameters and of gradients, which every replica holds, and
+    the optimizer's buckets."""
     found = set()
     for stage in range(least.pp):
-        held_bytes = 0
+        parameters = gradients = 0
         for index in model.held_tensors(least, Coordinate(0, stage, 0)):
             tensor = model.tensors[index]
-            each = model.element_bytes(PARAMETER, index)
-            each += GRADIENT_BYTES if tensor.role == "trained" else 0
-            held_bytes += math.prod(local_shape(tensor, least.tp)) * each
+            elements = math.prod(local_shape(tensor, least.tp))
+            parameters += elements * model.element_bytes(PARAMETER, index)
+            gradients += elements * GRADIENT_BYTES if tensor.role == "trained" else 0
         fills = [_fill(spans.values(), 1) for spans in buckets(model, least, stage)]
         if least.ep > 1:
             fills += [_fill(spans.values(), least.ep) for spans in buckets(model, least, stage, 0)]
-        found.add((held_bytes, tuple(fills)))
+        found.add((parameters, gradients, tuple(fills)))
     return frozenset(found)
 
 
@@ -101,22 +102,24 @@ def _fill(spans: Iterable[tuple[int, int]], share: int) -> _Fill:
 def fullest_bytes(
     model: ModelSpec, layout: Layout, replicas: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Bytes of parameters, gradients and optimizer state of the fullest worker, for a layout with
-    each of some numbers of replicas, which its ep divides.
+    """Bytes of parameters, of gradients and of optimizer state of the fullest worker, for a layout
+    with each of some numbers of replicas, which its ep divides; [3, numbers].
 
     Exact to within the padding between the optimizer's parameters.
     """
-    most = np.zeros(len(replicas))
+    most = np.zeros((3, len(replicas)))
     element_bytes = sum(model.element_bytes(kind, 0) for kind in model.optimizer_kinds)
     # On one stage every tp rank holds as much, and every replica as much of each bucket.
-    for held_bytes, fills in _stage_kinds(model, layout.least):
+    for parameters, gradients, fills in _stage_kinds(model, layout.least):
         state = np.zeros(len(replicas))
         for share, ends, elements in fills:
             ranks = replicas // share
             whole = np.lcm(ranks, BUCKET_ALIGNMENT)
             slices = -(-ends[-1] // whole) * whole // ranks
             state += np.interp(slices, ends, elements)
-        most = np.maximum(most, held_bytes + element_bytes * state)
+        parts = np.empty_like(most)
+        parts[0], parts[1], parts[2] = parameters, gradients, element_bytes * state
+        most = np.where(parts.sum(axis=0) > most.sum(axis=0), parts, most)
     return most
 
 

@@ -30,8 +30,9 @@ class Attempt:
 
     awaited: what the present phase still waits for; scalars: the state that each source worker
     reported at the boundary; planned: the pairs (sender, receiver) between which state is to
-    cross; saved_step: the newest checkpoint's, in bounded memory; freed: workers were told
-    so, and give the source's memory back; rebuild: the source's groups are gone; reason: why it was aborted.
+    cross; saved_step: the newest checkpoint's, in bounded memory; freed: workers were told so, and
+    give the source's memory back; rebuild: the source's groups are gone; reason: why it was
+    aborted.
     """
 
     request: Requested

@@ -140,7 +140,7 @@ class Handoffs:
             self._recorder.observe(message)
 
     def boundary_saved(self, step: int, problem: str = "") -> None:
-        """A checkpoint was written, or given up; nothing to an attempt that does not wait for it."""
+        """A checkpoint was written, or given up; nothing to an attempt that waits for none."""
         if self._machine.phase in (Phase.ARMED, Phase.TRANSFER):
             self.feed(BoundarySaved(step, problem))
 

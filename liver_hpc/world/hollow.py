@@ -1,8 +1,8 @@
 """A world's memory, kind by kind: a world that is built beside another one has none at first.
 
-Parameters lie in Megatron's buffers, gradients likewise, optimizer state in a tensor for each shard.
-All of them are views of storages, which give their memory back and get it again without anybody
-who refers to them being told (`UntypedStorage.resize_`). While a hollow world is built nothing is
+Parameters lie in Megatron's buffers, gradients likewise, optimizer state in a tensor a shard. All
+of them are views of storages, which give their memory back and get it again without anybody who
+refers to them being told (`UntypedStorage.resize_`). While a hollow world is built nothing is
 written to what it allocates, so that on a CPU no page of it ever exists.
 """
 

@@ -24,7 +24,7 @@ def core_of(run_directory: Path, started: CoordinatorStarted) -> Run:
     """What a coordinator makes of the same run file, with the same model."""
     config = parse_run(started.attributes["config"])
     recipe = load_run_recipe(config, run_directory)
-    return Run(config, recipe.spec, recipe.check_layout)
+    return Run(config, recipe.spec, recipe.check_layout, rehearsal_bytes=recipe.rehearsal_bytes)
 
 
 def played_again(run_directory: Path) -> list[Difference]:

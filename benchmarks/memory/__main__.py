@@ -1,0 +1,119 @@
+"""`python -m benchmarks.memory`: what a handoff takes of a worker, beside what its worlds do."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import BenchmarkResult, parser, reported
+from benchmarks.memory.held import Held
+from benchmarks.models import MODEL_25M, text_data
+from benchmarks.transitions.pool import Pool, open_seat
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import LiverError
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.recipes.text_data import prepare
+
+MODES = ("both", "bounded")
+TRANSITIONS = (("tp2", "pp2"), ("dp2", "tp2"), ("tp2", "dp2"))
+MODEL_100M = {**MODEL_25M, "hidden": 1024, "ffn_hidden": 3200, "heads": 16, "seq_length": 8}
+MODEL_QUICK = {"layers": 4, "hidden": 256, "ffn_hidden": 512, "heads": 4, "seq_length": 8}
+LIMIT_S = 300.0
+
+METHOD = {
+    "peak": "the kernel's count of resident bytes at their highest (VmHWM), above those of the "
+    "same process before it had a world; the fuller of two workers",
+    "handoff": "PREPARE, one step of the source, the checkpoint of the boundary where memory is "
+    "bounded, TRANSFER, the target's first step, RELEASE; staging of 64 MiB",
+    "world": "one step of the source before, or of the target after: the larger",
+    "model": "100M parameters in fp32 with Adam's moments, gradients in fp32, on two processes",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser("memory", __doc__ or "").parse_args(arguments)
+    model, transitions = (
+        (MODEL_QUICK, TRANSITIONS[:1]) if options.quick else (MODEL_100M, TRANSITIONS)
+    )
+    return reported(lambda: run(model, transitions), options.json)
+
+
+def run(model: Mapping[str, Any], transitions: Sequence[tuple[str, str]]) -> BenchmarkResult:
+    """Measures every transition in either mode, in processes of its own."""
+    rows = []
+    for source, target in transitions:
+        layouts = Layout.parse(source), Layout.parse(target)
+        held = {mode: handed_over(model, layouts, mode) for mode in MODES}
+        losses = {one.loss for workers in held.values() for one in workers}
+        if len(losses) != 1:
+            raise LiverError(f"{source} to {target}: the first losses differ: {sorted(losses)}")
+        rows += [_row(f"{source} to {target}", mode, held[mode]) for mode in MODES]
+
+    def most(mode: str) -> float:
+        return max(float(row["peak_over_world"]) for row in rows if row["mode"] == mode)
+
+    figures = {
+        "handoff_peak_over_max_world": most("bounded"),
+        "handoff_peak_over_max_world_both": most("both"),
+    }
+    return BenchmarkResult("memory", figures, rows, method=METHOD)
+
+
+def handed_over(model: Mapping[str, Any], layouts: tuple[Layout, Layout], mode: str) -> list[Held]:
+    """What each worker held."""
+    with tempfile.TemporaryDirectory() as name:
+        config = _config(model, layouts, mode, Path(name))
+        assert config.data is not None
+        prepare(config.data)
+        opened = partial(open_seat, Path(name), kind="benchmarks.memory.seat:Seat")
+        with Pool(max(one.workers for one in layouts), opened) as pool:
+            what = f"hand {layouts[0]} over to {layouts[1]}"
+            found: list[Held] = pool.call(
+                what, LIMIT_S, "hand_over", config, layouts, mode == "bounded"
+            )
+    return found
+
+
+def _config(
+    model: Mapping[str, Any], layouts: tuple[Layout, Layout], mode: str, directory: Path
+) -> RunConfig:
+    workers = {layout.workers for layout in layouts}
+    return RunConfig.model_validate(
+        {
+            "model": dict(model),
+            "data": text_data(directory),
+            "train": {"steps": 100, "global_batch": 4},
+            "workers": {"initial": layouts[0].workers, "max": max(workers)},
+            "layouts": {
+                count: [
+                    {"tp": one.tp, "pp": one.pp, "dp": one.dp}
+                    for one in layouts
+                    if one.workers == count
+                ]
+                for count in workers
+            },
+            "handoff": {"memory": mode},
+            "cluster": {"kind": "local"},
+        }
+    )
+
+
+def _row(transition: str, mode: str, workers: Sequence[Held]) -> dict[str, Any]:
+    world = max(max(one.source, one.target) for one in workers)
+    peak = max(one.handoff for one in workers)
+    share = max(one.handoff / max(one.source, one.target) for one in workers)
+    return {
+        "transition": transition,
+        "mode": mode,
+        "world_bytes": world,
+        "peak_bytes": peak,
+        "peak_over_world": share,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
