@@ -19,7 +19,7 @@ from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.text_data import prepare
 
 MODES = ("both", "bounded")
-TRANSITIONS = (("tp2", "pp2"), ("dp2", "tp2"), ("tp2", "dp2"))
+TRANSITIONS = (("tp2", "pp2"), ("dp2", "tp2"))
 MODEL_100M = {**MODEL_25M, "hidden": 1024, "ffn_hidden": 3200, "heads": 16, "seq_length": 8}
 MODEL_QUICK = {"layers": 4, "hidden": 256, "ffn_hidden": 512, "heads": 4, "seq_length": 8}
 LIMIT_S = 300.0

@@ -144,6 +144,12 @@ def _memory(order: Order) -> Result:
     if faults:
         return failed(faults[0], _FITS)
     change = budget.fullest_change(config.layouts_listed)
+    if why := budget.bounded_because(change.source, change.target):
+        peak, *_ = budget.fullest_bounded_change(config.layouts_listed)
+        return warned(
+            f"handoffs are made in bounded memory, as {why}; they take up to {bytes_text(peak)}",
+            "training stands while a checkpoint of the boundary is written: have it on a fast disk",
+        )
     return passed(
         f"a handoff takes up to {bytes_text(change.held.together)} of a worker ({change}), beside "
         f"training's activations; policy.memory_bytes is {config.policy.memory_bytes}"

@@ -113,16 +113,20 @@ class Budget:
             return ""
         return f"both worlds would take {held} bytes of a worker, policy.memory_bytes is {most}"
 
-    def together(self, parts: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Which of some layouts stay, so that all changes among those fit: the smallest ones.
+    def together(self, parts: NDArray[np.float64]) -> list[bool]:
+        """Which of some layouts stay, so that all changes among those fit: each that fits with all
+        that stay before it.
 
         parts: as `fullest_bytes` has them, [3, layouts].
         """
-        order = np.argsort(parts.sum(axis=0), kind="stable")
-        begun, left = (np.maximum.accumulate(x, axis=1) for x in self._phases(parts[:, order]))
-        fits = np.zeros(parts.shape[1], dtype=np.bool_)
-        fits[order] = (begun + left).max(axis=0) + self.staging <= self._most
-        return fits
+        most = self._most - self.staging
+        phases = self._phases(parts)  # [2, phases, layouts]
+        fullest, stays = np.zeros(phases.shape[:2]), []
+        for layout in range(parts.shape[1]):
+            with_it = np.maximum(fullest, phases[:, :, layout])
+            stays.append(bool(with_it.sum(axis=0).max() <= most))
+            fullest = with_it if stays[-1] else fullest
+        return stays
 
     # ---- what is held
 

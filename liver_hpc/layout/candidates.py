@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -177,13 +177,22 @@ class Candidates:
             least = min(least, cost)
         return kept
 
-    def _fitting(self, wanted: Collection[Layout]) -> Iterator[Layout]:
-        """All layouts without a fault, and of those `wanted`, between any two of which a worker has
-        memory for the change; the smallest ones where it has not for all."""
+    def _fitting(self, wanted: Collection[Layout]) -> Iterable[Layout]:
+        """All layouts without a fault, and of those `wanted`. Where a worker has no memory for all
+        changes among them, those go that do not fit with others: that the run begins with, that
+        notices name, that are expected to be faster."""
+        train, initial = self.config.train, self.config.workers.initial
         held = dict(self._alone())
         held |= {one: self._budget.parts(one) for one in wanted if not self.fault(one)}
-        fits = self._budget.together(np.array([*held.values()]).reshape(-1, 3).T)
-        return itertools.compress(held, fits)
+        if self.config.policy.memory_bytes is None:
+            return held
+
+        def last(layout: Layout) -> tuple[bool, bool, object]:
+            return layout.workers != initial, layout not in wanted, expected_order(layout, train)
+
+        order = sorted(held, key=last)
+        parts = np.array([held[layout] for layout in order]).reshape(-1, 3).T
+        return itertools.compress(order, self._budget.together(parts))
 
     def _alone(self) -> Iterator[tuple[Layout, NDArray[np.float64]]]:
         """All layouts without a fault, and what their fullest workers hold; what has nothing to do

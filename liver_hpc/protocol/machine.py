@@ -384,7 +384,6 @@ _TABLE: dict[tuple[Phase, type], Handler] = {
     (Phase.ARMED, m.Finished): _H._finished,
     (Phase.ARMED, BoundarySaved): _H._boundary_saved,
     (Phase.TRANSFER, BoundarySaved): _H._boundary_saved,
-    (Phase.ABORT, BoundarySaved): _H._ignored,
     (Phase.TRANSFER, m.AtBoundary): _H._at_boundary,
     (Phase.TRANSFER, m.Vote): _H._vote,
     (Phase.RELEASE, m.FirstStep): _H._stepped_or_released,

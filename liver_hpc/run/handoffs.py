@@ -60,7 +60,10 @@ class Handoffs:
 
     @property
     def can_be_cancelled(self) -> bool:
-        return self._machine.phase in BEFORE_COMMIT
+        """Not once the source's memory is being given back."""
+        attempt = self._machine.attempt
+        freed = attempt is not None and attempt.freed
+        return self._machine.phase in BEFORE_COMMIT and not freed
 
     @property
     def committed_world(self) -> WorldRef | None:

@@ -33,9 +33,9 @@ from liver_hpc.world.device import Device
 from liver_hpc.world.evaluate import undisturbed
 from liver_hpc.world.forget import forget
 from liver_hpc.world.groups import GroupBook
-from liver_hpc.world.hollow import untouched
 from liver_hpc.world.state import HeldTensor, WorldState
 from liver_hpc.world.thread import MicroBatch
+from liver_hpc.world.untouched import untouched
 from liver_hpc.world.verified import verified_tensors
 
 Reported = dict[str, torch.Tensor]

@@ -88,16 +88,6 @@ def test_layouts_are_held_against_the_memory() -> None:
     assert said.startswith("layouts.2.0 (tp1 pp1 dp2): its fullest worker holds ")
 
 
-def test_changes_of_layout_are_held_against_the_memory() -> None:
-    """Two replicas fit a worker, and twice that with what a handoff takes besides does not."""
-    held = sum(fullest_worker(TIED, Layout(1, 1, 2)).values())
-    most = 2 * held + minimal().handoff.staging_bytes + 1000
-    check_run(minimal(policy={"memory_bytes": most}), FourHeads())
-    (said,) = problems(minimal(policy={"memory_bytes": most - 1}))
-    assert said.startswith("handoff replacing a worker of tp1 pp1 dp2: a worker that stays holds ")
-    assert said.endswith("with 1 of the 9 changes and replacements among the run's layouts")
-
-
 # ---- notices
 
 

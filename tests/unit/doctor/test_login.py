@@ -193,12 +193,19 @@ def test_memory_that_a_handoff_takes(results: Any) -> None:
     assert results(RunConfig.model_construct())["memory"].level is Level.SKIP
 
 
-def test_memory_that_is_too_little_for_a_handoff(results: Any) -> None:
+def test_memory_that_is_too_little_for_a_layout(results: Any) -> None:
     staging = minimal().handoff.staging_bytes
-    two_worlds = staging + 2 * sum(fullest_worker(TIED, Layout(1, 1, 2)).values())
-    found = results(minimal(policy={"memory_bytes": two_worlds}))["memory"]
-    assert found.level is Level.FAIL  # the rehearsal wants some more
-    assert found.found.startswith("replacing a worker of tp1 pp1 dp2: a worker that stays holds")
-    assert "policy.memory_bytes" in found.advice
     found = results(minimal(policy={"memory_bytes": staging + 1}))["memory"]
+    assert found.level is Level.FAIL
     assert found.found.startswith("tp1 pp1 dp2: its fullest worker holds")
+    assert "policy.memory_bytes" in found.advice
+
+
+def test_memory_for_one_world_is_enough_where_it_is_bounded(results: Any) -> None:
+    one_world = minimal().handoff.staging_bytes + sum(
+        fullest_worker(TIED, Layout(1, 1, 2)).values()
+    )
+    found = results(minimal(policy={"memory_bytes": one_world}))["memory"]
+    assert found.level is Level.WARN
+    assert "in bounded memory, as both worlds would take" in found.found
+    assert "a checkpoint" in found.advice

@@ -107,7 +107,7 @@ def test_memory_leaves_out_what_is_too_large() -> None:
     staging = minimal().handoff.staging_bytes
     least, most = fullest_bytes(TIED, TP4), fullest_bytes(TIED, DP1)
     assert least < most
-    table = resolved(policy={"memory_bytes": staging + 2 * fullest_bytes(TIED, TP2)})
+    table = resolved(policy={"memory_bytes": staging + fullest_bytes(TIED, TP2)})
     assert table[2] == [TP2]
     assert 1 not in table
     with pytest.raises(ConfigError) as raised:
@@ -201,7 +201,7 @@ def test_experts_are_shared_where_the_model_has_any_and_with_tp_the_sequence_too
 
 def test_experts_are_shared_by_as_many_as_their_memory_wants() -> None:
     layout = Layout(1, 1, 4, ep=4)
-    most = 2 * fullest_bytes(EXPERTS, layout) + minimal().handoff.staging_bytes
+    most = fullest_bytes(EXPERTS, layout) + minimal().handoff.staging_bytes
     config = auto(policy={"memory_bytes": most}, workers={"initial": 4, "max": 4})
     table = resolve_layouts(config, EXPERTS, EXPERTS.check_layout).layout_table
     assert table[4][0].layout() == layout

@@ -1,0 +1,126 @@
+"""A handoff in bounded memory: the source's memory goes once the checkpoint of the boundary stands,
+and from then on the way back is that checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from liver_hpc.clock import FakeClock
+from liver_hpc.config.schema import DeadlineSection
+from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.actions import Action, Ended, Send
+from liver_hpc.protocol.attempt import Phase
+from liver_hpc.protocol.events import BoundarySaved, Event, Requested, WorkerLost, WorldRef
+from liver_hpc.protocol.machine import HandoffMachine
+
+SOURCE, TARGET = RankMap(Layout(1, 1, 2), (0, 1)), RankMap(Layout(1, 2, 1), (1, 2))
+SCALARS = m.ScalarState(step=5, consumed_samples=40, optimizer_step=5, loss_scale=1.0, seed=1)
+EVERYBODY = (0, 1, 2)
+
+
+class Bounded:
+    """A machine that is ARMED, and all that it has said since."""
+
+    def __init__(self) -> None:
+        self.machine = HandoffMachine(DeadlineSection(), FakeClock())
+        self.actions: list[Action] = []
+        self.feed(Requested(4, WorldRef(3, SOURCE), TARGET, "test", bounded=True))
+        self.feed(m.Hello(worker=2, pid=2, host="h", booted_s=0.0))
+        (prepare,) = (a.message for a in self.actions if isinstance(a, Send))
+        assert isinstance(prepare, m.Prepare)
+        assert prepare.bounded
+        for worker in EVERYBODY:
+            self.feed(m.Prepared(worker=worker, generation=4))
+        assert self.machine.phase is Phase.ARMED
+        self.actions.clear()
+
+    def feed(self, event: Event) -> None:
+        self.actions += self.machine.handle(event)
+
+    def stand(self, worker: int) -> None:
+        boundary = m.AtBoundary(worker=worker, generation=4, scalars=SCALARS, last_step_ended_s=0.0)
+        self.feed(boundary)
+
+    def told(self) -> list[tuple[int, ...]]:
+        """Who was told that the source's memory may go."""
+        sends = [action for action in self.actions if isinstance(action, Send)]
+        return [send.workers for send in sends if isinstance(send.message, m.Boundary)]
+
+    def ended(self) -> Ended:
+        (ended,) = (action for action in self.actions if isinstance(action, Ended))
+        return ended
+
+
+@pytest.fixture
+def bounded() -> Bounded:
+    return Bounded()
+
+
+def test_nothing_is_given_back_before_the_checkpoint_of_this_boundary_stands(
+    bounded: Bounded,
+) -> None:
+    bounded.feed(BoundarySaved(4))  # of the step before
+    bounded.stand(0)
+    bounded.stand(1)
+    assert bounded.told() == []
+    bounded.feed(BoundarySaved(5))
+    assert bounded.told() == [EVERYBODY]
+
+
+def test_a_checkpoint_may_stand_before_all_say_that_they_do(bounded: Bounded) -> None:
+    bounded.feed(BoundarySaved(5))
+    bounded.stand(0)
+    assert bounded.told() == []
+    bounded.stand(1)
+    assert bounded.told() == [EVERYBODY]
+
+
+def test_a_checkpoint_that_cannot_be_written_calls_the_handoff_off(bounded: Bounded) -> None:
+    """The source world is whole, and trains on."""
+    bounded.stand(0)
+    bounded.feed(BoundarySaved(-1, "checkpoint of step 5 given up: disk full"))
+    bounded.stand(1)
+    for worker in (0, 1):
+        bounded.feed(m.Aborted(worker=worker, generation=4))
+    assert bounded.told() == []
+    assert bounded.ended().outcome == "aborted"
+    assert "the way back cannot be written: checkpoint of step 5 given up" in bounded.ended().detail
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        WorkerLost(2, "killed"),
+        m.Failed(worker=1, generation=4, reason="no memory"),
+        m.Vote(worker=0, generation=4, ok=False, reason="the bytes differ", spec="s"),
+    ],
+)
+def test_what_fails_once_memory_is_given_back_leads_to_the_checkpoint(
+    bounded: Bounded, event: Event
+) -> None:
+    """A handoff that has failed begins this start of the run again."""
+    for worker in (0, 1):
+        bounded.stand(worker)
+    bounded.feed(BoundarySaved(5))
+    bounded.feed(event)
+    assert bounded.ended().outcome == "failed"
+    assert bounded.machine.phase is Phase.IDLE
+
+
+def test_before_that_a_lost_joiner_costs_only_the_attempt(bounded: Bounded) -> None:
+    bounded.stand(0)
+    bounded.feed(WorkerLost(2, "killed"))
+    bounded.stand(1)
+    for worker in (0, 1):
+        bounded.feed(m.Aborted(worker=worker, generation=4))
+    assert bounded.ended().outcome == "aborted"
+
+
+def test_checkpoints_are_nothing_to_a_handoff_that_holds_both_worlds() -> None:
+    machine = HandoffMachine(DeadlineSection(), FakeClock())
+    machine.handle(Requested(4, WorldRef(3, SOURCE), RankMap(Layout(2, 1, 1), (0, 1)), "test"))
+    for worker in (0, 1):
+        machine.handle(m.Prepared(worker=worker, generation=4))
+    assert machine.handle(BoundarySaved(-1, "disk full")) == []
+    assert machine.phase is Phase.ARMED
