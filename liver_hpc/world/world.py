@@ -29,12 +29,13 @@ from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.tensors import MAIN, MOMENTS
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import Recipe
-from liver_hpc.world import buffers, dropout, experts, megatron, thread
+from liver_hpc.world import buffers, dropout, experts, megatron, rehearsed, thread
 from liver_hpc.world.derive import Derivation, build_chunks
 from liver_hpc.world.device import Device
 from liver_hpc.world.evaluate import undisturbed
 from liver_hpc.world.forget import forget
 from liver_hpc.world.groups import GroupBook
+from liver_hpc.world.rehearsed import Shapes
 from liver_hpc.world.state import HeldTensor, WorldState
 from liver_hpc.world.thread import MicroBatch
 from liver_hpc.world.verified import verified_tensors
@@ -196,7 +197,11 @@ class World:
                 if not counts_by_parameter:
                     group["step"] = 0
                 for parameter in group["params"]:
-                    moments: dict[str, Any] = {k: torch.zeros_like(parameter.data) for k in MOMENTS}
+                    moments: dict[str, Any] = {
+                        # Not zeros_like, whose pages are there once they are written to.
+                        kind: torch.empty_like(parameter.data).zero_()
+                        for kind in MOMENTS
+                    }
                     state = adam.state[parameter] = moments
                     if counts_by_parameter:
                         state["step"] = torch.tensor(0.0)
@@ -261,24 +266,37 @@ class World:
 
     # ---- rehearsal and end
 
-    def warm_up(self) -> None:
+    def warm_up(self, again: bool = True) -> None:
         """Rehearses a step before the groups are connected: nothing is sent, parameters and
         optimizer state become garbage, buffers stay. Safe beside a training thread of this process.
 
-        It computes one micro-batch for each place in the pipeline, not the whole batch.
+        It computes one micro-batch, in an interleaved pipeline the fewest that its schedule takes.
+        again: False where a seat of these shapes, once rehearsed in this process, is not to be
+        rehearsed any more.
         """
-        layout = self.rank_map.layout
+        recipe, layout = self.recipe, self.rank_map.layout
+        shapes = Shapes.of_seat(
+            recipe.spec.digest,
+            recipe.config.train.micro_batch,
+            layout,
+            self.at,
+            self._tensors.values(),
+        )
+        if again or not rehearsed.known(shapes):
+            self._rehearse(layout.pp if layout.vpp > 1 else 1)
+            rehearsed.remember(shapes)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def _rehearse(self, micro_batches: int) -> None:
         kept = [(place, *place.copy()) for place in buffers.all_buffers(self.chunks)]
         with thread.rehearsal(), dropout.NoDropout():
-            self.forward_backward(0, most=layout.pp)
+            self.forward_backward(0, most=micro_batches)
             self.update(0)
         self._renew_buffers()  # raises where a step leaves other buffers than it found
         for place, tensor, values in kept:
             place.put(tensor, values)
         self._renew_buffers()
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.device.synchronize()
 
     def close(self) -> None:
         """Frees memory and forgets the groups. The world must not be used any more."""
