@@ -198,6 +198,8 @@ class HandoffSection(Section):
     warm_up: bool = True
     warm_up_again: bool = False
     keep_groups: bool = True
+    take_over: bool = True
+    digests: Literal["moved", "whole"] = "moved"
 
 
 class DeadlineSection(Section):

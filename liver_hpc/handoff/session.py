@@ -15,7 +15,15 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.protocol.messages import Abort, Arm, FromWorker, Prepare, Resume, Verdict
+from liver_hpc.protocol.messages import (
+    Abort,
+    Arm,
+    Boundary,
+    FromWorker,
+    Prepare,
+    Resume,
+    Verdict,
+)
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.transport.stream import Prepared, Transport
 from liver_hpc.world.device import Device, Network
@@ -27,7 +35,7 @@ MOVING_ENDS_S = 10.0
 DEVICE_ENDS_S = 10.0
 """How long the device may take to come to the end of what has been aborted."""
 
-SessionMessage = Arm | Verdict | Abort | Resume
+SessionMessage = Arm | Boundary | Verdict | Abort | Resume
 
 
 class HandoffAborted(LiverError):
@@ -112,6 +120,7 @@ class Session:
 
     The control thread puts messages in; the thread that runs the handoff takes them out.
     prepared: what PREPARE made, once it is done. preparing: on a source worker, its thread.
+    shared_groups: see `Arm`.
     """
 
     def __init__(self, prepare: Prepare, context: WorkerContext) -> None:
@@ -123,6 +132,7 @@ class Session:
         self.prepared: Target | None = None
         self.preparing: threading.Thread | None = None
         self.armed = threading.Event()
+        self.shared_groups = False
         self.aborted: Abort | None = None
         self._inbox: queue.Queue[SessionMessage] = queue.Queue()
 
@@ -157,6 +167,7 @@ class Session:
                 # In a thread: a backend may take its time, and this one listens.
                 quiet_thread(partial(self.prepared.abort, message.rebuild), "abort")
         elif isinstance(message, Arm) and self.aborted is None:
+            self.shared_groups = message.shared_groups
             self.armed.set()
         self._inbox.put(message)
 

@@ -26,8 +26,8 @@ Span = tuple[str, float, float]
 class AttemptNotes:
     """What is noted of one handoff attempt while it runs.
 
-    entered_s: when each phase began. heard_s: when a worker's word came, by type (of a vote: its
-    stage), in the coordinator's time.
+    entered_s: when each phase began. heard_s: when a worker's word came, by type, in the
+    coordinator's time.
     """
 
     request: Requested
@@ -35,7 +35,7 @@ class AttemptNotes:
     began_s: float
     target: RankMap | None = None
     entered_s: dict[Phase, float] = field(default_factory=dict)
-    heard_s: dict[tuple[type | str, int], float] = field(default_factory=dict)
+    heard_s: dict[tuple[type, int], float] = field(default_factory=dict)
     _said: dict[type, dict[int, Any]] = field(default_factory=dict)
 
     @property
@@ -55,7 +55,7 @@ class AttemptNotes:
         worker = getattr(event, "worker", None)
         if worker is not None:
             self._said.setdefault(type(event), {})[worker] = event
-            self.heard_s[event.stage if isinstance(event, m.Vote) else type(event), worker] = now_s
+            self.heard_s[type(event), worker] = now_s
 
     def said(self, kind: type[Kind]) -> dict[int, Kind]:
         """Each worker's newest message of a kind."""
@@ -101,7 +101,7 @@ class AttemptNotes:
             prepare_ended_s=self._entered_s(Phase.ARMED),
             armed_s=self._entered_s(Phase.ARMED),
             source_last_step_ended_s=max(self._ended_s().values(), default=math.nan),
-            transfer_ended_s=self._entered_s(Phase.COMMIT),
+            transfer_ended_s=self._transfer_ended_s(),
             first_step_started_s=max((f.started_s for f in first), default=math.nan),
             committed_s=self._entered_s(Phase.RELEASE),
             first_step_ended_s=max((f.ended_s for f in first), default=math.nan),
@@ -161,12 +161,12 @@ class AttemptNotes:
         if not source_ended_s:
             return
         moving_s = source_ended_s.get(worker, max(source_ended_s.values()))
-        yield "transfer", moving_s, self.heard_s.get(("parameters", worker), math.nan)
-        if Phase.COMMIT not in self.entered_s:
+        vote, first = self.said(m.Vote).get(worker), self.said(m.FirstStep).get(worker)
+        began_s = vote.started_s if vote is not None else None
+        yield "transfer", moving_s, math.nan if began_s is None else began_s
+        if began_s is None:
             return
-        first = self.said(m.FirstStep).get(worker)
-        began_s = first.started_s if first is not None else self.entered_s[Phase.COMMIT]
-        yield "first step", began_s, self.heard_s.get(("optimizer", worker), math.nan)
+        yield "first step", began_s, self.heard_s[m.Vote, worker]
         if Phase.RELEASE not in self.entered_s:
             return
         committed_s = self.entered_s[Phase.RELEASE]
@@ -178,6 +178,12 @@ class AttemptNotes:
         yield "release", first.ended_s if first is not None else committed_s, released_s
 
     # ---- parts
+
+    def _transfer_ended_s(self) -> float:
+        """When the last worker had its parameters; NaN where one never had."""
+        began_s = [vote.started_s for vote in self.said(m.Vote).values()]
+        known_s = [each for each in began_s if each is not None]
+        return max(known_s) if known_s and len(known_s) == len(began_s) else math.nan
 
     def _ended_s(self) -> dict[int, float]:
         """When the last step of each worker of the source ended."""

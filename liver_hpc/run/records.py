@@ -66,7 +66,7 @@ class ReconfigurationRecord:
     prepare_ended_s: all workers had prepared. armed_s: they were told to stop at a boundary.
     source_last_step_ended_s: the last of the source's workers had ended its last step, and the
     evaluation that was due after it.
-    transfer_ended_s: the parameters had arrived, with equal digests. first_step_started_s: the
+    transfer_ended_s: the parameters had arrived at all. first_step_started_s: the
     last of the target's workers began its first step. committed_s: the verdict was out.
     first_step_ended_s: the last of them had ended it. released_s: the source world was freed.
     pause_s: wall time in which neither world trained, from the end of the source's last step to

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -30,6 +30,7 @@ from liver_hpc.transport.buckets import (
     schedule,
     whole_units,
 )
+from liver_hpc.transport.digest import MODULUS, box_digest
 from liver_hpc.transport.wire import Parcel, Pending, Wire
 
 
@@ -52,6 +53,23 @@ class Prepared:
     steps: Sequence[Step]
     local: Sequence[tuple[Piece, ...]]
     messages: Counter[tuple[int, int]]
+
+
+@dataclass
+class TransferStats:
+    """Where the seconds of a stream went: "wire" is waiting for messages."""
+
+    timings_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What crossed, as digests modulo 2**64 by (the worker at the other end, kind of state); what
+    was copied within this worker stands under its own id in both."""
+
+    sent: Mapping[tuple[int, str], int]
+    received: Mapping[tuple[int, str], int]
+    stats: TransferStats
 
 
 class Transport:
@@ -101,7 +119,9 @@ class Transport:
         target: StateView | None,
         progress: Callable[[int], None],
         deadline: Deadline,
-    ) -> None:
+        *,
+        digest: bool = True,
+    ) -> Moved:
         """Sends, receives and copies all moves of a plan, in the order of its lists.
 
         Collective over the workers that the plan's moves name: each streams its own plan. Calls
@@ -132,6 +152,7 @@ class Transport:
                     stream.launched.clear()  # the backend's handles hold memory and connections
                     self._wire.abandon()
             self._tags.update(prepared.messages)
+            return stream.moved(self._model) if digest else Moved({}, {}, TransferStats())
         finally:
             self._busy.release()
             if self._closed:
@@ -263,6 +284,30 @@ class _Stream:
             is_send=is_send,
         )
         return parcel, copies
+
+    def moved(self, model: ModelSpec) -> Moved:
+        """The digests of all that was moved."""
+        sent: Counter[tuple[int, str]] = Counter()
+        received: Counter[tuple[int, str]] = Counter()
+        me = self.prepared.plan.worker
+        buckets = [b for step in self.prepared.steps for b in step]
+        for pieces, sender, receiver in (
+            *((b.pieces, b.sender, b.receiver) for b in buckets),
+            *((pieces, me, me) for pieces in self.prepared.local),
+        ):
+            for piece in pieces:
+                name = model.tensors[piece.tensor_index].name
+                if sender == me:
+                    view = self._view(self.source, "source", piece)
+                    sent[receiver, piece.kind] += box_digest(view, name, piece.box)
+                if receiver == me:
+                    view = self._view(self.target, "target", piece)
+                    received[sender, piece.kind] += box_digest(view, name, piece.box)
+        return Moved(
+            {key: value % MODULUS for key, value in sent.items()},
+            {key: value % MODULUS for key, value in received.items()},
+            TransferStats(),
+        )
 
     def _view(self, state: StateView | None, side: str, piece: Piece) -> torch.Tensor:
         """One piece of one world; raises PlanError where the world is not what the plan wants."""

@@ -168,7 +168,7 @@ class Worker:
             self._trainer.ask_to_stop(message)
         elif isinstance(message, m.Proceed):
             self._trainer.proceed.set()
-        elif isinstance(message, m.Arm | m.Verdict | m.Abort | m.Resume):
+        elif isinstance(message, m.Arm | m.Boundary | m.Verdict | m.Abort | m.Resume):
             session = self._trainer.session
             if session is not None and session.generation == message.generation:
                 session.deliver(message)

@@ -321,14 +321,20 @@ class Trainer:
         assert session.prepared is not None
         held: WorldState | None = None
         scalars = source.scalar_state(self.step)
-        if abort.rebuild:
+        if session.shared_groups:
             # Peers blocked in a shared group go on once nobody holds its connections.
             held = source.abandon()
             self._stands.clear()
             self._world = None
         session.prepared.drop()
         session.prepared = None
-        self._context.send(m.Aborted(worker=self._context.worker, generation=session.generation))
+        self._context.send(
+            m.Aborted(
+                worker=self._context.worker,
+                generation=session.generation,
+                rebuild=held is not None,
+            )
+        )
         resume: m.Resume = session.wait(
             m.Resume, self._limits.boundary_s + self._limits.control_s, "all workers to go back"
         )

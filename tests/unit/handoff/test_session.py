@@ -92,7 +92,7 @@ def test_an_arm_after_the_abort_does_not_raise_the_flag() -> None:
 def test_waiting_for_a_verdict_ends_in_it_in_the_abort_or_at_the_deadline() -> None:
     session, _ = session_of(1)
     session.deliver(Arm(generation=4))
-    verdict = Verdict(generation=4, stage="forward", scalars=SMALL)
+    verdict = Verdict(generation=4, scalars=SMALL)
     threading.Timer(0.05, session.deliver, (verdict,)).start()
     assert session.wait(Verdict, 5.0, "the verdict") == verdict
     with pytest.raises(DeadlineError, match=r"waited 0\.05 s for the second verdict"):

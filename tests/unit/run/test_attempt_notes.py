@@ -39,11 +39,10 @@ def cross(notes: AttemptNotes) -> None:
         ended_s = 20.0 + worker / 10
         at = m.AtBoundary(worker=worker, generation=1, scalars=SMALL, last_step_ended_s=ended_s)
         notes.observe(at, 20.2)
-    for stage, at_s, phase in (("parameters", 21.0, Phase.COMMIT), ("optimizer", 22.0, None)):
-        for worker in (0, 1, 2):
-            vote = m.Vote(worker=worker, generation=1, stage=stage, ok=True)
-            notes.observe(vote, at_s + worker / 10)
-        notes.entered_s[phase or Phase.RELEASE] = at_s + 0.3
+    for worker in (0, 1, 2):
+        vote = m.Vote(worker=worker, generation=1, ok=True, started_s=21.2 + worker / 10)
+        notes.observe(vote, 22.0 + worker / 10)
+    notes.entered_s[Phase.RELEASE] = 22.3
     for worker in (0, 2):
         notes.observe(m.FirstStep(worker=worker, generation=1, started_s=21.4, ended_s=22.5), 22.6)
     freed = m.Released(
@@ -74,9 +73,9 @@ def test_all_phases_of_a_handoff() -> None:
     assert found[2, "boot"] == (11.0, 15.0)
     assert found[0, "prepare"] == (15.2, 16.0)
     assert found[0, "connect"] == (16.0, 17.0)
-    assert found[0, "transfer"] == (20.0, 21.0)
-    assert found[2, "transfer"] == (20.1, 21.2)  # from when the last source worker stood there
-    assert found[0, "first step"] == (21.4, 22.0)
+    assert found[0, "transfer"] == (20.0, 21.2)
+    assert found[2, "transfer"] == (20.1, 21.4)  # from when the last source worker stood there
+    assert found[0, "first step"] == (21.2, 22.0)
     assert found[0, "update"] == (22.3, 22.5)
     assert found[0, "release"] == (22.5, 22.8)
     assert (1, "update") not in found

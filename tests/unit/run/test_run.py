@@ -174,7 +174,7 @@ def test_a_node_that_cannot_be_left_in_time_sends_the_state_to_disk() -> None:
 def test_a_worker_that_says_what_nobody_asked_for_ends_the_run_with_the_story() -> None:
     play = in_boot(MACHINE)
     play.rogue = True
-    play.feed(m.Vote(worker=0, generation=1, stage="parameters", ok=True))
+    play.feed(m.Vote(worker=0, generation=1, ok=True))
     assert play.run.ending is not None
     assert "unexpected Vote in phase BOOT; events so far: " in play.run.ending.reason
 
@@ -193,7 +193,7 @@ def test_no_handoff_begins_while_the_journal_cannot_be_written() -> None:
 
 def test_a_joiner_that_fails_costs_the_attempt_alone() -> None:
     play = training(MACHINE)
-    play.faults.planned.append((Phase.COMMIT, Fault.VOTE_NO))
+    play.faults.planned.append((Phase.TRANSFER, Fault.VOTE_NO))
     play.ask(m.ResizeRequest(workers=4))
     play.settle()
     play.train()
