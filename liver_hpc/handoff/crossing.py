@@ -17,7 +17,8 @@ from liver_hpc.errors import LiverError
 from liver_hpc.handoff.session import HandoffAborted, Session, Target
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol import messages as m
-from liver_hpc.transport.stream import Moved, Prepared
+from liver_hpc.transport.moved import Moved
+from liver_hpc.transport.stream import Prepared
 from liver_hpc.world.device import Device
 from liver_hpc.world.world import Flags, Gradients, StepResult, World
 

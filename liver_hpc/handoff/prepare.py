@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import replace
 
 from liver_hpc.handoff.session import Session, Target, WorkerContext
 from liver_hpc.layout.memory import bytes_by_receiver, move_bytes
@@ -14,6 +15,7 @@ from liver_hpc.transport.stream import Transport
 from liver_hpc.transport.wire import group_wire
 from liver_hpc.world.groups import Group, GroupBook
 from liver_hpc.world.store import ControlStore
+from liver_hpc.world.take_over import Taken, take_over
 from liver_hpc.world.world import World
 
 
@@ -51,7 +53,11 @@ def prepare(session: Session, source_world: World | None) -> Target:
                 world.warm_up()
             lap("warm_up")
         session.check()
+        taken = Taken()
+        if world is not None and source_world is not None and context.config.handoff.take_over:
+            taken = take_over(world, source_world)
         plan = transfer_plan(context.recipe.spec, session.source, session.target, worker)
+        plan = replace(plan, local=tuple(move for move in plan.local if not taken.has(move)))
         lap("plan")
         store = session.open_store()
         kept = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -126,7 +126,7 @@ class WorldState:
             for index, box in self.boxes(kind):
                 tensor = self.model.tensors[index]
                 key = (kind, tensor.tp_dim is None, tensor.tied, tensor.expert)
-                totals[key] += box_digest(self.view(kind, index, box), tensor.name, box)
+                totals[key] += box_digest(self.view(kind, index, box), tensor, box)
         return tuple(
             ClassDigest(
                 kind=kind,
@@ -160,9 +160,12 @@ class WorldState:
                 if kind != MAIN:
                     memory.zero_()
 
-    def release(self) -> None:
-        """Frees the memory at once, even while somebody still refers to the tensors."""
+    def release(self, spared: Set[int] = frozenset()) -> None:
+        """Frees the memory at once, even while somebody still refers to the tensors. spared: the
+        addresses of storages that live on."""
         for held in self._held.values():
             for memory in (held.value, *held.optimizer.values()):
-                memory.untyped_storage().resize_(0)
+                storage = memory.untyped_storage()
+                if storage.data_ptr() not in spared:
+                    storage.resize_(0)
         self._held.clear()
