@@ -1,4 +1,4 @@
-"""A recipe whose second worker changes a parameter by itself, once. Loaded by workers only."""
+"""A recipe whose second worker changes a norm's weight by itself, once. Loaded by workers only."""
 
 from __future__ import annotations
 
@@ -23,5 +23,6 @@ class DriftingGPT(RandomTokenGPT):
         if late and os.environ["LIVER_LOCAL_RANK"] == "1" and not self._drifted:
             self._drifted = True
             with torch.no_grad():
-                next(model.parameters()).view(-1)[0] += 1.0
+                norms = (p for name, p in model.named_parameters() if "norm" in name)
+                next(norms)[0] += 1.0
         return super().loss(model, samples)

@@ -11,6 +11,7 @@ import pytest
 from liver_hpc.cli.client import request, stop
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
 from liver_hpc.report.store import read_run
+from tests.integration.drifting import AT_STEP
 from tests.integration.elastic import elastic_run, losses
 from tests.integration.leftovers import no_abandoned_files
 from tests.integration.runs import (
@@ -50,16 +51,14 @@ def test_dropout_follows_the_samples_through_a_replacement_and_changes_of_pp_and
 
 
 def test_a_copy_that_drifts_is_found_beside_a_step_and_ends_the_run(tmp_path: Path) -> None:
-    """With a handoff before it, after which all copies agree."""
+    recipe = "tests.integration.drifting:DriftingGPT"
     config = run_config(
-        tmp_path, ENDLESS, recipe="tests.integration.drifting:DriftingGPT",
-        train={"verify_every_steps": 2}, notices=[{"at_step": 2, "layout": {"tp": 2}},
-        {"at_step": 3, "layout": {"dp": 2}}],
-    )  # fmt: skip
-    outcome = wait_for_end(start(config))
+        tmp_path, ENDLESS, recipe=recipe, train={"verify_every_steps": 2}, layouts={2: [{"tp": 2}]}
+    )
+    outcome = wait_for_end(start(config), 120.0)
     assert outcome.state == "failed"
-    assert "copies of the state differ after step" in outcome.reason
-    assert "parameter" in outcome.reason
+    assert outcome.step > AT_STEP
+    assert "copies of the state differ after step 10: parameter (replicated" in outcome.reason
 
 
 def test_a_lost_source_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
