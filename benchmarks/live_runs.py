@@ -48,6 +48,10 @@ class LiveRun:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops the run, if it has not ended."""
         self._watch.close()
         if self.run.outcome() is None:
             stop(self.run)
