@@ -196,6 +196,7 @@ class HandoffSection(Section):
     staging_bytes: Bytes = 64 * 2**20
     bucket_bytes: Bytes = 4 * 2**20
     warm_up: bool = True
+    warm_up_again: bool = False
     keep_groups: bool = True
     take_over: bool = True
     digests: Literal["moved", "whole"] = "moved"

@@ -111,6 +111,7 @@ class Crossing:
         the coordinator is told; None on a joiner, which is told by the coordinator.
         """
         session, context = self._session, self._session.context
+        session.at_boundary = True
         if boundary is not None:
             context.send(boundary)
         session.check()

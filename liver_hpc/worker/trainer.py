@@ -113,7 +113,7 @@ class Trainer:
         context = self._context
         world = World(context.recipe, rank_map, context.worker, generation, context.device)
         if context.config.handoff.warm_up:
-            world.warm_up()
+            world.warm_up(again=context.config.handoff.warm_up_again)
         store = context.open_store()
         try:
             connect_groups(context, world, store)
