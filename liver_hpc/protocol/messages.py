@@ -149,6 +149,14 @@ class Evaluated(_InWorld, type="evaluated"):
     ended_s: float
 
 
+class Verified(_InWorld, type="verified"):
+    """Digests of what a worker of the world that trains held after `step` steps; of persistent
+    buffers none, which change beside."""
+
+    step: int
+    digests: tuple[ClassDigest, ...]
+
+
 class Prepared(_InWorld, type="prepared"):
     """The target world stands here: groups connected, buffers touched, plan made, warmed up.
 
@@ -458,8 +466,8 @@ class StoreReply(Message, type="store_reply"):
 OfAttempt = Prepared | AtBoundary | Vote | FirstStep | Released | Aborted | Failed
 """What workers say in the handoff attempt of their generation."""
 FromWorker = (
-    Hello | StepDone | Evaluated | OfAttempt | Progress | Heartbeat | Finished | Saved | Restored
-    | Transports
+    Hello | StepDone | Evaluated | Verified | OfAttempt | Progress | Heartbeat | Finished | Saved
+    | Restored | Transports
 )  # fmt: skip
 ToWorker = Begin | Proceed | Prepare | Arm | Boundary | Verdict | Abort | Resume | Exit | Stop
 FromAgent = AgentHello | Warned | WorkerEnded | KeeperHello

@@ -49,6 +49,19 @@ def test_dropout_follows_the_samples_through_a_replacement_and_changes_of_pp_and
     assert worst_difference(losses(elastic), losses(fixed)) <= 1e-4
 
 
+def test_a_copy_that_drifts_is_found_beside_a_step_and_ends_the_run(tmp_path: Path) -> None:
+    """With a handoff before it, after which all copies agree."""
+    config = run_config(
+        tmp_path, ENDLESS, recipe="tests.integration.drifting:DriftingGPT",
+        train={"verify_every_steps": 2}, notices=[{"at_step": 2, "layout": {"tp": 2}},
+        {"at_step": 3, "layout": {"dp": 2}}],
+    )  # fmt: skip
+    outcome = wait_for_end(start(config))
+    assert outcome.state == "failed"
+    assert "copies of the state differ after step" in outcome.reason
+    assert "parameter" in outcome.reason
+
+
 def test_a_lost_source_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
     run = start(run_config(tmp_path, ENDLESS))
     watch(run, lambda status: status.step >= 2, 60.0)

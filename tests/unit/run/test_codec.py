@@ -83,6 +83,7 @@ EVENTS: list[e.Event] = [
     m.Evaluated(worker=0, generation=1, step=8, loss=2.5, batches=10, started_s=10.5, ended_s=11.5),
     m.Prepared(worker=0, generation=1, timings_s={"groups": 0.5}, bytes_out=10, bytes_to={1: 10}),
     m.AtBoundary(worker=0, generation=1, scalars=SCALARS, last_step_ended_s=1.1),
+    m.Verified(worker=0, generation=1, step=8, digests=(DIGEST,)),
     m.Vote(worker=0, generation=1, ok=True, source=(DIGEST,), target=(DIGEST,), sent=(PAIR,)),
     m.FirstStep(worker=0, generation=1, started_s=1.0, ended_s=2.0),
     m.Released(worker=0, generation=1, file_descriptors=9, resident_bytes=99, released_s=3.0),
