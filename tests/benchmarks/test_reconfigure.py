@@ -141,6 +141,7 @@ def test_with_cores_apart_what_is_launched_finds_as_many_as_workers_are_at_once(
 ) -> None:
     apart = load_sweep(CONFIGS / "apart.yaml").model_copy(update={"directory": sweep.directory})
     assert (sweep.most_at_once, apart.most_at_once) == (5, 2)
+    assert load_sweep(CONFIGS / "local.yaml", cores="apart").cores == "apart"
     found: list[str | None] = []
 
     def measure(sweep: Sweep, cell: Cell) -> list[dict[str, Any]]:
