@@ -64,8 +64,8 @@ class Launch:
         self.error = ""
         self._around = around
         self._workers = NodeWorkers(plan, around.selector, self._worker_ended)
-        self._started = False
-        self._joiner: MpiProcess | None = None
+        self._joiner: MpiProcess | None = None  # once its workers are started
+        self._meets = False
         self._met = False
         self._code: int | None = None  # once it is to end: where that is not its workers' own
         boot_s = around.limits.boot_s
@@ -74,9 +74,9 @@ class Launch:
     # ---- what the agent does with it
 
     def start(self, warm: WarmProcess | None) -> None:
-        """Starts its workers. Raises LiverError."""
-        self._started = True
+        """Starts its workers, and beside them who is to meet for them. Raises LiverError."""
         self._workers.start(warm)
+        self._joiner = joiner_process()
 
     def remaining_s(self) -> float | None:
         """How long there is nothing to look at, unless something happens."""
@@ -90,7 +90,7 @@ class Launch:
         """Goes on as far as it can; the exit code once nothing of it runs. Raises BootError."""
         if self._code is not None:
             return self._code if self._ended() else None
-        if self._joiner is None:
+        if not self._meets:
             self._look_at_boot()
         elif self._met and not self._workers.living():
             return self.end(0.0)
@@ -133,11 +133,11 @@ class Launch:
     # ---- on its way
 
     def _look_at_boot(self) -> None:
-        late = self._workers.booting() if self._started else list(range(len(self.plan.slots)))
-        if not late:
+        joiner = self._joiner
+        late = list(range(len(self.plan.slots))) if joiner is None else self._workers.booting()
+        if joiner is not None and not late:
             log.info("all %d workers have booted", len(self.plan.slots))
-            self._deadline = None
-            joiner = self._joiner = joiner_process()
+            self._meets, self._deadline = True, None
             self._around.in_thread(self.plan.launch, "meet", partial(self._meet, joiner))
         elif self._deadline is not None and self._deadline.expired():
             raise BootError(
