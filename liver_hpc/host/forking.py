@@ -95,27 +95,34 @@ def _fork(
         return Reply(refused=f"it has {threads} threads")
     told, tell = os.pipe()
     may_go, go = os.pipe()
+
+    def child() -> NoReturn:
+        for end in (told, tell, go):
+            os.close(end)
+        line.close()
+        _child(order, descriptors, parent, may_go, main)
+
     # What comes before the child has set its own signals waits.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         between = os.fork()
         if between == 0:
-            _end_between(tell, lambda: _child(line, order, descriptors, parent, (may_go, go), main))
-        os.close(tell)
+            _fork_and_end(tell, child)
         os.waitpid(between, 0)  # from here on the child is the parent's
         os.write(go, _GO)
-        pid = int(os.read(told, 32) or b"0")
+        os.write(tell, b"\n")
+        pid = int(os.read(told, 32).strip() or b"0")
     except OSError as error:
         return Reply(refused=f"it cannot fork: {error.strerror}")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for end in (told, may_go, go):
+        for end in (told, tell, may_go, go):
             os.close(end)
     return Reply(pid) if pid else Reply(refused="it cannot fork a second time")
 
 
-def _end_between(tell: int, child: Callable[[], NoReturn]) -> NoReturn:
-    """The process between: it forks, says whom, and ends."""
+def _fork_and_end(tell: int, child: Callable[[], NoReturn]) -> NoReturn:
+    """In the process between: it forks, says whom, and ends."""
     try:
         pid = os.fork()
         if pid == 0:
@@ -126,18 +133,14 @@ def _end_between(tell: int, child: Callable[[], NoReturn]) -> NoReturn:
 
 
 def _child(
-    line: socket.socket,
     order: Order,
     descriptors: list[int],
     parent: int,
-    gate: tuple[int, int],
+    may_go: int,
     main: Callable[[list[str]], object],
 ) -> NoReturn:
     code = _EXIT_FAILED
     try:
-        may_go, go = gate
-        os.close(go)
-        line.close()
         os.read(may_go, 1)
         os.close(may_go)
         # Not earlier: the end of the process between would have been the parent's.
