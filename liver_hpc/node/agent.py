@@ -102,6 +102,7 @@ class Agent:
             self._selector,
             self._in_thread,
             self._tell_of,
+            self._cold,
         )
         self._launches: dict[str, Launch] = {}
         self._code = 0  # the worst of the launches that have ended
@@ -207,6 +208,8 @@ class Agent:
             code = launch.look()
         except LiverError as error:
             launch.fail(error)
+            if self._warm is not None and not self._warm.ready:
+                self._cold("it has not imported in time")
             return
         if code is None:
             return
@@ -251,6 +254,7 @@ class Agent:
         log.warning("no warm process, workers are executed: %s", why)
         warm, self._warm, self._warms = self._warm, None, False
         if warm is not None:
+            warm.ready = False
             self._selector.unregister(warm.line)
             warm.end(0.0)
 

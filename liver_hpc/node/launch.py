@@ -45,6 +45,7 @@ class Around:
     """What the launches of an agent share.
 
     in_thread: does something, of which the launch is told. tell: what the coordinator is to know.
+    cold: the warm process is of no use any more, and why.
     """
 
     agent: str
@@ -54,6 +55,7 @@ class Around:
     selector: selectors.BaseSelector
     in_thread: Callable[[str, str, Callable[[], Answer]], None]
     tell: Callable[[WorkerEnded], None]
+    cold: Callable[[str], None]
 
 
 class Launch:
@@ -63,7 +65,7 @@ class Launch:
         self.plan = plan
         self.error = ""
         self._around = around
-        self._workers = NodeWorkers(plan, around.selector, self._worker_ended)
+        self._workers = NodeWorkers(plan, around.selector, self._worker_ended, around.cold)
         self._joiner: MpiProcess | None = None  # once its workers are started
         self._meets = False
         self._met = False

@@ -90,7 +90,8 @@ class NodeWorkers:
     These raise BootError as long as no ids were handed out. From then on `report` is called for
     every worker that does not end well, with its id and how it ended. All in one thread.
 
-    polite: the signal by which workers are asked to end.
+    cold: called with the reason where a warm process does not fork. polite: the signal by which
+    workers are asked to end.
     """
 
     def __init__(
@@ -98,10 +99,12 @@ class NodeWorkers:
         plan: WorkerPlan,
         selector: selectors.BaseSelector,
         report: Callable[[int, str], None],
+        cold: Callable[[str], None],
     ) -> None:
         self._plan = plan
         self._selector = selector
         self._report = report
+        self._cold = cold
         self.polite = signal.SIGHUP if plan.sheltered else signal.SIGTERM
         self._mark = new_mark()
         self._ending = False
@@ -182,8 +185,7 @@ class NodeWorkers:
             fork = replace(command, environment=told)  # the rest it has as we do
             return warm.fork(fork, plan.command[WORKER_WORDS:], {_LINE: line})
         except ForkRefused as error:
-            warm.ready = False
-            log.warning("workers are executed from now on: %s", error)
+            self._cold(str(error))
             return Child(command)
 
     def _listen(self, worker: _Worker) -> None:
