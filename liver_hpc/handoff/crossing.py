@@ -76,7 +76,8 @@ class _Moving(threading.Thread):
     def run(self) -> None:
         self._device.enter()
         try:
-            self._half = self._work()
+            with self._device.new_lane().entered():  # not behind the target's first forward
+                self._half = self._work()
         except FAILURES as error:
             self._failure = f"{type(error).__name__}: {error}"
         finally:
@@ -182,6 +183,9 @@ class Crossing:
         if target.world is not None:
             assert scalars is not None
             target.world.load_scalar_state(scalars)
+            # The host has launched the backward; whether it can be computed, the device tells.
+            workers = list(self._session.target.workers)
+            context.device.finish(self._deadline(f"the first gradients of workers {workers}"))
         halves = {"parameters": parameters, "optimizer": optimizer}
         return {
             "sent": _told(half.moved.sent for half in halves.values()),

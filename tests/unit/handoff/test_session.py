@@ -104,6 +104,6 @@ def test_waiting_for_a_verdict_ends_in_it_in_the_abort_or_at_the_deadline() -> N
 
 def test_a_resume_is_waited_for_past_the_abort() -> None:
     session, _ = session_of(1)
-    session.deliver(Abort(generation=4, reason="x", rebuild=True))
+    session.deliver(Abort(generation=4, reason="x"))
     session.deliver(Resume(generation=4, rebuild_generation=5))
     assert session.wait(Resume, 1.0, "all to go back").rebuild_generation == 5
