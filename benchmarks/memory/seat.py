@@ -15,7 +15,7 @@ from liver_hpc.clock import SystemClock
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.handoff.crossing import Crossing
 from liver_hpc.handoff.prepare import connect_groups, prepare
-from liver_hpc.handoff.release import release, return_free_memory
+from liver_hpc.handoff.release import release
 from liver_hpc.handoff.session import Session, WorkerContext
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
@@ -62,7 +62,7 @@ class Seat:
         install_sentinel(self._worker)
         recipe.open(self._directory)
         context = self._context(config, recipe)
-        booted = _Resident()
+        booted = _Resident(self._device)
         source, in_source = self._trained(context, source_map)
         session = Session(
             m.Prepare(
@@ -74,7 +74,7 @@ class Seat:
             ),
             context,
         )
-        during = _Resident()
+        during = _Resident(self._device)
         target = prepare(session, source)
         source.agree(*source.train_step(STEPS + 1), Flags())  # it trains beside
         source.settle()
@@ -124,7 +124,7 @@ class Seat:
 
 
 def _most_of_a_step(world: World, step: int) -> int:
-    resident = _Resident()
+    resident = _Resident(world.device)
     world.agree(*world.train_step(step), Flags())
     return resident.most()
 
@@ -132,9 +132,9 @@ def _most_of_a_step(world: World, step: int) -> int:
 class _Resident:
     """This process's resident bytes from here on, as the kernel counts them."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
         gc.collect()
-        return_free_memory()
+        device.return_free_memory()
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
         self.at_first = self.most()
 
