@@ -160,8 +160,10 @@ class Crossing:
         target, source = self._target, self._source
         scalars = self._boundary(self._limits.boundary_s + 2 * self._limits.transfer_s)
         spared = frozenset[int]() if target.world is None else target.world.taken
+        device = self._session.context.device
         if source is not None:
             hollow.free(source, GRADIENT)
+            device.return_free_memory()
         halves = {}
         for kind, part in target.kinds.items():
             if target.world is not None:
@@ -169,13 +171,13 @@ class Crossing:
             halves[kind] = self._move((kind,), part, kind)
             if source is not None:
                 hollow.free(source, kind, spared)
+                device.return_free_memory()
         started_s = self._clock.now_s()
         if target.world is not None:
             hollow.allocate(target.world, GRADIENT)
             gradients.append(target.world.forward_backward(scalars.step))
             target.world.load_scalar_state(scalars)
             workers = list(self._session.target.workers)
-            device = self._session.context.device
             device.finish(self._deadline(f"the first gradients of workers {workers}"))
         computed_s = self._clock.now_s()
         return _told_of(halves) | {

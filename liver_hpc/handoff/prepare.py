@@ -90,6 +90,7 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
             taken = take_over(world, source_world)
         if world is not None and stays_bounded:
             hollow(world)
+            device.return_free_memory()
         plan = transfer_plan(context.recipe.spec, session.source, session.target, worker)
         plan = replace(plan, local=tuple(move for move in plan.local if not taken.has(move)))
         lap("plan")
