@@ -166,10 +166,14 @@ class EvalSection(Section):
 
 
 class WorkersSection(Section):
-    """How many workers the run starts with and may ever have."""
+    """How many workers the run starts with and may ever have, and how they start.
+
+    With `warm`, a process on each node imports what workers need, and forks them.
+    """
 
     initial: PositiveInt
     max: PositiveInt
+    warm: bool = True
 
     @model_validator(mode="after")
     def _ordered(self) -> WorkersSection:

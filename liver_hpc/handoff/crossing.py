@@ -63,7 +63,6 @@ class Crossing:
         the coordinator is told; None on a joiner, which is told by the coordinator.
         """
         session, context = self._session, self._session.context
-        session.at_boundary = True
         if boundary is not None:
             context.send(boundary)
         session.check()
@@ -138,6 +137,9 @@ class Crossing:
         if target.world is not None:
             assert scalars is not None
             target.world.load_scalar_state(scalars)
+            # The host has launched the backward; whether it can be computed, the device tells.
+            workers = list(self._session.target.workers)
+            context.device.finish(self._deadline(f"the first gradients of workers {workers}"))
         halves = {"parameters": parameters, "optimizer": optimizer}
         return {
             "sent": _told(half.moved.sent for half in halves.values()),

@@ -364,7 +364,26 @@ class YourTurn(Message, type="your_turn"):
     port_name: str
 
 
-# ---- agent -> coordinator (which answers with Exit)
+# ---- coordinator -> agent that stays (and Exit, to any)
+
+
+class StartWorkers(Message, type="start_workers"):
+    """Start the workers of a further launch in these slots of the node; they rehearse `layout`."""
+
+    launch: str
+    slots: tuple[int, ...]
+    layout: str
+
+
+class EndWorkers(Message, type="end_workers"):
+    """End the workers of one launch, at once or within `exit_s`; answered with LaunchEnded."""
+
+    launch: str
+    reason: str
+    at_once: bool = False
+
+
+# ---- agent -> coordinator
 
 
 class AgentHello(Message, type="agent_hello"):
@@ -391,6 +410,16 @@ class WorkerEnded(Message, type="worker_ended"):
     agent: str
     worker: int
     how: str
+
+
+class LaunchEnded(Message, type="launch_ended"):
+    """Nothing of a launch of this agent, which stays, runs any more. exit_code: as that of an agent
+    without other launches. error: why its workers never got to work."""
+
+    agent: str
+    launch: str
+    exit_code: int
+    error: str = ""
 
 
 class KeeperHello(Message, type="keeper_hello"):
@@ -470,10 +499,12 @@ FromWorker = (
     | Restored | Transports
 )  # fmt: skip
 ToWorker = Begin | Proceed | Prepare | Arm | Boundary | Verdict | Abort | Resume | Exit | Stop
-FromAgent = AgentHello | Warned | WorkerEnded | KeeperHello
+ToAgent = StartWorkers | EndWorkers | Exit
+FromAgent = AgentHello | Warned | WorkerEnded | LaunchEnded | KeeperHello
 FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
 AnyMessage = (
-    FromWorker | ToWorker | FromAgent | FromOperator | Reply | YourTurn | StoreRequest | StoreReply
+    FromWorker | ToWorker | ToAgent | FromAgent | FromOperator | Reply | YourTurn
+    | StoreRequest | StoreReply
 )  # fmt: skip
 
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(discriminator="type")])

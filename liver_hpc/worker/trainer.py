@@ -306,6 +306,7 @@ class Trainer:
     def _hand_off(self, session: Session, source: World, ended_s: float) -> None:
         """Crosses to the target world at the agreed boundary, or goes back to this one."""
         assert session.prepared is not None
+        session.crosses = True
         source.settle()
         boundary = m.AtBoundary(
             worker=self._context.worker,
@@ -395,6 +396,8 @@ class Trainer:
                 world.state.view(kind, index, box).copy_(held.view(kind, index, box))
         log.info("generation %d: rebuilt %s", generation, rank_map)
         world.load_scalar_state(scalars)
+        limit_s, clock = self._limits.transfer_s, self._context.clock
+        self._context.device.finish(Deadline.after(clock, limit_s, "the state to be copied"))
         held.release()
         self._world = world
         self._stands.set()

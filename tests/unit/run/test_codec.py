@@ -25,6 +25,7 @@ from liver_hpc.run.events import (
     Seat,
 )
 from liver_hpc.run.records import (
+    CrossingRecord,
     EvaluationRecord,
     NetworkRecord,
     NoticeRecord,
@@ -98,6 +99,7 @@ RECORDS: list[Row] = [
     NoticeRecord("granted", "n1", "main", 1.0, math.nan, 2.0, "", -1, math.nan, 3.0, "in use"),
     NetworkRecord(1, "gloo tcp", "h", "lo"),
     WorkerPhaseRecord(1, 0, "n1", "boot", 1.0, math.nan),
+    CrossingRecord(1, 0, *(0.5 for _ in range(12)), math.nan),
     TrafficRecord(1, 0, 1, 10),
     EvaluationRecord(8, 1, math.nan, 2, 1.0, 2.0),
 ]
