@@ -82,13 +82,13 @@ class Target:
         """Frees staging and closes the transfer's connections."""
         self.transport.close()
 
-    def abort(self, rebuild: bool) -> None:
-        """Frees this worker from what it waits for in the target world, from any thread. rebuild:
+    def abort(self, shared: bool) -> None:
+        """Frees this worker from what it waits for in the target world, from any thread. shared:
         also in groups that the source world has, too, because that one will be built again."""
         self.drop_transfer()
         world = self.world
         if world is not None:
-            world.book.abort(kept=rebuild)
+            world.book.abort(shared)
 
     def drop(self) -> None:
         """Frees everything, because the attempt is off. Takes up to MOVING_ENDS_S and, where the
@@ -120,7 +120,7 @@ class Session:
 
     The control thread puts messages in; the thread that runs the handoff takes them out.
     prepared: what PREPARE made, once it is done. preparing: on a source worker, its thread.
-    shared_groups: see `Arm`. at_boundary: this worker trains no longer in the source world.
+    shared_groups: see `Arm`. crosses: whether this worker has left the source world's steps.
     """
 
     def __init__(self, prepare: Prepare, context: WorkerContext) -> None:
@@ -133,7 +133,7 @@ class Session:
         self.preparing: threading.Thread | None = None
         self.armed = threading.Event()
         self.shared_groups = False
-        self.at_boundary = False
+        self.crosses = False
         self.aborted: Abort | None = None
         self._inbox: queue.Queue[SessionMessage] = queue.Queue()
 
@@ -165,9 +165,9 @@ class Session:
             if self.store is not None:
                 self.store.close()
             if self.prepared is not None:
+                shared = self.shared_groups and self.crosses
                 # In a thread: a backend may take its time, and this one listens.
-                rebuild = self.shared_groups and self.at_boundary
-                quiet_thread(partial(self.prepared.abort, rebuild), "abort")
+                quiet_thread(partial(self.prepared.abort, shared), "abort")
         elif isinstance(message, Arm) and self.aborted is None:
             self.shared_groups = message.shared_groups
             self.armed.set()

@@ -1,10 +1,11 @@
 """What a worker of a run may hold: one world while it trains, two while it is handed over.
 
 A worker that stays has the source world and the target world at once, from PREPARE to RELEASE, and
-staging beside them; in PREPARE it rehearses a step of the target too. Which seat a worker has in
-either layout is up to placement, to who is there, and to what the run has been through. So a pair
-of layouts is judged by a worker that has the fullest seat of both. Where a worker is replaced, the
-others hold the same layout twice.
+staging beside them; in PREPARE it rehearses a step of the target too. Memory that the target takes
+over (`handoff.take_over`) counts twice: it does so once the rehearsal is over. Which seat a worker
+has in either layout is up to placement, to who is there, and to what the run has been through. So a
+pair of layouts is judged by a worker that has the fullest seat of both. Where a worker is replaced,
+the others hold the same layout twice.
 """
 
 from __future__ import annotations

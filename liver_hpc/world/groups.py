@@ -240,14 +240,14 @@ class GroupBook:
         """The backends of all groups that are real."""
         return [group.backend for group in self._groups.values() if group.backend is not None]
 
-    def abort(self, kept: bool) -> None:
+    def abort(self, shared: bool) -> None:
         """Ends what these groups have under way, from any thread: who waits in it fails promptly.
-        kept: also in groups whose backends another book uses. Where a backend cannot end what it
+        shared: also in groups whose backends another book uses. Where a backend cannot end what it
         has under way (gloo), peers that forget the group do.
         """
         for members, group in [*self._groups.items()]:
             backend = group.backend
-            if backend is not None and (kept or members not in self._kept):
+            if backend is not None and (shared or members not in self._kept):
                 end(backend)
 
     def close(self) -> None:
