@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -21,6 +22,7 @@ from liver_hpc.transport.stream import Transport
 from liver_hpc.transport.wire import Wire, group_wire
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.store import ControlStore
+from liver_hpc.world.take_over import Taken, take_over
 from liver_hpc.world.world import World
 
 GIB = 2**30
@@ -72,7 +74,11 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
                 world.warm_up(again=handoff.warm_up_again)
             lap("warm_up")
         session.check()
+        taken = Taken()
+        if world is not None and source_world is not None and context.config.handoff.take_over:
+            taken = take_over(world, source_world)
         plan = transfer_plan(context.recipe.spec, session.source, session.target, worker)
+        plan = replace(plan, local=tuple(move for move in plan.local if not taken.has(move)))
         lap("plan")
         store = session.open_store()
         kept = 0

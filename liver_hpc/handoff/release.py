@@ -14,7 +14,11 @@ def release(session: Session, target: Target, source: World | None) -> None:
     session.context.device.enter()
     target.drop_transfer()
     if source is not None:
-        source.close()
+        if target.world is None:
+            source.close()
+        else:
+            source.close(spared=target.world.taken)
+            target.world.taken = frozenset()
     session.context.device.return_free_memory()
     context, process = session.context, psutil.Process()
     context.send(

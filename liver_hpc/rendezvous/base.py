@@ -22,8 +22,6 @@ from liver_hpc.errors import LiverError, MeetingError
 from liver_hpc.protocol.messages import Message
 from liver_hpc.rendezvous.handshake import PROOF_BYTES, prove
 
-MAX_MESSAGE_BYTES = 64 * 1024
-
 _JOINER, _ACCEPTOR = b"J", b"A"
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""A worker's process, which the node's agent starts: `python -m liver_hpc.worker.main`.
+"""A worker's process: `python -m liver_hpc.worker.main`, or forked from the node's `warm.py`.
 
 It boots alone (imports, device, data, a rehearsed step), learns its id and the coordinator's
 address from the agent, and then does what the control channel tells it: begin or join, train, hand
@@ -24,7 +24,7 @@ from liver_hpc.cluster.network import (
 )
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
-from liver_hpc.host.process import collector_paused
+from liver_hpc.host.process import collector_paused, take_core
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import put_first_on_path
 
@@ -39,13 +39,16 @@ _MOST_SAID = 1000
 _MOST_TOLD_BYTES = 4096
 
 
-def main() -> NoReturn:
+def main(arguments: list[str] | None = None) -> NoReturn:
     """Boots, reports to the agent, and serves."""
     parser = argparse.ArgumentParser(prog="liver_hpc.worker.main", description=__doc__)
     parser.add_argument("--run-directory", type=Path, required=True)
     parser.add_argument("--layout", required=True, help="layout to rehearse, as tp2 pp1 dp2")
-    options = parser.parse_args()
-    _quieten()
+    options = parser.parse_args(arguments)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s [%(threadName)s] %(message)s"
+    )
+    quieten()
     try:
         with socket.socket(fileno=int(os.environ["LIVER_AGENT_FD"])) as agent:
             try:
@@ -67,13 +70,15 @@ def main() -> NoReturn:
 
 
 def _boot(run_directory: Path, layout: Layout) -> Worker:
+    place = int(os.environ.get("LIVER_LOCAL_RANK", "0"))
+    take_core(place)
     _choose_network(run_directory)
     put_first_on_path(load_run(run_directory / "run.yaml"))
     with collector_paused():
         from liver_hpc.world.device import open_device
 
         # Before megatron is imported: where there is no CUDA, the device brings the stand-in.
-        device = open_device(int(os.environ.get("LIVER_LOCAL_RANK", "0")))
+        device = open_device(place)
         from liver_hpc.worker.control import Worker
 
     return Worker(run_directory, layout, device)
@@ -91,11 +96,8 @@ def _choose_network(run_directory: Path) -> None:
     os.environ.update({NCCL_LOG: str(log_path), **chosen})
 
 
-def _quieten() -> None:
-    """Logs our own lines, but only errors of megatron and torch."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s [%(threadName)s] %(message)s"
-    )
+def quieten() -> None:
+    """Of megatron and torch only errors are logged."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
     for package in ("megatron", "torch"):
         for category in (UserWarning, FutureWarning, DeprecationWarning):

@@ -63,6 +63,7 @@ def test_the_record_of_a_handoff(make: Start) -> None:
     # Workers 0 and 1 stopped at 100 and 101, and started at 101.5 and 102.5.
     assert record.pause_s == 1.5
     assert record.source_last_step_ended_s == 101.0
+    assert record.transfer_ended_s == 104.0
     assert record.first_step_ended_s == 105.5
     assert (record.bytes_moved, record.bytes_local) == (40, 20)
     assert record.step == 3
@@ -74,7 +75,6 @@ def test_the_record_of_a_handoff(make: Start) -> None:
         record.prepare_started_s,
         record.prepare_ended_s,
         record.armed_s,
-        record.transfer_ended_s,
         record.committed_s,
         record.released_s,
     ]
