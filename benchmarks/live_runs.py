@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from liver_hpc.cli.client import Watch, request, stop
+from liver_hpc.cli.client import Watch, await_coordinator, request, stop
 from liver_hpc.cli.submission import submit_run
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.schema import RunConfig
@@ -23,18 +23,22 @@ _POLL_S = 0.1
 class LiveRun:
     """A context manager that leaves the run stopped; afterwards `records` holds all of it.
 
-    event_s: the longest that anything may take. poll_s: how often it is looked. Raises LiverError
+    event_s: the longest that anything may take. poll_s: how often it is looked. cluster: where it
+    runs, "local" or "slurm". Raises LiverError
     when the run ends by itself or a handoff is aborted, DeadlineError when something takes too
     long.
     """
 
-    def __init__(self, config: RunConfig, event_s: float, poll_s: float = _POLL_S) -> None:
+    def __init__(
+        self, config: RunConfig, event_s: float, poll_s: float = _POLL_S, cluster: str = "local"
+    ) -> None:
         self._event_s = event_s
         self._poll_s = poll_s
         self._pause = threading.Event()
         self.asked_s: list[float] = []
         """When each change was asked for, in epoch seconds."""
-        self.run = submit_run(config, "local")
+        self.run = submit_run(config, cluster)
+        await_coordinator(self.run)  # on Slurm the job is only queued
         self._watch = Watch(self.run)
 
     def __enter__(self) -> LiveRun:
@@ -46,6 +50,10 @@ class LiveRun:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops the run, if it has not ended."""
         self._watch.close()
         if self.run.outcome() is None:
             stop(self.run)

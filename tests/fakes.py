@@ -54,23 +54,6 @@ class FaultInjector:
         return self._faults.pop((worker, phase), None)
 
 
-def digests(rank_map: RankMap, worker: int, kinds: tuple[str, ...]) -> tuple[m.ClassDigest, ...]:
-    """What a worker reports of a state whose every copy has the digest `FULL_DIGEST`.
-
-    One class of each kind, split over tp: rank (tp 0, pp 0, and for optimizer kinds dp 0) holds
-    all of it, the others report zero.
-    """
-    at = rank_map.coordinate_of(worker)
-    if at is None:
-        return ()
-    found = []
-    for kind in kinds:
-        holder = at.tp == 0 and at.pp == 0 and (kind == PARAMETER or at.replica == 0)
-        value = f"{FULL_DIGEST if holder else 0:016x}"
-        found.append(m.ClassDigest(kind=kind, tp_replicated=False, multi_stage=False, value=value))
-    return tuple(found)
-
-
 @dataclass
 class WorkerScript:
     """The messages of one worker, as a pure function of those it gets.
@@ -88,6 +71,8 @@ class WorkerScript:
     target: RankMap | None = None
     world: RankMap | None = None
     world_generation: int = -1
+    at_boundary: bool = False
+    shared_groups: bool = False
     mute: bool = False
     dead: bool = False
     received: list[m.ToWorker] = field(default_factory=list)
@@ -111,14 +96,13 @@ class WorkerScript:
                 self.source, self.target = message.source.rank_map(), message.target.rank_map()
                 return self._prepared()
             case m.Arm():
+                self.shared_groups = message.shared_groups
                 return self._stopped_at_boundary()
-            case m.Verdict(stage="forward"):
-                return self._vote("optimizer", Phase.COMMIT)
-            case m.Verdict(stage="commit"):
+            case m.Verdict():
                 self.step = message.scalars.step
                 return self.first_step()
             case m.Abort():
-                return [m.Aborted(worker=self.worker, generation=message.generation)]
+                return [self.aborted_message(message.generation)]
             case m.Resume(rebuild_generation=int() as generation):
                 self.world_generation = generation
             case m.Stop():
@@ -142,13 +126,29 @@ class WorkerScript:
         return None
 
     def _bad_vote(self, phase: Phase, fault: Fault) -> list[m.FromWorker]:
-        vote = self._good_vote("optimizer" if phase is Phase.COMMIT else "parameters")
+        vote = self._good_vote()
         if fault is Fault.VOTE_NO:
             return [vote.model_copy(update={"ok": False, "reason": "told to"})]
-        side = "source" if vote.source else "target"
+        side = "sent" if vote.sent else "received"
         value = f"{WRONG_DIGEST}{self.worker:08x}"
         wrong = getattr(vote, side)[0].model_copy(update={"value": value})
         return [vote.model_copy(update={side: (wrong, *getattr(vote, side)[1:])})]
+
+    def aborted_message(self, generation: int) -> m.Aborted:
+        """Says whether it stood at the boundary, where it shares groups."""
+        rebuild = self.at_boundary and self.shared_groups
+        self.at_boundary = False
+        return m.Aborted(worker=self.worker, generation=generation, rebuild=rebuild)
+
+    def _peers(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """To whom this worker sends, and from whom it receives: every worker of the source sends to
+        every other of the target."""
+        assert self.source is not None
+        assert self.target is not None
+        sends, gets = self.source.workers, self.target.workers
+        to = tuple(w for w in gets if w != self.worker) if self.worker in sends else ()
+        of = tuple(w for w in sends if w != self.worker) if self.worker in gets else ()
+        return to, of
 
     def _prepared(self) -> list[m.FromWorker]:
         faulty = self._fault(Phase.PREPARE)
@@ -161,6 +161,7 @@ class WorkerScript:
             bytes_out=10,
             bytes_in=10,
             bytes_local=5,
+            bytes_to=dict.fromkeys(self._peers()[0], 10),
             kept_groups=self.kept_groups,
         )
         return [prepared]
@@ -170,6 +171,7 @@ class WorkerScript:
         if faulty is not None:
             return faulty
         stopped: list[m.FromWorker] = []
+        self.at_boundary = True
         if self.source is not None and self.worker in self.source.workers:
             scalars = m.ScalarState(
                 step=self.step,
@@ -186,24 +188,26 @@ class WorkerScript:
                     last_step_ended_s=100.0 + self.worker,
                 )
             )
-        return stopped + self._vote("parameters", Phase.TRANSFER)
+        faulty = self._fault(Phase.TRANSFER)
+        return stopped + ([self._good_vote()] if faulty is None else faulty)
 
-    def _vote(self, stage: str, phase: Phase) -> list[m.FromWorker]:
-        faulty = self._fault(phase)
-        return [self._good_vote(stage)] if faulty is None else faulty
-
-    def _good_vote(self, stage: str) -> m.Vote:
-        assert self.source is not None
-        assert self.target is not None
-        kinds = (PARAMETER,) if stage == "parameters" else (EXP_AVG,)
+    def _good_vote(self) -> m.Vote:
+        sent, received = (
+            tuple(
+                m.PairDigest(peer=peer, kind=kind, value=f"{FULL_DIGEST:016x}")
+                for peer in peers
+                for kind in (PARAMETER, EXP_AVG)
+            )
+            for peers in self._peers()
+        )
         return m.Vote(
             worker=self.worker,
             generation=self.generation,
-            stage="parameters" if stage == "parameters" else "optimizer",
             ok=True,
             spec=self.spec,
-            source=digests(self.source, self.worker, kinds),
-            target=digests(self.target, self.worker, kinds),
+            sent=sent,
+            received=received,
+            started_s=101.0 + self.worker,
         )
 
     def first_step(self) -> list[m.FromWorker]:

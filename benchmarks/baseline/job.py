@@ -10,7 +10,7 @@ from benchmarks.baseline import page_cache
 from benchmarks.baseline.lines import Leave, Ready, Save, Stepped, Written
 from benchmarks.baseline.methods import Method
 from benchmarks.baseline.phases import Restart, RestartTimes, as_if_saved_before
-from benchmarks.baseline.workers import Start, Workers
+from benchmarks.baseline.workers import Start, Surroundings, Workers
 from liver_hpc.clock import Clock, SystemClock
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
@@ -31,15 +31,19 @@ class RestartJob:
     is counted: not for measuring.
     """
 
-    def __init__(self, run_directory: Path, digests: bool = False) -> None:
+    def __init__(
+        self, run_directory: Path, digests: bool = False, around: Surroundings | None = None
+    ) -> None:
         self._directory = run_directory
         self._config = load_run(run_directory / "run.yaml")
         load_run_recipe(self._config, run_directory)  # derives what the workers read
         self._limits = self._config.deadlines
         self._digests = digests
+        self._around = around or Surroundings()
         self._clock: Clock = SystemClock()
         self._records = RunRecords([], [], [], {"name": self._config.name})
         self._workers: Workers | None = None
+        self._held: Workers | None = None
         self._generation = -1
 
     def __enter__(self) -> RestartJob:
@@ -51,9 +55,10 @@ class RestartJob:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._workers is not None:
-            self._workers.kill()
-            self._workers = None
+        for workers in (self._workers, self._held):
+            if workers is not None:
+                workers.kill()
+        self._workers = self._held = None
         self._write_records()
 
     @property
@@ -88,6 +93,12 @@ class RestartJob:
         directory = self._directory / "restarts" / str(self._generation)
         directory.mkdir(parents=True)
         self.expect(method)
+        if method is Method.MEGATRON_WARM:
+            self._held = self._spawn(target, method, directory, held=True)
+            self._held.held(limits.boot_s)
+            source.steps(
+                source.steps_done + 1, limits.collective_s
+            )  # its imports are no part of it
         noticed_s = self._clock.now_s()
         source.tell(Save(method=method, directory=str(directory)))
         written = source.written(limits.collective_s + limits.transfer_s)
@@ -95,7 +106,12 @@ class RestartJob:
         stopped_s = self._clock.now_s()
         cache = page_cache.drop(directory) if drop_page_cache else page_cache.WARM
         aside_s = self._clock.now_s() - stopped_s
-        workers = self._launch(target, method, directory)
+        if self._held is not None:
+            workers, self._held = self._held, None
+            workers.go()
+            self._workers = workers
+        else:
+            workers = self._launch(target, method, directory)
         workers.meet(limits.boot_s)
         ready = workers.ready(limits.boot_s + limits.transfer_s)
         first, *later = workers.steps(1 + steps, (1 + steps) * limits.collective_s)
@@ -148,6 +164,12 @@ class RestartJob:
     def _launch(
         self, layout: Layout, method: Method | None = None, directory: Path | None = None
     ) -> Workers:
+        self._workers = self._spawn(layout, method, directory)
+        return self._workers
+
+    def _spawn(
+        self, layout: Layout, method: Method | None, directory: Path | None, held: bool = False
+    ) -> Workers:
         self._generation += 1
         generation = self._generation
         is_first = True
@@ -159,9 +181,9 @@ class RestartJob:
             step = StepRecord(**fields, generation=generation, phase=phase)
             self._records.steps.append(step)
 
-        start = Start(self._directory, layout, generation, method, directory, self._digests)
-        self._workers = Workers(start, heard)
-        return self._workers
+        digests, around = self._digests, self._around
+        start = Start(self._directory, layout, generation, method, directory, digests, held, around)
+        return Workers(start, heard)
 
     @staticmethod
     def _repeated(source: Workers, written: list[Written]) -> int:

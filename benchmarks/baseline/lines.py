@@ -13,7 +13,7 @@ from benchmarks.baseline.methods import Method
 from liver_hpc.protocol.messages import ClassDigest
 
 HOST = "127.0.0.1"
-"""Where all of a baseline job runs."""
+"""Where all of a baseline job runs, unless its workers are on nodes of a test cluster."""
 
 
 class Line(BaseModel):
@@ -25,10 +25,17 @@ class Line(BaseModel):
 # ---- to a worker
 
 
+class Go(Line):
+    """To one that is held: the job that it was started for begins now."""
+
+    type: Literal["go"] = "go"
+
+
 class Meet(Line):
     """Where worker 0 keeps the store; it is told too."""
 
     type: Literal["meet"] = "meet"
+    host: str
     port: int
 
 
@@ -53,7 +60,7 @@ class Leave(Line):
     type: Literal["leave"] = "leave"
 
 
-Order = Meet | Expect | Save | Leave
+Order = Go | Meet | Expect | Save | Leave
 ToWorker = Annotated[Order, Field(discriminator="type")]
 
 
@@ -65,6 +72,12 @@ class Entered(Line):
 
     type: Literal["entered"] = "entered"
     at_s: float
+
+
+class Held(Line):
+    """Everything is imported, and nothing built: it waits for Go."""
+
+    type: Literal["held"] = "held"
 
 
 class Imported(Line):
@@ -114,7 +127,7 @@ class Written(Line):
     digests: tuple[ClassDigest, ...]
 
 
-News = Entered | Imported | Ready | Prepared | Stepped | Written
+News = Held | Entered | Imported | Ready | Prepared | Stepped | Written
 FromWorker = Annotated[News, Field(discriminator="type")]
 
 _TO_WORKER: TypeAdapter[Order] = TypeAdapter(ToWorker)

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.baseline.lines import (
-    HOST,
+    Entered,
     Expect,
+    Go,
+    Held,
     Imported,
     Leave,
     Meet,
@@ -26,6 +28,7 @@ from benchmarks.baseline.lines import (
     read_to_worker,
 )
 from benchmarks.baseline.methods import Method
+from benchmarks.baseline.page_cache import num_bytes
 from benchmarks.baseline.storages import open_storage
 from liver_hpc.clock import Clock
 from liver_hpc.config.load import load_run
@@ -46,7 +49,9 @@ dist: Any = importlib.import_module("torch.distributed")
 class Orders:
     """What a worker is started for. Without a load_directory the state begins from the seed.
 
-    digests: whether those of the state are told with Ready and Written; they cost time.
+    digests: whether those of the state are told with Ready and Written; they cost time. host: an
+    address of this node's. held: it waits for Go before it does anything. storage_bytes_per_s: what
+    the storage carries, of all workers together; None: as fast as it is.
     """
 
     run_directory: Path
@@ -56,6 +61,9 @@ class Orders:
     load_method: Method | None
     load_directory: Path | None
     digests: bool
+    host: str
+    held: bool = False
+    storage_bytes_per_s: float | None = None
 
 
 class BaselineWorker:
@@ -68,6 +76,7 @@ class BaselineWorker:
         self._writer = writer
         self._config = load_run(orders.run_directory / "run.yaml")
         self._met: queue.Queue[Meet] = queue.Queue()
+        self._go = threading.Event()
         self._last: Save | Leave | None = None
         self._step = 0
         if orders.load_method is not None:
@@ -76,6 +85,10 @@ class BaselineWorker:
     def run(self, read_fd: int) -> None:
         """Until the last boundary. Raises whatever fails."""
         threading.Thread(target=read_to_worker, args=(read_fd, self._take), daemon=True).start()
+        if self._orders.held:
+            self._writer.send(Held())
+            self._go.wait()  # whoever holds it ends it, too
+            self._writer.send(Entered(at_s=self._clock.now_s()))
         store = self._meet()
         world = self._build(store)
         built_s = self._clock.now_s()
@@ -91,7 +104,9 @@ class BaselineWorker:
         self._train(world)
 
     def _take(self, line: Order) -> None:
-        if isinstance(line, Meet):
+        if isinstance(line, Go):
+            self._go.set()
+        elif isinstance(line, Meet):
             self._met.put(line)
         elif isinstance(line, Expect):
             open_storage(line.method).prepare_save()
@@ -106,15 +121,15 @@ class BaselineWorker:
         orders, limit_s = self._orders, self._config.deadlines.meet_s
         timeout, workers = timedelta(seconds=limit_s), orders.layout.workers
         if orders.rank == 0:
-            kept = dist.TCPStore(HOST, 0, workers, True, timeout, wait_for_workers=False)
+            kept = dist.TCPStore(orders.host, 0, workers, True, timeout, wait_for_workers=False)
             self._writer.send(Imported(at_s=self._clock.now_s(), port=kept.port))
             return kept
         self._writer.send(Imported(at_s=self._clock.now_s(), port=0))
         try:
-            port = self._met.get(timeout=self._config.deadlines.boot_s).port
+            met = self._met.get(timeout=self._config.deadlines.boot_s)
         except queue.Empty:
             raise DeadlineError(f"waited {self._config.deadlines.boot_s:g} s for Meet") from None
-        return dist.TCPStore(HOST, port, workers, False, timeout, wait_for_workers=False)
+        return dist.TCPStore(met.host, met.port, workers, False, timeout, wait_for_workers=False)
 
     def _build(self, store: Any) -> World:
         orders, device, config = self._orders, self._device, self._config
@@ -131,19 +146,29 @@ class BaselineWorker:
         megatron.prepare_process(config.train.seed)
         rank_map = RankMap(orders.layout, tuple(range(orders.layout.workers)))
         world = World(recipe, rank_map, orders.rank, orders.generation, device)
-        network = Network(device, HOST)
+        network = Network(device, orders.host)
         world.book.connect(network, store, collective_s)
         return world
 
     def _fill(self, world: World) -> None:
         orders = self._orders
         if orders.load_directory is not None:
+            began_s = self._clock.now_s()
             small = self._storage.load(world, orders.load_directory)
+            self._await_storage(orders.load_directory, began_s)
             self._step = small.step
         else:
             world.state.initialize(world.recipe.initial, self._config.train.seed)
             world.load_scalar_state(world.scalar_state(0).model_copy(update={"optimizer_step": 0}))
         self._device.synchronize()
+
+    def _await_storage(self, directory: Path, began_s: float) -> None:
+        """As long as a storage of the rate that is wanted takes at least, which reads and writes
+        each byte of a checkpoint once, and never waits for who uses it."""
+        rate = self._orders.storage_bytes_per_s
+        if rate is not None:
+            until_s = began_s + num_bytes(directory) / rate
+            threading.Event().wait(max(0.0, until_s - self._clock.now_s()))
 
     def _digests(self, world: World) -> tuple[ClassDigest, ...]:
         if not self._orders.digests:
@@ -197,7 +222,9 @@ class BaselineWorker:
             while not saving.is_done():
                 self._do_step(world)
         else:
+            began_s = self._clock.now_s()
             storage.save(world, small, directory)
+            self._await_storage(directory, began_s)
         self._writer.send(
             Written(
                 step=boundary,

@@ -8,7 +8,7 @@ from benchmarks.baseline.storage import Storage
 
 def open_storage(method: Method) -> Storage:
     """The storage of a method; imports what it needs."""
-    if method in (Method.MEGATRON, Method.MEGATRON_ASYNC):
+    if method in (Method.MEGATRON, Method.MEGATRON_WARM, Method.MEGATRON_ASYNC):
         from benchmarks.baseline.megatron_storage import MegatronStorage
 
         return MegatronStorage(asynchronous=method is Method.MEGATRON_ASYNC)

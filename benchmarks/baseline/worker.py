@@ -12,11 +12,11 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
-from benchmarks.baseline.lines import HOST, Entered, Writer
+from benchmarks.baseline.lines import Entered, Writer
 from benchmarks.baseline.methods import Method
 from liver_hpc.clock import SystemClock
 from liver_hpc.host.interfaces import interface_addresses, interface_holding
-from liver_hpc.host.process import collector_paused
+from liver_hpc.host.process import collector_paused, take_core
 from liver_hpc.layout.coordinates import Layout
 
 EXIT_FAILED = 1
@@ -36,13 +36,18 @@ def main() -> NoReturn:
     parser.add_argument("--load-method", type=Method, help="how --load-directory was saved")
     parser.add_argument("--load-directory", type=Path)
     parser.add_argument("--digests", action="store_true")
+    parser.add_argument("--host", required=True, help="an address of this node's")
+    parser.add_argument("--held", action="store_true", help="import, then wait to be let go")
+    parser.add_argument("--storage-bytes-per-s", type=float)
     options = parser.parse_args()
     _quieten()
     code = EXIT_FAILED
     try:
+        take_core(options.rank)
         writer = Writer(options.write_fd)
-        writer.send(Entered(at_s=entered_s))
-        own = interface_holding(HOST, interface_addresses()) or "lo"
+        if not options.held:
+            writer.send(Entered(at_s=entered_s))
+        own = interface_holding(options.host, interface_addresses()) or "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", own)
         with collector_paused():
             from liver_hpc.world.device import open_device
@@ -59,6 +64,9 @@ def main() -> NoReturn:
             load_method=options.load_method,
             load_directory=options.load_directory,
             digests=options.digests,
+            host=options.host,
+            held=options.held,
+            storage_bytes_per_s=options.storage_bytes_per_s,
         )
         BaselineWorker(orders, device, clock, writer).run(options.read_fd)
         code = 0

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.baseline.lines import (
+    HOST,
     Entered,
     Expect,
+    Go,
+    Held,
     Imported,
     Line,
     Meet,
@@ -34,8 +37,30 @@ _KILL_S = 10.0
 
 
 @dataclass(frozen=True)
+class Node:
+    """Where workers run: an address of the node's, and what goes before a command to run it there;
+    this machine unless said."""
+
+    host: str = HOST
+    enter: tuple[str, ...] = ()
+
+
+HERE = (Node(),)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a job's workers find: on `nodes` each is on the next one in turn; storage_bytes_per_s
+    is what the storage carries, of all together, None: as fast as it is."""
+
+    nodes: tuple[Node, ...] = HERE
+    storage_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Start:
-    """What a set of workers is started for; without `directory` its state begins from the seed."""
+    """What a set of workers is started for; without `directory` its state begins from the seed.
+    held: they import, and wait for `go`."""
 
     run_directory: Path
     layout: Layout
@@ -43,6 +68,11 @@ class Start:
     method: Method | None = None
     directory: Path | None = None
     digests: bool = False
+    held: bool = False
+    around: Surroundings = Surroundings()
+
+    def node_of(self, rank: int) -> Node:
+        return self.around.nodes[rank % len(self.around.nodes)]
 
 
 class Workers:
@@ -94,8 +124,13 @@ class Workers:
         reader.start()
 
     def _command(self, rank: int, read_fd: int, write_fd: int) -> list[str]:
-        start = self.start
-        command = [sys.executable, "-m", "benchmarks.baseline.worker"]
+        start, node = self.start, self.start.node_of(rank)
+        command = [*node.enter, sys.executable, "-m", "benchmarks.baseline.worker"]
+        command += ["--host", node.host]
+        if start.around.storage_bytes_per_s is not None:
+            command += ["--storage-bytes-per-s", str(start.around.storage_bytes_per_s)]
+        if start.held:
+            command += ["--held"]
         command += ["--run-directory", str(start.run_directory), "--layout", str(start.layout)]
         command += ["--rank", str(rank), "--generation", str(start.generation)]
         command += ["--read-fd", str(read_fd), "--write-fd", str(write_fd)]
@@ -123,7 +158,15 @@ class Workers:
     def meet(self, limit_s: float) -> None:
         """Tells all where worker 0 keeps the store, once it is open."""
         imported = self._first(Imported, (0,), limit_s)[0]
-        self.tell(Meet(port=imported.port))
+        self.tell(Meet(host=self.start.node_of(0).host, port=imported.port))
+
+    def held(self, limit_s: float) -> None:
+        """Returns once all have imported, and wait."""
+        self._first(Held, self._ranks, limit_s)
+
+    def go(self) -> None:
+        """Lets those go that are held."""
+        self.tell(Go())
 
     def entered_s(self, limit_s: float) -> float:
         """When the last worker's interpreter ran."""

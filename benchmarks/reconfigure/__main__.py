@@ -48,7 +48,8 @@ class Bar:
         took_s: dict[str, list[float]] = defaultdict(list)
         left = []
         for cell in self._wanted:
-            kind, cell_s = f"{cell.size}/{cell.method}", self._rows.took_s(cell)
+            kind = f"{cell.size}/{cell.method}/{cell.variant}"
+            cell_s = self._rows.took_s(cell)
             if cell_s is None:
                 left.append(kind)
             else:
@@ -97,11 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser("reconfigure", "live reconfiguration against stop, checkpoint, restart")
     options.add_argument("--config", type=Path, default=Path("configs/bench/local.yaml"))
     options.add_argument("--cluster", choices=["local", "slurm"], default="local")
+    options.add_argument("--cores", choices=["shared", "apart"], help="as the key `cores`")
     given = options.parse_args(arguments)
     console = Console(stderr=True)
 
     def measured() -> BenchmarkResult:
-        sweep = load_sweep(given.config, given.quick)
+        sweep = load_sweep(given.config, given.quick, given.cores)
         wanted = run(sweep, given.cluster, console)
         return result(sweep, Rows(sweep).all_of(wanted))
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.reconfigure import live, restarts
+from benchmarks.reconfigure.links import bounded
 from benchmarks.reconfigure.sweep import LIVE, Cell, Sweep
+from liver_hpc.errors import ConfigError
 from liver_hpc.host.files import write_whole
+from liver_hpc.host.process import CORES
 
 Row = dict[str, Any]
 
@@ -56,13 +61,32 @@ class Rows:
 def measure(sweep: Sweep, cell: Cell) -> None:
     """Measures one cell and keeps its rows. Raises LiverError when that fails."""
     begun_s = time.monotonic()
-    rows = (live if cell.method == LIVE else restarts).measure(sweep, cell)
-    Rows(sweep).keep(cell, rows, time.monotonic() - begun_s)
+    with _cores(sweep), bounded(sweep, cell):
+        rows = (live if cell.method == LIVE else restarts).measure(sweep, cell)
+    kept = [{**row, "variant": cell.variant} for row in rows]
+    Rows(sweep).keep(cell, kept, time.monotonic() - begun_s)
+
+
+@contextlib.contextmanager
+def _cores(sweep: Sweep) -> Iterator[None]:
+    """What is launched inside finds the cores of which each worker takes one, if they are to be
+    apart. Raises ConfigError where there are too few."""
+    if sweep.cores == "shared":
+        yield
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if sweep.most_at_once > len(cores):
+        raise ConfigError(f"cores apart: wanted {sweep.most_at_once} cores, got {len(cores)}")
+    os.environ[CORES] = ",".join(map(str, cores[: sweep.most_at_once]))
+    try:
+        yield
+    finally:
+        del os.environ[CORES]
 
 
 def time_left_s(took_s: dict[str, list[float]], left: Sequence[str]) -> float:
-    """An estimate from how long cells of a kind (size and method) have taken; of a kind that has
-    not been seen, as long as the mean of all that have. NaN before the first."""
+    """An estimate from how long cells of a kind (size, method, variant) have taken; of a kind that
+    has not been seen, as long as the mean of all that have. NaN before the first."""
     seen = [mean for kind in took_s if not math.isnan(mean := _mean(took_s[kind]))]
     return math.fsum(
         mean if not math.isnan(mean := _mean(took_s.get(kind, []))) else _mean(seen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,34 +16,50 @@ from benchmarks.reconfigure.sweep import LIVE, Sweep
 LEAST_STEPS = 0.01
 """A lost time below this share of a step counts as it: noise is no infinite ratio."""
 
+LEAST_SIZES = 3
+"""Two points lie on a line whatever they mean."""
+
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All repeats of one size, transition and method. lost_steps: in the target's median steps."""
+    """All repeats of one variant, size, transition and method. lost_steps: in the target's median
+    steps. cost_s: lost time and slowdown together. num_bytes: that moved, or of the checkpoint."""
 
+    variant: str
     size: str
     transition: str
     method: str
     lost_s: Spread
     lost_steps: Spread
     slowdown_s: Spread
+    cost_s: Spread
     reconfiguration_s: Spread
     detection_s: Spread
     median_step_s: float
+    num_bytes: float
 
     @property
     def least_lost_s(self) -> float:
         """The median, not below what can be told from nothing."""
         return max(self.lost_s.median, LEAST_STEPS * self.median_step_s)
 
+    @property
+    def name(self) -> str:
+        words = (self.variant, self.size, self.transition, self.method)
+        return " ".join(filter(None, words))
+
+
+Of = Callable[[Measured], float]
+
 
 def measured(rows: Sequence[Row]) -> list[Measured]:
-    """One for each size, transition and method, in the order in which they first appear."""
-    groups: dict[tuple[str, str, str], list[Row]] = {}
+    """One for each variant, size, transition and method, in the order in which they appear."""
+    groups: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["size"], row["transition"], row["method"]), []).append(row)
+        key = (row["variant"], row["size"], row["transition"], row["method"])
+        groups.setdefault(key, []).append(row)
 
     def spread(group: Sequence[Row], name: str) -> Spread:
         return Spread.of([row[name] for row in group])
@@ -54,43 +70,49 @@ def measured(rows: Sequence[Row]) -> list[Measured]:
             lost_s=spread(group, "lost_s"),
             lost_steps=Spread.of([row["lost_s"] / row["median_step_s"] for row in group]),
             slowdown_s=spread(group, "slowdown_s"),
+            cost_s=Spread.of([row["lost_s"] + row["slowdown_s"] for row in group]),
             reconfiguration_s=spread(group, "reconfiguration_s"),
             detection_s=spread(group, "detection_s"),
             median_step_s=statistics.median(row["median_step_s"] for row in group),
+            num_bytes=statistics.median(row["bytes"] for row in group),
         )
         for key, group in groups.items()
     ]
 
 
 def figures(found: Sequence[Measured]) -> dict[str, float]:
-    """What is claimed; a figure whose rows are missing is left out.
+    """What is claimed, of the first variant; a figure whose rows are missing is left out.
 
     speedup: lost time of the restart over that of the handoff, by size and transition, of medians.
-    existing_speedup: the same against a restart whose checkpoint exists already.
-    lost_steps_max_SIZE: the largest median of a transition; lost_steps_worst_SIZE: of any repeat.
+    existing_speedup: the same against a restart whose checkpoint exists already; warm_speedup:
+    against one whose processes had imported everything. cost_over_restart: lost time and slowdown
+    of the handoff over the restart's lost time. reconfiguration_over_restart: notice to first step,
+    of the one over the other. lost_steps_max_SIZE: the largest median of a transition;
+    lost_steps_worst_SIZE: of any repeat.
     """
-    by_key = {(m.size, m.transition, m.method): m for m in found}
-    live = [m for m in found if m.method == LIVE]
+    first = [m for m in found if m.variant == found[0].variant]
+    live = [m for m in first if m.method == LIVE]
     claimed: dict[str, float] = {}
     for name, method in (
         ("speedup", Method.MEGATRON.value),
         ("existing_speedup", Method.MEGATRON.value + EXISTS),
+        ("warm_speedup", Method.MEGATRON_WARM.value),
     ):
-        pairs = [
-            (by_key[m.size, m.transition, method], m)
-            for m in live
-            if (m.size, m.transition, method) in by_key
-        ]
-        if not pairs:
-            continue
-        ratios = [restart.lost_s.median / m.least_lost_s for restart, m in pairs]
-        claimed[f"{name}_min"] = min(ratios)
-        claimed[f"{name}_median"] = statistics.median(ratios)
-        if name == "speedup":
-            claimed["reconfiguration_over_restart_median"] = statistics.median(
-                m.reconfiguration_s.median / restart.reconfiguration_s.median
-                for restart, m in pairs
-            )
+        if pairs := _pairs(live, [m for m in first if m.method == method]):
+            ratios = [restart.lost_s.median / m.least_lost_s for m, restart in pairs]
+            claimed[f"{name}_min"] = min(ratios)
+            claimed[f"{name}_median"] = statistics.median(ratios)
+    pairs = _pairs(live, [m for m in first if m.method == Method.MEGATRON])
+    shares: dict[str, Callable[[Measured, Measured], float]] = {
+        "cost_over_restart": lambda m, restart: m.cost_s.median / restart.lost_s.median,
+        "reconfiguration_over_restart": lambda m, restart: (
+            m.reconfiguration_s.median / restart.reconfiguration_s.median
+        ),
+    }
+    for name, share in shares.items():
+        if pairs:
+            claimed[f"{name}_median"] = statistics.median(share(*pair) for pair in pairs)
+            claimed[f"{name}_max"] = max(share(*pair) for pair in pairs)
     for size in dict.fromkeys(m.size for m in live):
         steps = [m.lost_steps for m in live if m.size == size]
         claimed[f"lost_steps_max_{size}"] = max(spread.median for spread in steps)
@@ -98,47 +120,106 @@ def figures(found: Sequence[Measured]) -> dict[str, float]:
     return claimed
 
 
+def of_variants(found: Sequence[Measured]) -> dict[str, float]:
+    """Each variant over the first one: lost time and cost of the handoff, lost time of the restart;
+    medians over sizes and transitions, of medians."""
+    compared: dict[str, float] = {}
+    variants = list(dict.fromkeys(m.variant for m in found))
+    ratios: dict[str, tuple[str, Of]] = {
+        "lost_over_first": (LIVE, lambda m: m.least_lost_s),
+        "cost_over_first": (LIVE, lambda m: m.cost_s.median),
+        "restart_over_first": (Method.MEGATRON.value, lambda m: m.lost_s.median),
+    }
+    for variant in variants[1:]:
+        for name, (method, of) in ratios.items():
+            both = [
+                [m for m in found if m.variant == one and m.method == method]
+                for one in (variant, variants[0])
+            ]
+            if pairs := _pairs(*both):
+                ratio = statistics.median(of(other) / of(first) for other, first in pairs)
+                compared[f"{name}_{variant.replace(' ', '_')}"] = ratio
+    return compared
+
+
+def fitted(found: Sequence[Measured]) -> dict[str, float]:
+    """Lost time as a line over bytes, by least squares, where there are three sizes or more:
+    seconds at none, seconds a gigabyte (10^9), and the share of the variance that it explains."""
+    lines: dict[str, float] = {}
+    for name, method in ((LIVE, LIVE), ("restart", Method.MEGATRON.value)):
+        of_method = [m for m in found if m.method == method and m.variant == found[0].variant]
+        if len({m.size for m in of_method}) < LEAST_SIZES:
+            continue
+        gigabytes = [m.num_bytes / 1e9 for m in of_method]
+        lost_s = [m.lost_s.median for m in of_method]
+        slope, fixed_s = statistics.linear_regression(gigabytes, lost_s)
+        lines[f"{name}_lost_s_fixed"] = fixed_s
+        lines[f"{name}_lost_s_per_gb"] = slope
+        lines[f"{name}_lost_explained"] = statistics.correlation(gigabytes, lost_s) ** 2
+    return lines
+
+
+def _pairs(some: Sequence[Measured], others: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
+    """Those of the same size and transition."""
+    by_key = {(m.size, m.transition): m for m in others}
+    return [(m, by_key[m.size, m.transition]) for m in some if (m.size, m.transition) in by_key]
+
+
 def result(sweep: Sweep, rows: Sequence[Row]) -> BenchmarkResult:
     """The sweep's result from all rows that there are."""
     found = measured(rows)
     sizes = list(sweep.models)
     transitions = [transition.name for transition in sweep.transitions]
+    variants = [variant.name for variant in sweep.variants] or [""]
 
-    def place(one: Measured) -> tuple[int, int, bool]:
+    def place(one: Measured) -> tuple[int, int, int, bool]:
         """As the sweep's file has them, live first."""
-        return sizes.index(one.size), transitions.index(one.transition), one.method != LIVE
+        return (
+            sizes.index(one.size),
+            transitions.index(one.transition),
+            variants.index(one.variant),
+            one.method != LIVE,
+        )
 
-    live = {(m.size, m.transition): m.least_lost_s for m in found if m.method == LIVE}
+    found.sort(key=lambda m: variants.index(m.variant))  # the first is what is claimed of
+    live = {(m.variant, m.size, m.transition): m.least_lost_s for m in found if m.method == LIVE}
     lines = [
         {
             "size": m.size,
             "transition": m.transition,
+            **({"variant": m.variant} if sweep.variants else {}),
             "method": m.method,
+            "cost_s": m.cost_s.median,
             "lost_s": m.lost_s.median,
             "worst_s": m.lost_s.high,
             "lost_steps": m.lost_steps.median,
-            "over_live": m.lost_s.median / live.get((m.size, m.transition), math.nan),
+            "over_live": m.lost_s.median / live.get((m.variant, m.size, m.transition), math.nan),
             "slowdown_s": m.slowdown_s.median,
             "notice_to_first_step_s": m.reconfiguration_s.median,
             "detection_s": m.detection_s.median,
+            "bytes": m.num_bytes,
         }
         for m in sorted(found, key=place)
     ]
     return BenchmarkResult(
-        name="reconfigure",
-        figures=figures(found),
+        name=sweep.name,
+        figures={**figures(found), **of_variants(found), **fitted(found)},
         rows=lines,
         samples=list(rows),
         method=_method(sweep),
-        spread={f"lost_s {m.size} {m.transition} {m.method}": m.lost_s for m in found},
+        spread={
+            f"{name} {m.name}": getattr(m, name) for m in found for name in ("lost_s", "cost_s")
+        },
         repeats=min((m.lost_s.count for m in found), default=0),
     )
 
 
 def _method(sweep: Sweep) -> dict[str, str]:
-    return {
+    words = {
         "lost time": "end of the source's last step to the end of the target's first, less the "
         "target's median step; the same for a handoff and a restart",
+        "cost": "lost time and slowdown: all that the change has taken from training; of a restart "
+        "lost time alone",
         "restart": "megatron-core's dist_checkpointing, saved by all replicas in parallel, loaded "
         "by every worker for itself, as Megatron-LM does by default; after the save "
         "the workers leave at once, and the next ones are started directly: no scheduler, no "
@@ -150,5 +231,31 @@ def _method(sweep: Sweep) -> dict[str, str]:
         "it, to be added where notice to first step is wanted with detection; a worker lost "
         "without a word costs both ways the same time until it is missed",
         "floor": f"a handoff's lost time counts as at least {LEAST_STEPS:g} step in ratios",
-        "order": "all sizes and methods once, then once more the other way round",
+        "order": "all sizes, variants and methods once, then once more the other way round",
     }
+    if Method.MEGATRON_WARM in sweep.methods:
+        words["warm"] = (
+            "the next layout's processes have been there before the request, with everything "
+            "imported, the device open and nothing built; what that took is not counted"
+        )
+    if sweep.cores == "apart":
+        words["cores"] = (
+            "each worker keeps to a core of its own, by its place on the node, also while it "
+            "boots; its own threads share that core; agents, coordinator and benchmark are where "
+            "there is room"
+        )
+    if sweep.variants:
+        words["variants"] = (
+            f"compared with {sweep.variants[0].name!r}, of which all figures are that name no other"
+        )
+    if any(variant.storage_bytes_per_s for variant in sweep.variants):
+        words["storage"] = (
+            "a restart's save and load take at least as long as all bytes of the checkpoint take "
+            "once at that rate, over all workers together: less than any real storage of that rate"
+        )
+    if sweep.testbed is not None:
+        words["links"] = (
+            "each worker on a node of its own of the test cluster (network namespaces), whose link "
+            "tc bounds in each direction, training's too; the storage is this machine's, unbounded"
+        )
+    return words

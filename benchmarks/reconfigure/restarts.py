@@ -5,6 +5,8 @@ from __future__ import annotations
 from benchmarks.baseline.job import RestartJob
 from benchmarks.baseline.methods import Method
 from benchmarks.baseline.phases import Restart, as_if_saved_before
+from benchmarks.baseline.workers import Surroundings
+from benchmarks.reconfigure.links import nodes
 from benchmarks.reconfigure.sweep import Cell, Sweep, Transition
 from liver_hpc.cli.submission import checked_run, new_run
 from liver_hpc.run.records import BaselineRecord
@@ -14,9 +16,10 @@ PHASES = ("save_s", "stop_s", "launch_s", "import_s", "groups_s", "load_s", "fir
 
 def measure(sweep: Sweep, cell: Cell) -> list[dict[str, float | int | str]]:
     """Two rows a claimed transition: as it was, and as if the checkpoint had existed already."""
-    run = new_run(*checked_run(sweep.run_config(cell.size), "local"))
+    run = new_run(*checked_run(sweep.run_config(cell.size, cell.variant), "local"))
+    rate = sweep.variant(cell.variant).storage_bytes_per_s
     found: list[dict[str, float | int | str]] = []
-    with RestartJob(run.path) as job:
+    with RestartJob(run.path, around=Surroundings(nodes(sweep), rate)) as job:
         job.begin(sweep.start.layout())
         job.train(1)  # the first has a state to leave, of which no median is taken
         for transition in sweep.transitions:

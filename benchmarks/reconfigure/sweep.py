@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -50,12 +50,34 @@ class ArraySection(Section):
     setup: list[str] = Field(default_factory=list)
 
 
+class Variant(Section):
+    """The same sweep with something else; the first of several is what the others are compared
+    with.
+
+    run: what is other in the run's file. methods: those that it is measured with; null: all.
+    storage_bytes_per_s: what a restart's storage carries in all; null: as fast as it is. link: what
+    each node's link carries, in each direction, as tc has it ("100mbit"); empty: as it is.
+    """
+
+    name: str
+    run: dict[str, Any] = Field(default_factory=dict)
+    methods: list[Literal["live"] | Method] | None = None
+    storage_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    link: str = ""
+
+
+ALONE = Variant(name="")
+"""Of a sweep without variants."""
+
+
 class Sweep(Section):
     """The file of `--config`; sizes in the units that names end in.
 
     models: name -> the run's `model` section. run: every other section of the run, the same for
     all methods. methods: "live" and names of benchmarks.baseline. settle_steps: undisturbed steps
-    of every world, of which medians are taken. page_cache: what a restart's load finds.
+    of every world, of which medians are taken. page_cache: what a restart's load finds. cores:
+    "apart" gives each worker a core of its own, so that joiners boot on one that does not train.
+    testbed: the test cluster on whose nodes the workers are, one on each.
     """
 
     name: str = "reconfigure"
@@ -68,7 +90,10 @@ class Sweep(Section):
     settle_steps: Annotated[int, Field(ge=3, strict=True)] = 6
     page_cache: Literal["warm", "dropped"] = "warm"
     event_s: Seconds = 300.0
+    cores: Literal["shared", "apart"] = "shared"
+    testbed: str | None = None
     run: dict[str, Any]
+    variants: list[Variant] = Field(default_factory=list)
     slurm: ArraySection = ArraySection()
 
     @model_validator(mode="after")
@@ -78,9 +103,27 @@ class Sweep(Section):
             if transition.replace and transition.to != layout:
                 raise ValueError(f"transition {transition.name!r} replaces a worker: `to` stays")
             layout = transition.to
+        names = [variant.name for variant in self.variants]
+        if len({*names, ""}) <= len(names):
+            raise ValueError(f"variants are known by their names, and each has one: {names}")
+        if self.testbed is None and any(variant.link for variant in self.variants):
+            raise ValueError("a link is that of a node of a test cluster: wanted `testbed`")
         return self
 
-    def run_config(self, size: str) -> RunConfig:
+    @property
+    def most_at_once(self) -> int:
+        """Workers of the largest world, or of a world and those that join it."""
+        most, before = 0, self.start.layout().workers
+        for transition in self.transitions:
+            after = transition.to.layout().workers
+            most = max(most, before, after + transition.replace)
+            before = after
+        return most
+
+    def variant(self, name: str) -> Variant:
+        return next((each for each in self.variants if each.name == name), ALONE)
+
+    def run_config(self, size: str, variant: str = "") -> RunConfig:
         """The run of one model size, whose workers begin in `start`. Raises ConfigError."""
         sections = [self.start, *(transition.to for transition in self.transitions)]
         table: dict[int, list[dict[str, int]]] = {}
@@ -88,14 +131,15 @@ class Sweep(Section):
             entries = table.setdefault(section.layout().workers, [])
             if section.model_dump() not in entries:
                 entries.append(section.model_dump())
-        values = {
+        values: dict[str, Any] = {
             "name": f"{self.name}-{size}",
             "runs_directory": str(self.directory),
             "workers": {"initial": self.start.layout().workers, "max": max(table)},
             "layouts": table,
             "model": self.models[size],
-            **self.run,
         }
+        for other in (self.run, self.variant(variant).run):
+            values = overlaid(values, other)
         try:
             return RunConfig.model_validate(values)
         except ValidationError as error:
@@ -107,9 +151,21 @@ class Sweep(Section):
         """Of all that a measured cell depends on, the code too; not of how many there are, nor of
         where."""
         parts = self.model_dump_json(
-            include={"models", "start", "transitions", "settle_steps", "page_cache", "run"}
+            include={
+                *("models", "start", "transitions", "settle_steps", "page_cache", "run"),
+                *("cores", "testbed", "variants"),
+            }
         )
         return hashlib.blake2b((software_digest() + parts).encode(), digest_size=8).hexdigest()
+
+
+def overlaid(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with those of `others` in their places, section by section."""
+    both = {**values, **others}
+    for name in values.keys() & others.keys():
+        if isinstance(values[name], Mapping) and isinstance(others[name], Mapping):
+            both[name] = overlaid(values[name], others[name])
+    return both
 
 
 class Cell(Section):
@@ -118,28 +174,36 @@ class Cell(Section):
     size: str
     method: str
     round: NonNegativeInt
+    variant: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.size}-{self.method.replace(' ', '_')}-{self.round}"
+        words = [self.size, self.method, *([self.variant] if self.variant else [])]
+        return "-".join((*words, str(self.round))).replace(" ", "_").replace("/", "_")
 
 
 def cells(sweep: Sweep) -> Iterator[Cell]:
-    """Interleaved: all sizes and methods once, then once more the other way round."""
-    count = dict.fromkeys(
-        (f"{size}/{method}" for size in sweep.models for method in sweep.methods), 0
-    )
-    for name in order_of(list(count), sweep.repeats):
-        size, _, method = name.partition("/")
-        yield Cell(size=size, method=method, round=count[name])
-        count[name] += 1
+    """Interleaved: all sizes, variants and methods once, then once more the other way round."""
+    kinds = [
+        (size, method, variant.name)
+        for size in sweep.models
+        for variant in sweep.variants or [ALONE]
+        for method in sweep.methods
+        if variant.methods is None or method in variant.methods
+    ]
+    count = dict.fromkeys(map(str, range(len(kinds))), 0)
+    for number in order_of(list(count), sweep.repeats):
+        size, method, variant = kinds[int(number)]
+        yield Cell(size=size, method=method, variant=variant, round=count[number])
+        count[number] += 1
 
 
-def load_sweep(path: Path, quick: bool = False) -> Sweep:
-    """Reads a sweep file; `quick` makes it as small as it can be. Raises ConfigError."""
+def load_sweep(path: Path, quick: bool = False, cores: str | None = None) -> Sweep:
+    """Reads a sweep file; `quick` makes it as small as it can be, `cores` goes before its own.
+    Raises ConfigError."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        sweep = Sweep.model_validate(values)
+        sweep = Sweep.model_validate(values if cores is None else {**values, "cores": cores})
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except yaml.YAMLError as error:
@@ -152,7 +216,7 @@ def load_sweep(path: Path, quick: bool = False) -> Sweep:
 
 
 def _quick(sweep: Sweep) -> Sweep:
-    """One tiny model, one repeat, two transitions."""
+    """One tiny model, one repeat, two transitions, two variants."""
     tiny = {"layers": 4, "hidden": 64, "ffn_hidden": 96, "heads": 4, "query_groups": 2}
     size, model = next(iter(sweep.models.items()))
     return sweep.model_copy(
@@ -162,5 +226,6 @@ def _quick(sweep: Sweep) -> Sweep:
             "settle_steps": 3,
             "models": {size: {**model, **tiny}},
             "transitions": sweep.transitions[:2],
+            "variants": [*sweep.variants[:1], *sweep.variants[-1:]][: len(sweep.variants)],
         }
     )

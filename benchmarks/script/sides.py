@@ -13,9 +13,10 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks.live_runs import LiveRun
+from benchmarks.processes import living
 from benchmarks.script.bootstrap import SCALARS
 from benchmarks.script.plain import PlainJob, PlainRun, failure, read_scalars, start_plain
-from benchmarks.steady_state.sides import Side, Step, living
+from benchmarks.steady_state.sides import Side, Step
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Layout
@@ -135,4 +136,4 @@ class Elastic(ScriptSide):
 
     def close(self) -> None:
         self.resume()
-        self._live.__exit__(None, None, None)
+        self._live.close()

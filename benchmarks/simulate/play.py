@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from benchmarks.simulate.timings import Timings, Work
 from liver_hpc.clock import FakeClock
@@ -166,8 +167,7 @@ class _Play:
     def _note(self, message: m.ToWorker, last_s: float) -> None:
         if isinstance(message, m.Arm):
             self._outcome.last_step_ended_s = self._answers.boundary_s(last_s)
-        elif isinstance(message, m.Verdict) and message.stage == "forward":
-            self._outcome.first_step_started_s = last_s
+            self._outcome.first_step_started_s = self._answers.arrived_s(last_s)
         elif isinstance(message, m.Verdict):
             self._outcome.first_step_ended_s = last_s
 
@@ -177,22 +177,28 @@ class _Workers:
 
     def __init__(self, change: Change) -> None:
         self._change = change
-        self._digests = {
-            stage: tuple(
-                m.ClassDigest(kind=kind, tp_replicated=copied, multi_stage=False, value="0" * 16)
-                for kind in kinds
-                for copied in (False, True)
-            )
-            for stage, kinds in (
-                ("parameters", (PARAMETER,)),
-                ("optimizer", change.model.optimizer_kinds),
-            )
-        }
+        receivers = change.target.workers
+        peers = [*change.work.traffic.bytes_to.values()][: len(receivers)]
+        self._to: dict[int, dict[int, int]] = {}
+        self._from: dict[int, list[int]] = defaultdict(list)
+        for number, sender in enumerate(change.source.workers):
+            chosen = (receivers[(number + 1 + k) % len(receivers)] for k in range(len(peers)))
+            self._to[sender] = {
+                w: each for w, each in zip(chosen, peers, strict=True) if w != sender
+            }
+            for receiver in self._to[sender]:
+                self._from[receiver].append(sender)
+        self._kinds = (PARAMETER, *change.model.optimizer_kinds)
 
     def boundary_s(self, armed_s: float) -> float:
         """The end of the source's last step, which all reach together, after the last is armed."""
         timings, work = self._change.timings, self._change.work
         return armed_s + timings.boundary_steps * work.source_step_s
+
+    def arrived_s(self, armed_s: float) -> float:
+        """When all parameters are there, and the target's first step begins."""
+        timings, work = self._change.timings, self._change.work
+        return self.boundary_s(armed_s) + timings.cross_s + timings.transfer_s(work)
 
     def to(
         self, message: m.ToWorker, worker: int, at_s: float, last_s: float
@@ -203,13 +209,14 @@ class _Workers:
         match message:
             case m.Prepare():
                 prepared = m.Prepared(
-                    worker=worker, generation=generation, bytes_to=work.traffic.bytes_to
+                    worker=worker, generation=generation, bytes_to=self._to.get(worker, {})
                 )
                 return [(at_s + timings.prepare_s, prepared)]
             case m.Arm():
                 boundary_s = self.boundary_s(last_s)
-                voted_s = boundary_s + timings.cross_s + timings.transfer_s(work)
-                answers: list[tuple[float, Event]] = [(voted_s, self._vote(worker, "parameters"))]
+                # A collective step: none ends before the last has begun.
+                voted_s = self.arrived_s(last_s) + timings.first_s(work)
+                answers: list[tuple[float, Event]] = [(voted_s, self._vote(worker))]
                 if self._change.source.coordinate_of(worker) is not None:
                     stands = m.AtBoundary(
                         worker=worker,
@@ -219,25 +226,26 @@ class _Workers:
                     )
                     answers.append((boundary_s, stands))
                 return answers
-            case m.Verdict(stage="forward"):
-                # A collective step: none ends before the last has begun.
-                return [(last_s + timings.first_s(work), self._vote(worker, "optimizer"))]
             case m.Verdict() if self._change.target.coordinate_of(worker) is not None:
                 return self._done(worker, last_s)
             case m.Exit():
                 return [(at_s, WorkerLost(worker, "left"))]
         return []
 
-    def _vote(self, worker: int, stage: Literal["parameters", "optimizer"]) -> m.Vote:
-        digests = self._digests[stage]
-        change = self._change
+    def _vote(self, worker: int) -> m.Vote:
+        def told(peers: Iterable[int]) -> tuple[m.PairDigest, ...]:
+            return tuple(
+                m.PairDigest(peer=peer, kind=kind, value="0" * 16)
+                for peer in peers
+                for kind in self._kinds
+            )
+
         return m.Vote(
             worker=worker,
             generation=GENERATION,
-            stage=stage,
             ok=True,
-            source=digests if change.source.coordinate_of(worker) is not None else (),
-            target=digests if change.target.coordinate_of(worker) is not None else (),
+            sent=told(self._to.get(worker, ())),
+            received=told(self._from.get(worker, ())),
         )
 
     def _done(self, worker: int, at_s: float) -> list[tuple[float, Event]]:

@@ -24,7 +24,10 @@ LIVE, RESTART = "live", Method.MEGATRON.value
 MACHINE = ("processor", "cores", "memory_bytes", "accelerators")
 VERSIONS = ("torch", "megatron-core")
 
-WORDS = ("lost time", "restart", "exists", "floor")
+WORDS = (
+    *("lost time", "cost", "restart", "exists", "warm", "floor"),
+    *("cores", "variants", "storage", "links"),
+)
 
 Result = Mapping[str, Any]
 
@@ -73,7 +76,7 @@ def replaced(page: Path, text: str) -> str:
 def section(results: Sequence[Result]) -> str:
     """Where and when, the comparison with restarts, transitions, then one line a figure."""
     parts = [_where(results)]
-    parts += [_comparison(result) for result in results if result["name"] == "reconfigure"]
+    parts += [_comparison(each) for each in results if each["name"].startswith("reconfigure")]
     parts += [tables(result["rows"]) for result in results if result["name"] == "transitions"]
     parts.append(_figures(results))
     return "\n\n".join(parts)
@@ -96,34 +99,53 @@ def _where(results: Sequence[Result]) -> str:
 
 def _comparison(result: Result) -> str:
     """Live against restart, by size and transition."""
-    rows = {(row["size"], row["transition"], row["method"]): row for row in result["rows"]}
+    rows = {
+        (row.get("variant", ""), row["size"], row["transition"], row["method"]): row
+        for row in result["rows"]
+    }
     spread = result["spread"]
-    lines = [
-        "| state | transition | live: lost s | in steps | restart: lost s | ratio "
-        "| checkpoint exists: lost s | slowdown s | notice to first step, live / restart s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    lines = [] if result["name"] == "reconfigure" else [f"`{result['name']}`:", ""]
+    lines += [
+        "| state | transition | live: cost s | lost s | in steps | restart: lost s | over lost "
+        "| over cost | checkpoint exists: lost s | warm processes: lost s "
+        "| notice to first step, live / restart s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for (size, transition, method), live in rows.items():
-        restart = rows.get((size, transition, RESTART))
-        if method != LIVE or restart is None:
+    for (variant, size, transition, method), live in rows.items():
+        if method != LIVE:
             continue
-        exists = rows.get((size, transition, RESTART + EXISTS))
+        what = " ".join(filter(None, (variant, size, transition)))
         cells = [
-            size,
+            ", ".join(filter(None, (size, variant))),
             transition,
-            _spread(spread[f"lost_s {size} {transition} {LIVE}"]),
+            _spread(spread[f"cost_s {what} {LIVE}"]),
+            _spread(spread[f"lost_s {what} {LIVE}"]),
             figure_text(live["lost_steps"]),
-            _spread(spread[f"lost_s {size} {transition} {RESTART}"]),
-            figure_text(restart["over_live"]),
-            "-" if exists is None else f"{exists['lost_s']:.2f}",
-            f"{live['slowdown_s']:.2f}",
-            f"{live['notice_to_first_step_s']:.1f} / {restart['notice_to_first_step_s']:.1f}",
         ]
+        restart, exists, warm = (
+            rows.get((variant, size, transition, method))
+            for method in (RESTART, RESTART + EXISTS, Method.MEGATRON_WARM.value)
+        )
+        ready = f"{live['notice_to_first_step_s']:.1f} / "
+        if restart is None:
+            cells += ["-", "-", "-", *_lost(exists, warm), f"{ready}-"]
+        else:
+            cells += [
+                _spread(spread[f"lost_s {what} {RESTART}"]),
+                figure_text(restart["over_live"]),
+                figure_text(restart["lost_s"] / live["cost_s"]),
+                *_lost(exists, warm),
+                f"{ready}{restart['notice_to_first_step_s']:.1f}",
+            ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", f"Median (lowest to highest) of {result['repeats']} repeats, interleaved."]
     words = result["method"]
-    lines += [f"{name.capitalize()}: {words[name]}." for name in WORDS]
+    lines += [f"{name.capitalize()}: {words[name]}." for name in WORDS if name in words]
     return "\n".join(lines)
+
+
+def _lost(*rows: Mapping[str, Any] | None) -> list[str]:
+    return ["-" if row is None else f"{row['lost_s']:.2f}" for row in rows]
 
 
 def _spread(spread: Mapping[str, float]) -> str:

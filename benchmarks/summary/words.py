@@ -1,18 +1,58 @@
-"""The figures that are told of, by benchmark, and what each of them says."""
+"""The figures that are told of, by benchmark, and what each of them says; of the variants of a
+sweep its table tells."""
+
+_COSTS = {
+    "cost_over_restart_median": "what a handoff costs in all, lost time and slowdown of the steps "
+    "beside it, over a restart's lost time",
+    "cost_over_restart_max": "the same, worst transition",
+}
 
 FIGURES: dict[str, dict[str, str]] = {
     "reconfigure": {
         "speedup_min": "lost time of a restart over that of a handoff: least transition",
         "speedup_median": "the same, median",
         "existing_speedup_min": "the same where the checkpoint exists already, so saving is free",
+        **_COSTS,
         "reconfiguration_over_restart_median": "notice to first step, of a handoff over a restart; "
         "training goes on meanwhile in the first and stands in the second",
+        "reconfiguration_over_restart_max": "the same, worst transition",
         "lost_steps_max_25m": "largest median lost time of a handoff in steps, 25M parameters",
         "lost_steps_max_100m": "the same, 100M parameters",
+    },
+    "reconfigure-apart": {
+        **_COSTS,
+        "lost_steps_max_25m": "largest median lost time of a handoff in steps, 25M parameters, a "
+        "core for each worker",
+        "lost_steps_max_100m": "the same, 100M parameters",
+    },
+    "reconfigure-warm": {
+        "warm_speedup_min": "lost time of a restart from processes that had imported everything, "
+        "over that of a handoff: least transition",
+        "warm_speedup_median": "the same, median",
+    },
+    "reconfigure-sizes": {
+        "live_lost_s_fixed": "lost time of a handoff of no bytes, by the line through all sizes, s",
+        "live_lost_s_per_gb": "and what each gigabyte (10^9) that moves adds, s",
+        "live_lost_explained": "share of the variance that the line explains",
+        "restart_lost_s_fixed": "the same of a restart: with a checkpoint of no bytes, s",
+        "restart_lost_s_per_gb": "for each gigabyte of its checkpoint, s",
+        "restart_lost_explained": "share of the variance that the line explains",
     },
     "steady_state": {
         "overhead_percent": "step time of an undisturbed run over a plain Megatron loop's",
         "cpu_overhead_percent": "the same in CPU seconds of all processes",
+        "interference_steps": "steps that a handoff takes by slowing those beside it; nobody joins",
+        "cost_steps": "the same with its lost time",
+        "join_interference_steps": "steps that it takes where a worker joins",
+        "join_cost_steps": "the same with its lost time",
+    },
+    "handoffs": {
+        "memory_growth_percent": "of all of a run's processes, over twenty handoffs in a row and "
+        "over fifty replacements; the larger growth",
+        "descriptors_growth": "the same of descriptors",
+        "threads_growth": "of threads",
+        "processes_growth": "of processes",
+        "processes_left": "processes after its end",
     },
     "script": {
         "throughput_ratio": "an unchanged Megatron-LM script: CPU seconds a token by torchrun over "

@@ -18,7 +18,7 @@ from liver_hpc.config.schema import (
 )
 from liver_hpc.errors import CheckpointError, ConfigError
 from liver_hpc.layout.batch import batch_fault
-from liver_hpc.layout.candidates import memory_fault
+from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.recipes.text_data import text_files
@@ -37,10 +37,13 @@ def check_run(config: RunConfig, recipe: Recipe | None, found: Sequence[str] = (
     were found elsewhere, told with these. `config.cluster.kind` "local"
     also checks this machine, "slurm" what is asked of the cluster; resolve "auto" before.
     """
+    layouts = [*_check_layouts(config, recipe)]
+    if recipe is not None and not layouts:
+        layouts += _check_changes(config, recipe)
     problems = [
         *found,
         *_check_counts(config),
-        *_check_layouts(config, recipe),
+        *layouts,
         *_check_notices(config),
         *_check_budgets(config),
         *_check_schedule(config),
@@ -106,10 +109,17 @@ def _check_layouts(config: RunConfig, recipe: Recipe | None) -> Iterator[str]:
             try:
                 if recipe is not None:
                     recipe.check_layout(layout)
-                    faults.append(memory_fault(config, recipe.spec, layout))
+                    faults.append(Budget(config, recipe.spec).layout_fault(layout))
             except ConfigError as error:
                 faults.append(str(error))
             yield from (f"{where}: {fault}" for fault in faults if fault)
+
+
+def _check_changes(config: RunConfig, recipe: Recipe) -> Iterator[str]:
+    """Layouts that fit a worker each may not do so in pairs."""
+    budget = Budget(config, recipe.spec, recipe.rehearsal_bytes)
+    if fault := budget.change_fault(config.layouts_listed):
+        yield f"handoff {fault}"
 
 
 def _check_notices(config: RunConfig) -> Iterator[str]:

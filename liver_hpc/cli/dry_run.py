@@ -19,9 +19,10 @@ from liver_hpc.cluster.slurm.script import (
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.problems import key_text
 from liver_hpc.config.schema import NoticeSection, RunConfig
-from liver_hpc.layout.candidates import fullest_worker, workers_of_a_node
+from liver_hpc.layout.budget import Budget
+from liver_hpc.layout.candidates import workers_of_a_node
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.layout.memory import handoff_bytes
+from liver_hpc.layout.memory import fullest_worker, handoff_bytes
 from liver_hpc.layout.placement import first_rank_map, place
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import Recipe
@@ -36,20 +37,21 @@ _WIDEST = 80
 
 
 def describe_run(config: RunConfig, recipe: Recipe) -> str:
-    """The resolved run file, bytes a worker holds in each layout, bytes that each scripted
-    handoff moves, and on Slurm what would be submitted; without bytes where the model's spec cannot
-    be derived here. The run must have passed its checks."""
+    """The resolved run file, bytes a worker holds in each layout and during a handoff, bytes that
+    each scripted handoff moves, and on Slurm what would be submitted; without bytes where the
+    model's spec cannot be derived here. The run must have passed its checks."""
     parts = [dump_run(config).rstrip(), *_derived(recipe)]
     if recipe.knows_spec:
         facts = "".join(f"# {name}: {text}\n" for name, text in recipe.summary().items())
         parts += [
             f"{facts}# layouts: state of the fullest worker (no activations, no buffers)",
             _table(_layout_rows(config, recipe.spec)),
+            *_most_memory(config, recipe),
         ]
     if config.notices and recipe.knows_spec:
         parts += [
-            "# scripted handoffs: bytes between workers, and copied within them",
-            _table(_handoff_rows(config, recipe.spec)),
+            "# scripted handoffs: bytes held by the fullest worker, moved, and copied",
+            _table(_handoff_rows(config, recipe)),
         ]
     if config.cluster.kind == "slurm":
         parts += _submissions(config)
@@ -112,9 +114,26 @@ def _layout_rows(config: RunConfig, model: ModelSpec) -> list[list[str]]:
     return [["workers", "layout", *held, "together"], *rows]
 
 
-def _handoff_rows(config: RunConfig, model: ModelSpec) -> list[list[str]]:
-    columns = ["after step", "notice", "source", "target", "moved", "stays"]
-    slots = workers_of_a_node(config)
+def _most_memory(config: RunConfig, recipe: Recipe) -> list[str]:
+    """What a handoff takes of a worker, in the change that takes most."""
+    budget = Budget(config, recipe.spec, recipe.rehearsal_bytes)
+    change = budget.fullest_change(config.layouts_listed)
+    held = change.held
+    rehearsal = f"{bytes_text(held.rehearsal)} for the rehearsal"
+    if config.handoff.warm_up and recipe.rehearsal_bytes(change.target) is None:
+        rehearsal = "activations of the rehearsal, which the recipe does not tell"
+    return [
+        f"# memory: a handoff takes up to {bytes_text(held.together)} of a worker ({change}): "
+        f"{bytes_text(held.source)} and {bytes_text(held.target)}",
+        f"#   of both worlds, {bytes_text(held.staging)} of staging and {rehearsal}; "
+        "training's activations come on top",
+    ]
+
+
+def _handoff_rows(config: RunConfig, recipe: Recipe) -> list[list[str]]:
+    columns = ["after step", "notice", "source", "target", "fullest worker", "moved", "stays"]
+    model, slots = recipe.spec, workers_of_a_node(config)
+    budget = Budget(config, model, recipe.rehearsal_bytes)
     rows = [columns if slots is None else [*columns, "between nodes"]]
     first = config.allowed_layouts(config.workers.initial)[0]
     rank_map, born = first_rank_map(first, range(first.workers), _nodes(config)), first.workers
@@ -122,7 +141,9 @@ def _handoff_rows(config: RunConfig, model: ModelSpec) -> list[list[str]]:
         target, born = _next_rank_map(config, model, rank_map, notice, born)
         sizes = [bytes_text(count) for count in handoff_bytes(model, rank_map, target)]
         sizes = sizes if slots is not None else sizes[:2]
-        rows.append([str(notice.at_step), _notice_text(notice), str(rank_map), str(target), *sizes])
+        most = bytes_text(budget.fullest_worker_of(rank_map, target).together)
+        which = [str(notice.at_step), _notice_text(notice), str(rank_map), str(target)]
+        rows.append([*which, most, *sizes])
         rank_map = target
     return rows
 

@@ -29,7 +29,7 @@ LABEL_COLUMNS = 9
 BESIDE_BAR_COLUMNS = 28
 MOST_COLUMNS = 120
 
-_PHASES = ("BOOT", "PREPARE", "ARMED", "TRANSFER", "COMMIT", "RELEASE")
+_PHASES = ("BOOT", "PREPARE", "ARMED", "TRANSFER", "RELEASE")
 _STATE_STYLES = {
     "starting": "cyan",
     "training": "green",

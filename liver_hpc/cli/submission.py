@@ -35,7 +35,7 @@ _DEFERRED = tuple(
         "whether the model can be built, and says what each worker holds",
         "options and state of the model that no handoff could move",
         "whether it can be had in each of the run's layouts",
-        "whether a worker's share of it fits policy.memory_bytes",
+        "whether what a worker holds, also during a handoff, fits policy.memory_bytes",
     )
 )
 
@@ -60,7 +60,7 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
         if config.layouts != AUTO:  # what is wrong anyway is told before a model is built
             check_run(config, None, found)
         recipe.spec = derive_spec(config)
-        config = resolve_layouts(config, recipe.spec, recipe.check_layout)
+        config = resolve_layouts(config, recipe.spec, recipe.check_layout, recipe.rehearsal_bytes)
         resolved = load_recipe(config)  # it knows the run as it is resolved
         resolved.spec = recipe.spec
     except ConfigError as error:

@@ -13,7 +13,7 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.launcher import Launcher
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
-from liver_hpc.layout.candidates import memory_fault
+from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import Recipe
@@ -63,7 +63,10 @@ def checked_recipe(
         recipe = load_run_recipe(config, run_directory, derive)
     finally:
         task.close()
-    problems = [fault for one in config.layouts_listed if (fault := _fault(config, recipe, one))]
+    budget = Budget(config, recipe.spec, recipe.rehearsal_bytes)
+    problems = [fault for one in config.layouts_listed if (fault := _fault(budget, recipe, one))]
+    if not problems and (fault := budget.change_fault(config.layouts_listed)):
+        problems.append(f"handoff {fault}")
     if problems:
         raise ConfigError(*problems)
     return recipe
@@ -82,11 +85,11 @@ def _derive_by(task: Launcher, config: RunConfig, run_directory: Path, node: str
     return Answer[ModelSpec].read(derived, config, failed)
 
 
-def _fault(config: RunConfig, recipe: Recipe, layout: Layout) -> str:
+def _fault(budget: Budget, recipe: Recipe, layout: Layout) -> str:
     """What submit has found already, unless it could not derive the spec."""
     try:
         recipe.check_layout(layout)
     except ConfigError as error:
         return f"layout {layout}: {error}"
-    fault = memory_fault(config, recipe.spec, layout)
+    fault = budget.layout_fault(layout)
     return f"layout {layout}: {fault}" if fault else ""

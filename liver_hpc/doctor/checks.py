@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from liver_hpc.cluster.slurm.commands import PartitionInfo, SlurmCommands
 from liver_hpc.config.schema import RunConfig, SlurmSection
 from liver_hpc.errors import LiverError
+from liver_hpc.recipes.specs import Derive, derive_spec
 
 NAME_WIDTH = 16
 
@@ -23,7 +24,7 @@ class Order:
     """What is to be examined: what a run wants of a cluster, and which nodes to try it on.
 
     nodes: how many; 0: none, or those of the job around this process. account: beats the run's.
-    grant_s: the longest wait for them, in seconds.
+    grant_s: the longest wait for them, in seconds. derive: how the spec of a run's model is found.
     """
 
     config: RunConfig
@@ -32,6 +33,7 @@ class Order:
     account: str | None = None
     gpus_per_node: int = 0
     grant_s: float = 120.0
+    derive: Derive = derive_spec
     commands: SlurmCommands = field(
         default_factory=lambda: SlurmCommands(command_s=20.0, unreachable_s=0.0)
     )
@@ -43,6 +45,11 @@ class Order:
     def modes(self, names: str) -> list[str]:
         """How jobs are preempted in a partition, or in each of several, with commas between."""
         return [self.partitions[name].preempt_mode for name in names.split(",")]
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a run file was given."""
+        return "train" in self.config.model_fields_set
 
     @property
     def runs_directory(self) -> Path:

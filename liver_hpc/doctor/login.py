@@ -8,8 +8,12 @@ import shutil
 from pathlib import Path
 
 from liver_hpc.cluster.slurm.commands import SlurmError
-from liver_hpc.doctor.checks import Check, Order, Result, failed, passed, warned
-from liver_hpc.errors import ConfigError
+from liver_hpc.doctor.checks import Check, Order, Result, failed, passed, skipped, warned
+from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.layout.budget import Budget
+from liver_hpc.layout.candidates import resolve_layouts
+from liver_hpc.recipes.base import load_recipe
+from liver_hpc.report.wording import bytes_text
 
 COMMANDS = ("sbatch", "srun", "scancel", "scontrol", "squeue", "sinfo")
 
@@ -120,6 +124,33 @@ def _runs_directory(order: Order) -> Result:
     return passed(str(directory) if there == directory else f"{directory}, which can be made")
 
 
+def _memory(order: Order) -> Result:
+    """What a handoff takes of a worker, in the change of layout that takes most."""
+    if not order.has_run:
+        return skipped("no run file is given; --config RUN.yaml names one")
+    recipe = load_recipe(order.config)
+    try:
+        recipe.spec = order.derive(order.config)
+    except ConfigError:
+        raise
+    except LiverError as error:
+        return skipped(f"the model's spec can be derived on the nodes alone: {error}")
+    config = resolve_layouts(order.config, recipe.spec, recipe.check_layout, recipe.rehearsal_bytes)
+    budget = Budget(config, recipe.spec, recipe.rehearsal_bytes)
+    faults = [
+        f"{one}: {fault}" for one in config.layouts_listed if (fault := budget.layout_fault(one))
+    ]
+    faults = faults or [fault for fault in [budget.change_fault(config.layouts_listed)] if fault]
+    if faults:
+        return failed(faults[0], _FITS)
+    change = budget.fullest_change(config.layouts_listed)
+    return passed(
+        f"a handoff takes up to {bytes_text(change.held.together)} of a worker ({change}), beside "
+        f"training's activations; policy.memory_bytes is {config.policy.memory_bytes}"
+    )
+
+
+_FITS = "leave the largest layouts out, or give policy.memory_bytes what a worker really has"
 _ASK = "ask the cluster's staff; this is Slurm's own word"
 
 LOGIN_CHECKS = (
@@ -128,4 +159,5 @@ LOGIN_CHECKS = (
     Check("partitions", _partitions, ("controller",), _ASK),
     Check("preemption", _preemption, ("partitions",), _ASK),
     Check("run directory", _runs_directory),
+    Check("memory", _memory, advice=_FITS),
 )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-
 import psutil
 
 from liver_hpc.handoff.session import Session, Target
@@ -12,22 +9,17 @@ from liver_hpc.protocol.messages import Released
 from liver_hpc.world.world import World
 
 
-def return_free_memory() -> None:
-    """Gives freed heap pages back to the system (glibc keeps them otherwise)."""
-    gc.collect()
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):
-        return  # another libc: nothing to trim
-
-
 def release(session: Session, target: Target, source: World | None) -> None:
     """Frees the source world and the transfer's buffers, then tells the coordinator."""
     session.context.device.enter()
     target.drop_transfer()
     if source is not None:
-        source.close()
-    return_free_memory()
+        if target.world is None:
+            source.close()
+        else:
+            source.close(spared=target.world.taken)
+            target.world.taken = frozenset()
+    session.context.device.return_free_memory()
     context, process = session.context, psutil.Process()
     context.send(
         Released(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import resource
 import signal
 import threading
@@ -11,6 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 ENOUGH = 65_536
 """Of a hard limit without bounds no more is taken: children inherit it, and some close them all."""
+
+CORES = "LIVER_CORES"
+"""Cores of which a worker takes one, by its place on the node: "0,1"."""
 
 # What Slurm, a PMI server, Open MPI or MPICH's process manager tell the processes of one launch.
 # Inherited by another one they give it the wrong nodes, ranks and sockets.
@@ -36,6 +40,14 @@ def raise_descriptor_limit() -> None:
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def take_core(place: int) -> None:
+    """Keeps this process to one of the cores that the environment lists, if it does (`CORES`), with
+    all threads and processes that it will start. Raises OSError for a core that it may not use."""
+    cores = [int(core) for core in os.environ.get(CORES, "").split(",") if core]
+    if cores:
+        os.sched_setaffinity(0, {cores[place % len(cores)]})
 
 
 def quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:

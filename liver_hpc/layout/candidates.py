@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -9,13 +10,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from liver_hpc.config.schema import AUTO, LayoutSection, RunConfig, TrainSection
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.batch import batch_fault, micro_batches, most_micro_batches
-from liver_hpc.layout.coordinates import Coordinate, Layout
-from liver_hpc.layout.memory import fullest_bytes, worker_bytes
+from liver_hpc.layout.budget import Budget, RehearsalBytes
+from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.tensors import ModelSpec
 
 NEAREST = 4
@@ -116,14 +116,20 @@ class Candidates:
     config: RunConfig
     model: ModelSpec
     check_layout: Callable[[Layout], None]
+    rehearsal_bytes: RehearsalBytes = lambda _layout: None
 
     def fault(self, layout: Layout) -> str:
         """Why the run cannot take a layout; empty when it can."""
         return (
             batch_fault(self.config.train, layout)
             or self._fault_of_any_dp(layout)
-            or memory_fault(self.config, self.model, layout)
+            or self._budget.layout_fault(layout)
+            or self._budget.change_fault([layout])
         )
+
+    @cached_property
+    def _budget(self) -> Budget:
+        return Budget(self.config, self.model, self.rehearsal_bytes)
 
     def _fault_of_any_dp(self, layout: Layout) -> str:
         node = workers_of_a_node(self.config)
@@ -143,14 +149,12 @@ class Candidates:
         Of each count the `KEPT` fastest; not all counts, see `WORTH`; and what notices ask for.
         """
         train, found = self.config.train, dict[int, list[Layout]]()
-        for layout in self._fitting():
+        wanted = self._wanted()
+        for layout in self._fitting(wanted):
             found.setdefault(layout.workers, []).append(layout)
         for count, entries in found.items():
-            found[count] = sorted(entries, key=lambda one: expected_order(one, train))[:KEPT]
-        wanted = self._wanted()
-        for layout in wanted - {one for entries in found.values() for one in entries}:
-            if not self.fault(layout):
-                found.setdefault(layout.workers, []).append(layout)
+            order = sorted(entries, key=lambda one: expected_order(one, train))
+            found[count] = [*order[:KEPT], *(one for one in order[KEPT:] if one in wanted)]
         return self._thinned(found, {layout.workers for layout in wanted})
 
     def _wanted(self) -> set[Layout]:
@@ -173,8 +177,22 @@ class Candidates:
             least = min(least, cost)
         return kept
 
-    def _fitting(self) -> Iterator[Layout]:
-        """All layouts without a fault; what has nothing to do with dp is asked once for all dp."""
+    def _fitting(self, wanted: Collection[Layout]) -> Iterator[Layout]:
+        """All layouts without a fault, and of those `wanted`, between any two of which a worker has
+        memory for the change; the smallest ones where it has not for all."""
+        held = dict(self._alone())
+        held |= {one: self._budget.held(one) for one in wanted if not self.fault(one)}
+        leasts = {layout.least for layout in held}
+        rehearsals = {least: self._budget.rehearsal(least) for least in leasts}
+        fits = self._budget.together(
+            np.array([*held.values()], dtype=np.float64),
+            np.array([rehearsals[layout.least] for layout in held], dtype=np.float64),
+        )
+        return itertools.compress(held, fits)
+
+    def _alone(self) -> Iterator[tuple[Layout, float]]:
+        """All layouts without a fault, and what their fullest workers hold; what has nothing to do
+        with dp is asked once for all dp."""
         train, most = self.config.train, self.config.workers.max
         if train.global_batch % train.micro_batch:
             return
@@ -182,8 +200,9 @@ class Candidates:
             least = self._layout(tp, pp, ep, ep)
             if not self._fault_of_any_dp(least):
                 dps = np.arange(ep, min(most // (tp * pp), micro_batches(train)) + 1, ep)
-                for dp in dps[fits_memory(self.config, self.model, least, dps)].tolist():
-                    yield replace(least, dp=dp)
+                for dp, held in zip(dps.tolist(), self._budget.fitting(least, dps), strict=True):
+                    if held < np.inf:
+                        yield replace(least, dp=dp), held
 
     def _shapes(self) -> Iterator[tuple[int, int, int]]:
         """Every tp, pp and ep that the model's spec knows, for which there may be workers."""
@@ -243,47 +262,11 @@ def layouts_to_derive(config: RunConfig, layers: int, experts: int) -> list[Layo
     ]
 
 
-def fullest_worker(model: ModelSpec, layout: Layout) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer state, by kind, of a layout's fullest worker.
-
-    Exact to within the padding between the optimizer's parameters.
-    """
-    # On one stage every tp rank holds as much, and every dp rank as much of each bucket.
-    seats = [Coordinate(0, stage, 0) for stage in range(layout.pp)]
-    return max((worker_bytes(model, layout, seat) for seat in seats), key=lambda b: sum(b.values()))
-
-
-def memory_fault(config: RunConfig, model: ModelSpec, layout: Layout) -> str:
-    """Why a layout is too large for `policy.memory_bytes`; empty when it is not.
-
-    It counts one world's state and staging; neither activations nor the second world that a worker
-    holds during a handoff.
-    """
-    most = config.policy.memory_bytes
-    if most is None:
-        return ""
-    held = int(fullest_bytes(model, layout, np.array([layout.replicas]))[0])
-    staging = config.handoff.staging_bytes
-    if held + staging <= most:
-        return ""
-    return (
-        f"its fullest worker holds {held} bytes and {staging} for staging, "
-        f"more than policy.memory_bytes {most}"
-    )
-
-
-def fits_memory(
-    config: RunConfig, model: ModelSpec, layout: Layout, replicas: NDArray[np.int64]
-) -> NDArray[np.bool_]:
-    """Of each number of replicas, whether the layout has no `memory_fault` with it."""
-    most = config.policy.memory_bytes
-    if most is None:
-        return np.ones(len(replicas), dtype=np.bool_)
-    return fullest_bytes(model, layout, replicas) + config.handoff.staging_bytes <= most
-
-
 def resolve_layouts(
-    config: RunConfig, model: ModelSpec, check_layout: Callable[[Layout], None]
+    config: RunConfig,
+    model: ModelSpec,
+    check_layout: Callable[[Layout], None],
+    rehearsal_bytes: RehearsalBytes = lambda _layout: None,
 ) -> RunConfig:
     """The run with `layouts: auto` written out as a table, and `policy.layout` set to auto.
 
@@ -292,7 +275,7 @@ def resolve_layouts(
     """
     if config.layouts != AUTO:
         return config
-    candidates = Candidates(config, model, check_layout)
+    candidates = Candidates(config, model, check_layout, rehearsal_bytes)
     table, initial = candidates.table(), config.workers.initial
     if initial not in table:
         counts = ", ".join(map(str, table)) or "none"

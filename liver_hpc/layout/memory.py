@@ -42,6 +42,24 @@ def worker_bytes(model: ModelSpec, layout: Layout, at: Coordinate) -> dict[str, 
     return counted
 
 
+def stage_workers(model: ModelSpec, layout: Layout) -> list[dict[str, int]]:
+    """The fullest worker of each stage, as `worker_bytes`; exact to within the padding between the
+    optimizer's parameters."""
+    # On one stage every tp rank holds as much, and every replica as much of each bucket.
+    seats = [Coordinate(0, stage, 0) for stage in range(layout.pp)]
+    return [worker_bytes(model, layout, seat) for seat in seats]
+
+
+def stage_bytes(model: ModelSpec, layout: Layout) -> list[int]:
+    """Bytes of state of the fullest worker of each stage."""
+    return [sum(counted.values()) for counted in stage_workers(model, layout)]
+
+
+def fullest_worker(model: ModelSpec, layout: Layout) -> dict[str, int]:
+    """Bytes of state, by kind, of a layout's fullest worker."""
+    return max(stage_workers(model, layout), key=lambda counted: sum(counted.values()))
+
+
 class _Fill(NamedTuple):
     """How much of its tensors the first of a bucket's ranks has: `elements` at slices that end at
     `ends`, in between as on a straight line.

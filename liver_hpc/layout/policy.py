@@ -10,7 +10,8 @@ import numpy as np
 from scipy.optimize import nnls
 
 from liver_hpc.config.schema import AUTO, RunConfig
-from liver_hpc.layout.candidates import PRIOR, StepTerms, memory_fault, step_terms
+from liver_hpc.layout.budget import Budget
+from liver_hpc.layout.candidates import PRIOR, StepTerms, step_terms
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.tensors import ModelSpec
 
@@ -51,12 +52,13 @@ class LayoutPolicy:
         self._measured: dict[Layout, deque[float]] = {}
         self._weights: StepTerms | None = None  # to be fitted when they are wanted
         self._choices: dict[int, list[Layout]] = {}  # since the last measurement
+        budget = Budget(config, spec)
         self._layouts = tuple(
             layout
             for count in reversed(config.worker_counts)
             if count <= config.workers.max
             for layout in config.allowed_layouts(count)
-            if not memory_fault(config, spec, layout)
+            if not budget.layout_fault(layout)
         )
 
     def observe(self, layout: Layout, step_s: float) -> None:

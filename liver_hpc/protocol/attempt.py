@@ -16,7 +16,6 @@ class Phase(StrEnum):
     PREPARE = "PREPARE"
     ARMED = "ARMED"
     TRANSFER = "TRANSFER"
-    COMMIT = "COMMIT"
     RELEASE = "RELEASE"
     ABORT = "ABORT"
 
@@ -30,7 +29,8 @@ class Attempt:
     """One attempt. `target` is None while it waits for joiners (BOOT).
 
     awaited: what the present phase still waits for; scalars: the state that each source worker
-    reported at the boundary; reason: why it was aborted.
+    reported at the boundary; planned: the pairs (sender, receiver) between which state is to
+    cross; rebuild: the source's groups are gone; reason: why it was aborted.
     """
 
     request: Requested
@@ -42,6 +42,7 @@ class Attempt:
     scalars: dict[int, ScalarState] = field(default_factory=dict)
     votes: dict[int, Vote] = field(default_factory=dict)
     kept_groups: int = 0
+    planned: set[tuple[int, int]] = field(default_factory=set)
     rebuild: bool = False
     reason: str = ""
 

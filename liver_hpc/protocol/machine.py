@@ -1,10 +1,10 @@
 """The handoff as a state machine: an event goes in, actions come out; no I/O.
 
-    IDLE -> BOOT -> PREPARE -> ARMED -> TRANSFER -> COMMIT -> RELEASE -> IDLE
-              |        |          |         |          |
-              +--------+----------+---------+----------+-> ABORT -> IDLE
+    IDLE -> BOOT -> PREPARE -> ARMED -> TRANSFER -> RELEASE -> IDLE
+              |        |          |         |
+              +--------+----------+---------+-> ABORT -> IDLE
 
-The commit verdict, on entering RELEASE, is the point of no return: before it any failure leads
+COMMIT, the verdict on entering RELEASE, is the point of no return: before it any failure leads
 back to the source world, after it only forward.
 """
 
@@ -29,11 +29,11 @@ from liver_hpc.protocol.events import (
     WorkerLost,
     WorldRef,
 )
-from liver_hpc.protocol.votes import Side, disagreements
+from liver_hpc.protocol.votes import Side, disagreements, mismatches
 
 HISTORY_EVENTS = 40
 EVENT_TEXT_LENGTH = 200
-BEFORE_COMMIT = (Phase.BOOT, Phase.PREPARE, Phase.ARMED, Phase.TRANSFER, Phase.COMMIT)
+BEFORE_COMMIT = (Phase.BOOT, Phase.PREPARE, Phase.ARMED, Phase.TRANSFER)
 
 
 class HandoffMachine:
@@ -101,15 +101,17 @@ class HandoffMachine:
         now = self._now
         self._take(event)
         now.kept_groups += event.kept_groups
+        now.planned |= {(event.worker, receiver) for receiver in event.bytes_to}
         if now.awaited:
             return []
         everybody = now.participants
         awaited: list[Awaited] = [(w, m.AtBoundary) for w in now.source_workers]
         awaited += [(w, m.Vote) for w in everybody]
         self._enter(Phase.ARMED, self._deadlines.boundary_s, awaited)
-        return [Send(everybody, m.Arm(generation=now.generation))]
+        arm = m.Arm(generation=now.generation, shared_groups=now.kept_groups > 0)
+        return [Send(everybody, arm)]
 
-    # ---- ARMED, TRANSFER, COMMIT
+    # ---- ARMED, TRANSFER, and the verdict
 
     def _transfer_begins(self, event: m.AtBoundary | m.Vote) -> list[Action]:
         """The first sign that the source stands at the boundary.
@@ -129,42 +131,38 @@ class HandoffMachine:
                 f"workers {first} and {event.worker} stand at different boundaries: "
                 f"{now.scalars[first]}, {event.scalars}"
             )
-        return self._tally()
+        joiners = tuple(w for w in now.target_workers if not now.trains_in_source(w))
+        if len(now.scalars) < len(now.source_workers) or not joiners:
+            return self._tally()
+        boundary = m.Boundary(generation=now.generation, scalars=event.scalars)
+        return [Send(joiners, boundary), *self._tally()]
 
     def _vote(self, event: m.Vote) -> list[Action]:
-        stage = "parameters" if self.phase is Phase.TRANSFER else "optimizer"
-        if event.stage != stage:
-            raise self._unexpected(f"a vote on {event.stage} in phase {self.phase}")
         self._take(event)
         if not event.ok:
-            return self._abort(f"worker {event.worker} voted no on {stage}: {event.reason}")
+            return self._abort(f"worker {event.worker} voted no: {event.reason}")
         self._now.votes[event.worker] = event
         return self._tally()
 
     def _tally(self) -> list[Action]:
-        """Once all have voted: the verdict, or ABORT where any two copies differ."""
+        """Once all have voted: the verdict, or ABORT where any two digests differ."""
         now = self._now
         if now.awaited or now.target is None:
             return []
         specs = {vote.spec: worker for worker, vote in now.votes.items()}
         if len(specs) > 1:
             return self._abort(f"workers have different specs of the model: {specs}")
-        found = disagreements(
-            Side(
-                "source", now.request.source.rank_map, {w: v.source for w, v in now.votes.items()}
-            ),
-            Side("target", now.target, {w: v.target for w, v in now.votes.items()}),
-        )
+        if any(vote.source or vote.target for vote in now.votes.values()):
+            source, target = now.request.source.rank_map, now.target
+            found = disagreements(
+                Side("source", source, {w: v.source for w, v in now.votes.items()}),
+                Side("target", target, {w: v.target for w, v in now.votes.items()}),
+            )
+        else:
+            found = [*mismatches(now.votes, now.planned)]
         if found:
             return self._abort("; ".join(["digests differ", *found]))
-        now.votes.clear()
-        scalars = next(iter(now.scalars.values()))
-        if self.phase is Phase.TRANSFER:
-            everybody = now.participants
-            self._enter(Phase.COMMIT, self._deadlines.transfer_s, ((w, m.Vote) for w in everybody))
-            forward = m.Verdict(generation=now.generation, stage="forward", scalars=scalars)
-            return [Send(everybody, forward)]
-        return self._commit(scalars)
+        return self._commit(next(iter(now.scalars.values())))
 
     def _commit(self, scalars: m.ScalarState) -> list[Action]:
         now = self._now
@@ -172,8 +170,8 @@ class HandoffMachine:
         awaited += [(w, m.Released) for w in now.target_workers]
         awaited += [(w, WorkerLost) for w in now.leavers]
         self._enter(Phase.RELEASE, self._deadlines.release_s, awaited)
-        commit = m.Verdict(generation=now.generation, stage="commit", scalars=scalars)
-        actions: list[Action] = [Send(now.participants, commit)]
+        verdict = m.Verdict(generation=now.generation, scalars=scalars)
+        actions: list[Action] = [Send(now.participants, verdict)]
         if now.leavers:
             reason = f"left the run at generation {now.generation}"
             actions.append(Send(now.leavers, m.Exit(reason=reason)))
@@ -243,7 +241,6 @@ class HandoffMachine:
     def _abort(self, reason: str) -> list[Action]:
         """Everybody drops the target world; nobody but the source workers is waited for."""
         now = self._now
-        now.rebuild = self.phase is Phase.COMMIT and now.kept_groups > 0
         actions = self._drop_target(reason)
         if now.target is None:  # still in BOOT: the source workers were told nothing
             return actions + self._end("aborted", now.reason, now.request.source)
@@ -259,7 +256,7 @@ class HandoffMachine:
         actions: list[Action] = []
         told = tuple(w for w in now.participants if w not in now.lost)
         if told:
-            abort = m.Abort(generation=now.generation, reason=now.reason, rebuild=now.rebuild)
+            abort = m.Abort(generation=now.generation, reason=now.reason)
             actions.append(Send(told, abort))
         joiners = tuple(w for w in now.joiners if w not in now.lost)
         if joiners:
@@ -267,7 +264,9 @@ class HandoffMachine:
         return actions
 
     def _aborted(self, event: m.Aborted) -> list[Action]:
+        """All source workers stand at the boundary, or none does: all rebuild, or none."""
         now = self._now
+        now.rebuild |= event.rebuild
         if now.trains_in_source(event.worker) and event.worker not in now.finished:
             self._take(event)
         return self._resume()
@@ -359,7 +358,6 @@ _TABLE: dict[tuple[Phase, type], Handler] = {
     (Phase.ARMED, m.Finished): _H._finished,
     (Phase.TRANSFER, m.AtBoundary): _H._at_boundary,
     (Phase.TRANSFER, m.Vote): _H._vote,
-    (Phase.COMMIT, m.Vote): _H._vote,
     (Phase.RELEASE, m.FirstStep): _H._stepped_or_released,
     (Phase.RELEASE, m.Released): _H._stepped_or_released,
     (Phase.RELEASE, m.Finished): _H._finished_in_release,

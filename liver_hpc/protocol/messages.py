@@ -71,6 +71,18 @@ class ClassDigest(_Frozen):
     value: str
 
 
+class PairDigest(_Frozen):
+    """Sum over the boxes of one kind of state that crossed between two workers, modulo 2**64.
+
+    `peer` is the worker at the other end, or the teller itself for what it copied within its own
+    memory; `value` is 16 hex digits.
+    """
+
+    peer: int
+    kind: str
+    value: str
+
+
 class Message(_Frozen):
     """`class Hello(Message, type="hello")` is known by its `type` on the wire."""
 
@@ -137,6 +149,14 @@ class Evaluated(_InWorld, type="evaluated"):
     ended_s: float
 
 
+class Verified(_InWorld, type="verified"):
+    """Digests of what a worker of the world that trains held after `step` steps; of persistent
+    buffers none, which change beside."""
+
+    step: int
+    digests: tuple[ClassDigest, ...]
+
+
 class Prepared(_InWorld, type="prepared"):
     """The target world stands here: groups connected, buffers touched, plan made, warmed up.
 
@@ -163,24 +183,33 @@ class Progress(_InWorld, type="progress"):
 
 
 class Vote(_InWorld, type="vote"):
-    """A worker's word on one stage: "parameters" before the first forward, "optimizer" before
-    the first optimizer step. Digests of what it held as source, and of what it holds as target.
+    """A worker's word before the target's first update: whether all state arrived, and the first
+    gradients are computed.
 
-    spec: the digest of the model's spec by which it planned and moved."""
+    spec: the digest of the model's spec by which it planned and moved. sent, received: what
+    crossed. source, target: with `handoff.digests: whole`, all that it held and holds.
+    started_s: when its first forward began, or, on a leaver, when its parameters were gone.
+    timings_s: where the time of crossing went, by what took it.
+    """
 
-    stage: Literal["parameters", "optimizer"]
     ok: bool
     reason: str = ""
     spec: str = ""
+    sent: tuple[PairDigest, ...] = ()
+    received: tuple[PairDigest, ...] = ()
     source: tuple[ClassDigest, ...] = ()
     target: tuple[ClassDigest, ...] = ()
+    started_s: float | None = None
+    timings_s: dict[str, float] = {}
 
 
 class FirstStep(_InWorld, type="first_step"):
-    """A target worker has finished its first step in the new world."""
+    """A target worker has finished its first step in the new world. timings_s: what its vote could
+    not tell yet: "verdict", from the vote to the verdict, and "update"."""
 
     started_s: float
     ended_s: float
+    timings_s: dict[str, float] = {}
 
 
 class Released(_InWorld, type="released"):
@@ -192,7 +221,10 @@ class Released(_InWorld, type="released"):
 
 
 class Aborted(_InWorld, type="aborted"):
-    """This worker has let the target world go; a source worker is ready to resume."""
+    """This worker has let the target world go; a source worker is ready to resume. rebuild: it
+    stood at the boundary, and has let go the source's groups too, as the target shared some."""
+
+    rebuild: bool = False
 
 
 class Failed(_InWorld, type="failed"):
@@ -272,23 +304,31 @@ class Prepare(_OfWorld, type="prepare"):
 
 
 class Arm(_OfWorld, type="arm"):
-    """All are prepared: raise the ready flag; joiners wait for the transfer."""
+    """All are prepared: raise the ready flag; joiners wait for the transfer.
+
+    shared_groups: the target took groups of the source over, on some worker. After the boundary
+    these may hold half a collective, so an attempt that is called off there lets them go.
+    """
+
+    shared_groups: bool = False
+
+
+class Boundary(_OfWorld, type="boundary"):
+    """To joiners: where all source workers stand, and which step is computed first."""
+
+    scalars: ScalarState
 
 
 class Verdict(_OfWorld, type="verdict"):
-    """All voted yes and the digests agree: "forward" = compute the first step on the received
-    parameters, "commit" = the target world is the world."""
+    """All voted yes and the digests agree: the target world is the world."""
 
-    stage: Literal["forward", "commit"]
     scalars: ScalarState
 
 
 class Abort(_OfWorld, type="abort"):
-    """Drop the target world. With `rebuild`, source groups that the target shared may hold
-    half-done collectives: rebuild the source world's groups too before resuming."""
+    """Drop the target world."""
 
     reason: str
-    rebuild: bool = False
 
 
 class Resume(_OfWorld, type="resume"):
@@ -455,10 +495,10 @@ class StoreReply(Message, type="store_reply"):
 OfAttempt = Prepared | AtBoundary | Vote | FirstStep | Released | Aborted | Failed
 """What workers say in the handoff attempt of their generation."""
 FromWorker = (
-    Hello | StepDone | Evaluated | OfAttempt | Progress | Heartbeat | Finished | Saved | Restored
-    | Transports
+    Hello | StepDone | Evaluated | Verified | OfAttempt | Progress | Heartbeat | Finished | Saved
+    | Restored | Transports
 )  # fmt: skip
-ToWorker = Begin | Proceed | Prepare | Arm | Verdict | Abort | Resume | Exit | Stop
+ToWorker = Begin | Proceed | Prepare | Arm | Boundary | Verdict | Abort | Resume | Exit | Stop
 ToAgent = StartWorkers | EndWorkers | Exit
 FromAgent = AgentHello | Warned | WorkerEnded | LaunchEnded | KeeperHello
 FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | DrainRequest | StopRequest

@@ -1,4 +1,5 @@
-"""Do all copies of the state agree, within a world and across both? Pure arithmetic on digests.
+"""Did what crossed arrive as it left, and do all copies of the state agree, within a world and
+across both? Pure arithmetic on digests.
 
 A digest is a sum over boxes modulo 2**64, so the digests of the workers that share one copy of
 the state between them add up to the digest of that copy, whatever the layout.
@@ -7,14 +8,14 @@ the state between them add up to the digest of that copy, whatever the layout.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import PARAMETER
-from liver_hpc.protocol.messages import ClassDigest
+from liver_hpc.protocol.messages import ClassDigest, Vote
 
 MODULUS = 2**64
 
@@ -104,6 +105,26 @@ def disagreements(*sides: Side) -> list[str]:
         usual = next(copy for copy in known if copy.value == common)
         found += [f"{state_class}: {copy}, {usual}" for copy in known if copy.value != common]
     return found
+
+
+def mismatches(votes: Mapping[int, Vote], planned: Set[tuple[int, int]]) -> Iterator[str]:
+    """How what arrived differs from what left, pair by pair, as text; nothing where all is equal.
+
+    votes: by worker. planned: the pairs (sender, receiver) between which state was to cross; a
+    pair of which nobody told a digest is a mismatch too.
+    """
+    left = {(w, d.peer, d.kind): d.value for w, vote in votes.items() for d in vote.sent}
+    arrived = {(d.peer, w, d.kind): d.value for w, vote in votes.items() for d in vote.received}
+    for sender, receiver, kind in sorted({*left, *arrived}):
+        told = [known.get((sender, receiver, kind), "missing") for known in (left, arrived)]
+        if told[0] != told[1]:
+            way = f"in worker {sender}"
+            if sender != receiver:
+                way = f"from worker {sender} to {receiver}"
+            yield f"{kind} {way}: {told[0]} left, {told[1]} arrived"
+    told_of = {(sender, receiver) for sender, receiver, _ in left}
+    for sender, receiver in sorted(planned - told_of):
+        yield f"nobody told what crossed from worker {sender} to {receiver}"
 
 
 def unlike(one: Side, other: Side) -> list[str]:

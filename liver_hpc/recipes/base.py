@@ -182,6 +182,12 @@ class Recipe(ABC):
         """Tokens of one sample, for throughput figures."""
         return 1
 
+    def rehearsal_bytes(self, layout: Layout) -> int | None:
+        """The most bytes of activations that a worker of a layout holds while it rehearses a step:
+        of one micro-batch for each place of the pipeline. None: the recipe does not know, and they
+        are not counted. Must not import torch."""
+        return None
+
     def summary(self) -> Mapping[str, str]:
         """Facts for `--dry-run`, name -> text."""
         return {}

@@ -13,6 +13,7 @@ from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.stages import stage_layers
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe, megatron_sizes
+from liver_hpc.recipes.gpt_activations import rehearsal_bytes
 from liver_hpc.recipes.gpt_config import GPTConfig
 from liver_hpc.recipes.gpt_costs import layer_costs
 from liver_hpc.recipes.text_data import VOCABULARY, prefix_of
@@ -68,6 +69,10 @@ class GPT(Recipe):
 
     def tokens(self) -> int:
         return self.options.seq_length
+
+    def rehearsal_bytes(self, layout: Layout) -> int | None:
+        micro_batch = self.config.train.micro_batch
+        return rehearsal_bytes(self.options, layout, self._stage_layers(layout), micro_batch)
 
     def summary(self) -> Mapping[str, str]:
         return {"parameters": f"{self.spec.elements / 1e6:.2f} M"}
@@ -236,9 +241,14 @@ class GPT(Recipe):
         Megatron's even split, which an interleaved pipeline has."""
         if layout.pp == 1 or layout.vpp > 1:
             return None
-        counts = stage_layers(layer_costs(self.options), layout.pp)
-        first, *others = (["decoder"] * count for count in counts)
+        first, *others = (["decoder"] * count for count in self._stage_layers(layout))
         return [["embedding", *first], *others[:-1], [*others[-1], "loss"]]
+
+    def _stage_layers(self, layout: Layout) -> tuple[int, ...]:
+        """How many layers each stage has."""
+        if layout.vpp > 1:
+            return (self.options.layers // layout.pp,) * layout.pp
+        return stage_layers(layer_costs(self.options), layout.pp)
 
     def initial(self, tensor: TensorSpec, generator: torch.Generator) -> torch.Tensor:
         """Megatron's scheme: normal(0, init_std), the outputs of residual branches scaled down

@@ -14,7 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
+from liver_hpc.report.critical_path import CriticalPath, critical_path
 from liver_hpc.run.records import (
+    CrossingRecord,
     EvaluationRecord,
     NoticeRecord,
     ReconfigurationRecord,
@@ -61,19 +63,24 @@ class PhaseFigures:
 class ReconfigurationFigures(ReconfigurationRecord):
     """One attempt, as it was recorded, with what it cost.
 
-    lost_s: what the handoff cost beyond one median step of the target; of an aborted attempt the
-    time that the source stood at the boundary. lost_steps: the same in median steps of the world
-    that trained on. slowdown_s: extra time of source steps beside PREPARE and of target steps
-    beside RELEASE. reconfiguration_s: notice to the end of the target's first step.
-    median_is_disturbed: a median behind these figures had to be taken of disturbed steps.
+    lost_s: from the end of the source's last step to the end of the target's first, less one median
+    step of the target; of an aborted attempt the time that the source stood at the boundary.
+    slowdown_s: extra time of source steps beside BOOT and PREPARE and of target steps beside
+    RELEASE. cost_s: both together, all that training has given for it. lost_steps, cost_steps: in
+    median steps of the world that trained on. reconfiguration_s: notice to the end of the target's
+    first step. median_is_disturbed: a median behind these figures had to be taken of disturbed
+    steps. path: where the lost time went; None where the workers did not say.
     """
 
+    cost_s: float
+    cost_steps: float
     lost_s: float
     lost_steps: float
     slowdown_s: float
     reconfiguration_s: float
     median_is_disturbed: bool
     phases: PhaseFigures
+    path: CriticalPath | None
 
     @property
     def completed(self) -> bool:
@@ -117,6 +124,7 @@ class RunFigures:
     aborted: int
     wall_s: float
     pause_s: float
+    cost_s: float
     lost_s: float
     slowdown_s: float
     bytes_moved: int
@@ -151,6 +159,7 @@ def run_figures(records: RunRecords) -> RunFigures:
         aborted=len(attempts) - len(completed),
         wall_s=wall_s,
         pause_s=_sum(attempt.pause_s for attempt in attempts),
+        cost_s=_sum(attempt.cost_s for attempt in attempts),
         lost_s=_sum(attempt.lost_s for attempt in attempts),
         slowdown_s=_sum(attempt.slowdown_s for attempt in attempts),
         bytes_moved=sum(attempt.bytes_moved for attempt in completed),
@@ -231,21 +240,25 @@ def _attempts(
     begun_s = _begun_s(records.reconfigurations)
     beside = _steps_beside(records, begun_s)
     starts_s = sorted(step.started_s for step in records.steps)
+    crossings: dict[int, list[CrossingRecord]] = defaultdict(list)
+    for row in records.crossings:
+        crossings[row.generation].append(row)
     found = []
     for record in records.reconfigurations:
         went_on = record.generation if record.outcome == COMPLETED else record.source_generation
         median_s = worlds[went_on].median_step_s if went_on in worlds else math.nan
         lost_s = _lost_s(record, median_s, starts_s)
         disturbed = beside[record.generation]
+        slowdown_s = _slowdown_s(record, disturbed, worlds, records.evaluations)
         used = {went_on, *(step.generation for step in disturbed)} & worlds.keys()
         found.append(
             ReconfigurationFigures(
                 **vars(record),
+                cost_s=lost_s + slowdown_s,
+                cost_steps=_ratio(lost_s + slowdown_s, median_s),
                 lost_s=lost_s,
                 lost_steps=0.0 if lost_s == 0 else _ratio(lost_s, median_s),
-                slowdown_s=math.fsum(
-                    _took_s(step) - worlds[step.generation].median_step_s for step in disturbed
-                ),
+                slowdown_s=slowdown_s,
                 reconfiguration_s=record.first_step_ended_s - record.notice_s,
                 median_is_disturbed=any(worlds[each].median_is_disturbed for each in used),
                 phases=PhaseFigures(
@@ -256,6 +269,7 @@ def _attempts(
                     commit_s=record.committed_s - record.transfer_ended_s,
                     release_s=record.released_s - record.committed_s,
                 ),
+                path=critical_path(record, crossings[record.generation], median_s),
             )
         )
     return tuple(found)
@@ -274,17 +288,49 @@ def _lost_s(record: ReconfigurationRecord, median_s: float, starts_s: Sequence[f
     return starts_s[following] - stopped_s if following < len(starts_s) else math.nan
 
 
+def _slowdown_s(
+    record: ReconfigurationRecord,
+    disturbed: Sequence[StepRecord],
+    worlds: Mapping[int, GenerationFigures],
+    evaluations: Sequence[EvaluationRecord],
+) -> float:
+    """What the disturbed steps took beyond their worlds' medians, from the start of the first to
+    where lost time begins, and from where that ends: nothing is left out, and nothing counts twice.
+
+    Steps are recorded as rank 0 saw them, lost time begins and ends with the last worker. What rank
+    0 then waited for at the boundary belongs to the steps before it; what it waited for after the
+    target's first step is in the lost time already.
+    """
+    slow_s = [_took_s(step) - worlds[step.generation].median_step_s for step in disturbed]
+    stopped_s, first_ended_s = record.source_last_step_ended_s, record.first_step_ended_s
+    for step in disturbed:
+        last = step.generation == record.source_generation and step.step == record.step - 1
+        if last and step.ended_s <= stopped_s:
+            aside = (e for e in evaluations if step.ended_s <= e.started_s < stopped_s)
+            slow_s.append(stopped_s - step.ended_s - sum(map(_took_s, aside)))
+        if step.generation == record.generation and step.step == record.step + 1:
+            slow_s.append(-max(0.0, first_ended_s - step.started_s))
+    return math.fsum(slow_s)
+
+
 def _steps_beside(
     records: RunRecords, begun_s: Mapping[int, float]
 ) -> Mapping[int, list[StepRecord]]:
     """The steps that each attempt, by its generation, disturbed.
 
     A source step belongs to one attempt away from its world: the last that had begun by its end.
+    The first step of a source world that was built anew belongs to the attempt that was aborted.
     """
     found: dict[int, list[StepRecord]] = defaultdict(list)
+    completed = {a.generation for a in records.reconfigurations if a.outcome == COMPLETED}
+    aborted = {a.generation for a in records.reconfigurations if a.outcome == ABORTED}
     for step in records.steps:
         if step.phase == "release":
             found[step.generation].append(step)
+        elif step.phase == "first":
+            rebuilt = step.generation not in completed and step.generation - 1 in aborted
+            if rebuilt:
+                found[step.generation - 1].append(step)
         elif step.phase == "prepare":
             away = [a for a in records.reconfigurations if a.source_generation == step.generation]
             begun = [a for a in away if begun_s[a.generation] <= step.ended_s]

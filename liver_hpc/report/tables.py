@@ -90,6 +90,10 @@ def sheets(figures: RunFigures, records: RunRecords) -> list[Sheet]:
         "Worlds": (_WORLDS, figures.generations),
         "Reconfigurations": (_RECONFIGURATIONS, figures.reconfigurations),
         "Seconds in each phase": (_PHASES, figures.reconfigurations),
+        "Where the lost time went, and one median step; seconds": (
+            _PATH,
+            [attempt for attempt in figures.reconfigurations if attempt.path is not None],
+        ),
         "Nodes": (_NOTICES, figures.notices),
         "Checkpoint and restart, seconds in each phase": (_RESTARTS, records.baselines),
     }
@@ -123,7 +127,8 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
         lines["transport"] = _transports(records.networks)
     if figures.reconfigurations:
         lines["cost"] = (
-            f"lost {duration_text(figures.lost_s)}, slowdown {duration_text(figures.slowdown_s)}"
+            f"{duration_text(figures.cost_s)}: lost {duration_text(figures.lost_s)}, "
+            f"slowdown {duration_text(figures.slowdown_s)}"
         )
         between = figures.bytes_between_nodes
         lines["moved"] = (
@@ -226,16 +231,18 @@ _WORLDS = (
     _figure("tokens/s", "tokens_per_s"),
 )
 _ENDS, _LOST, _BYTES = "from\nto", "lost s\nsteps", "moved\nstayed"
+_COST = "cost s\nslow-\ndown s"
 _RECONFIGURATIONS = (
     _figure("gen", "generation", str),
     _words("from", "source", text=layout_text, stack=_ENDS),
     _words("to", "target", text=layout_text, stack=_ENDS),
     _figure("pause\ns", "pause_s"),
+    _figure("cost\ns", "cost_s", stack=_COST),
+    _figure("slow-\ndown s", "slowdown_s", stack=_COST),
     _figure("lost\ns", "lost_s", stack=_LOST),
     Column(
         "lost\nsteps", lambda row: _marked(row.lost_steps, row.median_is_disturbed), stack=_LOST
     ),
-    _figure("slow-\ndown s", "slowdown_s"),
     _figure("reconf.\ns", "reconfiguration_s"),
     Column("bytes\nmoved", lambda row: _moved(row, row.bytes_moved), stack=_BYTES),
     Column("bytes\nstayed", lambda row: _moved(row, row.bytes_local), stack=_BYTES),
@@ -246,6 +253,22 @@ _PHASES = (
     _figure("gen", "generation", str),
     _words("notice", "notice", may_wrap=True),
     *(_figure(f.name.removesuffix("_s"), f"phases.{f.name}") for f in fields(PhaseFigures)),
+)
+_PATH = (
+    _figure("gen", "generation", str),
+    _figure("boundary,\nbefore", "path.boundary_s"),
+    _figure("wire", "path.lines.wire_s"),
+    _figure("pack", "path.lines.pack_s"),
+    _figure("digest", "path.lines.digest_s"),
+    _figure("other", "path.lines.other_s"),
+    _figure("forward\nbackward", "path.lines.forward_backward_s"),
+    _figure("opti-\nmizer", "path.lines.optimizer_s"),
+    _figure("votes", "path.lines.votes_s"),
+    _figure("update", "path.lines.update_s"),
+    Column("sum", lambda row: number_text(row.path.lines.sum_s)),
+    _figure("first step\nslow by", "path.slow_first_step_s"),
+    _figure("last\nto vote", "path.last_to_vote", str),
+    _figure("last\nto end", "path.last_to_end", str),
 )
 _NOTICES = (
     _words("notice", "record.kind"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,10 +12,18 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Event, Requested, WorkerLost
-from liver_hpc.run.records import ReconfigurationRecord, TrafficRecord, WorkerPhaseRecord
+from liver_hpc.run.records import (
+    CrossingRecord,
+    ReconfigurationRecord,
+    TrafficRecord,
+    WorkerPhaseRecord,
+)
 
 SHARED_PARTS = ("connect", "staging")
 """The parts of PREPARE that begin once everybody has come as far."""
+
+PACKING = ("pack", "unpack", "copy")
+"""What a transport calls the work at either end of a message, or instead of one."""
 
 Kind = TypeVar("Kind")
 Span = tuple[str, float, float]
@@ -26,8 +34,8 @@ Span = tuple[str, float, float]
 class AttemptNotes:
     """What is noted of one handoff attempt while it runs.
 
-    entered_s: when each phase began. heard_s: when a worker's word came, by type (of a vote: its
-    stage), in the coordinator's time.
+    entered_s: when each phase began. heard_s: when a worker's word came, by type, in the
+    coordinator's time.
     """
 
     request: Requested
@@ -35,7 +43,7 @@ class AttemptNotes:
     began_s: float
     target: RankMap | None = None
     entered_s: dict[Phase, float] = field(default_factory=dict)
-    heard_s: dict[tuple[type | str, int], float] = field(default_factory=dict)
+    heard_s: dict[tuple[type, int], float] = field(default_factory=dict)
     _said: dict[type, dict[int, Any]] = field(default_factory=dict)
 
     @property
@@ -55,7 +63,7 @@ class AttemptNotes:
         worker = getattr(event, "worker", None)
         if worker is not None:
             self._said.setdefault(type(event), {})[worker] = event
-            self.heard_s[event.stage if isinstance(event, m.Vote) else type(event), worker] = now_s
+            self.heard_s[type(event), worker] = now_s
 
     def said(self, kind: type[Kind]) -> dict[int, Kind]:
         """Each worker's newest message of a kind."""
@@ -101,7 +109,7 @@ class AttemptNotes:
             prepare_ended_s=self._entered_s(Phase.ARMED),
             armed_s=self._entered_s(Phase.ARMED),
             source_last_step_ended_s=max(self._ended_s().values(), default=math.nan),
-            transfer_ended_s=self._entered_s(Phase.COMMIT),
+            transfer_ended_s=self._transfer_ended_s(),
             first_step_started_s=max((f.started_s for f in first), default=math.nan),
             committed_s=self._entered_s(Phase.RELEASE),
             first_step_ended_s=max((f.ended_s for f in first), default=math.nan),
@@ -122,6 +130,40 @@ class AttemptNotes:
             for worker, message in sorted(self.said(m.Prepared).items())
             for receiver, num_bytes in message.bytes_to.items()
         ]
+
+    def crossings(self) -> list[CrossingRecord]:
+        """Where the time of each worker that voted went. By worker."""
+        first = self.said(m.FirstStep)
+        return [
+            self._crossing(vote, first.get(worker))
+            for worker, vote in sorted(self.said(m.Vote).items())
+            if vote.started_s is not None
+        ]
+
+    def _crossing(self, vote: m.Vote, first: m.FirstStep | None) -> CrossingRecord:
+        spent_s, started_s = vote.timings_s, vote.started_s
+        assert started_s is not None
+        computed_s, after_s = (
+            spent_s.get(name, 0.0) for name in ("forward_backward", "optimizer_after")
+        )
+        then_s = first.timings_s if first is not None else {}
+        return CrossingRecord(
+            generation=self.generation,
+            worker=vote.worker,
+            parameter_wire_s=_spent_s(spent_s, "parameters", "wire"),
+            parameter_pack_s=_spent_s(spent_s, "parameters", *PACKING),
+            parameter_digest_s=_spent_s(spent_s, "parameters", "digest"),
+            started_s=started_s,
+            forward_backward_s=computed_s,
+            optimizer_wire_s=_spent_s(spent_s, "optimizer", "wire"),
+            optimizer_pack_s=_spent_s(spent_s, "optimizer", *PACKING),
+            optimizer_digest_s=_spent_s(spent_s, "optimizer", "digest"),
+            optimizer_after_s=after_s,
+            voted_s=started_s + computed_s + after_s,
+            verdict_s=then_s.get("verdict", math.nan),
+            update_s=then_s.get("update", math.nan),
+            ended_s=first.ended_s if first is not None else math.nan,
+        )
 
     def worker_phases(self, node_of: Callable[[int], str]) -> list[WorkerPhaseRecord]:
         """What each worker did when: who waited for whom. By worker and in order of time.
@@ -161,12 +203,12 @@ class AttemptNotes:
         if not source_ended_s:
             return
         moving_s = source_ended_s.get(worker, max(source_ended_s.values()))
-        yield "transfer", moving_s, self.heard_s.get(("parameters", worker), math.nan)
-        if Phase.COMMIT not in self.entered_s:
+        vote, first = self.said(m.Vote).get(worker), self.said(m.FirstStep).get(worker)
+        began_s = vote.started_s if vote is not None else None
+        yield "transfer", moving_s, math.nan if began_s is None else began_s
+        if began_s is None:
             return
-        first = self.said(m.FirstStep).get(worker)
-        began_s = first.started_s if first is not None else self.entered_s[Phase.COMMIT]
-        yield "first step", began_s, self.heard_s.get(("optimizer", worker), math.nan)
+        yield "first step", began_s, self.heard_s[m.Vote, worker]
         if Phase.RELEASE not in self.entered_s:
             return
         committed_s = self.entered_s[Phase.RELEASE]
@@ -179,6 +221,12 @@ class AttemptNotes:
 
     # ---- parts
 
+    def _transfer_ended_s(self) -> float:
+        """When the last worker had its parameters; NaN where one never had."""
+        began_s = [vote.started_s for vote in self.said(m.Vote).values()]
+        known_s = [each for each in began_s if each is not None]
+        return max(known_s) if known_s and len(known_s) == len(began_s) else math.nan
+
     def _ended_s(self) -> dict[int, float]:
         """When the last step of each worker of the source ended."""
         return {w: message.last_step_ended_s for w, message in self.said(m.AtBoundary).items()}
@@ -189,6 +237,12 @@ class AttemptNotes:
 
     def _entered_s(self, phase: Phase) -> float:
         return self.entered_s.get(phase, math.nan)
+
+
+def _spent_s(spent_s: Mapping[str, float], half: str, *parts: str) -> float:
+    """Seconds of some parts of a half of TRANSFER; NaN where it told of none."""
+    told = [spent_s[name] for part in parts if (name := f"{half}/{part}") in spent_s]
+    return sum(told) if told else math.nan
 
 
 def _ids(rank_map: RankMap | None) -> str:

@@ -16,7 +16,8 @@ class StepRecord:
 
     step: its number, from 0. generation: the world that did it. loss, grad_norm: of
     the global batch. learning_rate: that of this step's update. tokens: of the global batch.
-    started_s, ended_s: its bounds. phase: empty for an undisturbed step; "prepare" when a target
+    started_s, ended_s: its bounds; it begins where the step, evaluation or save before it ended.
+    phase: empty for an undisturbed step; "prepare" when a target
     world was being prepared beside it (from the notice to the boundary), "first" for a world's
     first step, "release" while the old world was being freed.
     """
@@ -66,7 +67,7 @@ class ReconfigurationRecord:
     prepare_ended_s: all workers had prepared. armed_s: they were told to stop at a boundary.
     source_last_step_ended_s: the last of the source's workers had ended its last step, and the
     evaluation that was due after it.
-    transfer_ended_s: the parameters had arrived, with equal digests. first_step_started_s: the
+    transfer_ended_s: the parameters had arrived at all. first_step_started_s: the
     last of the target's workers began its first step. committed_s: the verdict was out.
     first_step_ended_s: the last of them had ended it. released_s: the source world was freed.
     pause_s: wall time in which neither world trained, from the end of the source's last step to
@@ -153,6 +154,38 @@ class WorkerPhaseRecord:
 
 
 @dataclass(frozen=True)
+class CrossingRecord:
+    """Where one worker's time went from the boundary to the end of the target's first step, as it
+    timed itself. NaN for what it did not do, or did not say.
+
+    generation: the target world of the attempt. worker: its id. parameter_wire_s: waiting for
+    messages of parameters, of a joiner from when it was ready. parameter_pack_s: packing, unpacking
+    and copying them. parameter_digest_s: their digests. started_s: when its parameters were there,
+    or on a leaver gone, and its first forward began. forward_backward_s: that and the first
+    backward. optimizer_wire_s, optimizer_pack_s, optimizer_digest_s: the same of the optimizer's
+    state, beside them. optimizer_after_s: from their end until that state was there too. voted_s:
+    when it voted. verdict_s: from then to the verdict. update_s: the first update. ended_s: when
+    its first step ended.
+    """
+
+    generation: int
+    worker: int
+    parameter_wire_s: float
+    parameter_pack_s: float
+    parameter_digest_s: float
+    started_s: float
+    forward_backward_s: float
+    optimizer_wire_s: float
+    optimizer_pack_s: float
+    optimizer_digest_s: float
+    optimizer_after_s: float
+    voted_s: float
+    verdict_s: float
+    update_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True)
 class TrafficRecord:
     """What a handoff's plan sends from one worker to another; nothing for a pair without.
 
@@ -219,6 +252,7 @@ class RunRecords:
     networks: list[NetworkRecord] = field(default_factory=list)
     worker_phases: list[WorkerPhaseRecord] = field(default_factory=list)
     traffic: list[TrafficRecord] = field(default_factory=list)
+    crossings: list[CrossingRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
 
 
@@ -227,6 +261,7 @@ Row = (
     | NoticeRecord
     | WorkerPhaseRecord
     | TrafficRecord
+    | CrossingRecord
     | NetworkRecord
     | EvaluationRecord
 )

@@ -30,6 +30,7 @@ from liver_hpc.transport.buckets import (
     schedule,
     whole_units,
 )
+from liver_hpc.transport.moved import Moved, Tally
 from liver_hpc.transport.wire import Parcel, Pending, Wire
 
 
@@ -101,13 +102,16 @@ class Transport:
         target: StateView | None,
         progress: Callable[[int], None],
         deadline: Deadline,
-    ) -> None:
+        *,
+        digest: bool = True,
+    ) -> Moved:
         """Sends, receives and copies all moves of a plan, in the order of its lists.
 
         Collective over the workers that the plan's moves name: each streams its own plan. Calls
         `progress(num_bytes)` from this thread as state arrives or is copied, never for what is
         sent: summed over all workers, every byte counts once. `source` may be None where nothing
-        is sent or copied, `target` where nothing arrives.
+        is sent or copied, `target` where nothing arrives. digest: whether what is moved is digested
+        at both ends.
 
         Raises TransferError when a peer or the backend fails, DeadlineError at the deadline (both
         name the peer), PlanError when the plan does not fit the state.
@@ -121,7 +125,8 @@ class Transport:
                 why = "closed" if self._closed else "broken by an earlier error"
                 raise TransferError(f"worker {worker}: the transport is {why}")
             slots = staging.view(self.num_slots, self.slot_bytes)
-            stream = _Stream(self._wire, prepared, slots, source, target, self._tags)
+            tally = Tally(self._model, digest=digest)
+            stream = _Stream(self._wire, prepared, slots, source, target, self._tags, tally)
             self._broken = True
             try:
                 with torch.no_grad(), self._wire.streaming(deadline):
@@ -132,6 +137,7 @@ class Transport:
                     stream.launched.clear()  # the backend's handles hold memory and connections
                     self._wire.abandon()
             self._tags.update(prepared.messages)
+            return tally.moved()
         finally:
             self._busy.release()
             if self._closed:
@@ -158,20 +164,27 @@ class Transport:
         self._busy.release()
 
 
-class _Copy(NamedTuple):
-    """A piece in a world, and the same in staging."""
+class _Part(NamedTuple):
+    """A piece in a world. staged: the same in staging; None where the message lies in the world."""
 
+    piece: Piece
     view: torch.Tensor
-    staged: torch.Tensor
+    staged: torch.Tensor | None
+
+
+class _Message(NamedTuple):
+    """A parcel, and what it is made of in this worker's world."""
+
+    parcel: Parcel
+    parts: Sequence[_Part]
+    num_bytes: int
 
 
 class _Launched(NamedTuple):
-    """A step on its way. arriving: copies to make once its messages have crossed; num_bytes: of
-    state in what arrives."""
+    """A step on its way, and those of its messages that arrive."""
 
     pending: Sequence[Pending]
-    arriving: list[_Copy]
-    num_bytes: int
+    arriving: Sequence[_Message]
 
 
 @dataclass
@@ -187,6 +200,7 @@ class _Stream:
     source: StateView | None
     target: StateView | None
     tags: Counter[tuple[int, int]]
+    tally: Tally
     launched: deque[_Launched] = field(default_factory=deque)
 
     def run(
@@ -208,61 +222,85 @@ class _Stream:
             self._copy_local(pieces, progress)
 
     def _launch(self, action: Action) -> None:
-        parcels: list[Parcel] = []
-        arriving: list[_Copy] = []
-        num_bytes = 0
         rest = self.slots[action.slot]
+        messages = []
         for bucket in action.step:
-            parcel, copies = self._parcel(bucket, rest[: bucket.num_bytes])
+            messages.append(self._message(bucket, rest[: bucket.num_bytes]))
             rest = rest[bucket.num_bytes :]
-            parcels.append(parcel)
-            if parcel.is_send:
-                for view, staged in copies:
+        sending = [message for message in messages if message.parcel.is_send]
+        for message in sending:
+            self._pack(message)
+        pending = self.wire.launch([message.parcel for message in messages])
+        for message in sending:
+            for piece, view, staged in message.parts:
+                if staged is None:
+                    self.tally.see("sent", message.parcel.peer, piece, view)
+        arriving = [message for message in messages if not message.parcel.is_send]
+        self.launched.append(_Launched(pending, arriving))
+
+    def _pack(self, message: _Message) -> None:
+        self.tally.count("sent", message.num_bytes)
+        for piece, view, staged in message.parts:
+            if staged is not None:
+                self.tally.see("sent", message.parcel.peer, piece, view)
+                with self.tally.timed("pack"):
                     staged.copy_(view, non_blocking=True)
-            else:
-                arriving += copies
-                num_bytes += bucket.payload_bytes
-        self.launched.append(_Launched(self.wire.launch(parcels), arriving, num_bytes))
+                self.tally.count("staged", piece.num_bytes)
 
     def _finish(self, progress: Callable[[int], None], deadline: Deadline) -> None:
         """The oldest launched step: its messages have crossed and are in their places."""
-        for messages in self.launched[0].pending:
-            messages.wait(deadline)
+        with self.tally.timed("wire"):
+            for messages in self.launched[0].pending:
+                messages.wait(deadline)
         step = self.launched.popleft()
-        for view, staged in step.arriving:
-            view.copy_(staged, non_blocking=True)
-        if step.num_bytes:
-            progress(step.num_bytes)
+        for message in step.arriving:
+            self._unpack(message)
+            progress(message.num_bytes)
+
+    def _unpack(self, message: _Message) -> None:
+        self.tally.count("received", message.num_bytes)
+        for piece, view, staged in message.parts:
+            if staged is not None:
+                with self.tally.timed("unpack"):
+                    view.copy_(staged, non_blocking=True)
+                self.tally.count("staged", piece.num_bytes)
+            self.tally.see("received", message.parcel.peer, piece, view)
 
     def _copy_local(self, pieces: Sequence[Piece], progress: Callable[[int], None]) -> None:
-        num_bytes = 0
+        worker, num_bytes = self.prepared.plan.worker, 0
         for piece in pieces:
-            to = self._view(self.target, "target", piece)
-            to.copy_(self._view(self.source, "source", piece), non_blocking=True)
+            source = self._view(self.source, "source", piece)
+            target = self._view(self.target, "target", piece)
+            self.tally.see("sent", worker, piece, source)
+            with self.tally.timed("copy"):
+                target.copy_(source, non_blocking=True)
+            self.tally.see("received", worker, piece, target)
             num_bytes += piece.num_bytes
         if num_bytes:
+            self.tally.count("copied", num_bytes)
             progress(num_bytes)
 
-    def _parcel(self, bucket: Bucket, staging: torch.Tensor) -> tuple[Parcel, list[_Copy]]:
-        """One message, and what has to be copied before it leaves or after it has arrived."""
+    def _message(self, bucket: Bucket, staging: torch.Tensor) -> _Message:
+        """One message, from or to memory of the world where it is one run of bytes there."""
         is_send = bucket.sender == self.prepared.plan.worker
         state, side = (self.source, "source") if is_send else (self.target, "target")
         views = [self._view(state, side, piece) for piece in bucket.pieces]
-        copies: list[_Copy] = []
         if len(views) == 1 and views[0].is_contiguous() and views[0].nbytes == bucket.num_bytes:
             memory = views[0].view(-1).view(torch.uint8)
+            parts = [_Part(bucket.pieces[0], views[0], None)]
         else:
             memory = staging
+            parts = []
             for piece, view in zip(bucket.pieces, views, strict=True):
                 staged = memory[piece.offset_bytes : piece.offset_bytes + piece.num_bytes]
-                copies.append(_Copy(view, staged.view(view.dtype).view(view.shape)))
+                parts.append(_Part(piece, view, staged.view(view.dtype).view(view.shape)))
         parcel = Parcel(
             peer=bucket.receiver if is_send else bucket.sender,
             tag=self.tags[bucket.sender, bucket.receiver] + bucket.position,
             memory=memory,
             is_send=is_send,
         )
-        return parcel, copies
+        return _Message(parcel, parts, bucket.payload_bytes)
 
     def _view(self, state: StateView | None, side: str, piece: Piece) -> torch.Tensor:
         """One piece of one world; raises PlanError where the world is not what the plan wants."""

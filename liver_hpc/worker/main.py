@@ -24,7 +24,7 @@ from liver_hpc.cluster.network import (
 )
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
-from liver_hpc.host.process import collector_paused
+from liver_hpc.host.process import collector_paused, take_core
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import put_first_on_path
 
@@ -70,13 +70,15 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _boot(run_directory: Path, layout: Layout) -> Worker:
+    place = int(os.environ.get("LIVER_LOCAL_RANK", "0"))
+    take_core(place)
     _choose_network(run_directory)
     put_first_on_path(load_run(run_directory / "run.yaml"))
     with collector_paused():
         from liver_hpc.world.device import open_device
 
         # Before megatron is imported: where there is no CUDA, the device brings the stand-in.
-        device = open_device(int(os.environ.get("LIVER_LOCAL_RANK", "0")))
+        device = open_device(place)
         from liver_hpc.worker.control import Worker
 
     return Worker(run_directory, layout, device)

@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from liver_hpc.checkpoint.parts import restore, save
+from liver_hpc.clock import Deadline
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.handoff.crossing import FAILURES, Crossed, Crossing
+from liver_hpc.handoff.beside import FAILURES, Beside
+from liver_hpc.handoff.crossing import Crossed, Crossing
 from liver_hpc.handoff.prepare import connect_groups, prepare, prepared_message
 from liver_hpc.handoff.release import release
 from liver_hpc.handoff.session import HandoffAborted, Session, Target, WorkerContext
@@ -44,6 +46,7 @@ class Trainer:
         self._stop = threading.Event()
         self._stop_saves_in: Path | None = None
         self._owes_evaluation = False
+        self._step_begins_s = 0.0
         self.step = 0
 
     # ---- the ways in
@@ -62,6 +65,7 @@ class Trainer:
             world.load_scalar_state(world.scalar_state(0).model_copy(update={"optimizer_step": 0}))
         self._world = world
         self._stands.set()
+        self._step_begins_s = self._context.clock.now_s()
 
     def _restore(self, world: World, path: Path) -> None:
         """Fills a world from a checkpoint; returns once all its workers hold what was saved."""
@@ -111,7 +115,7 @@ class Trainer:
         context = self._context
         world = World(context.recipe, rank_map, context.worker, generation, context.device)
         if context.config.handoff.warm_up:
-            world.warm_up()
+            world.warm_up(again=context.config.handoff.warm_up_again)
         store = context.open_store()
         try:
             connect_groups(context, world, store)
@@ -122,19 +126,26 @@ class Trainer:
     # ---- steps
 
     def train(self) -> None:
-        """Trains until the last step, or until all agree to stop. Raises LeftWorld on a leaver."""
+        """Trains until the last step, or until all agree to stop. Raises LeftWorld on a leaver.
+
+        A step begins where what the thread did before it ended: what is late between two steps
+        makes the second one longer, and is counted.
+        """
         clock = self._context.clock
         if self._owes_evaluation:
             self._evaluate_if_due()
         while self.step < self._context.config.train.steps:
             world = self._world
             assert world is not None, "train without a world"
-            started_s = clock.now_s()
-            gradients, update = world.train_step(self.step)
+            started_s = self._step_begins_s
+            verifying = self._verify_if_due(world)
+            gradients = world.forward_backward(self.step)
+            self._verified(world, verifying)
+            update = world.update(self.step)
             session = self.session
             ready = session is not None and session.armed.is_set()
             result = world.agree(gradients, update, Flags(ready, self._stop.is_set()))
-            ended_s = clock.now_s()
+            ended_s = self._step_begins_s = clock.now_s()
             self.step += 1
             self._report(world, result, started_s, ended_s)
             members, boundary = world.rank_map.layout.workers, self.step
@@ -153,6 +164,34 @@ class Trainer:
             self._save_if_due(boundary)
         self._context.send(m.Finished(worker=self._context.worker, step=self.step))
 
+    def _verify_if_due(self, world: World) -> Beside[tuple[m.ClassDigest, ...]] | None:
+        """Begins to digest the state where it is due after the steps that are done. Until the next
+        update the state stands still."""
+        every = self._context.config.train.verify_every_steps
+        if every is None or self.step == 0 or self.step % every:
+            return None
+        world.settle()
+        kinds, state = world.recipe.spec.kinds, world.state
+        return Beside(
+            "verification", lambda: state.digests(kinds, buffers=False), self._context.device
+        )
+
+    def _verified(self, world: World, verifying: Beside[tuple[m.ClassDigest, ...]] | None) -> None:
+        """Tells the coordinator the digests, before the state changes."""
+        if verifying is None:
+            return
+        context = self._context
+        limit_s = context.config.deadlines.collective_s
+        deadline = Deadline.after(context.clock, limit_s, "the digests of the state")
+        context.send(
+            m.Verified(
+                worker=context.worker,
+                generation=world.generation,
+                step=self.step,
+                digests=verifying.outcome(deadline),
+            )
+        )
+
     def _evaluate_if_due(self) -> float | None:
         """The validation loss of the world that trains, where it is due after the steps that are
         done; returns when that ended, which is when training stands at the boundary."""
@@ -164,7 +203,7 @@ class Trainer:
             return None
         started_s = context.clock.now_s()
         loss = world.evaluate(batches)
-        ended_s = context.clock.now_s()
+        ended_s = self._step_begins_s = context.clock.now_s()
         if world.rank_map.workers[0] == context.worker:
             context.send(
                 m.Evaluated(
@@ -193,6 +232,7 @@ class Trainer:
         assert self._world is not None
         self._world.settle()
         self._context.send(save(self._world, self.step, directory, self._context.clock))
+        self._step_begins_s = self._context.clock.now_s()
 
     def _report(self, world: World, result: StepResult, started_s: float, ended_s: float) -> None:
         """Rank 0 of the world tells the coordinator of the step just done."""
@@ -266,6 +306,7 @@ class Trainer:
     def _hand_off(self, session: Session, source: World, ended_s: float) -> None:
         """Crosses to the target world at the agreed boundary, or goes back to this one."""
         assert session.prepared is not None
+        session.crosses = True
         source.settle()
         boundary = m.AtBoundary(
             worker=self._context.worker,
@@ -290,6 +331,7 @@ class Trainer:
         self._world = target.world
         self._stands.set()
         self._forget(session)
+        self._step_begins_s = crossed.ended_s
         if self._world is not None:
             self.step = crossed.scalars.step + 1
             assert crossed.first_step is not None
@@ -321,20 +363,27 @@ class Trainer:
         assert session.prepared is not None
         held: WorldState | None = None
         scalars = source.scalar_state(self.step)
-        if abort.rebuild:
+        if session.shared_groups:
             # Peers blocked in a shared group go on once nobody holds its connections.
             held = source.abandon()
             self._stands.clear()
             self._world = None
         session.prepared.drop()
         session.prepared = None
-        self._context.send(m.Aborted(worker=self._context.worker, generation=session.generation))
+        self._context.send(
+            m.Aborted(
+                worker=self._context.worker,
+                generation=session.generation,
+                rebuild=held is not None,
+            )
+        )
         resume: m.Resume = session.wait(
             m.Resume, self._limits.boundary_s + self._limits.control_s, "all workers to go back"
         )
         if held is not None:
             assert resume.rebuild_generation is not None
             self._rebuild(session.source, resume.rebuild_generation, held, scalars)
+        self._step_begins_s = self._context.clock.now_s()
         self._forget(session)
 
     def _rebuild(
@@ -347,6 +396,8 @@ class Trainer:
                 world.state.view(kind, index, box).copy_(held.view(kind, index, box))
         log.info("generation %d: rebuilt %s", generation, rank_map)
         world.load_scalar_state(scalars)
+        limit_s, clock = self._limits.transfer_s, self._context.clock
+        self._context.device.finish(Deadline.after(clock, limit_s, "the state to be copied"))
         held.release()
         self._world = world
         self._stands.set()

@@ -14,8 +14,6 @@ from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
@@ -26,15 +24,15 @@ from megatron.core.pipeline_parallel.schedules import (
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.batch import share_of
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.layout.tensors import MAIN, MOMENTS
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import Recipe
-from liver_hpc.world import buffers, dropout, experts, megatron, thread
+from liver_hpc.world import buffers, dropout, experts, megatron, optimizer, rehearsed, thread
 from liver_hpc.world.derive import Derivation, build_chunks
 from liver_hpc.world.device import Device
 from liver_hpc.world.evaluate import undisturbed
 from liver_hpc.world.forget import forget
 from liver_hpc.world.groups import GroupBook
+from liver_hpc.world.rehearsed import Shapes
 from liver_hpc.world.state import HeldTensor, WorldState
 from liver_hpc.world.thread import MicroBatch
 from liver_hpc.world.verified import verified_tensors
@@ -85,6 +83,9 @@ class World:
     Weights are undefined until `state` has been filled. Raises PlanError where the recipe's model
     is not what the run's spec says, or has state that is not moved, ConfigError for a layout that
     the spec does not know.
+
+    tensors: parameters and persistent buffers by tensor index. taken: the memory that it has from
+    another world which still stands (world/take_over.py), by address.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class World:
         self.generation = generation
         self.device = device
         self.worker = worker
+        self.taken: frozenset[int] = frozenset()
         self.book = GroupBook(generation, worker, device)
         try:
             self._build()
@@ -114,12 +116,12 @@ class World:
         self.groups = megatron.group_collection(self.rank_map, self.at, self.book)
         with thread.rehearsal(), thread.groups_in_use(self.groups):
             self.chunks = self._build_chunks()
-            self.optimizer = self._build_optimizer()
-        self._optimizers = [
+            self.optimizer = optimizer.build(self.recipe, self.chunks, self.groups)
+        self.optimizers = [
             one for one in self.optimizer.chained_optimizers if one.optimizer is not None
         ]
-        self._create_optimizer_state()
-        self._scheduler = self._build_scheduler()
+        optimizer.create_state(self.optimizers)
+        self._scheduler = optimizer.build_scheduler(self.recipe, self.optimizer)
         self._schedule = self._build_schedule()
         self.refresh_state()
 
@@ -135,12 +137,12 @@ class World:
             experts.prepare(module)
             modules.append(megatron.in_low_precision(module))
         frame = derivation_of(recipe, self.worker).frame
-        self._tensors = verified_tensors(recipe.spec, layout, at, built, groups, frame)
-        for index, tensor in self._tensors.items():
+        self.tensors = verified_tensors(recipe.spec, layout, at, built, groups, frame)
+        for index, tensor in self.tensors.items():
             megatron.mark_tensor_parallel(tensor, recipe.spec.tensors[index])
         self._buffers = {
             index: where
-            for index, tensor in self._tensors.items()
+            for index, tensor in self.tensors.items()
             for where in buffers.buffer_places(built, tensor)
         }
         train = recipe.config.train
@@ -161,62 +163,6 @@ class World:
             megatron.configure_for_schedules(chunk.config, chunks, layout)
         return chunks
 
-    def _build_optimizer(self) -> Any:
-        options, train = self.recipe.config.optimizer, self.recipe.config.train
-        bf16 = self.recipe.spec.parameter_bytes == 2
-        return get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=options.lr,
-                min_lr=options.min_lr,
-                weight_decay=options.weight_decay,
-                adam_beta1=options.beta1,
-                adam_beta2=options.beta2,
-                adam_eps=options.eps,
-                clip_grad=options.clip_grad,
-                bf16=bf16,
-                params_dtype=torch.bfloat16 if bf16 else torch.float32,
-                use_distributed_optimizer=True,
-                overlap_param_gather=train.overlap_param_gather,
-            ),
-            self.chunks,
-            use_gloo_process_groups=False,
-            pg_collection=self.groups,
-        )
-
-    def _create_optimizer_state(self) -> None:
-        """Makes Adam's state now, and touches its memory.
-
-        torch's Adam counts steps in one tensor a parameter; the fused ones count in the parameter
-        group. (megatron's fallback shares one tensor, which then advances once a parameter.)
-        """
-        for adam in (one.optimizer for one in self._optimizers):
-            counts_by_parameter = isinstance(adam, torch.optim.Adam)
-            for group in adam.param_groups:
-                if not counts_by_parameter:
-                    group["step"] = 0
-                for parameter in group["params"]:
-                    moments: dict[str, Any] = {k: torch.zeros_like(parameter.data) for k in MOMENTS}
-                    state = adam.state[parameter] = moments
-                    if counts_by_parameter:
-                        state["step"] = torch.tensor(0.0)
-
-    def _build_scheduler(self) -> OptimizerParamScheduler:
-        options, schedule = self.recipe.config.optimizer, self.recipe.config.schedule
-        return OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=options.lr,
-            min_lr=options.min_lr,
-            lr_warmup_steps=schedule.warmup_steps,
-            lr_decay_steps=schedule.decay_steps or self.recipe.config.train.steps,
-            lr_decay_style=schedule.style,
-            start_wd=options.weight_decay,
-            end_wd=options.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
-
     def _build_schedule(self) -> Any:
         layout = self.rank_map.layout
         if layout.pp == 1:
@@ -232,57 +178,53 @@ class World:
 
     def refresh_state(self) -> None:
         """Makes the view of the state anew; needed once other tensors are in the optimizer."""
-        intervals = self._optimizer_intervals()
+        holdings = optimizer.holdings(self.optimizers)
         held = {}
-        for index, tensor in self._tensors.items():
-            if tensor not in intervals:
-                held[index] = HeldTensor(tensor.data)
-                continue
-            owner, start, end = intervals[tensor]
-            adam, optimizer = owner.optimizer, {}
-            if start < end:
-                group, position = owner.model_param_group_index_map[tensor]
-                main = adam.param_groups[group]["params"][position]
-                optimizer = {MAIN: main.data} | {kind: adam.state[main][kind] for kind in MOMENTS}
-            held[index] = HeldTensor(tensor.data, (start, end), optimizer)
+        for index, tensor in self.tensors.items():
+            ours = holdings.get(tensor, optimizer.NOTHING)
+            held[index] = HeldTensor(tensor.data, ours.interval, ours.by_kind())
         self.state = WorldState(self.recipe.spec, self.rank_map.layout, self.at, held)
-
-    def _optimizer_intervals(self) -> dict[torch.Tensor, tuple[Any, int, int]]:
-        """Of every local parameter that it trains: its optimizer, and the flat interval of the
-        parameter that this rank really owns."""
-        return {
-            parameter: (optimizer, ranges["param"].start, ranges["param"].end)
-            for optimizer in self._optimizers
-            for buffer in optimizer.gbuf_ranges
-            for buckets in buffer.values()
-            for bucket in buckets
-            for parameter, ranges in bucket["param_map"].items()
-        }
 
     # ---- rehearsal and end
 
-    def warm_up(self) -> None:
+    def warm_up(self, again: bool = True) -> None:
         """Rehearses a step before the groups are connected: nothing is sent, parameters and
         optimizer state become garbage, buffers stay. Safe beside a training thread of this process.
 
-        It computes one micro-batch for each place in the pipeline, not the whole batch.
+        It computes one micro-batch, in an interleaved pipeline the fewest that its schedule takes.
+        again: False where a seat of these shapes, once rehearsed in this process, is not to be
+        rehearsed any more.
         """
-        layout = self.rank_map.layout
+        recipe, layout = self.recipe, self.rank_map.layout
+        shapes = Shapes.of_seat(
+            recipe.spec.digest,
+            recipe.config.train.micro_batch,
+            layout,
+            self.at,
+            self.tensors.values(),
+        )
+        if again or not rehearsed.known(shapes):
+            self._rehearse(layout.pp if layout.vpp > 1 else 1)
+            rehearsed.remember(shapes)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def _rehearse(self, micro_batches: int) -> None:
         kept = [(place, *place.copy()) for place in buffers.all_buffers(self.chunks)]
         with thread.rehearsal(), dropout.NoDropout():
-            self.forward_backward(0, most=layout.pp)
+            self.forward_backward(0, most=micro_batches)
             self.update(0)
         self._renew_buffers()  # raises where a step leaves other buffers than it found
         for place, tensor, values in kept:
             place.put(tensor, values)
         self._renew_buffers()
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.device.synchronize()
 
-    def close(self) -> None:
-        """Frees memory and forgets the groups. The world must not be used any more."""
-        self.abandon().release()
+    def close(self, spared: frozenset[int] = frozenset()) -> None:
+        """Frees memory and forgets the groups. The world must not be used any more.
+
+        spared: memory that another world has taken over, see `taken`.
+        """
+        self.abandon().release(self.taken | spared)
 
     def abandon(self) -> WorldState:
         """Forgets the groups and everything else but the state's tensors, and returns those.
@@ -296,7 +238,7 @@ class World:
         forget(self.chunks, self.groups)
         self.book.close()
         self.groups = self.optimizer = None
-        self.chunks, self._optimizers, self._tensors, self._buffers = [], [], {}, {}
+        self.chunks, self.optimizers, self.tensors, self._buffers = [], [], {}, {}
         self._scheduler = self._schedule = None
         gc.collect()
         return self.state
@@ -439,15 +381,6 @@ class World:
         for index, place in self._buffers.items():
             self.state.renew(index, place.tensor)
 
-    def _step_counters(self) -> list[dict[str, Any]]:
-        """What Adam counts its steps in, under "step"; see `_create_optimizer_state`."""
-        return [
-            held
-            for adam in (one.optimizer for one in self._optimizers)
-            for held in (*adam.state.values(), *adam.param_groups)
-            if "step" in held
-        ]
-
     def optimizer_groups(self) -> list[dict[str, Any]]:
         """The options of each of Adam's parameter groups on this worker."""
         return [
@@ -456,13 +389,13 @@ class World:
                 for key, value in group.items()
                 if key != "params"
             }
-            for adam in (one.optimizer for one in self._optimizers)
+            for adam in (one.optimizer for one in self.optimizers)
             for group in adam.param_groups
         ]
 
     def scalar_state(self, step: int) -> ScalarState:
         """The state that is in no tensor, at the boundary after `step` steps."""
-        counts = {int(held["step"]) for held in self._step_counters()}
+        counts = {int(held["step"]) for held in optimizer.step_counters(self.optimizers)}
         if len(counts) > 1:
             raise PlanError(f"Adam's step counters differ: {sorted(counts)}")
         return ScalarState(
@@ -475,7 +408,7 @@ class World:
 
     def load_scalar_state(self, scalars: ScalarState) -> None:
         """Takes over the state that is in no tensor."""
-        for held in self._step_counters():
+        for held in optimizer.step_counters(self.optimizers):
             if isinstance(held["step"], torch.Tensor):
                 held["step"].fill_(float(scalars.optimizer_step))
             else:

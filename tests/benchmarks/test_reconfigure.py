@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,18 @@ import pytest
 from rich.console import Console
 
 from benchmarks.reconfigure import __main__ as command
+from benchmarks.reconfigure import links
 from benchmarks.reconfigure.cells import Rows, time_left_s
-from benchmarks.reconfigure.figures import figures, measured, result
+from benchmarks.reconfigure.cells import measure as measure_cell
+from benchmarks.reconfigure.figures import figures, fitted, measured, result
 from benchmarks.reconfigure.live import rows as live_rows
 from benchmarks.reconfigure.sweep import Cell, Sweep, cells, load_sweep
 from liver_hpc.cli.check import check_run
 from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.host.process import CORES
 from liver_hpc.run.records import RunRecords
 from tests.unit.layout.models import gpt_recipe
-from tests.unit.report.rows import reconfiguration, step
+from tests.unit.report.rows import crossing, reconfiguration, step
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
 RESTART = "dist_checkpointing"
@@ -45,23 +49,27 @@ def row(**fields: Any) -> dict[str, Any]:
         "detection_s": 0.0,
         "pause_s": 0.1,
         "bytes": 1000,
+        "variant": "",
     }
     return values | fields
 
 
-@pytest.mark.parametrize("name", ["local.yaml", "slurm.yaml"])
-def test_every_run_of_the_shipped_sweeps_passes_the_checks(name: str) -> None:
-    sweep = load_sweep(CONFIGS / name)
-    for size in sweep.models:
-        config = sweep.run_config(size)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_run_of_the_shipped_sweeps_passes_the_checks(path: Path) -> None:
+    sweep = load_sweep(path)
+    assert sweep.name == {"local": "reconfigure"}.get(path.stem, f"reconfigure-{path.stem}")
+    for size, variant in {(cell.size, cell.variant) for cell in cells(sweep)}:
+        config = sweep.run_config(size, variant)
         check_run(config, gpt_recipe(config), [])
 
 
-def test_the_shipped_sizes_are_what_their_names_say() -> None:
-    sweep = load_sweep(CONFIGS / "local.yaml")
-    for size, millions in (("25m", 25e6), ("100m", 100e6)):
+@pytest.mark.parametrize("name", ["local.yaml", "sizes.yaml"])
+def test_the_shipped_sizes_are_what_their_names_say(name: str) -> None:
+    sweep = load_sweep(CONFIGS / name)
+    for size in sweep.models:
         spec = gpt_recipe(sweep.run_config(size)).spec
-        assert sum(tensor.elements for tensor in spec.tensors) == pytest.approx(millions, rel=0.03)
+        millions = sum(tensor.elements for tensor in spec.tensors) / 1e6
+        assert millions == pytest.approx(float(size.removesuffix("m")), rel=0.05)
 
 
 def test_five_transitions_are_claimed_five_times_each_and_interleaved(sweep: Sweep) -> None:
@@ -71,6 +79,90 @@ def test_five_transitions_are_claimed_five_times_each_and_interleaved(sweep: Swe
     kinds = [f"{cell.size}/{cell.method}" for cell in found]
     assert kinds[:4] == kinds[7:3:-1]
     assert [cell.round for cell in found[:8]] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_variants_are_overlaid_and_are_measured_with_their_methods(sweep: Sweep) -> None:
+    values = sweep.model_dump(mode="json") | {
+        "variants": [
+            {"name": "all"},
+            {"name": "cold", "run": {"handoff": {"warm_up": False}}, "methods": ["live"]},
+        ]
+    }
+    sweep = Sweep.model_validate(values)
+    found = [(cell.method, cell.variant) for cell in cells(sweep) if cell.size == "25m"]
+    assert sorted({*found}) == [(RESTART, "all"), ("live", "all"), ("live", "cold")]
+    assert len({cell.name for cell in cells(sweep)}) == 2 * 3 * 5
+    assert sweep.run_config("25m", "all").handoff.warm_up
+    cold = sweep.run_config("25m", "cold")
+    assert not cold.handoff.warm_up
+    assert cold.train == sweep.run_config("25m").train
+
+
+def test_variants_have_names_of_their_own(sweep: Sweep) -> None:
+    values = sweep.model_dump(mode="json") | {"variants": [{"name": "all"}, {"name": "all"}]}
+    with pytest.raises(ValueError, match="known by their names"):
+        Sweep.model_validate(values)
+
+
+def test_a_variant_is_compared_with_the_first(sweep: Sweep) -> None:
+    sweep = Sweep.model_validate(
+        sweep.model_dump(mode="json") | {"variants": [{"name": "all"}, {"name": "not warm"}]}
+    )
+    rows = [
+        row(variant=variant, transition=transition, lost_s=lost_s, method=method)
+        for variant, more in (("not warm", 2.0), ("all", 1.0))
+        for transition, base in (("grow", 0.5), ("shrink", 1.0))
+        for method, lost_s in (("live", base * more), (RESTART, 10 * base * more**2))
+    ]
+    found = result(sweep, rows)
+    assert found.figures["speedup_min"] == pytest.approx(10.0), "of the first variant"
+    assert found.figures["lost_over_first_not_warm"] == pytest.approx(2.0)
+    assert found.figures["cost_over_first_not_warm"] == pytest.approx((2 / 1.5 + 3 / 2) / 2)
+    assert found.figures["restart_over_first_not_warm"] == pytest.approx(4.0)
+    lines = [(line["transition"], line["variant"], line["method"]) for line in found.rows]
+    assert lines[1:3] == [("grow", "all", RESTART), ("grow", "not warm", "live")]
+    assert "lost_s not warm 25m grow live" in found.spread
+
+
+def test_lost_time_over_bytes_is_a_line_through_three_sizes() -> None:
+    rows = [
+        row(size=size, bytes=gigabytes * 10**9, lost_s=0.25 + 0.5 * gigabytes)
+        for size, gigabytes in (("6m", 1), ("25m", 2), ("100m", 4))
+    ]
+    assert fitted(measured(rows[:2])) == {}
+    found = fitted(measured(rows))
+    assert found["live_lost_s_fixed"] == pytest.approx(0.25)
+    assert found["live_lost_s_per_gb"] == pytest.approx(0.5)
+    assert found["live_lost_explained"] == pytest.approx(1.0)
+
+
+def test_with_cores_apart_what_is_launched_finds_as_many_as_workers_are_at_once(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart = load_sweep(CONFIGS / "apart.yaml").model_copy(update={"directory": sweep.directory})
+    assert (sweep.most_at_once, apart.most_at_once) == (5, 2)
+    assert load_sweep(CONFIGS / "local.yaml", cores="apart").cores == "apart"
+    found: list[str | None] = []
+
+    def measure(sweep: Sweep, cell: Cell) -> list[dict[str, Any]]:
+        found.append(os.environ.get(CORES))
+        return []
+
+    monkeypatch.setattr("benchmarks.reconfigure.live.measure", measure)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: {5, 2, 7})
+    for each in (sweep, apart):
+        measure_cell(each, Cell(size="25m", method="live", round=0))
+    assert found == [None, "2,5"]
+    assert CORES not in os.environ
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: {2})
+    with pytest.raises(ConfigError, match="wanted 2 cores, got 1"):
+        measure_cell(apart, Cell(size="25m", method="live", round=0))
+
+
+def test_a_sweep_on_a_test_cluster_wants_to_be_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    with pytest.raises(ConfigError, match="runs inside the test cluster 'bench'"):
+        links.nodes(load_sweep(CONFIGS / "links.yaml"))
 
 
 def test_a_replacement_that_also_moves_is_refused(sweep: Sweep, tmp_path: Path) -> None:
@@ -96,7 +188,7 @@ def test_measured_cells_are_skipped_and_a_failure_keeps_the_others(
         Rows(sweep).keep(cell, [row(size=cell.size, method=cell.method, round=cell.round)], 2.0)
 
     monkeypatch.setattr(command, "measure", measure)
-    monkeypatch.setattr(command, "load_sweep", lambda path, quick: sweep)
+    monkeypatch.setattr(command, "load_sweep", lambda *_: sweep)
     assert command.main([]) == 1
     assert measured_now == [cell.name for cell in wanted[:3]]
     monkeypatch.setattr(
@@ -147,8 +239,8 @@ def test_the_time_left_is_that_of_cells_of_the_same_kind() -> None:
 
 def test_figures_are_ratios_of_medians_and_the_least_of_them() -> None:
     rows = [
-        row(lost_s=lost_s, round=i, transition=transition)
-        for transition, base in (("grow", 0.1), ("shrink", 0.2))
+        row(lost_s=lost_s, round=i, transition=transition, reconfiguration_s=ready_s)
+        for transition, base, ready_s in (("grow", 0.1, 12.0), ("shrink", 0.2, 4.0))
         for i, lost_s in enumerate([base, base * 3, base / 2])
     ]
     rows += [
@@ -165,7 +257,10 @@ def test_figures_are_ratios_of_medians_and_the_least_of_them() -> None:
     assert found["existing_speedup_min"] == pytest.approx(60.0)
     assert found["lost_steps_max_25m"] == pytest.approx(0.4)
     assert found["lost_steps_worst_25m"] == pytest.approx(1.2)
+    assert found["cost_over_restart_median"] == pytest.approx((1.1 + 1.2) / 2 / 11.0)
+    assert found["cost_over_restart_max"] == pytest.approx(1.2 / 11.0)
     assert found["reconfiguration_over_restart_median"] == pytest.approx(0.5)
+    assert found["reconfiguration_over_restart_max"] == pytest.approx(0.75)
 
 
 def test_a_lost_time_that_is_noise_is_no_infinite_speedup() -> None:
@@ -210,6 +305,18 @@ def test_rows_of_a_live_run_are_its_handoffs_in_order(sweep: Sweep) -> None:
     assert {r["lost_s"] for r in found} == {0.25}
     assert {r["reconfiguration_s"] for r in found} == {6.25}
     assert {r["detection_s"] for r in found} == {0.5}
+
+
+def test_rows_of_a_live_run_tell_where_the_lost_time_went(sweep: Sweep) -> None:
+    records = live_records(5)
+    records.crossings.append(
+        crossing(generation=2, started_s=120.5, forward_backward_s=0.5, ended_s=121.25)
+    )
+    found = live_rows(sweep, Cell(size="25m", method="live", round=0), records, ASKED_S)
+    assert "path_wire_s" not in found[0]
+    assert found[1]["path_forward_backward_s"] == 0.5
+    lines = {k: v for k, v in found[1].items() if k.startswith("path_") and "slow" not in k}
+    assert math.fsum(lines.values()) == pytest.approx(found[1]["lost_s"] + 1.0)
 
 
 def test_a_run_that_lacks_a_handoff_is_no_measurement(sweep: Sweep) -> None:

@@ -29,6 +29,8 @@ def sweep_json(configs: Path, tmp_path: Path) -> Path:
             "slowdown_s": 0.5,
             "reconfiguration_s": 9.0,
             "detection_s": 0.0,
+            "bytes": 1000,
+            "variant": "",
         }
         for method, lost_s in (
             ("live", 0.02),
@@ -52,7 +54,8 @@ def test_the_section_is_written_between_its_lines(sweep_json: Path, tmp_path: Pa
     assert "old" not in text
     row = next(line for line in text.splitlines() if line.startswith("| 25m | grow |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[2:7] == ["0.025 (0.02 to 0.03)", "0.25", "10 (10 to 10)", "400.2", "8.00"]
+    assert cells[2:6] == ["0.525 (0.52 to 0.53)", "0.025 (0.02 to 0.03)", "0.25", "10 (10 to 10)"]
+    assert cells[6:] == ["400.2", "19.06", "8.00", "-", "9.0 / 9.0"]
     assert "| `speedup_min` | 400.2 |" in text
     assert main([str(sweep_json), "--page", str(page)]) == 0
     assert page.read_text(encoding="utf-8") == text

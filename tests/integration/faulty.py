@@ -1,7 +1,7 @@
 """A recipe that kills its worker at a chosen moment of a chosen handoff. Loaded by workers only.
 
 `LIVER_TEST_FAULT` is "worker:phase": PREPARE (before the target is built), TRANSFER (once the
-first bytes of parameters have arrived) or COMMIT (in the target's first forward, while optimizer
+first bytes of parameters have arrived) or FORWARD (in the target's first forward, while optimizer
 state streams).
 """
 
@@ -51,10 +51,10 @@ def plant(worker: int, phase: str) -> None:
             progress(self, num_bytes)
 
         Crossing._progress = dying_progress  # type: ignore[method-assign]
-    elif phase == "COMMIT":
-        first = Crossing._first_gradients
+    elif phase == "FORWARD":
+        work = Crossing._work
 
-        def dying_first(self: Any, small: Any, gradients: Any) -> Any:
+        def dying_work(self: Any, scalars: Any, gradients: Any) -> Any:
             loss = self._target.world.recipe.loss
 
             def dying_loss(model: Any, samples: Any) -> Any:
@@ -62,8 +62,8 @@ def plant(worker: int, phase: str) -> None:
                 return loss(model, samples)
 
             self._target.world.recipe.loss = dying_loss
-            return first(self, small, gradients)
+            return work(self, scalars, gradients)
 
-        Crossing._first_gradients = dying_first  # type: ignore[method-assign]
+        Crossing._work = dying_work  # type: ignore[method-assign]
     else:
         raise ValueError(f"no such phase: {phase}")

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.baseline.job import RestartJob
 from benchmarks.baseline.methods import Method
+from benchmarks.baseline.workers import Surroundings
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import LiverError
 from liver_hpc.host.marks import marked_processes
@@ -29,6 +30,7 @@ CHAIN = [
     (Layout.parse("pp2"), Method.MEGATRON_ASYNC),
     (Layout.parse("pp2"), Method.DCP),
     (Layout.parse("dp2"), Method.LIVER),
+    (Layout.parse("dp2"), Method.MEGATRON_WARM),
 ]
 """Every method once, every axis grown and shrunk, and a restart in the same layout."""
 
@@ -109,6 +111,27 @@ def test_every_restart_is_recorded_with_all_its_phases(restarted: RunRecords) ->
         assert exists.method == f"{whole.method}, exists"
         assert exists.lost_s == pytest.approx(whole.lost_s - whole.save_s)
         assert not math.isnan(exists.total_s)
+
+
+def test_processes_that_were_there_before_have_neither_to_start_nor_to_import(
+    restarted: RunRecords,
+) -> None:
+    cold, warm = restarted.baselines[0], restarted.baselines[-2]
+    assert warm.method == Method.MEGATRON_WARM
+    assert warm.launch_s + warm.import_s < 0.5 * (cold.launch_s + cold.import_s)
+
+
+def test_a_slow_storage_makes_save_and_load_as_long_as_its_bytes_take(tmp_path: Path) -> None:
+    around = Surroundings(storage_bytes_per_s=5e5)
+    with RestartJob(new_run(tmp_path).path, around=around) as job:
+        job.begin(Layout.parse("dp1"))
+        job.train(1)
+        done = job.restart(Layout.parse("dp1"), Method.MEGATRON, steps=1)
+        job.stop()
+    takes_s, record = done.num_bytes / 5e5, done.record()
+    assert takes_s > 1.0
+    assert record.save_s >= takes_s
+    assert record.load_s >= takes_s
 
 
 def test_the_lost_time_is_that_of_the_recorded_steps(restarted: RunRecords) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from liver_hpc.report.derive import run_figures
 from liver_hpc.report.store import RunRecords
 from tests.integration.diverging import FIRST_STEP
 from tests.integration.elastic import elastic_run, losses
@@ -49,6 +50,14 @@ def test_loss_and_gradient_norm_of_a_run_with_five_handoffs_match_a_fixed_run(
     assert worst_difference(losses(elastic), losses(quiet)) <= 1e-4
     learning_rates = [record.learning_rate for record in elastic.steps]
     assert learning_rates == [r.learning_rate for r in quiet.steps][: len(learning_rates)]
+    figures = run_figures(elastic)
+    medians_s = {world.generation: world.median_step_s for world in figures.generations}
+    for attempt in figures.reconfigurations:
+        assert attempt.path is not None
+        explained_s = attempt.path.lines.sum_s
+        assert explained_s == pytest.approx(attempt.lost_s + medians_s[attempt.generation])
+        assert attempt.path.lines.forward_backward_s > 0
+        assert attempt.cost_s == pytest.approx(attempt.lost_s + attempt.slowdown_s)
 
 
 def test_a_run_whose_workers_are_replaced_is_bit_equal_to_one_whose_are_not(
@@ -61,11 +70,11 @@ def test_a_run_whose_workers_are_replaced_is_bit_equal_to_one_whose_are_not(
 
 
 @pytest.mark.parametrize(
-    ("phase", "then"),
-    [("PREPARE", {"dp": 4}), ("TRANSFER", {"pp": 2}), ("COMMIT", {"pp": 2})],
+    ("moment", "then"),
+    [("PREPARE", {"dp": 4}), ("TRANSFER", {"pp": 2}), ("FORWARD", {"pp": 2})],
 )
 def test_a_joiner_that_is_killed_costs_the_attempt_and_the_next_resize_succeeds(
-    phase: str,
+    moment: str,
     then: dict[str, int],
     tmp_path: Path,
     quiet: RunRecords,
@@ -76,7 +85,7 @@ def test_a_joiner_that_is_killed_costs_the_attempt_and_the_next_resize_succeeds(
     The next resize waits in the queue. One that needs no joiners starts at the very moment at
     which the source workers go back, or rebuild.
     """
-    monkeypatch.setenv("LIVER_TEST_FAULT", f"2:{phase}")
+    monkeypatch.setenv("LIVER_TEST_FAULT", f"2:{moment}")
     notices = [
         {"at_step": 2, "layout": {"tp": 2, "dp": 2}},
         {"at_step": 3, "layout": then},
@@ -84,7 +93,7 @@ def test_a_joiner_that_is_killed_costs_the_attempt_and_the_next_resize_succeeds(
     records = elastic_run(tmp_path, notices, recipe="tests.integration.faulty:FaultyGPT")
     first, second = records.reconfigurations
     assert first.outcome == "aborted"
-    assert f"{phase}: " in first.detail
+    assert f"{'PREPARE' if moment == 'PREPARE' else 'TRANSFER'}: " in first.detail
     assert (second.outcome, second.digest_equal) == ("completed", True)
     assert worst_difference(losses(records), losses(quiet)) <= 1e-4
 

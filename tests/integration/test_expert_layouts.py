@@ -61,7 +61,7 @@ def test_every_seat_holds_what_the_derived_spec_says(options: dict[str, Any], de
         for worker in range(layout.workers):
             world = build_world(recipe, device, str(layout), worker)
             experts = any(spec.tensors[index].expert for index in world.state._held)
-            assert len(world._optimizers) == (2 if layout.ep > 1 and experts else 1)
+            assert len(world.optimizers) == (2 if layout.ep > 1 and experts else 1)
             for index, held in world.state._held.items():
                 covered[index] += held.interval[1] - held.interval[0]
             world.close()
@@ -213,8 +213,8 @@ def digests(recipe: Any, device: Any, layout: Layout, spoil: int | None = None) 
         world = build_world(recipe, device, str(layout), worker)
         world.state.initialize(recipe.initial, seed=3)
         if worker == spoil:
-            expert = next(i for i in world._tensors if recipe.spec.tensors[i].expert)
-            world._tensors[expert].data.view(-1)[5] += 1
+            expert = next(i for i in world.tensors if recipe.spec.tensors[i].expert)
+            world.tensors[expert].data.view(-1)[5] += 1
         told[worker] = world.state.digests(recipe.spec.kinds)
         world.close()
     return Side(str(layout), RankMap(layout, tuple(range(layout.workers))), told)

@@ -84,7 +84,7 @@ def frozen(checkpoint: Checkpoint) -> dict[str, bytes]:
 def test_every_kind_comes_through_an_abort_handoffs_a_checkpoint_and_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LIVER_TEST_FAULT", "2:COMMIT")
+    monkeypatch.setenv("LIVER_TEST_FAULT", "2:FORWARD")
     notices = [
         {"at_step": 2, "layout": {"tp": 2, "dp": 2}},
         {"at_step": 3, "layout": {"pp": 2}},

@@ -247,7 +247,7 @@ def test_a_bit_of_a_buffer_that_has_changed_on_the_way_calls_a_handoff_off(devic
 
 def test_the_step_counter_of_a_second_optimizer_is_moved_and_compared(device: Any) -> None:
     world = build_world(experts(), device, "ep2 dp2")
-    first, second = (one.optimizer for one in world._optimizers)
+    first, second = (one.optimizer for one in world.optimizers)
     told = world.scalar_state(5).model_copy(update={"optimizer_step": 5})
     world.load_scalar_state(told)
     for adam in (first, second):

@@ -93,6 +93,7 @@ def told_while_steps_run(process: WorkerProcess, validation: Any = None) -> dict
         trainer.train()
     return {
         "steps": [message.step for message in sent if isinstance(message, StepDone)],
+        "bounds_s": [(m.started_s, m.ended_s) for m in sent if isinstance(m, StepDone)],
         "handed_off_at": handed_off_at,
         "stood_s": stood_s,
         "evaluations": [message for message in sent if isinstance(message, Evaluated)],
@@ -104,6 +105,8 @@ def test_what_is_told_while_a_step_runs_counts_at_its_end(tmp_path: Path) -> Non
     (answer,) = run_workers(told_while_steps_run, 1, tmp_path)
     assert answer["handed_off_at"] == [ARMED_IN + 1]
     assert answer["steps"] == list(range(STOPPED_IN + 1))
+    begun_s, ended_s = zip(*answer["bounds_s"], strict=True)
+    assert begun_s[1:] == ended_s[:-1], "what is late between two steps is counted"
     assert answer["finished"] == [STOPPED_IN + 1]
 
 
@@ -117,6 +120,7 @@ def test_an_evaluation_comes_before_the_handoff_and_not_before_a_stop(tmp_path: 
     assert (done.step, done.batches) == (2, 2)
     assert 4.0 < done.loss < 6.0, "about the logarithm of 128 words"
     assert answer["stood_s"] == [done.ended_s], "from where the handoff's lost time counts"
+    assert answer["bounds_s"][2][0] == done.ended_s, "it is in no step"
 
 
 def went_back(process: WorkerProcess, step: int, adams: int) -> tuple[Any, Any]:

@@ -77,7 +77,8 @@ def _verdict(figures: RunFigures) -> str:
     words = f"*{figures.steps} {'step' if figures.steps == 1 else 'steps'}*"
     if attempts := figures.completed + figures.aborted:
         words += f", *{figures.completed} of {attempts} handoffs* completed. They cost "
-        words += f"*{number_text(figures.lost_s)} s* of training in all"
+        words += f"*{number_text(figures.cost_s)} s* of training in all, "
+        words += f"*{number_text(figures.lost_s)} s* of it lost"
         worst = [each.lost_steps for each in figures.reconfigurations]
         most = max(filter(math.isfinite, worst), default=math.nan)
         if math.isfinite(most):
@@ -102,11 +103,11 @@ def _cursor(section: Element, drawing: Figure) -> None:
 
 def _handoffs(section: Element, figures: RunFigures, drawn: Mapping[str, Figure]) -> None:
     attempts = figures.reconfigurations
-    known = [each for each in attempts if math.isfinite(each.lost_s)]
+    known = [each for each in attempts if math.isfinite(each.cost_s)]
     if len(attempts) > MOST_HANDOFFS:
         words = f"The {MOST_HANDOFFS} costliest of {len(attempts)} handoffs are drawn."
         SubElement(section, "p", {"class": "note"}).text = words
-    costliest = max(known or attempts, key=lambda each: each.lost_s, default=None)
+    costliest = max(known or attempts, key=lambda each: each.cost_s, default=None)
     for record in attempts:
         unfolded = len(attempts) <= MOST_OPEN or record is costliest
         details = SubElement(section, "details", {"open": ""} if unfolded else {})
@@ -125,9 +126,9 @@ def _handoff(details: Element, record: ReconfigurationFigures) -> None:
     tone = outcome_tone(record.outcome)
     SubElement(summary, "span", {"class": f"tone {tone.name.lower()}"}).text = record.outcome
     if math.isfinite(record.lost_s):
-        words = f"lost {number_text(record.lost_s)} s"
+        words = f"cost {number_text(record.cost_s)} s, lost {number_text(record.lost_s)} s of it"
         if math.isfinite(record.lost_steps):
-            words += f", {number_text(record.lost_steps)} steps"
+            words += f" ({number_text(record.lost_steps)} steps)"
         SubElement(summary, "span", {"class": "cost"}).text = words
     SubElement(details, "p", {"class": "note"}).text = " \u00b7 ".join(_facts(record))
 

@@ -45,7 +45,7 @@ def test_no_handoff_gives_time_back(done: Simulated) -> None:
 
 def test_every_worker_costs_the_same_few_messages(done: Simulated) -> None:
     workers = max(done.source.workers, done.target.workers)
-    assert 8 * workers <= done.outcome.messages <= 12 * workers
+    assert 6 * workers <= done.outcome.messages <= 10 * workers
 
 
 def test_a_deadline_that_passes_is_told() -> None:

@@ -11,8 +11,8 @@ from liver_hpc.cli import check
 from liver_hpc.cli.check import check_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.candidates import fullest_worker
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.memory import fullest_worker
 from tests.unit.config.runs import minimal
 from tests.unit.config.test_indexed_data import write_pair
 from tests.unit.layout.models import TIED
@@ -26,6 +26,9 @@ class FourHeads:
     def check_layout(self, layout: Layout) -> None:
         if 4 % layout.tp:
             raise ConfigError(f"tp={layout.tp} does not divide 4 heads")
+
+    def rehearsal_bytes(self, layout: Layout) -> int:
+        return 1000
 
 
 def problems(config: RunConfig) -> list[str]:
@@ -83,6 +86,16 @@ def test_layouts_are_held_against_the_memory() -> None:
     run = minimal(policy={"memory_bytes": minimal().handoff.staging_bytes + half})
     (said,) = problems(run)
     assert said.startswith("layouts.2.0 (tp1 pp1 dp2): its fullest worker holds ")
+
+
+def test_changes_of_layout_are_held_against_the_memory() -> None:
+    """Two replicas fit a worker, and twice that with what a handoff takes besides does not."""
+    held = sum(fullest_worker(TIED, Layout(1, 1, 2)).values())
+    most = 2 * held + minimal().handoff.staging_bytes + 1000
+    check_run(minimal(policy={"memory_bytes": most}), FourHeads())
+    (said,) = problems(minimal(policy={"memory_bytes": most - 1}))
+    assert said.startswith("handoff replacing a worker of tp1 pp1 dp2: a worker that stays holds ")
+    assert said.endswith("with 1 of the 9 changes and replacements among the run's layouts")
 
 
 # ---- notices

@@ -284,8 +284,8 @@ def test_the_last_step_is_told_once() -> None:
         ),
         (
             status(handoff=handoff()),
-            status(handoff=handoff(phase="COMMIT", waiting_for=())),
-            "handoff to generation 4: COMMIT, for 3.2 s, 128.0 MiB of 512.0 MiB",
+            status(handoff=handoff(phase="RELEASE", waiting_for=())),
+            "handoff to generation 4: RELEASE, for 3.2 s, 128.0 MiB of 512.0 MiB",
         ),
     ],
 )

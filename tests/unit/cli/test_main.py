@@ -363,8 +363,8 @@ def test_report(run: RunDirectory, capsys: Captured) -> None:
     document = json.loads(capsys.readouterr().out)
     assert {"steps", "reconfigurations", "baselines"} <= document.keys()
     wanted = {
-        "generation", "source", "target", "notice", "pause_s", "lost_s", "lost_steps", "slowdown_s",
-        "reconfiguration_s", "bytes_moved", "bytes_local", "digest_equal", "outcome",
+        "generation", "source", "target", "notice", "pause_s", "cost_s", "lost_s", "lost_steps",
+        "slowdown_s", "reconfiguration_s", "bytes_moved", "bytes_local", "digest_equal", "outcome",
     }  # fmt: skip
     assert wanted <= document["reconfigurations"][0].keys()
 

@@ -12,9 +12,7 @@ from tests.unit.coordinator.live import LIMIT_S, Start, held_in_prepare, let_go
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.mark.parametrize(
-    "phase", [Phase.BOOT, Phase.PREPARE, Phase.ARMED, Phase.TRANSFER, Phase.COMMIT]
-)
+@pytest.mark.parametrize("phase", [Phase.BOOT, Phase.PREPARE, Phase.ARMED, Phase.TRANSFER])
 def test_a_stop_before_the_commit_cancels_the_handoff(make: Start, phase: Phase) -> None:
     run = make()
     # In ARMED a silent source worker too, or the first AtBoundary would begin TRANSFER.

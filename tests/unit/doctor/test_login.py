@@ -13,9 +13,12 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.doctor import login as module
 from liver_hpc.doctor.checks import Examination, Level, Order, Result
 from liver_hpc.doctor.login import LOGIN_CHECKS, slowest_handoff_s
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.memory import fullest_worker
 from liver_hpc.run.records import RunRecords
 from tests.slurm_answers import Answer
 from tests.unit.config.runs import minimal
+from tests.unit.layout.models import TIED
 from tests.unit.report.journals import write_journal
 from tests.unit.report.rows import reconfiguration
 
@@ -66,7 +69,8 @@ def results(
 
         wanted = config.model_copy(update={"runs_directory": tmp_path / "runs"})
         results: dict[str, Result] = {}
-        asked = Order(wanted, commands=SlurmCommands(1.0, 0.0, run=run), **order)
+        commands = SlurmCommands(1.0, 0.0, run=run)
+        asked = Order(wanted, commands=commands, derive=lambda _config: TIED, **order)
         Examination(results.__setitem__).run(LOGIN_CHECKS, asked)
         return results
 
@@ -176,3 +180,25 @@ def test_a_runs_directory_that_cannot_be_made(results: Any, tmp_path: Path) -> N
     (tmp_path / "runs").write_text("a file")
     found = results(cluster())
     assert found["run directory"].level is Level.FAIL
+
+
+# ---- memory
+
+
+def test_memory_that_a_handoff_takes(results: Any) -> None:
+    found = results(cluster())["memory"]
+    assert found.level is Level.PASS
+    assert found.found.startswith("a handoff takes up to ")
+    assert "(replacing a worker of tp1 pp1 dp2)" in found.found
+    assert results(RunConfig.model_construct())["memory"].level is Level.SKIP
+
+
+def test_memory_that_is_too_little_for_a_handoff(results: Any) -> None:
+    staging = minimal().handoff.staging_bytes
+    two_worlds = staging + 2 * sum(fullest_worker(TIED, Layout(1, 1, 2)).values())
+    found = results(minimal(policy={"memory_bytes": two_worlds}))["memory"]
+    assert found.level is Level.FAIL  # the rehearsal wants some more
+    assert found.found.startswith("replacing a worker of tp1 pp1 dp2: a worker that stays holds")
+    assert "policy.memory_bytes" in found.advice
+    found = results(minimal(policy={"memory_bytes": staging + 1}))["memory"]
+    assert found.found.startswith("tp1 pp1 dp2: its fullest worker holds")

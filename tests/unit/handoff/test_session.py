@@ -92,7 +92,7 @@ def test_an_arm_after_the_abort_does_not_raise_the_flag() -> None:
 def test_waiting_for_a_verdict_ends_in_it_in_the_abort_or_at_the_deadline() -> None:
     session, _ = session_of(1)
     session.deliver(Arm(generation=4))
-    verdict = Verdict(generation=4, stage="forward", scalars=SMALL)
+    verdict = Verdict(generation=4, scalars=SMALL)
     threading.Timer(0.05, session.deliver, (verdict,)).start()
     assert session.wait(Verdict, 5.0, "the verdict") == verdict
     with pytest.raises(DeadlineError, match=r"waited 0\.05 s for the second verdict"):
@@ -104,6 +104,6 @@ def test_waiting_for_a_verdict_ends_in_it_in_the_abort_or_at_the_deadline() -> N
 
 def test_a_resume_is_waited_for_past_the_abort() -> None:
     session, _ = session_of(1)
-    session.deliver(Abort(generation=4, reason="x", rebuild=True))
+    session.deliver(Abort(generation=4, reason="x"))
     session.deliver(Resume(generation=4, rebuild_generation=5))
     assert session.wait(Resume, 1.0, "all to go back").rebuild_generation == 5

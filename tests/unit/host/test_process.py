@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 import resource
 import signal
 import threading
@@ -12,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liver_hpc.host.process import (
+    CORES,
     ENOUGH,
     clean_environment,
     collector_paused,
     quiet_thread,
     raise_descriptor_limit,
+    take_core,
 )
 
 FOREIGN = [
@@ -32,6 +36,36 @@ FOREIGN = [
     "MPI_LOCALRANKID",
 ]
 OURS = ["SLURM_CONF", "PATH", "HOME", "FI_PROVIDER", "MPIR_CVAR_CH4_NETMOD", "LIVER_LOCAL_RANK"]
+
+
+def test_a_worker_takes_the_core_of_its_place_with_all_that_it_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: taken.append(cores))
+    monkeypatch.delenv(CORES, raising=False)
+    take_core(1)
+    assert taken == [], "where none are listed it stays where it is"
+    monkeypatch.setenv(CORES, "2,5")
+    for place in range(3):
+        take_core(place)
+    assert taken == [{2}, {5}, {2}]
+
+
+def affinity_after(cores: str) -> set[int]:
+    os.environ[CORES] = cores
+    take_core(0)
+    found: list[set[int]] = []
+    thread = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_threads_keep_to_the_core() -> None:
+    core = min(os.sched_getaffinity(0))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(affinity_after, (str(core),)) == {core}
 
 
 def test_takes_away_the_launch_and_keeps_the_rest() -> None:

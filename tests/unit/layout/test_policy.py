@@ -10,20 +10,19 @@ from hypothesis import strategies as st
 
 from liver_hpc.config.schema import RunConfig, TrainSection
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.candidates import (
     KEPT,
     PRIOR,
     Candidates,
     expected_order,
-    fullest_worker,
     layouts_to_derive,
-    memory_fault,
     resolve_layouts,
     step_terms,
     workers_of_a_node,
 )
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.layout.memory import worker_bytes
+from liver_hpc.layout.memory import fullest_worker, worker_bytes
 from liver_hpc.layout.ownership import PARAMETER_ALIGNMENT
 from liver_hpc.layout.policy import MARGIN, REMEMBERED_STEPS, LayoutPolicy
 from liver_hpc.layout.tensors import ModelSpec, TensorSpec
@@ -108,7 +107,7 @@ def test_memory_leaves_out_what_is_too_large() -> None:
     staging = minimal().handoff.staging_bytes
     least, most = fullest_bytes(TIED, TP4), fullest_bytes(TIED, DP1)
     assert least < most
-    table = resolved(policy={"memory_bytes": staging + fullest_bytes(TIED, TP2)})
+    table = resolved(policy={"memory_bytes": staging + 2 * fullest_bytes(TIED, TP2)})
     assert table[2] == [TP2]
     assert 1 not in table
     with pytest.raises(ConfigError) as raised:
@@ -202,7 +201,7 @@ def test_experts_are_shared_where_the_model_has_any_and_with_tp_the_sequence_too
 
 def test_experts_are_shared_by_as_many_as_their_memory_wants() -> None:
     layout = Layout(1, 1, 4, ep=4)
-    most = fullest_bytes(EXPERTS, layout) + minimal().handoff.staging_bytes
+    most = 2 * fullest_bytes(EXPERTS, layout) + minimal().handoff.staging_bytes
     config = auto(policy={"memory_bytes": most}, workers={"initial": 4, "max": 4})
     table = resolve_layouts(config, EXPERTS, EXPERTS.check_layout).layout_table
     assert table[4][0].layout() == layout
@@ -217,8 +216,9 @@ def test_memory_is_counted_alike_for_one_layout_and_many(
         layout = Layout(min(layout.tp, 2), 1, layout.dp * ep, ep=ep)
     most = fullest_bytes(model, layout)
     staging = minimal().handoff.staging_bytes
-    assert memory_fault(minimal(policy={"memory_bytes": most + staging}), model, layout) == ""
-    fault = memory_fault(minimal(policy={"memory_bytes": most + staging - 1}), model, layout)
+    assert not Budget(minimal(policy={"memory_bytes": most + staging}), model).layout_fault(layout)
+    short = Budget(minimal(policy={"memory_bytes": most + staging - 1}), model)
+    fault = short.layout_fault(layout)
     assert fault.startswith(f"its fullest worker holds {most} bytes and")
 
 

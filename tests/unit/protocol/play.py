@@ -151,7 +151,7 @@ class Play:
 
     def assert_never_a_mix(self) -> None:
         """Whatever happened, the messages leave one world, and the same for everybody."""
-        committed = {w for w in self.change.everybody if self.got(w, m.Verdict, stage="commit")}
+        committed = {w for w in self.change.everybody if self.got(w, m.Verdict)}
         aborted = {w for w in self.change.everybody if self.got(w, m.Abort)}
         assert not committed & aborted
         decisions = [to for to, message in self.sent if isinstance(message, m.Abort)]

@@ -51,7 +51,7 @@ def test_a_handoff_completes_in_every_order_of_events(change: Change, rng: rando
     play.assert_never_a_mix()
 
 
-WORKER_PHASES = [Phase.BOOT, Phase.PREPARE, Phase.ARMED, Phase.TRANSFER, Phase.COMMIT]
+WORKER_PHASES = [Phase.BOOT, Phase.PREPARE, Phase.ARMED, Phase.TRANSFER]
 
 
 @settings(max_examples=300)
@@ -64,7 +64,7 @@ def test_any_faults_lead_to_the_old_world_or_the_new_never_a_mix(
         worker = data.draw(st.sampled_from(change.everybody))
         phase = data.draw(st.sampled_from([*WORKER_PHASES, Phase.RELEASE]))
         kinds = [Fault.DIE, Fault.FAIL, Fault.SILENT]
-        if phase in (Phase.TRANSFER, Phase.COMMIT):
+        if phase is Phase.TRANSFER:
             kinds += [Fault.VOTE_NO, Fault.WRONG_DIGEST]
         play.faults.fail_at(worker, phase, data.draw(st.sampled_from(kinds)))
     play.begin()
@@ -142,7 +142,6 @@ def test_a_leaver_that_dies_after_the_commit_is_expected() -> None:
         (Phase.PREPARE, 180.0, 1, "waited 180 s for Prepared of workers [1]"),
         (Phase.ARMED, 300.0, None, "waited 300 s for AtBoundary of workers [0, 1], Vote of"),
         (Phase.TRANSFER, 120.0, 2, "waited 120 s for Vote of workers [2]"),
-        (Phase.COMMIT, 120.0, 0, "waited 120 s for Vote of workers [0]"),
     ],
 )
 def test_a_deadline_before_the_commit_aborts_and_names_whom_it_waited_for(
@@ -194,7 +193,7 @@ def test_a_deadline_in_abort_fails_the_run_and_says_why_it_aborted() -> None:
     assert "ABORT: waited 300 s for Aborted of workers [0]: PREPARE: waited 180 s" in play.failed
 
 
-def test_a_shared_group_is_rebuilt_only_after_an_abort_in_commit() -> None:
+def test_a_shared_group_is_rebuilt_only_after_an_abort_at_the_boundary() -> None:
     rebuilt = {}
     for phase in WORKER_PHASES[1:]:
         play = Play(CHANGES["grow"])
@@ -203,15 +202,12 @@ def test_a_shared_group_is_rebuilt_only_after_an_abort_in_commit() -> None:
         play.run(random.Random(1))
         assert play.outcome is not None
         rebuilt[phase] = play.outcome.world.generation
-        aborts = {message.rebuild for _, message in play.sent if isinstance(message, m.Abort)}
-        assert aborts == {phase is Phase.COMMIT}
-        number = 5 if phase is Phase.COMMIT else None
+        number = None if phase is Phase.PREPARE else 5
         assert play.got(0, m.Resume, rebuild_generation=number)
     assert rebuilt == {
         Phase.PREPARE: 3,
-        Phase.ARMED: 3,
-        Phase.TRANSFER: 3,
-        Phase.COMMIT: 5,
+        Phase.ARMED: 5,
+        Phase.TRANSFER: 5,
     }
 
 
@@ -219,23 +215,22 @@ def test_nothing_is_rebuilt_when_no_group_was_shared() -> None:
     play = Play(CHANGES["grow"])
     for script in play.scripts.values():
         script.kept_groups = 0
-    play.faults.fail_at(2, Phase.COMMIT, Fault.FAIL)
+    play.faults.fail_at(2, Phase.TRANSFER, Fault.FAIL)
     play.begin()
     play.run(random.Random(1))
     assert play.got(0, m.Resume, rebuild_generation=None)
 
 
-@pytest.mark.parametrize("phase", [Phase.TRANSFER, Phase.COMMIT])
 @pytest.mark.parametrize("worker", [0, 2])
-def test_a_wrong_digest_aborts_and_the_text_says_whose(phase: Phase, worker: int) -> None:
+def test_a_wrong_digest_aborts_and_the_text_says_whose(worker: int) -> None:
     play = Play(CHANGES["grow"])
-    play.faults.fail_at(worker, phase, Fault.WRONG_DIGEST)
+    play.faults.fail_at(worker, Phase.TRANSFER, Fault.WRONG_DIGEST)
     play.begin()
     play.run(random.Random(1))
     assert play.outcome is not None
     assert play.outcome.outcome == "aborted"
     assert "digests differ" in play.outcome.detail
-    assert f"{worker}" in play.outcome.detail.split("(workers ")[1].split(")")[0]
+    assert f"{worker}" in play.outcome.detail.split("from worker ")[1].split(":")[0]
 
 
 @pytest.mark.parametrize("worker", [0, 2])

@@ -51,7 +51,6 @@ def _vote(worker: int, source: list[ClassDigest], target: list[ClassDigest]) -> 
     return Vote(
         worker=worker,
         generation=1,
-        stage="parameters",
         ok=True,
         source=tuple(source),
         target=tuple(target),

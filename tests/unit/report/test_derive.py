@@ -73,6 +73,31 @@ def test_slowdown_is_what_disturbed_steps_took_beyond_the_median_of_their_world(
     assert only(run_of_one_handoff()).slowdown_s == pytest.approx(beside_prepare + beside_release)
 
 
+def test_the_cost_is_all_that_the_steps_took_beyond_their_medians() -> None:
+    """From the start of the first step beside PREPARE to the end of the one beside RELEASE."""
+    figures = only(run_of_one_handoff())
+    assert figures.cost_s == pytest.approx((110.25 - 106.0) - 2 * 1.0 - 2 * 0.5)
+    assert figures.cost_s == pytest.approx(figures.lost_s + figures.slowdown_s)
+    assert figures.cost_steps == pytest.approx(figures.cost_s / 0.5)
+
+
+def test_what_the_last_worker_takes_longer_than_rank_0_counts_once() -> None:
+    """The source's last step ends 0.25 s later elsewhere, the target's first one 0.125 s later."""
+    as_rank_0_saw_it = only(run_of_one_handoff()).cost_s
+    figures = only(
+        run_of_one_handoff(source_last_step_ended_s=109.0, first_step_ended_s=109.65 + 0.125)
+    )
+    assert figures.cost_s == pytest.approx(as_rank_0_saw_it)
+    assert figures.lost_s == pytest.approx(0.4 - 0.25 + 0.125)
+
+
+def test_an_evaluation_before_the_boundary_is_no_slowdown() -> None:
+    run = run_of_one_handoff(source_last_step_ended_s=109.0)
+    slowdown_s = only(run).slowdown_s
+    run.evaluations.append(evaluation(step=6, started_s=108.75))
+    assert only(run).slowdown_s == pytest.approx(slowdown_s - 0.25)
+
+
 def test_reconfiguration_time_is_from_the_notice_to_the_end_of_the_first_step() -> None:
     assert only(run_of_one_handoff()).reconfiguration_s == pytest.approx(3.65)
 
@@ -161,10 +186,13 @@ def test_an_attempt_aborted_at_the_boundary_has_lost_the_time_to_the_next_step()
 def test_a_source_world_that_was_built_anew_ends_the_lost_time_too() -> None:
     run = run_of_one_handoff(outcome="aborted", **NEVER)
     run.steps[6:] = [
-        step(6, started_s=109.75, phase="first", generation=2),
-        step(7, started_s=110.75, generation=2),
+        step(6, started_s=109.75, took_s=1.25, phase="first", generation=2),
+        step(7, started_s=111.0, generation=2),
     ]
-    assert only(run).lost_s == pytest.approx(1.0)
+    figures = only(run)
+    assert figures.lost_s == pytest.approx(1.0)
+    # Its first step is slower than the others, and belongs to the attempt.
+    assert figures.slowdown_s == pytest.approx(0.25 + 0.5 + 0.25)
     layouts = [world.layout for world in run_figures(run).generations]
     assert layouts == ["tp1 pp1 dp2", "tp1 pp1 dp2"]
 
@@ -240,6 +268,7 @@ def test_totals_add_up() -> None:
     assert figures.lost_s == pytest.approx(0.4)
     assert figures.pause_s == pytest.approx(0.1)
     assert figures.slowdown_s == pytest.approx(0.85)
+    assert figures.cost_s == pytest.approx(1.25)
     assert (figures.bytes_moved, figures.bytes_local) == (3_000_000, 1_000_000)
     assert figures.bytes_between_nodes == 2_000_000
     assert figures.tokens == 5120

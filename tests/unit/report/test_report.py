@@ -14,9 +14,10 @@ from rich.console import Console
 from liver_hpc.report.report import print_report, report_json
 from liver_hpc.run.records import RunRecords
 from tests.unit.report.rows import baseline, evaluation, reconfiguration, step
+from tests.unit.report.run_of_everything import everything
 
 PROMISED = """
-    generation source target notice pause_s lost_s lost_steps slowdown_s reconfiguration_s
+    generation source target notice pause_s cost_s lost_s lost_steps slowdown_s reconfiguration_s
     bytes_moved bytes_local digest_equal outcome
 """
 
@@ -144,6 +145,19 @@ def test_no_figure_is_cut_off(columns: int) -> None:
         assert name in text
 
 
+def test_the_critical_path_stands_in_the_report() -> None:
+    lines = printed(everything(), 120).splitlines()
+    head = next(n for n, line in enumerate(lines) if "Where the lost time went" in line)
+    rows = [line.split() for line in lines[head:]]
+    (row,) = [row for row in rows if row[:2] == ["3", "1.000"]]
+    # boundary, wire, pack, digest, other, forward and backward, optimizer, votes, update, sum
+    assert row[2:10] == ["0.125", "0.062", "0.000", "0.062", "0.500", "0.031", "0.094", "0.375"]
+    assert row[10:] == ["1.250", "-0.125", "0", "1"]
+    path = report_json(everything())["reconfigurations"][2]["path"]
+    assert path["lines"]["wire_s"] == 0.125
+    assert (path["last_to_vote"], path["last_to_end"]) == (0, 1)
+
+
 @pytest.mark.parametrize("columns", [30, 45, 60])
 def test_in_a_narrow_terminal_nothing_is_cut_off_either(columns: int) -> None:
     text = printed(five_handoffs(), columns)
@@ -159,7 +173,7 @@ def test_in_120_columns_a_reconfiguration_is_one_line() -> None:
     lines = printed(five_handoffs(), 120).splitlines()
     (line,) = [line for line in lines if "415.0 MiB" in line and line.split()[0] == "1"]
     assert line.split() == [
-        *("1", "dp2", "tp2", "dp2", "0.081", "0.125", "0.125", "0.000", "5.125"),
+        *("1", "dp2", "tp2", "dp2", "0.081", "0.125", "0.000", "0.125", "0.125", "5.125"),
         *("415.0", "MiB", "138.0", "MiB", "yes", "completed"),
     ]
 

@@ -78,8 +78,8 @@ class PlayedWorker(WorkerScript):
                 super()._answer(message)
                 self.preparing, self.armed, self.aborted = True, False, False
             case m.Arm() if message.generation == self.generation:
-                self.armed = True
-            case m.Verdict(stage="commit"):
+                self.armed, self.shared_groups = True, message.shared_groups
+            case m.Verdict():
                 return self._committed(message)
             case m.Abort() if message.generation == self.generation:
                 return self._called_off()
@@ -91,8 +91,6 @@ class PlayedWorker(WorkerScript):
                         return self._connected(self.world_generation, len(self.world.workers))
             case m.Stop():
                 self.stop = message
-            case m.Verdict(stage="forward"):
-                return super()._answer(message)
         return []
 
     def _begun(self, message: m.Begin) -> list[m.FromWorker]:
@@ -128,16 +126,6 @@ class PlayedWorker(WorkerScript):
     def joins(self) -> bool:
         return self.source is not None and self.worker not in self.source.workers
 
-    def _prepared(self) -> list[m.FromWorker]:
-        """As the script, with bytes for another worker."""
-        said = super()._prepared()
-        return [
-            each.model_copy(update={"bytes_to": {self.worker + 1: 10}})
-            if isinstance(each, m.Prepared)
-            else each
-            for each in said
-        ]
-
     def prepare(self) -> list[m.FromWorker]:
         """PREPARE is over; says nothing where it was called off meanwhile."""
         self.preparing = False
@@ -159,12 +147,12 @@ class PlayedWorker(WorkerScript):
         if self.joins or self.doing != "crossing":
             return []  # said at the next boundary; a joiner waits for its Exit
         self.doing = "going back"
-        return [m.Aborted(worker=self.worker, generation=self.generation)]
+        return [self.aborted_message(self.generation)]
 
     def drop(self) -> list[m.FromWorker]:
         """At a boundary that the handoff did not reach: called off, and clear of it."""
         self.aborted, self.armed, self.preparing = False, False, False
-        return [m.Aborted(worker=self.worker, generation=self.generation)]
+        return [self.aborted_message(self.generation)]
 
     def _committed(self, message: m.Verdict) -> list[m.FromWorker]:
         self.step = message.scalars.step

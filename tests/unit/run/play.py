@@ -44,10 +44,9 @@ FAULTS = (
     (Phase.BOOT, Fault.DIE),
     (Phase.BOOT, Fault.SILENT),
     (Phase.BOOT, Fault.FAIL),
-    *((phase, fault) for phase in (Phase.PREPARE, Phase.ARMED, Phase.TRANSFER, Phase.COMMIT,
-        Phase.RELEASE) for fault in (Fault.DIE, Fault.FAIL, Fault.SILENT)),
-    *((phase, fault) for phase in (Phase.TRANSFER, Phase.COMMIT)
-        for fault in (Fault.VOTE_NO, Fault.WRONG_DIGEST)),
+    *((phase, fault) for phase in (Phase.PREPARE, Phase.ARMED, Phase.TRANSFER, Phase.RELEASE)
+        for fault in (Fault.DIE, Fault.FAIL, Fault.SILENT)),
+    *((Phase.TRANSFER, fault) for fault in (Fault.VOTE_NO, Fault.WRONG_DIGEST)),
 )  # fmt: skip
 
 Said = m.FromWorker | Saved | Closed

@@ -25,6 +25,7 @@ from liver_hpc.run.events import (
     Seat,
 )
 from liver_hpc.run.records import (
+    CrossingRecord,
     EvaluationRecord,
     NetworkRecord,
     NoticeRecord,
@@ -36,6 +37,7 @@ from tests.unit.report.rows import reconfiguration
 from tests.unit.run.replay import decode_event, plain
 
 SCALARS = m.ScalarState(step=3, consumed_samples=24, optimizer_step=3, loss_scale=1.0, seed=7)
+PAIR = m.PairDigest(peer=1, kind="main", value="00000000000000ff")
 DIGEST = m.ClassDigest(kind="main", tp_replicated=True, multi_stage=False, value="00000000000000ff")
 STEP = m.StepDone(
     worker=0, generation=1, step=7, loss=2.5, grad_norm=0.1, learning_rate=1e-3, tokens=64,
@@ -82,7 +84,8 @@ EVENTS: list[e.Event] = [
     m.Evaluated(worker=0, generation=1, step=8, loss=2.5, batches=10, started_s=10.5, ended_s=11.5),
     m.Prepared(worker=0, generation=1, timings_s={"groups": 0.5}, bytes_out=10, bytes_to={1: 10}),
     m.AtBoundary(worker=0, generation=1, scalars=SCALARS, last_step_ended_s=1.1),
-    m.Vote(worker=0, generation=1, stage="optimizer", ok=True, source=(DIGEST,), target=(DIGEST,)),
+    m.Verified(worker=0, generation=1, step=8, digests=(DIGEST,)),
+    m.Vote(worker=0, generation=1, ok=True, source=(DIGEST,), target=(DIGEST,), sent=(PAIR,)),
     m.FirstStep(worker=0, generation=1, started_s=1.0, ended_s=2.0),
     m.Released(worker=0, generation=1, file_descriptors=9, resident_bytes=99, released_s=3.0),
     m.Aborted(worker=0, generation=1),
@@ -96,6 +99,7 @@ RECORDS: list[Row] = [
     NoticeRecord("granted", "n1", "main", 1.0, math.nan, 2.0, "", -1, math.nan, 3.0, "in use"),
     NetworkRecord(1, "gloo tcp", "h", "lo"),
     WorkerPhaseRecord(1, 0, "n1", "boot", 1.0, math.nan),
+    CrossingRecord(1, 0, *(0.5 for _ in range(12)), math.nan),
     TrafficRecord(1, 0, 1, 10),
     EvaluationRecord(8, 1, math.nan, 2, 1.0, 2.0),
 ]

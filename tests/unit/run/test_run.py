@@ -174,7 +174,7 @@ def test_a_node_that_cannot_be_left_in_time_sends_the_state_to_disk() -> None:
 def test_a_worker_that_says_what_nobody_asked_for_ends_the_run_with_the_story() -> None:
     play = in_boot(MACHINE)
     play.rogue = True
-    play.feed(m.Vote(worker=0, generation=1, stage="parameters", ok=True))
+    play.feed(m.Vote(worker=0, generation=1, ok=True))
     assert play.run.ending is not None
     assert "unexpected Vote in phase BOOT; events so far: " in play.run.ending.reason
 
@@ -193,7 +193,7 @@ def test_no_handoff_begins_while_the_journal_cannot_be_written() -> None:
 
 def test_a_joiner_that_fails_costs_the_attempt_alone() -> None:
     play = training(MACHINE)
-    play.faults.planned.append((Phase.COMMIT, Fault.VOTE_NO))
+    play.faults.planned.append((Phase.TRANSFER, Fault.VOTE_NO))
     play.ask(m.ResizeRequest(workers=4))
     play.settle()
     play.train()
@@ -296,3 +296,19 @@ def test_an_evaluation_is_recorded_shown_and_remembered() -> None:
     shown = run.snapshot(7.0, "", "")
     assert (shown.validation_loss, shown.evaluated) == (2.5, 10)
     assert run.memory.evaluated == 10
+
+
+def test_a_run_whose_copies_differ_goes_back_to_its_checkpoint_and_says_which_differ() -> None:
+    run, _ = begun(e.Memory(4, evaluated=5), 7)
+    workers = run.world.rank_map.workers  # type: ignore[union-attr]
+    generation = run.world.generation  # type: ignore[union-attr]
+    run.handle(e.StateRestored(generation), 4.0)
+    for number, worker in enumerate(workers):
+        digest = m.ClassDigest(
+            kind="parameter", tp_replicated=True, multi_stage=False, value=f"{number:016x}"
+        )
+        assert run.ending is None
+        told = m.Verified(worker=worker, generation=generation, step=10, digests=(digest,))
+        run.handle(told, 6.0)
+    assert run.ending is not None
+    assert "copies of the state differ after step 10: parameter" in run.ending.reason

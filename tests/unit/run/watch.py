@@ -23,8 +23,6 @@ AFTER_THE_END = (
     a.TurnAway, a.Answer, a.Disconnect, a.EndAgent, a.KillAgent, a.Log
 )  # fmt: skip
 
-STAGES = ("parameters", "optimizer")
-
 
 @dataclass
 class SeenAgent:
@@ -68,7 +66,7 @@ class Watch:
         self._answered: set[int] = set()
         self._journal_error = ""
         self._prepared: set[int] = set()
-        self._yes: set[tuple[int, str, int]] = set()  # generation, stage, worker
+        self._yes: set[tuple[int, int]] = set()  # generation, worker
         self._granted: dict[str, float] = {}
         self._known_workers = 0
         self._at_s = 0.0
@@ -156,10 +154,10 @@ class Watch:
 
     def _voted(self, vote: m.Vote) -> None:
         """Of what the played workers report all is well, or one digest is a `WRONG_DIGEST`."""
-        digests = (*vote.source, *vote.target)
+        digests = (*vote.sent, *vote.received)
         right = not any(digest.value.startswith(WRONG_DIGEST) for digest in digests)
         if vote.ok and right:
-            self._yes.add((vote.generation, vote.stage, vote.worker))
+            self._yes.add((vote.generation, vote.worker))
 
     def _drained(self, event: e.OperatorAsked, answer: a.Answer) -> None:
         request = event.request
@@ -280,10 +278,9 @@ class Watch:
                 self._new_generation(message.generation)
             case m.Prepare():
                 self._prepare(message, workers)
-            case m.Verdict(stage="commit"):
+            case m.Verdict():
                 self._verdict(message.generation, "commit")
-                wanted = {(stage, w) for stage in STAGES for w in self._prepared}
-                no = {each for each in wanted if (message.generation, *each) not in self._yes}
+                no = {w for w in self._prepared if (message.generation, w) not in self._yes}
                 assert not no, f"committed, and {sorted(no)} did not say yes"
             case m.Abort():
                 self._verdict(message.generation, "abort")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from liver_hpc.layout.memory import move_bytes
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, Move, TransferPlan
+from liver_hpc.transport.moved import Moved
 from liver_hpc.transport.stream import Transport
 from tests.unit.layout.models import TIED, UNTIED_BF16
 from tests.unit.transport.plans import plan_of
@@ -106,28 +107,31 @@ def _parts(plan: TransferPlan) -> list[TransferPlan]:
     ]  # fmt: skip
 
 
-def move_everything(member: Member, dtype: str, handoff: str, budget: str) -> dict[str, int]:
+def move_everything(member: Member, dtype: str, handoff: str, budget: str) -> list[Moved]:
     """A whole handoff in two streams; every owned element arrives, no other is touched."""
     model, (source, target) = MODELS[dtype], HANDOFFS[handoff]
     transport = member.connect(model, BUDGETS[budget])
     plan = transfer_plan(model, source, target, member.worker)
     was, becomes = ToyState(model, random_bits(7)), ToyState(model, untouched)
     at, to = (rank_map.coordinate_of(member.worker) for rank_map in (source, target))
-    totals = {"sent": 0, "received": 0, "local": 0}
+    streams: list[Moved] = []
     for part in _parts(plan):
         progress: list[int] = []
-        transport.stream(
+        moved = transport.stream(
             transport.prepare(part),
             None if at is None else was,
             None if to is None else becomes,
             progress.append,
             member.deadline(),
         )
-        received, local = (move_bytes(model, moves) for moves in (part.receives, part.local))
+        lists = (part.sends, part.receives, part.local)
+        sent, received, local = (move_bytes(model, moves) for moves in lists)
         assert sum(progress) == received + local
-        totals["sent"] += move_bytes(model, part.sends)
-        totals["received"] += received
-        totals["local"] += local
+        stats = moved.stats
+        assert (stats.bytes_sent, stats.bytes_received) == (sent, received)
+        assert stats.bytes_copied == local
+        assert {key[0] for key in moved.sent} == {m.receiver for m in (*part.sends, *part.local)}
+        streams.append(moved)
     wanted = ToyState(model, untouched)
     if to is not None:
         for kind, index in wanted.memory:
@@ -137,7 +141,24 @@ def move_everything(member: Member, dtype: str, handoff: str, budget: str) -> di
         assert torch.equal(becomes.bits(key), wanted.bits(key)), key
     member.meet()
     transport.close()
-    return totals
+    return streams
+
+
+def disagreements(moved: Sequence[Moved]) -> list[tuple[int, int, str]]:
+    """(sender, receiver, kind) of which the two ends saw different bytes; moved: by worker."""
+    sent = {
+        (sender, receiver, kind): value
+        for sender, one in enumerate(moved)
+        for (receiver, kind), value in one.sent.items()
+    }
+    received = {
+        (sender, receiver, kind): value
+        for receiver, one in enumerate(moved)
+        for (sender, kind), value in one.received.items()
+    }
+    return sorted(
+        way for way in sent.keys() | received.keys() if sent.get(way) != received.get(way)
+    )
 
 
 def _states() -> tuple[ToyState, ToyState]:
@@ -327,8 +348,10 @@ class TransportConformance(ABC):
     def test_every_box_arrives_bit_for_bit_and_nothing_else_is_touched(
         self, dtype: str, handoff: str, budget: str
     ) -> None:
-        totals = self.run(move_everything, 4, dtype, handoff, budget)
-        assert sum(t["sent"] for t in totals) == sum(t["received"] for t in totals) > 0
+        streams = self.run(move_everything, 4, dtype, handoff, budget)
+        for moved in zip(*streams, strict=True):
+            assert disagreements(moved) == []
+            assert any(one.sent for one in moved)
 
     def test_a_peer_that_leaves_frees_those_that_wait_for_it(self) -> None:
         self.run(peer_leaves, 2)

@@ -57,7 +57,11 @@ class MemoryExchange:
 
     def transport(self, worker: int, model: ModelSpec, handoff: HandoffSection) -> Transport:
         """The transport of one worker."""
-        return Transport(_MemoryWire(self, worker), model, handoff)
+        return Transport(self.wire(worker), model, handoff)
+
+    def wire(self, worker: int) -> Wire:
+        """The wire of one worker."""
+        return _MemoryWire(self, worker)
 
     def start(self, worker: int, parcel: Parcel) -> _End:
         """Starts one end of a message; both ends cross when the second one starts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liver_hpc.errors import PlanError
-from liver_hpc.layout.tensors import Box
+from liver_hpc.layout.tensors import Box, TensorSpec
 from liver_hpc.transport import digest
 from liver_hpc.transport.digest import MODULUS, box_digest
 from tests.unit.transport.conformance import random_bits
@@ -25,18 +26,36 @@ def matrix(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> torch.Te
     return tensor
 
 
-def whole(tensor: torch.Tensor) -> Box:
-    return Box(0, tensor.shape[0], 0, tensor.shape[1])
+def spec(rows: int, cols: int, name: str = "w") -> TensorSpec:
+    return TensorSpec(name, (rows, cols))
 
 
 def of(tensor: torch.Tensor, name: str = "w") -> int:
-    return box_digest(tensor, name, whole(tensor))
+    rows, cols = tensor.shape
+    return box_digest(tensor, spec(rows, cols, name), Box(0, rows, 0, cols))
 
 
-@pytest.fixture(autouse=True)
-def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors span chunks, as large ones do with the real size."""
-    monkeypatch.setitem(digest._CHUNK_ELEMENTS, "cpu", 50)
+def quarters(tensor: torch.Tensor, down: int, right: int, of_tensor: TensorSpec) -> int:
+    """The digests of a tensor's four quarters, added up."""
+    rows, cols = tensor.shape
+    boxes = [
+        Box(top, bottom, left, end)
+        for top, bottom in ((0, down), (down, rows))
+        for left, end in ((0, right), (right, cols))
+    ]
+    parts = (tensor[box.row0 : box.row1, box.col0 : box.col1] for box in boxes)
+    shares = (box_digest(part, of_tensor, box) for part, box in zip(parts, boxes, strict=True))
+    return sum(shares) % MODULUS
+
+
+@pytest.fixture(params=["8-bit products", "64-bit products"], autouse=True)
+def _both_products(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Few rows and bytes at a time: small tensors span chunks, as large ones do in earnest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest, "_has_byte_product", lambda: request.param == "8-bit products")
+        patch.setattr(digest, "_CHUNK_ROWS", 5)
+        patch.setitem(digest._WIDE_CHUNK_BYTES, "cpu", 50)
+        yield
 
 
 def _splitmix64(seed: int, index: int) -> int:
@@ -47,19 +66,52 @@ def _splitmix64(seed: int, index: int) -> int:
     return (mixed ^ mixed >> 31) | 1
 
 
+def _place_weight(place: int) -> int:
+    """Weight of a place within a row, by the docstring's words."""
+    block, inside = divmod(place, digest.BLOCK_BYTES)
+    mixed, total = _splitmix64(digest._BYTE_SEED, inside), 0
+    for lane in range(digest.LANES):
+        weight = (mixed >> 8 * lane & 0x7F) - 64
+        factor = _splitmix64(digest._LANE_SEED, lane)
+        total += (weight | 1) * factor if lane == 0 else weight * 2 * factor
+    return _splitmix64(digest._BLOCK_SEED, block) * total
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_the_sum_that_its_docstring_names(dtype: torch.dtype) -> None:
-    tensor, box = matrix(7, 13, dtype), Box(90, 97, 1000, 1013)
-    integers = tensor.view(digest._INTEGERS[tensor.element_size()]).tolist()
-    expected = sum(
-        bits
-        * digest._mark("w")
-        * _splitmix64(digest._ROW_SEED, box.row0 + row)
-        * _splitmix64(digest._COLUMN_SEED, box.col0 + col)
-        for row, line in enumerate(integers)
-        for col, bits in enumerate(line)
-    )
-    assert box_digest(tensor, "w", box) == expected % MODULUS
+@pytest.mark.parametrize("shape", [(7, 13), (91, 1)])
+def test_it_is_the_sum_that_its_docstring_names(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """A 1-D tensor is one long row; all others have row weights. A box may span two blocks."""
+    rows, cols = shape
+    box = Box(1000, 1000 + rows, 0, 1) if cols == 1 else Box(90, 90 + rows, 2040, 2040 + cols)
+    tensor = matrix(rows, cols, dtype)
+    of_tensor = spec(2000, 1 if cols == 1 else 3000)
+    size, expected = dtype.itemsize, 0
+    for index, byte in enumerate(tensor.view(torch.int8).flatten().tolist()):
+        row, place = divmod(index, cols * size)
+        if cols == 1:
+            row, place = 0, box.row0 * size + index
+        else:
+            row, place = box.row0 + row, box.col0 * size + place
+        expected += byte * _splitmix64(digest._ROW_SEED, row) * _place_weight(place)
+    assert box_digest(tensor, of_tensor, box) == expected * digest._mark("w") % MODULUS
+
+
+def test_every_weight_of_a_byte_is_odd_and_no_other_has_it() -> None:
+    lanes = digest._lanes(torch.device("cpu"))
+    assert set((lanes.place_weights & 1).tolist()) == {1}
+    assert len(set(lanes.place_weights.tolist())) == digest.BLOCK_BYTES
+    assert len({tuple(line) for line in lanes.byte_weights.tolist()}) == digest.BLOCK_BYTES
+
+
+@pytest.mark.parametrize("value", [-128, 127])
+def test_the_largest_bytes_do_not_overflow(value: int) -> None:
+    """Of one sign with their weights, over a whole block, as 8-bit products would have them."""
+    lanes = digest._lanes(torch.device("cpu"))
+    for lane in range(digest.LANES):
+        signs = torch.where(lanes.byte_weights[:, lane] < 0, -1, 1)
+        extreme = (signs * value).clamp(-128, 127).to(torch.int8).unsqueeze(0)
+        wide = torch.mv(extreme.to(torch.int64), lanes.place_weights)
+        assert torch.equal(digest._row_sums(extreme, 0), wide)
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.sampled_from(DTYPES), st.data())
@@ -69,15 +121,18 @@ def test_disjoint_boxes_add_up(
     tensor = matrix(rows, cols, dtype)
     down = data.draw(st.integers(0, rows))
     right = data.draw(st.integers(0, cols))
-    quarters = [
-        Box(top, bottom, left, end)
-        for top, bottom in ((0, down), (down, rows))
-        for left, end in ((0, right), (right, cols))
-    ]
-    parts = sum(
-        box_digest(tensor[box.row0 : box.row1, box.col0 : box.col1], "w", box) for box in quarters
-    )
-    assert parts % MODULUS == of(tensor)
+    assert quarters(tensor, down, right, spec(rows, cols)) == of(tensor)
+
+
+@pytest.mark.parametrize("shape", [(3, 1536), (12, 1024), (2, 3000), (1, 5000), (9, 700)])
+@pytest.mark.parametrize("right", [0, 1, 512, 600, 699])
+def test_rows_of_several_blocks_add_up(shape: tuple[int, int], right: int) -> None:
+    """Whole blocks that follow each other, blocks below each other, and parts of blocks."""
+    tensor = matrix(*shape)
+    padded = torch.zeros(shape[0], shape[1] + 7)[:, 3:-4].copy_(tensor)
+    for down in (0, 1, shape[0]):
+        for same in (tensor, padded):
+            assert quarters(same, down, right, spec(*shape)) == of(tensor)
 
 
 def test_strides_do_not_matter() -> None:
@@ -87,17 +142,21 @@ def test_strides_do_not_matter() -> None:
     assert of(padded[:, 4:13]) == of(tensor) == of(tensor.t().contiguous().t())
 
 
-@pytest.mark.parametrize("length", [1, 49, 50, 51, 1000])
-def test_a_vector_is_a_matrix_of_one_column(length: int) -> None:
+@pytest.mark.parametrize("length", [1, 49, 511, 512, 513, 3000])
+def test_a_vector_may_be_cut_anywhere(length: int) -> None:
     vector = matrix(length, 1)
-    half = length // 2
-    top = box_digest(vector[:half], "w", Box(0, half, 0, 1))
-    bottom = box_digest(vector[half:], "w", Box(half, length, 0, 1))
-    assert (top + bottom) % MODULUS == of(vector)
-    wide = torch.cat([vector, vector], dim=1)
-    left = box_digest(wide[:, :1], "w", Box(0, length, 0, 1))
-    right = box_digest(wide[:, 1:], "w", Box(0, length, 1, 2))
-    assert (left + right) % MODULUS == of(wide)
+    for cut in {0, 1, length // 2, length - 1}:
+        assert quarters(vector, cut, 0, spec(length, 1)) == of(vector)
+    assert of(torch.cat([vector, vector], dim=1)[:, :1]) == of(vector)
+
+
+@pytest.mark.parametrize("col", range(3))
+def test_a_column_of_any_strides_is_a_part_of_its_tensor(col: int) -> None:
+    tensor = matrix(30, 3)
+    one = box_digest(tensor[:, col : col + 1], spec(30, 3), Box(0, 30, col, col + 1))
+    rest = tensor.clone()
+    rest[:, col] = 0
+    assert (one + of(rest)) % MODULUS == of(tensor)
 
 
 def _swapped_rows(tensor: torch.Tensor, one: slice, other: slice) -> torch.Tensor:
@@ -172,9 +231,9 @@ def test_random_sign_flips_spread_over_the_upper_half_of_the_digest() -> None:
 
 
 def test_an_empty_box_is_zero() -> None:
-    assert box_digest(torch.empty(0, 4), "w", Box(3, 3, 0, 4)) == 0
+    assert box_digest(torch.empty(0, 4), spec(9, 4), Box(3, 3, 0, 4)) == 0
 
 
 def test_a_view_of_another_shape_is_refused() -> None:
     with pytest.raises(PlanError, match=r"'w': .* is given as \(4, 4\)"):
-        box_digest(torch.zeros(4, 4), "w", Box(0, 4, 0, 5))
+        box_digest(torch.zeros(4, 4), spec(4, 5), Box(0, 4, 0, 5))

@@ -91,7 +91,9 @@ def test_hostile_texts_stay_texts(whole: str) -> None:
 
 def test_the_verdict_comes_first(whole: str) -> None:
     words = " ".join(checked(whole).said().split())
-    verdict = words.index("2 of 3 handoffs completed. They cost 0.500 s of training in all")
+    verdict = words.index(
+        "2 of 3 handoffs completed. They cost 0.500 s of training in all, 0.500 s of it lost"
+    )
     assert 0 < verdict < words.index("Loss and tokens per second")
     assert "at most 0.250 steps at once" in words
 

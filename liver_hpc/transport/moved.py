@@ -1,0 +1,112 @@
+"""What a stream has moved: digests of what crossed, by pair, and where the time went."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+
+from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.transport.buckets import Piece
+from liver_hpc.transport.digest import MODULUS, add_digest
+
+Way = Literal["sent", "received", "copied"]
+Work = Literal["wire", "pack", "unpack", "copy", "digest"]
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """Where the time of one worker's stream went, and how many bytes of state it moved.
+
+    wire_s: waiting for messages. pack_s, unpack_s: copying into and out of staging. copy_s:
+    copying within the worker. digest_s: of all that was moved. On CUDA the last four are the time
+    in which the device was told what to do, and the wait for it is in wire_s.
+    bytes_staged: of what was sent and received, as much as passed staging here.
+    """
+
+    wire_s: float = 0.0
+    pack_s: float = 0.0
+    unpack_s: float = 0.0
+    copy_s: float = 0.0
+    digest_s: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    bytes_copied: int = 0
+    bytes_staged: int = 0
+
+    @property
+    def timings_s(self) -> dict[str, float]:
+        """The seconds by what took them: "wire", "pack", "unpack", "copy", "digest"."""
+        return {
+            name.removesuffix("_s"): value
+            for name, value in asdict(self).items()
+            if name.endswith("_s")
+        }
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one worker's stream has moved.
+
+    sent, received: digests in [0, MODULUS) by (peer worker, kind); copies within the worker stand
+    under its own id in both. `sent` was read from the source world, `received` from the target
+    world, so that worker a's `sent[b, kind]` equals worker b's `received[a, kind]` where nothing
+    went wrong between the two: from when the source was read (before it was packed; where it goes
+    as it lies, when it was sent) until the target was written. Empty where no digests were wanted.
+    """
+
+    sent: Mapping[tuple[int, str], int]
+    received: Mapping[tuple[int, str], int]
+    stats: TransferStats
+
+
+class Tally:
+    """Adds up what becomes a `Moved`. Never waits for the device before `moved`."""
+
+    def __init__(self, model: ModelSpec, *, digest: bool) -> None:
+        self._model = model
+        self._digest = digest
+        self._sums: dict[tuple[str, int, str], torch.Tensor] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._bytes: Counter[str] = Counter()
+
+    @contextmanager
+    def timed(self, work: Work) -> Iterator[None]:
+        """Counts the time inside as time spent on `work`."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[f"{work}_s"] += time.perf_counter() - began_s
+
+    def count(self, way: Way | Literal["staged"], num_bytes: int) -> None:
+        """Counts bytes of state."""
+        self._bytes[f"bytes_{way}"] += num_bytes
+
+    def see(
+        self, way: Literal["sent", "received"], peer: int, piece: Piece, view: torch.Tensor
+    ) -> None:
+        """Adds one piece to the digest of what was sent to a peer, or received from it."""
+        if not self._digest:
+            return
+        with self.timed("digest"):
+            total = self._sums.get((way, peer, piece.kind))
+            if total is None:
+                total = torch.zeros((), dtype=torch.int64, device=view.device)
+                self._sums[way, peer, piece.kind] = total
+            add_digest(total, view, self._model.tensors[piece.tensor_index], piece.box)
+
+    def moved(self) -> Moved:
+        """All of it. Waits for the device."""
+        sums = {key: int(total) % MODULUS for key, total in self._sums.items()}
+        sent, received = (
+            {(peer, kind): value for (of, peer, kind), value in sums.items() if of == way}
+            for way in ("sent", "received")
+        )
+        stats = TransferStats(**self._seconds, **self._bytes)  # type: ignore[arg-type]
+        return Moved(sent, received, stats)

@@ -1,0 +1,215 @@
+"""The digests of what crosses: both ends agree, and a bit that flips is found where it did."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from liver_hpc.clock import Deadline
+from liver_hpc.config.schema import HandoffSection
+from liver_hpc.layout.memory import move_bytes
+from liver_hpc.layout.tensors import EXP_AVG, PARAMETER, Box, ModelSpec, Move, TensorSpec
+from liver_hpc.transport.buckets import Piece
+from liver_hpc.transport.digest import MODULUS, box_digest
+from liver_hpc.transport.moved import Moved, Tally
+from liver_hpc.transport.stream import Transport
+from liver_hpc.transport.wire import Parcel, Pending, Wire
+from tests.unit.transport.conformance import Member, ToyState, disagreements, random_bits
+from tests.unit.transport.memory import MemoryExchange
+from tests.unit.transport.plans import RandomPlans, plan_of, random_plans
+from tests.unit.transport.test_memory import in_threads
+
+HANDOFF = HandoffSection(staging_bytes=1024, bucket_bytes=512)
+MODEL = ModelSpec(
+    tuple(TensorSpec(name, (8, 8)) for name in "abc"), {"pp1": (((0, 1, 2),),)}, parameter_bytes=4
+)
+LEFT, TOP = Box(0, 8, 0, 4), Box(0, 4, 0, 8)
+MOVES = [
+    Move(0, PARAMETER, LEFT, 0, 1),
+    Move(1, PARAMETER, TOP, 0, 1),
+    Move(1, PARAMETER, LEFT, 1, 0),
+    Move(2, PARAMETER, LEFT, 1, 1),
+    Move(0, EXP_AVG, LEFT, 0, 1),
+    Move(1, EXP_AVG, TOP, 1, 0),
+]
+"""Columns, which pass staging, and whole rows, which do not, both ways; and a copy."""
+UNSTAGED = (1, 0, EXP_AVG)
+"""Goes as it lies: whether it crosses with a bit that flips late is chance."""
+
+
+def flip(memory: torch.Tensor) -> None:
+    """One bit of the first element, whatever its type; of a view of any strides."""
+    memory[(slice(0, 1),) * memory.dim()].view(torch.uint8)[..., :1] ^= 4
+
+
+class _FaultyWire(Wire):
+    """Flips a bit of the one message that is chosen: before it leaves, or once it has crossed."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, wire: Wire, chosen: Callable[[Parcel], bool]) -> None:
+        self._wire = wire
+        self._chosen = chosen
+
+    def launch(self, parcels: Sequence[Parcel]) -> Sequence[Pending]:
+        for parcel in parcels:
+            if parcel.is_send and self._chosen(parcel):
+                flip(parcel.memory)
+        started = self._wire.launch(parcels)
+        return [
+            pending if parcel.is_send or not self._chosen(parcel) else _Faulty(pending, parcel)
+            for parcel, pending in zip(parcels, started, strict=True)
+        ]
+
+    def close(self) -> None:
+        self._wire.close()
+
+
+class _Faulty:
+    def __init__(self, pending: Pending, parcel: Parcel) -> None:
+        self._pending = pending
+        self._parcel = parcel
+
+    def wait(self, deadline: Deadline) -> None:
+        self._pending.wait(deadline)
+        flip(self._parcel.memory)
+
+
+_HERE = threading.local()
+"""worker: whose thread this is."""
+
+
+def _stream(
+    member: Member, exchange: MemoryExchange, chosen: Callable[[int, Parcel], bool]
+) -> Moved:
+    _HERE.worker = member.worker
+    wire = exchange.wire(member.worker)
+    faulty = _FaultyWire(wire, lambda parcel: chosen(member.worker, parcel))
+    transport = Transport(faulty, MODEL, HANDOFF)
+    was, becomes = (ToyState(MODEL, random_bits(seed)) for seed in (3, 4))
+    prepared = transport.prepare(plan_of(MOVES, member.worker))
+    return transport.stream(prepared, was, becomes, lambda _bytes: None, member.deadline())
+
+
+def _streamed(
+    chosen: Callable[[int, Parcel], bool] = lambda _worker, _parcel: False,
+) -> list[Moved]:
+    return in_threads(_stream, 2, MemoryExchange(), chosen)
+
+
+WAYS = sorted({(move.sender, move.receiver, move.kind) for move in MOVES})
+
+
+@pytest.mark.parametrize(
+    ("where", "sender", "tag", "kind"),
+    [
+        ("in staging", 0, 0, EXP_AVG),
+        ("in staging", 0, 1, PARAMETER),
+        ("in staging", 1, 1, PARAMETER),
+        ("on the wire", 0, 0, EXP_AVG),
+        ("on the wire", 0, 1, PARAMETER),
+        ("on the wire, unstaged", 0, 2, PARAMETER),
+        ("on the wire, unstaged", 1, 0, EXP_AVG),
+        ("on the wire", 1, 1, PARAMETER),
+    ],
+)
+def test_a_bit_that_flips_in_a_message_is_found_at_its_pair_and_kind(
+    where: str, sender: int, tag: int, kind: str
+) -> None:
+    is_send = where == "in staging"
+
+    def chosen(worker: int, parcel: Parcel) -> bool:
+        from_worker = worker if parcel.is_send else parcel.peer
+        return (from_worker, parcel.tag, parcel.is_send) == (sender, tag, is_send)
+
+    assert disagreements(_streamed(chosen)) == [(sender, 1 - sender, kind)]
+
+
+@pytest.mark.parametrize(
+    ("way", "sender", "receiver", "kind"),
+    [("sent", *ends) for ends in WAYS if ends != UNSTAGED] + [("received", *ends) for ends in WAYS],
+)
+def test_a_bit_that_flips_in_a_world_is_found_at_its_pair_and_kind(
+    way: str, sender: int, receiver: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the source before it is packed, in the target once it was unpacked, or in a copy."""
+    see, flipped = Tally.see, list[Piece]()
+
+    def faulty(self: Tally, of: str, peer: int, piece: Piece, view: torch.Tensor) -> None:
+        ends = (_HERE.worker, peer) if of == "sent" else (peer, _HERE.worker)
+        chosen = (of, *ends, piece.kind) == (way, sender, receiver, kind) and not flipped
+        if chosen and way == "received":
+            flip(view)
+        see(self, of, peer, piece, view)
+        if chosen and way == "sent":
+            flip(view)
+        flipped.extend([piece] * chosen)
+
+    monkeypatch.setattr(Tally, "see", faulty)
+    assert disagreements(_streamed()) == [(sender, receiver, kind)]
+    assert flipped
+
+
+def test_nothing_disagrees_where_nothing_flips() -> None:
+    moved = _streamed()
+    assert disagreements(moved) == []
+    assert [sorted(one.sent) for one in moved] == [
+        [(1, EXP_AVG), (1, PARAMETER)], [(0, EXP_AVG), (0, PARAMETER), (1, PARAMETER)],
+    ]  # fmt: skip
+
+
+def _random(member: Member, case: RandomPlans, handoff: HandoffSection) -> Moved:
+    transport = member.connect(case.model, handoff)
+    was, becomes = (ToyState(case.model, random_bits(seed)) for seed in (3, 4))
+    prepared = transport.prepare(case.plans[member.worker])
+    return transport.stream(prepared, was, becomes, lambda _bytes: None, member.deadline())
+
+
+@settings(max_examples=20)
+@given(random_plans(), st.integers(16, 300), st.integers(0, 900), st.booleans())
+def test_digests_are_those_of_the_boxes_however_they_were_cut(
+    case: RandomPlans, bucket_bytes: int, more_bytes: int, grouped: bool
+) -> None:
+    handoff = HandoffSection(staging_bytes=bucket_bytes + more_bytes, bucket_bytes=bucket_bytes)
+    moved = in_threads(_random, len(case.plans), case, handoff, grouped=grouped)
+    assert disagreements(moved) == []
+    was = ToyState(case.model, random_bits(3))
+    wanted: dict[tuple[int, int, str], int] = {}
+    for index, kind, box, sender, receiver in case.moves:
+        way = (sender, receiver, kind)
+        share = box_digest(was.view(kind, index, box), case.model.tensors[index], box)
+        wanted[way] = (wanted.get(way, 0) + share) % MODULUS
+    found = {
+        (sender, receiver, kind): value
+        for sender, one in enumerate(moved)
+        for (receiver, kind), value in one.sent.items()
+    }
+    assert found == wanted
+
+
+def _undigested(member: Member) -> Moved:
+    transport = member.connect(MODEL, HANDOFF)
+    was, becomes = (ToyState(MODEL, random_bits(seed)) for seed in (3, 4))
+    plan = plan_of(MOVES, member.worker)
+    return transport.stream(
+        transport.prepare(plan), was, becomes, lambda _bytes: None, member.deadline(), digest=False
+    )
+
+
+def test_digests_can_be_left_out_and_bytes_and_seconds_are_counted_all_the_same() -> None:
+    for worker, moved in enumerate(in_threads(_undigested, 2)):
+        plan = plan_of(MOVES, worker)
+        assert (moved.sent, moved.received) == ({}, {})
+        stats = moved.stats
+        assert stats.digest_s == 0.0
+        assert min(stats.wire_s, stats.pack_s, stats.unpack_s) > 0.0
+        assert stats.bytes_sent == move_bytes(MODEL, plan.sends)
+        assert stats.bytes_received == move_bytes(MODEL, plan.receives)
+        assert stats.bytes_copied == move_bytes(MODEL, plan.local)
+        staged = [m for m in (*plan.sends, *plan.receives) if m.box == LEFT]
+        assert stats.bytes_staged == move_bytes(MODEL, staged)
