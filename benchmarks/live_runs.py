@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from liver_hpc.cli.client import Watch, request, stop
+from liver_hpc.cli.client import Watch, await_coordinator, request, stop
 from liver_hpc.cli.submission import submit_run
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.schema import RunConfig
@@ -15,6 +15,7 @@ from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.report.store import read_run
+from liver_hpc.run.entries import JOURNAL_FILE, read_entries
 from liver_hpc.run.records import RunRecords
 
 _POLL_S = 0.1
@@ -23,7 +24,8 @@ _POLL_S = 0.1
 class LiveRun:
     """A context manager that leaves the run stopped; afterwards `records` holds all of it.
 
-    event_s: the longest that anything may take. poll_s: how often it is looked. Raises LiverError
+    event_s: the longest that anything may take. poll_s: how often it is looked. cluster: where it
+    runs, "local" or "slurm". Raises LiverError
     when the run ends by itself or a handoff is aborted, DeadlineError when something takes too
     long.
     """
@@ -37,6 +39,7 @@ class LiveRun:
         self.asked_s: list[float] = []
         """When each change was asked for, in epoch seconds."""
         self.run = submit_run(config, cluster)
+        await_coordinator(self.run)  # on Slurm the job is only queued
         self._watch = Watch(self.run)
 
     def __enter__(self) -> LiveRun:
@@ -48,6 +51,10 @@ class LiveRun:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops the run, if it has not ended."""
         self._watch.close()
         if self.run.outcome() is None:
             stop(self.run)
@@ -55,6 +62,12 @@ class LiveRun:
     def records(self) -> RunRecords:
         """Everything recorded so far."""
         return read_run(self.run.path)
+
+    def worker_pids(self) -> set[int]:
+        """Of all workers that the run has had: a worker that was forked has the command line of the
+        process that forked it."""
+        said = (entry.event for entry in read_entries(self.run.path / JOURNAL_FILE))
+        return {int(event["pid"]) for event in said if event.get("type") == "hello"}
 
     def settle(self, steps: int) -> int:
         """Waits for so many whole steps from now; returns how many have been done in all."""

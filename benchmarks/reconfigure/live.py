@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from benchmarks.live_runs import LiveRun
 from benchmarks.reconfigure.sweep import LIVE, Cell, Sweep
@@ -55,6 +56,7 @@ def rows(
             "detection_s": noticed.notice_s - at_s,
             "pause_s": done.pause_s,
             "bytes": done.bytes_moved,
+            **_path(done),
         }
         for transition, done, noticed, at_s in zip(
             sweep.transitions,
@@ -65,6 +67,14 @@ def rows(
         )
         if transition.claimed and _whole(done)
     ]
+
+
+def _path(done: ReconfigurationFigures) -> dict[str, float]:
+    """The critical path's lines, as far as the workers said."""
+    if done.path is None:
+        return {}
+    lines = {f"path_{name}": spent_s for name, spent_s in asdict(done.path.lines).items()}
+    return {**lines, "path_slow_first_step_s": done.path.slow_first_step_s}
 
 
 def _whole(done: ReconfigurationFigures) -> bool:

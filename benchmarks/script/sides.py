@@ -13,9 +13,10 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks.live_runs import LiveRun
+from benchmarks.processes import living
 from benchmarks.script.bootstrap import SCALARS
 from benchmarks.script.plain import PlainJob, PlainRun, failure, read_scalars, start_plain
-from benchmarks.steady_state.sides import Side, Step, living
+from benchmarks.steady_state.sides import Side, Step
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Layout
@@ -25,7 +26,6 @@ EVENT_S = 600.0
 SETTLED_STEPS = 2
 POLL_S = 0.05
 _SCALARS_OF_A_STEP_BYTES = 1 << 14
-_WORKERS = "liver_hpc.worker.main"
 
 
 class Outcome(NamedTuple):
@@ -113,7 +113,8 @@ class Elastic(ScriptSide):
         return living(lambda words: str(self._live.run.path) in words)
 
     def training(self) -> list[psutil.Process]:
-        return [each for each in self.processes() if _WORKERS in each.cmdline()]
+        workers = self._live.worker_pids()
+        return [each for each in self.processes() if each.pid in workers]
 
     def reach(self, step: int) -> int:
         return self._live.reach(step)
@@ -135,4 +136,4 @@ class Elastic(ScriptSide):
 
     def close(self) -> None:
         self.resume()
-        self._live.__exit__(None, None, None)
+        self._live.close()

@@ -6,7 +6,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -26,10 +26,13 @@ from benchmarks.steady_state.sides import (
 )
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.report.derive import ReconfigurationFigures, run_figures
 
 LIVER, PLAIN = "liver_hpc", "plain"
-LAYOUT = Layout(1, 1, 2)
+LAYOUT, AWAY = Layout(1, 1, 2), Layout(1, 2, 1)
 WARM_STEPS = 5
+SETTLED_STEPS = 6
+"""Undisturbed steps between handoffs, of which medians are taken."""
 
 METHOD = {
     "sides": "a whole run of liver_hpc (coordinator, agent, workers; metrics written) without any "
@@ -41,7 +44,11 @@ METHOD = {
     "overhead_percent": "median time from step end to step end, of the steps that lie in a block, "
     "over the plain loop's in the block beside it; median of the pairs",
     "cpu_overhead_percent": "CPU seconds of all processes of a side, coordinator and agent "
-    "included, a step, over all blocks; wobbles less than time does",
+    "included, a step, over the plain loop's in the block beside it; median of the pairs; wobbles "
+    "less than time does",
+    "interference_steps": "slowdown of the steps beside one handoff (boot, PREPARE, RELEASE), in "
+    "median steps; dp2 to pp2 and back, in which nobody joins; of `replace` a worker joins. "
+    "cost_steps: with its lost time. The plain loop is stopped meanwhile",
     "loss_difference": "largest relative difference of a step's loss between the sides, over the "
     "first steps: both do the same work",
 }
@@ -49,16 +56,20 @@ METHOD = {
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured; quick: a model that steps in milliseconds."""
+    """How much is measured; quick: a model that steps in milliseconds. rounds: of handoffs, of
+    which each has three."""
 
     blocks: int = 9
     block_s: float = 8.0
+    rounds: int = 3
     model: Mapping[str, Any] = field(
         default_factory=lambda: {"layers": 4, "hidden": 256, "ffn_hidden": 512, "heads": 4}
     )
 
 
-QUICK = Effort(2, 2.0, {"layers": 2, "hidden": 64, "ffn_hidden": 96, "heads": 4, "seq_length": 32})
+QUICK = Effort(
+    2, 2.0, 1, {"layers": 2, "hidden": 64, "ffn_hidden": 96, "heads": 4, "seq_length": 32}
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,10 @@ class Block:
     cpu_s: float
     instructions: int | None
     why_not: str
+
+    def a_step(self, total: float) -> float:
+        """NaN without a step."""
+        return total / self.all_steps if self.all_steps else math.nan
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -96,11 +111,26 @@ def run(effort: Effort) -> BenchmarkResult:
                     effort.blocks,
                 )
                 difference = loss_difference(live.steps(), plain.steps())
+                plain.pause()
+                live.resume()
+                handoffs = _hand_off(live, effort.rounds)
             finally:
                 plain.close()
         finally:
             live.close()
-    return _result(blocks, difference)
+    return _result(blocks, difference, handoffs)
+
+
+def _hand_off(side: LiverRun, rounds: int) -> list[ReconfigurationFigures]:
+    """Away and back, then one worker replaced, `rounds` times; in this order."""
+    live = side.live
+    live.settle(SETTLED_STEPS)
+    for _ in range(rounds):
+        for change in (partial(live.resize, AWAY), partial(live.resize, LAYOUT), live.replace):
+            change()
+            live.await_handoffs()
+            live.settle(SETTLED_STEPS)
+    return list(run_figures(live.records()).reconfigurations)
 
 
 def _config(effort: Effort, directory: Path) -> RunConfig:
@@ -113,7 +143,7 @@ def _config(effort: Effort, directory: Path) -> RunConfig:
             "train": {"steps": 1_000_000, "global_batch": 8, "micro_batch": 2},
             "schedule": {"style": "constant"},
             "workers": {"initial": LAYOUT.workers, "max": LAYOUT.workers},
-            "layouts": {LAYOUT.workers: [{"dp": LAYOUT.dp}]},
+            "layouts": {LAYOUT.workers: [{"dp": LAYOUT.dp}, {"pp": AWAY.pp}]},
             "cluster": {"kind": "local"},
             # Processes that are stopped for a block must not count as lost.
             "deadlines": {"heartbeat_s": 300.0, "control_s": 300.0, "collective_s": 600.0},
@@ -157,32 +187,34 @@ def loss_difference(some: Sequence[Step], others: Sequence[Step]) -> float:
     return max((abs(a.loss - b.loss) / abs(b.loss) for a, b in pairs), default=math.nan)
 
 
-def _result(blocks: Mapping[str, list[Block]], difference: float) -> BenchmarkResult:
-    ratios = [
-        100 * (live.period_s / plain.period_s - 1)
-        for live, plain in zip(blocks[LIVER], blocks[PLAIN], strict=True)
-        if math.isfinite(live.period_s) and math.isfinite(plain.period_s)
-    ]
-    overhead = Spread.of(ratios or [math.nan])
-    figures = {
-        "overhead_percent": overhead.median,
-        "cpu_overhead_percent": 100 * (_per_step(blocks, "cpu_s") - 1),
-        "loss_difference": difference,
+def _result(
+    blocks: Mapping[str, list[Block]],
+    difference: float,
+    handoffs: Sequence[ReconfigurationFigures],
+) -> BenchmarkResult:
+    spread = {
+        "overhead_percent": pairs_percent(blocks, lambda block: block.period_s),
+        "cpu_overhead_percent": pairs_percent(blocks, lambda block: block.a_step(block.cpu_s)),
+        **interference(handoffs),
     }
     method = dict(METHOD)
     why_not = next((one.why_not for side in blocks.values() for one in side if one.why_not), "")
     if why_not:
         method["instructions"] = f"not counted here: {why_not}"
     else:
-        figures["instructions_overhead_percent"] = 100 * (_per_step(blocks, "instructions") - 1)
+        spread["instructions_overhead_percent"] = pairs_percent(
+            blocks, lambda block: block.a_step(block.instructions or 0)
+        )
         method["instructions"] = "in user space, all processes of a side, by perf, a step"
+    figures = {name: each.median for name, each in spread.items()}
+    figures["loss_difference"] = difference
     rows = [
         {
             "side": name,
             "block": number,
             "period_s": block.period_s,
             "steps": block.steps,
-            "cpu_s_per_step": block.cpu_s / max(block.all_steps, 1),
+            "cpu_s_per_step": block.a_step(block.cpu_s),
         }
         for number in range(len(blocks[PLAIN]))
         for name, block in ((side, blocks[side][number]) for side in (LIVER, PLAIN))
@@ -192,19 +224,38 @@ def _result(blocks: Mapping[str, list[Block]], difference: float) -> BenchmarkRe
         figures,
         rows,
         method=method,
-        spread={"overhead_percent": overhead},
-        repeats=len(ratios),
+        spread=spread,
+        repeats=spread["overhead_percent"].count,
     )
 
 
-def _per_step(blocks: Mapping[str, list[Block]], what: str) -> float:
-    """How much of something a step costs under liver_hpc, over what it costs the plain loop."""
+def pairs_percent(blocks: Mapping[str, list[Block]], of: Callable[[Block], float]) -> Spread:
+    """How much more each block has than the plain loop's beside it; NaN where none is known."""
+    ratios = [
+        of(live) / of(plain) for live, plain in zip(blocks[LIVER], blocks[PLAIN], strict=True)
+    ]
+    return Spread.of([100 * (each - 1) for each in ratios if math.isfinite(each)] or [math.nan])
 
-    def of(side: str) -> float:
-        steps = sum(block.all_steps for block in blocks[side])
-        return float(sum(getattr(block, what) or 0 for block in blocks[side])) / max(steps, 1)
 
-    return of(LIVER) / of(PLAIN) if of(PLAIN) > 0 else math.nan
+def interference(handoffs: Sequence[ReconfigurationFigures]) -> dict[str, Spread]:
+    """What handoffs took from the steps beside them, and in all; with joiners apart."""
+    found: dict[str, Spread] = {}
+    for name, joins in (("", False), ("join_", True)):
+        chosen = [each for each in handoffs if each.completed and _joins(each) == joins]
+        for what, steps in (
+            ("interference", [each.cost_steps - each.lost_steps for each in chosen]),
+            ("cost", [each.cost_steps for each in chosen]),
+        ):
+            if steps:
+                found[f"{name}{what}_steps"] = Spread.of(steps)
+    return found
+
+
+def _joins(handoff: ReconfigurationFigures) -> bool:
+    source, target = (
+        set(ids.split(",")) for ids in (handoff.source_workers, handoff.target_workers)
+    )
+    return not target <= source
 
 
 if __name__ == "__main__":

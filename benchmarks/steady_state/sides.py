@@ -11,23 +11,22 @@ import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
 
 import psutil
 
+from benchmarks.live_runs import LiveRun
+from benchmarks.processes import living
 from benchmarks.steady_state.plain import run_rank
-from liver_hpc.cli.client import stop
-from liver_hpc.cli.submission import submit_run
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.specs import load_run_recipe
 from liver_hpc.report.store import read_run
-from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE
 
 POLL_S = 0.1
@@ -91,7 +90,8 @@ class LiverRun(Side):
     """A whole run: coordinator, agent, workers, as `liver submit` starts them on this machine."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.run: RunDirectory = submit_run(config, "local")
+        self.live = LiveRun(config, READY_S)
+        self.run = self.live.run
 
     def processes(self) -> list[psutil.Process]:
         return living(lambda words: str(self.run.path) in words)
@@ -104,8 +104,7 @@ class LiverRun(Side):
 
     def close(self) -> None:
         self.resume()
-        if self.run.outcome() is None:
-            stop(self.run)
+        self.live.close()
 
 
 class PlainLoop(Side):
@@ -140,16 +139,6 @@ class PlainLoop(Side):
         for rank in self._ranks:
             rank.kill()
             rank.join()
-
-
-def living(named: Callable[[str], bool]) -> list[psutil.Process]:
-    """Processes whose command line is that of the run, with their descendants."""
-    found: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter(["cmdline"]):
-        if named(" ".join(process.info["cmdline"] or [])) and process.pid != psutil.Process().pid:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                found |= {p.pid: p for p in (process, *process.children(recursive=True))}
-    return list(found.values())
 
 
 class InstructionCounter:

@@ -41,6 +41,18 @@ FIGURES: dict[str, dict[str, str]] = {
     "steady_state": {
         "overhead_percent": "step time of an undisturbed run over a plain Megatron loop's",
         "cpu_overhead_percent": "the same in CPU seconds of all processes",
+        "interference_steps": "steps that a handoff takes by slowing those beside it; nobody joins",
+        "cost_steps": "the same with its lost time",
+        "join_interference_steps": "steps that it takes where a worker joins",
+        "join_cost_steps": "the same with its lost time",
+    },
+    "handoffs": {
+        "memory_growth_percent": "of all of a run's processes, over twenty handoffs in a row and "
+        "over fifty replacements; the larger growth",
+        "descriptors_growth": "the same of descriptors",
+        "threads_growth": "of threads",
+        "processes_growth": "of processes",
+        "processes_left": "processes after its end",
     },
     "script": {
         "throughput_ratio": "an unchanged Megatron-LM script: CPU seconds a token by torchrun over "
@@ -51,6 +63,7 @@ FIGURES: dict[str, dict[str, str]] = {
     },
     "stream": {
         "link_share": "TRANSFER's speed over that of the raw link between the same processes",
+        "link_share_digested": "the same with digests of all that moves, at both ends",
         "memory_over_budget": "peak extra memory over the staging budget",
         "bytes_over_bound": "bytes sent over the least that the placement allows",
     },

@@ -60,7 +60,7 @@ class Seat:
         self._directory = directory
         self._recipe: Recipe | None = None
         self._places: dict[str, _Place] = {}
-        self._transfer: Group | None = None
+        self._transfer: tuple[Transport, Group] | None = None
 
     # ---- the model
 
@@ -165,12 +165,12 @@ class Seat:
             for box in self._boxes(new.world):
                 new.world.state.view(*box).view(torch.uint8).fill_(0xFF)
         group = Group(f"g{generation}/transfer", members, self._worker, self._device)
-        self._transfer = group
         group.connect(self._network, self._store(generation), COLLECTIVE_S)
         ranks = {member: rank for rank, member in enumerate(members)}
-        wire = group_wire(group.process_group, ranks, self._device.torch_device)
+        wire = group_wire(group.backend, ranks, self._device.torch_device)
         recipe = self._used
         transport = Transport(wire, recipe.spec, recipe.config.handoff)
+        self._transfer = (transport, group)
         plan = transfer_plan(recipe.spec, old.rank_map, new.rank_map, self._worker)
         what = f"the bytes from {worlds[0]} to {worlds[1]}"
         transport.stream(
@@ -180,7 +180,6 @@ class Seat:
             lambda _bytes: None,
             Deadline.after(SystemClock(), COLLECTIVE_S, what),
         )
-        transport.close()
         if new.world is not None:
             new.world.load_scalar_state(scalars)
 
@@ -188,7 +187,8 @@ class Seat:
         """Closes the connections of the last move, once all have made it: to a worker that has not
         seen yet that its last message has crossed, they would seem to have failed."""
         if self._transfer is not None:
-            self._transfer.close()
+            for each in self._transfer:
+                each.close()
             self._transfer = None
 
     def _boxes(self, world: World) -> list[tuple[str, int, Box]]:

@@ -44,11 +44,12 @@ def last_words(run_directory: Path, agent: str) -> str:
     return next(filter(None, reversed(errors)), "")
 
 
-def agent_options(launch: LaunchAgent, run_directory: Path) -> list[str]:
-    """The agent's command line after the program."""
+def agent_options(launch: LaunchAgent, run_directory: Path, stay: bool) -> list[str]:
+    """The agent's command line after the program. stay: it is to take further launches."""
     words = ["--run-directory", str(run_directory), "--agent", launch.agent]
     slots = ",".join(map(str, launch.seat.slots))
-    return [*words, "--layout", str(launch.layout), "--slots", slots]
+    words += ["--layout", str(launch.layout), "--slots", slots]
+    return [*words, "--stay"] if stay else words
 
 
 class LaunchedAgent:
@@ -182,8 +183,9 @@ def local_launcher(
     exit_s: float = 10.0,
     further_options: Sequence[str] = (),
     task: Sequence[str] = (),
+    stay: bool = False,
 ) -> Launcher:
-    """Runs agents on this machine.
+    """Runs agents on this machine, which take further launches if they are to `stay`.
 
     `exit_s` is how long a killed agent may take to end its workers before all get SIGKILL;
     `further_options` are added to every agent's command line. `task` is a module and its arguments
@@ -192,7 +194,7 @@ def local_launcher(
     """
 
     def prepare(launch: LaunchAgent) -> LaunchedAgent:
-        options = [*agent_options(launch, run_directory), *further_options]
+        options = [*agent_options(launch, run_directory, stay), *further_options]
         words = [sys.executable, "-P", "-m", *(task or [AGENT_MODULE, *options])]
         log = agent_log(run_directory, launch.agent)
         command = Command(f"agent {launch.agent}", words, log=log, apart="session")

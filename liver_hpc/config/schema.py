@@ -129,6 +129,9 @@ class TrainSection(Section):
 
     `overlap_grad_reduce` and `overlap_param_gather` are Megatron's. With the first, gradients are
     reduced in buckets of about `bucket_elements` while the backward computes.
+
+    `verify_every_steps`: after so many steps all copies of the state are compared, by digest,
+    beside the next step; a run whose copies differ fails.
     """
 
     steps: PositiveInt
@@ -138,6 +141,7 @@ class TrainSection(Section):
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     bucket_elements: PositiveInt = 40_000_000
+    verify_every_steps: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _overlap(self) -> TrainSection:
@@ -162,10 +166,14 @@ class EvalSection(Section):
 
 
 class WorkersSection(Section):
-    """How many workers the run starts with and may ever have."""
+    """How many workers the run starts with and may ever have, and how they start.
+
+    With `warm`, a process on each node imports what workers need, and forks them.
+    """
 
     initial: PositiveInt
     max: PositiveInt
+    warm: bool = True
 
     @model_validator(mode="after")
     def _ordered(self) -> WorkersSection:
@@ -195,7 +203,9 @@ class HandoffSection(Section):
 
     staging_bytes: Bytes = 64 * 2**20
     bucket_bytes: Bytes = 4 * 2**20
+    direct: bool = True
     warm_up: bool = True
+    warm_up_again: bool = False
     keep_groups: bool = True
     take_over: bool = True
     digests: Literal["moved", "whole"] = "moved"

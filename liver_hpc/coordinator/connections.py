@@ -266,7 +266,7 @@ class WorkerRegistry:
         """All that are connected."""
         return [peer for peer in self._channels if isinstance(peer, int)]
 
-    def send(self, peers: Iterable[Peer], message: m.ToWorker) -> None:
+    def send(self, peers: Iterable[Peer], message: m.ToWorker | m.ToAgent) -> None:
         """To those that are still connected; a broken connection shows as its Closed."""
         for peer in peers:
             channel = self._channels.get(peer)

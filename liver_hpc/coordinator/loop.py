@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from liver_hpc.clock import Deadline
-from liver_hpc.cluster.launcher import last_words
 from liver_hpc.cluster.network import control_address
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.coordinator.agents import NodeAgents
 from liver_hpc.coordinator.checkpoints import Checkpoints
 from liver_hpc.coordinator.connections import (
     Asked,
@@ -79,7 +79,15 @@ class Coordinator:
         self._inbox = Inbox()
         self._store = StoreService()
         self._registry = WorkerRegistry(services.clock)
-        self._performer = Performer(services, self._registry, self._store)
+        self._agents = NodeAgents(
+            services.launcher,
+            self._registry,
+            run_directory,
+            services.clock,
+            config.deadlines.exit_s,
+            stay=config.workers.warm,
+        )
+        self._performer = Performer(services, self._registry, self._agents, self._store)
         self._checkpoints = Checkpoints(config, services.recipe, run_directory, services.clock)
         self._journal = services.open_journal(self._inbox.put)
         self._held: deque[tuple[int, list[a.Action]]] = deque()
@@ -204,13 +212,8 @@ class Coordinator:
 
     def _look_at_agents(self) -> None:
         """Tells the core of agents that have ended, and of a rendezvous that nobody can come to."""
-        launcher = self._services.launcher
-        for agent in sorted(self._performer.launched):
-            code = launcher.exit_code(agent)
-            if code is not None:
-                self._performer.launched.discard(agent)
-                said = last_words(self._run_directory, agent)
-                self._feed(e.AgentEnded(agent, code, said))
+        for ended in self._agents.ended():
+            self._feed(ended)
         if self.core.awaits_joiners:
             try:
                 self._services.rendezvous.check()
@@ -250,7 +253,7 @@ class Coordinator:
         event: e.Event
         if isinstance(hello, m.AgentHello):
             peer, event = hello.agent, e.AgentListens(hello.agent)
-            expected = self.core.agents.node_of_agent(hello.agent) is not None
+            expected = self._agents.expects(hello.agent)
         else:
             peer, event = hello.worker, hello
             expected = self.core.expects(hello.worker)
@@ -261,6 +264,8 @@ class Coordinator:
         if isinstance(hello, m.Hello):
             took = ", ".join(f"{part} {s:.2f} s" for part, s in hello.boot_timings_s.items())
             log.info("worker %d on %s has booted: %s", hello.worker, hello.host, took)
+        else:
+            self._agents.listens(hello.agent)
         self._feed(event)
 
     def _said(self, channel: Channel, message: m.AnyMessage) -> None:
@@ -278,6 +283,8 @@ class Coordinator:
         match message:
             case m.Warned(agent=said_by) if said_by == agent:
                 self._agent_warned(message)
+            case m.LaunchEnded(agent=said_by) if said_by == agent:
+                self._agents.heard(message)
             case m.WorkerEnded(agent=said_by) if said_by == agent:
                 self._endings[message.worker] = message.how
                 if message.worker in self._unexplained:
@@ -288,7 +295,7 @@ class Coordinator:
 
     def _agent_warned(self, message: m.Warned) -> None:
         """The pool finds out what the signal announces."""
-        node = self.core.agents.node_of_agent(message.agent)
+        node = self._agents.node_of(message.agent)
         log.warning("agent %s got %s on %s", message.agent, message.signal, node or "its node")
         if node:
             self._services.pool.warned(node, f"SIG{message.signal}", message.at_s)
@@ -323,7 +330,7 @@ class Coordinator:
                 self._registry.drop(agent)
             case int(worker):
                 how, agent = self._endings.get(worker), self.core.agents.agent_of(worker)
-                if how is not None or not agent or agent not in self._registry:
+                if how is not None or not agent or not self._agents.can_explain(agent):
                     self._worker_gone(worker, how or reason)
                 elif worker not in self._unexplained:
                     limit = Deadline.after(self._clock, EXPLAIN_S, f"the agent of worker {worker}")
@@ -366,14 +373,19 @@ class Coordinator:
         """Returns when all who were told to exit have gone, or after `exit_s` anyway."""
         deadline = Deadline.after(self._clock, self._config.deadlines.exit_s, "workers to exit")
         while (self._registry.workers or self._working()) and not deadline.expired():
-            event = self._inbox.get(TICK_S)
-            if event is not None:
-                self._dispatch(event)
+            self._dispatch_next()
         self._perform_held()
         if self._registry.workers:
             log.warning("workers %s have not ended by themselves", self._registry.workers)
+        self._agents.dismiss_all()
+        while self._agents.leaving() and not deadline.expired():
+            self._dispatch_next()
+
+    def _dispatch_next(self) -> None:
+        event = self._inbox.get(TICK_S)
+        if event is not None:
+            self._dispatch(event)
 
     def _working(self) -> bool:
         """Whether an agent whose workers had all come still runs."""
-        launcher = self._services.launcher
-        return any(launcher.alive(agent) for agent in self.core.agents.complete())
+        return any(map(self._agents.runs, self.core.agents.complete()))

@@ -58,7 +58,8 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
         launcher, pool, recipe = _on_slurm(config, run_directory)
     else:
         exit_s = config.deadlines.exit_s
-        launcher, pool = local_launcher(run_directory, exit_s), NodePool()
+        stay = config.workers.warm
+        launcher, pool = local_launcher(run_directory, exit_s, stay=stay), NodePool()
         task = local_launcher(run_directory, exit_s, task=task_words(run_directory))
         recipe = checked_recipe(config, run_directory, task)
     mpi = MpiNetwork(control_address(network, kind), network.interface, network.mpi_netmod)

@@ -11,11 +11,12 @@ from typing import assert_never
 from liver_hpc.clock import Clock
 from liver_hpc.cluster.launcher import Launcher
 from liver_hpc.cluster.pool import NodePool
+from liver_hpc.coordinator.agents import NodeAgents
 from liver_hpc.coordinator.connections import Asked, Met, WorkerRegistry
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import LiverError, MeetingError
 from liver_hpc.layout.placement import place
-from liver_hpc.protocol.messages import Exit, Reply
+from liver_hpc.protocol.messages import Reply
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.rendezvous.base import Answer as MeetingAnswer
 from liver_hpc.rendezvous.base import Rendezvous
@@ -49,19 +50,25 @@ class Performer:
     """Performs one action after the other; used by the event loop alone.
 
     address: of the control server. meetings, requests: who waits for an answer, agents in the order
-    in which they came and operators by number. launched: agents that have not been seen to end.
-    last_event: the newest note. outcome: set once the run, or this start of it, is over.
+    in which they came and operators by number. last_event: the newest note. outcome: set once the
+    run, or this start of it, is over.
     """
 
-    def __init__(self, services: Services, registry: WorkerRegistry, store: StoreService) -> None:
+    def __init__(
+        self,
+        services: Services,
+        registry: WorkerRegistry,
+        agents: NodeAgents,
+        store: StoreService,
+    ) -> None:
         self.address = ("", 0)
         self.meetings: deque[Met] = deque()
         self.requests: dict[int, Asked] = {}
-        self.launched: set[str] = set()
         self.last_event = ""
         self.outcome: Outcome | None = None
         self._services = services
         self._registry = registry
+        self._agents = agents
         self._store = store
 
     def perform(self, action: a.Action) -> LaunchFailed | None:
@@ -72,17 +79,17 @@ class Performer:
                 self._registry.send(action.workers, action.message)
             case a.Launch():
                 return self._launch(action)
+            case a.StartAgent():
+                self._agents.start(action.agent, action.node)
             case a.Admit():
                 self._admit(action)
             case a.TurnAway():
                 log.warning("turned away: %s", action.reason)
                 self.meetings.popleft().answer.set_exception(MeetingError(action.reason))
             case a.EndAgent():
-                self._registry.send((action.agent,), Exit(reason=action.reason))
+                self._agents.end(action.agent, action.reason)
             case a.KillAgent():
-                if action.agent in self.launched:  # its launch may have failed meanwhile
-                    log.warning("agent %s has not ended by itself: killed", action.agent)
-                    services.launcher.kill(action.agent)
+                self._agents.kill(action.agent)
             case a.Disconnect():
                 self._registry.drop(action.worker)
             case a.Answer():
@@ -91,6 +98,7 @@ class Performer:
             case a.WantWorkers():
                 services.pool.want(action.workers)
             case a.GiveBack():
+                self._agents.give_back(action.node)
                 services.pool.give_back(action.node)
             case a.Avoid():
                 services.pool.avoid(action.node)
@@ -115,10 +123,9 @@ class Performer:
         names = tuple(each.agent for each in launch.agents)
         for position, each in enumerate(launch.agents):
             try:
-                self._services.launcher.launch(each)
+                self._agents.launch(each)
             except (LiverError, OSError) as error:
                 return LaunchFailed(names, names[position:], str(error))
-            self.launched.add(each.agent)
         return None
 
     def _admit(self, admit: a.Admit) -> None:

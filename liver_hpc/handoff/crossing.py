@@ -8,35 +8,20 @@ first update waits for the verdict, which proves all that arrived.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from liver_hpc.clock import Deadline
-from liver_hpc.errors import LiverError
+from liver_hpc.handoff.beside import FAILURES, Beside
 from liver_hpc.handoff.session import HandoffAborted, Session, Target
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol import messages as m
 from liver_hpc.transport.moved import Moved
 from liver_hpc.transport.stream import Prepared
-from liver_hpc.world.device import Device
 from liver_hpc.world.world import Flags, Gradients, StepResult, World
 
 PROGRESS_INTERVAL_S = 0.1
 """At most one progress message in this time: they are sent inside the pause."""
-
-FAILURES = (
-    LiverError,
-    RuntimeError,
-    AssertionError,
-    MemoryError,
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    OSError,
-)
-"""Errors of a stage that the worker survives: it votes no."""
 
 
 @dataclass(frozen=True)
@@ -57,39 +42,6 @@ class Crossed:
     first_step: StepResult | None
     started_s: float
     ended_s: float
-
-
-class _Moving(threading.Thread):
-    """Work in a thread of its own, whose failure is raised at `outcome`.
-
-    Not a Future: that one keeps the failure's traceback, and with it the group's connections; and
-    the interpreter waits at its end for every thread of a pool, also for one that is stuck.
-    """
-
-    def __init__(self, work: Callable[[], Half], device: Device) -> None:
-        super().__init__(name="optimizer-transfer", daemon=True)
-        self._work = work
-        self._device = device
-        self._half: Half | None = None
-        self._failure = ""
-        self.start()
-
-    def run(self) -> None:
-        self._device.enter()
-        try:
-            self._half = self._work()
-        except FAILURES as error:
-            self._failure = f"{type(error).__name__}: {error}"
-        finally:
-            del self._work  # and with it the worlds, which others close
-
-    def outcome(self, deadline: Deadline) -> Half:
-        self.join(deadline.remaining_s())
-        if self._failure:
-            raise LiverError(self._failure)
-        if self._half is None:
-            raise deadline.error()
-        return self._half
 
 
 class Crossing:
@@ -167,8 +119,10 @@ class Crossing:
         waits_s = self._limits.boundary_s if self._source is None else 0.0
         parameters = self._move((PARAMETER,), target.parameters, "parameters", waits_s)
         kinds = context.recipe.spec.optimizer_kinds
-        moving = target.moving = _Moving(
-            lambda: self._move(kinds, target.optimizer, "optimizer state"), context.device
+        moving = target.moving = Beside(
+            "optimizer-transfer",
+            lambda: self._move(kinds, target.optimizer, "optimizer state"),
+            context.device,
         )
         deadline = self._deadline("the optimizer state to arrive")
         started_s = computed_s = self._clock.now_s()
@@ -183,6 +137,9 @@ class Crossing:
         if target.world is not None:
             assert scalars is not None
             target.world.load_scalar_state(scalars)
+            # The host has launched the backward; whether it can be computed, the device tells.
+            workers = list(self._session.target.workers)
+            context.device.finish(self._deadline(f"the first gradients of workers {workers}"))
         halves = {"parameters": parameters, "optimizer": optimizer}
         return {
             "sent": _told(half.moved.sent for half in halves.values()),

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from liver_hpc.clock import Deadline
+from liver_hpc.errors import LiverError
 from liver_hpc.handoff.session import Session, Target, WorkerContext
-from liver_hpc.layout.memory import bytes_by_receiver, move_bytes
+from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.memory import bytes_by_receiver, move_bytes, worker_bytes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Move, TransferPlan
 from liver_hpc.protocol.messages import Prepared, Transports
+from liver_hpc.transport.lane import Lane
 from liver_hpc.transport.stream import Transport
-from liver_hpc.transport.wire import group_wire
-from liver_hpc.world.groups import Group, GroupBook
+from liver_hpc.transport.wire import Wire, group_wire
+from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.take_over import Taken, take_over
 from liver_hpc.world.world import World
+
+GIB = 2**30
 
 
 def _part(plan: TransferPlan, *, parameters: bool) -> TransferPlan:
@@ -31,26 +40,38 @@ def _part(plan: TransferPlan, *, parameters: bool) -> TransferPlan:
 def prepare(session: Session, source_world: World | None) -> Target:
     """Builds the target world, its groups, the plan and the staging buffers.
 
-    On source workers it runs beside the training thread. A worker does all of it alone but the
-    connection of groups, which is collective over the session's members. Raises LiverError or
-    RuntimeError; HandoffAborted when the attempt is called off.
+    On source workers it runs beside the training thread, on a device in a lane of its own. A
+    worker does all of it alone but the connection of groups and pairs, which is collective over
+    the session's members. Raises LiverError or RuntimeError; HandoffAborted when the attempt is
+    called off.
     """
+    context = session.context
+    lane = context.device.new_lane()
+    with lane.entered():
+        return _prepare(session, source_world, lane)
+
+
+def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target:
     context, began_s = session.context, time.perf_counter()
+    handoff, limits = context.config.handoff, context.config.limits
     timings_s: dict[str, float] = {}
-    worker, device, deadlines = context.worker, context.device, context.config.limits
-    world, transfer_group, transport = None, None, None
+    worker, device = context.worker, context.device
+    world, wire, transport = None, None, None
 
     def lap(name: str) -> None:
-        """Enters the time since the last lap under `name`."""
+        """Enters the time since the last lap under `name`, once the device is there, too."""
+        limit = Deadline.after(context.clock, limits.prepare_s, f"PREPARE's {name}")
+        lane.finish(limit, session.check)
         timings_s[name] = time.perf_counter() - began_s - sum(timings_s.values())
 
     try:
         if session.is_target:
+            _check_room(session)
             world = World(context.recipe, session.target, worker, session.generation, device)
             lap("build")
-            if context.config.handoff.warm_up:
+            if handoff.warm_up:
                 session.check()
-                world.warm_up()
+                world.warm_up(again=handoff.warm_up_again)
             lap("warm_up")
         session.check()
         taken = Taken()
@@ -62,39 +83,84 @@ def prepare(session: Session, source_world: World | None) -> Target:
         store = session.open_store()
         kept = 0
         if world is not None:
-            keeps = context.config.handoff.keep_groups
+            keeps = handoff.keep_groups and source_world is not None
             previous = source_world.book if keeps and source_world is not None else None
-            kept = connect_groups(context, world, store, previous)
-        name = f"g{session.generation}/transfer"
-        transfer_group = Group(name, session.members, worker, device)
-        # A joiner waits in it from Arm on, for the source's boundary and then for the bytes.
-        transfer_group.connect(context.network, store, deadlines.boundary_s + deadlines.transfer_s)
+            kept = connect_groups(context, world, store, previous, session.check)
+        wire = _open_wire(session, store, lane)
         lap("connect")
-        ranks = {member: rank for rank, member in enumerate(session.members)}
-        wire = group_wire(transfer_group.process_group, ranks, device.torch_device)
-        transport = Transport(wire, context.recipe.spec, context.config.handoff)
+        transport = Transport(wire, context.recipe.spec, handoff)
         parameters = transport.prepare(_part(plan, parameters=True))
         optimizer = transport.prepare(_part(plan, parameters=False))
+        pairs = {*parameters.messages, *optimizer.messages}
+        peers = {member for pair in pairs for member in pair} - {worker}
+        limit_s = context.config.deadlines.collective_s
+        meeting = Deadline.after(context.clock, limit_s, f"workers {sorted(peers)} to connect")
+        wire.meet(peers, meeting)
         lap("staging")
         session.check()
     except BaseException:
-        for opened in (transport, transfer_group, world):
+        for opened in (transport, wire, world):
             if opened is not None:
                 opened.close()
         raise
     finally:
         if session.store is not None:
             session.store.close()
-    return Target(world, parameters, optimizer, transfer_group, transport, kept, timings_s)
+    return Target(world, parameters, optimizer, transport, device, kept, timings_s)
+
+
+def _check_room(session: Session) -> None:
+    """Raises LiverError where the target world would have training run out of memory: it takes its
+    tensors, staging, and for its rehearsal as much again as training takes for a step."""
+    context, worker = session.context, session.context.worker
+    room = context.device.room()
+    if room is None:
+        return
+
+    def held_bytes(rank_map: RankMap) -> int:
+        at = rank_map.coordinate_of(worker)
+        spec = context.recipe.spec
+        return 0 if at is None else sum(worker_bytes(spec, rank_map.layout, at).values())
+
+    step_bytes = max(0, room.peak_bytes - held_bytes(session.source)) if session.is_source else 0
+    wanted_bytes = held_bytes(session.target) + context.config.handoff.staging_bytes + step_bytes
+    if wanted_bytes > room.free_bytes:
+        raise LiverError(
+            f"worker {worker}: its seat in {session.target} wants {wanted_bytes / GIB:.2f} GiB "
+            f"beside the world that trains, the device has {room.free_bytes / GIB:.2f} GiB; "
+            f"wanted a layout of smaller seats, a smaller handoff.staging_bytes or micro-batch"
+        )
+
+
+def _open_wire(session: Session, store: ControlStore, lane: Lane) -> Wire:
+    """Connects all members for TRANSFER, apart from every world's groups. Collective over them."""
+    context, members = session.context, session.members
+    limits = context.config.limits
+    backend = context.network.open_backend(
+        PrefixStore(f"g{session.generation}/transfer", store),
+        members.index(context.worker),
+        len(members),
+        # A joiner waits in it from Arm on, for the source's boundary and then for the bytes.
+        limits.boundary_s + limits.transfer_s,
+        f"workers {list(members)}",
+        session.check,
+    )
+    ranks = {member: rank for rank, member in enumerate(members)}
+    return group_wire(backend, ranks, context.device.torch_device, lane)
 
 
 def connect_groups(
-    context: WorkerContext, world: World, store: ControlStore, previous: GroupBook | None = None
+    context: WorkerContext,
+    world: World,
+    store: ControlStore,
+    previous: GroupBook | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> int:
     """Makes a world's groups real, and tells the coordinator what they use; returns how many were
-    taken over from `previous`. Collective over the world's rank map."""
+    taken over from `previous`. Collective over the world's rank map. check: called while the device
+    connects; it may raise."""
     limit_s = context.config.deadlines.collective_s
-    kept = world.book.connect(context.network, store, limit_s, previous)
+    kept = world.book.connect(context.network, store, limit_s, previous, check)
     chosen = context.network.transports(world.book.backends())
     context.send(
         Transports(

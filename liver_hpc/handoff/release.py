@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-
 import psutil
 
 from liver_hpc.handoff.session import Session, Target
 from liver_hpc.protocol.messages import Released
 from liver_hpc.world.world import World
-
-
-def return_free_memory() -> None:
-    """Gives freed heap pages back to the system (glibc keeps them otherwise)."""
-    gc.collect()
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):
-        return  # another libc: nothing to trim
 
 
 def release(session: Session, target: Target, source: World | None) -> None:
@@ -31,7 +19,7 @@ def release(session: Session, target: Target, source: World | None) -> None:
         else:
             source.close(spared=target.world.taken)
             target.world.taken = frozenset()
-    return_free_memory()
+    session.context.device.return_free_memory()
     context, process = session.context, psutil.Process()
     context.send(
         Released(

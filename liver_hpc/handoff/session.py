@@ -6,12 +6,14 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from liver_hpc.clock import Clock, Deadline
+from liver_hpc.clock import Clock, Deadline, SystemClock
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.errors import LiverError
+from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.messages import (
     Abort,
@@ -25,12 +27,13 @@ from liver_hpc.protocol.messages import (
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.transport.stream import Prepared, Transport
 from liver_hpc.world.device import Device, Network
-from liver_hpc.world.groups import Group
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.world import World
 
 MOVING_ENDS_S = 10.0
 """How long the thread that moves optimizer state may take to see that its transport is closed."""
+DEVICE_ENDS_S = 10.0
+"""How long the device may take to come to the end of what has been aborted."""
 
 SessionMessage = Arm | Boundary | Verdict | Abort | Resume
 
@@ -69,28 +72,47 @@ class Target:
     world: World | None
     parameters: Prepared
     optimizer: Prepared
-    transfer_group: Group
     transport: Transport
+    device: Device
     kept_groups: int
     timings_s: dict[str, float]
     moving: threading.Thread | None = None
 
     def drop_transfer(self) -> None:
-        """Frees staging and closes the transfer group's connections."""
+        """Frees staging and closes the transfer's connections."""
         self.transport.close()
-        self.transfer_group.close()
+
+    def abort(self, shared: bool) -> None:
+        """Frees this worker from what it waits for in the target world, from any thread. shared:
+        also in groups that the source world has, too, because that one will be built again."""
+        self.drop_transfer()
+        world = self.world
+        if world is not None:
+            world.book.abort(shared)
 
     def drop(self) -> None:
-        """Frees everything, because the attempt is off. Takes up to MOVING_ENDS_S."""
+        """Frees everything, because the attempt is off. Takes up to MOVING_ENDS_S and, where the
+        device still computes the target's first step, DEVICE_ENDS_S."""
         self.drop_transfer()
         if self.moving is not None:
             self.moving.join(MOVING_ENDS_S)  # its stream ends at its next message
         if self.world is not None:
-            if self.moving is not None and self.moving.is_alive():
-                self.world.abandon()  # the thread may still write to the state's memory
+            moves = self.moving is not None and self.moving.is_alive()
+            if moves or not self._device_ended():
+                self.world.abandon()  # either may still write to the state's memory
             else:
                 self.world.close()
             self.world = None
+
+    def _device_ended(self) -> bool:
+        """Waits for the end of what the calling thread has launched."""
+        try:
+            self.device.finish(Deadline.after(SystemClock(), DEVICE_ENDS_S, "what was aborted"))
+        except DeadlineError:
+            return False
+        except RuntimeError:
+            return True  # it failed, and so it has ended
+        return True
 
 
 class Session:
@@ -98,7 +120,7 @@ class Session:
 
     The control thread puts messages in; the thread that runs the handoff takes them out.
     prepared: what PREPARE made, once it is done. preparing: on a source worker, its thread.
-    shared_groups: see `Arm`.
+    shared_groups: see `Arm`. crosses: whether this worker has left the source world's steps.
     """
 
     def __init__(self, prepare: Prepare, context: WorkerContext) -> None:
@@ -111,6 +133,7 @@ class Session:
         self.preparing: threading.Thread | None = None
         self.armed = threading.Event()
         self.shared_groups = False
+        self.crosses = False
         self.aborted: Abort | None = None
         self._inbox: queue.Queue[SessionMessage] = queue.Queue()
 
@@ -141,6 +164,10 @@ class Session:
             self.armed.clear()
             if self.store is not None:
                 self.store.close()
+            if self.prepared is not None:
+                shared = self.shared_groups and self.crosses
+                # In a thread: a backend may take its time, and this one listens.
+                quiet_thread(partial(self.prepared.abort, shared), "abort")
         elif isinstance(message, Arm) and self.aborted is None:
             self.shared_groups = message.shared_groups
             self.armed.set()

@@ -13,6 +13,7 @@ import logging
 import os
 import queue
 import secrets
+import select
 import shutil
 import signal
 import subprocess
@@ -92,18 +93,52 @@ class Command:
     mark: str = field(default_factory=new_mark)
 
 
+class Adopted:
+    """A process that has become a child of this one without being started by it, for `Child`: what
+    `subprocess` has of others. For one thread."""
+
+    stdin = stdout = None
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+        self._end = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """The exit code, -n for a death by signal n; None while it runs."""
+        if self._code is None and select.select([self._end], [], [], 0)[0]:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            os.close(self._end)
+        return self._code
+
+    def wait(self, limit_s: float | None = None) -> int:
+        """Raises TimeoutExpired."""
+        if self._code is None:
+            select.select([self._end], [], [], limit_s)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(str(self.pid), limit_s or 0.0)
+        return code
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        """To nobody once it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+
 class Child:
-    """A process that was started, from any thread: the thread may end before it.
+    """A process that was started, from any thread: the thread may end before it; or one that was
+    `adopted`, which is what `command` would have started.
 
     Raises LiverError when the command cannot be started. Something to select on: readable once
     the process has ended.
     """
 
-    def __init__(self, command: Command) -> None:
+    def __init__(self, command: Command, adopted: Adopted | None = None) -> None:
         self.name = command.name
         self.mark = command.mark
         self._leads_group = command.apart == "group"
-        self._process = _start(command)
+        self._process = adopted or _start(command)
         self._end: int | None = None
 
     @property

@@ -1,16 +1,21 @@
 """The agent of a (virtual) node: starts its workers, meets the coordinator for them, stays.
 
-The workers of `python -m liver_hpc.node.agent` boot at once and alone; when all have booted the
-agent has a short-lived child meet the rendezvous over MPI (`joiner_process`), gives each worker
-its id and the coordinator's address, and opens a control channel of its own. From then on it
-waits for its workers, and ends them when the coordinator says so or is gone. Whatever ends the
+The workers of a launch (`launch.py`) boot at once and alone; when all have booted the agent has a
+short-lived child meet the rendezvous over MPI (`joiner_process`), gives each worker its id and the
+coordinator's address. The first time it then opens a control channel of its own. Whatever ends the
 agent ends its workers; one worker's end does not touch the others.
+
+With --stay it takes further launches over that channel, until it is told to end or the coordinator
+is gone; started without slots, it meets at once, for itself. Without, it ends with the workers of
+its first launch. The workers of all launches are forked from one warm process, unless the run file
+has workers.warm off.
 
 With --warnings, SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the coordinator; before the
 channel stands, and without the option, they end the agent.
 
 Exit codes: the workers' worst one (128 + n for signal n), 0 when told to end by the coordinator,
-128 + n when ended by signal n (which also stands for the end of the parent), and those named below.
+128 + n when ended by signal n (which also stands for the end of the parent), and those of
+`launch.py` and below.
 """
 
 from __future__ import annotations
@@ -26,84 +31,114 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
+
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.launcher import agent_log
 from liver_hpc.config.load import load_run
-from liver_hpc.errors import LiverError, MeetingError
+from liver_hpc.errors import LiverError
+from liver_hpc.host.child import Command
 from liver_hpc.host.process import quiet_thread
+from liver_hpc.host.warm import WarmProcess
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.node.workers import WARNINGS, BootError, NodeWorkers, WorkerPlan
-from liver_hpc.protocol.messages import AgentHello, Exit, FromAgent, Warned, WorkerEnded
-from liver_hpc.rendezvous.base import Answer, Identity
+from liver_hpc.node.launch import EXIT_FAILED, Around, Launch
+from liver_hpc.node.workers import WARNINGS, BootError, WorkerPlan, workers_environment
+from liver_hpc.protocol import messages as m
+from liver_hpc.rendezvous.base import Answer
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
-from liver_hpc.rendezvous.mpi.joiner import RendezvousLost, StuckInMpi, joiner_process, meet
-from liver_hpc.rendezvous.mpi.process import MpiProcess
 from liver_hpc.run.secret import read_secret
 
-EXIT_FAILED = 1
-"""The agent itself failed; its log says how."""
-EXIT_BOOT = 87
-"""A worker died in its boot, or did not finish it in time."""
 EXIT_COORDINATOR_GONE = 89
 """The coordinator is gone, and workers had to be ended."""
 
-EXIT_STUCK = 81
-"""A call of MPI's did not come back by the deadline."""
-EXIT_RENDEZVOUS_LOST = 82
-"""The rendezvous ended in the middle of the meeting."""
-EXIT_NOT_MET = 88
-"""The rendezvous refused the agent, or did not answer in time."""
-
-_CODES = {BootError: EXIT_BOOT, StuckInMpi: EXIT_STUCK, RendezvousLost: EXIT_RENDEZVOUS_LOST}
+_WARM_MODULE = "liver_hpc.worker.warm"
 
 News = Answer | Channel | LiverError
 
 log = logging.getLogger(__name__)
 
 
-class Agent:
-    """The agent from start to end, in the order of its methods; all in the main thread."""
+@dataclass(frozen=True)
+class AgentPlan:
+    """What an agent is told when it starts.
 
-    def __init__(self, plan: WorkerPlan) -> None:
+    first: the launch that it is started for, which has its name. stays: it takes others too.
+    stand_in: what is started in a worker's place, in tests.
+    """
+
+    first: WorkerPlan
+    stays: bool
+    stand_in: tuple[str, ...]
+
+
+class Agent:
+    """The agent from start to end; all in the main thread."""
+
+    def __init__(self, plan: AgentPlan) -> None:
+        first = plan.first
         self._plan = plan
-        self._warnings = frozenset(WARNINGS) if plan.sheltered else frozenset()
+        self._name = first.launch
+        self._warnings = frozenset(WARNINGS) if first.sheltered else frozenset()
         # With warnings SIGTERM announces the node's end, and says nothing of the parent.
-        self._orphaned = signal.SIGINT if plan.sheltered else signal.SIGTERM
+        self._orphaned = signal.SIGINT if first.sheltered else signal.SIGTERM
         self._clock = SystemClock()
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._woken, selectors.EVENT_READ, self._awake)
         self._heed({signal.SIGTERM, signal.SIGINT, *self._warnings})
-        self._limits = load_run(plan.run_directory / "run.yaml").deadlines
-        self._secret = read_secret(plan.run_directory / "secret")
-        self._held = contextlib.ExitStack()
-        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        self._met = False
+        config = load_run(first.run_directory / "run.yaml")
+        self._limits = config.deadlines
+        self._secret = read_secret(first.run_directory / "secret")
+        self._news: queue.SimpleQueue[tuple[str, News]] = queue.SimpleQueue()
+        self._around = Around(
+            self._name,
+            self._limits,
+            self._secret,
+            self._clock,
+            self._selector,
+            self._in_thread,
+            self._tell_of,
+            self._cold,
+        )
+        self._launches: dict[str, Launch] = {}
+        self._code = 0  # the worst of the launches that have ended
+        self._warms = config.workers.warm and not plan.stand_in
+        self._warm: WarmProcess | None = None
+        self._dials = False
         self._channel: Channel | None = None  # as long as it stands
-        self._early: list[WorkerEnded] = []
+        self._early: list[m.WorkerEnded] = []
         self._alone: Deadline | None = None  # once the coordinator is gone
-        self._workers = NodeWorkers(self._plan, self._selector, self._worker_ended)
 
     def run(self) -> int:
-        """The agent's exit code, or SystemExit with it where the agent is told to stop.
-
-        Raises LiverError when its workers never got to work.
-        """
-        self._workers.start()
+        """The agent's exit code, or SystemExit with it where the agent is told to stop."""
         try:
             self._watch_parent()
-            self._await_boot(self._limits.boot_s)
-            joiner = joiner_process()
-            self._held.callback(joiner.end, 0.0)
-            self._start("meet", partial(self._meet, joiner))
-            return self._supervise()
+            self._begin(self._plan.first)
+            while self._launches or (self._plan.stays and self._dials and self._alone is None):
+                alone = self._alone
+                if alone is not None and alone.expired():
+                    living = [w for launch in self._launches.values() for w in launch.living()]
+                    log.warning("workers %s go on without a coordinator", living)
+                    return EXIT_COORDINATOR_GONE
+                self._turn()
+            return self._code
         finally:
-            self._workers.end(self._limits.exit_s)
-            self._held.close()
+            self._end_all()
+
+    def _end_all(self) -> None:
+        for launch in self._launches.values():
+            launch.stop(0)
+        for launch in self._launches.values():
+            launch.end(self._limits.exit_s)
+        if self._warm is not None:
+            self._warm.end(0.0)
+        if self._channel is not None:
+            self._channel.close()
 
     def _heed(self, signals: set[signal.Signals]) -> None:
         """From now on each of them writes its number to what the selector looks at."""
@@ -123,26 +158,24 @@ class Agent:
         if os.getppid() != parent:
             self._signalled(self._orphaned)
 
-    def _turn(self, timeout_s: float | None) -> None:
-        """Waits for the next events and deals with them. Raises SystemExit, BootError."""
-        ready = self._selector.select(timeout_s)
+    def _turn(self) -> None:
+        """Waits for the next events and deals with them. Raises SystemExit."""
+        limits = [launch.remaining_s() for launch in self._launches.values()]
+        limits.append(None if self._alone is None else self._alone.remaining_s())
+        ready = self._selector.select(min((s for s in limits if s is not None), default=None))
         self._awake()  # a signal says more than the ends that it may have led to
         for key, _ in ready:
-            key.data()
+            if self._selector.get_map().get(key.fd) == key:  # else what came before has ended it
+                try:
+                    key.data()
+                except BootError as error:
+                    self._launches[error.launch].fail(error)
+        for name, launch in list(self._launches.items()):
+            self._look_at(name, launch)
 
-    def _await_boot(self, boot_s: float) -> None:
-        deadline = Deadline.after(self._clock, boot_s, "workers to boot")
-        while late := self._workers.booting():
-            if deadline.expired():
-                raise BootError(
-                    f"waited {boot_s:g} s for workers {late} of agent {self._plan.agent} to boot; "
-                    f"see {self._plan.log_of(late[0])}"
-                )
-            self._turn(deadline.remaining_s())
-        log.info("all %d workers have booted", len(self._plan.slots))
-
-    def _start(self, name: str, work: Callable[[], Answer | Channel]) -> None:
-        """Does it in a thread: signals and workers' ends are not to wait. Its result is news."""
+    def _in_thread(self, launch: str, name: str, work: Callable[[], Answer | Channel]) -> None:
+        """Does it in a thread: signals and workers' ends are not to wait. Its result is news of a
+        launch, or of none."""
 
         def run() -> None:
             news: News = LiverError(f"{name}: the thread has failed")
@@ -151,36 +184,87 @@ class Agent:
             except LiverError as error:
                 news = error
             finally:
-                self._news.put(news)
+                self._news.put((launch, news))
                 os.write(self._waker, b"\0")  # wakes like a signal's number, which it is not
 
         quiet_thread(run, name)
 
-    def _meet(self, joiner: MpiProcess) -> Answer:
-        plan = self._plan
-        identity = Identity(
-            agent=plan.agent, host=socket.gethostname(), pid=os.getpid(), workers=len(plan.slots)
+    # ---- launches
+
+    def _begin(self, plan: WorkerPlan) -> None:
+        launch = self._launches[plan.launch] = Launch(plan, self._around)
+        if self._warms and self._warm is None:
+            self._start_warm()
+        if self._warm is None or self._warm.ready or not plan.slots:
+            self._start(launch)
+
+    def _start(self, launch: Launch) -> None:
+        try:
+            launch.start(self._warm)
+        except LiverError as error:
+            launch.fail(error)
+
+    def _look_at(self, name: str, launch: Launch) -> None:
+        try:
+            code = launch.look()
+        except LiverError as error:
+            launch.fail(error)
+            if self._warm is not None and not self._warm.ready:
+                self._cold("it has not imported in time")
+            return
+        if code is None:
+            return
+        del self._launches[name]
+        self._code = max(self._code, code)
+        if self._plan.stays:
+            log.info("launch %s ended with exit code %d", name, code)
+            ended = m.LaunchEnded(agent=self._name, launch=name, exit_code=code, error=launch.error)
+            self._send(ended)
+
+    def _start_warm(self) -> None:
+        first = self._plan.first
+        words = [sys.executable, "-P", "-m", _WARM_MODULE]
+        command = Command(
+            "the warm process",
+            [*words, "--run-directory", str(first.run_directory)],
+            environment=workers_environment(),
+            ignored=WARNINGS if first.sheltered else (),
         )
-        return meet(joiner, plan.run_directory, identity, self._secret, self._limits.meet_s)
+        try:
+            warm = self._warm = WarmProcess(command)
+        except LiverError as error:
+            self._cold(str(error))
+        else:
+            self._selector.register(warm.line, selectors.EVENT_READ, partial(self._hear_warm, warm))
 
-    def _supervise(self) -> int:
-        """Until every worker has ended, by itself or because the coordinator wants it or is gone.
+    def _hear_warm(self, warm: WarmProcess) -> None:
+        was_ready, why = warm.ready, warm.hear()
+        if why:
+            self._cold(why)
+        else:
+            process = psutil.Process(warm.pid)
+            used, resident = process.cpu_times(), process.memory_info().rss
+            cpu_s = used.user + used.system
+            log.info("the warm process stands: %.1f CPU s, %d MB", cpu_s, resident // 2**20)
+        if not was_ready:
+            for launch in self._launches.values():
+                if not launch.started:
+                    self._start(launch)
 
-        Each worker notices by itself that the coordinator is gone, and is given time to end.
-        """
-        while self._workers.living():
-            alone = self._alone
-            if alone is not None and alone.expired():
-                log.warning("workers %s go on without a coordinator", self._workers.living())
-                return EXIT_COORDINATOR_GONE
-            self._turn(None if alone is None else alone.remaining_s())
-        self._turn(0.0)  # their ends, where they were not the events that woke us
-        return self._workers.worst()
+    def _cold(self, why: str) -> None:
+        """There is no warm process, or it is of no use."""
+        log.warning("no warm process, workers are executed: %s", why)
+        warm, self._warm, self._warms = self._warm, None, False
+        if warm is not None:
+            warm.ready = False
+            self._selector.unregister(warm.line)
+            warm.end(0.0)
 
     # ---- what happens meanwhile
 
     def _stop(self, why: str, code: int) -> NoReturn:
-        log.info("%s: ending workers %s", why, self._workers.living())
+        living = [w for launch in self._launches.values() for w in launch.living()]
+        log.info("%s: ending workers %s", why, living)
         sys.exit(code)
 
     def _awake(self) -> None:
@@ -188,23 +272,29 @@ class Agent:
             for signum in filter(None, os.read(self._woken, 4096)):
                 self._signalled(signum)
         while not self._news.empty():
-            self._hear_of(self._news.get())
+            self._hear_of(*self._news.get())
 
-    def _hear_of(self, news: News) -> None:
+    def _hear_of(self, launch: str, news: News) -> None:
         match news:
-            case Answer():
-                log.info("met the rendezvous: workers %s", list(news.worker_ids))
-                self._met = True
-                self._workers.hand_out(news)
-                address, limit_s = (news.control_host, news.control_port), self._limits.control_s
-                waits_for = "the coordinator's control channel"
-                self._start("dial", partial(connect, address, self._secret, limit_s, waits_for))
             case Channel():
                 self._connected(news)
-            case error if self._met:
-                self._coordinator_gone(error)
-            case error:
-                raise error
+            case _ if launch in self._launches:
+                self._met(self._launches[launch], news)
+            case LiverError() if not launch:
+                self._coordinator_gone(news)
+
+    def _met(self, launch: Launch, news: Answer | LiverError) -> None:
+        try:
+            launch.met(news)
+        except LiverError as error:
+            launch.fail(error)
+            return
+        if isinstance(news, Answer) and not self._dials:
+            self._dials = True
+            address, limit_s = (news.control_host, news.control_port), self._limits.control_s
+            waits_for = "the coordinator's control channel"
+            dial = partial(connect, address, self._secret, limit_s, waits_for)
+            self._in_thread("", "dial", dial)
 
     def _signalled(self, signum: int) -> None:
         name = signal.Signals(signum).name
@@ -212,14 +302,13 @@ class Agent:
             self._stop(f"stopped by {name}", 128 + signum)
         log.info("warned by %s", name)
         at_s = self._clock.now_s()
-        self._send(Warned(agent=self._plan.agent, signal=name.removeprefix("SIG"), at_s=at_s))
+        self._send(m.Warned(agent=self._name, signal=name.removeprefix("SIG"), at_s=at_s))
 
     def _connected(self, channel: Channel) -> None:
         self._channel = channel
-        self._held.callback(channel.close)
         self._selector.register(channel, selectors.EVENT_READ, partial(self._hear, channel))
-        hello = AgentHello(
-            agent=self._plan.agent,
+        hello = m.AgentHello(
+            agent=self._name,
             host=socket.gethostname(),
             pid=os.getpid(),
             job=os.environ.get("SLURM_JOB_ID", ""),
@@ -236,18 +325,31 @@ class Agent:
         except ChannelClosed as error:
             self._coordinator_gone(error)
             return
-        if isinstance(message, Exit):
-            self._stop(f"told to end: {message.reason}", 0)
-        log.warning("%s: unexpected %s", channel.peer, message.type)
+        match message:
+            case m.Exit():
+                self._stop(f"told to end: {message.reason}", 0)
+            case m.StartWorkers() if self._plan.stays and message.launch not in self._launches:
+                log.info("launch %s: slots %s", message.launch, list(message.slots))
+                self._begin(self._plan_of(message))
+            case m.EndWorkers():
+                if message.launch in self._launches:
+                    log.info("told to end launch %s: %s", message.launch, message.reason)
+                    self._launches[message.launch].stop(0, message.at_once)
+            case _:
+                log.warning("%s: unexpected %s", channel.peer, message.type)
 
-    def _worker_ended(self, worker: int, how: str) -> None:
-        ended = WorkerEnded(agent=self._plan.agent, worker=worker, how=how)
+    def _plan_of(self, order: m.StartWorkers) -> WorkerPlan:
+        first = self._plan.first
+        command = self._plan.stand_in or _worker_command(first.run_directory, order.layout)
+        return replace(first, launch=order.launch, slots=order.slots, command=command)
+
+    def _tell_of(self, ended: m.WorkerEnded) -> None:
         if self._channel is None:
             self._early.append(ended)
         else:
             self._send(ended)
 
-    def _send(self, message: FromAgent) -> None:
+    def _send(self, message: m.FromAgent) -> None:
         if self._channel is not None:
             try:
                 self._channel.send(message)
@@ -258,11 +360,12 @@ class Agent:
         log.info("the coordinator is gone: %s", error)
         if self._channel is not None:
             self._selector.unregister(self._channel)
+            self._channel.close()
             self._channel = None
         self._alone = Deadline.after(self._clock, self._limits.exit_s, "workers to end")
 
 
-def parse_options(arguments: list[str] | None = None) -> WorkerPlan:
+def parse_options(arguments: list[str] | None = None) -> AgentPlan:
     """Reads the command line; exits with a usage message when it is wrong."""
     parser = argparse.ArgumentParser(prog="liver_hpc.node.agent", description=__doc__)
     parser.add_argument("--run-directory", type=Path, required=True)
@@ -274,41 +377,46 @@ def parse_options(arguments: list[str] | None = None) -> WorkerPlan:
     parser.add_argument(
         "--warnings", action="store_true", help="TERM, USR1 and USR2 announce the end of the node"
     )
+    parser.add_argument(
+        "--stay", action="store_true", help="takes further launches, until it is told to end"
+    )
     parser.add_argument("--worker-command", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    directory, layout = given.run_directory.absolute(), str(Layout.parse(given.layout))
-    module = [sys.executable, "-P", "-m", "liver_hpc.worker.main"]
-    worker = [*module, "--run-directory", str(directory), "--layout", layout]
-    command = tuple(given.worker_command or worker)  # another one stands in for it in tests
-    return WorkerPlan(directory, given.agent, given.slots, command, given.warnings)
+    directory, stand_in = given.run_directory.absolute(), tuple(given.worker_command or ())
+    command = stand_in or _worker_command(directory, given.layout)
+    first = WorkerPlan(directory, given.agent, given.slots, command, given.warnings)
+    return AgentPlan(first, given.stay, stand_in)
+
+
+def _worker_command(run_directory: Path, layout: str) -> tuple[str, ...]:
+    module = (sys.executable, "-P", "-m", "liver_hpc.worker.main")
+    told = ("--run-directory", str(run_directory), "--layout", str(Layout.parse(layout)))
+    return (*module, *told)
 
 
 def _slots(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+    return tuple(map(int, filter(None, text.split(","))))
 
 
-def _log_to(plan: WorkerPlan) -> None:
+def _log_to(run_directory: Path, agent: str) -> None:
     """Sends everything that this process prints to logs/agent-NAME.log, its launcher's too."""
-    path = agent_log(plan.run_directory, plan.agent)
+    path = agent_log(run_directory, agent)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     logging.basicConfig(
         level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s [agent {plan.agent}] %(message)s",
+        format=f"%(asctime)s %(levelname)s [agent {agent}] %(message)s",
     )
 
 
 def main() -> NoReturn:
     """Runs the agent and exits with its code."""
     plan = parse_options()
-    _log_to(plan)
+    _log_to(plan.first.run_directory, plan.first.launch)
     try:
         code = Agent(plan).run()
-    except (BootError, MeetingError) as error:
-        log.error("%s", error)
-        code = _CODES.get(type(error), EXIT_NOT_MET)
     except Exception:
         log.exception("the agent failed")
         code = EXIT_FAILED

@@ -1,4 +1,4 @@
-"""The workers of one agent as processes: started, listened to while they boot, told, ended."""
+"""The workers of one launch as processes: started, listened to while they boot, told, ended."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ import selectors
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.child import Child, Command, end_all, new_mark
 from liver_hpc.host.process import clean_environment
+from liver_hpc.host.warm import ForkRefused, WarmProcess
 from liver_hpc.rendezvous.base import Answer
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """By these Slurm announces the end of a node, to the agent and maybe to all below it."""
 
+WORKER_WORDS = 4
+"""So many words of a worker's command are Python and the module."""
+
+_LINE = "LIVER_AGENT_FD"
 _BOOTED = b"booted"
 _MAX_SAID_BYTES = 4096
 _REAP_S = 1.0
@@ -36,26 +41,35 @@ _DEFAULTS = {
 log = logging.getLogger(__name__)
 
 
+def workers_environment() -> dict[str, str]:
+    """What all workers of this node have in their environment."""
+    return {**_DEFAULTS, **clean_environment(os.environ)}
+
+
 class BootError(LiverError):
-    """A worker did not get through its boot."""
+    """A worker of a launch did not get through its boot."""
+
+    def __init__(self, launch: str, what: str) -> None:
+        super().__init__(what)
+        self.launch = launch
 
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What an agent starts: `command` for each of `slots`, which is its LIVER_LOCAL_RANK.
+    """What is started: `command` for each of `slots`, which is its LIVER_LOCAL_RANK.
 
-    sheltered: warnings do not reach the workers; they are in process groups of their own, and
-    ignore them.
+    launch: its name; that of the agent is the first one's. sheltered: warnings do not reach the
+    workers; they are in process groups of their own, and ignore them.
     """
 
     run_directory: Path
-    agent: str
+    launch: str
     slots: tuple[int, ...]
     command: tuple[str, ...]
     sheltered: bool
 
     def log_of(self, index: int) -> Path:
-        return self.run_directory / "logs" / f"worker-{self.agent}-{index}.log"
+        return self.run_directory / "logs" / f"worker-{self.launch}-{index}.log"
 
 
 @dataclass
@@ -75,6 +89,9 @@ class NodeWorkers:
 
     These raise BootError as long as no ids were handed out. From then on `report` is called for
     every worker that does not end well, with its id and how it ended. All in one thread.
+
+    cold: called with the reason where a warm process does not fork. polite: the signal by which
+    workers are asked to end.
     """
 
     def __init__(
@@ -82,17 +99,21 @@ class NodeWorkers:
         plan: WorkerPlan,
         selector: selectors.BaseSelector,
         report: Callable[[int, str], None],
+        cold: Callable[[str], None],
     ) -> None:
         self._plan = plan
         self._selector = selector
         self._report = report
+        self._cold = cold
+        self.polite = signal.SIGHUP if plan.sheltered else signal.SIGTERM
         self._mark = new_mark()
+        self._ending = False
         self._workers: list[_Worker] = []
 
-    def start(self) -> None:
-        """Raises LiverError."""
+    def start(self, warm: WarmProcess | None) -> None:
+        """Has them forked from a warm process where there is one that can. Raises LiverError."""
         for index in range(len(self._plan.slots)):
-            self._workers.append(self._spawn(index))
+            self._workers.append(self._spawn(index, warm))
 
     def booting(self) -> list[int]:
         """Those that have not booted yet, by their number on this node."""
@@ -116,69 +137,93 @@ class NodeWorkers:
                 except BrokenPipeError:
                     log.error("worker %d does not listen", worker.index)
 
+    def tell_to_end(self) -> None:
+        """Asks the living to end; from then on nothing is said of them."""
+        self._ending = True
+        for worker in self._workers:
+            self._heard_of(worker.line)
+            worker.process.send_signal(self.polite)
+
     def end(self, exit_s: float) -> None:
         """Tells the living to end, kills those that live on after `exit_s`; nothing is left."""
-        first = signal.SIGHUP if self._plan.sheltered else signal.SIGTERM
+        for worker in self._workers:
+            self._heard_of(worker.line)
+            self._heard_of(worker.process)
+            worker.line.close()
         try:
-            end_all([worker.process for worker in self._workers], exit_s, first)
+            end_all([worker.process for worker in self._workers], exit_s, self.polite)
         except DeadlineError as error:
             log.error("%s", error)
 
     # ---- one worker
 
-    def _spawn(self, index: int) -> _Worker:
-        plan = self._plan
+    def _spawn(self, index: int, warm: WarmProcess | None) -> _Worker:
         line, workers_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
         line.setblocking(False)
-        told = {
-            "LIVER_LOCAL_RANK": str(plan.slots[index]),
-            "LIVER_AGENT_FD": str(workers_end.fileno()),
-        }
+        with workers_end:
+            worker = _Worker(index, self._process(index, workers_end.fileno(), warm), line)
+        self._selector.register(line, selectors.EVENT_READ, partial(self._listen, worker))
+        self._selector.register(worker.process, selectors.EVENT_READ, partial(self._ended, worker))
+        return worker
+
+    def _process(self, index: int, line: int, warm: WarmProcess | None) -> Child:
+        plan = self._plan
+        told = {"LIVER_LOCAL_RANK": str(plan.slots[index]), _LINE: str(line)}
         command = Command(
             f"worker {index}",
             plan.command,
-            environment={**_DEFAULTS, **clean_environment(os.environ), **told},
+            environment={**workers_environment(), **told},
             log=plan.log_of(index),
-            pass_fds=(workers_end.fileno(),),
+            pass_fds=(line,),
             apart="group" if plan.sheltered else None,
             ignored=WARNINGS if plan.sheltered else (),
             mark=self._mark,
         )
-        with workers_end:
-            worker = _Worker(index, Child(command), line)
-        self._selector.register(line, selectors.EVENT_READ, partial(self._listen, worker))
-        self._selector.register(worker.process, selectors.EVENT_READ, partial(self._ended, worker))
-        return worker
+        if warm is None or not warm.ready:
+            return Child(command)
+        try:
+            fork = replace(command, environment=told)  # the rest it has as we do
+            return warm.fork(fork, plan.command[WORKER_WORDS:], {_LINE: line})
+        except ForkRefused as error:
+            self._cold(str(error))
+            return Child(command)
 
     def _listen(self, worker: _Worker) -> None:
         """Takes what a worker says of its boot: that it is done, or why it failed."""
         said = b""
         with contextlib.suppress(BlockingIOError):  # it has ended, what it started holds the line
             said = worker.line.recv(_MAX_SAID_BYTES)
-        self._selector.unregister(worker.line)
+        self._heard_of(worker.line)
         worker.booted = said == _BOOTED
         if not worker.booted:
             why = f"failed in boot: {said.decode(errors='replace')}" if said else "ended in boot"
-            raise BootError(self._obituary(worker, why))
+            raise BootError(self._plan.launch, self._obituary(worker, why))
 
     def _ended(self, worker: _Worker) -> None:
         code = worker.process.exit_code()
         if code is None:
             return
-        self._selector.unregister(worker.process)
+        self._heard_of(worker.process)
+        if self._ending:
+            return
         if worker.number is None:
             if not worker.booted:
                 self._listen(worker)  # it may have said why
-            raise BootError(self._obituary(worker, "ended in boot"))
+            raise BootError(self._plan.launch, self._obituary(worker, "ended in boot"))
         log.info("worker %d ended: %s", worker.index, worker.process.how())
         if code != 0:
             name = self._plan.log_of(worker.index).name
             self._report(worker.number, f"{worker.process.how()}; see logs/{name}")
 
+    def _heard_of(self, waited_for: socket.socket | Child) -> None:
+        """Nothing more is to be heard of it."""
+        with contextlib.suppress(KeyError, ValueError):  # it is not waited for
+            self._selector.unregister(waited_for)
+
     def _obituary(self, worker: _Worker, what: str) -> str:
         with contextlib.suppress(DeadlineError):
             worker.process.wait(_REAP_S)
         return (
-            f"worker {worker.index} of agent {self._plan.agent} {what} ({worker.process.how()}); "
+            f"worker {worker.index} of agent {self._plan.launch} {what} ({worker.process.how()}); "
             f"see {self._plan.log_of(worker.index)}"
         )

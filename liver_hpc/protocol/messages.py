@@ -149,6 +149,14 @@ class Evaluated(_InWorld, type="evaluated"):
     ended_s: float
 
 
+class Verified(_InWorld, type="verified"):
+    """Digests of what a worker of the world that trains held after `step` steps; of persistent
+    buffers none, which change beside."""
+
+    step: int
+    digests: tuple[ClassDigest, ...]
+
+
 class Prepared(_InWorld, type="prepared"):
     """The target world stands here: groups connected, buffers touched, plan made, warmed up.
 
@@ -356,7 +364,26 @@ class YourTurn(Message, type="your_turn"):
     port_name: str
 
 
-# ---- agent -> coordinator (which answers with Exit)
+# ---- coordinator -> agent that stays (and Exit, to any)
+
+
+class StartWorkers(Message, type="start_workers"):
+    """Start the workers of a further launch in these slots of the node; they rehearse `layout`."""
+
+    launch: str
+    slots: tuple[int, ...]
+    layout: str
+
+
+class EndWorkers(Message, type="end_workers"):
+    """End the workers of one launch, at once or within `exit_s`; answered with LaunchEnded."""
+
+    launch: str
+    reason: str
+    at_once: bool = False
+
+
+# ---- agent -> coordinator
 
 
 class AgentHello(Message, type="agent_hello"):
@@ -383,6 +410,16 @@ class WorkerEnded(Message, type="worker_ended"):
     agent: str
     worker: int
     how: str
+
+
+class LaunchEnded(Message, type="launch_ended"):
+    """Nothing of a launch of this agent, which stays, runs any more. exit_code: as that of an agent
+    without other launches. error: why its workers never got to work."""
+
+    agent: str
+    launch: str
+    exit_code: int
+    error: str = ""
 
 
 class KeeperHello(Message, type="keeper_hello"):
@@ -458,14 +495,16 @@ class StoreReply(Message, type="store_reply"):
 OfAttempt = Prepared | AtBoundary | Vote | FirstStep | Released | Aborted | Failed
 """What workers say in the handoff attempt of their generation."""
 FromWorker = (
-    Hello | StepDone | Evaluated | OfAttempt | Progress | Heartbeat | Finished | Saved | Restored
-    | Transports
+    Hello | StepDone | Evaluated | Verified | OfAttempt | Progress | Heartbeat | Finished | Saved
+    | Restored | Transports
 )  # fmt: skip
 ToWorker = Begin | Proceed | Prepare | Arm | Boundary | Verdict | Abort | Resume | Exit | Stop
-FromAgent = AgentHello | Warned | WorkerEnded | KeeperHello
+ToAgent = StartWorkers | EndWorkers | Exit
+FromAgent = AgentHello | Warned | WorkerEnded | LaunchEnded | KeeperHello
 FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
 AnyMessage = (
-    FromWorker | ToWorker | FromAgent | FromOperator | Reply | YourTurn | StoreRequest | StoreReply
+    FromWorker | ToWorker | ToAgent | FromAgent | FromOperator | Reply | YourTurn
+    | StoreRequest | StoreReply
 )  # fmt: skip
 
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(discriminator="type")])

@@ -22,20 +22,18 @@ from liver_hpc.errors import LiverError, MeetingError
 from liver_hpc.protocol.messages import Message
 from liver_hpc.rendezvous.handshake import PROOF_BYTES, prove
 
-MAX_MESSAGE_BYTES = 64 * 1024
-
 _JOINER, _ACCEPTOR = b"J", b"A"
 
 _log = logging.getLogger(__name__)
 
 
 class Identity(Message):
-    """Who wants to join: an agent and the number of workers that have booted under it."""
+    """Who wants to join: an agent and the number of workers that have booted under it, if any."""
 
     agent: str
     host: str
     pid: int
-    workers: int = Field(gt=0)
+    workers: int = Field(ge=0)
 
 
 class Answer(Message):

@@ -14,7 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
+from liver_hpc.report.critical_path import CriticalPath, critical_path
 from liver_hpc.run.records import (
+    CrossingRecord,
     EvaluationRecord,
     NoticeRecord,
     ReconfigurationRecord,
@@ -67,7 +69,7 @@ class ReconfigurationFigures(ReconfigurationRecord):
     RELEASE. cost_s: both together, all that training has given for it. lost_steps, cost_steps: in
     median steps of the world that trained on. reconfiguration_s: notice to the end of the target's
     first step. median_is_disturbed: a median behind these figures had to be taken of disturbed
-    steps.
+    steps. path: where the lost time went; None where the workers did not say.
     """
 
     cost_s: float
@@ -78,6 +80,7 @@ class ReconfigurationFigures(ReconfigurationRecord):
     reconfiguration_s: float
     median_is_disturbed: bool
     phases: PhaseFigures
+    path: CriticalPath | None
 
     @property
     def completed(self) -> bool:
@@ -237,6 +240,9 @@ def _attempts(
     begun_s = _begun_s(records.reconfigurations)
     beside = _steps_beside(records, begun_s)
     starts_s = sorted(step.started_s for step in records.steps)
+    crossings: dict[int, list[CrossingRecord]] = defaultdict(list)
+    for row in records.crossings:
+        crossings[row.generation].append(row)
     found = []
     for record in records.reconfigurations:
         went_on = record.generation if record.outcome == COMPLETED else record.source_generation
@@ -263,6 +269,7 @@ def _attempts(
                     commit_s=record.committed_s - record.transfer_ended_s,
                     release_s=record.released_s - record.committed_s,
                 ),
+                path=critical_path(record, crossings[record.generation], median_s),
             )
         )
     return tuple(found)

@@ -90,6 +90,10 @@ def sheets(figures: RunFigures, records: RunRecords) -> list[Sheet]:
         "Worlds": (_WORLDS, figures.generations),
         "Reconfigurations": (_RECONFIGURATIONS, figures.reconfigurations),
         "Seconds in each phase": (_PHASES, figures.reconfigurations),
+        "Where the lost time went, and one median step; seconds": (
+            _PATH,
+            [attempt for attempt in figures.reconfigurations if attempt.path is not None],
+        ),
         "Nodes": (_NOTICES, figures.notices),
         "Checkpoint and restart, seconds in each phase": (_RESTARTS, records.baselines),
     }
@@ -249,6 +253,23 @@ _PHASES = (
     _figure("gen", "generation", str),
     _words("notice", "notice", may_wrap=True),
     *(_figure(f.name.removesuffix("_s"), f"phases.{f.name}") for f in fields(PhaseFigures)),
+)
+_PATH = (
+    _figure("gen", "generation", str),
+    _figure("boundary,\nbefore", "path.boundary_s"),
+    _figure("wire", "path.lines.wire_s"),
+    _figure("pack", "path.lines.pack_s"),
+    _figure("digest", "path.lines.digest_s"),
+    _figure("other", "path.lines.other_s"),
+    _figure("forward\nbackward", "path.lines.forward_backward_s"),
+    _figure("opti-\nmizer", "path.lines.optimizer_s"),
+    _figure("votes", "path.lines.votes_s"),
+    _figure("update", "path.lines.update_s"),
+    Column("sum", lambda row: number_text(row.path.lines.sum_s)),
+    _figure("first step\nslow by", "path.slow_first_step_s"),
+    _figure("last\nbegins", "path.last_to_begin", str),
+    _figure("last\nvotes", "path.last_to_vote", str),
+    _figure("last\nends", "path.last_to_end", str),
 )
 _NOTICES = (
     _words("notice", "record.kind"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,10 +12,18 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Event, Requested, WorkerLost
-from liver_hpc.run.records import ReconfigurationRecord, TrafficRecord, WorkerPhaseRecord
+from liver_hpc.run.records import (
+    CrossingRecord,
+    ReconfigurationRecord,
+    TrafficRecord,
+    WorkerPhaseRecord,
+)
 
 SHARED_PARTS = ("connect", "staging")
 """The parts of PREPARE that begin once everybody has come as far."""
+
+PACKING = ("pack", "unpack", "copy")
+"""What a transport calls the work at either end of a message, or instead of one."""
 
 Kind = TypeVar("Kind")
 Span = tuple[str, float, float]
@@ -123,6 +131,40 @@ class AttemptNotes:
             for receiver, num_bytes in message.bytes_to.items()
         ]
 
+    def crossings(self) -> list[CrossingRecord]:
+        """Where the time of each worker that voted went. By worker."""
+        first = self.said(m.FirstStep)
+        return [
+            self._crossing(vote, first.get(worker))
+            for worker, vote in sorted(self.said(m.Vote).items())
+            if vote.started_s is not None
+        ]
+
+    def _crossing(self, vote: m.Vote, first: m.FirstStep | None) -> CrossingRecord:
+        spent_s, started_s = vote.timings_s, vote.started_s
+        assert started_s is not None
+        computed_s, after_s = (
+            spent_s.get(name, 0.0) for name in ("forward_backward", "optimizer_after")
+        )
+        then_s = first.timings_s if first is not None else {}
+        return CrossingRecord(
+            generation=self.generation,
+            worker=vote.worker,
+            parameter_wire_s=_spent_s(spent_s, "parameters", "wire"),
+            parameter_pack_s=_spent_s(spent_s, "parameters", *PACKING),
+            parameter_digest_s=_spent_s(spent_s, "parameters", "digest"),
+            started_s=started_s,
+            forward_backward_s=computed_s,
+            optimizer_wire_s=_spent_s(spent_s, "optimizer", "wire"),
+            optimizer_pack_s=_spent_s(spent_s, "optimizer", *PACKING),
+            optimizer_digest_s=_spent_s(spent_s, "optimizer", "digest"),
+            optimizer_after_s=after_s,
+            voted_s=started_s + computed_s + after_s,
+            verdict_s=then_s.get("verdict", math.nan),
+            update_s=then_s.get("update", math.nan),
+            ended_s=first.ended_s if first is not None else math.nan,
+        )
+
     def worker_phases(self, node_of: Callable[[int], str]) -> list[WorkerPhaseRecord]:
         """What each worker did when: who waited for whom. By worker and in order of time.
 
@@ -195,6 +237,12 @@ class AttemptNotes:
 
     def _entered_s(self, phase: Phase) -> float:
         return self.entered_s.get(phase, math.nan)
+
+
+def _spent_s(spent_s: Mapping[str, float], half: str, *parts: str) -> float:
+    """Seconds of some parts of a half of TRANSFER; NaN where it told of none."""
+    told = [spent_s[name] for part in parts if (name := f"{half}/{part}") in spent_s]
+    return sum(told) if told else math.nan
 
 
 def _ids(rank_map: RankMap | None) -> str:

@@ -242,7 +242,7 @@ class Tick:
     """Time has passed: deadlines, and what waits for its time. Does nothing where none is due."""
 
 
-FromWorker = FromParticipant | m.StepDone | m.Evaluated | m.Restored | m.Transports
+FromWorker = FromParticipant | m.StepDone | m.Evaluated | m.Verified | m.Restored | m.Transports
 PoolEvent = NodeGranted | NodeWarned | NodeGone | EndNear | PoolNote
 Event = (
     FromWorker

@@ -38,6 +38,7 @@ from liver_hpc.run.notices import NoticeBook
 from liver_hpc.run.recorder import RunRecorder
 from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.requests import RequestQueue
+from liver_hpc.run.verification import Verification
 
 HISTORY_EVENTS = 40
 EVENT_TEXT_LENGTH = 200
@@ -117,6 +118,7 @@ class Lifecycle:
             self._out,
         )
         self._resumed: e.Resumed | None = None
+        self._verification = Verification()
         self._evaluated_step = 0  # the most steps after which there was an evaluation
         self._owes_evaluation = False  # at the step that it goes on from
         self._checkpoints = ""

@@ -58,7 +58,7 @@ class Run(Lifecycle):
         """What follows from the event for nodes, launches and handoffs. A step changes none of
         that, nor does an evaluation, unless the run file asks for something after it, and there are
         many of them."""
-        of_training = isinstance(event, m.StepDone | m.Evaluated)
+        of_training = isinstance(event, m.StepDone | m.Evaluated | m.Verified)
         if self._state is ENDED or (of_training and not self.elastic.queue.waiting):
             return
         if self._state is STARTING and self._may_launch and not self._launched:
@@ -192,6 +192,14 @@ class Run(Lifecycle):
         self.recorder.evaluated(message)
         self._evaluated_step = max(self._evaluated_step, message.step)
         self.elastic.estimates.handoffs.observe_evaluation(message.started_s, message.ended_s)
+
+    def _verified(self, message: m.Verified) -> None:
+        world = self.world_of(message.generation)
+        if world is None:
+            return
+        differ = self._verification.tell(message, world.rank_map)
+        if differ:
+            self._fail(f"copies of the state differ after step {message.step}: {differ}")
 
     def _of_attempt(self, message: m.OfAttempt) -> None:
         ours = self.world is not None and message.generation == self.world.generation
@@ -373,6 +381,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
         {
             m.StepDone: Run._step_done,
             m.Evaluated: Run._evaluated,
+            m.Verified: Run._verified,
             m.Finished: Run._finished,
             **dict.fromkeys(get_args(m.OfAttempt), Run._of_attempt),
         },

@@ -102,7 +102,7 @@ class RunRecorder:
         assert notes is not None
         record = notes.record(ended, now_s, self.steps_done, self._node_of)
         phases = notes.worker_phases(self._node_of)
-        rows: list[Row] = [record, *notes.traffic(), *phases]
+        rows: list[Row] = [record, *notes.traffic(), *phases, *notes.crossings()]
         for row in rows:
             self._add(row)
         self._wake = ("release" if ended.outcome == "completed" else "prepare", now_s)

@@ -154,6 +154,38 @@ class WorkerPhaseRecord:
 
 
 @dataclass(frozen=True)
+class CrossingRecord:
+    """Where one worker's time went from the boundary to the end of the target's first step, as it
+    timed itself. NaN for what it did not do, or did not say.
+
+    generation: the target world of the attempt. worker: its id. parameter_wire_s: waiting for
+    messages of parameters, of a joiner from when it was ready. parameter_pack_s: packing, unpacking
+    and copying them. parameter_digest_s: their digests. started_s: when its parameters were there,
+    or on a leaver gone, and its first forward began. forward_backward_s: that and the first
+    backward. optimizer_wire_s, optimizer_pack_s, optimizer_digest_s: the same of the optimizer's
+    state, beside them. optimizer_after_s: from their end until that state was there too. voted_s:
+    when it voted. verdict_s: from then to the verdict. update_s: the first update. ended_s: when
+    its first step ended.
+    """
+
+    generation: int
+    worker: int
+    parameter_wire_s: float
+    parameter_pack_s: float
+    parameter_digest_s: float
+    started_s: float
+    forward_backward_s: float
+    optimizer_wire_s: float
+    optimizer_pack_s: float
+    optimizer_digest_s: float
+    optimizer_after_s: float
+    voted_s: float
+    verdict_s: float
+    update_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True)
 class TrafficRecord:
     """What a handoff's plan sends from one worker to another; nothing for a pair without.
 
@@ -220,6 +252,7 @@ class RunRecords:
     networks: list[NetworkRecord] = field(default_factory=list)
     worker_phases: list[WorkerPhaseRecord] = field(default_factory=list)
     traffic: list[TrafficRecord] = field(default_factory=list)
+    crossings: list[CrossingRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
 
 
@@ -228,6 +261,7 @@ Row = (
     | NoticeRecord
     | WorkerPhaseRecord
     | TrafficRecord
+    | CrossingRecord
     | NetworkRecord
     | EvaluationRecord
 )

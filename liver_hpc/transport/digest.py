@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -41,6 +41,7 @@ BLOCK_BYTES = 2048
 LANES = 8
 
 _CHUNK_ROWS = 1 << 13
+_WIDEST_BYTES = 8
 _WIDE_CHUNK_BYTES = {"cpu": 1 << 17, "cuda": 1 << 23}
 """Bytes widened to 64 bits at a time: on the CPU about a core's second-level cache."""
 
@@ -75,16 +76,29 @@ def add_digest(total: torch.Tensor, view: torch.Tensor, tensor: TensorSpec, box:
     content, mark = _bytes(view), _mark(tensor.name)
     rows = _ROW_WEIGHTS.between(row0, row0 + len(content), content.device)
     for strip in _strips(content, col0 * view.element_size(), rows):
-        chunks = torch.split(strip.content, _CHUNK_ROWS), torch.split(strip.weights, _CHUNK_ROWS)
-        for part, weights in zip(*chunks, strict=True):
-            total.add_(_dot(_row_sums(part, strip.place), weights), alpha=mark)
+        for top in range(0, len(strip.weights), _CHUNK_ROWS):
+            chunk = slice(top, top + _CHUNK_ROWS)
+            sums = _row_sums(strip.content[chunk], strip.place)
+            total.add_(_dot(sums, strip.weights[chunk]), alpha=mark)
+
+
+def warm_up(tensors: Sequence[TensorSpec], device: torch.device) -> None:
+    """Makes the weights of these tensors and a first product ahead of time: not in the pause."""
+    for tensor in tensors:
+        rows, cols = (1, tensor.rows) if tensor.cols == 1 else (tensor.rows, tensor.cols)
+        _ROW_WEIGHTS.between(0, rows, device)
+        _BLOCK_WEIGHTS.between(0, -(-cols * _WIDEST_BYTES // BLOCK_BYTES), device)
+    for tensor in tensors[:1]:
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        add_digest(total, torch.zeros(1, 1, device=device), tensor, Box(0, 1, 0, 1))
 
 
 def _bytes(view: torch.Tensor) -> torch.Tensor:
     """[rows, cols] of any strides as [rows, bytes] of int8, a copy only where it must be."""
-    if view.stride(1) != 1:
+    if view.stride(1) != 1 or view.stride(0) < view.shape[1]:
         view = view.contiguous()
-        # torch takes any stride of a single column for contiguous, but does not see it as bytes.
+        # One row or column is contiguous with any strides, but is not taken for bytes, or is
+        # multiplied wrongly.
         view = view.as_strided(view.shape, (view.shape[1], 1))
     return view.view(torch.int8)
 
@@ -117,6 +131,10 @@ def _strips(content: torch.Tensor, start: int, rows: torch.Tensor) -> Iterator[_
             yield from _strips(content[row : row + 1], start, rows[row : row + 1])
         return
     number, place = divmod(start, BLOCK_BYTES)
+    if place + width <= BLOCK_BYTES:
+        block = _BLOCK_WEIGHTS.between(number, number + 1, rows.device)
+        yield _Strip(content, place, rows * block)
+        return
     left = 0
     while left < width:
         rest, count = width - left, 1

@@ -6,17 +6,21 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from liver_hpc.clock import Deadline, poll_until
+from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError, PlanError, TransferError
+from liver_hpc.transport.lane import Lane, new_lane
 
-_DEVICE_POLL_S = 0.0002
+_ENDS_S = 10.0
+"""How long the device may take to end what has been aborted."""
+_MEETING_TAG = (1 << 31) - 1
+"""Of the bytes of `Wire.meet`; no stream counts so far."""
 
 
 class Parcel(NamedTuple):
@@ -61,12 +65,28 @@ class Wire(ABC):
         """Encloses one stream; on leaving it, all copies have really been made."""
         return nullcontext()
 
+    def meet(self, peers: Iterable[int], deadline: Deadline) -> None:
+        """Exchanges a byte with each peer, which meets this worker: backends that connect a pair
+        at its first message do so here, and not inside the pause. Collective over each pair.
+
+        Raises TransferError or DeadlineError, which name the peers.
+        """
+        parcels = [
+            Parcel(peer, _MEETING_TAG, torch.zeros(1, dtype=torch.uint8, device=self.device), sends)
+            for peer in sorted(peers)
+            for sends in (True, False)
+        ]
+        if parcels:
+            with self.streaming(deadline):
+                for messages in self.launch(parcels):
+                    messages.wait(deadline)
+
     def abandon(self) -> None:  # noqa: B027 - nothing to do where handles clean up behind them
         """After a failure: what is under way must touch neither staging nor a world any more."""
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the backend; idempotent."""
+        """Lets go of the backend; idempotent, from any thread. What is under way fails."""
 
 
 def late(deadline: Deadline, messages: str) -> DeadlineError:
@@ -74,13 +94,15 @@ def late(deadline: Deadline, messages: str) -> DeadlineError:
     return DeadlineError(f"{deadline.error()}: not crossed: {messages}")
 
 
-def group_wire(group: Any, ranks: Mapping[int, int], device: torch.device) -> Wire:
-    """The wire over `group`, whose ranks are given by worker id.
+def group_wire(
+    backend: Any, ranks: Mapping[int, int], device: torch.device, lane: Lane | None = None
+) -> Wire:
+    """The wire over a c10d backend, whose ranks are given by worker id. Not collective.
 
-    Collective on CUDA, where NCCL connects all members; on the CPU it is not. Raises TransferError
-    when the members cannot be connected.
+    lane: where copies and messages go; None: a new one.
     """
-    return (NcclWire if device.type == "cuda" else GlooWire)(group, ranks, device)
+    lane = new_lane(device) if lane is None else lane
+    return NcclWire(backend, ranks, device, lane) if lane.late else GlooWire(backend, ranks, device)
 
 
 class GlooWire(Wire):
@@ -181,7 +203,7 @@ class _Started:
 
 
 class NcclWire(GlooWire):
-    """The messages of a step are one group on the whole communicator, on a stream of their own.
+    """The messages of a step are one group on the whole communicator, in a lane of their own.
 
     One by one, messages between two workers would run in the order in which each end starts
     them, and two workers that both begin with a send would wait for each other for ever.
@@ -189,50 +211,50 @@ class NcclWire(GlooWire):
 
     grouped = True
 
-    def __init__(self, group: Any, ranks: Mapping[int, int], device: torch.device) -> None:
-        super().__init__(group, ranks, device)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        try:
-            # NCCL connects at the first operation of all members; not inside the pause.
-            group.allreduce([torch.zeros(1, device=device)]).wait()
-            torch.cuda.synchronize(device)
-        except RuntimeError as error:
-            raise TransferError(f"workers {sorted(ranks)} cannot be connected: {error}") from error
+    def __init__(
+        self, backend: Any, ranks: Mapping[int, int], device: torch.device, lane: Lane
+    ) -> None:
+        super().__init__(backend, ranks, device)
+        self._lane = lane
 
     def _start_all(self, group: Any, parcels: Sequence[Parcel]) -> Sequence[Pending]:
         try:
-            group._start_coalescing(self.device)
+            group._start_coalescing()
             for parcel in parcels:
                 self._start(group, parcel)
-            work = group._end_coalescing(self.device)
+            work = group._end_coalescing()
         except RuntimeError as error:
             raise _translated(error, parcels) from error
         finally:
             del group
-        # Not blocking: the wait is queued on the side stream, the end of the stream is waited for.
+        # Not blocking: the lane waits for the messages, the host for the lane's end.
         return [_Started(work, parcels, blocking=False)]
 
     @contextlib.contextmanager
     def streaming(self, deadline: Deadline) -> Iterator[None]:
-        """Queues on the side stream, behind what the current one holds; on leaving, waits until
+        """Queues in this wire's lane, behind what the caller's own holds; on leaving, waits until
         the device has done it all."""
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        self._lane.follow()
+        with self._lane.entered():
             yield
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(self._stream)
         peers = sorted(self._ranks)
         try:
-            poll_until(done.query, deadline, _DEVICE_POLL_S)
+            self._lane.finish(deadline)
         except DeadlineError as error:
             raise DeadlineError(f"{error}: messages between workers {peers} are stuck") from error
         except RuntimeError as error:
             raise TransferError(f"messages between workers {peers}: {error}") from error
 
-    def abandon(self) -> None:
-        """Kills what NCCL still runs on the device: it reads and writes memory that is
-        about to be freed."""
-        if self._group is not None:
+    def close(self) -> None:
+        """Ends what NCCL still runs, and frees the communicator's memory."""
+        group, self._group = self._group, None
+        if group is not None:
             with contextlib.suppress(RuntimeError):
-                self._group._get_backend(self.device).abort()
-                self._stream.synchronize()
+                group.abort()
+
+    def abandon(self) -> None:
+        """What NCCL still runs reads and writes memory that is about to be freed."""
+        self.close()
+        ended = Deadline.after(SystemClock(), _ENDS_S, "the device to end aborted messages")
+        with contextlib.suppress(DeadlineError, RuntimeError):
+            self._lane.finish(ended)

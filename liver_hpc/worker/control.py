@@ -15,7 +15,6 @@ from typing import NoReturn
 
 from liver_hpc.clock import SystemClock, process_age_s
 from liver_hpc.errors import DeadlineError, ProtocolError
-from liver_hpc.handoff.release import return_free_memory
 from liver_hpc.handoff.session import WorkerContext
 from liver_hpc.host.interfaces import address_towards
 from liver_hpc.host.process import quiet_thread
@@ -68,9 +67,9 @@ class Worker:
         if config.handoff.warm_up:
             rank_map = RankMap(layout, tuple(range(layout.workers)))
             rehearsal = World(recipe, rank_map, 0, generation=-1, device=device)
-            rehearsal.warm_up()
+            rehearsal.warm_up(again=config.handoff.warm_up_again)
             rehearsal.close()
-        return_free_memory()
+        device.return_free_memory()
         # What boot made stays as long as the process: later collections need not walk it.
         gc.freeze()
         self._first: queue.Queue[m.Begin | m.Prepare] = queue.Queue()

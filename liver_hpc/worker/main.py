@@ -1,4 +1,4 @@
-"""A worker's process, which the node's agent starts: `python -m liver_hpc.worker.main`.
+"""A worker's process: `python -m liver_hpc.worker.main`, or forked from the node's `warm.py`.
 
 It boots alone (imports, device, data, a rehearsed step), learns its id and the coordinator's
 address from the agent, and then does what the control channel tells it: begin or join, train, hand
@@ -39,13 +39,16 @@ _MOST_SAID = 1000
 _MOST_TOLD_BYTES = 4096
 
 
-def main() -> NoReturn:
+def main(arguments: list[str] | None = None) -> NoReturn:
     """Boots, reports to the agent, and serves."""
     parser = argparse.ArgumentParser(prog="liver_hpc.worker.main", description=__doc__)
     parser.add_argument("--run-directory", type=Path, required=True)
     parser.add_argument("--layout", required=True, help="layout to rehearse, as tp2 pp1 dp2")
-    options = parser.parse_args()
-    _quieten()
+    options = parser.parse_args(arguments)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s [%(threadName)s] %(message)s"
+    )
+    quieten()
     try:
         with socket.socket(fileno=int(os.environ["LIVER_AGENT_FD"])) as agent:
             try:
@@ -93,11 +96,8 @@ def _choose_network(run_directory: Path) -> None:
     os.environ.update({NCCL_LOG: str(log_path), **chosen})
 
 
-def _quieten() -> None:
-    """Logs our own lines, but only errors of megatron and torch."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s [%(threadName)s] %(message)s"
-    )
+def quieten() -> None:
+    """Of megatron and torch only errors are logged."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
     for package in ("megatron", "torch"):
         for category in (UserWarning, FutureWarning, DeprecationWarning):

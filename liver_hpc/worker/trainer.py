@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from liver_hpc.checkpoint.parts import restore, save
+from liver_hpc.clock import Deadline
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.handoff.crossing import FAILURES, Crossed, Crossing
+from liver_hpc.handoff.beside import FAILURES, Beside
+from liver_hpc.handoff.crossing import Crossed, Crossing
 from liver_hpc.handoff.prepare import connect_groups, prepare, prepared_message
 from liver_hpc.handoff.release import release
 from liver_hpc.handoff.session import HandoffAborted, Session, Target, WorkerContext
@@ -113,7 +115,7 @@ class Trainer:
         context = self._context
         world = World(context.recipe, rank_map, context.worker, generation, context.device)
         if context.config.handoff.warm_up:
-            world.warm_up()
+            world.warm_up(again=context.config.handoff.warm_up_again)
         store = context.open_store()
         try:
             connect_groups(context, world, store)
@@ -136,7 +138,10 @@ class Trainer:
             world = self._world
             assert world is not None, "train without a world"
             started_s = self._step_begins_s
-            gradients, update = world.train_step(self.step)
+            verifying = self._verify_if_due(world)
+            gradients = world.forward_backward(self.step)
+            self._verified(world, verifying)
+            update = world.update(self.step)
             session = self.session
             ready = session is not None and session.armed.is_set()
             result = world.agree(gradients, update, Flags(ready, self._stop.is_set()))
@@ -158,6 +163,34 @@ class Trainer:
                 self._drop(session)
             self._save_if_due(boundary)
         self._context.send(m.Finished(worker=self._context.worker, step=self.step))
+
+    def _verify_if_due(self, world: World) -> Beside[tuple[m.ClassDigest, ...]] | None:
+        """Begins to digest the state where it is due after the steps that are done. Until the next
+        update the state stands still."""
+        every = self._context.config.train.verify_every_steps
+        if every is None or self.step == 0 or self.step % every:
+            return None
+        world.settle()
+        kinds, state = world.recipe.spec.kinds, world.state
+        return Beside(
+            "verification", lambda: state.digests(kinds, buffers=False), self._context.device
+        )
+
+    def _verified(self, world: World, verifying: Beside[tuple[m.ClassDigest, ...]] | None) -> None:
+        """Tells the coordinator the digests, before the state changes."""
+        if verifying is None:
+            return
+        context = self._context
+        limit_s = context.config.deadlines.collective_s
+        deadline = Deadline.after(context.clock, limit_s, "the digests of the state")
+        context.send(
+            m.Verified(
+                worker=context.worker,
+                generation=world.generation,
+                step=self.step,
+                digests=verifying.outcome(deadline),
+            )
+        )
 
     def _evaluate_if_due(self) -> float | None:
         """The validation loss of the world that trains, where it is due after the steps that are
@@ -273,6 +306,7 @@ class Trainer:
     def _hand_off(self, session: Session, source: World, ended_s: float) -> None:
         """Crosses to the target world at the agreed boundary, or goes back to this one."""
         assert session.prepared is not None
+        session.crosses = True
         source.settle()
         boundary = m.AtBoundary(
             worker=self._context.worker,
@@ -362,6 +396,8 @@ class Trainer:
                 world.state.view(kind, index, box).copy_(held.view(kind, index, box))
         log.info("generation %d: rebuilt %s", generation, rank_map)
         world.load_scalar_state(scalars)
+        limit_s, clock = self._limits.transfer_s, self._context.clock
+        self._context.device.finish(Deadline.after(clock, limit_s, "the state to be copied"))
         held.release()
         self._world = world
         self._stands.set()

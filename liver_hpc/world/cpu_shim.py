@@ -305,8 +305,10 @@ def _import_megatron() -> None:
 
 
 @cache
+@cache
 def install() -> None:
-    """Redirects torch.cuda and megatron's uses of it to the CPU; idempotent."""
+    """Redirects torch.cuda and megatron's uses of it to the CPU; once a process, and in those that
+    it forks."""
     _put_identity_dynamo()
     _redirect_cuda_module()
     _redirect_tensors()

@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
+import logging
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.network import GLOO_INTERFACE, NCCL_LOG
 from liver_hpc.host.interfaces import interface_addresses, interface_holding
+from liver_hpc.transport.lane import Lane, new_lane, own_lane
 from liver_hpc.transport.nccl_log import Chosen, NcclLog
+
+log = logging.getLogger(__name__)
+
+NCCL_SETTINGS = {
+    # What fails or is late is aborted, and raises where it is waited for. torch's default ends the
+    # process, which has a source world that could go on.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    # A work's wait is queued on the device; the host looks with deadlines of its own.
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    # Else a thread ends the process when NCCL is slow in giving up, and asks a store for signals
+    # that has been closed since.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""How torch watches over NCCL in a worker, where the environment does not say otherwise."""
+_INIT_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+"""The seconds after which torch gives up a communicator that does not come to be."""
+
+
+class Room(NamedTuple):
+    """peak_bytes: the most that this process has had in use since its last handoff. free_bytes:
+    what is left of the device while it has as much in use again."""
+
+    free_bytes: int
+    peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -35,14 +67,51 @@ class Device:
             torch.cuda.set_device(self.torch_device)
 
     def synchronize(self) -> None:
-        """Waits for all work queued on the device."""
+        """Waits for all work queued on the device, without a deadline: not for a handoff."""
         if self.torch_device.type == "cuda":
             torch.cuda.synchronize(self.torch_device)
+
+    def new_lane(self) -> Lane:
+        """A lane of its own."""
+        return new_lane(self.torch_device)
+
+    def finish(self, deadline: Deadline) -> None:
+        """Waits until the device has done all that the calling thread has launched so far.
+
+        Raises DeadlineError; RuntimeError where that work failed.
+        """
+        own_lane(self.torch_device).finish(deadline)
+
+    def room(self) -> Room | None:
+        """What there is beside the world that trains; None where the device does not tell."""
+        if self.torch_device.type != "cuda":
+            return None
+        free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
+        peak_bytes = torch.cuda.max_memory_allocated(self.torch_device)
+        cached_bytes = torch.cuda.memory_reserved(self.torch_device)
+        return Room(free_bytes + cached_bytes - peak_bytes, peak_bytes)
+
+    def return_free_memory(self) -> None:
+        """Gives back what is held but not used: pages of the heap (glibc keeps them otherwise),
+        blocks that belong to the streams of lanes that have ended."""
+        gc.collect()
+        if self.torch_device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.torch_device)  # it was that of two worlds
+        with contextlib.suppress(OSError, AttributeError):  # another libc: nothing to trim
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def open_device(local_rank: int) -> Device:
     """Claims this worker's device: CUDA device `local_rank` where there is one, else the CPU."""
     if torch.cuda.is_available():
+        for name, value in NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            log.warning(
+                "CUDA_DEVICE_MAX_CONNECTIONS is 1: what a handoff prepares may wait on the device "
+                "behind training, until its deadline; wanted 8 or more"
+            )
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return Device(device)
@@ -77,21 +146,31 @@ class Network:
         named = [create(interface=name, lazy_init=False) for name in self._interfaces]
         return named or [create(hostname=self._hostname, lazy_init=False)]
 
-    def open_backend(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    def open_backend(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        peers: str = "its members",
+        check: Callable[[], None] = lambda: None,
+    ) -> Any:
         """Connects one group's members over `store` and returns the c10d backend.
 
-        Collective over the members: blocks until all have come or the store's deadline passes.
+        Collective over the members: blocks until all have come or the deadline passes. peers: how
+        an error names them. check: called while the device connects; it may raise.
         """
         timeout = timedelta(seconds=timeout_s)
         backend: Any
         if self._device.backend_name == "nccl":
-            nccl: Any = dist.ProcessGroupNCCL
-            options = nccl.Options()
-            options._timeout = timeout
-            backend = nccl(store, rank, size, options)
-            # NCCL connects at the first collective, for which the store must still be there.
-            backend.allreduce([torch.zeros(1, device=self._device.torch_device)]).wait()
-            self._device.synchronize()
+            deadline = Deadline.after(SystemClock(), timeout_s, f"{peers} to connect")
+            os.environ.setdefault(_INIT_LIMIT, str(math.ceil(timeout_s)))
+            backend = self._new_nccl(store, rank, size, timeout)
+            try:
+                self._connect(backend, deadline, check)
+            except BaseException:
+                backend.abort()  # the device must not go on waiting for its peers
+                raise
             chosen = self._log.read(self._newly_logged())
         else:
             gloo: Any = dist.ProcessGroupGloo
@@ -101,12 +180,28 @@ class Network:
             backend = gloo(store, rank, size, options)
             chosen = Chosen(("gloo tcp",), self._gloo_way())
         backend._set_sequence_number_for_group()
-        if size > 1:
-            self._chosen[backend] = chosen
+        self._chosen[backend] = chosen
         return backend
 
+    def _new_nccl(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        """A backend that is not connected yet."""
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timeout
+        options.config.blocking = 0  # torch polls the communicator until `_INIT_LIMIT`
+        return nccl(store, rank, size, options)
+
+    def _connect(self, backend: Any, deadline: Deadline, check: Callable[[], None]) -> None:
+        """NCCL connects at the first collective, for which the store must still be there. It runs
+        in a lane of its own: in training's, it would have to come at the same place between
+        training's collectives on every worker."""
+        lane = self._device.new_lane()
+        with lane.entered():
+            backend.allreduce([torch.zeros(1, device=self._device.torch_device)]).wait()
+        lane.finish(deadline, check)
+
     def transports(self, backends: Iterable[Any]) -> Chosen:
-        """The transports that these backends use; groups of one use none.
+        """The transports that these backends use.
 
         NCCL's are read from its log; where that tells nothing, the answer is "nccl".
         """

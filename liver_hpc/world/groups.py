@@ -3,18 +3,22 @@
 A group is a c10d `ProcessGroup` object that first carries a stand-in backend: collectives return
 at once and move nothing, so a model can be built and warmed up without anybody else. `connect`
 then puts the real backend in its place, opened from a store, or the very backend that another
-world already has for the same members.
+world already has for the same members. A group of one member keeps the stand-in: what a collective
+moves is there already.
 
 All private names of torch that this takes are used here and nowhere else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from liver_hpc.world.device import Device, Network
 
@@ -22,6 +26,10 @@ from liver_hpc.world.device import Device, Network
 dist: Any = importlib.import_module("torch.distributed")
 c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
 native: Any = importlib.import_module("torch._C._distributed_c10d")
+
+_users: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""How many groups use a backend; guarded by `_counting`."""
+_counting = threading.Lock()
 
 SENTINEL_SIZE = 1 << 16
 """The size that the sentinel default group pretends to have; worker ids stay below it."""
@@ -80,7 +88,8 @@ def _answer_for_stand_ins() -> None:
 
 
 def _is_stand_in(group: Any, device: Any) -> bool:
-    return isinstance(group._get_backend(device), native.FakeProcessGroup)
+    """Whether others would be in this group, who are not."""
+    return group.size() > 1 and isinstance(group._get_backend(device), native.FakeProcessGroup)
 
 
 def _enter(group: Any, name: str, ranks: dict[int, int], backend_name: str) -> None:
@@ -110,7 +119,10 @@ def _leave(group: Any, name: str) -> None:
 
 
 class Group:
-    """One process group of one world; `members` are worker ids in group-rank order."""
+    """One process group of one world; `members` are worker ids in group-rank order.
+
+    backend: the real one; None before the group is connected, and of a group of one.
+    """
 
     def __init__(self, name: str, members: tuple[int, ...], worker: int, device: Device) -> None:
         self.name = name
@@ -136,19 +148,49 @@ class Group:
         kind = getattr(dist.ProcessGroup.BackendType, self._device.backend_name.upper())
         self.process_group._register_backend(self._device.torch_device, kind, backend)
         self.process_group._set_default_backend(kind)
+        self._hold(backend)
+
+    def _hold(self, backend: Any) -> None:
+        with _counting:
+            _users[backend] = _users.get(backend, 0) + 1
         self.backend = backend
 
-    def connect(self, network: Network, store: Any, timeout_s: float) -> None:
-        """Opens this group's own backend over `store`. Collective over the members."""
-        prefix = dist.PrefixStore(self.name, store)
-        self.attach(network.open_backend(prefix, self.rank, len(self.members), timeout_s))
+    def connect(
+        self,
+        network: Network,
+        store: Any,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Opens this group's own backend over `store`. Collective over the members. check: called
+        while the device connects; it may raise."""
+        if len(self.members) == 1:
+            return
+        prefix, peers = dist.PrefixStore(self.name, store), f"workers {list(self.members)}"
+        self.attach(
+            network.open_backend(prefix, self.rank, len(self.members), timeout_s, peers, check)
+        )
 
     def close(self) -> None:
-        """Forgets the group. Its connections close once nobody holds the backend any more."""
+        """Forgets the group. Its connections close once nobody holds the backend any more; NCCL's
+        are ended when no group uses them, as they hold memory of the device."""
         if self.process_group is None:
             return
         _leave(self.process_group, self.name)
-        self.process_group = self.backend = None
+        backend, self.process_group, self.backend = self.backend, None, None
+        if backend is None:
+            return
+        with _counting:
+            _users[backend] -= 1
+            unused = not _users[backend]
+        if unused and self._device.backend_name == "nccl":
+            end(backend)
+
+
+def end(backend: Any) -> None:
+    """Ends what a backend has under way, and gives up its connections; from any thread."""
+    with contextlib.suppress(RuntimeError):
+        backend.abort()
 
 
 class GroupBook:
@@ -159,6 +201,7 @@ class GroupBook:
         self._worker = worker
         self._device = device
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._kept: set[tuple[int, ...]] = set()
 
     def group(self, members: Iterable[int]) -> Group:
         """The group of these members, which must include this worker; made when first asked."""
@@ -174,28 +217,38 @@ class GroupBook:
         store: Any,
         timeout_s: float,
         previous: GroupBook | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> int:
-        """Makes every group real; returns how many of several members took over a backend of
-        `previous`. Collective over the world's workers.
+        """Makes every group real; returns how many took over a backend of `previous`. Collective
+        over the world's workers. check: called while the device connects; it may raise.
 
         All workers open their groups in the same order (sorted by members), so that no two wait
         for each other. Where members were a group in the previous world, they were so for all of
         them: either all take its backend over or none does.
         """
-        kept = 0
         for members in sorted(self._groups):
             group = self._groups[members]
             old = previous._groups.get(members) if previous is not None else None
             if old is not None and old.backend is not None:
                 group.attach(old.backend)
-                kept += len(members) > 1
+                self._kept.add(members)
             else:
-                group.connect(network, store, timeout_s)
-        return kept
+                group.connect(network, store, timeout_s, check)
+        return len(self._kept)
 
     def backends(self) -> list[Any]:
         """The backends of all groups that are real."""
         return [group.backend for group in self._groups.values() if group.backend is not None]
+
+    def abort(self, shared: bool) -> None:
+        """Ends what these groups have under way, from any thread: who waits in it fails promptly.
+        shared: also in groups whose backends another book uses. Where a backend cannot end what it
+        has under way (gloo), peers that forget the group do.
+        """
+        for members, group in [*self._groups.items()]:
+            backend = group.backend
+            if backend is not None and (shared or members not in self._kept):
+                end(backend)
 
     def close(self) -> None:
         """Forgets all groups; backends that another book took over stay open."""

@@ -203,6 +203,8 @@ def configure_for_schedules(config: Any, chunks: list[Any], layout: Layout) -> N
         config.virtual_pipeline_model_parallel_size = layout.vpp
         config.microbatch_group_size_per_vp_stage = layout.pp
     config.batch_p2p_comm = True  # the other way goes over the default group
+    # Else each message waits for all of the device, optimizer state that arrives meanwhile, too.
+    config.batch_p2p_sync = False
 
 
 def complete_for_schedules(module: Any) -> None:

@@ -88,7 +88,11 @@ def create_state(optimizers: Iterable[Any]) -> None:
             if not counts_by_parameter:
                 group["step"] = 0
             for parameter in group["params"]:
-                moments: dict[str, Any] = {k: torch.zeros_like(parameter.data) for k in MOMENTS}
+                moments: dict[str, Any] = {
+                    # Not zeros_like, whose pages are there once they are written to.
+                    kind: torch.empty_like(parameter.data).zero_()
+                    for kind in MOMENTS
+                }
                 state = adam.state[parameter] = moments
                 if counts_by_parameter:
                     state["step"] = torch.tensor(0.0)

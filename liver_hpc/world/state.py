@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +13,7 @@ from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ownership import local_shape, optimizer_interval, owned_boxes, slabs
 from liver_hpc.layout.tensors import MAIN, PARAMETER, Box, ModelSpec, TensorSpec
 from liver_hpc.protocol.messages import ClassDigest
-from liver_hpc.transport.digest import MODULUS, box_digest
+from liver_hpc.transport.digest import MODULUS, add_digest
 
 Initializer = Callable[[TensorSpec, torch.Generator], torch.Tensor]
 
@@ -118,24 +117,31 @@ class WorldState:
             for box in owned_boxes(self.model, self.layout, self.at, kind, index):
                 yield index, box
 
-    def digests(self, kinds: Iterable[str]) -> tuple[ClassDigest, ...]:
+    def digests(self, kinds: Iterable[str], *, buffers: bool = True) -> tuple[ClassDigest, ...]:
         """Digests of what this worker owns, one for each kind and replication class
-        (protocol/votes.py). Waits for the device."""
-        totals: dict[tuple[str, bool, bool, bool], int] = defaultdict(int)
+        (protocol/votes.py). buffers: persistent ones too. Waits for the device."""
+        totals: dict[tuple[str, bool, bool, bool], torch.Tensor] = {}
         for kind in kinds:
             for index, box in self.boxes(kind):
                 tensor = self.model.tensors[index]
+                if tensor.role == "buffer" and not buffers:
+                    continue
+                view = self.view(kind, index, box)
                 key = (kind, tensor.tp_dim is None, tensor.tied, tensor.expert)
-                totals[key] += box_digest(self.view(kind, index, box), tensor, box)
+                if key not in totals:
+                    totals[key] = torch.zeros((), dtype=torch.int64, device=view.device)
+                add_digest(totals[key], view, tensor, box)
         return tuple(
             ClassDigest(
                 kind=kind,
                 tp_replicated=copied,
                 multi_stage=multi,
                 expert=expert,
-                value=f"{total % MODULUS:016x}",
+                value=f"{int(total) % MODULUS:016x}",
             )
-            for (kind, copied, multi, expert), total in sorted(totals.items())
+            for (kind, copied, multi, expert), total in sorted(
+                totals.items(), key=lambda each: each[0]
+            )
         )
 
     def initialize(self, initial: Initializer, seed: int) -> None:

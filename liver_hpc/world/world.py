@@ -26,12 +26,13 @@ from liver_hpc.layout.batch import share_of
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import Recipe
-from liver_hpc.world import buffers, dropout, experts, megatron, optimizer, thread
+from liver_hpc.world import buffers, dropout, experts, megatron, optimizer, rehearsed, thread
 from liver_hpc.world.derive import Derivation, build_chunks
 from liver_hpc.world.device import Device
 from liver_hpc.world.evaluate import undisturbed
 from liver_hpc.world.forget import forget
 from liver_hpc.world.groups import GroupBook
+from liver_hpc.world.rehearsed import Shapes
 from liver_hpc.world.state import HeldTensor, WorldState
 from liver_hpc.world.thread import MicroBatch
 from liver_hpc.world.verified import verified_tensors
@@ -186,24 +187,37 @@ class World:
 
     # ---- rehearsal and end
 
-    def warm_up(self) -> None:
+    def warm_up(self, again: bool = True) -> None:
         """Rehearses a step before the groups are connected: nothing is sent, parameters and
         optimizer state become garbage, buffers stay. Safe beside a training thread of this process.
 
-        It computes one micro-batch for each place in the pipeline, not the whole batch.
+        It computes one micro-batch, in an interleaved pipeline the fewest that its schedule takes.
+        again: False where a seat of these shapes, once rehearsed in this process, is not to be
+        rehearsed any more.
         """
-        layout = self.rank_map.layout
+        recipe, layout = self.recipe, self.rank_map.layout
+        shapes = Shapes.of_seat(
+            recipe.spec.digest,
+            recipe.config.train.micro_batch,
+            layout,
+            self.at,
+            self.tensors.values(),
+        )
+        if again or not rehearsed.known(shapes):
+            self._rehearse(layout.pp if layout.vpp > 1 else 1)
+            rehearsed.remember(shapes)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def _rehearse(self, micro_batches: int) -> None:
         kept = [(place, *place.copy()) for place in buffers.all_buffers(self.chunks)]
         with thread.rehearsal(), dropout.NoDropout():
-            self.forward_backward(0, most=layout.pp)
+            self.forward_backward(0, most=micro_batches)
             self.update(0)
         self._renew_buffers()  # raises where a step leaves other buffers than it found
         for place, tensor, values in kept:
             place.put(tensor, values)
         self._renew_buffers()
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.device.synchronize()
 
     def close(self, spared: frozenset[int] = frozenset()) -> None:
         """Frees memory and forgets the groups. The world must not be used any more.

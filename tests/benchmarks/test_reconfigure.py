@@ -22,7 +22,7 @@ from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.process import CORES
 from liver_hpc.run.records import RunRecords
 from tests.unit.layout.models import gpt_recipe
-from tests.unit.report.rows import reconfiguration, step
+from tests.unit.report.rows import crossing, reconfiguration, step
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
 RESTART = "dist_checkpointing"
@@ -141,6 +141,7 @@ def test_with_cores_apart_what_is_launched_finds_as_many_as_workers_are_at_once(
 ) -> None:
     apart = load_sweep(CONFIGS / "apart.yaml").model_copy(update={"directory": sweep.directory})
     assert (sweep.most_at_once, apart.most_at_once) == (5, 2)
+    assert load_sweep(CONFIGS / "local.yaml", cores="apart").cores == "apart"
     found: list[str | None] = []
 
     def measure(sweep: Sweep, cell: Cell) -> list[dict[str, Any]]:
@@ -304,6 +305,18 @@ def test_rows_of_a_live_run_are_its_handoffs_in_order(sweep: Sweep) -> None:
     assert {r["lost_s"] for r in found} == {0.25}
     assert {r["reconfiguration_s"] for r in found} == {6.25}
     assert {r["detection_s"] for r in found} == {0.5}
+
+
+def test_rows_of_a_live_run_tell_where_the_lost_time_went(sweep: Sweep) -> None:
+    records = live_records(5)
+    records.crossings.append(
+        crossing(generation=2, started_s=120.5, forward_backward_s=0.5, ended_s=121.25)
+    )
+    found = live_rows(sweep, Cell(size="25m", method="live", round=0), records, ASKED_S)
+    assert "path_wire_s" not in found[0]
+    assert found[1]["path_forward_backward_s"] == 0.5
+    lines = {k: v for k, v in found[1].items() if k.startswith("path_") and "slow" not in k}
+    assert math.fsum(lines.values()) == pytest.approx(found[1]["lost_s"] + 1.0)
 
 
 def test_a_run_that_lacks_a_handoff_is_no_measurement(sweep: Sweep) -> None:

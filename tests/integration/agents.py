@@ -48,8 +48,10 @@ import json, os, signal, subprocess, sys, threading
 from pathlib import Path
 directory, then = Path(sys.argv[1]), sys.argv[2]
 rank, agent = os.environ["LIVER_LOCAL_RANK"], int(os.environ["LIVER_AGENT_FD"])
-if then == "boot fails" and rank == "1":
+if then in ("boot fails", "slot 1 fails") and rank == "1":
     sys.exit(3)
+if then == "slot 1 hangs" and rank == "1":
+    threading.Event().wait()
 if then == "boot is refused" and rank == "1":
     os.write(agent, b"PlanError: no")
     sys.exit(1)
@@ -201,8 +203,11 @@ class Run:
         command = [sys.executable, "-c", WORKER, str(self.directory), then]
         return ["--worker-command", json.dumps(command)]
 
-    def launcher(self, then: str, exit_s: float = 5.0, options: Sequence[str] = ()) -> Launcher:
-        launcher = local_launcher(self.directory, exit_s, [*options, *self.options(then)])
+    def launcher(
+        self, then: str, exit_s: float = 5.0, options: Sequence[str] = (), stay: bool = False
+    ) -> Launcher:
+        further = [*options, *self.options(then)]
+        launcher = local_launcher(self.directory, exit_s, further, stay=stay)
         self.launchers.append(launcher)
         return launcher
 

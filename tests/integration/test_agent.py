@@ -12,7 +12,7 @@ import pytest
 from liver_hpc.cluster.launcher import KILLED, Launcher, last_words, local_launcher
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.node.agent import EXIT_BOOT, EXIT_NOT_MET
+from liver_hpc.node.launch import EXIT_BOOT, EXIT_NOT_MET
 from liver_hpc.rendezvous.base import Identity, Refusal
 from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.events import Seat

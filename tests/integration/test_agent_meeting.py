@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from liver_hpc.node.agent import EXIT_BOOT, EXIT_NOT_MET, EXIT_RENDEZVOUS_LOST, EXIT_STUCK
+from liver_hpc.node.launch import EXIT_BOOT, EXIT_NOT_MET, EXIT_RENDEZVOUS_LOST, EXIT_STUCK
 from liver_hpc.rendezvous.base import Answer, Identity
 from tests.integration.agents import (
     Run,

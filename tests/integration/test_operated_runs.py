@@ -11,6 +11,7 @@ import pytest
 from liver_hpc.cli.client import request, stop
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
 from liver_hpc.report.store import read_run
+from tests.integration.drifting import AT_STEP
 from tests.integration.elastic import elastic_run, losses
 from tests.integration.leftovers import no_abandoned_files
 from tests.integration.runs import (
@@ -47,6 +48,17 @@ def test_dropout_follows_the_samples_through_a_replacement_and_changes_of_pp_and
     same_layout = elastic.reconfigurations[1].step
     assert losses(elastic)[:same_layout] == losses(fixed)[:same_layout]
     assert worst_difference(losses(elastic), losses(fixed)) <= 1e-4
+
+
+def test_a_copy_that_drifts_is_found_beside_a_step_and_ends_the_run(tmp_path: Path) -> None:
+    recipe = "tests.integration.drifting:DriftingGPT"
+    config = run_config(
+        tmp_path, ENDLESS, recipe=recipe, train={"verify_every_steps": 2}, layouts={2: [{"tp": 2}]}
+    )
+    outcome = wait_for_end(start(config), 120.0)
+    assert outcome.state == "failed"
+    assert outcome.step > AT_STEP
+    assert "copies of the state differ after step 10: parameter (replicated" in outcome.reason
 
 
 def test_a_lost_source_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def move(
         return
     group = process.transfer_group(name, members)
     ranks = {member: rank for rank, member in enumerate(members)}
-    wire = group_wire(group.process_group, ranks, process.device.torch_device)
+    wire = group_wire(group.backend, ranks, process.device.torch_device)
     transport = Transport(wire, recipe.spec, recipe.config.handoff)
     old, new = (None if world is None else world.state for world in worlds)
     transport.stream(
@@ -104,7 +104,8 @@ def move(
         lambda _bytes: None,
         Deadline.after(SystemClock(), 60.0, "the state"),
     )
-    transport.close()  # but not the group: a peer may not have seen yet that its messages crossed
+    group.backend.barrier().wait()  # a peer may not have seen yet that its messages crossed
+    transport.close()
 
 
 def train(world: Any, steps: Iterable[int]) -> list[tuple[float, float]]:

@@ -69,7 +69,7 @@ def slurm_launcher(
 
     def prepare(launch: LaunchAgent) -> Step:
         held, name = use(launch.seat.node), f"liver-{launch.agent}"
-        agent = [*program, *agent_options(launch, directory), "--warnings"]
+        agent = [*program, *agent_options(launch, directory, config.workers.warm), "--warnings"]
         agent = [*python, *task] if task else agent
         command = Command(
             f"srun of agent {launch.agent}",

@@ -15,9 +15,9 @@ To connect, it lives for one meeting:
     joiner -> parent       the reception
     joiner -> parent       it is through with MPI
 
-It knows no secret and has no deadlines: a call of MPI's may hang or abort the process, and the
-parent ends it. A waiting MPI_Comm_accept burns a whole core: so it is only entered when a joiner is
-about to connect.
+It imports little: nobody is to wait for that. It knows no secret and has no deadlines: a call of
+MPI's may hang or abort the process, and the parent ends it. A waiting MPI_Comm_accept burns a whole
+core: so it is only entered when a joiner is about to connect.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def _costliest(attempts: Sequence[ReconfigurationFigures]) -> list[Reconfigurati
     """In the order in which they were; an attempt that cost nothing that is known comes last."""
 
     def cost(record: ReconfigurationFigures) -> float:
-        return record.lost_s if math.isfinite(record.lost_s) else -math.inf
+        return record.cost_s if math.isfinite(record.cost_s) else -math.inf
 
     chosen = sorted(attempts, key=cost, reverse=True)[:MOST_HANDOFFS]
     return sorted(chosen, key=lambda record: record.generation)

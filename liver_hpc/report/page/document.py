@@ -103,11 +103,11 @@ def _cursor(section: Element, drawing: Figure) -> None:
 
 def _handoffs(section: Element, figures: RunFigures, drawn: Mapping[str, Figure]) -> None:
     attempts = figures.reconfigurations
-    known = [each for each in attempts if math.isfinite(each.lost_s)]
+    known = [each for each in attempts if math.isfinite(each.cost_s)]
     if len(attempts) > MOST_HANDOFFS:
         words = f"The {MOST_HANDOFFS} costliest of {len(attempts)} handoffs are drawn."
         SubElement(section, "p", {"class": "note"}).text = words
-    costliest = max(known or attempts, key=lambda each: each.lost_s, default=None)
+    costliest = max(known or attempts, key=lambda each: each.cost_s, default=None)
     for record in attempts:
         unfolded = len(attempts) <= MOST_OPEN or record is costliest
         details = SubElement(section, "details", {"open": ""} if unfolded else {})

@@ -196,6 +196,20 @@ def samples(prefix: Path, cache: str = "cache", count: int = 100, seed: int = 7)
     return TokenSamples(Corpus((prefix,)), 16, [count], seed, prefix.parent / cache)
 
 
+def megatrons(**more: object) -> GPTDatasetConfig:
+    """What Megatron's own datasets are told of the same samples."""
+    return GPTDatasetConfig(
+        random_seed=7,
+        sequence_length=16,
+        tokenizer=_Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        **more,
+    )
+
+
 def all_tokens(made: TokenSamples, count: int = 100) -> torch.Tensor:
     return torch.stack([made.sample(index)[0] for index in range(count)])
 
@@ -214,18 +228,9 @@ def test_labels_are_the_next_tokens(prefix: Path) -> None:
 
 
 def test_samples_are_megatrons_own(prefix: Path) -> None:
-    config = GPTDatasetConfig(
-        random_seed=7,
-        sequence_length=16,
-        tokenizer=_Tokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
     low_level = IndexedDataset(str(prefix))
     indices = np.arange(30, dtype=np.int32)
-    dataset = GPTDataset(low_level, str(prefix), indices, 100, Split.train, config)
+    dataset = GPTDataset(low_level, str(prefix), indices, 100, Split.train, megatrons())
     expected = torch.stack([dataset[index]["tokens"] for index in range(100)])
     assert torch.equal(all_tokens(samples(prefix)), expected)
 
@@ -312,17 +317,7 @@ class Mixed:
 
     def megatrons(self, weights: Weights, split: str, counts: Sequence[int]) -> list[list[int]]:
         names = [str(path) for path in (self.prefixes if weights else self.prefixes[:1])]
-        config = GPTDatasetConfig(
-            random_seed=7,
-            sequence_length=16,
-            tokenizer=_Tokenizer(),
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-            create_attention_mask=False,
-            blend=(names, None if weights is None else [*weights]),
-            split=split,
-        )
+        config = megatrons(blend=(names, None if weights is None else [*weights]), split=split)
         sizes = [*counts, 0, 0][:3]
         builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
         with pytest.MonkeyPatch.context() as patch:

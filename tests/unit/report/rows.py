@@ -7,6 +7,7 @@ from typing import Any
 
 from liver_hpc.run.records import (
     BaselineRecord,
+    CrossingRecord,
     EvaluationRecord,
     ReconfigurationRecord,
     StepRecord,
@@ -60,6 +61,13 @@ def reconfiguration(**fields: Any) -> ReconfigurationRecord:
     }
     missing = ReconfigurationRecord.__dataclass_fields__.keys() - values.keys()
     return ReconfigurationRecord(**dict.fromkeys(missing, math.nan) | values | fields)
+
+
+def crossing(**fields: Any) -> CrossingRecord:
+    """Of worker 0 to generation 1; what is not given it did not say."""
+    missing = CrossingRecord.__dataclass_fields__.keys()
+    known: dict[str, Any] = {"generation": 1, "worker": 0, "voted_s": 0.0}
+    return CrossingRecord(**dict.fromkeys(missing, math.nan) | known | fields)
 
 
 def baseline(**fields: Any) -> BaselineRecord:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from liver_hpc.run.records import (
+    CrossingRecord,
     NoticeRecord,
     ReconfigurationRecord,
     RunRecords,
@@ -12,7 +13,7 @@ from liver_hpc.run.records import (
     TrafficRecord,
     WorkerPhaseRecord,
 )
-from tests.unit.report.rows import baseline, evaluation, reconfiguration, step
+from tests.unit.report.rows import baseline, crossing, evaluation, reconfiguration, step
 
 HOSTILE = '<script>alert("x")</script> & \u00fc'
 """A name that would do harm where it is not escaped."""
@@ -26,11 +27,13 @@ def everything() -> RunRecords:
     attempts: list[ReconfigurationRecord] = []
     phases: list[WorkerPhaseRecord] = []
     traffic: list[TrafficRecord] = []
+    crossings: list[CrossingRecord] = []
     for generation, aborted in ((1, False), (2, True), (3, False)):
         boundary_s = 100.0 + 20 * len(attempts) + 20
         attempts.append(_attempt(generation, boundary_s, aborted))
         phases += _phases(generation, boundary_s, aborted)
         traffic += [TrafficRecord(generation, w, w + 1, 2**20 * (w + 1)) for w in range(3)]
+        crossings += [] if aborted else _crossings(generation, boundary_s)
         world = 1 if aborted else generation
         first = "release" if aborted else "first"
         steps += [
@@ -45,6 +48,7 @@ def everything() -> RunRecords:
         notices=_notices(),
         worker_phases=phases,
         traffic=traffic,
+        crossings=crossings,
         evaluations=[evaluation(step=20 * n, loss=4.5 - n / 10) for n in (1, 2, 3)],
     )
 
@@ -73,6 +77,26 @@ def _attempt(generation: int, boundary_s: float, aborted: bool) -> Reconfigurati
         released_s=never if aborted else boundary_s + 1.5,
         pause_s=never if aborted else 0.2,
     )
+
+
+def _crossings(generation: int, boundary_s: float) -> list[CrossingRecord]:
+    """Two workers of which the first is the last to vote, the second the last to end."""
+    return [
+        crossing(
+            generation=generation,
+            worker=worker,
+            parameter_wire_s=0.125,
+            parameter_pack_s=0.0625,
+            started_s=boundary_s + 0.25 - worker / 8,
+            forward_backward_s=0.5,
+            optimizer_after_s=0.03125,
+            voted_s=boundary_s + 0.78125 - worker / 8,
+            verdict_s=0.0625 + worker / 8,
+            update_s=0.375,
+            ended_s=boundary_s + 1.125 + worker / 8,
+        )
+        for worker in (0, 1)
+    ]
 
 
 def _phases(generation: int, boundary_s: float, aborted: bool) -> list[WorkerPhaseRecord]:

@@ -14,6 +14,7 @@ from rich.console import Console
 from liver_hpc.report.report import print_report, report_json
 from liver_hpc.run.records import RunRecords
 from tests.unit.report.rows import baseline, evaluation, reconfiguration, step
+from tests.unit.report.run_of_everything import everything
 
 PROMISED = """
     generation source target notice pause_s cost_s lost_s lost_steps slowdown_s reconfiguration_s
@@ -142,6 +143,19 @@ def test_no_figure_is_cut_off(columns: int) -> None:
     assert "generation 3 aborted: PREPARE: joiner 7 lost: [Errno 104] reset" in text
     for name in ("dist_checkpointing", "torch_dcp", "demo on a-node-with-a-long-name"):
         assert name in text
+
+
+def test_the_critical_path_stands_in_the_report() -> None:
+    lines = printed(everything(), 120).splitlines()
+    head = next(n for n, line in enumerate(lines) if "Where the lost time went" in line)
+    rows = [line.split() for line in lines[head:]]
+    (row,) = [row for row in rows if row[:2] == ["3", "1.000"]]
+    # boundary, wire, pack, digest, other, forward and backward, optimizer, votes, update, sum
+    assert row[2:10] == ["0.125", "0.062", "0.000", "0.062", "0.500", "0.031", "0.094", "0.375"]
+    assert row[10:] == ["1.250", "-0.125", "0", "0", "1"]
+    path = report_json(everything())["reconfigurations"][2]["path"]
+    assert path["lines"]["wire_s"] == 0.125
+    assert (path["last_to_vote"], path["last_to_end"]) == (0, 1)
 
 
 @pytest.mark.parametrize("columns", [30, 45, 60])

@@ -11,6 +11,15 @@ from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Requested, WorkerLost, WorldRef
 from liver_hpc.run.attempt_notes import AttemptNotes
 
+TIMINGS_S = {
+    "parameters/wire": 0.25,
+    "parameters/pack": 0.5,
+    "parameters/unpack": 0.125,
+    "parameters/digest": 0.0625,
+    "optimizer/wire": 1.0,
+    "forward_backward": 0.375,
+    "optimizer_after": 0.125,
+}
 SMALL = m.ScalarState(step=3, consumed_samples=0, optimizer_step=3, loss_scale=1.0, seed=1)
 
 
@@ -40,11 +49,24 @@ def cross(notes: AttemptNotes) -> None:
         at = m.AtBoundary(worker=worker, generation=1, scalars=SMALL, last_step_ended_s=ended_s)
         notes.observe(at, 20.2)
     for worker in (0, 1, 2):
-        vote = m.Vote(worker=worker, generation=1, ok=True, started_s=21.2 + worker / 10)
+        vote = m.Vote(
+            worker=worker,
+            generation=1,
+            ok=True,
+            started_s=21.2 + worker / 10,
+            timings_s=TIMINGS_S if worker < 2 else {},
+        )
         notes.observe(vote, 22.0 + worker / 10)
     notes.entered_s[Phase.RELEASE] = 22.3
     for worker in (0, 2):
-        notes.observe(m.FirstStep(worker=worker, generation=1, started_s=21.4, ended_s=22.5), 22.6)
+        first = m.FirstStep(
+            worker=worker,
+            generation=1,
+            started_s=21.4,
+            ended_s=22.5,
+            timings_s={"verdict": 0.5, "update": 0.125},
+        )
+        notes.observe(first, 22.6)
     freed = m.Released(
         worker=0, generation=1, file_descriptors=1, resident_bytes=1, released_s=22.8
     )
@@ -80,6 +102,26 @@ def test_all_phases_of_a_handoff() -> None:
     assert found[0, "release"] == (22.5, 22.8)
     assert (1, "update") not in found
     assert found[1, "release"] == (22.3, 23.0)  # it ended without a word
+
+
+def test_where_each_workers_time_of_crossing_went() -> None:
+    notes = noted()
+    assert notes.crossings() == []
+    cross(notes)
+    stayer, leaver, joiner = notes.crossings()
+    assert (stayer.worker, leaver.worker, joiner.worker) == (0, 1, 2)
+    assert (stayer.generation, stayer.started_s) == (1, 21.2)
+    assert stayer.parameter_wire_s == 0.25
+    assert stayer.parameter_pack_s == 0.5 + 0.125, "at both ends"
+    assert stayer.parameter_digest_s == 0.0625
+    assert stayer.optimizer_wire_s == 1.0
+    assert math.isnan(stayer.optimizer_digest_s), "it was not told"
+    assert stayer.voted_s == 21.2 + 0.375 + 0.125
+    assert (stayer.verdict_s, stayer.update_s, stayer.ended_s) == (0.5, 0.125, 22.5)
+    assert math.isnan(leaver.update_s)
+    assert math.isnan(leaver.ended_s)
+    assert math.isnan(joiner.parameter_wire_s)
+    assert (joiner.voted_s, joiner.ended_s) == (21.4, 22.5)
 
 
 def test_an_attempt_that_was_given_up_has_open_ends() -> None:

@@ -25,6 +25,7 @@ from liver_hpc.run.events import (
     Seat,
 )
 from liver_hpc.run.records import (
+    CrossingRecord,
     EvaluationRecord,
     NetworkRecord,
     NoticeRecord,
@@ -83,6 +84,7 @@ EVENTS: list[e.Event] = [
     m.Evaluated(worker=0, generation=1, step=8, loss=2.5, batches=10, started_s=10.5, ended_s=11.5),
     m.Prepared(worker=0, generation=1, timings_s={"groups": 0.5}, bytes_out=10, bytes_to={1: 10}),
     m.AtBoundary(worker=0, generation=1, scalars=SCALARS, last_step_ended_s=1.1),
+    m.Verified(worker=0, generation=1, step=8, digests=(DIGEST,)),
     m.Vote(worker=0, generation=1, ok=True, source=(DIGEST,), target=(DIGEST,), sent=(PAIR,)),
     m.FirstStep(worker=0, generation=1, started_s=1.0, ended_s=2.0),
     m.Released(worker=0, generation=1, file_descriptors=9, resident_bytes=99, released_s=3.0),
@@ -97,6 +99,7 @@ RECORDS: list[Row] = [
     NoticeRecord("granted", "n1", "main", 1.0, math.nan, 2.0, "", -1, math.nan, 3.0, "in use"),
     NetworkRecord(1, "gloo tcp", "h", "lo"),
     WorkerPhaseRecord(1, 0, "n1", "boot", 1.0, math.nan),
+    CrossingRecord(1, 0, *(0.5 for _ in range(12)), math.nan),
     TrafficRecord(1, 0, 1, 10),
     EvaluationRecord(8, 1, math.nan, 2, 1.0, 2.0),
 ]
@@ -110,6 +113,7 @@ ACTIONS: list[a.Action] = [
     a.Disconnect(0),
     a.Answer(0, True, "started"),
     a.WantWorkers(2),
+    a.StartAgent("a3", "n1"),
     a.GiveBack("n1"),
     a.Avoid("n1"),
     a.Readmit("n1"),

@@ -296,3 +296,19 @@ def test_an_evaluation_is_recorded_shown_and_remembered() -> None:
     shown = run.snapshot(7.0, "", "")
     assert (shown.validation_loss, shown.evaluated) == (2.5, 10)
     assert run.memory.evaluated == 10
+
+
+def test_a_run_whose_copies_differ_goes_back_to_its_checkpoint_and_says_which_differ() -> None:
+    run, _ = begun(e.Memory(4, evaluated=5), 7)
+    workers = run.world.rank_map.workers  # type: ignore[union-attr]
+    generation = run.world.generation  # type: ignore[union-attr]
+    run.handle(e.StateRestored(generation), 4.0)
+    for number, worker in enumerate(workers):
+        digest = m.ClassDigest(
+            kind="parameter", tp_replicated=True, multi_stage=False, value=f"{number:016x}"
+        )
+        assert run.ending is None
+        told = m.Verified(worker=worker, generation=generation, step=10, digests=(digest,))
+        run.handle(told, 6.0)
+    assert run.ending is not None
+    assert "copies of the state differ after step 10: parameter" in run.ending.reason

@@ -86,12 +86,12 @@ def test_of_very_many_handoffs_the_costliest_are_drawn(
     records = everything()
     page = tmp_path / "r.html"
     draw(records, page, tmp_path)
-    lost_s = {
-        f"handoff-{one.generation}": one.lost_s for one in run_figures(records).reconfigurations
+    cost_s = {
+        f"handoff-{one.generation}": one.cost_s for one in run_figures(records).reconfigurations
     }
-    costliest = max(lost_s, key=lambda name: lost_s[name] if math.isfinite(lost_s[name]) else -1.0)
+    costliest = max(cost_s, key=lambda name: cost_s[name] if math.isfinite(cost_s[name]) else -1.0)
     assert [path.stem for path in tmp_path.glob("handoff-*.png")] == [costliest]
-    assert f"The 1 costliest of {len(lost_s)} handoffs are drawn." in page.read_text()
+    assert f"The 1 costliest of {len(cost_s)} handoffs are drawn." in page.read_text()
 
 
 def red_pixels(picture: Any) -> int:

@@ -1,0 +1,1 @@
+"""What stays of many handoffs: memory, descriptors, threads, processes."""

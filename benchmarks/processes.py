@@ -1,0 +1,43 @@
+"""Processes of a run, seen from outside, and what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import psutil
+
+
+def living(named: Callable[[str], bool]) -> list[psutil.Process]:
+    """Processes of whose command line `named` is true, with their descendants; never this one."""
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter(["cmdline"]):
+        if named(" ".join(process.info["cmdline"] or [])) and process.pid != psutil.Process().pid:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found |= {p.pid: p for p in (process, *process.children(recursive=True))}
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What processes hold together. memory_bytes: proportional set size, in which what several
+    share counts once."""
+
+    processes: int
+    threads: int
+    descriptors: int
+    memory_bytes: int
+
+
+def footprint(processes: Iterable[psutil.Process]) -> Footprint:
+    """Of those that still live."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess), process.oneshot():
+            memory_bytes = int(process.memory_full_info().pss)
+            found.append((process.num_threads(), process.num_fds(), memory_bytes))
+    threads, descriptors, memory_bytes = (
+        (sum(each) for each in zip(*found, strict=True)) if found else (0, 0, 0)
+    )
+    return Footprint(len(found), threads, descriptors, memory_bytes)

@@ -1,0 +1,190 @@
+"""The agents' processes: which launch runs under which, and what is said to it.
+
+The core knows launches: each is an agent to it, with a name of its own. Where agents stay, the
+first launch on a node starts a process with its name, and the later ones there go to that process;
+on a node that is granted to a run that trains, an agent is started before there is a launch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from liver_hpc.clock import Clock, Deadline
+from liver_hpc.cluster.launcher import Launcher, last_words
+from liver_hpc.coordinator.connections import WorkerRegistry
+from liver_hpc.errors import LiverError
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.protocol import messages as m
+from liver_hpc.run.actions import LaunchAgent
+from liver_hpc.run.events import AgentEnded, Seat
+
+log = logging.getLogger(__name__)
+
+
+class NodeAgents:
+    """Used by the event loop alone.
+
+    stay: agents take further launches. exit_s: how long a launch that was ended by force may take,
+    until its agent is.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        registry: WorkerRegistry,
+        run_directory: Path,
+        clock: Clock,
+        exit_s: float,
+        stay: bool,
+    ) -> None:
+        self._launcher = launcher
+        self._registry = registry
+        self._run_directory = run_directory
+        self._clock = clock
+        self._exit_s = exit_s
+        self._stay = stay
+        self._agent_of: dict[str, str] = {}  # of a launch that has not been seen to end
+        self._ended: list[AgentEnded] = []
+        self._nodes: dict[str, str] = {}  # of an agent
+        self._coming: dict[str, list[m.StartWorkers]] = {}  # agents, and what they will be told
+        self._leaving: set[str] = set()  # agents that were told to end
+        self._killed: dict[str, Deadline] = {}  # launches
+
+    def start(self, agent: str, node: str) -> None:
+        """An agent without a launch on a node where none is; where that fails, a launch will show
+        it."""
+        if self._on(node) is None:
+            try:
+                self._launcher.launch(LaunchAgent(agent, Seat(node, ()), Layout(1, 1, 1)))
+            except (LiverError, OSError) as error:
+                log.warning("agent %s cannot be started on %s: %s", agent, node, error)
+            else:
+                self._nodes[agent], self._coming[agent] = node, []
+
+    def launch(self, launch: LaunchAgent) -> None:
+        """Raises LiverError, OSError where that is impossible."""
+        agent = self._on(launch.seat.node)
+        if agent is None:
+            self._launcher.launch(launch)
+            self._agent_of[launch.agent] = launch.agent
+            self._nodes[launch.agent] = launch.seat.node
+            return
+        log.info("agent %s: its workers are started by %s, which is there", launch.agent, agent)
+        self._agent_of[launch.agent] = agent
+        order = m.StartWorkers(
+            launch=launch.agent, slots=launch.seat.slots, layout=str(launch.layout)
+        )
+        if agent in self._coming:
+            self._coming[agent].append(order)
+        else:
+            self._registry.send((agent,), order)
+
+    def listens(self, agent: str) -> None:
+        """An agent's channel stands: it gets the launches that came before."""
+        for order in self._coming.pop(agent, []):
+            self._registry.send((agent,), order)
+
+    def _on(self, node: str) -> str | None:
+        """An agent that is there to take a launch, or will be."""
+        there = [agent for agent, its in self._nodes.items() if its == node]
+        return next((one for one in there if self._takes_orders(one) or one in self._coming), None)
+
+    def _takes_orders(self, agent: str) -> bool:
+        return self._stay and agent in self._registry and agent not in self._leaving
+
+    def end(self, launch: str, reason: str) -> None:
+        """Asks for the end of a launch's workers, where anybody can be asked."""
+        agent = self._agent_of.get(launch, "")
+        if self._takes_orders(agent):
+            self._registry.send((agent,), m.EndWorkers(launch=launch, reason=reason))
+        elif agent == launch:
+            self._registry.send((agent,), m.Exit(reason=reason))
+
+    def kill(self, launch: str) -> None:
+        """Ends a launch by force, and others with it only where its agent does not answer."""
+        if launch not in self._agent_of:
+            return  # it may have failed
+        log.warning("agent %s has not ended by itself: killed", launch)
+        agent = self._agent_of[launch]
+        if self._takes_orders(agent):
+            order = m.EndWorkers(launch=launch, reason="it has not ended by itself", at_once=True)
+            self._registry.send((agent,), order)
+            waits_for = f"agent {agent} to end the workers of {launch}"
+            self._killed[launch] = Deadline.after(self._clock, self._exit_s, waits_for)
+        else:
+            self._kill(agent)
+
+    def give_back(self, node: str) -> None:
+        """Nothing of the run is to be left there."""
+        self._dismiss([agent for agent, its in self._nodes.items() if its == node])
+
+    def dismiss_all(self) -> None:
+        """Nothing is launched any more."""
+        self._dismiss(list(self._nodes))
+
+    def _dismiss(self, agents: list[str]) -> None:
+        for agent in agents:
+            if agent in self._coming:
+                self._kill(agent)
+            elif self._takes_orders(agent):
+                self._leaving.add(agent)
+                self._registry.send((agent,), m.Exit(reason="nothing is launched here any more"))
+
+    def _kill(self, agent: str) -> None:
+        self._coming.pop(agent, None)
+        self._leaving.add(agent)
+        self._launcher.kill(agent)
+
+    # ---- what is asked, and heard
+
+    def expects(self, agent: str) -> bool:
+        """Whether an agent that says hello is one of those that were launched."""
+        return agent in self._nodes and agent not in self._leaving
+
+    def node_of(self, agent: str) -> str | None:
+        """The node of an agent; None for one that has ended, or was told to."""
+        return self._nodes[agent] if self.expects(agent) else None
+
+    def runs(self, launch: str) -> bool:
+        """Whether anything of a launch still runs."""
+        return launch in self._agent_of and self._launcher.alive(self._agent_of[launch])
+
+    def leaving(self) -> bool:
+        """Whether an agent that was told to end still runs."""
+        return any(map(self._launcher.alive, self._leaving))
+
+    def can_explain(self, launch: str) -> bool:
+        """Whether the agent of a launch can tell how one of its workers has ended."""
+        return self._agent_of.get(launch, launch) in self._registry
+
+    def heard(self, ended: m.LaunchEnded) -> None:
+        """Of an agent that stays."""
+        if self._agent_of.get(ended.launch) == ended.agent:
+            self._strike_off(ended.launch, ended.exit_code, ended.error)
+
+    def ended(self) -> Iterator[AgentEnded]:
+        """The launches that have ended since the last call; to be asked again and again."""
+        for launch, deadline in list(self._killed.items()):
+            if deadline.expired() and launch in self._agent_of:
+                log.error("%s: it is killed, and all its workers", deadline.error())
+                del self._killed[launch]
+                self._kill(self._agent_of[launch])
+        for agent in list(self._nodes):
+            code = self._launcher.exit_code(agent)
+            if code is None:
+                continue
+            del self._nodes[agent]
+            self._leaving.discard(agent)
+            self._coming.pop(agent, None)
+            said = last_words(self._run_directory, agent)
+            for launch in [each for each, its in self._agent_of.items() if its == agent]:
+                self._strike_off(launch, code, said)
+        ended, self._ended = self._ended, []
+        yield from ended
+
+    def _strike_off(self, launch: str, exit_code: int, said: str) -> None:
+        del self._agent_of[launch]
+        self._killed.pop(launch, None)
+        self._ended.append(AgentEnded(launch, exit_code, said))

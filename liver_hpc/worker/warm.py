@@ -1,0 +1,93 @@
+"""The warm process of a node, which forks its workers: `python -m liver_hpc.worker.warm`.
+
+The node's agent starts it. It imports what a worker imports, once for all workers of the node, and
+serves the agent (`host/forking.py`) until that ends. It opens no device: CUDA does not survive a
+fork, so whether there is any is found out in a child that is thrown away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import socket
+from pathlib import Path
+from typing import NoReturn
+
+from liver_hpc.config.load import load_run
+from liver_hpc.host.forking import serve
+from liver_hpc.host.process import collector_paused
+from liver_hpc.recipes.base import load_recipe, put_first_on_path
+from liver_hpc.worker import main as worker
+
+_MOST_SAID = 1000
+# What is imported only once a model is built, or an optimizer; and by the first handoff.
+_LATER = (
+    "torch._dynamo",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "liver_hpc.recipes.local_layers",
+    "liver_hpc.recipes.samples",
+)
+
+
+def main() -> NoReturn:
+    """Imports, and forks until the agent has gone; says so where it cannot."""
+    parser = argparse.ArgumentParser(prog="liver_hpc.worker.warm", description=__doc__)
+    parser.add_argument("--run-directory", type=Path, required=True)
+    parser.add_argument("line", type=int, help="a descriptor: the line to the agent")
+    options = parser.parse_args()
+    line = socket.socket(fileno=options.line)
+    try:
+        _import(options.run_directory)
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        line.send(why[:_MOST_SAID].encode())
+        raise
+    serve(line, _work)
+
+
+def _import(run_directory: Path) -> None:
+    config = load_run(run_directory / "run.yaml")
+    put_first_on_path(config)
+    worker.quieten()
+    with collector_paused():
+        import torch  # noqa: F401 - for those that are forked
+
+        if not _has_cuda():
+            from liver_hpc.world.device import open_device
+
+            open_device(0)  # before megatron is imported: it brings the stand-in for CUDA
+        import liver_hpc.worker.control  # noqa: F401
+
+        load_recipe(config)
+        for module in _LATER:
+            importlib.import_module(module)
+
+
+def _has_cuda() -> bool:
+    """Whether there is a CUDA device, without this process having asked for one."""
+    child = os.fork()
+    if child == 0:
+        found = False
+        try:
+            import torch
+
+            found = torch.cuda.is_available()
+        finally:
+            os._exit(0 if found else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def _work(arguments: list[str]) -> NoReturn:
+    """In a forked worker: what it draws at random must not be what the others draw."""
+    import numpy
+    import torch
+
+    numpy.random.seed()
+    torch.default_generator.seed()
+    worker.main(arguments)
+
+
+if __name__ == "__main__":
+    main()

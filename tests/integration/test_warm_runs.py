@@ -1,0 +1,82 @@
+"""Runs whose workers are forked from a warm process, and such as cannot have any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from liver_hpc.cli.client import request
+from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
+from liver_hpc.run.directory import RunDirectory
+from tests.integration.runs import (
+    ENDLESS,
+    finish,
+    processes_of,
+    run_config,
+    start,
+    stop_and_read,
+    wait_until,
+    watch,
+)
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("unhurried_steps")]
+
+EXECUTED = "no warm process, workers are executed: "
+
+
+def running(run: RunDirectory, module: str) -> list[psutil.Process]:
+    return [process for process in processes_of(run) if module in process.cmdline()]
+
+
+def agent_logs(run: RunDirectory) -> list[str]:
+    return [path.read_text() for path in sorted(run.path.glob("logs/agent-*.log"))]
+
+
+def test_one_agent_imports_once_and_forks_all_workers_and_executes_when_it_cannot(
+    tmp_path: Path,
+) -> None:
+    run = start(run_config(tmp_path, ENDLESS))
+    watch(run, lambda status: status.step >= 1, 60.0)
+    request(run, ResizeRequest(workers=4))
+    watch(run, lambda status: status.handoffs_done == 1, 60.0)
+    (agent,) = running(run, "liver_hpc.node.agent")
+    (warm,) = running(run, "liver_hpc.worker.warm")
+    workers = running(run, "liver_hpc.worker.main")
+    assert len(workers) == 4
+    assert {process.ppid() for process in (warm, *workers)} == {agent.pid}
+    assert all(worker.create_time() > warm.create_time() for worker in workers)
+    warm.kill()
+    request(run, ReplaceRequest(replace=0))
+    watch(run, lambda status: status.handoffs_done == 2, 90.0)
+    assert {*workers} & {*running(run, "liver_hpc.worker.main")}  # its end ended no worker
+    records = stop_and_read(run)
+    (log,) = agent_logs(run)
+    assert f"{EXECUTED}it has ended" in log
+    assert [(r.outcome, r.digest_equal) for r in records.reconfigurations] == [
+        ("completed", True),
+        ("completed", True),
+    ]
+    wait_until(lambda: not processes_of(run), 20.0, "the run's processes to end")
+
+
+def test_a_recipe_that_starts_a_thread_is_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LIVER_TEST_STEP_S")
+    run = start(run_config(tmp_path, 3, recipe="tests.integration.threaded:ThreadedGPT"))
+    finish(run)
+    (log,) = agent_logs(run)
+    assert f"{EXECUTED}the warm process: it has 2 threads" in log
+
+
+def test_without_warm_processes_every_launch_has_an_agent_of_its_own(tmp_path: Path) -> None:
+    run = start(run_config(tmp_path, ENDLESS, workers={"warm": False}))
+    watch(run, lambda status: status.step >= 1, 60.0)
+    request(run, ReplaceRequest(replace=0))
+    watch(run, lambda status: status.handoffs_done == 1, 90.0)
+    assert len(running(run, "liver_hpc.node.agent")) == 2
+    assert not running(run, "liver_hpc.worker.warm")
+    stop_and_read(run)
+    assert len(agent_logs(run)) == 2

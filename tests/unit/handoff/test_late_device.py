@@ -1,0 +1,351 @@
+"""A handoff on late devices, and what goes wrong without each of its waits."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.errors import DeadlineError
+from liver_hpc.handoff import prepare
+from liver_hpc.handoff.crossing import Crossing, _Moving
+from liver_hpc.handoff.session import Session, Target
+from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.transport import wire
+from liver_hpc.worker.trainer import Trainer
+from liver_hpc.world.device import Network, Room
+from tests.late_device import LateDevice, LateNetwork, Machines
+from tests.late_worlds import ANSWER_S, LateRun, LateWorld, late_worlds
+
+TP = RankMap(Layout(2, 1, 1), (0, 1))
+PP = RankMap(Layout(1, 2, 1), (0, 1))
+MOVED = RankMap(Layout(1, 2, 1), (1, 2))
+"""Worker 0 leaves, worker 2 joins."""
+
+
+@pytest.fixture
+def machines(request: pytest.FixtureRequest) -> Machines:
+    return Machines(getattr(request, "param", 0))
+
+
+@pytest.fixture
+def run(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> Iterator[LateRun]:
+    with late_worlds(monkeypatch, machines) as ledger:
+        yield LateRun(machines, TP, ledger=ledger)
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str, str, str], None]:
+    """Changes one line of the real code."""
+
+    def change(owner: Any, name: str, line: str, instead: str) -> None:
+        function = inspect.unwrap(getattr(owner, name))
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(line) == 1, f"{name} has not once {line!r}"
+        made: dict[str, Any] = {}
+        exec(source.replace(line, instead), function.__globals__, made)
+        monkeypatch.setattr(owner, name, made[name])
+
+    return change
+
+
+@pytest.mark.parametrize("machines", range(2), indirect=True)
+@pytest.mark.parametrize("target", [PP, MOVED], ids=["the same workers", "others"])
+def test_a_handoff_goes_through_in_whatever_order_devices_work(
+    run: LateRun, target: RankMap
+) -> None:
+    run.begin()
+    ended = run.hand_off(target)
+    assert ended.outcome == "completed", ended.detail
+    run.check(target.workers)
+
+
+# ---- each wait taken out once
+
+WAITS = {
+    "transfer begins behind the source's last gather": (
+        wire.NcclWire, "streaming", "self._lane.follow()", "pass",
+    ),
+    "what arrived is unpacked behind its message": (
+        wire._Started, "wait", "work.wait()\n", "pass\n",
+    ),
+    "the host waits for the end of a stream": (
+        wire.NcclWire, "streaming", "self._lane.finish(deadline)", "pass",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_missing_wait_shows(wait: str, run: LateRun, without: Any) -> None:
+    without(*WAITS[wait])
+    run.begin()
+    if run.hand_off(MOVED).outcome == "completed":
+        with pytest.raises(AssertionError):
+            run.check(MOVED.workers)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_prepared_is_said_when_the_device_is(waits: bool, run: LateRun, without: Any) -> None:
+    """Here nothing crosses, so that no pair has to meet behind the rehearsal."""
+    if not waits:
+        without(prepare, "_prepare", "lane.finish(limit, session.check)", "pass")
+    run.begin()
+    run.hand_off(TP)
+    assert bool(run.ledger) != waits
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_vote_waits_for_the_first_gradients(waits: bool, run: LateRun, without: Any) -> None:
+    if not waits:
+        without(Crossing, "_work", "context.device.finish(", "str(")
+    run.begin()
+    ended = run.hand_off(MOVED)
+    assert ended.outcome == "completed", ended.detail
+    assert any("votes before its device" in entry for entry in run.ledger) != waits
+
+
+# ---- connecting beside training
+
+
+def connect_beside_training(machines: Machines) -> tuple[list[Exception], list[bool]]:
+    """Two workers connect a group while they train: worker 0's device hears of training's
+    collective first, worker 1's of the other one. Errors of connecting, and whether each worker's
+    training went on."""
+    store = dist.HashStore()
+    devices = [LateDevice(machines, worker) for worker in (0, 1)]
+    networks = [LateNetwork(device) for device in devices]
+    errors: list[Exception] = []
+    trained = [False, False]
+
+    def connect(worker: int) -> None:
+        prefix = dist.PrefixStore("connect", store)
+        try:
+            networks[worker].open_backend(prefix, worker, 2, 0.5, "workers [0, 1]")
+        except (DeadlineError, RuntimeError) as error:
+            errors.append(error)
+
+    def work(worker: int) -> None:
+        prefix = dist.PrefixStore("train", store)
+        training = networks[worker]._new_nccl(prefix, worker, 2, timedelta())
+        training.join()
+        if worker == 0:
+            training.allreduce([torch.ones(1)]).wait()
+        connecting = threading.Thread(target=connect, args=(worker,), daemon=True)
+        connecting.start()
+        if worker == 1:
+            soon = Deadline.after(SystemClock(), 10.0, "worker 1 to connect")
+            poll_until(lambda: any(each.works for each in networks[1].opened[1:]), soon, 0.001)
+            training.allreduce([torch.ones(1)]).wait()
+        connecting.join(10.0)
+        with contextlib.suppress(DeadlineError):
+            devices[worker].training.finish(Deadline.after(SystemClock(), 0.5, "training"))
+            trained[worker] = True
+
+    threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    machines.stop()
+    return errors, trained
+
+
+@pytest.mark.parametrize("machines", range(2), indirect=True)
+def test_a_group_connects_beside_training_whichever_comes_first(machines: Machines) -> None:
+    assert connect_beside_training(machines) == ([], [True, True])
+    assert not machines.unfinished()
+
+
+def test_in_trainings_lane_the_two_would_wait_for_each_other(
+    machines: Machines, without: Any
+) -> None:
+    without(Network, "_connect", "self._device.new_lane()", "self._device.own_lane()")
+    errors, _ = connect_beside_training(machines)
+    assert len(errors) == 2
+    assert all("for workers [0, 1] to connect" in str(error) for error in errors)
+
+
+def test_with_one_hardware_queue_the_deadline_lets_training_go_on() -> None:
+    errors, trained = connect_beside_training(Machines(queues=1))
+    assert len(errors) == 2
+    assert trained == [True, True]
+
+
+def test_what_cannot_connect_and_is_not_aborted_stops_training(without: Any) -> None:
+    without(Network, "open_backend", "backend.abort()", "pass")
+    assert connect_beside_training(Machines(queues=1))[1] == [False, False]
+
+
+def test_preparing_ends_once_the_group_is_connected(machines: Machines, without: Any) -> None:
+    without(Network, "_connect", "lane.finish(deadline, check)", "pass")
+    connect_beside_training(machines)
+    assert any("all-reduce" in each for each in machines.unfinished())
+
+
+def test_no_pair_is_connected_inside_the_pause(run: LateRun) -> None:
+    assert not new_pairs(run)
+
+
+def test_a_pair_that_does_not_meet_is_connected_inside_the_pause(
+    run: LateRun, without: Any
+) -> None:
+    without(prepare, "_prepare", "wire.meet(peers, meeting)", "pass")
+    assert new_pairs(run)
+
+
+def new_pairs(run: LateRun) -> list[tuple[str, int]]:
+    """Pairs of workers whose first message came after all were prepared."""
+    before: set[tuple[int, str, int]] = set()
+
+    def pairs() -> set[tuple[int, str, int]]:
+        return {
+            (worker, backend.name, peer)
+            for worker, seat in run.seats.items()
+            for backend in seat.network.opened
+            for peer in backend.pairs
+        }
+
+    run.arm = lambda: before.update(pairs())
+    run.begin()
+    ended = run.hand_off(MOVED)
+    assert ended.outcome == "completed", ended.detail
+    return sorted((name, peer) for _, name, peer in pairs() - before)
+
+
+# ---- overlap
+
+
+@pytest.mark.parametrize("own_lane", [True, False])
+def test_optimizer_state_does_not_wait_for_the_first_forward(
+    own_lane: bool, run: LateRun, without: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not own_lane:
+        lane = "with self._device.new_lane().entered():"
+        without(_Moving, "run", lane, "with contextlib.nullcontext():")
+        monkeypatch.setattr("liver_hpc.handoff.crossing.contextlib", contextlib, raising=False)
+
+    def target_world(worker: int) -> Any:
+        return run.target(worker).world
+
+    def hold_the_forward() -> None:
+        name = target_world(1)._group.backend.name
+        run.machines.stopped.add(f"{name}: all-reduce")
+
+    plain = wire.NcclWire.streaming
+
+    def streaming(self: Any, deadline: Deadline) -> Any:
+        if threading.current_thread().name == "optimizer-transfer":
+            launched = Deadline.after(SystemClock(), 5.0, "the forwards")
+            poll_until(
+                lambda: all("no" not in target_world(w).backward.what for w in (1, 2)),
+                launched,
+                0.001,
+            )
+        return plain(self, deadline)
+
+    monkeypatch.setattr(wire.NcclWire, "streaming", streaming)
+    run.arm = hold_the_forward
+    run.begin()
+    handing = threading.Thread(target=run.hand_off, args=(MOVED,), daemon=True)
+    handing.start()
+    soon = Deadline.after(SystemClock(), ANSWER_S, "all to be armed")
+    poll_until(lambda: bool(run.machines.stopped), soon, 0.001)
+
+    def moved() -> bool:
+        threads = [run.target(worker).moving for worker in (1, 2)]
+        return all(thread is not None and not thread.is_alive() for thread in threads)
+
+    limit = Deadline.after(SystemClock(), 5.0 if own_lane else 1.0, "optimizer state")
+    if own_lane:
+        poll_until(moved, limit, 0.001)
+    else:
+        with pytest.raises(DeadlineError):
+            poll_until(moved, limit, 0.001)
+    run.machines.stopped.clear()
+    handing.join(ANSWER_S)
+
+
+# ---- ABORT
+
+
+def test_a_worker_that_is_stuck_on_the_device_comes_free_with_the_abort(run: LateRun) -> None:
+    LateWorld.syncs, LateWorld.breaks = True, frozenset({2})
+    run.begin()
+    ended = run.hand_off(MOVED)
+    assert (ended.outcome, "the forward fails" in ended.detail) == ("aborted", True)
+    run.check(TP.workers)
+
+
+def test_without_aborted_backends_it_stays(run: LateRun, without: Any) -> None:
+    without(
+        Session, "deliver", 'quiet_thread(partial(self.prepared.abort, shared), "abort")', "pass"
+    )
+    LateWorld.syncs, LateWorld.breaks = True, frozenset({2})
+    run.begin()
+    with pytest.raises(AssertionError, match="no end"):
+        run.hand_off(MOVED, within_s=3.0)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_one_that_is_stuck_in_a_group_of_both_worlds_comes_free(
+    waits: bool, run: LateRun, without: Any
+) -> None:
+    """The source world is built again on fresh groups, from memory that is kept until the device
+    has copied it."""
+    if not waits:
+        without(Trainer, "_rebuild", "self._context.device.finish(", "str(")
+    LateWorld.syncs, LateWorld.breaks = True, frozenset({1})
+    run.begin()
+    assert run.hand_off(PP).outcome == "aborted"
+    if waits:
+        run.check(TP.workers)
+    else:
+        with pytest.raises(AssertionError, match="saw other parameter"):
+            run.check(TP.workers)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_is_freed_once_the_device_has_let_it_go(
+    waits: bool, run: LateRun, without: Any
+) -> None:
+    if not waits:
+        without(Target, "_device_ended", "self.device.finish(", "str(")
+    LateWorld.breaks = frozenset({1})
+    run.begin()
+    assert run.hand_off(MOVED).outcome == "aborted"
+    if waits:
+        run.check(TP.workers)
+    else:
+        with pytest.raises(AssertionError, match="freed memory"):
+            run.check(TP.workers)
+
+
+# ---- room, and what stays
+
+
+def test_a_world_that_has_no_room_is_not_built(run: LateRun) -> None:
+    run.rooms[1] = Room(free_bytes=1000, peak_bytes=0)
+    run.begin()
+    ended = run.hand_off(MOVED)
+    assert ended.outcome == "aborted"
+    assert "worker 1: its seat in" in ended.detail
+    assert "beside the world that trains" in ended.detail
+    run.check(TP.workers)
+
+
+def test_no_communicator_stays_but_those_that_are_used(run: LateRun) -> None:
+    run.begin()
+    ended = run.hand_off(MOVED)
+    assert ended.outcome == "completed", ended.detail
+    opened = run.seats[1].network.opened
+    assert [backend.aborted for backend in opened] == [True, False, True]
+    run.check(MOVED.workers)
