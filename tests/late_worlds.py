@@ -209,7 +209,7 @@ class LateRun:
         self.ended: queue.Queue[Ended] = queue.Queue()
         self.said: list[m.FromWorker] = []
         self._store = _Store()
-        self._store.set_timeout(timedelta(seconds=5))
+        self._store.set_timeout(timedelta(seconds=2))
         self._machine = HandoffMachine(LIMITS, SystemClock())
         self._inbox: queue.Queue[Any] = queue.Queue()
         self._thread = threading.Thread(target=self._serve, daemon=True)

@@ -204,6 +204,7 @@ class HandoffSection(Section):
     staging_bytes: Bytes = 64 * 2**20
     bucket_bytes: Bytes = 4 * 2**20
     memory: Literal["both", "bounded"] = "both"
+    direct: bool = True
     warm_up: bool = True
     warm_up_again: bool = False
     keep_groups: bool = True

@@ -139,17 +139,60 @@ def test_a_peer_that_forgets_its_group_frees_one_that_waits_in_it(pair: Any) -> 
     waiter.join(5.0)
 
 
-def test_closed_groups_leave_no_descriptors_and_free_their_name() -> None:
-    network = Network(CPU, "127.0.0.1")
+def test_closed_groups_leave_no_descriptors_and_free_their_names() -> None:
+    networks = [Network(CPU, "127.0.0.1") for _ in range(2)]
     counts = []
-    for _ in range(4):
-        group = Group("again", (0,), 0, CPU)
-        group.connect(network, dist.HashStore(), 10.0)
-        dist.all_reduce(torch.ones(1), group=group.process_group)
-        group.close()
+    for number in range(4):
+        groups = [Group(f"again/{worker}", (0, 1), worker, CPU) for worker in (0, 1)]
+        store = dist.HashStore()
+
+        def use(worker: int, groups: Any = groups, store: Any = store) -> None:
+            groups[worker].attach(networks[worker].open_backend(store, worker, 2, 10.0))
+            dist.all_reduce(torch.ones(1), group=groups[worker].process_group)
+
+        in_two_threads(use)
+        for group in groups:
+            group.close()
         gc.collect()
-        counts.append(len(os.listdir("/proc/self/fd")))
-    assert len(set(counts[1:])) == 1
+        if number:  # the first one opens what stays
+            counts.append(len(os.listdir("/proc/self/fd")))
+    assert len(set(counts)) == 1
+
+
+def test_a_group_of_one_meets_nobody_and_gives_what_is_there() -> None:
+    install_sentinel(7)
+    nothing: Any = None
+    one = Group("one", (7,), 7, CPU)
+    one.connect(nothing, nothing, 1.0)
+    assert one.backend is None
+    group, given = one.process_group, torch.arange(4.0)
+
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.AVG):
+        reduced = given.clone()
+        dist.all_reduce(reduced, op, group=group)
+        assert torch.equal(reduced, given)
+
+    def filled(collective: Callable[..., Any], *arguments: Any, many: bool = False) -> None:
+        output = torch.zeros(4)
+        work = collective([output] if many else output, *arguments, group=group, async_op=True)
+        if work is not None:
+            work.wait()
+        assert torch.equal(output, given), collective
+
+    filled(dist.all_gather_into_tensor, given)
+    filled(dist.reduce_scatter_tensor, given)
+    filled(dist.all_to_all_single, given)
+    filled(dist.all_to_all_single, given, [4], [4])
+    filled(dist.all_gather, given, many=True)
+    filled(dist.reduce_scatter, [given])
+    broadcast = given.clone()
+    dist.broadcast(broadcast, 7, group=group)
+    assert torch.equal(broadcast, given)
+    objects: list[Any] = [None]
+    dist.all_gather_object(objects, {"a": 1}, group=group)
+    assert objects == [{"a": 1}]
+    dist.barrier(group=group)
+    one.close()
 
 
 def test_the_sentinel_gives_a_rank_and_refuses_collectives() -> None:
