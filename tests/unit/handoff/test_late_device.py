@@ -17,7 +17,8 @@ import torch.distributed as dist
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError
 from liver_hpc.handoff import prepare
-from liver_hpc.handoff.crossing import Crossing, _Moving
+from liver_hpc.handoff.beside import Beside
+from liver_hpc.handoff.crossing import Crossing
 from liver_hpc.handoff.session import Session, Target
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.transport import wire
@@ -58,11 +59,18 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str, str, str], N
     return change
 
 
-@pytest.mark.parametrize("machines", range(2), indirect=True)
+def digest(run: LateRun, digests: str) -> None:
+    run.handoff = run.handoff.model_copy(update={"digests": digests})
+
+
+@pytest.mark.parametrize(
+    ("machines", "digests"), [(0, "moved"), (1, "moved"), (2, "whole")], indirect=["machines"]
+)
 @pytest.mark.parametrize("target", [PP, MOVED], ids=["the same workers", "others"])
 def test_a_handoff_goes_through_in_whatever_order_devices_work(
-    run: LateRun, target: RankMap
+    run: LateRun, target: RankMap, digests: str
 ) -> None:
+    digest(run, digests)
     run.begin()
     ended = run.hand_off(target)
     assert ended.outcome == "completed", ended.detail
@@ -87,6 +95,7 @@ WAITS = {
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_missing_wait_shows(wait: str, run: LateRun, without: Any) -> None:
     without(*WAITS[wait])
+    digest(run, "whole")  # else the host reads on the way what has come
     run.begin()
     if run.hand_off(MOVED).outcome == "completed":
         with pytest.raises(AssertionError):
@@ -229,9 +238,9 @@ def test_optimizer_state_does_not_wait_for_the_first_forward(
     own_lane: bool, run: LateRun, without: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not own_lane:
-        lane = "with self._device.new_lane().entered():"
-        without(_Moving, "run", lane, "with contextlib.nullcontext():")
-        monkeypatch.setattr("liver_hpc.handoff.crossing.contextlib", contextlib, raising=False)
+        lane = "with self._lane.entered():"
+        without(Beside, "run", lane, "with contextlib.nullcontext():")
+        monkeypatch.setattr("liver_hpc.handoff.beside.contextlib", contextlib, raising=False)
 
     def target_world(worker: int) -> Any:
         return run.target(worker).world
