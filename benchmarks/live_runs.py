@@ -15,6 +15,7 @@ from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.report.store import read_run
+from liver_hpc.run.entries import JOURNAL_FILE, read_entries
 from liver_hpc.run.records import RunRecords
 
 _POLL_S = 0.1
@@ -61,6 +62,12 @@ class LiveRun:
     def records(self) -> RunRecords:
         """Everything recorded so far."""
         return read_run(self.run.path)
+
+    def worker_pids(self) -> set[int]:
+        """Of all workers that the run has had: a worker that was forked has the command line of the
+        process that forked it."""
+        said = (entry.event for entry in read_entries(self.run.path / JOURNAL_FILE))
+        return {int(event["pid"]) for event in said if event.get("type") == "hello"}
 
     def settle(self, steps: int) -> int:
         """Waits for so many whole steps from now; returns how many have been done in all."""

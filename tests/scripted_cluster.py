@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.errors import DeadlineError, MeetingError
-from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
-from liver_hpc.rendezvous.base import Identity
+from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.run.actions import LaunchAgent
-from liver_hpc.run.events import Node, NodeGone, NodeGranted, NodeWarned, PoolEvent
+from liver_hpc.run.events import Node, NodeGone, NodeGranted, NodeWarned, PoolEvent, Seat
 from tests.fakes import Fault, FaultInjector, WorkerScript
 from tests.memory_launcher import MemoryLauncher
 from tests.memory_rendezvous import MemoryRendezvous
@@ -142,29 +145,66 @@ class ScriptedCluster:
         self._threads: list[threading.Thread] = []
 
     def _start(self, request: LaunchAgent) -> None:
-        self.launched.append(request)
-        thread = threading.Thread(target=self._agent, args=(request,), daemon=True)
+        if request.seat.slots:
+            self.launched.append(request)
+            self._in_thread(self._launch, request, partial(self.launcher.end, request.agent))
+        else:
+            self._in_thread(self._staying_agent, request)
+
+    def _in_thread(self, play: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Thread(target=play, args=arguments, daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _agent(self, request: LaunchAgent) -> None:
-        if request.agent in self.fallen_agents:
-            self.launcher.end(request.agent, self.fallen_agents[request.agent])
-            return
+    def _meet(self, request: LaunchAgent) -> Answer | None:
         identity = Identity(
             agent=request.agent, host="test", pid=1, workers=len(request.seat.slots)
         )
         try:
-            answer = self.rendezvous.meet(identity, self.secret)
+            return self.rendezvous.meet(identity, self.secret)
         except MeetingError as error:
             self.refusals.append(str(error))
-            self.launcher.end(request.agent, 4)
+            return None
+
+    def _staying_agent(self, request: LaunchAgent) -> None:
+        """An agent that is there before its launches."""
+        agent, node, code = request.agent, request.seat.node, 4
+        answer = self._meet(request)
+        with contextlib.suppress(ChannelClosed, DeadlineError):  # the run has ended meanwhile
+            if answer is not None:
+                address, code = (answer.control_host, answer.control_port), 0
+                channel = connect(address, self.secret, 5.0, "the coordinator")
+                channel.send(m.AgentHello(agent=agent, host="test", pid=1))
+                while not isinstance(order := channel.receive(), m.Exit):
+                    self._obey(agent, node, channel, order)
+        self.launcher.end(agent, code)
+
+    def _obey(self, agent: str, node: str, channel: Channel, order: m.AnyMessage) -> None:
+        def ended(launch: str, code: int) -> None:
+            with contextlib.suppress(ChannelClosed):
+                channel.send(m.LaunchEnded(agent=agent, launch=launch, exit_code=code))
+
+        if isinstance(order, m.StartWorkers):
+            layout = Layout.parse(order.layout)
+            request = LaunchAgent(order.launch, Seat(node, order.slots), layout)
+            self.launched.append(request)
+            self._in_thread(self._launch, request, partial(ended, order.launch))
+        elif isinstance(order, m.EndWorkers):
+            ended(order.launch, 0)
+
+    def _launch(self, request: LaunchAgent, ended: Callable[[int], None]) -> None:
+        if request.agent in self.fallen_agents:
+            ended(self.fallen_agents[request.agent])
+            return
+        answer = self._meet(request)
+        if answer is None:
+            ended(4)
             return
         own = []
         for worker in answer.worker_ids:
             fault = self.faults.take(worker, Phase.BOOT)
             if fault is Fault.DIE:
-                self.launcher.end(request.agent, 5)
+                ended(5)
                 continue
             address = (answer.control_host, answer.control_port)
             try:
@@ -177,7 +217,7 @@ class ScriptedCluster:
             own.append(self.workers[worker])
         for played in own:
             played.thread.join()
-        self.launcher.end(request.agent, 0)
+        ended(0)
 
     def join(self, timeout_s: float) -> None:
         """Waits until all agents, and so all workers, have ended."""

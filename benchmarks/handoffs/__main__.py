@@ -134,7 +134,8 @@ def growth(held: Sequence[Footprint]) -> Mapping[str, float]:
 
     def ends(name: str) -> tuple[float, float]:
         values = [getattr(each, name) for each in known]
-        return statistics.median(values[:COMPARED]), statistics.median(values[-COMPARED:])
+        count = max(1, min(COMPARED, len(values) // 2))
+        return statistics.median(values[:count]), statistics.median(values[-count:])
 
     first_bytes, last_bytes = ends("memory_bytes")
     grown = {"memory_growth_percent": 100 * (last_bytes / first_bytes - 1)}

@@ -26,7 +26,6 @@ EVENT_S = 600.0
 SETTLED_STEPS = 2
 POLL_S = 0.05
 _SCALARS_OF_A_STEP_BYTES = 1 << 14
-_WORKERS = "liver_hpc.worker.main"
 
 
 class Outcome(NamedTuple):
@@ -114,7 +113,8 @@ class Elastic(ScriptSide):
         return living(lambda words: str(self._live.run.path) in words)
 
     def training(self) -> list[psutil.Process]:
-        return [each for each in self.processes() if _WORKERS in each.cmdline()]
+        workers = self._live.worker_pids()
+        return [each for each in self.processes() if each.pid in workers]
 
     def reach(self, step: int) -> int:
         return self._live.reach(step)

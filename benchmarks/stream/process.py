@@ -1,4 +1,5 @@
-"""One worker process: streams a transfer and sends the same bytes raw, in turns."""
+"""One worker process: streams a transfer, without digests and with them, and sends the same bytes
+raw, in turns."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ from liver_hpc.layout.memory import move_bytes
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec
+from liver_hpc.transport.digest import warm_up
 from liver_hpc.transport.stream import Transport
 from liver_hpc.transport.wire import group_wire
 
-WAYS = ("transfer", "raw whole", "raw buckets")
+WAYS = ("transfer", "digested", "raw whole", "raw buckets")
 LIMIT_S = 120.0
 SAMPLE_S = 0.001
 
@@ -49,6 +51,7 @@ class Report:
     worker: int
     spans: tuple[Span, ...]
     bytes_sent: int
+    bytes_copied: int
     extra_bytes: int
 
 
@@ -139,22 +142,24 @@ def _measure(worker: int, transfer: Transfer, repeats: int, store_path: str) -> 
     _touch_all_links(worker, transfer.workers)
     measured = _Worker(worker, transfer)
     dist.barrier()
+    _touch_digests(transfer.spec())
     with PeakMemory() as memory:
         measured.open()
-        measured.stream()
+        measured.stream(digest=True)
     measured.check()
     raw = _Raw(worker, transfer)
     spans = []
     for way in order_of(WAYS, repeats):
         dist.barrier()
         began_s = time.monotonic()
-        if way == "transfer":
-            measured.stream()
+        if way in ("transfer", "digested"):
+            measured.stream(digest=way == "digested")
         else:
             raw.exchange(transfer.handoff.bucket_bytes if way == "raw buckets" else None)
         spans.append(Span(way, began_s, time.monotonic()))
     dist.barrier()
-    return Report(worker, tuple(spans), measured.bytes_sent, memory.extra_bytes)
+    sizes = (measured.bytes_sent, measured.bytes_copied, memory.extra_bytes)
+    return Report(worker, tuple(spans), *sizes)
 
 
 def _touch_all_links(worker: int, workers: int) -> None:
@@ -164,6 +169,11 @@ def _touch_all_links(worker: int, workers: int) -> None:
     handles = [dist.irecv(torch.zeros(1), peer) for peer in peers]
     handles += [dist.isend(word, peer) for peer in peers]
     _await_all(handles)
+
+
+def _touch_digests(spec: ModelSpec) -> None:
+    """The first product loads code of torch's, which is nobody's budget."""
+    warm_up(spec.tensors, torch.device("cpu"))
 
 
 class _Worker:
@@ -177,6 +187,7 @@ class _Worker:
         self._target = BoxState(self._spec, transfer.target, worker, fill=-1.0)
         self._plan = transfer_plan(self._spec, transfer.source, transfer.target, worker)
         self.bytes_sent = move_bytes(self._spec, self._plan.sends)
+        self.bytes_copied = move_bytes(self._spec, self._plan.local)
 
     def open(self) -> None:
         ranks = {member: member for member in range(self._transfer.workers)}
@@ -184,10 +195,15 @@ class _Worker:
         self._transport = Transport(wire, self._spec, self._transfer.handoff)
         self._prepared = self._transport.prepare(self._plan)
 
-    def stream(self) -> None:
+    def stream(self, *, digest: bool) -> None:
         deadline = Deadline.after(SystemClock(), LIMIT_S, "the transfer")
         self._transport.stream(
-            self._prepared, self._source, self._target, lambda _bytes: None, deadline
+            self._prepared,
+            self._source,
+            self._target,
+            lambda _bytes: None,
+            deadline,
+            digest=digest,
         )
 
     def check(self) -> None:

@@ -63,6 +63,7 @@ FIGURES: dict[str, dict[str, str]] = {
     },
     "stream": {
         "link_share": "TRANSFER's speed over that of the raw link between the same processes",
+        "link_share_digested": "the same with digests of all that moves, at both ends",
         "memory_over_budget": "peak extra memory over the staging budget",
         "bytes_over_bound": "bytes sent over the least that the placement allows",
     },

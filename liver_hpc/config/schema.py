@@ -203,6 +203,7 @@ class HandoffSection(Section):
 
     staging_bytes: Bytes = 64 * 2**20
     bucket_bytes: Bytes = 4 * 2**20
+    direct: bool = True
     warm_up: bool = True
     warm_up_again: bool = False
     keep_groups: bool = True

@@ -1,7 +1,8 @@
 """The agents' processes: which launch runs under which, and what is said to it.
 
 The core knows launches: each is an agent to it, with a name of its own. Where agents stay, the
-first launch on a node starts a process with its name, and the later ones there go to that process.
+first launch on a node starts a process with its name, and the later ones there go to that process;
+on a node that is granted to a run that trains, an agent is started before there is a launch.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from pathlib import Path
 from liver_hpc.clock import Clock, Deadline
 from liver_hpc.cluster.launcher import Launcher, last_words
 from liver_hpc.coordinator.connections import WorkerRegistry
+from liver_hpc.errors import LiverError
+from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol import messages as m
 from liver_hpc.run.actions import LaunchAgent
-from liver_hpc.run.events import AgentEnded
+from liver_hpc.run.events import AgentEnded, Seat
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +48,20 @@ class NodeAgents:
         self._agent_of: dict[str, str] = {}  # of a launch that has not been seen to end
         self._ended: list[AgentEnded] = []
         self._nodes: dict[str, str] = {}  # of an agent
+        self._coming: dict[str, list[m.StartWorkers]] = {}  # agents, and what they will be told
         self._leaving: set[str] = set()  # agents that were told to end
         self._killed: dict[str, Deadline] = {}  # launches
+
+    def start(self, agent: str, node: str) -> None:
+        """An agent without a launch on a node where none is; where that fails, a launch will show
+        it."""
+        if self._on(node) is None:
+            try:
+                self._launcher.launch(LaunchAgent(agent, Seat(node, ()), Layout(1, 1, 1)))
+            except (LiverError, OSError) as error:
+                log.warning("agent %s cannot be started on %s: %s", agent, node, error)
+            else:
+                self._nodes[agent], self._coming[agent] = node, []
 
     def launch(self, launch: LaunchAgent) -> None:
         """Raises LiverError, OSError where that is impossible."""
@@ -61,12 +76,20 @@ class NodeAgents:
         order = m.StartWorkers(
             launch=launch.agent, slots=launch.seat.slots, layout=str(launch.layout)
         )
-        self._registry.send((agent,), order)
+        if agent in self._coming:
+            self._coming[agent].append(order)
+        else:
+            self._registry.send((agent,), order)
+
+    def listens(self, agent: str) -> None:
+        """An agent's channel stands: it gets the launches that came before."""
+        for order in self._coming.pop(agent, []):
+            self._registry.send((agent,), order)
 
     def _on(self, node: str) -> str | None:
-        """An agent that is there to take a launch."""
-        there = (agent for agent, its in self._nodes.items() if its == node)
-        return next(filter(self._takes_orders, there), None)
+        """An agent that is there to take a launch, or will be."""
+        there = [agent for agent, its in self._nodes.items() if its == node]
+        return next((one for one in there if self._takes_orders(one) or one in self._coming), None)
 
     def _takes_orders(self, agent: str) -> bool:
         return self._stay and agent in self._registry and agent not in self._leaving
@@ -103,11 +126,14 @@ class NodeAgents:
 
     def _dismiss(self, agents: list[str]) -> None:
         for agent in agents:
-            if self._takes_orders(agent):
+            if agent in self._coming:
+                self._kill(agent)
+            elif self._takes_orders(agent):
                 self._leaving.add(agent)
                 self._registry.send((agent,), m.Exit(reason="nothing is launched here any more"))
 
     def _kill(self, agent: str) -> None:
+        self._coming.pop(agent, None)
         self._leaving.add(agent)
         self._launcher.kill(agent)
 
@@ -151,6 +177,7 @@ class NodeAgents:
                 continue
             del self._nodes[agent]
             self._leaving.discard(agent)
+            self._coming.pop(agent, None)
             said = last_words(self._run_directory, agent)
             for launch in [each for each, its in self._agent_of.items() if its == agent]:
                 self._strike_off(launch, code, said)

@@ -264,6 +264,8 @@ class Coordinator:
         if isinstance(hello, m.Hello):
             took = ", ".join(f"{part} {s:.2f} s" for part, s in hello.boot_timings_s.items())
             log.info("worker %d on %s has booted: %s", hello.worker, hello.host, took)
+        else:
+            self._agents.listens(hello.agent)
         self._feed(event)
 
     def _said(self, channel: Channel, message: m.AnyMessage) -> None:

@@ -79,6 +79,8 @@ class Performer:
                 self._registry.send(action.workers, action.message)
             case a.Launch():
                 return self._launch(action)
+            case a.StartAgent():
+                self._agents.start(action.agent, action.node)
             case a.Admit():
                 self._admit(action)
             case a.TurnAway():

@@ -6,8 +6,9 @@ coordinator's address. The first time it then opens a control channel of its own
 agent ends its workers; one worker's end does not touch the others.
 
 With --stay it takes further launches over that channel, until it is told to end or the coordinator
-is gone. Without, it ends with the workers of its first launch. The workers of all launches are
-forked from one warm process, unless the run file has workers.warm off.
+is gone; started without slots, it meets at once, for itself. Without, it ends with the workers of
+its first launch. The workers of all launches are forked from one warm process, unless the run file
+has workers.warm off.
 
 With --warnings, SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the coordinator; before the
 channel stands, and without the option, they end the agent.
@@ -118,7 +119,7 @@ class Agent:
         try:
             self._watch_parent()
             self._begin(self._plan.first)
-            while self._launches or (self._plan.stays and self._channel is not None):
+            while self._launches or (self._plan.stays and self._dials and self._alone is None):
                 alone = self._alone
                 if alone is not None and alone.expired():
                     living = [w for launch in self._launches.values() for w in launch.living()]
@@ -194,7 +195,7 @@ class Agent:
         launch = self._launches[plan.launch] = Launch(plan, self._around)
         if self._warms and self._warm is None:
             self._start_warm()
-        if self._warm is None or self._warm.ready:
+        if self._warm is None or self._warm.ready or not plan.slots:
             self._start(launch)
 
     def _start(self, launch: Launch) -> None:
@@ -247,7 +248,8 @@ class Agent:
             log.info("the warm process stands: %.1f CPU s, %d MB", cpu_s, resident // 2**20)
         if not was_ready:
             for launch in self._launches.values():
-                self._start(launch)
+                if not launch.started:
+                    self._start(launch)
 
     def _cold(self, why: str) -> None:
         """There is no warm process, or it is of no use."""
@@ -393,7 +395,7 @@ def _worker_command(run_directory: Path, layout: str) -> tuple[str, ...]:
 
 
 def _slots(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+    return tuple(map(int, filter(None, text.split(","))))
 
 
 def _log_to(run_directory: Path, agent: str) -> None:

@@ -75,6 +75,10 @@ class Launch:
 
     # ---- what the agent does with it
 
+    @property
+    def started(self) -> bool:
+        return self._joiner is not None
+
     def start(self, warm: WarmProcess | None) -> None:
         """Starts its workers, and beside them who is to meet for them. Raises LiverError."""
         self._workers.start(warm)

@@ -28,12 +28,12 @@ _log = logging.getLogger(__name__)
 
 
 class Identity(Message):
-    """Who wants to join: an agent and the number of workers that have booted under it."""
+    """Who wants to join: an agent and the number of workers that have booted under it, if any."""
 
     agent: str
     host: str
     pid: int
-    workers: int = Field(gt=0)
+    workers: int = Field(ge=0)
 
 
 class Answer(Message):

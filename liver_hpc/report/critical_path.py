@@ -1,10 +1,10 @@
 """Where a handoff's lost time went: its critical path, from what each worker timed. Pure.
 
-    boundary -> parameters there -> gradients computed -> voted | verdict -> updated
-    '---------- of the worker that voted last ----------' '- of the one that ended last -'
+    boundary -> parameters there -> gradients computed -> voted -> verdict -> updated
 
-Points in time are of the workers' own clocks, which have to agree between nodes as well as what is
-told apart here.
+Each point is that of the worker that came there last: forward and backward are collective, so the
+last one to begin is who the others wait for inside of theirs. Points in time are of the workers'
+own clocks, which have to agree between nodes as well as what is told apart here.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from liver_hpc.run.records import CrossingRecord, ReconfigurationRecord
 class PathLines:
     """Where the time of a critical path went, in seconds.
 
-    Of the worker that voted last: wire_s: waiting for messages of parameters. pack_s: packing,
-    unpacking and copying them. digest_s: their digests. other_s: what it did besides until they
-    were there, the remainder. forward_backward_s: the first forward and backward. optimizer_s:
-    waiting for the rest of the optimizer's state. votes_s: from its vote until the worker that
-    ended last had the verdict. update_s: that one's first update.
+    Of the worker whose parameters were there last: wire_s: waiting for their messages. pack_s:
+    packing, unpacking and copying them. digest_s: their digests. other_s: what it did besides, the
+    remainder. forward_backward_s: from then until the last first gradients. optimizer_s: from these
+    to the last vote, for which the optimizer's state has to be there. votes_s: from that until the
+    worker that ended last had the verdict. update_s: that one's first update.
     """
 
     wire_s: float
@@ -47,11 +47,13 @@ class CriticalPath:
     """A handoff's way from the boundary to the end of the target's first step, at each point of the
     worker that came there last. In seconds; `lines` add up to the lost time and one median step.
 
-    last_to_vote, last_to_end: ids of those workers. boundary_s: what came before, from the order to
-    stop to the end of the source's last step; the source trains. slow_first_step_s: what forward,
-    backward and update took beyond the target's median step. lines: see `words.md`.
+    last_to_begin (the first forward), last_to_vote, last_to_end: ids of those workers. boundary_s:
+    what came before, from the order to stop to the end of the source's last step; the source
+    trains. slow_first_step_s: what forward, backward and update took beyond the target's median
+    step. lines: `words.md` has them in words.
     """
 
+    last_to_begin: int
     last_to_vote: int
     last_to_end: int
     boundary_s: float
@@ -70,18 +72,19 @@ def critical_path(
     zero_s, end_s = record.source_last_step_ended_s, record.first_step_ended_s
     if not ended or not math.isfinite(end_s - zero_s):
         return None
+    beginner = max(ended, key=lambda row: row.started_s)
     voter = max(crossings, key=lambda row: row.voted_s)
     ender = max(ended, key=lambda row: row.ended_s)
-    # What a worker had done before the last one stood at the boundary took no time of the pause.
-    there_s = max(zero_s, voter.started_s)
-    computed_s = max(there_s, voter.started_s + voter.forward_backward_s)
+    # What was done before the last worker stood at the boundary took no time of the pause.
+    there_s = max(zero_s, beginner.started_s)
+    computed_s = max(there_s, *(row.started_s + row.forward_backward_s for row in ended))
     voted_s = max(computed_s, voter.voted_s)
     verdict_s = max(voted_s, _known(ender.ended_s - ender.update_s, voted_s))
     digest_s, pack_s, wire_s, other_s = _shared_out(
         there_s - zero_s,
-        voter.parameter_digest_s,
-        voter.parameter_pack_s,
-        voter.parameter_wire_s,  # last: it contains what the worker waited before the boundary
+        beginner.parameter_digest_s,
+        beginner.parameter_pack_s,
+        beginner.parameter_wire_s,  # last: it contains what the worker waited before the boundary
     )
     lines = PathLines(
         wire_s=wire_s,
@@ -94,6 +97,7 @@ def critical_path(
         update_s=end_s - verdict_s,
     )
     return CriticalPath(
+        last_to_begin=beginner.worker,
         last_to_vote=voter.worker,
         last_to_end=ender.worker,
         boundary_s=zero_s - record.armed_s,

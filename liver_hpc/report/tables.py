@@ -267,8 +267,9 @@ _PATH = (
     _figure("update", "path.lines.update_s"),
     Column("sum", lambda row: number_text(row.path.lines.sum_s)),
     _figure("first step\nslow by", "path.slow_first_step_s"),
-    _figure("last\nto vote", "path.last_to_vote", str),
-    _figure("last\nto end", "path.last_to_end", str),
+    _figure("last\nbegins", "path.last_to_begin", str),
+    _figure("last\nvotes", "path.last_to_vote", str),
+    _figure("last\nends", "path.last_to_end", str),
 )
 _NOTICES = (
     _words("notice", "record.kind"),

@@ -28,6 +28,14 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class StartAgent:
+    """Start an agent without a launch, for those that come, unless one stays on the node."""
+
+    agent: str
+    node: str
+
+
+@dataclass(frozen=True)
 class Admit:
     """An agent at the rendezvous is expected; its workers get these ids."""
 
@@ -166,6 +174,7 @@ class End:
 
 Action = (
     Launch
+    | StartAgent
     | Admit
     | TurnAway
     | EndAgent

@@ -65,6 +65,7 @@ class Agents:
         self._next_agent = 0
         self._next_worker = 0
         self._agents: dict[str, Agent] = {}
+        self._without_launch: set[str] = set()  # agents that have not met yet
         self._workers: dict[int, Agent] = {}  # those that are connected
         self._leave_by: dict[int, Deadline] = {}  # those of them that were told to exit
         self._nodes_of_workers: dict[int, str] = {}
@@ -81,6 +82,13 @@ class Agents:
         self._out.append(
             a.Launch(tuple(a.LaunchAgent(agent.name, agent.seat, layout) for agent in agents))
         )
+
+    def start(self, node: str) -> None:
+        """An agent without a launch; all that is known of it later is its node's."""
+        name = f"a{self._next_agent}"
+        self._next_agent += 1
+        self._without_launch.add(name)
+        self._out.append(a.StartAgent(name, node))
 
     def launch_failed(self, agents: Iterable[str], lost: Container[str]) -> tuple[int, int]:
         """The generation that agents were launched for, -1 where they are known no longer, and how
@@ -106,6 +114,9 @@ class Agents:
     def meet(self, name: str, workers: int) -> a.Admit | a.TurnAway:
         """What an agent is told that has come with so many workers: their ids, or to go."""
         agent = self._agents.get(name)
+        if name in self._without_launch and workers == 0:
+            self._without_launch.discard(name)
+            return a.Admit(name, ())
         if agent is None or agent.end_by is not None:
             return a.TurnAway(name, f"agent {name} is not expected")
         if agent.workers:

@@ -125,6 +125,9 @@ class ElasticPolicy:
             self.drained[node.name] = None
             self.warned(NodeWarned(node.name, OPERATOR, now_s))
         self._out.append(a.Note(f"node granted: {node.name} ({node.allocation})"))
+        leaves = self.nodes[node.name].warning is not None
+        if self._config.workers.warm and node.automatic and not (at_start or leaves):
+            self._agents.start(node.name)  # it imports while it is decided what becomes of the node
 
     def first_layout(self, preferred: Layout, resumed: bool) -> Layout | None:
         """What to begin with on the nodes at hand; None while they are too few.

@@ -3,17 +3,19 @@
 Every pair (sender, receiver) cuts its list of moves into buckets of at most `bucket_bytes`, both
 ends alone and alike. All buckets of all workers have one global order, `Bucket.key`. A worker
 takes its own buckets, those it sends and those it receives, in that order, packs neighbours into
-steps of at most one staging slot, and goes through `schedule(steps, num_slots)`: launch a step,
-which starts all its messages at once and waits for none, or finish the oldest launched step,
-which waits for its messages and frees its slot. At most `num_slots` steps are between the two.
+steps of at most one staging slot, and goes through `schedule(steps, num_slots, needs_slot)`: launch
+a step, which starts all its messages at once and waits for none, or finish the oldest launched
+step, which waits for its messages and frees its slot. At most `num_slots` steps that need a slot
+are between the two; a step whose messages lie in the worker's own tensors needs none.
 
-Why this cannot deadlock, whatever the plan and for any `num_slots` >= 1. Suppose that nobody
-makes progress, and let b be the smallest bucket of all that has not crossed. At either end of b,
-every bucket before b has crossed, so every step before the one with b can be finished, its slot
-is free, and the step with b has been launched. Both ends have therefore started b, and nothing
-that is started waits for anything but its other end: b crosses, a contradiction. The argument
-needs no bound on how far the workers drift apart, and it holds too where a backend completes a
-step only as a whole (NCCL groups): all of the steps before b's lie before b.
+Why this cannot deadlock, whatever the plan, for any `num_slots` >= 1, and whoever needs slots for
+what. Suppose that nobody makes progress, and let b be the smallest bucket of all that has not
+crossed. At either end of b, every bucket before b has crossed, so every step before the one with b
+can be finished, its slot is free, and the step with b has been launched. Both ends have therefore
+started b, and nothing that is started waits for anything but its other end: b crosses, a
+contradiction. The argument needs no bound on how far the workers drift apart, and it holds too
+where a backend completes a step only as a whole (NCCL groups): all of the steps before b's lie
+before b.
 """
 
 from __future__ import annotations
@@ -72,10 +74,10 @@ Step = tuple[Bucket, ...]
 
 
 class Action(NamedTuple):
-    """What to do next with the step that occupies staging slot `slot`."""
+    """What to do next with a step. slot: the staging slot that it occupies; None: it needs none."""
 
     kind: Literal["launch", "finish"]
-    slot: int
+    slot: int | None
     step: Step
 
 
@@ -184,13 +186,25 @@ def group_steps(buckets: Sequence[Bucket], slot_bytes: int) -> list[Step]:
     return [tuple(step) for step in steps]
 
 
-def schedule(steps: Sequence[Step], num_slots: int) -> Iterator[Action]:
-    """The order in which a worker launches and finishes its steps; see the module's docstring."""
+def schedule(
+    steps: Iterable[Step], num_slots: int, needs_slot: Callable[[Step], bool]
+) -> Iterator[Action]:
+    """The order in which a worker launches and finishes its steps; see the module's docstring.
+
+    needs_slot: asked once a step, right before it is launched or waits for a slot.
+    """
     launched: deque[Action] = deque()
-    for number, step in enumerate(steps):
-        if len(launched) == num_slots:
-            yield launched.popleft()._replace(kind="finish")
-        action = Action("launch", number % num_slots, step)
+    free = deque(range(num_slots))
+    for step in steps:
+        slot = None
+        if needs_slot(step):
+            while not free:
+                finished = launched.popleft()
+                yield finished._replace(kind="finish")
+                if finished.slot is not None:
+                    free.append(finished.slot)
+            slot = free.popleft()
+        action = Action("launch", slot, step)
         launched.append(action)
         yield action
     for action in launched:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -41,6 +41,7 @@ BLOCK_BYTES = 2048
 LANES = 8
 
 _CHUNK_ROWS = 1 << 13
+_WIDEST_BYTES = 8
 _WIDE_CHUNK_BYTES = {"cpu": 1 << 17, "cuda": 1 << 23}
 """Bytes widened to 64 bits at a time: on the CPU about a core's second-level cache."""
 
@@ -79,6 +80,17 @@ def add_digest(total: torch.Tensor, view: torch.Tensor, tensor: TensorSpec, box:
             chunk = slice(top, top + _CHUNK_ROWS)
             sums = _row_sums(strip.content[chunk], strip.place)
             total.add_(_dot(sums, strip.weights[chunk]), alpha=mark)
+
+
+def warm_up(tensors: Sequence[TensorSpec], device: torch.device) -> None:
+    """Makes the weights of these tensors and a first product ahead of time: not in the pause."""
+    for tensor in tensors:
+        rows, cols = (1, tensor.rows) if tensor.cols == 1 else (tensor.rows, tensor.cols)
+        _ROW_WEIGHTS.between(0, rows, device)
+        _BLOCK_WEIGHTS.between(0, -(-cols * _WIDEST_BYTES // BLOCK_BYTES), device)
+    for tensor in tensors[:1]:
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        add_digest(total, torch.zeros(1, 1, device=device), tensor, Box(0, 1, 0, 1))
 
 
 def _bytes(view: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -15,7 +15,7 @@ from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.transport.buckets import Piece
 from liver_hpc.transport.digest import MODULUS, add_digest
 
-Way = Literal["sent", "received", "copied"]
+Ends = Literal["sent", "received"]
 Work = Literal["wire", "pack", "unpack", "copy", "digest"]
 
 
@@ -66,12 +66,13 @@ class Moved:
 
 
 class Tally:
-    """Adds up what becomes a `Moved`. Never waits for the device before `moved`."""
+    """Adds up what becomes a `Moved`. Never waits for the device."""
 
     def __init__(self, model: ModelSpec, *, digest: bool) -> None:
         self._model = model
         self._digest = digest
-        self._sums: dict[tuple[str, int, str], torch.Tensor] = {}
+        self._sums: dict[tuple[Ends, int, str], torch.Tensor] = {}
+        self._settled = torch.zeros(0, dtype=torch.int64)
         self._seconds: dict[str, float] = defaultdict(float)
         self._bytes: Counter[str] = Counter()
 
@@ -84,29 +85,38 @@ class Tally:
         finally:
             self._seconds[f"{work}_s"] += time.perf_counter() - began_s
 
-    def count(self, way: Way | Literal["staged"], num_bytes: int) -> None:
+    def count(self, way: Literal["sent", "received", "copied", "staged"], num_bytes: int) -> None:
         """Counts bytes of state."""
         self._bytes[f"bytes_{way}"] += num_bytes
 
     def see(
-        self, way: Literal["sent", "received"], peer: int, piece: Piece, view: torch.Tensor
+        self, end: Ends, peer: int, pieces: Sequence[Piece], views: Sequence[torch.Tensor]
     ) -> None:
-        """Adds one piece to the digest of what was sent to a peer, or received from it."""
+        """Adds pieces to the digests of what was sent to a peer, or received from it."""
         if not self._digest:
             return
         with self.timed("digest"):
-            total = self._sums.get((way, peer, piece.kind))
-            if total is None:
-                total = torch.zeros((), dtype=torch.int64, device=view.device)
-                self._sums[way, peer, piece.kind] = total
-            add_digest(total, view, self._model.tensors[piece.tensor_index], piece.box)
+            for piece, view in zip(pieces, views, strict=True):
+                total = self._sums.get((end, peer, piece.kind))
+                if total is None:
+                    total = torch.zeros((), dtype=torch.int64, device=view.device)
+                    self._sums[end, peer, piece.kind] = total
+                add_digest(total, view, self._model.tensors[piece.tensor_index], piece.box)
+
+    def settle(self) -> None:
+        """The last of it has been seen: the device is told to hand the digests over. Waits for
+        nothing; for `moved` the device must have done it."""
+        if self._sums:
+            sums = torch.stack(list(self._sums.values()))
+            self._settled = sums.to("cpu", non_blocking=True)
 
     def moved(self) -> Moved:
-        """All of it. Waits for the device."""
-        sums = {key: int(total) % MODULUS for key, total in self._sums.items()}
+        """All of it, once it has settled."""
+        values = (value % MODULUS for value in self._settled.tolist())
+        sums = dict(zip(self._sums, values, strict=True))
         sent, received = (
-            {(peer, kind): value for (of, peer, kind), value in sums.items() if of == way}
-            for way in ("sent", "received")
+            {(peer, kind): value for (of, peer, kind), value in sums.items() if of == end}
+            for end in ("sent", "received")
         )
         stats = TransferStats(**self._seconds, **self._bytes)  # type: ignore[arg-type]
         return Moved(sent, received, stats)

@@ -20,7 +20,6 @@ from liver_hpc.config.schema import HandoffSection
 from liver_hpc.errors import PlanError, TransferError
 from liver_hpc.layout.tensors import Box, ModelSpec, TransferPlan
 from liver_hpc.transport.buckets import (
-    Action,
     Bucket,
     Piece,
     Step,
@@ -30,8 +29,12 @@ from liver_hpc.transport.buckets import (
     schedule,
     whole_units,
 )
-from liver_hpc.transport.moved import Moved, Tally
+from liver_hpc.transport.digest import warm_up
+from liver_hpc.transport.moved import Moved, Tally, Work
 from liver_hpc.transport.wire import Parcel, Pending, Wire
+
+_KEPT_BACK = 8
+"""This part of the budget is not slots: plan, messages and digests need memory too."""
 
 
 class StateView(Protocol):
@@ -58,15 +61,18 @@ class Prepared:
 class Transport:
     """Moves boxes between the workers of one handoff over a wire, within a bounded staging memory.
 
-    The constructor allocates and touches all staging memory. After an error the transport is
-    broken: it holds no unfinished work, refuses to stream, and wants to be closed.
+    The constructor allocates and touches all staging memory, and warms the digests up. After an
+    error the transport is broken: it holds no unfinished work, refuses to stream, and wants to be
+    closed.
     """
 
     def __init__(self, wire: Wire, model: ModelSpec, handoff: HandoffSection) -> None:
         self._wire = wire
         self._model = model
         self._bucket_bytes = whole_units(handoff.bucket_bytes)
-        budget = whole_units(handoff.staging_bytes)
+        self._direct = handoff.direct
+        budget = whole_units(handoff.staging_bytes - handoff.staging_bytes // _KEPT_BACK)
+        budget = max(budget, min(whole_units(handoff.staging_bytes), 2 * self._bucket_bytes))
         halves = wire.grouped and budget >= 2 * self._bucket_bytes
         self.slot_bytes = whole_units(budget // 2) if halves else self._bucket_bytes
         self.num_slots = budget // self.slot_bytes
@@ -74,6 +80,7 @@ class Transport:
         self._staging: torch.Tensor | None = torch.zeros(
             self.num_slots * self.slot_bytes, dtype=torch.uint8, device=wire.device
         )
+        warm_up(model.tensors, wire.device)
         self._tags: Counter[tuple[int, int]] = Counter()
         self._busy = threading.Lock()
         self._broken = self._closed = False
@@ -124,13 +131,16 @@ class Transport:
             if self._broken or self._closed or staging is None:
                 why = "closed" if self._closed else "broken by an earlier error"
                 raise TransferError(f"worker {worker}: the transport is {why}")
-            slots = staging.view(self.num_slots, self.slot_bytes)
+            slots = staging.view(self.num_slots, self.slot_bytes).unbind()
             tally = Tally(self._model, digest=digest)
-            stream = _Stream(self._wire, prepared, slots, source, target, self._tags, tally)
+            stream = _Stream(
+                self._wire, prepared, slots, source, target, self._tags, tally, self._direct
+            )
             self._broken = True
             try:
                 with torch.no_grad(), self._wire.streaming(deadline):
                     stream.run(progress, deadline, lambda: self._closed)
+                    tally.settle()
                 self._broken = False
             finally:
                 if self._broken:
@@ -164,55 +174,63 @@ class Transport:
         self._busy.release()
 
 
-class _Part(NamedTuple):
-    """A piece in a world. staged: the same in staging; None where the message lies in the world."""
-
-    piece: Piece
-    view: torch.Tensor
-    staged: torch.Tensor | None
-
-
 class _Message(NamedTuple):
-    """A parcel, and what it is made of in this worker's world."""
+    """One bucket as this worker has it.
 
-    parcel: Parcel
-    parts: Sequence[_Part]
-    num_bytes: int
+    views: of its pieces, in this worker's world. memory: those views, where they are one run of
+    bytes that crosses as it lies, [bytes] of uint8; None: it passes staging.
+    """
+
+    bucket: Bucket
+    is_send: bool
+    peer: int
+    views: Sequence[torch.Tensor]
+    memory: torch.Tensor | None
+
+
+class _Arriving(NamedTuple):
+    """A message that arrives. staged: its views' counterparts in staging; () where it has none."""
+
+    message: _Message
+    staged: Sequence[torch.Tensor]
 
 
 class _Launched(NamedTuple):
-    """A step on its way, and those of its messages that arrive."""
+    """A step on its way."""
 
     pending: Sequence[Pending]
-    arriving: Sequence[_Message]
+    arriving: Sequence[_Arriving]
 
 
 @dataclass
 class _Stream:
     """One stream in progress.
 
-    slots: the staging memory, [slots, slot bytes]. tags: where each pair's message numbers begin.
+    slots: the staging memory, a tensor of bytes a slot. tags: where each pair's message numbers
+    begin. direct: whether one run of bytes crosses as it lies.
     """
 
     wire: Wire
     prepared: Prepared
-    slots: torch.Tensor
+    slots: Sequence[torch.Tensor]
     source: StateView | None
     target: StateView | None
     tags: Counter[tuple[int, int]]
     tally: Tally
+    direct: bool
     launched: deque[_Launched] = field(default_factory=deque)
+    upcoming: list[_Message] = field(default_factory=list)
 
     def run(
         self, progress: Callable[[int], None], deadline: Deadline, closed: Callable[[], bool]
     ) -> None:
         local = iter(self.prepared.local)
-        for action in schedule(self.prepared.steps, len(self.slots)):
+        for action in schedule(self.prepared.steps, len(self.slots), self._needs_slot):
             if closed():
                 worker = self.prepared.plan.worker
                 raise TransferError(f"worker {worker}: the transport has been closed")
             if action.kind == "launch":
-                self._launch(action)
+                self._launch(action.slot)
             else:
                 # Copies within the worker go where it would otherwise wait for the wire.
                 self._copy_local(next(local, ()), progress)
@@ -221,86 +239,83 @@ class _Stream:
             deadline.check()
             self._copy_local(pieces, progress)
 
-    def _launch(self, action: Action) -> None:
-        rest = self.slots[action.slot]
-        messages = []
-        for bucket in action.step:
-            messages.append(self._message(bucket, rest[: bucket.num_bytes]))
-            rest = rest[bucket.num_bytes :]
-        sending = [message for message in messages if message.parcel.is_send]
-        for message in sending:
-            self._pack(message)
-        pending = self.wire.launch([message.parcel for message in messages])
-        for message in sending:
-            for piece, view, staged in message.parts:
-                if staged is None:
-                    self.tally.see("sent", message.parcel.peer, piece, view)
-        arriving = [message for message in messages if not message.parcel.is_send]
-        self.launched.append(_Launched(pending, arriving))
+    def _needs_slot(self, step: Step) -> bool:
+        """Whether a message of the step that comes next has to pass staging."""
+        self.upcoming = [self._message(bucket) for bucket in step]
+        return any(message.memory is None for message in self.upcoming)
 
-    def _pack(self, message: _Message) -> None:
-        self.tally.count("sent", message.num_bytes)
-        for piece, view, staged in message.parts:
-            if staged is not None:
-                self.tally.see("sent", message.parcel.peer, piece, view)
-                with self.tally.timed("pack"):
-                    staged.copy_(view, non_blocking=True)
-                self.tally.count("staged", piece.num_bytes)
+    def _message(self, bucket: Bucket) -> _Message:
+        is_send = bucket.sender == self.prepared.plan.worker
+        state, side = (self.source, "source") if is_send else (self.target, "target")
+        views = [self._view(state, side, piece) for piece in bucket.pieces]
+        whole = self.direct and len(views) == 1 and bucket.pieces[0].num_bytes == bucket.num_bytes
+        memory = views[0].view(-1).view(torch.uint8) if whole and views[0].is_contiguous() else None
+        return _Message(
+            bucket, is_send, bucket.receiver if is_send else bucket.sender, views, memory
+        )
+
+    def _launch(self, slot: int | None) -> None:
+        """Starts the upcoming messages, and packs them first where they pass the slot."""
+        parcels, arriving, offset_bytes = [], [], 0
+        for message in self.upcoming:
+            bucket, memory = message.bucket, message.memory
+            staged: Sequence[torch.Tensor] = ()
+            if memory is None:
+                assert slot is not None
+                memory = self.slots[slot][offset_bytes : offset_bytes + bucket.num_bytes]
+                offset_bytes += bucket.num_bytes
+                staged = _staged(message, memory)
+            if message.is_send:
+                self._pack(message, staged)
+            else:
+                arriving.append(_Arriving(message, staged))
+            tag = self.tags[bucket.sender, bucket.receiver] + bucket.position
+            parcels.append(Parcel(message.peer, tag, memory, message.is_send))
+        self.launched.append(_Launched(self.wire.launch(parcels), arriving))
+        for message in self.upcoming:
+            if message.is_send and message.memory is not None:
+                self.tally.see("sent", message.peer, message.bucket.pieces, message.views)
+
+    def _pack(self, message: _Message, staged: Sequence[torch.Tensor]) -> None:
+        self.tally.count("sent", message.bucket.payload_bytes)
+        if staged:
+            self.tally.see("sent", message.peer, message.bucket.pieces, message.views)
+            self._copy("pack", message.views, staged)
+            self.tally.count("staged", message.bucket.payload_bytes)
 
     def _finish(self, progress: Callable[[int], None], deadline: Deadline) -> None:
         """The oldest launched step: its messages have crossed and are in their places."""
         with self.tally.timed("wire"):
             for messages in self.launched[0].pending:
                 messages.wait(deadline)
-        step = self.launched.popleft()
-        for message in step.arriving:
-            self._unpack(message)
-            progress(message.num_bytes)
-
-    def _unpack(self, message: _Message) -> None:
-        self.tally.count("received", message.num_bytes)
-        for piece, view, staged in message.parts:
-            if staged is not None:
-                with self.tally.timed("unpack"):
-                    view.copy_(staged, non_blocking=True)
-                self.tally.count("staged", piece.num_bytes)
-            self.tally.see("received", message.parcel.peer, piece, view)
-
-    def _copy_local(self, pieces: Sequence[Piece], progress: Callable[[int], None]) -> None:
-        worker, num_bytes = self.prepared.plan.worker, 0
-        for piece in pieces:
-            source = self._view(self.source, "source", piece)
-            target = self._view(self.target, "target", piece)
-            self.tally.see("sent", worker, piece, source)
-            with self.tally.timed("copy"):
-                target.copy_(source, non_blocking=True)
-            self.tally.see("received", worker, piece, target)
-            num_bytes += piece.num_bytes
-        if num_bytes:
-            self.tally.count("copied", num_bytes)
+        for message, staged in self.launched.popleft().arriving:
+            num_bytes = message.bucket.payload_bytes
+            if staged:
+                self._copy("unpack", staged, message.views)
+                self.tally.count("staged", num_bytes)
+            self.tally.see("received", message.peer, message.bucket.pieces, message.views)
+            self.tally.count("received", num_bytes)
             progress(num_bytes)
 
-    def _message(self, bucket: Bucket, staging: torch.Tensor) -> _Message:
-        """One message, from or to memory of the world where it is one run of bytes there."""
-        is_send = bucket.sender == self.prepared.plan.worker
-        state, side = (self.source, "source") if is_send else (self.target, "target")
-        views = [self._view(state, side, piece) for piece in bucket.pieces]
-        if len(views) == 1 and views[0].is_contiguous() and views[0].nbytes == bucket.num_bytes:
-            memory = views[0].view(-1).view(torch.uint8)
-            parts = [_Part(bucket.pieces[0], views[0], None)]
-        else:
-            memory = staging
-            parts = []
-            for piece, view in zip(bucket.pieces, views, strict=True):
-                staged = memory[piece.offset_bytes : piece.offset_bytes + piece.num_bytes]
-                parts.append(_Part(piece, view, staged.view(view.dtype).view(view.shape)))
-        parcel = Parcel(
-            peer=bucket.receiver if is_send else bucket.sender,
-            tag=self.tags[bucket.sender, bucket.receiver] + bucket.position,
-            memory=memory,
-            is_send=is_send,
-        )
-        return _Message(parcel, parts, bucket.payload_bytes)
+    def _copy_local(self, pieces: Sequence[Piece], progress: Callable[[int], None]) -> None:
+        if not pieces:
+            return
+        worker = self.prepared.plan.worker
+        sources = [self._view(self.source, "source", piece) for piece in pieces]
+        targets = [self._view(self.target, "target", piece) for piece in pieces]
+        self.tally.see("sent", worker, pieces, sources)
+        self._copy("copy", sources, targets)
+        self.tally.see("received", worker, pieces, targets)
+        num_bytes = sum(piece.num_bytes for piece in pieces)
+        self.tally.count("copied", num_bytes)
+        progress(num_bytes)
+
+    def _copy(
+        self, work: Work, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+    ) -> None:
+        with self.tally.timed(work):
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
 
     def _view(self, state: StateView | None, side: str, piece: Piece) -> torch.Tensor:
         """One piece of one world; raises PlanError where the world is not what the plan wants."""
@@ -315,3 +330,12 @@ class _Stream:
                 f"{piece.num_bytes} bytes"
             )
         return view
+
+
+def _staged(message: _Message, memory: torch.Tensor) -> list[torch.Tensor]:
+    """The pieces of a message in its staging memory, of the shapes and types of its views."""
+    staged = []
+    for piece, view in zip(message.bucket.pieces, message.views, strict=True):
+        flat = memory[piece.offset_bytes : piece.offset_bytes + piece.num_bytes]
+        staged.append(flat.view(view.dtype).view(view.shape))
+    return staged

@@ -32,6 +32,13 @@ def test_growth_is_of_medians_at_both_ends_without_the_first() -> None:
     )
 
 
+def test_of_few_samples_the_ends_are_compared() -> None:
+    assert growth([held(1000), held(1100), held(1500)])["memory_growth_percent"] == pytest.approx(
+        50
+    )
+    assert growth([held(1000)])["memory_growth_percent"] == 0.0
+
+
 def test_the_worse_part_is_told() -> None:
     samples = [Sample("handoffs", n, held(1000)) for n in range(4)]
     samples += [Sample("replacements", n, held(1000 + 10 * n, n)) for n in range(6)]

@@ -28,10 +28,11 @@ def test_a_replacement_moves_the_whole_state() -> None:
 
 
 def test_a_repeat_lasts_from_the_first_start_to_the_last_end() -> None:
-    one = Report(0, (Span("transfer", 1.0, 2.0), Span("raw whole", 5.0, 5.5)), 0, 0)
-    two = Report(1, (Span("transfer", 1.5, 4.0), Span("raw whole", 5.25, 5.5)), 0, 0)
+    one = Report(0, (Span("transfer", 1.0, 2.0), Span("raw whole", 5.0, 5.5)), 0, 0, 0)
+    two = Report(1, (Span("transfer", 1.5, 4.0), Span("raw whole", 5.25, 5.5)), 0, 0, 0)
     assert durations_s([one, two]) == {
         "transfer": [3.0],
+        "digested": [],
         "raw whole": [0.5],
         "raw buckets": [],
     }
@@ -51,7 +52,12 @@ def test_peak_memory_sees_what_was_freed_again() -> None:
 def test_the_quick_run_writes_its_figures(tmp_path: Path) -> None:
     assert main(["--quick", "--json", str(tmp_path / "r.json")]) == 0
     written = json.loads((tmp_path / "r.json").read_text())
-    assert set(written["figures"]) == {"link_share", "memory_over_budget", "bytes_over_bound"}
+    assert set(written["figures"]) == {
+        "link_share",
+        "link_share_digested",
+        "memory_over_budget",
+        "bytes_over_bound",
+    }
     assert written["figures"]["link_share"] > 0
     assert 1 <= written["figures"]["bytes_over_bound"] < 1.05
     assert [row["transfer"] for row in written["rows"]] == ["replace", "grow", "reshape"]

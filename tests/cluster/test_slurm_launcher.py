@@ -113,7 +113,7 @@ def test_agents_start_beside_each_other_and_see_the_whole_node(run: DrivenRun) -
     for agent, node in (("a", main), ("b", main), ("c", extra), ("d", extra)):
         seen = launch(run, agent, node)
         assert (seen["host"], seen["gpus"], seen["pmi"]) == (node, "0,1", [])
-        assert seen["words"][-3:] == ["--slots", "0", "--warnings"]
+        assert seen["words"][-4:] == ["--slots", "0", "--stay", "--warnings"]
     assert launch(run, "e", burst)["host"] == burst
     assert step_names(run) == {"liver-a", "liver-b", "liver-c", "liver-d", "liver-e"}
     end(run, "c", 0)

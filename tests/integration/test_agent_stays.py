@@ -134,3 +134,15 @@ def test_with_the_agent_all_its_launches_end(run: Run, name: str) -> None:
     (agent,) = run.agents()
     os.kill(agent, signal.Signals[f"SIG{name}"])
     wait_for(lambda: run.alive() == [], "the tree to end", 5.0)
+
+
+def test_an_agent_without_slots_meets_for_itself_and_waits_for_launches(run: Run) -> None:
+    run.open_rendezvous()
+    run.launcher("works", stay=True).launch(request(workers=0))
+    run.coordinator.wait_heard(AgentHello)
+    (ended,) = run.coordinator.wait_heard(LaunchEnded)
+    assert (ended.launch, ended.exit_code) == ("a0", 0)
+    assert run.alive() == run.agents()
+    order(run, "a1", 1)
+    assert pid_in(run, 1) in run.alive()
+    assert end(run) == 0

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from liver_hpc.errors import MeetingError
-from liver_hpc.rendezvous.mpi.endpoint import MAX_MESSAGE_BYTES
+from liver_hpc.rendezvous.mpi.pmi import MAX_MESSAGE_BYTES
 
 try:
     import mpi4py

@@ -30,8 +30,6 @@ from multiprocessing.connection import Connection
 
 from liver_hpc.errors import MeetingError
 
-MAX_MESSAGE_BYTES = 64 * 1024
-
 
 def main() -> None:
     """Runs until its part is done, the parent has gone or MPI has failed; then exits at once: MPI

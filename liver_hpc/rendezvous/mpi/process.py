@@ -21,9 +21,8 @@ from liver_hpc.errors import DeadlineError, MeetingError
 from liver_hpc.host.child import Child, Command
 from liver_hpc.host.process import clean_environment, quiet_thread
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed
-from liver_hpc.rendezvous.mpi.endpoint import MAX_MESSAGE_BYTES
 from liver_hpc.rendezvous.mpi.network import MpiNetwork
-from liver_hpc.rendezvous.mpi.pmi import PmiServer, serve, shared_memory_of
+from liver_hpc.rendezvous.mpi.pmi import MAX_MESSAGE_BYTES, PmiServer, serve, shared_memory_of
 
 _LOOK_S = 0.02
 

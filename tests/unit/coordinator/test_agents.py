@@ -11,6 +11,7 @@ from liver_hpc.clock import FakeClock
 from liver_hpc.cluster.launcher import KILLED
 from liver_hpc.coordinator.agents import NodeAgents
 from liver_hpc.coordinator.connections import WorkerRegistry
+from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.channel import Channel
@@ -195,3 +196,46 @@ def test_warnings_of_an_agent_count_as_long_as_it_is_there(book: Book) -> None:
     assert book.agents.node_of("a7") is None
     assert book.agents.can_explain("a0")
     assert not book.agents.can_explain("a7")
+
+
+# ---- agents that are there before a launch
+
+
+def test_launches_wait_for_an_agent_that_comes(book: Book) -> None:
+    book.agents.start("a0", "n1")
+    book.agents.start("a1", "n1")  # once is enough
+    book.launch("a2")
+    book.launch("a3")
+    assert book.started == ["a0"]
+    sent = book.listens("a0")
+    book.agents.listens("a0")
+    assert [message.launch for message in sent] == ["a2", "a3"]  # type: ignore[union-attr]
+    book.launch("a4")
+    assert len(sent) == 3
+
+
+def test_an_agent_that_does_not_come_fails_its_launches(book: Book) -> None:
+    book.agents.start("a0", "n1")
+    book.launch("a1")
+    book.launcher.end("a0", 82)
+    assert book.ended() == [AgentEnded("a1", 82, "")]
+    book.agents.start("a2", "n2")
+    book.launch("a3", node="n2")
+    book.agents.kill("a3")
+    assert book.ended() == [AgentEnded("a3", KILLED, "")]
+    book.launch("a4")
+    assert book.started == ["a0", "a2", "a4"]
+
+
+def test_a_node_that_goes_back_before_its_agent_has_come(book: Book) -> None:
+    book.agents.start("a0", "n1")
+    book.agents.give_back("n1")
+    assert not book.launcher.alive("a0")
+    assert book.ended() == []
+
+
+def test_an_agent_that_cannot_be_started_leaves_it_to_the_launch(book: Book) -> None:
+    book.launcher.close()
+    book.agents.start("a0", "n1")
+    with pytest.raises(LiverError, match="closed"):
+        book.launch("a1")

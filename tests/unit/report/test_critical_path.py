@@ -22,7 +22,7 @@ def path_of(rows: list[CrossingRecord], **times: Any) -> CriticalPath | None:
 
 
 def rows(**of_the_last: Any) -> list[CrossingRecord]:
-    """Worker 1 votes last, worker 2 ends last."""
+    """Worker 1 begins and votes last, worker 2 ends last."""
     last: dict[str, Any] = {
         "worker": 1,
         "parameter_wire_s": 0.125,
@@ -36,15 +36,21 @@ def rows(**of_the_last: Any) -> list[CrossingRecord]:
         "ended_s": 100.9375,
     }
     return [
-        crossing(worker=0, voted_s=100.5, ended_s=100.9),
+        _crossing(worker=0, voted_s=100.5, ended_s=100.9),
         crossing(**last | of_the_last),
-        crossing(worker=2, voted_s=100.625, update_s=0.1875, ended_s=101.0),
+        _crossing(worker=2, voted_s=100.625, update_s=0.1875, ended_s=101.0),
+        _crossing(worker=3, started_s=100.6875, voted_s=100.6875, ended_s=math.nan),
     ]
+
+
+def _crossing(**fields: Any) -> CrossingRecord:
+    return crossing(**{"started_s": 99.5, "forward_backward_s": 0.25} | fields)
 
 
 def test_each_part_is_of_the_worker_that_was_the_last_there() -> None:
     path = path_of(rows())
     assert path == CriticalPath(
+        last_to_begin=1,
         last_to_vote=1,
         last_to_end=2,
         boundary_s=0.75,
@@ -66,7 +72,7 @@ def test_the_lines_are_the_lost_time_and_a_median_step() -> None:
     attempt = reconfiguration(source_last_step_ended_s=100.0, first_step_ended_s=101.0)
     steps = [step(4), step(5, started_s=100.3, generation=1, phase="first")]
     steps += [step(n, started_s=95.0 + n, took_s=MEDIAN_S, generation=1) for n in (6, 7, 8)]
-    for crossings in (rows(), rows(forward_backward_s=9.0), rows(started_s=99.0), rows()[:1]):
+    for crossings in (rows(), rows(forward_backward_s=9.0), rows(started_s=98.0), rows()[:1]):
         run = RunRecords(steps, [attempt], [], {}, crossings=crossings)
         (found,) = run_figures(run).reconfigurations
         assert found.path is not None
@@ -83,9 +89,17 @@ def test_a_joiner_that_waited_for_the_boundary_waited_for_nothing_of_the_handoff
 
 def test_what_was_there_before_the_boundary_took_no_time() -> None:
     """It takes its memory over, and computes while others still do their last step."""
-    path = path_of(rows(started_s=99.75, forward_backward_s=0.5, voted_s=100.6875))
+    path = path_of(rows(started_s=99.75, forward_backward_s=0.5))
     assert path is not None
     assert (path.lines.wire_s, path.lines.pack_s, path.lines.other_s) == (0.0, 0.0, 0.0)
+    assert path.lines.forward_backward_s == 0.25
+
+
+def test_who_begins_last_is_whom_the_others_wait_for_inside_of_their_forward() -> None:
+    path = path_of([*rows(), _crossing(worker=4, started_s=100.5, voted_s=100.6, ended_s=100.9)])
+    assert path is not None
+    assert (path.last_to_begin, path.last_to_vote) == (4, 1)
+    assert path.lines.other_s == 0.5, "it did not say more"
     assert path.lines.forward_backward_s == 0.25
 
 

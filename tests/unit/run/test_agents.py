@@ -15,6 +15,7 @@ from liver_hpc.run.actions import (
     KillAgent,
     Launch,
     Send,
+    StartAgent,
     TurnAway,
 )
 from liver_hpc.run.agents import TERMINATED, Agents
@@ -199,3 +200,15 @@ def test_fallen_agents_say_why(scene: Scene) -> None:
     scene.launch(0, 4)
     scene.agents.ended("a0", 87, "worker 0 failed in boot: PlanError: no")
     assert "were ready: worker 0 failed in boot: PlanError: no; see" in scene.agents.fallen(0)
+
+
+def test_an_agent_without_a_launch_meets_once_and_takes_no_slots() -> None:
+    scene = Scene()
+    scene.agents.start("n1")
+    assert scene.done(StartAgent) == [StartAgent("a0", "n1")]
+    assert scene.turned_away("a0", 2) == "agent a0 is not expected"
+    assert scene.agents.meet("a0", 0) == Admit("a0", ())
+    assert scene.turned_away("a0", 0) == "agent a0 is not expected"
+    assert scene.agents.taken() == {}
+    scene.launch(0, 2)
+    assert scene.agents.meet("a1", 2) == Admit("a1", (0, 1))

@@ -113,6 +113,7 @@ ACTIONS: list[a.Action] = [
     a.Disconnect(0),
     a.Answer(0, True, "started"),
     a.WantWorkers(2),
+    a.StartAgent("a3", "n1"),
     a.GiveBack("n1"),
     a.Avoid("n1"),
     a.Readmit("n1"),

@@ -32,7 +32,8 @@ MODELS = {"fp32": TIED, "bf16": UNTIED_BF16}
 LARGE = HandoffSection(staging_bytes=1 << 16, bucket_bytes=1 << 12)
 SMALL = HandoffSection(staging_bytes=700, bucket_bytes=200)
 ONE_SLOT = HandoffSection(staging_bytes=256, bucket_bytes=256)
-BUDGETS = {"large": LARGE, "small": SMALL, "one slot": ONE_SLOT}
+STAGED = HandoffSection(staging_bytes=700, bucket_bytes=200, direct=False)
+BUDGETS = {"large": LARGE, "small": SMALL, "one slot": ONE_SLOT, "all staged": STAGED}
 HANDOFFS = {
     "grow": (RankMap(Layout(1, 1, 2), (0, 1)), RankMap(Layout(2, 1, 2), (2, 0, 1, 3))),
     "turn": (RankMap(Layout(2, 1, 2), (0, 1, 2, 3)), RankMap(Layout(1, 2, 2), (3, 1, 0, 2))),
@@ -130,6 +131,8 @@ def move_everything(member: Member, dtype: str, handoff: str, budget: str) -> li
         stats = moved.stats
         assert (stats.bytes_sent, stats.bytes_received) == (sent, received)
         assert stats.bytes_copied == local
+        if budget == "all staged":
+            assert stats.bytes_staged == sent + received
         assert {key[0] for key in moved.sent} == {m.receiver for m in (*part.sends, *part.local)}
         streams.append(moved)
     wanted = ToyState(model, untouched)
@@ -280,7 +283,7 @@ def worlds_are_missing(member: Member) -> None:
 
 def progress_fails(member: Member) -> None:
     """An error of the caller's own passes through, and breaks the transport."""
-    transport = member.connect(TIED, SMALL)
+    transport = member.connect(TIED, STAGED)
     was, becomes = _states()
 
     def fail(_bytes: int) -> None:
@@ -321,8 +324,10 @@ def staging_is_freed(member: Member) -> None:
 
 def third_party_is_freed(member: Member) -> None:
     """Worker 0 fails because of worker 1. Once it has closed, worker 2, which has no business
-    with worker 1, need not wait for its deadline: not even while worker 0 keeps the error."""
-    transport = member.connect(TIED, SMALL)
+    with worker 1, need not wait for its deadline: not even while worker 0 keeps the error.
+
+    All passes staging: what lies in one piece would have left worker 0 before it fails."""
+    transport = member.connect(TIED, STAGED)
     if member.worker == 1:
         transport.close()
         member.depart()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 import pytest
@@ -157,13 +158,24 @@ class _Simulated:
         return self.next_action == len(self.actions)
 
 
+def _needs_slot(in_place: frozenset[tuple[int, int, int]], step: Step) -> bool:
+    return any(bucket.key not in in_place for bucket in step)
+
+
 class _Network:
     """Lock-step workers over a wire that crosses a bucket only when both ends have started it.
 
     `grouped`: as in NCCL, a worker's step starts only when all its earlier steps are complete.
     """
 
-    def __init__(self, case: RandomPlans, sizes: tuple[int, int, int], grouped: bool) -> None:
+    def __init__(
+        self,
+        case: RandomPlans,
+        sizes: tuple[int, int, int],
+        grouped: bool,
+        direct: float,
+        rng: Random,
+    ) -> None:
         bucket_bytes, slot_bytes, num_slots = sizes
         self.grouped = grouped
         self.staging_bytes = slot_bytes * num_slots
@@ -173,7 +185,10 @@ class _Network:
             buckets = plan_buckets(plan, case.model.element_bytes, bucket_bytes)
             steps = group_steps(buckets, slot_bytes)
             assert all(sum(bucket.num_bytes for bucket in step) <= slot_bytes for step in steps)
-            self.workers.append(_Simulated(list(schedule(steps, num_slots))))
+            # Each end of a bucket has it in one piece or not; the other end does not know.
+            in_place = frozenset(b.key for b in buckets if rng.random() < direct)
+            needs = partial(_needs_slot, in_place)
+            self.workers.append(_Simulated(list(schedule(steps, num_slots, needs))))
 
     def _complete(self, step: Step) -> bool:
         return all(bucket.key in self.crossed for bucket in step)
@@ -200,14 +215,15 @@ class _Network:
             return False
         action = worker.actions[worker.next_action]
         if action.kind == "launch":
-            assert action.slot not in worker.held
-            worker.held[action.slot] = action.step
             worker.launched.append(action.step)
-            assert self._held_bytes(worker) <= self.staging_bytes
-        elif self._complete(action.step):
-            assert worker.held.pop(action.slot) == action.step
-        else:
+            if action.slot is not None:
+                assert action.slot not in worker.held
+                worker.held[action.slot] = action.step
+                assert self._held_bytes(worker) <= self.staging_bytes
+        elif not self._complete(action.step):
             return False
+        elif action.slot is not None:
+            assert worker.held.pop(action.slot) == action.step
         worker.next_action += 1
         return True
 
@@ -216,13 +232,20 @@ class _Network:
         return sum(bucket.num_bytes for step in worker.held.values() for bucket in step)
 
 
-@given(random_plans(), BUDGETS, st.integers(1, 5), SLOTS, st.booleans(), st.randoms())
+@given(
+    random_plans(),
+    st.tuples(BUDGETS, st.integers(1, 5), SLOTS),
+    st.booleans(),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.randoms(),
+)
 def test_no_order_of_events_deadlocks_and_the_budget_holds(
-    case: RandomPlans, bucket_bytes: int, per_slot: int, num_slots: int, grouped: bool, rng: Random
+    case: RandomPlans, sizes: tuple[int, int, int], grouped: bool, direct: float, rng: Random
 ) -> None:
     """Any worker may be held up for as long as another can still do something."""
+    bucket_bytes, per_slot, num_slots = sizes
     slot_bytes = whole_units(bucket_bytes) * per_slot
-    network = _Network(case, (bucket_bytes, slot_bytes, num_slots), grouped)
+    network = _Network(case, (bucket_bytes, slot_bytes, num_slots), grouped, direct, rng)
     while not all(worker.done() for worker in network.workers):
         network.cross()
         order = list(network.workers)
@@ -252,3 +275,13 @@ def test_a_plan_of_somebody_else_is_refused() -> None:
     within = Move(0, PARAMETER, Box(0, 1, 0, 1), 1, 1)
     with pytest.raises(PlanError, match="not mine"):
         plan_buckets(TransferPlan(1, (within,), (), ()), _four_bytes, 64)
+
+
+def test_steps_that_need_no_slot_wait_for_none() -> None:
+    steps = [(Bucket(position, 0, 1, (), 16),) for position in range(5)]
+    actions = schedule(steps, 1, lambda step: step[0].position in (1, 3))
+    assert [(action.kind, action.slot, action.step[0].position) for action in actions] == [
+        ("launch", None, 0), ("launch", 0, 1), ("launch", None, 2),
+        ("finish", None, 0), ("finish", 0, 1), ("launch", 0, 3), ("launch", None, 4),
+        ("finish", None, 2), ("finish", 0, 3), ("finish", None, 4),
+    ]  # fmt: skip

@@ -237,3 +237,13 @@ def test_an_empty_box_is_zero() -> None:
 def test_a_view_of_another_shape_is_refused() -> None:
     with pytest.raises(PlanError, match=r"'w': .* is given as \(4, 4\)"):
         box_digest(torch.zeros(4, 4), spec(4, 5), Box(0, 4, 0, 5))
+
+
+def test_a_warm_digest_makes_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [(70_001, 3), (3, 70_002), (70_003, 1)]
+    tensors = [spec(*shape) for shape in shapes]
+    digest.warm_up(tensors, torch.device("cpu"))
+    monkeypatch.delattr(digest, "_splitmix64")
+    for (rows, cols), tensor in zip(shapes, tensors, strict=True):
+        view = torch.ones(rows, cols, dtype=torch.float64)
+        assert box_digest(view, tensor, Box(0, rows, 0, cols)) != 0

@@ -62,13 +62,13 @@ class TestGroupedMemory(TransportConformance):
 @pytest.mark.parametrize(
     ("staging_bytes", "bucket_bytes", "grouped", "slots"),
     [
-        (1000, 100, False, [96] * 10),
-        (1000, 100, True, [496] * 2),
+        (1000, 100, False, [96] * 9),
+        (1000, 100, True, [432] * 2),
         (100, 96, True, [96]),
         (200, 97, True, [96] * 2),
     ],
 )
-def test_staging_is_one_slot_a_bucket_or_two_halves(
+def test_staging_is_one_slot_a_bucket_or_two_halves_and_leaves_an_eighth(
     staging_bytes: int, bucket_bytes: int, grouped: bool, slots: list[int]
 ) -> None:
     handoff = HandoffSection(staging_bytes=staging_bytes, bucket_bytes=bucket_bytes)

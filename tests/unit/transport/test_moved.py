@@ -138,17 +138,19 @@ def test_a_bit_that_flips_in_a_world_is_found_at_its_pair_and_kind(
     way: str, sender: int, receiver: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the source before it is packed, in the target once it was unpacked, or in a copy."""
-    see, flipped = Tally.see, list[Piece]()
+    see, flipped = Tally.see, list[Sequence[Piece]]()
 
-    def faulty(self: Tally, of: str, peer: int, piece: Piece, view: torch.Tensor) -> None:
-        ends = (_HERE.worker, peer) if of == "sent" else (peer, _HERE.worker)
-        chosen = (of, *ends, piece.kind) == (way, sender, receiver, kind) and not flipped
+    def faulty(
+        self: Tally, end: str, peer: int, pieces: Sequence[Piece], views: Sequence[torch.Tensor]
+    ) -> None:
+        ends = (_HERE.worker, peer) if end == "sent" else (peer, _HERE.worker)
+        chosen = (end, *ends, pieces[0].kind) == (way, sender, receiver, kind) and not flipped
         if chosen and way == "received":
-            flip(view)
-        see(self, of, peer, piece, view)
+            flip(views[0])
+        see(self, end, peer, pieces, views)
         if chosen and way == "sent":
-            flip(view)
-        flipped.extend([piece] * chosen)
+            flip(views[0])
+        flipped.extend([pieces] * chosen)
 
     monkeypatch.setattr(Tally, "see", faulty)
     assert disagreements(_streamed()) == [(sender, receiver, kind)]
