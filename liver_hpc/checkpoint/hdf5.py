@@ -38,12 +38,28 @@ class BoxesWriter:
         self._sink = _Sink(path)
         self._file = h5py.File(self._sink, "w", libver=FORMAT)
         self._file.attrs.update(attributes)
+        self._copy = torch.empty(0, dtype=torch.uint8)
 
     def write(self, name: str, view: torch.Tensor) -> None:
         """A box, [box rows, box cols], from any device and with any strides."""
-        dataset = self._file.create_dataset(name, data=_to_numpy(view))
+        dataset = self._file.create_dataset(name, data=self._to_numpy(view))
         dataset.attrs["dtype"] = _dtype_name(view)
         self._sink.check()
+
+    def _to_numpy(self, view: torch.Tensor) -> Array:
+        """Valid until the next call.
+
+        A copy: memory that numpy has seen cannot be given back when the world ends. Always in the
+        same place: between copies of their own HDF5's small allocations would lie, and the heap
+        would grow by all that is written.
+        """
+        if self._copy.numel() < view.nbytes:
+            self._copy = torch.empty(view.nbytes, dtype=torch.uint8)
+        tensor = self._copy[: view.nbytes].view(view.dtype).view(view.shape).copy_(view)
+        if tensor.element_size() <= 2 and tensor.dtype.is_floating_point:
+            tensor = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int8)
+        array: Array = tensor.numpy()
+        return array
 
     def __enter__(self) -> BoxesWriter:
         return self
@@ -132,15 +148,6 @@ class BoxesReader:
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         self._file.close()
-
-
-def _to_numpy(view: torch.Tensor) -> Array:
-    # A copy: memory that numpy has seen cannot be given back when the world ends.
-    tensor = torch.empty(view.shape, dtype=view.dtype).copy_(view)
-    if tensor.element_size() <= 2 and tensor.dtype.is_floating_point:
-        tensor = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int8)
-    array: Array = tensor.numpy()
-    return array
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import h5py
+import psutil
 import pytest
 import torch
 
@@ -273,3 +274,14 @@ def test_a_corrupted_byte_is_refused_by_digest_and_its_file_is_named(
     assert "not what was saved: exp_avg (split over tp): " in refused.reason
     assert f"{part} has changed on the disk" in refused.reason
     assert "rank-00000" not in refused.reason
+
+
+def test_what_is_written_does_not_stay_in_memory(tmp_path: Path) -> None:
+    """HDF5's small allocations must not keep what the copies of boxes have had of the heap."""
+    box = torch.rand(1600, 1024)
+    before = psutil.Process().memory_info().rss
+    with BoxesWriter(tmp_path / "rank.h5", {"step": 1}) as file:
+        for number in range(40):
+            file.write(f"parameter/{number}/0:1600,0:1024", box)
+        grown_bytes = psutil.Process().memory_info().rss - before
+    assert grown_bytes < 10 * box.nbytes  # of 40
