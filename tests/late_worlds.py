@@ -80,6 +80,7 @@ class LateWorld:
             for kind in TIED.kinds
         }
         self._closed = self._gathers = False
+        self.taken: frozenset[int] = frozenset()
         self.backward = Work("no backward yet", ())
 
     def _launch(self, what: str, end: Callable[[], None]) -> Work:
@@ -141,10 +142,6 @@ class LateWorld:
             self._launch("gather", lambda: self._grow((PARAMETER,)))
         self._gathers = False
 
-    def train_step(self, step: int) -> tuple[Gradients, tuple[float, float]]:
-        gradients = self.forward_backward(step)
-        return gradients, self.update(step)
-
     def agree(self, gradients: Any, update: Any, flags: Flags) -> StepResult:
         raised = torch.tensor([float(flag) for flag in flags])
         self._reduce(raised)
@@ -163,7 +160,7 @@ class LateWorld:
     def load_scalar_state(self, scalars: m.ScalarState) -> None:
         """It is in no tensor here."""
 
-    def close(self) -> None:
+    def close(self, spared: frozenset[int] = frozenset()) -> None:
         self.state.release()
         self._closed = True
         self.book.close()
@@ -198,7 +195,9 @@ class LateRun:
     machines: Machines
     source: RankMap
     handoff: HandoffSection = field(
-        default_factory=lambda: HandoffSection(staging_bytes=4096, bucket_bytes=512)
+        default_factory=lambda: HandoffSection(
+            staging_bytes=4096, bucket_bytes=512, take_over=False
+        )
     )
     rooms: dict[int, Room] = field(default_factory=dict)
     ledger: list[str] = field(default_factory=list)
@@ -290,7 +289,9 @@ class LateRun:
             handoff=self.handoff,
             limits=LIMITS,
             deadlines=LIMITS,
-            train=SimpleNamespace(steps=1 << 30, seed=SEED, global_batch=1),
+            train=SimpleNamespace(
+                steps=1 << 30, seed=SEED, global_batch=1, verify_every_steps=None
+            ),
             eval=None,
             checkpoint=SimpleNamespace(every_steps=None),
         )

@@ -111,7 +111,7 @@ class Agent:
         self._warm: WarmProcess | None = None
         self._dials = False
         self._channel: Channel | None = None  # as long as it stands
-        self._early: list[m.WorkerEnded] = []
+        self._early: list[m.WorkerEnded | m.LaunchEnded] = []  # before it stands
         self._alone: Deadline | None = None  # once the coordinator is gone
 
     def run(self) -> int:
@@ -119,7 +119,7 @@ class Agent:
         try:
             self._watch_parent()
             self._begin(self._plan.first)
-            while self._launches or (self._plan.stays and self._dials and self._alone is None):
+            while self._goes_on():
                 alone = self._alone
                 if alone is not None and alone.expired():
                     living = [w for launch in self._launches.values() for w in launch.living()]
@@ -129,6 +129,13 @@ class Agent:
             return self._code
         finally:
             self._end_all()
+
+    def _goes_on(self) -> bool:
+        """Does what follows from what has happened; whether there is more to wait for."""
+        for name, launch in list(self._launches.items()):
+            self._look_at(name, launch)
+        stays = self._plan.stays and self._dials and self._alone is None
+        return stays or bool(self._launches)
 
     def _end_all(self) -> None:
         for launch in self._launches.values():
@@ -170,8 +177,6 @@ class Agent:
                     key.data()
                 except BootError as error:
                     self._launches[error.launch].fail(error)
-        for name, launch in list(self._launches.items()):
-            self._look_at(name, launch)
 
     def _in_thread(self, launch: str, name: str, work: Callable[[], Answer | Channel]) -> None:
         """Does it in a thread: signals and workers' ends are not to wait. Its result is news of a
@@ -219,7 +224,7 @@ class Agent:
         if self._plan.stays:
             log.info("launch %s ended with exit code %d", name, code)
             ended = m.LaunchEnded(agent=self._name, launch=name, exit_code=code, error=launch.error)
-            self._send(ended)
+            self._tell_of(ended)
 
     def _start_warm(self) -> None:
         first = self._plan.first
@@ -343,7 +348,7 @@ class Agent:
         command = self._plan.stand_in or _worker_command(first.run_directory, order.layout)
         return replace(first, launch=order.launch, slots=order.slots, command=command)
 
-    def _tell_of(self, ended: m.WorkerEnded) -> None:
+    def _tell_of(self, ended: m.WorkerEnded | m.LaunchEnded) -> None:
         if self._channel is None:
             self._early.append(ended)
         else:

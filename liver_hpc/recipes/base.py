@@ -184,8 +184,8 @@ class Recipe(ABC):
 
     def rehearsal_bytes(self, layout: Layout) -> int | None:
         """The most bytes of activations that a worker of a layout holds while it rehearses a step:
-        of one micro-batch for each place of the pipeline. None: the recipe does not know, and they
-        are not counted. Must not import torch."""
+        of one micro-batch, in an interleaved pipeline of one for each stage. None: the recipe does
+        not know, and they are not counted. Must not import torch."""
         return None
 
     def summary(self) -> Mapping[str, str]:

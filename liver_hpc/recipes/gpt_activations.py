@@ -19,10 +19,10 @@ _MASK = 1
 def rehearsal_bytes(
     config: GPTConfig, layout: Layout, stage_layers: tuple[int, ...], micro_batch: int
 ) -> int:
-    """What the worker keeps that keeps most, with a micro-batch in each place of the pipeline.
+    """What the worker keeps that keeps most, in bytes: of one micro-batch, in an interleaved
+    pipeline of as many as there are stages (`World.warm_up`).
 
-    stage_layers: of each stage, over all of its chunks. A stage holds as many micro-batches as
-    there are stages from it to the end; in an interleaved pipeline, as many as there are stages.
+    stage_layers: of each stage, over all of its chunks.
     """
     tokens = micro_batch * config.seq_length // layout.cp
     ends = list(itertools.accumulate(stage_layers))
@@ -33,7 +33,7 @@ def rehearsal_bytes(
         one = sum(kept for kept, _ in own)
         if stage == layout.pp - 1:
             one += _output_bytes(config, layout, tokens)
-        held = layout.pp if layout.vpp > 1 else layout.pp - stage
+        held = layout.pp if layout.vpp > 1 else 1
         most = max(most, held * one + max(again for _, again in own))
     return most
 

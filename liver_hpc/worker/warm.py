@@ -2,7 +2,8 @@
 
 The node's agent starts it. It imports what a worker imports, once for all workers of the node, and
 serves the agent (`host/forking.py`) until that ends. It opens no device: CUDA does not survive a
-fork, so whether there is any is found out in a child that is thrown away.
+fork. So whether there is any, and whether what was imported has left it alone, is found out in
+children that are thrown away.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from liver_hpc.config.load import load_run
+from liver_hpc.errors import LiverError
 from liver_hpc.host.forking import serve
 from liver_hpc.host.process import collector_paused
 from liver_hpc.recipes.base import load_recipe, put_first_on_path
 from liver_hpc.worker import main as worker
 
 _MOST_SAID = 1000
+_CHILD_S = 60
 # What is imported only once a model is built, or an optimizer; and by the first handoff.
 _LATER = (
     "torch._dynamo",
@@ -54,7 +59,8 @@ def _import(run_directory: Path) -> None:
     with collector_paused():
         import torch  # noqa: F401 - for those that are forked
 
-        if not _has_cuda():
+        has_cuda = _in_a_child(_has_cuda)
+        if not has_cuda:
             from liver_hpc.world.device import open_device
 
             open_device(0)  # before megatron is imported: it brings the stand-in for CUDA
@@ -63,20 +69,33 @@ def _import(run_directory: Path) -> None:
         load_recipe(config)
         for module in _LATER:
             importlib.import_module(module)
+        if has_cuda and not _in_a_child(_opens_cuda):
+            raise LiverError("what was imported has used CUDA: a forked process cannot open it")
 
 
-def _has_cuda() -> bool:
-    """Whether there is a CUDA device, without this process having asked for one."""
+def _in_a_child(ask: Callable[[], bool]) -> bool:
+    """What a child finds that is thrown away; no where it fails, or takes too long."""
     child = os.fork()
     if child == 0:
         found = False
         try:
-            import torch
-
-            found = torch.cuda.is_available()
+            signal.alarm(_CHILD_S)
+            found = ask()
         finally:
             os._exit(0 if found else 1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _opens_cuda() -> bool:
+    import torch
+
+    return torch.zeros(1, device="cuda").is_cuda
 
 
 def _work(arguments: list[str]) -> NoReturn:

@@ -77,6 +77,7 @@ def test_a_run_grows_onto_burst_nodes_and_leaves_one_in_its_grace_time_and_in_bo
     run.wait(f"{node} to be left", lambda status: not run.holds(status, node), 30.0)
     after = run.wait_workers(3)
     assert (after["workers"], after["generation"]) == (before["workers"], before["generation"])
+    wait_for(lambda: len(run.notices("preempted")) == 2, 30.0, "the second notice to be over")
     notices = run.notices("preempted")
     assert [(notice.node, notice.outcome) for notice in notices] == [(node, "in time")] * 2
     assert "nodes granted" in run.attempts("aborted")[0].notice

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from liver_hpc.layout.coordinates import Layout
 from liver_hpc.node.launch import EXIT_BOOT
 from liver_hpc.protocol.messages import (
     AgentHello,
@@ -17,6 +18,8 @@ from liver_hpc.protocol.messages import (
     Warned,
     WorkerEnded,
 )
+from liver_hpc.run.actions import LaunchAgent
+from liver_hpc.run.events import Seat
 from tests.integration.agents import Run, request, wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -138,7 +141,8 @@ def test_with_the_agent_all_its_launches_end(run: Run, name: str) -> None:
 
 def test_an_agent_without_slots_meets_for_itself_and_waits_for_launches(run: Run) -> None:
     run.open_rendezvous()
-    run.launcher("works", stay=True).launch(request(workers=0))
+    bare = LaunchAgent("a0", Seat("", ()), Layout(1, 1, 1))
+    run.launcher("works", stay=True).launch(bare)
     run.coordinator.wait_heard(AgentHello)
     (ended,) = run.coordinator.wait_heard(LaunchEnded)
     assert (ended.launch, ended.exit_code) == ("a0", 0)

@@ -189,9 +189,9 @@ def test_a_norm_without_its_mark_is_refused_with_sequence_parallelism(
 def test_a_world_that_would_not_move_the_experts_optimizer_is_refused(
     device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from liver_hpc.world import world
+    from liver_hpc.world import optimizer
 
-    plain = world.get_megatron_optimizer
+    plain = optimizer.get_megatron_optimizer
 
     def first_of_chain(*arguments: Any, **options: Any) -> Any:
         chain = plain(*arguments, **options)
@@ -199,7 +199,7 @@ def test_a_world_that_would_not_move_the_experts_optimizer_is_refused(
         del chain.chained_optimizers[1]
         return chain
 
-    monkeypatch.setattr(world, "get_megatron_optimizer", first_of_chain)
+    monkeypatch.setattr(optimizer, "get_megatron_optimizer", first_of_chain)
     with pytest.raises(PlanError, match=r"optimizer state of .*local_experts.* covers \(0, 0\)"):
         build_world(gpt(model()), device, "dp2 ep2")
 

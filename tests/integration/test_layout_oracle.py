@@ -184,15 +184,17 @@ def test_uneven_pipelines_hold_the_layers_that_make_the_slowest_stage_least(
 
 
 def test_optimizer_shards_tile_every_parameter_once_over_data_parallel_ranks(device: Any) -> None:
+    from liver_hpc.world.optimizer import holdings
+
     recipe = recipe_of(MODELS["tied-swiglu-gqa"])
     layout = Layout(2, 2, 4)
     pieces: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
     sizes: dict[tuple[int, int, str], int] = {}
     for world in worlds(recipe, layout, device):
         names = {parameter: name for name, parameter in world.chunks[0].module.named_parameters()}
-        for parameter, (_, *interval) in world._optimizer_intervals().items():
+        for parameter, held in holdings(world.optimizers).items():
             key = (world.at.tp, world.at.pp, names[parameter])
-            pieces.setdefault(key, []).append(tuple(interval))
+            pieces.setdefault(key, []).append(held.interval)
             sizes[key] = parameter.numel()
     for key, intervals in pieces.items():
         ends = [0, *itertools.chain.from_iterable(sorted(intervals)), sizes[key]]

@@ -130,10 +130,10 @@ def went_back(process: WorkerProcess, step: int, adams: int) -> tuple[Any, Any]:
     trainer.step = step
     source.load_scalar_state(source.scalar_state(step).model_copy(update={"optimizer_step": adams}))
     before = source.scalar_state(step)
-    session = mock.Mock(source=source.rank_map, generation=1)
+    session = mock.Mock(source=source.rank_map, generation=1, shared_groups=True)
     session.wait.return_value = Resume(generation=1, rebuild_generation=2)
     trainer.session = session
-    trainer._go_back(session, source, Abort(generation=1, reason="a test", rebuild=True))
+    trainer._go_back(session, source, Abort(generation=1, reason="a test"))
     return before, trainer._world.scalar_state(step)
 
 

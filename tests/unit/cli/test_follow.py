@@ -165,7 +165,7 @@ def test_the_view_tells_how_a_handoff_goes(columns: int) -> None:
         "tp2 dp2 to pp2 dp2",
         "generation 4",
         "resize to tp1 pp2 dp2 (operator)",
-        "boot  prepare  armed  transfer  commit  release",
+        "boot  prepare  armed  transfer  release",
         "3.2 s",
         "128.0 MiB of 512.0 MiB",
         "waits for workers 4-5",

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError
 from liver_hpc.handoff import prepare
-from liver_hpc.handoff.crossing import Crossing, _Moving
+from liver_hpc.handoff.beside import Beside
+from liver_hpc.handoff.crossing import Crossing
 from liver_hpc.handoff.session import Session, Target
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.transport import wire
@@ -58,11 +59,18 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str, str, str], N
     return change
 
 
-@pytest.mark.parametrize("machines", range(2), indirect=True)
+def digest(run: LateRun, digests: str) -> None:
+    run.handoff = run.handoff.model_copy(update={"digests": digests})
+
+
+@pytest.mark.parametrize(
+    ("machines", "digests"), [(0, "moved"), (1, "moved"), (2, "whole")], indirect=["machines"]
+)
 @pytest.mark.parametrize("target", [PP, MOVED], ids=["the same workers", "others"])
 def test_a_handoff_goes_through_in_whatever_order_devices_work(
-    run: LateRun, target: RankMap
+    run: LateRun, target: RankMap, digests: str
 ) -> None:
+    digest(run, digests)
     run.begin()
     ended = run.hand_off(target)
     assert ended.outcome == "completed", ended.detail
@@ -87,6 +95,7 @@ WAITS = {
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_missing_wait_shows(wait: str, run: LateRun, without: Any) -> None:
     without(*WAITS[wait])
+    digest(run, "whole")  # else the host reads on the way what has come
     run.begin()
     if run.hand_off(MOVED).outcome == "completed":
         with pytest.raises(AssertionError):
@@ -94,8 +103,12 @@ def test_a_missing_wait_shows(wait: str, run: LateRun, without: Any) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_prepared_is_said_when_the_device_is(waits: bool, run: LateRun, without: Any) -> None:
-    """Here nothing crosses, so that no pair has to meet behind the rehearsal."""
+def test_prepared_is_said_when_the_device_is(
+    waits: bool, run: LateRun, without: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here nothing crosses, so that no pair has to meet behind the rehearsal, and no digest is
+    computed, which on a late device the host waits for."""
+    monkeypatch.setattr("liver_hpc.transport.stream.warm_up", lambda *_of: None)
     if not waits:
         without(prepare, "_prepare", "lane.finish(limit, session.check)", "pass")
     run.begin()
@@ -170,13 +183,13 @@ def test_in_trainings_lane_the_two_would_wait_for_each_other(
 ) -> None:
     without(Network, "_connect", "self._device.new_lane()", "self._device.own_lane()")
     errors, _ = connect_beside_training(machines)
-    assert len(errors) == 2
+    assert errors, "of the first whose deadline passes; its abort may free the other"
     assert all("for workers [0, 1] to connect" in str(error) for error in errors)
 
 
 def test_with_one_hardware_queue_the_deadline_lets_training_go_on() -> None:
     errors, trained = connect_beside_training(Machines(queues=1))
-    assert len(errors) == 2
+    assert errors, "of the first whose deadline passes; its abort may free the other"
     assert trained == [True, True]
 
 
@@ -229,9 +242,9 @@ def test_optimizer_state_does_not_wait_for_the_first_forward(
     own_lane: bool, run: LateRun, without: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not own_lane:
-        lane = "with self._device.new_lane().entered():"
-        without(_Moving, "run", lane, "with contextlib.nullcontext():")
-        monkeypatch.setattr("liver_hpc.handoff.crossing.contextlib", contextlib, raising=False)
+        lane = "with self._lane.entered():"
+        without(Beside, "run", lane, "with contextlib.nullcontext():")
+        monkeypatch.setattr("liver_hpc.handoff.beside.contextlib", contextlib, raising=False)
 
     def target_world(worker: int) -> Any:
         return run.target(worker).world
