@@ -73,6 +73,7 @@ class WorkerScript:
     world_generation: int = -1
     at_boundary: bool = False
     shared_groups: bool = False
+    bounded: bool = False
     mute: bool = False
     dead: bool = False
     received: list[m.ToWorker] = field(default_factory=list)
@@ -92,12 +93,14 @@ class WorkerScript:
             case m.Begin():
                 self.world, self.world_generation = message.rank_map.rank_map(), message.generation
             case m.Prepare():
-                self.generation = message.generation
+                self.generation, self.bounded = message.generation, message.bounded
                 self.source, self.target = message.source.rank_map(), message.target.rank_map()
                 return self._prepared()
             case m.Arm():
                 self.shared_groups = message.shared_groups
                 return self._stopped_at_boundary()
+            case m.Boundary() if self.bounded:
+                return self._transferred()
             case m.Verdict():
                 self.step = message.scalars.step
                 return self.first_step()
@@ -188,8 +191,11 @@ class WorkerScript:
                     last_step_ended_s=100.0 + self.worker,
                 )
             )
+        return stopped if self.bounded else stopped + self._transferred()
+
+    def _transferred(self) -> list[m.FromWorker]:
         faulty = self._fault(Phase.TRANSFER)
-        return stopped + ([self._good_vote()] if faulty is None else faulty)
+        return [self._good_vote()] if faulty is None else faulty
 
     def _good_vote(self) -> m.Vote:
         sent, received = (

@@ -48,9 +48,9 @@ def run(model: Mapping[str, Any], transitions: Sequence[tuple[str, str]]) -> Ben
     for source, target in transitions:
         layouts = Layout.parse(source), Layout.parse(target)
         held = {mode: handed_over(model, layouts, mode) for mode in MODES}
-        losses = {one.loss for workers in held.values() for one in workers}
-        if len(losses) != 1:
-            raise LiverError(f"{source} to {target}: the first losses differ: {sorted(losses)}")
+        ends = [[(one.loss, one.digests) for one in held[mode]] for mode in MODES]
+        if ends[0] != ends[1]:
+            raise LiverError(f"{source} to {target}: {MODES} end in different states: {ends}")
         rows += [_row(f"{source} to {target}", mode, held[mode]) for mode in MODES]
 
     def most(mode: str) -> float:
@@ -72,9 +72,7 @@ def handed_over(model: Mapping[str, Any], layouts: tuple[Layout, Layout], mode: 
         opened = partial(open_seat, Path(name), kind="benchmarks.memory.seat:Seat")
         with Pool(max(one.workers for one in layouts), opened) as pool:
             what = f"hand {layouts[0]} over to {layouts[1]}"
-            found: list[Held] = pool.call(
-                what, LIMIT_S, "hand_over", config, layouts, mode == "bounded"
-            )
+            found: list[Held] = pool.call(what, LIMIT_S, "hand_over", config, layouts)
     return found
 
 

@@ -49,13 +49,14 @@ class Seat:
         self._worker = worker
         self._device = device
         self._directory = directory
+        self._handoffs = 0
         self._network = Network(device, "127.0.0.1")
 
-    def hand_over(
-        self, config: RunConfig, layouts: tuple[Layout, Layout], bounded: bool
-    ) -> Held | None:
+    def hand_over(self, config: RunConfig, layouts: tuple[Layout, Layout]) -> Held:
         """Trains in the first layout, hands over to the second one and trains on. Collective over
-        the workers of both."""
+        the workers of both, which are all workers."""
+        bounded = config.handoff.memory == "bounded"
+        self._handoffs += 1
         source_map, target_map = (RankMap(one, tuple(range(one.workers))) for one in layouts)
         recipe = load_recipe(config)
         recipe.spec = Derivation(recipe).spec(layouts)
@@ -92,9 +93,10 @@ class Seat:
         assert world is not None
         assert crossed.first_step is not None
         in_target = _most_of_a_step(world, scalars.step + 1)
+        digests = world.state.digests(recipe.spec.kinds)
         world.close()
-        base = booted.at_first
-        return Held(in_source - base, in_target - base, in_handoff - base, crossed.first_step.loss)
+        base, loss = booted.at_first, crossed.first_step.loss
+        return Held(in_source - base, in_target - base, in_handoff - base, loss, digests)
 
     def _context(self, config: RunConfig, recipe: Recipe) -> WorkerContext:
         return WorkerContext(
@@ -110,7 +112,7 @@ class Seat:
         )
 
     def _store(self) -> Any:
-        return _Store(str(self._directory / "store"), -1)
+        return _Store(str(self._directory / f"store-{self._handoffs}"), -1)
 
     def _trained(self, context: WorkerContext, rank_map: RankMap) -> tuple[World, int]:
         world = World(context.recipe, rank_map, self._worker, 0, self._device)

@@ -67,6 +67,12 @@ FIGURES: dict[str, dict[str, str]] = {
         "memory_over_budget": "peak extra memory over the staging budget",
         "bytes_over_bound": "bytes sent over the least that the placement allows",
     },
+    "memory": {
+        "handoff_peak_over_max_world": "a worker's most resident bytes during a handoff of 100M "
+        "parameters in bounded memory over those of the larger of its two worlds, both above a "
+        "booted worker's",
+        "handoff_peak_over_max_world_both": "the same where both worlds are held",
+    },
     "planner": {
         "plan_s_1024": "seconds in which one worker of 1,024 plans a handoff of a 405B model",
         "plan_s_16384": "the same of 16,384",

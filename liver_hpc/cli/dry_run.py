@@ -144,7 +144,8 @@ def _bounded_memory(budget: Budget, change: Change, layouts: Sequence[Layout]) -
 
 
 def _handoff_rows(config: RunConfig, recipe: Recipe) -> list[list[str]]:
-    columns = ["after step", "notice", "source", "target", "fullest worker", "moved", "stays"]
+    columns = ["after step", "notice", "source", "target", "memory", "fullest worker"]
+    columns += ["moved", "stays"]
     model, slots = recipe.spec, workers_of_a_node(config)
     budget = Budget(config, model, recipe.rehearsal_bytes)
     rows = [columns if slots is None else [*columns, "between nodes"]]
@@ -154,9 +155,11 @@ def _handoff_rows(config: RunConfig, recipe: Recipe) -> list[list[str]]:
         target, born = _next_rank_map(config, model, rank_map, notice, born)
         sizes = [bytes_text(count) for count in handoff_bytes(model, rank_map, target)]
         sizes = sizes if slots is not None else sizes[:2]
-        most = bytes_text(budget.fullest_worker_of(rank_map, target).together)
+        mode, held = "both", budget.fullest_worker_of(rank_map, target).together
+        if budget.bounded_because(rank_map.layout, target.layout):
+            mode, held = "bounded", budget.bounded_bytes(rank_map.layout, target.layout)
         which = [str(notice.at_step), _notice_text(notice), str(rank_map), str(target)]
-        rows.append([*which, most, *sizes])
+        rows.append([*which, mode, bytes_text(held), *sizes])
         rank_map = target
     return rows
 

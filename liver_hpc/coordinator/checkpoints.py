@@ -257,7 +257,7 @@ class Checkpoints:
                 problem = f"{error.filename}: {error.strerror}"
         if problem:
             _remove(partial_path(self.directory, step))
-            return e.CheckpointFailed(f"checkpoint of step {step} given up: {problem}")
+            return e.CheckpointFailed(step, f"checkpoint of step {step} given up: {problem}")
         self._remove_old()
         return e.CheckpointWritten(
             step=step,

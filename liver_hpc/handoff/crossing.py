@@ -4,11 +4,15 @@ Every worker of both worlds runs a `Crossing` at the same boundary. The source's
 meanwhile and stays whole until the coordinator's verdict, so that every earlier failure leads back.
 The target's first forward and backward wait for nobody's word, only for their parameters; the
 first update waits for the verdict, which proves all that arrived.
+
+In bounded memory it stays whole until a checkpoint of the boundary stands, which then is the way
+back, and goes as the target's comes to be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from liver_hpc.clock import Deadline
@@ -18,7 +22,6 @@ from liver_hpc.layout.memory import GRADIENT
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol import messages as m
 from liver_hpc.transport.moved import Moved
-from liver_hpc.transport.stream import Prepared
 from liver_hpc.world import hollow
 from liver_hpc.world.world import Flags, Gradients, StepResult, World
 
@@ -27,10 +30,11 @@ PROGRESS_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True)
-class Half:
-    """What came of one half of TRANSFER. source, target: digests of all that this worker held and
-    holds, where the run wants the whole compared."""
+class Part:
+    """What came of the part of TRANSFER in which these kinds of state move. source, target: digests
+    of all that this worker held and holds, where the run wants the whole compared."""
 
+    kinds: tuple[str, ...]
     moved: Moved
     source: tuple[m.ClassDigest, ...] = ()
     target: tuple[m.ClassDigest, ...] = ()
@@ -119,14 +123,12 @@ class Crossing:
         if self._session.bounded:
             return self._work_bounded(gradients)
         context, target = self._session.context, self._target
+        first, second = target.parts
         # A joiner waits from Arm on, and the source comes at its next boundary.
         waits_s = self._limits.boundary_s if self._source is None else 0.0
-        parameters = self._move((PARAMETER,), target.parameters, "parameters", waits_s)
-        kinds = context.recipe.spec.optimizer_kinds
+        parameters = self._move(first, waits_s)
         moving = target.moving = Beside(
-            "optimizer-transfer",
-            lambda: self._move(kinds, target.optimizer, "optimizer state"),
-            context.device,
+            "optimizer-transfer", lambda: self._move(second), context.device
         )
         deadline = self._deadline("the optimizer state to arrive")
         started_s = computed_s = self._clock.now_s()
@@ -140,68 +142,66 @@ class Crossing:
             optimizer = moving.outcome(deadline)
         if target.world is not None:
             assert scalars is not None
-            target.world.load_scalar_state(scalars)
-            # The host has launched the backward; whether it can be computed, the device tells.
-            workers = list(self._session.target.workers)
-            context.device.finish(self._deadline(f"the first gradients of workers {workers}"))
-        halves = {"parameters": parameters, "optimizer": optimizer}
-        return _told_of(halves) | {
-            "started_s": started_s,
-            "timings_s": _timings_s(halves)
-            | {
-                "forward_backward": computed_s - started_s,
-                "optimizer_after": self._clock.now_s() - computed_s,
-            },
+            self._computed(target.world, scalars)
+        spent_s = {
+            "forward_backward": computed_s - started_s,
+            "optimizer_after": self._clock.now_s() - computed_s,
         }
+        return _told([parameters, optimizer], started_s, spent_s)
 
     def _work_bounded(self, gradients: list[Gradients]) -> dict[str, object]:
         """The same with the memory of one world: gradients are dead at the boundary, and in their
         room one kind of state after the other changes over. Then the target's come to be."""
-        target, source = self._target, self._source
-        scalars = self._boundary(self._limits.boundary_s + 2 * self._limits.transfer_s)
-        spared = frozenset[int]() if target.world is None else target.world.taken
-        device = self._session.context.device
-        if source is not None:
-            hollow.free(source, GRADIENT)
-            device.return_free_memory()
-        halves = {}
-        for kind, part in target.kinds.items():
+        target, limits = self._target, self._limits
+        waits_s = limits.boundary_s + 2 * limits.transfer_s + limits.control_s
+        scalars = self._boundary(waits_s)  # from here on the way back is the checkpoint
+        self._free(GRADIENT)
+        parts = []
+        for kinds in target.parts:
             if target.world is not None:
-                hollow.allocate(target.world, kind)
-            halves[kind] = self._move((kind,), part, kind)
-            if source is not None:
-                hollow.free(source, kind, spared)
-                device.return_free_memory()
+                hollow.allocate(target.world, kinds)
+            parts.append(self._move(kinds))
+            self._free(*kinds)
         started_s = self._clock.now_s()
         if target.world is not None:
-            hollow.allocate(target.world, GRADIENT)
+            hollow.allocate(target.world, [GRADIENT])
             gradients.append(target.world.forward_backward(scalars.step))
-            target.world.load_scalar_state(scalars)
-            workers = list(self._session.target.workers)
-            device.finish(self._deadline(f"the first gradients of workers {workers}"))
-        computed_s = self._clock.now_s()
-        return _told_of(halves) | {
-            "started_s": started_s,
-            "timings_s": _timings_s(halves) | {"forward_backward": computed_s - started_s},
-        }
+            self._computed(target.world, scalars)
+        return _told(parts, started_s, {"forward_backward": self._clock.now_s() - started_s})
 
-    def _move(
-        self, kinds: tuple[str, ...], half: Prepared, what: str, waits_s: float = 0.0
-    ) -> Half:
+    def _free(self, *kinds: str) -> None:
+        """Gives the source's memory of some kinds back, but what the target has taken over."""
+        if self._source is not None:
+            world = self._target.world
+            hollow.free(self._source, kinds, frozenset() if world is None else world.taken)
+            self._session.context.device.return_free_memory()
+
+    def _computed(self, world: World, scalars: m.ScalarState) -> None:
+        """Ends the target's first backward: the host has launched it; whether it can be computed,
+        the device tells."""
+        world.load_scalar_state(scalars)
+        workers = list(self._session.target.workers)
+        deadline = self._deadline(f"the first gradients of workers {workers}")
+        self._session.context.device.finish(deadline)
+
+    def _move(self, kinds: tuple[str, ...], waits_s: float = 0.0) -> Part:
+        """Moves one part. In bounded memory it ends once all receivers have acknowledged it."""
         source = self._source.state if self._source is not None else None
         target = self._target.world.state if self._target.world is not None else None
         whole = self._session.context.config.handoff.digests == "whole"
-        moved = self._target.transport.stream(
-            half,
-            source,
-            target,
-            self._progress,
-            self._deadline(f"the bytes of {what}", waits_s),
-            digest=not whole,
+        transport, part = self._target.transport, self._target.parts[kinds]
+        bounded = self._session.bounded
+        deadline = self._deadline(f"the bytes of {', '.join(kinds)}", waits_s)
+        moved = transport.stream(
+            part, source, target, self._progress, deadline, digest=bounded or not whole
         )
+        if bounded:
+            transport.acknowledge(part, moved, deadline)
         if not whole:
-            return Half(moved)
-        return Half(moved, *(state.digests(kinds) if state else () for state in (source, target)))
+            return Part(kinds, moved)
+        return Part(
+            kinds, moved, *(state.digests(kinds) if state else () for state in (source, target))
+        )
 
     # ---- talking to the coordinator
 
@@ -240,26 +240,27 @@ class Crossing:
         return Deadline.after(self._session.context.clock, limit_s, waits_for)
 
 
-def _told_of(halves: Mapping[str, Half]) -> dict[str, object]:
-    """Digests of all that was moved, as a vote tells them."""
+def _told(
+    parts: Sequence[Part], started_s: float, spent_s: Mapping[str, float]
+) -> dict[str, object]:
+    """What a vote tells of all that was moved, and of the time that it took. spent_s: beside it."""
+    timings_s = defaultdict[str, float](float, spent_s)
+    for part in parts:
+        half = "parameters" if part.kinds == (PARAMETER,) else "optimizer"
+        for work, part_s in part.moved.stats.timings_s.items():
+            timings_s[f"{half}/{work}"] += part_s
     return {
-        "sent": _told(half.moved.sent for half in halves.values()),
-        "received": _told(half.moved.received for half in halves.values()),
-        "source": tuple(digest for half in halves.values() for digest in half.source),
-        "target": tuple(digest for half in halves.values() for digest in half.target),
+        "sent": _pair_digests(part.moved.sent for part in parts),
+        "received": _pair_digests(part.moved.received for part in parts),
+        "source": tuple(digest for part in parts for digest in part.source),
+        "target": tuple(digest for part in parts for digest in part.target),
+        "started_s": started_s,
+        "timings_s": dict(timings_s),
     }
 
 
-def _timings_s(halves: Mapping[str, Half]) -> dict[str, float]:
-    return {
-        f"{name}/{part}": spent_s
-        for name, half in halves.items()
-        for part, spent_s in half.moved.stats.timings_s.items()
-    }
-
-
-def _told(digests: Iterable[Mapping[tuple[int, str], int]]) -> tuple[m.PairDigest, ...]:
-    """The digests of both halves, as a vote tells them."""
+def _pair_digests(digests: Iterable[Mapping[tuple[int, str], int]]) -> tuple[m.PairDigest, ...]:
+    """The digests of all parts, as a vote tells them."""
     return tuple(
         m.PairDigest(peer=peer, kind=kind, value=f"{value:016x}")
         for each in digests

@@ -65,22 +65,14 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
         lane.finish(limit, session.check)
         timings_s[name] = time.perf_counter() - began_s - sum(timings_s.values())
 
-    stays_bounded, spec = session.bounded and session.is_source, context.recipe.spec
+    spec = context.recipe.spec
     try:
         if session.is_target:
-            # A worker that stays in bounded memory has no room to rehearse in.
-            if not stays_bounded:
-                _check_room(session)
-            world = World(
-                context.recipe,
-                session.target,
-                worker,
-                session.generation,
-                device,
-                hollow=stays_bounded,
-            )
+            _check_room(session)
+            seat = (session.target, worker, session.generation)
+            world = World(context.recipe, *seat, device, hollow=session.is_hollow)
             lap("build")
-            if handoff.warm_up and not stays_bounded:
+            if handoff.warm_up and not session.is_hollow:  # which has nothing to rehearse in
                 session.check()
                 world.warm_up(again=handoff.warm_up_again)
             lap("warm_up")
@@ -88,10 +80,10 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
         taken = Taken()
         if world is not None and source_world is not None and context.config.handoff.take_over:
             taken = take_over(world, source_world)
-        if world is not None and stays_bounded:
+        if world is not None and session.is_hollow:
             hollow(world)
             device.return_free_memory()
-        plan = transfer_plan(context.recipe.spec, session.source, session.target, worker)
+        plan = transfer_plan(spec, session.source, session.target, worker)
         plan = replace(plan, local=tuple(move for move in plan.local if not taken.has(move)))
         lap("plan")
         store = session.open_store()
@@ -103,11 +95,11 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
         wire = _open_wire(session, store, lane)
         lap("connect")
         transport = Transport(wire, spec, handoff)
-        parameters = transport.prepare(_part(plan, (PARAMETER,)))
-        optimizer = transport.prepare(_part(plan, spec.optimizer_kinds))
-        moving = spec.kinds if session.bounded else ()
-        kinds = {kind: transport.prepare(_part(plan, (kind,))) for kind in moving}
-        pairs = {*parameters.messages, *optimizer.messages}
+        together: list[tuple[str, ...]] = [(kind,) for kind in spec.kinds]
+        if not session.bounded:
+            together = [(PARAMETER,), spec.optimizer_kinds]
+        parts = {kinds: transport.prepare(_part(plan, kinds)) for kinds in together}
+        pairs = {pair for part in parts.values() for pair in part.messages}
         peers = {member for pair in pairs for member in pair} - {worker}
         limit_s = context.config.deadlines.collective_s
         meeting = Deadline.after(context.clock, limit_s, f"workers {sorted(peers)} to connect")
@@ -122,12 +114,13 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
     finally:
         if session.store is not None:
             session.store.close()
-    return Target(world, parameters, optimizer, transport, device, kept, timings_s, kinds)
+    return Target(world, parts, transport, device, kept, timings_s)
 
 
 def _check_room(session: Session) -> None:
     """Raises LiverError where the target world would have training run out of memory: it takes its
-    tensors, staging, and for its rehearsal as much again as training takes for a step."""
+    tensors, staging, and for its rehearsal as much again as training takes for a step. Of a hollow
+    world the tensors count too: on a device they are there while it is built."""
     context, worker = session.context, session.context.worker
     room = context.device.room()
     if room is None:
@@ -138,12 +131,14 @@ def _check_room(session: Session) -> None:
         spec = context.recipe.spec
         return 0 if at is None else sum(worker_bytes(spec, rank_map.layout, at).values())
 
-    step_bytes = max(0, room.peak_bytes - held_bytes(session.source)) if session.is_source else 0
+    rehearses_beside = session.is_source and not session.is_hollow
+    step_bytes = max(0, room.peak_bytes - held_bytes(session.source)) if rehearses_beside else 0
     wanted_bytes = held_bytes(session.target) + context.config.handoff.staging_bytes + step_bytes
+    when = "while it is built in bounded memory; " if session.is_hollow else ""
     if wanted_bytes > room.free_bytes:
         raise LiverError(
             f"worker {worker}: its seat in {session.target} wants {wanted_bytes / GIB:.2f} GiB "
-            f"beside the world that trains, the device has {room.free_bytes / GIB:.2f} GiB; "
+            f"beside the world that trains, {when}the device has {room.free_bytes / GIB:.2f} GiB; "
             f"wanted a layout of smaller seats, a smaller handoff.staging_bytes or micro-batch"
         )
 
@@ -193,7 +188,7 @@ def connect_groups(
 
 def prepared_message(session: Session, target: Target) -> Prepared:
     """Tells the coordinator that PREPARE is done here, and what is going to move."""
-    model, plans = session.context.recipe.spec, (target.parameters.plan, target.optimizer.plan)
+    model, plans = session.context.recipe.spec, [part.plan for part in target.parts.values()]
     sends = tuple(move for plan in plans for move in plan.sends)
     return Prepared(
         worker=session.context.worker,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,19 +65,17 @@ class WorkerContext:
 class Target:
     """What PREPARE made on this worker.
 
-    world: None on a leaver. parameters, optimizer: this worker's part of the two halves of
-    TRANSFER. kinds: in bounded memory, its part of each kind of state, in the order in which they
-    move. moving: the thread that moves optimizer state, once it has been started.
+    world: None on a leaver. parts: this worker's moves, by the kinds of state that move together,
+    in the order in which they do: parameters, then the optimizer's state, which in bounded memory
+    moves kind by kind. moving: the thread that moves optimizer state, once it has been started.
     """
 
     world: World | None
-    parameters: Prepared
-    optimizer: Prepared
+    parts: dict[tuple[str, ...], Prepared]
     transport: Transport
     device: Device
     kept_groups: int
     timings_s: dict[str, float]
-    kinds: dict[str, Prepared] = field(default_factory=dict)
     moving: threading.Thread | None = None
 
     def drop_transfer(self) -> None:
@@ -148,6 +146,11 @@ class Session:
     @property
     def is_target(self) -> bool:
         return self.context.worker in self.target.workers
+
+    @property
+    def is_hollow(self) -> bool:
+        """Whether this worker's target world gets its memory only as the source's goes."""
+        return self.bounded and self.is_source and self.is_target
 
     @property
     def members(self) -> tuple[int, ...]:

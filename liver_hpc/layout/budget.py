@@ -152,6 +152,12 @@ class Budget:
         peak = int(begun[phase, target] + left[phase, source]) + self.staging
         return peak, layouts[source], layouts[target]
 
+    def bounded_bytes(self, source: Layout, target: Layout) -> int:
+        """The most bytes that a worker holds in one change in bounded memory, if it has the fullest
+        seat of both."""
+        begun, left = self._phases(self._parts_of([target, source]))
+        return int((begun[:, 0] + left[:, 1]).max()) + self.staging
+
     def _phases(self, parts: NDArray[np.float64]) -> NDArray[np.float64]:
         """Of layouts as a target and as a source, what there is of them in each phase of a change
         in bounded memory: [2, phases, layouts]. Before, between and after, the whole of one."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.protocol.events import Requested, WorkerLost
+from liver_hpc.protocol.events import Requested, StateSaved, WorkerLost
 from liver_hpc.protocol.messages import ScalarState, Vote
 
 
@@ -30,9 +30,9 @@ class Attempt:
 
     awaited: what the present phase still waits for; scalars: the state that each source worker
     reported at the boundary; planned: the pairs (sender, receiver) between which state is to
-    cross; saved_step: the newest checkpoint's, in bounded memory; freed: workers were told so, and
-    give the source's memory back; rebuild: the source's groups are gone; reason: why it was
-    aborted.
+    cross; saved: what became of the newest checkpoint, in bounded memory; freed: workers were told
+    that it stands, and give the source's memory back; rebuild: the source's groups are gone;
+    reason: why it was aborted.
     """
 
     request: Requested
@@ -45,7 +45,7 @@ class Attempt:
     votes: dict[int, Vote] = field(default_factory=dict)
     kept_groups: int = 0
     planned: set[tuple[int, int]] = field(default_factory=set)
-    saved_step: int = -1
+    saved: StateSaved | None = None
     freed: bool = False
     rebuild: bool = False
     reason: str = ""
@@ -100,4 +100,6 @@ class Attempt:
         for worker, event_type in sorted(self.awaited, key=lambda a: (a[1].__name__, a[0])):
             name = "the end" if event_type is WorkerLost else event_type.__name__
             by_type.setdefault(name, []).append(worker)
+        if self.request.bounded and not self.freed and {*by_type} == {Vote.__name__}:
+            return "the checkpoint of the boundary"
         return ", ".join(f"{name} of workers {workers}" for name, workers in by_type.items())

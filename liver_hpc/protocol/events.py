@@ -82,8 +82,8 @@ class Cancelled:
 
 
 @dataclass(frozen=True)
-class BoundarySaved:
-    """What became of the checkpoint of the boundary; problem: why there is none."""
+class StateSaved:
+    """What became of the checkpoint of a step; problem: why there is none."""
 
     step: int
     problem: str = ""
@@ -95,4 +95,4 @@ class DeadlinePassed:
 
 
 FromParticipant = m.Hello | m.OfAttempt | m.Finished
-Event = FromParticipant | Requested | WorkerLost | Cancelled | BoundarySaved | DeadlinePassed
+Event = FromParticipant | Requested | WorkerLost | Cancelled | StateSaved | DeadlinePassed

@@ -21,12 +21,12 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Attempt, Awaited, Phase
 from liver_hpc.protocol.events import (
-    BoundarySaved,
     Cancelled,
     DeadlinePassed,
     Event,
     FromParticipant,
     Requested,
+    StateSaved,
     WorkerLost,
     WorldRef,
 )
@@ -111,8 +111,9 @@ class HandoffMachine:
         awaited += [(w, m.Vote) for w in everybody]
         writes_s = self._deadlines.transfer_s if now.request.bounded else 0.0
         self._enter(Phase.ARMED, self._deadlines.boundary_s + writes_s, awaited)
-        arm = m.Arm(generation=now.generation, shared_groups=now.kept_groups > 0)
-        return [Send(everybody, arm)]
+        # In bounded memory the target computes nothing before the point of no return.
+        shared = now.kept_groups > 0 and not now.request.bounded
+        return [Send(everybody, m.Arm(generation=now.generation, shared_groups=shared))]
 
     # ---- ARMED, TRANSFER, and the verdict
 
@@ -134,28 +135,30 @@ class HandoffMachine:
                 f"workers {first} and {event.worker} stand at different boundaries: "
                 f"{now.scalars[first]}, {event.scalars}"
             )
-        return [*self._all_at_boundary(), *self._tally()]
+        return self._source_stands() or self._tally()
 
-    def _boundary_saved(self, event: BoundarySaved) -> list[Action]:
-        """In bounded memory; it may come before the first AtBoundary."""
-        now = self._now
-        if not now.request.bounded:
-            return []
-        if event.problem:
-            return self._abort(f"the way back cannot be written: {event.problem}")
-        now.saved_step = event.step
-        return self._all_at_boundary()
+    def _saved(self, event: StateSaved) -> list[Action]:
+        """In bounded memory alone; it may come before the first AtBoundary."""
+        self._now.saved = event
+        return self._source_stands()
 
-    def _all_at_boundary(self) -> list[Action]:
-        """Once the source stands, and in bounded memory its checkpoint too: says so."""
+    def _source_stands(self) -> list[Action]:
+        """Once all of the source stand at the boundary, tells those who have to know where; in
+        bounded memory everybody, and not before the checkpoint of that boundary stands, too."""
         now, bounded = self._now, self._now.request.bounded
+        scalars = next(iter(now.scalars.values()), None)
+        if scalars is None:
+            return []
+        saved = now.saved if now.saved is not None and now.saved.step == scalars.step else None
+        if saved is not None and saved.problem:
+            return self._abort(f"the way back cannot be written: {saved.problem}")
         told = now.participants if bounded else now.new_workers
-        if len(now.scalars) < len(now.source_workers) or not told:
+        all_stand = len(now.scalars) == len(now.source_workers)
+        if not told or not all_stand or (bounded and saved is None):
             return []
-        scalars = next(iter(now.scalars.values()))
-        if bounded and now.saved_step != scalars.step:
-            return []
-        now.freed = bounded
+        if bounded:
+            now.freed = True
+            self._enter(Phase.TRANSFER, self._deadlines.transfer_s, now.awaited)
         return [Send(told, m.Boundary(generation=now.generation, scalars=scalars))]
 
     def _vote(self, event: m.Vote) -> list[Action]:
@@ -382,8 +385,8 @@ _TABLE: dict[tuple[Phase, type], Handler] = {
     (Phase.ARMED, m.AtBoundary): _H._transfer_begins,
     (Phase.ARMED, m.Vote): _H._transfer_begins,
     (Phase.ARMED, m.Finished): _H._finished,
-    (Phase.ARMED, BoundarySaved): _H._boundary_saved,
-    (Phase.TRANSFER, BoundarySaved): _H._boundary_saved,
+    (Phase.ARMED, StateSaved): _H._saved,
+    (Phase.TRANSFER, StateSaved): _H._saved,
     (Phase.TRANSFER, m.AtBoundary): _H._at_boundary,
     (Phase.TRANSFER, m.Vote): _H._vote,
     (Phase.RELEASE, m.FirstStep): _H._stepped_or_released,

@@ -298,7 +298,7 @@ class Proceed(_OfWorld, type="proceed"):
 class Prepare(_OfWorld, type="prepare"):
     """Build the target world beside what runs; answer with Prepared or Failed.
 
-    bounded: the source's memory makes room for the target's, kind by kind (handoff/bounded.py).
+    bounded: the source's memory makes room for the target's, kind of state by kind of state.
     """
 
     source: WireRankMap

@@ -2,6 +2,8 @@
 
     boundary -> parameters there -> gradients computed -> voted -> verdict -> updated
 
+In bounded memory a checkpoint comes first, and all state is there before gradients are computed.
+
 Each point is that of the worker that came there last: forward and backward are collective, so the
 last one to begin is who the others wait for inside of theirs. Points in time are of the workers'
 own clocks, which have to agree between nodes as well as what is told apart here.
@@ -20,13 +22,15 @@ from liver_hpc.run.records import CrossingRecord, ReconfigurationRecord
 class PathLines:
     """Where the time of a critical path went, in seconds.
 
-    Of the worker whose parameters were there last: wire_s: waiting for their messages. pack_s:
+    checkpoint_s: until the checkpoint of the boundary stood, in bounded memory; else 0. Of the
+    worker whose parameters were there last: wire_s: waiting for their messages. pack_s:
     packing, unpacking and copying them. digest_s: their digests. other_s: what it did besides, the
     remainder. forward_backward_s: from then until the last first gradients. optimizer_s: from these
     to the last vote, for which the optimizer's state has to be there. votes_s: from that until the
     worker that ended last had the verdict. update_s: that one's first update.
     """
 
+    checkpoint_s: float
     wire_s: float
     pack_s: float
     digest_s: float
@@ -80,13 +84,11 @@ def critical_path(
     computed_s = max(there_s, *(row.started_s + row.forward_backward_s for row in ended))
     voted_s = max(computed_s, voter.voted_s)
     verdict_s = max(voted_s, _known(ender.ended_s - ender.update_s, voted_s))
-    digest_s, pack_s, wire_s, other_s = _shared_out(
-        there_s - zero_s,
-        beginner.parameter_digest_s,
-        beginner.parameter_pack_s,
-        beginner.parameter_wire_s,  # last: it contains what the worker waited before the boundary
+    checkpoint_s, digest_s, pack_s, wire_s, other_s = _shared_out(
+        there_s - zero_s, record.checkpointed_s - zero_s, *_moving_s(record, beginner)
     )
     lines = PathLines(
+        checkpoint_s=checkpoint_s,
         wire_s=wire_s,
         pack_s=pack_s,
         digest_s=digest_s,
@@ -106,11 +108,22 @@ def critical_path(
     )
 
 
+def _moving_s(record: ReconfigurationRecord, row: CrossingRecord) -> tuple[float, float, float]:
+    """What one worker's digests, packing and wire took of what it needs for its first forward."""
+    digest_s, pack_s = row.parameter_digest_s, row.parameter_pack_s
+    wire_s = row.parameter_wire_s  # with what it waited before the boundary: it is shared out last
+    if math.isfinite(record.checkpointed_s):
+        digest_s += _known(row.optimizer_digest_s, 0.0)
+        pack_s += _known(row.optimizer_pack_s, 0.0)
+        wire_s += _known(row.optimizer_wire_s, 0.0)
+    return digest_s, pack_s, wire_s
+
+
 def _shared_out(total_s: float, *told_s: float) -> list[float]:
     """`total_s` in shares as long as was told, in this order, and what is left of it."""
     shares: list[float] = []
     for each_s in told_s:
-        shares.append(min(_known(each_s, 0.0), total_s))
+        shares.append(min(max(0.0, _known(each_s, 0.0)), total_s))
         total_s -= shares[-1]
     return [*shares, total_s]
 

@@ -257,6 +257,7 @@ _PHASES = (
 _PATH = (
     _figure("gen", "generation", str),
     _figure("boundary,\nbefore", "path.boundary_s"),
+    _figure("check-\npoint", "path.lines.checkpoint_s"),
     _figure("wire", "path.lines.wire_s"),
     _figure("pack", "path.lines.pack_s"),
     _figure("digest", "path.lines.digest_s"),

@@ -11,7 +11,7 @@ from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
-from liver_hpc.protocol.events import Event, Requested, WorkerLost
+from liver_hpc.protocol.events import Event, Requested, StateSaved, WorkerLost
 from liver_hpc.run.records import (
     CrossingRecord,
     ReconfigurationRecord,
@@ -35,7 +35,7 @@ class AttemptNotes:
     """What is noted of one handoff attempt while it runs.
 
     entered_s: when each phase began. heard_s: when a worker's word came, by type, in the
-    coordinator's time.
+    coordinator's time. saved_s: when checkpoints stood, by their step, in bounded memory.
     """
 
     request: Requested
@@ -44,6 +44,7 @@ class AttemptNotes:
     target: RankMap | None = None
     entered_s: dict[Phase, float] = field(default_factory=dict)
     heard_s: dict[tuple[type, int], float] = field(default_factory=dict)
+    saved_s: dict[int, float] = field(default_factory=dict)
     _said: dict[type, dict[int, Any]] = field(default_factory=dict)
 
     @property
@@ -60,6 +61,8 @@ class AttemptNotes:
         return sum(message.bytes_done for message in self.said(m.Progress).values())
 
     def observe(self, event: Event | m.Progress, now_s: float) -> None:
+        if isinstance(event, StateSaved) and not event.problem:
+            self.saved_s[event.step] = now_s
         worker = getattr(event, "worker", None)
         if worker is not None:
             self._said.setdefault(type(event), {})[worker] = event
@@ -88,6 +91,7 @@ class AttemptNotes:
         source = self.request.source
         at_boundary = [*self.said(m.AtBoundary).values()]
         prepared, first = self.said(m.Prepared).values(), self.said(m.FirstStep).values()
+        step = at_boundary[-1].scalars.step if at_boundary else steps_done
         stayers = [each for each in self.said(m.Released).values() if self._stays(each.worker)]
         return ReconfigurationRecord(
             generation=self.generation,
@@ -99,7 +103,7 @@ class AttemptNotes:
             notice=self.request.notice,
             outcome=ended.outcome,
             detail=ended.detail,
-            step=at_boundary[-1].scalars.step if at_boundary else steps_done,
+            step=step,
             digest_equal=Phase.RELEASE in self.entered_s,
             bytes_moved=sum(message.bytes_out for message in prepared),
             bytes_local=sum(message.bytes_local for message in prepared),
@@ -122,6 +126,7 @@ class AttemptNotes:
                 for sent in self.traffic()
                 if node_of(sent.sender) != node_of(sent.receiver)
             ),
+            checkpointed_s=self.saved_s.get(step, math.nan),
         )
 
     def traffic(self) -> list[TrafficRecord]:

@@ -10,8 +10,7 @@ import math
 from liver_hpc.clock import Clock
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import RequestRefused
-from liver_hpc.layout.budget import Budget
-from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import StepDone
@@ -43,9 +42,7 @@ class ElasticPolicy:
         parts: tuple[RequestQueue, HeldNodes, Estimates, NoticeBook],
         handoffs: Handoffs,
         out: list[a.Action],
-        budget: Budget,
     ) -> None:
-        self._budget = budget
         self.queue, self.nodes, self.estimates, self.notices = parts
         self.drained: dict[str, NodeWarned | None] = {}
         self._config = config
@@ -300,11 +297,20 @@ class ElasticPolicy:
         if request is self.queue.first:
             self.queue.waiting.pop(0)
         self._out.append(a.Note(f"generation {generation}: {request}, from {world.rank_map}"))
-        source, target = world.rank_map.layout, decision.target.layout
-        if why := self._budget.bounded_because(source, target):
-            cost = "training stands while a checkpoint is written and state moves"
-            self._out.append(a.Log(f"generation {generation} in bounded memory: {why}; {cost}"))
+        why = self._bounded_because(generation, world.rank_map, decision.target)
         self._handoffs.start(request, world, decision.target, bounded=bool(why))
+
+    def _bounded_because(self, generation: int, source: RankMap, target: RankMap) -> str:
+        """Why a handoff is made in bounded memory; the log then says so, and what it costs."""
+        handoffs = self.estimates.handoffs
+        why = handoffs.bounded_because(source, target)
+        if why:
+            lost_s, saved_s = handoffs.lost_s(source, target), handoffs.written_s(source)
+            costs = f"about {lost_s:.1f} s of training, {saved_s:.1f} s of them for a checkpoint"
+            self._out.append(
+                a.Log(f"generation {generation} in bounded memory, for {costs}: {why}")
+            )
+        return why
 
     def look_after_nodes(self) -> None:
         """Gives back nodes on which nothing runs any more, and says how many are wanted."""

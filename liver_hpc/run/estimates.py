@@ -10,6 +10,7 @@ from statistics import median, median_high
 from typing import NamedTuple
 
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.memory import worker_bytes
 from liver_hpc.layout.plan import Handoff
@@ -125,10 +126,12 @@ class HandoffEstimator:
     """Learns from completed handoffs, steps and checkpoints. Used by one thread.
 
     Of what differs from handoff to handoff the slowest of the last `REMEMBERED_HANDOFFS` counts:
-    an estimate is asked for to keep a deadline.
+    an estimate is asked for to keep a deadline. budget: says which are made in bounded memory;
+    None: by a worker's state alone.
     """
 
-    def __init__(self, config: RunConfig, spec: ModelSpec) -> None:
+    def __init__(self, config: RunConfig, spec: ModelSpec, budget: Budget | None = None) -> None:
+        self._budget = budget or Budget(config, spec)
         self._limits = config.deadlines
         self._spec = spec
         self._steps_s = deque[float](maxlen=REMEMBERED_STEPS)
@@ -192,12 +195,15 @@ class HandoffEstimator:
         if beside_s > 0 and math.isfinite(beside_s):
             self._slowdowns.append(min(1.0, self._slowed_s / beside_s))
         self._slowed_s = 0.0
-        transfer_s = record.transfer_ended_s - record.source_last_step_ended_s
+        bounded = math.isfinite(record.checkpointed_s)
+        moves_s = record.checkpointed_s if bounded else record.source_last_step_ended_s
+        transfer_s = record.transfer_ended_s - moves_s
         first_s = record.committed_s - record.transfer_ended_s
         _note(self._first_steps, first_s / self._step_s(source.layout, target.layout))
         if transfer_s > 0:
-            parameter_bytes = traffic_of(self._spec, source, target).parameter_bytes
-            _note(self._bytes_per_s, parameter_bytes / transfer_s)
+            traffic = traffic_of(self._spec, source, target)
+            num_bytes = traffic.all_bytes if bounded else traffic.parameter_bytes
+            _note(self._bytes_per_s, num_bytes / transfer_s)
 
     # ---- answers
 
@@ -216,16 +222,28 @@ class HandoffEstimator:
         """What a change takes that nobody hurries: until when, and of training time."""
         prepare_s, transfer_s = self.prepare_s(joiners), self.transfer_s(source, target)
         slowed = median_high(self._slowdowns) if self._slowdowns else ASSUMED_SLOWDOWN
-        lost_s = transfer_s - self._step_s(source.layout, target.layout)
         return Price(
             prepare_s + self.boundary_s(prepare_s) + transfer_s,
-            max(0.0, lost_s) + slowed * prepare_s,
+            self.lost_s(source, target) + slowed * prepare_s,
         )
 
+    def lost_s(self, source: RankMap, target: RankMap) -> float:
+        """From the source's last step to the end of the target's first, but for a step."""
+        usual_s = self._step_s(source.layout, target.layout)
+        return max(0.0, self.transfer_s(source, target) - usual_s)
+
     def checkpoint_s(self, rank_map: RankMap) -> float:
-        """From the decision to the end of writing: the boundary, then the fullest worker."""
+        """From the decision to the end of writing."""
+        return self.boundary_s() + self.written_s(rank_map)
+
+    def written_s(self, rank_map: RankMap) -> float:
+        """What a checkpoint takes at a boundary: that of the fullest worker."""
         rate = min(self._disk_bytes_per_s, default=ASSUMED_DISK_BYTES_PER_S)
-        return self.boundary_s() + checkpoint_bytes(self._spec, rank_map.layout) / rate
+        return checkpoint_bytes(self._spec, rank_map.layout) / rate
+
+    def bounded_because(self, source: RankMap, target: RankMap) -> str:
+        """Why a handoff is made in bounded memory; empty when both worlds are held."""
+        return self._budget.bounded_because(source.layout, target.layout)
 
     # ---- parts of a handoff
 
@@ -259,11 +277,13 @@ class HandoffEstimator:
         """TRANSFER and the target's first step, during which optimizer state still moves.
 
         Bytes cross at the rate at which parameters were seen to cross, which contains digests and
-        votes; what crosses beside the first step is counted as if it came on top of it.
+        votes; what crosses beside the first step is counted as if it came on top of it. In bounded
+        memory it does, and a checkpoint is written first.
         """
+        saved_s = self.written_s(source) if self.bounded_because(source, target) else 0.0
         first_s = self._step_s(source.layout, target.layout) * max(self._first_steps, default=1.0)
         rate = min(self._bytes_per_s, default=ASSUMED_BYTES_PER_S)
-        return first_s + traffic_of(self._spec, source, target).all_bytes / rate
+        return saved_s + first_s + traffic_of(self._spec, source, target).all_bytes / rate
 
     def release_s(self) -> float:
         """From the commit to the exit of the last leaver."""

@@ -218,8 +218,9 @@ class CheckpointWritten:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """A checkpoint has come to nothing, or one that was restored is not what was saved."""
+    """The checkpoint of a step has come to nothing; reason: in whole words."""
 
+    step: int
     reason: str
 
 

@@ -11,11 +11,11 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Attempt, Phase
 from liver_hpc.protocol.events import (
-    BoundarySaved,
     Cancelled,
     DeadlinePassed,
     Event,
     Requested,
+    StateSaved,
     WorldRef,
 )
 from liver_hpc.protocol.machine import BEFORE_COMMIT, HandoffMachine
@@ -142,10 +142,12 @@ class Handoffs:
         if notes is not None and message.generation == notes.generation:
             self._recorder.observe(message)
 
-    def boundary_saved(self, step: int, problem: str = "") -> None:
+    def saved(self, step: int, problem: str = "") -> None:
         """A checkpoint was written, or given up; nothing to an attempt that waits for none."""
-        if self._machine.phase in (Phase.ARMED, Phase.TRANSFER):
-            self.feed(BoundarySaved(step, problem))
+        attempt = self._machine.attempt
+        bounded = attempt is not None and attempt.request.bounded
+        if bounded and self._machine.phase in (Phase.ARMED, Phase.TRANSFER):
+            self.feed(StateSaved(step, problem))
 
     def cancel(self, reason: str) -> None:
         self.feed(Cancelled(reason))

@@ -105,20 +105,18 @@ class Lifecycle:
             self.recorder,
             self._handoff_ended,
         )
+        estimator = HandoffEstimator(config, model, Budget(config, model, rehearsal_bytes))
         self.elastic = ElasticPolicy(
             config,
             self._clock,
             (
                 RequestQueue(config, check_layout),
                 nodes,
-                Estimates(
-                    LayoutPolicy(config, model), HandoffEstimator(config, model), model, place
-                ),
+                Estimates(LayoutPolicy(config, model), estimator, model, place),
                 NoticeBook(self._record),
             ),
             self.handoffs,
             self._out,
-            Budget(config, model, rehearsal_bytes),
         )
         self._resumed: e.Resumed | None = None
         self._verification = Verification()

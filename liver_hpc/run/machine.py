@@ -292,12 +292,12 @@ class Run(Lifecycle):
         self._checkpointed, self._checkpoint_failure = (event.step, event.path), ""
         self.elastic.estimates.handoffs.observe_checkpoint(event.largest_bytes, event.took_s)
         self._note(f"checkpoint of step {event.step}: {event.total_bytes} bytes")
-        self.handoffs.boundary_saved(event.step)
+        self.handoffs.saved(event.step)
 
     def _checkpoint_failed(self, event: e.CheckpointFailed) -> None:
         self._checkpoint_failure = event.reason
         self._note(event.reason)
-        self.handoffs.boundary_saved(-1, event.reason)
+        self.handoffs.saved(event.step, event.reason)
 
     def _journal_failed(self, event: e.JournalFailed) -> None:
         """Training goes on. No handoff begins that nobody could find out about afterwards."""

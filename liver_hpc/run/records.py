@@ -67,13 +67,16 @@ class ReconfigurationRecord:
     prepare_ended_s: all workers had prepared. armed_s: they were told to stop at a boundary.
     source_last_step_ended_s: the last of the source's workers had ended its last step, and the
     evaluation that was due after it.
-    transfer_ended_s: the parameters had arrived at all. first_step_started_s: the
-    last of the target's workers began its first step. committed_s: the verdict was out.
+    transfer_ended_s: the parameters had arrived at all, in bounded memory the whole state.
+    first_step_started_s: the last of the target's workers began its first step. committed_s: the
+    verdict was out.
     first_step_ended_s: the last of them had ended it. released_s: the source world was freed.
     pause_s: wall time in which neither world trained, from the end of the source's last step to
     the start of the target's first; the largest over workers that were in both worlds.
     stayers_file_descriptors, stayers_resident_bytes: the largest after RELEASE over workers that
     were in both worlds. bytes_between_nodes: those of bytes_moved that go to another node.
+    checkpointed_s: in bounded memory, the checkpoint of the boundary stood; NaN where both worlds
+    were held.
     """
 
     generation: int
@@ -104,6 +107,7 @@ class ReconfigurationRecord:
     stayers_file_descriptors: int
     stayers_resident_bytes: int
     bytes_between_nodes: int = 0
+    checkpointed_s: float = math.nan
 
 
 @dataclass(frozen=True)

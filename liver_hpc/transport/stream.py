@@ -19,6 +19,7 @@ from liver_hpc.clock import Deadline
 from liver_hpc.config.schema import HandoffSection
 from liver_hpc.errors import PlanError, TransferError
 from liver_hpc.layout.tensors import Box, ModelSpec, TransferPlan
+from liver_hpc.transport.acknowledged import acknowledge
 from liver_hpc.transport.buckets import (
     Bucket,
     Piece,
@@ -152,6 +153,11 @@ class Transport:
             self._busy.release()
             if self._closed:
                 self._free_when_idle()
+
+    def acknowledge(self, prepared: Prepared, moved: Moved, deadline: Deadline) -> None:
+        """After a stream with digests: returns once all receivers have said that they hold what was
+        sent to them. Collective and errors: as `transport/acknowledged.py` has it."""
+        acknowledge(self._wire, prepared.plan.worker, moved, deadline)
 
     def close(self) -> None:
         """Frees staging and lets go of the backend; idempotent, from any thread.

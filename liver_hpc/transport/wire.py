@@ -76,6 +76,13 @@ class Wire(ABC):
             for peer in sorted(peers)
             for sends in (True, False)
         ]
+        self.exchange(parcels, deadline)
+
+    def exchange(self, parcels: Sequence[Parcel], deadline: Deadline) -> None:
+        """Starts messages, and waits until all have crossed. Collective over each pair.
+
+        Raises TransferError or DeadlineError, which name the peers.
+        """
         if parcels:
             with self.streaming(deadline):
                 for messages in self.launch(parcels):

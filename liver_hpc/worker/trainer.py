@@ -94,7 +94,7 @@ class Trainer:
         except HandoffAborted as aborted:
             raise LeftWorld(str(aborted)) from aborted
         self._arrive(session, crossed, None)
-        self._save_if_due(crossed.scalars.step)
+        self._save_if_due(crossed.scalars.step + session.bounded)
 
     def ask_to_stop(self, message: m.Stop) -> None:
         """Stops at the next boundary that all workers agree on; saves there if told to."""
@@ -159,6 +159,7 @@ class Trainer:
             if result.ready == members and self.step < self._context.config.train.steps:
                 assert session is not None
                 self._hand_off(session, world, ended_s)
+                boundary += session.bounded  # which has been saved for the handoff
             elif session is not None and session.aborted is not None:
                 self._drop(session)
             self._save_if_due(boundary)
@@ -308,7 +309,7 @@ class Trainer:
         assert session.prepared is not None
         session.crosses = True
         source.settle()
-        if session.bounded:  # the way back, before memory is given back
+        if session.bounded:  # the way back
             self._save(self._context.checkpoints)
         boundary = m.AtBoundary(
             worker=self._context.worker,

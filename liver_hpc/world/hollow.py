@@ -2,12 +2,12 @@
 
 Parameters and gradients lie in Megatron's buffers, optimizer state in a tensor a shard. All of them
 are views of storages, which give their memory back and get it again without anybody who refers to
-them being told (`UntypedStorage.resize_`).
+them being told (`UntypedStorage.resize_`). Buffers of the model that are no parameters stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 
 import torch
 
@@ -16,38 +16,35 @@ from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.world.world import World
 
 
-def free(world: World, kind: str, spared: Set[int] = frozenset()) -> None:
-    """Gives the memory of one kind of state, or of the gradients, back. spared: addresses of
-    storages that another world has too."""
-    for storage, _ in _storages(world, kind):
-        if storage.data_ptr() not in spared:
-            storage.resize_(0)
-
-
-def allocate(world: World, kind: str) -> None:
-    """Gives one kind the memory that it lacks, all zeros."""
-    for storage, num_bytes in _storages(world, kind):
-        if storage.nbytes() < num_bytes:
-            storage.resize_(num_bytes)
-            whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
-            whole.set_(storage).zero_()
-
-
 def hollow(world: World) -> None:
     """Gives all memory back but what is taken over from another world."""
-    for kind in (GRADIENT, *world.recipe.spec.kinds):
-        free(world, kind, world.taken)
+    free(world, (GRADIENT, *world.recipe.spec.kinds), world.taken)
 
 
-def _storages(world: World, kind: str) -> Iterator[tuple[torch.UntypedStorage, int]]:
-    """The memory of a kind, and how many bytes its tensors reach into it; buffers that are no
-    parameters stay."""
-    for tensor in _tensors(world, kind):
-        reach = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
-        yield tensor.untyped_storage(), reach
+def free(world: World, kinds: Iterable[str], spared: Set[int] = frozenset()) -> None:
+    """Gives the memory of kinds of state, or of the gradients, back; idempotent. spared: addresses
+    of storages that another world has too."""
+    for kind in kinds:
+        for tensor in _tensors(world, kind):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in spared:
+                storage.resize_(0)
+
+
+def allocate(world: World, kinds: Iterable[str]) -> None:
+    """Gives kinds of state, or the gradients, the memory that they lack, all zeros."""
+    for kind in kinds:
+        for tensor in _tensors(world, kind):
+            storage = tensor.untyped_storage()
+            # A kind's tensors may share one storage; each reaches as far into it as it reaches.
+            reach = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
+            if storage.nbytes() < reach:
+                storage.resize_(reach)
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
 
 
 def _tensors(world: World, kind: str) -> Iterator[torch.Tensor]:
+    """The tensors in whose storages all of a kind lies."""
     if kind in (GRADIENT, PARAMETER):
         for chunk in world.chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):

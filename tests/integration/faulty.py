@@ -1,18 +1,26 @@
-"""A recipe that kills its worker at a chosen moment of a chosen handoff. Loaded by workers only.
+"""A recipe whose worker fails at a chosen moment of a handoff. Loaded by workers only.
 
-`LIVER_TEST_FAULT` is "worker:phase": PREPARE (before the target is built), TRANSFER (once the
-first bytes of parameters have arrived) or FORWARD (in the target's first forward, while optimizer
-state streams).
+`LIVER_TEST_FAULT` is "worker:moment"; it happens once in a run. The worker dies: PREPARE (before
+the target is built), SAVE (as it begins to write the boundary's checkpoint), TRANSFER (once the
+first bytes of parameters have arrived), FORWARD (in the target's first forward, while optimizer
+state streams), VERDICT (when it has heard that). Or it lives: FLIP (a bit of what has arrived flips
+before it is digested), STALL (it stands still once the first bytes have arrived).
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.integration.random_tokens import RandomTokenGPT
+
+STALL_S = 30.0
+"""Longer than any deadline for the bytes."""
 
 
 class FaultyGPT(RandomTokenGPT):
@@ -22,20 +30,47 @@ class FaultyGPT(RandomTokenGPT):
         super().open(run_directory)
         fault = os.environ.get("LIVER_TEST_FAULT", "")
         if fault:
-            worker, phase = fault.split(":")
-            plant(int(worker), phase)
+            worker, moment = fault.split(":")
+            plant(int(worker), moment, run_directory / "has_failed")
 
 
-def plant(worker: int, phase: str) -> None:
-    """Wraps one function of the handoff, in this process, so that `worker` dies in it."""
+def plant(worker: int, phase: str, done: Path) -> None:
+    """Wraps one function of the handoff, in this process, so that `worker` fails in it. done: a
+    file that says it has happened."""
     from liver_hpc.handoff.crossing import Crossing
     from liver_hpc.worker import trainer
 
     def die_if(mine: int) -> None:
-        if mine == worker:
+        if mine == worker and not done.exists():
+            done.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    if phase == "PREPARE":
+    if phase in ("FLIP", "STALL"):
+        plant_living(worker, phase)
+    elif phase == "SAVE":
+        hand_off, save, at_boundary = trainer.Trainer._hand_off, trainer.save, [False]
+
+        def handing_off(self: Any, *arguments: Any) -> None:
+            at_boundary[0] = True
+            hand_off(self, *arguments)
+
+        def dying_save(world: Any, *arguments: Any) -> Any:
+            if at_boundary[0]:
+                die_if(world.worker)
+            return save(world, *arguments)
+
+        trainer.Trainer._hand_off = handing_off  # type: ignore[method-assign]
+        trainer.save = dying_save
+    elif phase == "VERDICT":
+        verdict = Crossing._verdict
+
+        def dying_verdict(self: Any) -> Any:
+            found = verdict(self)
+            die_if(self._session.context.worker)
+            return found
+
+        Crossing._verdict = dying_verdict  # type: ignore[method-assign]
+    elif phase == "PREPARE":
         prepare = trainer.prepare
 
         def dying_prepare(session: Any, source: Any) -> Any:
@@ -67,3 +102,26 @@ def plant(worker: int, phase: str) -> None:
         Crossing._work = dying_work  # type: ignore[method-assign]
     else:
         raise ValueError(f"no such phase: {phase}")
+
+
+def plant_living(worker: int, fault: str) -> None:
+    """A fault in the first bytes that `worker` gets, which it survives."""
+    from liver_hpc.handoff.crossing import Crossing
+    from liver_hpc.transport.moved import Tally
+
+    move, see, left = Crossing._move, Tally.see, [False]
+
+    def moving(self: Any, *arguments: Any) -> Any:
+        left[0] = self._session.context.worker == worker
+        return move(self, *arguments)
+
+    def seeing(self: Any, end: Any, peer: int, pieces: Any, views: Any) -> None:
+        if end == "received" and left[0]:
+            left[0] = False
+            if fault == "STALL":
+                time.sleep(STALL_S)
+            views[0].view(torch.uint8)[0, 0] ^= 1
+        see(self, end, peer, pieces, views)
+
+    Crossing._move = moving  # type: ignore[method-assign]
+    Tally.see = seeing  # type: ignore[method-assign]

@@ -157,7 +157,7 @@ def test_a_disk_on_which_the_index_cannot_be_written_costs_that_checkpoint(
     with monkeypatch.context() as patched:
         patched.setattr(module, "write_index", full)
         assert disk.save(TWO, 8) == CheckpointFailed(
-            "checkpoint of step 8 given up: checkpoint.json: No space left on device"
+            8, "checkpoint of step 8 given up: checkpoint.json: No space left on device"
         )
     assert disk.steps() == ["step-00000004"]
 

@@ -25,6 +25,9 @@ class FixedEstimates:
 
     measured = True
 
+    def bounded_because(self, source: RankMap, target: RankMap) -> str:
+        return ""
+
     def observe(self, record: ReconfigurationRecord, source: RankMap, target: RankMap) -> None:
         pass
 

@@ -123,6 +123,17 @@ def test_a_change_for_which_there_is_no_memory_is_named() -> None:
     assert budget(None).change_fault([DP2]) == ""
 
 
+def test_one_change_in_bounded_memory_takes_as_much_as_the_larger_world_or_what_is_between() -> (
+    None
+):
+    one = budget()
+    both = [one.bounded_bytes(*ends) for ends in itertools.product([DP2, PP2], repeat=2)]
+    assert max(both) == one.fullest_bounded_change([DP2, PP2])[0]
+    for ends in itertools.product([DP2, PP2, TP2], repeat=2):
+        assert one.bounded_bytes(*ends) >= max(map(one.held, ends)) + STAGING
+        assert one.bounded_bytes(*ends) < sum(map(one.held, ends)) + STAGING
+
+
 def test_without_a_rehearsal_it_takes_nothing() -> None:
     assert budget(warm_up=False).fullest_change([PP2]).held.rehearsal == 0
     unknown = Budget(minimal(), TIED)

@@ -15,12 +15,15 @@ from liver_hpc.protocol.events import (
     DeadlinePassed,
     Event,
     Requested,
+    StateSaved,
     WorkerLost,
     WorldRef,
 )
 from liver_hpc.protocol.machine import HandoffMachine
 from tests.fakes import Fault, FaultInjector, WorkerScript
 
+DISK = -1
+"""Whose mail tells what became of checkpoints."""
 DP2, TP2, PP2, TP2_DP2 = Layout(1, 1, 2), Layout(2, 1, 1), Layout(1, 2, 1), Layout(2, 1, 2)
 
 
@@ -64,6 +67,8 @@ class Play:
     """A machine, its scripted workers, and the events that are on their way to it.
 
     Events of one worker arrive in order; which worker comes next is for the caller to draw.
+    bounded: in bounded memory; the checkpoint of the boundary comes from `DISK`, or why there is
+    none, which is `disk`.
     """
 
     change: Change
@@ -72,15 +77,17 @@ class Play:
     outcome: Ended | None = None
     failed: str = ""
     sent: list[tuple[int, m.ToWorker]] = field(default_factory=list)
+    bounded: bool = False
+    disk: str = ""
 
     def __post_init__(self) -> None:
         self.machine = HandoffMachine(DeadlineSection(), self.clock)
         self.scripts = {w: WorkerScript(w, self.faults) for w in self.change.everybody}
-        self.mail: dict[int, list[Event]] = {w: [] for w in self.change.everybody}
+        self.mail: dict[int, list[Event]] = {w: [] for w in (DISK, *self.change.everybody)}
 
     def begin(self) -> None:
         source = WorldRef(3, self.change.source)
-        self.feed(Requested(4, source, self.change.target, "test"))
+        self.feed(Requested(4, source, self.change.target, "test", self.bounded))
 
     def feed(self, event: Event) -> None:
         for action in self.machine.handle(event):
@@ -117,6 +124,9 @@ class Play:
         self.mail[worker] += script.receive(message)
         if script.dead and not was_dead:
             self.mail[worker].append(WorkerLost(worker, "its process ended"))
+        source = [self.scripts[each] for each in self.change.source.workers]
+        if isinstance(message, m.Arm) and all(script.at_boundary for script in source):
+            self.mail[DISK] = [StateSaved(source[0].step, self.disk)]
 
     def pending(self) -> list[int]:
         return [worker for worker, events in self.mail.items() if events]
@@ -124,7 +134,8 @@ class Play:
     def step(self, worker: int) -> None:
         """Delivers a worker's next event, as the coordinator would: nothing of ended attempts."""
         event = self.mail[worker].pop(0)
-        if self.outcome is None:
+        waits_for_disk = self.bounded and self.machine.phase in (Phase.ARMED, Phase.TRANSFER)
+        if self.outcome is None and (worker != DISK or waits_for_disk):
             self.feed(event)
 
     def over(self) -> bool:
@@ -157,6 +168,12 @@ class Play:
         decisions = [to for to, message in self.sent if isinstance(message, m.Abort)]
         assert len({*decisions}) == len(decisions), "told twice to abort"
         assert committed in (set(), set(self.change.everybody))
+        if self.bounded:
+            freed = {w for w in self.change.everybody if self.got(w, m.Boundary)}
+            assert freed in (set(), set(self.change.everybody))
+            assert not freed & aborted, "gone back without the memory of the source"
+            assert committed <= freed
+            assert not (freed and self.disk), "freed without a way back"
         if self.outcome is None or self.outcome.outcome == "failed":
             assert self.failed
             return

@@ -56,6 +56,7 @@ def test_each_part_is_of_the_worker_that_was_the_last_there() -> None:
         boundary_s=0.75,
         slow_first_step_s=0.375 + 0.1875 - MEDIAN_S,
         lines=PathLines(
+            checkpoint_s=0.0,
             wire_s=0.125,
             pack_s=0.0625,
             digest_s=0.03125,
@@ -114,3 +115,15 @@ def test_without_an_end_there_is_no_path() -> None:
     assert path_of([]) is None
     assert path_of(rows(), first_step_ended_s=math.nan) is None
     assert path_of([crossing(ended_s=math.nan)]) is None
+
+
+def test_in_bounded_memory_a_checkpoint_comes_first_and_all_state_before_the_forward() -> None:
+    moved = rows(optimizer_digest_s=0.015625, optimizer_pack_s=0.015625, optimizer_wire_s=4.0)
+    path = path_of(moved, checkpointed_s=100.0625)
+    assert path is not None
+    lines = path.lines
+    assert lines.checkpoint_s == 0.0625
+    assert (lines.digest_s, lines.pack_s) == (0.046875, 0.078125)
+    assert lines.wire_s == 0.25 - 0.0625 - 0.046875 - 0.078125
+    assert lines.other_s == 0.0
+    assert lines.sum_s == 1.0

@@ -79,6 +79,8 @@ class PlayedWorker(WorkerScript):
                 self.preparing, self.armed, self.aborted = True, False, False
             case m.Arm() if message.generation == self.generation:
                 self.armed, self.shared_groups = True, message.shared_groups
+            case m.Boundary():
+                return super()._answer(message)
             case m.Verdict():
                 return self._committed(message)
             case m.Abort() if message.generation == self.generation:
@@ -265,6 +267,8 @@ class TrainingWorld:
                     words.append(Saved(member.worker, self.generation, step))
                 words += member.finish()
             elif armed:
+                if member.bounded:
+                    words.append(Saved(member.worker, self.generation, step))
                 words += member.cross()
             elif member.aborted:
                 words += member.drop()

@@ -295,7 +295,8 @@ class Play:
         parts.add(saved.worker)
         if parts == {*world.rank_map.workers}:
             if self.choices.now_and_then(4):
-                self.feed(e.CheckpointFailed(f"checkpoint of step {saved.step} given up: full"))
+                full = f"checkpoint of step {saved.step} given up: full"
+                self.feed(e.CheckpointFailed(saved.step, full))
             else:
                 path = f"/checkpoints/step-{saved.step}"
                 self.feed(e.CheckpointWritten(saved.step, path, 100, 0.5, 200))

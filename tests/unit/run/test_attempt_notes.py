@@ -8,7 +8,7 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
-from liver_hpc.protocol.events import Requested, WorkerLost, WorldRef
+from liver_hpc.protocol.events import Requested, StateSaved, WorkerLost, WorldRef
 from liver_hpc.run.attempt_notes import AttemptNotes
 
 TIMINGS_S = {
@@ -161,3 +161,14 @@ def test_bytes_between_nodes_are_counted_apart() -> None:
     record = notes.record(ended, 30.0, 3, ["n0", "n1", "n1"].__getitem__)
     assert record.bytes_between_nodes == 30
     assert notes.record(ended, 30.0, 3, lambda worker: "").bytes_between_nodes == 0
+
+
+def test_the_checkpoint_of_the_boundary_alone_is_recorded() -> None:
+    notes = noted()
+    notes.observe(StateSaved(2), 19.0)
+    notes.observe(StateSaved(3, "the disk is full"), 20.5)
+    cross(notes)
+    ended = Ended(1, "completed", "", WorldRef(1, notes.request.target))
+    assert math.isnan(notes.record(ended, 30.0, 3, str).checkpointed_s)
+    notes.observe(StateSaved(3), 20.75)
+    assert notes.record(ended, 30.0, 3, str).checkpointed_s == 20.75

@@ -68,7 +68,7 @@ EVENTS: list[e.Event] = [
     e.StopSignalled("SIGTERM"),
     e.StateRestored(6),
     e.CheckpointWritten(5, "/checkpoints/step-5", 10, 0.1, 20),
-    e.CheckpointFailed("the disk is full"),
+    e.CheckpointFailed(5, "the disk is full"),
     e.JournalFailed(""),
     e.ShellFailed("worker 0 sent what it may not"),
     e.Tick(),

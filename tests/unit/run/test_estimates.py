@@ -345,3 +345,38 @@ def test_an_evaluation_in_a_handoff_does_not_make_its_boundary_long() -> None:
     asked.observe_evaluation(50.0, 90.0)
     observe(asked)
     assert asked.boundary_s() == pytest.approx(2.0)
+
+
+# ---- bounded memory
+
+BOUNDED = {"handoff": {"memory": "bounded"}}
+WORLDS = DP2, TP2_DP2
+
+
+def test_a_handoff_in_bounded_memory_writes_a_checkpoint_first() -> None:
+    bounded, both = estimator(**BOUNDED), estimator()
+    for asked in (bounded, both):
+        asked.observe_checkpoint(1000, 10.0)
+    written_s = checkpoint_bytes(TIED, DP2.layout) / 100
+    assert bounded.written_s(DP2) == written_s > 10.0
+    assert bounded.transfer_s(*WORLDS) - both.transfer_s(*WORLDS) == pytest.approx(written_s)
+    assert bounded.estimate_s(*WORLDS, 2) - both.estimate_s(*WORLDS, 2) == pytest.approx(written_s)
+    prices = bounded.price(*WORLDS, 2), both.price(*WORLDS, 2)
+    assert prices[0].cost_s - prices[1].cost_s == pytest.approx(written_s)
+    assert prices[0].ready_s - prices[1].ready_s == pytest.approx(written_s)
+
+
+def test_only_what_does_not_fit_otherwise_is_made_so() -> None:
+    most = 10**9
+    assert estimator(policy={"memory_bytes": most}).bounded_because(*WORLDS) == ""
+    assert estimator(policy={"memory_bytes": 64 * 2**20 + 1}).bounded_because(*WORLDS)
+    assert estimator().bounded_because(*WORLDS) == ""
+
+
+def test_what_the_checkpoint_took_is_not_counted_as_the_networks_slowness() -> None:
+    """All state had moved by then, and not the parameters alone."""
+    asked = estimator(**BOUNDED)
+    asked.observe_checkpoint(1000, 10.0)
+    observe(asked, checkpointed_s=109.75)
+    first_s, moved_s = 5.0, 0.25
+    assert asked.transfer_s(*WORLDS) == pytest.approx(asked.written_s(DP2) + first_s + moved_s)

@@ -109,7 +109,8 @@ def _parts(plan: TransferPlan) -> list[TransferPlan]:
 
 
 def move_everything(member: Member, dtype: str, handoff: str, budget: str) -> list[Moved]:
-    """A whole handoff in two streams; every owned element arrives, no other is touched."""
+    """A whole handoff in two streams, of which the second is acknowledged; every owned element
+    arrives, no other is touched."""
     model, (source, target) = MODELS[dtype], HANDOFFS[handoff]
     transport = member.connect(model, BUDGETS[budget])
     plan = transfer_plan(model, source, target, member.worker)
@@ -125,6 +126,8 @@ def move_everything(member: Member, dtype: str, handoff: str, budget: str) -> li
             progress.append,
             member.deadline(),
         )
+        if streams:
+            transport.acknowledge(transport.prepare(part), moved, member.deadline())
         lists = (part.sends, part.receives, part.local)
         sent, received, local = (move_bytes(model, moves) for moves in lists)
         assert sum(progress) == received + local

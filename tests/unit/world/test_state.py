@@ -92,3 +92,12 @@ def test_release_frees_memory_that_others_still_refer_to() -> None:
     tensor = state._held[0].value
     state.release()
     assert tensor.untyped_storage().nbytes() == 0
+
+
+def test_the_memory_of_a_kind_is_that_of_all_its_tensors() -> None:
+    layout, at = Layout(1, 1, 2), Coordinate(0, 0, 1)
+    state = state_at(UNTIED_BF16, layout, at, torch.bfloat16)
+    for kind in (MAIN, *MOMENTS):
+        for memory in state.memory(kind):
+            memory.fill_(1.0)
+        assert all(state.view(kind, index, box).all() for index, box in state.boxes(kind))

@@ -1,0 +1,86 @@
+"""Tensors that are made and never written to."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from liver_hpc.world.untouched import untouched
+
+LARGE = 16 * 2**20
+"""Elements, of 4 bytes: more than the heap keeps."""
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def made(source: torch.Tensor) -> list[torch.Tensor]:
+    """As Megatron makes a world's memory, from parameters in bf16."""
+    buffer = torch.zeros(LARGE, dtype=torch.float32, requires_grad=False)
+    buffer.copy_(source)
+    main = source.clone().detach().float()
+    moment = torch.empty_like(main).zero_()
+    other = torch.zeros_like(main)
+    return [buffer, main, moment, other, torch.empty(LARGE).fill_(1.0)]
+
+
+def test_no_page_of_them_exists() -> None:
+    source = torch.empty(LARGE, dtype=torch.bfloat16)
+    before = resident_bytes()
+    with untouched():
+        tensors = made(source)
+    took = resident_bytes() - before
+    assert all(tensor.shape == (LARGE,) for tensor in tensors)
+    assert all(tensor.dtype is torch.float32 for tensor in tensors)
+    assert all(tensor.untyped_storage().nbytes() == 4 * LARGE for tensor in tensors)
+    assert took < 2**22
+    tensors[0].zero_()
+    assert resident_bytes() - before - took > 3 * LARGE
+
+
+def test_counters_and_single_values_are_what_they_are() -> None:
+    with untouched():
+        scale = torch.tensor([2.0]).float().clone()
+        step = torch.zeros(())
+        step.fill_(3.0)
+        numbers = torch.zeros(4, dtype=torch.int64)
+        numbers.copy_(torch.arange(4))
+        floats = torch.arange(4).float()
+    assert (float(scale), float(step)) == (2.0, 3.0)
+    assert numbers.tolist() == [0, 1, 2, 3]
+    assert floats.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_views_lie_where_they_would() -> None:
+    with untouched():
+        buffer = torch.zeros(64)
+        view = buffer[16:32].view(4, 4)
+    view.fill_(5.0)
+    assert buffer[16:32].tolist() == [5.0] * 16
+
+
+def test_another_thread_trains_meanwhile() -> None:
+    found: list[float] = []
+
+    def train() -> None:
+        total = torch.zeros(8)
+        total.copy_(torch.ones(8))
+        found.append(float(total.clone().sum()))
+
+    with untouched():
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    assert found == [8.0]
+
+
+def test_it_ends_with_an_error_too() -> None:
+    with pytest.raises(ValueError, match="of the caller"), untouched():
+        raise ValueError("of the caller")
+    assert torch.zeros(8).copy_(torch.ones(8)).tolist() == [1.0] * 8
