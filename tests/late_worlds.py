@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -26,10 +26,11 @@ from liver_hpc.clock import SystemClock
 from liver_hpc.config.schema import DeadlineSection, HandoffSection
 from liver_hpc.handoff.session import Target, WorkerContext
 from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.memory import GRADIENT
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
-from liver_hpc.protocol.events import Event, Requested, WorkerLost, WorldRef
+from liver_hpc.protocol.events import Event, Requested, StateSaved, WorkerLost, WorldRef
 from liver_hpc.protocol.machine import HandoffMachine
 from liver_hpc.worker.trainer import LeftWorld, Trainer
 from liver_hpc.world.device import Room
@@ -60,7 +61,14 @@ class LateWorld:
     breaks: frozenset[int] = frozenset()
 
     def __init__(
-        self, recipe: Any, rank_map: RankMap, worker: int, generation: int, device: LateDevice
+        self,
+        recipe: Any,
+        rank_map: RankMap,
+        worker: int,
+        generation: int,
+        device: LateDevice,
+        *,
+        hollow: bool = False,
     ) -> None:
         at = rank_map.coordinate_of(worker)
         assert at is not None
@@ -211,6 +219,7 @@ class LateRun:
         self._store.set_timeout(timedelta(seconds=2))
         self._machine = HandoffMachine(LIMITS, SystemClock())
         self._inbox: queue.Queue[Any] = queue.Queue()
+        self._saved: set[int] = set()
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
     # ---- what a test does
@@ -222,10 +231,12 @@ class LateRun:
             self._start(worker, lambda trainer: trainer.begin(begin))
         self._thread.start()
 
-    def hand_off(self, target: RankMap, within_s: float = ANSWER_S) -> Ended:
+    def hand_off(
+        self, target: RankMap, within_s: float = ANSWER_S, *, bounded: bool = False
+    ) -> Ended:
         """One handoff; what came of it. AssertionError where nothing does."""
         source = WorldRef(1, self.source)
-        self._inbox.put(Requested(2, source, target, "a test"))
+        self._inbox.put(Requested(2, source, target, "a test", bounded))
         try:
             return self.ended.get(timeout=within_s)
         except queue.Empty:
@@ -329,6 +340,10 @@ class LateRun:
         heard = (m.Prepared, m.AtBoundary, m.Vote, m.FirstStep, m.Released, m.Failed, m.Aborted)
         while True:
             event = self._inbox.get()
+            if isinstance(event, m.Saved):
+                self._saved.add(event.worker)
+                if self._saved == {*self.source.workers}:
+                    self._handle(StateSaved(event.scalars.step))
             if isinstance(event, (*heard, Requested, WorkerLost)) and (
                 isinstance(event, Requested) or self._machine.attempt is not None
             ):
@@ -368,12 +383,22 @@ class LateRun:
                     session.deliver(message)
 
 
-def _free(state: WorldState) -> None:
+def _free(state: WorldState, kinds: Iterable[str] = TIED.kinds) -> None:
     """Memory that is freed is somebody else's, who writes to it at once."""
     with _disable_current_modes():
-        for kind in TIED.kinds:
+        for kind in kinds:
             for owned in state.boxes(kind):
                 state.view(kind, *owned).fill_(-1.0)
+
+
+def _free_kinds(world: Any, kinds: Iterable[str], spared: object = ()) -> None:
+    _free(world.state, [kind for kind in kinds if kind != GRADIENT])
+
+
+def _saved(world: Any, step: int, directory: Path, clock: object) -> m.Saved:
+    """A checkpoint of which nobody will read."""
+    scalars = world.scalar_state(step)
+    return m.Saved(worker=world.worker, generation=world.generation, scalars=scalars)
 
 
 @contextlib.contextmanager
@@ -385,6 +410,10 @@ def late_worlds(monkeypatch: pytest.MonkeyPatch, machines: Machines) -> Iterator
     for module in ("liver_hpc.handoff.prepare", "liver_hpc.worker.trainer"):
         monkeypatch.setattr(f"{module}.World", LateWorld)
     monkeypatch.setattr(WorldState, "release", _free)
+    monkeypatch.setattr("liver_hpc.worker.trainer.save", _saved)
+    monkeypatch.setattr("liver_hpc.handoff.prepare.hollow", lambda _world: None)
+    monkeypatch.setattr("liver_hpc.world.hollow.free", _free_kinds)
+    monkeypatch.setattr("liver_hpc.world.hollow.allocate", lambda _world, _kinds: None)
     monkeypatch.setattr("liver_hpc.world.groups.Group", LateGroup)
     monkeypatch.setattr("liver_hpc.world.groups._leave", lambda *_group: None)
     yield LateWorld.ledger

@@ -119,7 +119,7 @@ def test_prepared_is_said_when_the_device_is(
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_vote_waits_for_the_first_gradients(waits: bool, run: LateRun, without: Any) -> None:
     if not waits:
-        without(Crossing, "_work", "context.device.finish(", "str(")
+        without(Crossing, "_computed", "self._session.context.device.finish(deadline)", "pass")
     run.begin()
     ended = run.hand_off(MOVED)
     assert ended.outcome == "completed", ended.detail
@@ -345,13 +345,36 @@ def test_memory_is_freed_once_the_device_has_let_it_go(
 # ---- room, and what stays
 
 
-def test_a_world_that_has_no_room_is_not_built(run: LateRun) -> None:
+@pytest.mark.parametrize("machines", [0, 1, 2], indirect=True)
+@pytest.mark.parametrize("target", [PP, MOVED], ids=["the same workers", "others"])
+def test_bounded_memory_is_given_back_in_whatever_order_devices_work(
+    target: RankMap, run: LateRun
+) -> None:
+    run.begin()
+    ended = run.hand_off(target, bounded=True)
+    assert ended.outcome == "completed", ended.detail
+    run.check(target.workers)
+
+
+def test_bounded_memory_waits_for_the_device(run: LateRun, without: Any) -> None:
+    """Else what is sent is read from memory that is somebody else's; the digests tell."""
+    without(wire.NcclWire, "streaming", "self._lane.finish(deadline)", "pass")
+    run.begin()
+    ended = run.hand_off(PP, bounded=True)
+    assert ended.outcome == "failed"
+    assert "hold something else than was sent to them" in ended.detail
+
+
+@pytest.mark.parametrize(
+    ("bounded", "when"), [(False, "the device has"), (True, "while it is built in bounded memory")]
+)
+def test_a_world_that_has_no_room_is_not_built(run: LateRun, bounded: bool, when: str) -> None:
     run.rooms[1] = Room(free_bytes=1000, peak_bytes=0)
     run.begin()
-    ended = run.hand_off(MOVED)
+    ended = run.hand_off(MOVED, bounded=bounded)
     assert ended.outcome == "aborted"
     assert "worker 1: its seat in" in ended.detail
-    assert "beside the world that trains" in ended.detail
+    assert f"beside the world that trains, {when}" in ended.detail
     run.check(TP.workers)
 
 
