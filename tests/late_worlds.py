@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,6 +31,7 @@ from liver_hpc.layout.memory import GRADIENT
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
+from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Event, Requested, StateSaved, WorkerLost, WorldRef
 from liver_hpc.protocol.machine import HandoffMachine
 from liver_hpc.worker.trainer import LeftWorld, Trainer
@@ -210,6 +212,7 @@ class LateRun:
     rooms: dict[int, Room] = field(default_factory=dict)
     ledger: list[str] = field(default_factory=list)
     arm: Callable[[], None] = lambda: None
+    saves_every: int | None = None
 
     def __post_init__(self) -> None:
         self.seats: dict[int, _Seat] = {}
@@ -219,7 +222,7 @@ class LateRun:
         self._store.set_timeout(timedelta(seconds=2))
         self._machine = HandoffMachine(LIMITS, SystemClock())
         self._inbox: queue.Queue[Any] = queue.Queue()
-        self._saved: set[int] = set()
+        self._saved = Counter[int]()
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
     # ---- what a test does
@@ -304,7 +307,7 @@ class LateRun:
                 steps=1 << 30, seed=SEED, global_batch=1, verify_every_steps=None
             ),
             eval=None,
-            checkpoint=SimpleNamespace(every_steps=None),
+            checkpoint=SimpleNamespace(every_steps=self.saves_every),
         )
         recipe: Any = SimpleNamespace(spec=TIED, initial=numbers, tokens=lambda: 1)
         store: Any = self._store
@@ -341,9 +344,11 @@ class LateRun:
         while True:
             event = self._inbox.get()
             if isinstance(event, m.Saved):
-                self._saved.add(event.worker)
-                if self._saved == {*self.source.workers}:
-                    self._handle(StateSaved(event.scalars.step))
+                step = event.scalars.step
+                self._saved[step] += 1
+                waits = self._machine.phase in (Phase.ARMED, Phase.TRANSFER)
+                if waits and self._saved[step] == len(self.source.workers):
+                    self._handle(StateSaved(step))
             if isinstance(event, (*heard, Requested, WorkerLost)) and (
                 isinstance(event, Requested) or self._machine.attempt is not None
             ):

@@ -133,6 +133,22 @@ def test_dry_run_prints_the_run_and_makes_nothing(tmp_path: Path, capsys: Captur
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run.yaml"]
 
 
+@pytest.mark.parametrize("memory", ["both", "bounded"])
+def test_dry_run_says_which_memory_handoffs_are_made_in(
+    memory: str, tmp_path: Path, capsys: Captured
+) -> None:
+    path = write_minimal(tmp_path, notices=[{"at_step": 3, "layout": {"tp": 2}}])
+    options = ["--cluster", "local", "--set", f"handoff.memory={memory}"]
+    assert liver("submit", "--config", str(path), "--dry-run", *options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if line.startswith("#   3 ")]
+    assert f"  {memory}  " in row
+    said = [line for line in lines if line.startswith("# bounded memory, at most ")]
+    assert [line.endswith(", where handoff.memory is bounded:") for line in said] == (
+        [True] if memory == "bounded" else []
+    )
+
+
 def test_a_login_node_that_cannot_build_the_model_leaves_that_to_the_run(
     login_node: None, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import textwrap
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ from liver_hpc.handoff.beside import Beside
 from liver_hpc.handoff.crossing import Crossing
 from liver_hpc.handoff.session import Session, Target
 from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.protocol import messages as m
 from liver_hpc.transport import wire
 from liver_hpc.worker.trainer import Trainer
 from liver_hpc.world.device import Network, Room
@@ -354,6 +356,19 @@ def test_bounded_memory_is_given_back_in_whatever_order_devices_work(
     ended = run.hand_off(target, bounded=True)
     assert ended.outcome == "completed", ended.detail
     run.check(target.workers)
+
+
+def test_the_checkpoint_of_the_boundary_is_not_written_twice(run: LateRun) -> None:
+    """Where one is due at each step: those who join know of it, as a checkpoint takes all."""
+    run.saves_every = 1
+    run.begin()
+    ended = run.hand_off(MOVED, bounded=True)
+    assert ended.outcome == "completed", ended.detail
+    run.check(MOVED.workers)
+    saved = Counter((e.generation, e.scalars.step) for e in run.said if isinstance(e, m.Saved))
+    steps = [step for _, step in sorted(saved)]
+    assert steps == [*range(1, len(steps) + 1)]
+    assert {*saved.values()} == {len(TP.workers)} == {len(MOVED.workers)}
 
 
 def test_bounded_memory_waits_for_the_device(run: LateRun, without: Any) -> None:
