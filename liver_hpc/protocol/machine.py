@@ -147,7 +147,7 @@ class HandoffMachine:
         bounded memory everybody, and not before the checkpoint of that boundary stands, too."""
         now, bounded = self._now, self._now.request.bounded
         scalars = next(iter(now.scalars.values()), None)
-        if scalars is None:
+        if scalars is None or now.freed:
             return []
         saved = now.saved if now.saved is not None and now.saved.step == scalars.step else None
         if saved is not None and saved.problem:

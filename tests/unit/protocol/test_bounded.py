@@ -82,6 +82,16 @@ def test_nothing_is_given_back_before_the_checkpoint_of_this_boundary_stands(
     assert bounded.told() == [EVERYBODY]
 
 
+def test_it_is_told_once(bounded: Bounded) -> None:
+    for worker in (0, 1):
+        bounded.stand(worker)
+    bounded.feed(StateSaved(5))
+    bounded.feed(StateSaved(5))
+    bounded.feed(StateSaved(5, "it is too late to say so"))
+    assert bounded.told() == [EVERYBODY]
+    assert bounded.machine.phase is Phase.TRANSFER
+
+
 def test_a_checkpoint_may_stand_before_all_say_that_they_do(bounded: Bounded) -> None:
     bounded.feed(StateSaved(5))
     bounded.stand(0)

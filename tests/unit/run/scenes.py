@@ -106,13 +106,13 @@ SCENES = (
         (WIDE1, WIDE2),
         (burst(3),),
     ),
+    Scene("nowhere to go", _config(layouts={2: [{"dp": 2}, {"tp": 2}]}), (N1, N2), (burst(3),)),
     Scene(
         "bounded memory",
         _config(layouts=ANY_NUMBER, handoff={"memory": "bounded"}),
         (N1, N2),
         (burst(3), burst(4, 2), SPARE),
     ),
-    Scene("nowhere to go", _config(layouts={2: [{"dp": 2}, {"tp": 2}]}), (N1, N2), (burst(3),)),
 )
 
 
