@@ -29,20 +29,19 @@ def acknowledge(wire: Wire, worker: int, moved: Moved, deadline: Deadline) -> No
     sent, received = _by_peer(moved.sent), _by_peer(moved.received)
     heard = {
         peer: torch.zeros(_WORD_BYTES, dtype=torch.uint8, device=wire.device)
-        for peer in sorted({*sent} - {worker})
+        for peer in sorted(sent)
     }
     words = [
         Parcel(peer, _TAG, _word(received[peer]).to(wire.device), is_send=True)
-        for peer in sorted({*received} - {worker})
+        for peer in sorted(received)
     ]
     words += [Parcel(peer, _TAG, word, is_send=False) for peer, word in heard.items()]
     wire.exchange(words, deadline)
     held = {peer: int.from_bytes(bytes(word.tolist()), "little") for peer, word in heard.items()}
-    held[worker] = received.get(worker, 0)
-    differ = [peer for peer, digest in sent.items() if held[peer] != digest]
+    differ = [peer for peer, digest in sorted(sent.items()) if held[peer] != digest]
     if differ:
         raise TransferError(
-            f"worker {worker}: workers {sorted(differ)} hold something else than was sent to them, "
+            f"worker {worker}: workers {differ} hold something else than was sent to them, "
             "by digest"
         )
 
