@@ -200,7 +200,8 @@ class _Seat:
 
 @dataclass
 class LateRun:
-    """A run from its first world on. arm: called before all are told that all are prepared."""
+    """A run from its first world on. arm: called before all are told that all are prepared.
+    saves_every: `checkpoint.every_steps`; anything that a step can be taken modulo."""
 
     machines: Machines
     source: RankMap
@@ -212,7 +213,7 @@ class LateRun:
     rooms: dict[int, Room] = field(default_factory=dict)
     ledger: list[str] = field(default_factory=list)
     arm: Callable[[], None] = lambda: None
-    saves_every: int | None = None
+    saves_every: Any = None
 
     def __post_init__(self) -> None:
         self.seats: dict[int, _Seat] = {}

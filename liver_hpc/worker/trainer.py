@@ -308,9 +308,10 @@ class Trainer:
         """Crosses to the target world at the agreed boundary, or goes back to this one."""
         assert session.prepared is not None
         session.crosses = True
-        source.settle()
-        if session.bounded:  # the way back
-            self._save(self._context.checkpoints)
+        if session.bounded:
+            self._save(self._context.checkpoints)  # the way back
+        else:
+            source.settle()
         boundary = m.AtBoundary(
             worker=self._context.worker,
             generation=session.generation,
