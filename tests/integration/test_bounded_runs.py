@@ -95,10 +95,11 @@ def test_a_full_disk_leads_back_to_the_source(
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("2:TRANSFER", "joiner 2 lost"),
-        ("0:TRANSFER", "worker 0 lost"),
-        ("0:FORWARD", "worker 0 lost"),
-        ("0:VERDICT", "worker 0 lost"),
+        # Whoever waits for one that dies may be heard before its end is.
+        ("2:TRANSFER", "joiner 2 lost|voted no: TransferError: .*worker 2"),
+        ("0:TRANSFER", "worker 0 lost|voted no: TransferError: .*worker 0"),
+        ("0:FORWARD", "worker 0 lost|voted no: (Runtime|Transfer)Error"),
+        ("0:VERDICT", "worker [0-3] (lost|failed) after the commit"),
         ("2:FLIP", "hold something else than was sent to them, by digest"),
         ("2:STALL", "voted no: DeadlineError: waited"),
     ],
@@ -111,7 +112,7 @@ def test_what_fails_once_memory_is_given_back_leads_to_the_checkpoint_of_the_bou
     records = finish(start(_faulty(tmp_path)))
     (failed,) = records.reconfigurations
     assert failed.outcome == "failed"
-    assert said in failed.detail
+    assert re.search(said, failed.detail)
     assert failed.checkpointed_s > failed.source_last_step_ended_s
     assert len(records.steps) == STEPS
     assert worst_difference(losses(records), losses(quiet)) <= 1e-4
