@@ -28,6 +28,13 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Keep:
+    """The attempt is off for no fault of these joiners: another one may have them."""
+
+    joiners: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Ended:
     """The attempt is over; `world` trains from here on.
 
@@ -41,4 +48,4 @@ class Ended:
     world: WorldRef
 
 
-Action = LaunchJoiners | Send | Ended
+Action = LaunchJoiners | Send | Keep | Ended

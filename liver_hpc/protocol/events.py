@@ -27,16 +27,18 @@ class Requested:
     """A handoff is wanted. `target` has joiners under ids that they may turn out not to have.
 
     `generation` is the target's; the number after it is free too, for a rebuild of the source.
+    here: those of the joiners that have booted already.
     """
 
     generation: int
     source: WorldRef
     target: RankMap
     notice: str
+    here: tuple[int, ...] = ()
 
     @cached_property
     def joiners(self) -> tuple[int, ...]:
-        """The workers of `target` that have to be launched, sorted."""
+        """The workers of `target` that do not train in the source, sorted."""
         return tuple(sorted({*self.target.workers} - {*self.source.rank_map.workers}))
 
     def target_with(self, joiners: Iterable[int], nodes: Mapping[int, int]) -> RankMap:

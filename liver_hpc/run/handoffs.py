@@ -8,7 +8,7 @@ from collections.abc import Callable
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
-from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
+from liver_hpc.protocol.actions import Action, Ended, Keep, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Attempt, Phase
 from liver_hpc.protocol.events import (
     Cancelled,
@@ -103,11 +103,14 @@ class Handoffs:
     # ---- what happens
 
     def start(self, request: ReconfigurationRequest, world: WorldRef, target: RankMap) -> None:
-        """Begins a handoff away from `world`; must be idle. `target` has joiners under the ids that
-        were to come next, which they may turn out not to have."""
+        """Begins a handoff away from `world`; must be idle. `target` has kept joiners, and others
+        under the ids that were to come next, which they may turn out not to have."""
         self.request = request
         self.generation += 1
-        requested = Requested(self.generation, world, target, str(request))
+        joiners = sorted({*target.workers} - {*world.rank_map.workers})
+        here = tuple(worker for worker in joiners if worker in self._agents.kept)
+        self._agents.take(here)
+        requested = Requested(self.generation, world, target, str(request), here)
         self._recorder.attempt_begins(requested, request.made_s)
         self.feed(requested)
 
@@ -168,6 +171,8 @@ class Handoffs:
                 return self._launch(action)
             case Send():
                 self._agents.send(action.workers, action.message)
+            case Keep():
+                self._agents.keep(action.joiners)
             case Ended():
                 self._ended(action)
         return None

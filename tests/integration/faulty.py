@@ -2,7 +2,7 @@
 
 `LIVER_TEST_FAULT` is "worker:phase": PREPARE (before the target is built), TRANSFER (once the
 first bytes of parameters have arrived) or FORWARD (in the target's first forward, while optimizer
-state streams).
+state streams). With REFUSE a worker lives on: it fails its first two PREPAREs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from liver_hpc.errors import LiverError
 from tests.integration.random_tokens import RandomTokenGPT
+
+REFUSALS = 2
 
 
 class FaultyGPT(RandomTokenGPT):
@@ -43,6 +46,16 @@ def plant(worker: int, phase: str) -> None:
             return prepare(session, source)
 
         trainer.prepare = dying_prepare
+    elif phase == "REFUSE":
+        prepare, refused = trainer.prepare, []
+
+        def refusing_prepare(session: Any, source: Any) -> Any:
+            if session.context.worker == worker and len(refused) < REFUSALS:
+                refused.append(session.generation)
+                raise LiverError("told to")
+            return prepare(session, source)
+
+        trainer.prepare = refusing_prepare
     elif phase == "TRANSFER":
         progress = Crossing._progress
 
