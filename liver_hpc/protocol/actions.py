@@ -29,9 +29,11 @@ class Send:
 
 @dataclass(frozen=True)
 class Keep:
-    """The attempt is off for no fault of these joiners: another one may have them."""
+    """The attempt is off for no fault of these joiners: another one may have them, once they have
+    answered the Abort, if they were sent one."""
 
     joiners: tuple[int, ...]
+    aborting: bool
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,7 @@ class HandoffMachine:
         if left := tuple(w for w in joiners if w in leave):
             actions.append(Send(left, m.Exit(reason=now.reason)))
         if kept := tuple(w for w in joiners if w not in leave):
-            actions.append(Keep(kept))
+            actions.append(Keep(kept, aborting=bool(told)))
         return actions
 
     def _aborted(self, event: m.Aborted) -> list[Action]:

@@ -70,6 +70,7 @@ class Agents:
         self.exit_s = deadlines.exit_s
         self.kept: dict[int, Deadline] = {}
         self._keep_s = deadlines.boot_s
+        self._clearing: dict[int, Deadline] = {}  # who is kept once it has let its handoff go
         self._clock = clock
         self._out = out
         self._next_agent = 0
@@ -193,8 +194,13 @@ class Agents:
         return taken
 
     def ending(self) -> bool:
-        """Whether an agent that is of no more use still holds its slots."""
-        return any(agent.end_by is not None for agent in self._agents.values())
+        """Whether slots will soon be free: of agents that are of no more use, or of joiners that
+        let their handoff go."""
+        return bool(self._clearing) or any(agent.end_by for agent in self._agents.values())
+
+    def spare(self, clearing: bool) -> list[int]:
+        """Workers that have no seat and may have one: kept ones, and maybe those that will be."""
+        return sorted({*self.kept, *(self._clearing if clearing else ())})
 
     def node_of(self, worker: int) -> str:
         """The node of a worker that is, or was, connected; empty for one that never was."""
@@ -245,7 +251,7 @@ class Agents:
             self._out.append(a.Send(here, message))
         if isinstance(message, Exit):
             for worker in here:
-                self.kept.pop(worker, None)
+                self._forget_spare(worker)
                 if worker not in self._leave_by:
                     deadline = Deadline.after(self._clock, self.exit_s, f"worker {worker} to end")
                     self._leave_by[worker] = deadline
@@ -261,16 +267,25 @@ class Agents:
 
     # ---- staying without a seat
 
-    def keep(self, workers: Iterable[int]) -> None:
-        """Joiners stay for the next handoff, for as long as booting others may take; but not those
+    def keep(self, workers: Iterable[int], aborting: bool) -> None:
+        """Joiners stay for the next handoff, once they have let go of the last one; but not those
         of an agent that is not complete, as it ends."""
         for worker in workers:
             agent = self._workers.get(worker)
-            if agent is not None and agent.complete and worker not in self._leave_by:
-                waits_for = f"a handoff for worker {worker}"
-                self.kept[worker] = Deadline.after(self._clock, self._keep_s, waits_for)
-            else:
+            if agent is None or not agent.complete or worker in self._leave_by:
                 self.send((worker,), Exit(reason="not all workers of its launch have come"))
+                continue
+            waits_for = f"worker {worker} to let its handoff go"
+            self._clearing[worker] = Deadline.after(self._clock, self.exit_s, waits_for)
+            if not aborting:
+                self.cleared(worker)
+
+    def cleared(self, worker: int) -> None:
+        """A worker has let its handoff go: one that is kept stays for as long as booting another
+        may take."""
+        if self._clearing.pop(worker, None) is not None:
+            waits_for = f"a handoff for worker {worker}"
+            self.kept[worker] = Deadline.after(self._clock, self._keep_s, waits_for)
 
     def take(self, workers: Iterable[int]) -> None:
         """A handoff begins that has these kept ones."""
@@ -278,9 +293,14 @@ class Agents:
             del self.kept[worker]
 
     def let_go(self, workers: Iterable[int], reason: str) -> None:
-        """Those of the workers that are kept exit."""
-        if leave := tuple(worker for worker in workers if worker in self.kept):
+        """Those of the workers that are kept, or will be, exit."""
+        spare = self.spare(clearing=True)
+        if leave := tuple(worker for worker in workers if worker in spare):
             self.send(leave, Exit(reason=reason))
+
+    def _forget_spare(self, worker: int) -> None:
+        self.kept.pop(worker, None)
+        self._clearing.pop(worker, None)
 
     # ---- going
 
@@ -292,7 +312,7 @@ class Agents:
             return False
         if ended:
             agent.gone.add(worker)
-        self.kept.pop(worker, None)
+        self._forget_spare(worker)
         self._leave_by.pop(worker, None)
         self._out.append(a.Disconnect(worker))
         self._see_off(agent)
@@ -320,8 +340,10 @@ class Agents:
     def reap(self) -> list[int]:
         """Ends what was kept for too long, and by force what did not go by itself; returns the
         workers struck off here."""
-        over = [worker for worker, until in self.kept.items() if until.expired()]
-        self.let_go(over, f"no handoff has wanted it for {self._keep_s:g} s")
+        for waiting in (self.kept, self._clearing):
+            for worker, until in [*waiting.items()]:
+                if until.expired():
+                    self.let_go((worker,), str(until.error()))
         told = self._leave_by
         late = [w for w in self._workers if w in told and told[w].expired()]
         for worker in late:

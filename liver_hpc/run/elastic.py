@@ -303,7 +303,7 @@ class ElasticPolicy:
         """Has kept joiners leave nodes that have to be left, gives back those on which nothing runs
         any more, and says how many are wanted."""
         now_s = self._clock.now_s()
-        there = self._agents.workers_on(self.nodes.doomed(), [*self._agents.kept])
+        there = self._agents.workers_on(self.nodes.doomed(), self._agents.spare(clearing=True))
         self._agents.let_go(there, "its node has to be left")
         busy = bool(self.queue.waiting) or not self._handoffs.idle
         self.nodes.note_idle(now_s)

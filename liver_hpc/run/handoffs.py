@@ -172,7 +172,7 @@ class Handoffs:
             case Send():
                 self._agents.send(action.workers, action.message)
             case Keep():
-                self._agents.keep(action.joiners)
+                self._agents.keep(action.joiners, action.aborting)
             case Ended():
                 self._ended(action)
         return None

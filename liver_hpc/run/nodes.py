@@ -107,20 +107,20 @@ class HeldNodes(dict[str, HeldNode]):
 
     def free_slots(self, ending: bool = True, without: str | None = None) -> int | None:
         """Slots for more workers on usable nodes but one, None without bound: those of kept joiners
-        too, and, without `ending`, those of agents that are ending."""
+        too, and, without `ending`, those that will soon be free."""
         taken = self.agents.taken(ending)
-        kept = Counter(map(self.agents.node_of, self.agents.kept))
+        spare = Counter(map(self.agents.node_of, self.agents.spare(clearing=not ending)))
         return _total(
             None
             if node.slots is None
-            else node.slots - len(taken.get(node.name, ())) + kept[node.name]
+            else node.slots - len(taken.get(node.name, ())) + spare[node.name]
             for node in self.usable()
             if node.name != without
         )
 
     def kept(self) -> list[int]:
         """Kept joiners on usable nodes, in the order in which these are filled."""
-        there, kept = self.agents.workers_on, sorted(self.agents.kept)
+        there, kept = self.agents.workers_on, self.agents.spare(clearing=False)
         return [worker for node in self.usable() for worker in there({node.name}, kept)]
 
     def joiners(self, number: int) -> tuple[int, ...]:

@@ -105,6 +105,8 @@ class Trainer:
         if prepared is not None and not prepared.drop():
             raise LiverError(f"generation {session.generation} still writes to its memory here")
         self._context.device.return_free_memory()
+        worker, generation = self._context.worker, session.generation
+        self._context.send(m.Aborted(worker=worker, generation=generation))
 
     def ask_to_stop(self, message: m.Stop) -> None:
         """Stops at the next boundary that all workers agree on; saves there if told to."""

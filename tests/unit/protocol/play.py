@@ -100,6 +100,7 @@ class Play:
             case Keep():
                 assert not self.kept
                 self.kept = action.joiners
+                assert action.aborting == any(self.got(w, m.Abort) for w in self.kept)
             case Ended():
                 assert self.outcome is None
                 self.outcome = action

@@ -146,6 +146,7 @@ class PlayedWorker(WorkerScript):
         self.aborted = True
         if self.joins:  # it waits for another attempt
             self.doing, self.armed, self.preparing = "nothing", False, False
+            return [self.aborted_message(self.generation)]
         if self.doing != "crossing":
             return []  # said at the next boundary
         self.doing = "going back"

@@ -170,10 +170,10 @@ def test_joiners_are_kept_until_they_are_taken_or_it_takes_too_long(scene: Scene
     scene.launch(1, 4)
     scene.met("a0")
     scene.met("a1")
-    scene.agents.keep((0, 1, 2))
-    scene.agents.take((1,))
+    scene.agents.keep((0, 1, 2), aborting=False)
+    scene.agents.take((1, 2))
     scene.clock.advance(179.0)
-    scene.agents.keep((2,))
+    scene.agents.keep((2,), aborting=False)
     scene.agents.reap()
     assert exits(scene) == []
     scene.clock.advance(1.0)
@@ -184,11 +184,24 @@ def test_joiners_are_kept_until_they_are_taken_or_it_takes_too_long(scene: Scene
     assert not scene.agents.kept
 
 
+def test_a_joiner_that_does_not_let_its_handoff_go_is_not_kept(scene: Scene) -> None:
+    scene.launch(1, 2)
+    scene.met("a0")
+    scene.agents.keep((0, 1), aborting=True)
+    scene.clock.advance(9.0)
+    scene.agents.cleared(1)
+    scene.clock.advance(1.0)
+    scene.agents.reap()
+    assert exits(scene) == [0]
+    scene.agents.cleared(0)
+    assert list(scene.agents.kept) == [1]
+
+
 def test_joiners_of_a_launch_that_is_not_complete_are_not_kept(scene: Scene) -> None:
     scene.launch(1, 2)
     scene.agents.meet("a0", 2)
     scene.join(0)
-    scene.agents.keep((0,))
+    scene.agents.keep((0,), aborting=False)
     assert exits(scene) == [0]
     assert not scene.agents.kept
 
@@ -199,7 +212,12 @@ def test_a_kept_joiner_leaves_its_slot_to_others_once_it_has_ended(scene: Scene)
     scene.launch(1, 2)
     scene.met("a0")
     assert scene.nodes.free_slots() == 0
-    scene.agents.keep((0, 1))
+    scene.agents.keep((0, 1), aborting=True)
+    assert scene.agents.ending()
+    assert (scene.nodes.free_slots(), scene.nodes.free_slots(ending=False)) == (0, 2)
+    scene.agents.cleared(0)
+    scene.agents.cleared(1)
+    assert not scene.agents.ending()
     assert scene.nodes.free_slots() == 2
     assert scene.nodes.joiners(3) == (0, 1, 2)
     scene.agents.leave(0)

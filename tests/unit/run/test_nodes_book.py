@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError
 from liver_hpc.run.events import Node, NodeWarned, Seat
 from liver_hpc.run.nodes import HeldNodes
@@ -19,7 +18,7 @@ class Somebody:
         self._taken = taken
         self.node_of = on.__getitem__
         self.number_of = len
-        self.kept: dict[int, Deadline] = {}
+        self.spare = lambda clearing: []
 
     def taken(self, ending: bool = True) -> dict[str, set[int]]:
         return self._taken
