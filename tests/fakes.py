@@ -139,7 +139,8 @@ class WorkerScript:
 
     def aborted_message(self, generation: int) -> m.Aborted:
         """Says whether it stood at the boundary, where it shares groups."""
-        rebuild = self.at_boundary and self.shared_groups
+        trains = self.source is not None and self.worker in self.source.workers
+        rebuild = self.at_boundary and self.shared_groups and trains
         self.at_boundary = False
         return m.Aborted(worker=self.worker, generation=generation, rebuild=rebuild)
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.config.schema import DeadlineSection, HandoffSection
-from liver_hpc.handoff.session import Target, WorkerContext
+from liver_hpc.handoff.session import Session, Target, WorkerContext
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.memory import GRADIENT
 from liver_hpc.layout.tensors import PARAMETER
@@ -369,7 +370,7 @@ class LateRun:
                 for worker in event.joiners:
                     self._seat(worker)
                     self._handle(m.Hello(worker=worker, pid=1, host="here", booted_s=0.0))
-            else:
+            elif isinstance(action, Send):
                 self._send(action)
 
     def _send(self, action: Send) -> None:
@@ -379,14 +380,17 @@ class LateRun:
         for worker in action.workers:
             trainer = self.seats[worker].trainer
             if isinstance(message, m.Prepare):
-                if not trainer.open_session(message).is_source:
-                    self._start(worker, lambda trainer: trainer.join())
+                if not (session := trainer.open_session(message)).is_source:
+                    self._start(worker, partial(_join, session))
             elif isinstance(message, m.Exit):
                 self._inbox.put(WorkerLost(worker, "exit"))
-            else:
-                session: Any = trainer.session
-                if session is not None:
-                    session.deliver(message)
+            elif trainer.session is not None:
+                trainer.session.deliver(message)  # type: ignore[arg-type]
+
+
+def _join(session: Session, trainer: Trainer) -> None:
+    if not trainer.join(session):
+        raise LeftWorld("it is kept, and no other attempt comes")
 
 
 def _free(state: WorldState, kinds: Iterable[str] = TIED.kinds) -> None:

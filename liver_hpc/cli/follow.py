@@ -82,6 +82,7 @@ def status_text(status: StatusSnapshot) -> str:
         ("validation", _validation_text(status)),
         ("queued", "; ".join(status.queued)),
         ("nodes", "; ".join(named)),
+        ("spare", status.spares and f"workers {ids_text(status.spares)}, booted, without a seat"),
         ("last event", status.last_event),
         ("metrics", status.metrics_error),
     ):

@@ -90,19 +90,22 @@ class Target:
         if world is not None:
             world.book.abort(shared)
 
-    def drop(self) -> None:
+    def drop(self) -> bool:
         """Frees everything, because the attempt is off. Takes up to MOVING_ENDS_S and, where the
-        device still computes the target's first step, DEVICE_ENDS_S."""
+        device still computes the target's first step, DEVICE_ENDS_S. False where something may
+        still write to the state's memory, which is not freed then."""
         self.drop_transfer()
         if self.moving is not None:
             self.moving.join(MOVING_ENDS_S)  # its stream ends at its next message
-        if self.world is not None:
-            moves = self.moving is not None and self.moving.is_alive()
-            if moves or not self._device_ended():
-                self.world.abandon()  # either may still write to the state's memory
-            else:
-                self.world.close()
-            self.world = None
+        world, self.world = self.world, None
+        if world is None:
+            return True
+        moves = self.moving is not None and self.moving.is_alive()
+        if moves or not self._device_ended():
+            world.abandon()
+            return False
+        world.close()
+        return True
 
     def _device_ended(self) -> bool:
         """Waits for the end of what the calling thread has launched."""

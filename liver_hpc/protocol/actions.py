@@ -28,6 +28,15 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Keep:
+    """The attempt is off for no fault of these joiners: another one may have them, once they have
+    answered the Abort, if they were sent one."""
+
+    joiners: tuple[int, ...]
+    aborting: bool
+
+
+@dataclass(frozen=True)
 class Ended:
     """The attempt is over; `world` trains from here on.
 
@@ -41,4 +50,4 @@ class Ended:
     world: WorldRef
 
 
-Action = LaunchJoiners | Send | Ended
+Action = LaunchJoiners | Send | Keep | Ended

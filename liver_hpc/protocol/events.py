@@ -28,6 +28,7 @@ class Requested:
 
     `generation` is the target's; the number after it is free too, for a rebuild of the source.
     bounded: no worker is to hold both worlds; the way back is a checkpoint of the boundary.
+    here: those of the joiners that have booted already.
     """
 
     generation: int
@@ -35,10 +36,11 @@ class Requested:
     target: RankMap
     notice: str
     bounded: bool = False
+    here: tuple[int, ...] = ()
 
     @cached_property
     def joiners(self) -> tuple[int, ...]:
-        """The workers of `target` that have to be launched, sorted."""
+        """The workers of `target` that do not train in the source, sorted."""
         return tuple(sorted({*self.target.workers} - {*self.source.rank_map.workers}))
 
     def target_with(self, joiners: Iterable[int], nodes: Mapping[int, int]) -> RankMap:

@@ -11,14 +11,14 @@ back to the source world, after it only forward.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from liver_hpc.clock import Clock, Deadline
 from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.errors import ProtocolError
 from liver_hpc.protocol import messages as m
-from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
+from liver_hpc.protocol.actions import Action, Ended, Keep, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Attempt, Awaited, Phase
 from liver_hpc.protocol.events import (
     Cancelled,
@@ -71,11 +71,12 @@ class HandoffMachine:
     # ---- BOOT, PREPARE
 
     def _requested(self, event: Requested) -> list[Action]:
-        self.attempt = Attempt(event)
+        self.attempt = Attempt(event, joiners=[*event.here])
         self._enter(Phase.BOOT, self._deadlines.boot_s + self._deadlines.meet_s, ())
-        if not event.joiners:
+        missing = len(event.joiners) - len(event.here)
+        if not missing:
             return self._prepare()
-        return [LaunchJoiners(event.generation, len(event.joiners), event.target.layout)]
+        return [LaunchJoiners(event.generation, missing, event.target.layout)]
 
     def _hello(self, event: m.Hello) -> list[Action]:
         now = self._now
@@ -164,7 +165,7 @@ class HandoffMachine:
     def _vote(self, event: m.Vote) -> list[Action]:
         self._take(event)
         if not event.ok:
-            return self._abort(f"worker {event.worker} voted no: {event.reason}")
+            return self._abort(f"worker {event.worker} voted no: {event.reason}", [event.worker])
         self._now.votes[event.worker] = event
         return self._tally()
 
@@ -175,7 +176,8 @@ class HandoffMachine:
             return []
         specs = {vote.spec: worker for worker, vote in now.votes.items()}
         if len(specs) > 1:
-            return self._abort(f"workers have different specs of the model: {specs}")
+            different = f"workers have different specs of the model: {specs}"
+            return self._abort(different, now.joiners)
         if any(vote.source or vote.target for vote in now.votes.values()):
             source, target = now.request.source.rank_map, now.target
             found = disagreements(
@@ -185,7 +187,7 @@ class HandoffMachine:
         else:
             found = [*mismatches(now.votes, now.planned)]
         if found:
-            return self._abort("; ".join(["digests differ", *found]))
+            return self._abort("; ".join(["digests differ", *found]), now.joiners)
         return self._commit(next(iter(now.scalars.values())))
 
     def _commit(self, scalars: m.ScalarState) -> list[Action]:
@@ -239,14 +241,17 @@ class HandoffMachine:
     # ---- failures, and ABORT
 
     def _failed(self, event: m.Failed) -> list[Action]:
-        return self._abort(f"worker {event.worker}: {event.reason}")
+        return self._abort(f"worker {event.worker}: {event.reason}", [event.worker])
 
     def _cancelled(self, event: Cancelled) -> list[Action]:
         return self._abort(event.reason)
 
     def _too_late(self, event: DeadlinePassed) -> list[Action]:
         assert self.deadline is not None
-        return self._abort(f"waited {self.deadline.limit_s:g} s for {self._now.waits_for()}")
+        now, limit_s = self._now, self.deadline.limit_s
+        # In ARMED they wait for the source's boundary, as we do.
+        late = () if self.phase is Phase.ARMED else now.waiting_workers
+        return self._abort(f"waited {limit_s:g} s for {now.waits_for()}", late)
 
     def _too_late_for_good(self, event: DeadlinePassed) -> list[Action]:
         assert self.deadline is not None
@@ -262,15 +267,16 @@ class HandoffMachine:
             return []
         return self._abort(f"joiner {event.worker} lost: {event.reason}")
 
-    def _abort(self, reason: str) -> list[Action]:
-        """Everybody drops the target world; nobody but the source workers is waited for.
+    def _abort(self, reason: str, faulty: Collection[int] = ()) -> list[Action]:
+        """Everybody drops the target world; nobody but the source workers is waited for. faulty:
+        workers with whom the reason may lie.
 
         Once the source's memory is given back, the way back is the checkpoint of the boundary.
         """
         now = self._now
         if now.freed:
             return self._fatal(reason)
-        actions = self._drop_target(reason)
+        actions = self._drop_target(reason, faulty)
         if now.target is None:  # still in BOOT: the source workers were told nothing
             return actions + self._end("aborted", now.reason, now.request.source)
         # A worker that trains answers at its next step boundary.
@@ -278,8 +284,9 @@ class HandoffMachine:
         self._enter(Phase.ABORT, self._deadlines.boundary_s, awaited)
         return actions
 
-    def _drop_target(self, reason: str) -> list[Action]:
-        """Abort to all who were told to PREPARE, Exit to the joiners; but not to lost ones."""
+    def _drop_target(self, reason: str, leave: Collection[int] = ()) -> list[Action]:
+        """Abort to all who were told to PREPARE, Exit to the joiners of `leave`; but not to lost
+        ones. The other joiners are kept."""
         now = self._now
         now.reason = f"{self.phase}: {reason}"
         actions: list[Action] = []
@@ -287,9 +294,11 @@ class HandoffMachine:
         if told:
             abort = m.Abort(generation=now.generation, reason=now.reason)
             actions.append(Send(told, abort))
-        joiners = tuple(w for w in now.joiners if w not in now.lost)
-        if joiners:
-            actions.append(Send(joiners, m.Exit(reason=now.reason)))
+        joiners = [w for w in now.joiners if w not in now.lost]
+        if left := tuple(w for w in joiners if w in leave):
+            actions.append(Send(left, m.Exit(reason=now.reason)))
+        if kept := tuple(w for w in joiners if w not in leave):
+            actions.append(Keep(kept, aborting=bool(told)))
         return actions
 
     def _aborted(self, event: m.Aborted) -> list[Action]:
@@ -324,7 +333,7 @@ class HandoffMachine:
     def _finished(self, event: m.Finished) -> list[Action]:
         """The source trained its last step before the target stood: nobody has to resume."""
         now = self._now
-        actions = self._drop_target("the run reached its end")
+        actions = self._drop_target("the run reached its end", now.joiners)
         return actions + self._end("aborted", now.reason, now.request.source)
 
     def _fatal(self, reason: str) -> list[Action]:

@@ -221,8 +221,9 @@ class Released(_InWorld, type="released"):
 
 
 class Aborted(_InWorld, type="aborted"):
-    """This worker has let the target world go; a source worker is ready to resume. rebuild: it
-    stood at the boundary, and has let go the source's groups too, as the target shared some."""
+    """This worker has let the target world go; a source worker is ready to resume, a joiner for
+    another attempt. rebuild: it stood at the boundary, and has let go the source's groups too, as
+    the target shared some."""
 
     rebuild: bool = False
 

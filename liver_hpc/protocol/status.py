@@ -48,3 +48,4 @@ class StatusSnapshot(BaseModel):
     transports: tuple[str, ...] = ()
     validation_loss: float | None = None
     evaluated: int = 0  # after how many steps
+    spares: tuple[int, ...] = ()  # booted, without a seat

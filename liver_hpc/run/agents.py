@@ -20,9 +20,9 @@ TERMINATED = 143
 class Agent:
     """One launched agent and the ids of its workers, which it gets at the meeting.
 
-    generation: the world that it was launched for. exit_code: set once nothing of it runs any
-    more; said: its last error then. end_by: set once it is of no more use; killed: once it was
-    ended by force.
+    generation: the world that it was launched for. gone: workers that have ended. exit_code: set
+    once nothing of it runs any more; said: its last error then. end_by: set once it is of no more
+    use; killed: once it was ended by force.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Agent:
     seat: Seat
     workers: tuple[int, ...] = ()
     arrived: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
     exit_code: int | None = None
     said: str = ""
     end_by: Deadline | None = None
@@ -39,6 +40,12 @@ class Agent:
     def complete(self) -> bool:
         """All of its workers have said Hello."""
         return len(self.arrived) == len(self.seat.slots)
+
+    def slots(self) -> set[int]:
+        """Those that it holds: once it is of no more use, all of them until it has ended."""
+        free = self.gone if self.end_by is None else set()
+        freed = (slot for slot, w in zip(self.seat.slots, self.workers, strict=False) if w in free)
+        return {*self.seat.slots} - {*freed}
 
     def missing(self) -> str:
         if not self.workers:
@@ -54,12 +61,16 @@ class Agents:
     number is ever used twice. What has to be done about them goes to `out`, in order.
 
     finished: workers that have done their last step; they may end when they like. exit_s: how long
-    an agent may take to end.
+    an agent may take to end. kept: joiners whose handoff was called off and that the next one may
+    have, each with the end of its stay.
     """
 
     def __init__(self, deadlines: DeadlineSection, clock: Clock, out: list[a.Action]) -> None:
         self.finished: set[int] = set()
         self.exit_s = deadlines.exit_s
+        self.kept: dict[int, Deadline] = {}
+        self._keep_s = deadlines.boot_s
+        self._clearing: dict[int, Deadline] = {}  # who is kept once it has let its handoff go
         self._clock = clock
         self._out = out
         self._next_agent = 0
@@ -179,12 +190,17 @@ class Agents:
         taken: dict[str, set[int]] = {}
         for agent in self._agents.values():
             if ending or agent.end_by is None:
-                taken.setdefault(agent.seat.node, set()).update(agent.seat.slots)
+                taken.setdefault(agent.seat.node, set()).update(agent.slots())
         return taken
 
     def ending(self) -> bool:
-        """Whether an agent that is of no more use still holds its slots."""
-        return any(agent.end_by is not None for agent in self._agents.values())
+        """Whether slots will soon be free: of agents that are of no more use, or of joiners that
+        let their handoff go."""
+        return bool(self._clearing) or any(agent.end_by for agent in self._agents.values())
+
+    def spare(self, clearing: bool) -> list[int]:
+        """Workers that have no seat and may have one: kept ones, and maybe those that will be."""
+        return sorted({*self.kept, *(self._clearing if clearing else ())})
 
     def node_of(self, worker: int) -> str:
         """The node of a worker that is, or was, connected; empty for one that never was."""
@@ -235,6 +251,7 @@ class Agents:
             self._out.append(a.Send(here, message))
         if isinstance(message, Exit):
             for worker in here:
+                self._forget_spare(worker)
                 if worker not in self._leave_by:
                     deadline = Deadline.after(self._clock, self.exit_s, f"worker {worker} to end")
                     self._leave_by[worker] = deadline
@@ -248,13 +265,54 @@ class Agents:
         """All connected workers, sorted."""
         return tuple(sorted(self._workers))
 
+    # ---- staying without a seat
+
+    def keep(self, workers: Iterable[int], aborting: bool) -> None:
+        """Joiners stay for the next handoff, once they have let go of the last one; but not those
+        of an agent that is not complete, as it ends."""
+        for worker in workers:
+            agent = self._workers.get(worker)
+            if agent is None or not agent.complete or worker in self._leave_by:
+                self.send((worker,), Exit(reason="not all workers of its launch have come"))
+                continue
+            waits_for = f"worker {worker} to let its handoff go"
+            self._clearing[worker] = Deadline.after(self._clock, self.exit_s, waits_for)
+            if not aborting:
+                self.cleared(worker)
+
+    def cleared(self, worker: int) -> None:
+        """A worker has let its handoff go: one that is kept stays for as long as booting another
+        may take."""
+        if self._clearing.pop(worker, None) is not None:
+            waits_for = f"a handoff for worker {worker}"
+            self.kept[worker] = Deadline.after(self._clock, self._keep_s, waits_for)
+
+    def take(self, workers: Iterable[int]) -> None:
+        """A handoff begins that has these kept ones."""
+        for worker in workers:
+            del self.kept[worker]
+
+    def let_go(self, workers: Iterable[int], reason: str) -> None:
+        """Those of the workers that are kept, or will be, exit."""
+        spare = self.spare(clearing=True)
+        if leave := tuple(worker for worker in workers if worker in spare):
+            self.send(leave, Exit(reason=reason))
+
+    def _forget_spare(self, worker: int) -> None:
+        self.kept.pop(worker, None)
+        self._clearing.pop(worker, None)
+
     # ---- going
 
-    def leave(self, worker: int) -> bool:
-        """Strikes a worker off whose connection has ended; False when it was off already."""
+    def leave(self, worker: int, ended: bool = True) -> bool:
+        """Strikes a worker off whose connection has ended; False when it was off already. Its slot
+        is free, unless its process may not have ended."""
         agent = self._workers.pop(worker, None)
         if agent is None:
             return False
+        if ended:
+            agent.gone.add(worker)
+        self._forget_spare(worker)
         self._leave_by.pop(worker, None)
         self._out.append(a.Disconnect(worker))
         self._see_off(agent)
@@ -270,20 +328,26 @@ class Agents:
         return agent
 
     def dismiss(self, generation: int) -> None:
-        """The handoff to this generation is off: its agents go, at once if not all booted yet."""
-        for agent in list(self._agents.values()):
-            if agent.generation == generation and agent.end_by is None:
+        """The handoff to this generation is off: its agents go at once whose workers have not all
+        booted yet."""
+        for agent in self._incomplete(generation):
+            if agent.end_by is None:
                 if agent.exit_code is None:
                     reason = f"the handoff to generation {generation} is off"
                     self._out.append(a.EndAgent(agent.name, reason))
-                self._retire(agent, self.exit_s if agent.complete else 0.0)
+                self._retire(agent, 0.0)
 
     def reap(self) -> list[int]:
-        """Ends by force what did not go by itself; returns the workers struck off here."""
+        """Ends what was kept for too long, and by force what did not go by itself; returns the
+        workers struck off here."""
+        for waiting in (self.kept, self._clearing):
+            for worker, until in [*waiting.items()]:
+                if until.expired():
+                    self.let_go((worker,), str(until.error()))
         told = self._leave_by
         late = [w for w in self._workers if w in told and told[w].expired()]
         for worker in late:
-            self.leave(worker)
+            self.leave(worker, ended=False)
         for agent in self._agents.values():
             if agent.end_by is not None and agent.end_by.expired() and not agent.killed:
                 agent.killed = True

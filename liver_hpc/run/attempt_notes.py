@@ -127,6 +127,7 @@ class AttemptNotes:
                 if node_of(sent.sender) != node_of(sent.receiver)
             ),
             checkpointed_s=self.saved_s.get(step, math.nan),
+            booted=len(self.said(m.Hello)),
         )
 
     def traffic(self) -> list[TrafficRecord]:

@@ -136,22 +136,26 @@ class Decider:
         return self._grow()
 
     def _placed(self, request: ReconfigurationRequest) -> RankMap:
-        """Who sits where after a request; joiners have the ids that come next.
+        """Who sits where after a request; joiners that are to be launched have the next ids.
 
         Raises LiverError where it cannot be placed.
         """
         nodes, source = self.nodes, self.source
-        fresh = nodes.agents.next_workers(request.joiners(source))
-        on = nodes.nodes_of(source.workers, fresh)
+        joiners = nodes.joiners(request.joiners(source))
+        on = nodes.nodes_of(source.workers, joiners)
         if request.replace is not None:
-            (joiner,) = fresh
+            (joiner,) = joiners
             seats = tuple(joiner if w == request.replace else w for w in source.workers)
             return RankMap(source.layout, seats, tuple(on.get(w, alone(w)) for w in seats))
         target, kept = request.layout or source.layout, request.kept(source)
-        if not fresh:
+        if not joiners:
             kept = tuple(nodes.stayers(kept, target.workers))
-        available = (*sorted(kept), *fresh)
+        available = (*sorted(kept), *joiners)
         return self.estimates.place(self.estimates.spec, source, target, available, on)
+
+    def _to_boot(self, request: ReconfigurationRequest) -> int:
+        """How many workers have to be launched for a request."""
+        return max(0, request.joiners(self.source) - len(self.nodes.kept()))
 
     # ---- what was asked for
 
@@ -176,14 +180,14 @@ class Decider:
             return Wait()
         request = ReconfigurationRequest(GROWTH, self.nodes.granted_s, layout=layout)
         target = self._placed(request)
-        if reason := self._not_worth(target, request.joiners(self.source)):
+        if reason := self._not_worth(target, self._to_boot(request)):
             return Decline(layout, reason)
         return Begin(request, target)
 
-    def _not_worth(self, target: RankMap, joiners: int) -> str:
+    def _not_worth(self, target: RankMap, to_boot: int) -> str:
         """Why to stay as it is, where nothing forces the run to another layout; or empty."""
         source, policy, handoffs = self.source, self.estimates.policy, self.estimates.handoffs
-        price = handoffs.price(source, target, joiners)
+        price = handoffs.price(source, target, to_boot)
         known_s = self.steps_left * handoffs.usual_step_s() - price.ready_s
         lasting_s = max(0.0, min(self.horizon_s, known_s))
         return policy.not_worth(source.layout, target.layout, price.cost_s, lasting_s)
@@ -252,8 +256,8 @@ class Decider:
 
         def way(layout: Layout) -> Begin:
             request = replace(base, layout=layout)
-            target, joiners = self._placed(request), request.joiners(source)
-            estimate_s = self.estimates.handoffs.estimate_s(source, target, joiners)
+            target, to_boot = self._placed(request), self._to_boot(request)
+            estimate_s = self.estimates.handoffs.estimate_s(source, target, to_boot)
             return Begin(request, target, estimate_s=estimate_s)
 
         survivors, free = len(base.kept(source)), self.nodes.free_slots()

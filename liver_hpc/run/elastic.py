@@ -167,7 +167,7 @@ class ElasticPolicy:
         members = world.rank_map.workers
         stays = attempt.target_workers or {*members} - {*request.without}
         joins = self._agents.launched_on(doomed, handoffs.generation)
-        if joins or self._agents.workers_on(doomed, stays):
+        if joins or self._agents.workers_on(doomed, {*stays, *attempt.joiners}):
             if request.asked_for:
                 self.queue.put_back(request)
             self._overtaken = handoffs.generation
@@ -313,8 +313,11 @@ class ElasticPolicy:
         return why
 
     def look_after_nodes(self) -> None:
-        """Gives back nodes on which nothing runs any more, and says how many are wanted."""
+        """Has kept joiners leave nodes that have to be left, gives back those on which nothing runs
+        any more, and says how many are wanted."""
         now_s = self._clock.now_s()
+        there = self._agents.workers_on(self.nodes.doomed(), self._agents.spare(clearing=True))
+        self._agents.let_go(there, "its node has to be left")
         busy = bool(self.queue.waiting) or not self._handoffs.idle
         self.nodes.note_idle(now_s)
         for held in self.nodes.values():
@@ -344,6 +347,12 @@ class ElasticPolicy:
         best = self.estimates.policy.best(self.queue.ceiling)
         return best.workers if best is not None else 0
 
+    def _surplus(self, trains: RankMap) -> list[int]:
+        """Kept joiners of whom neither growth nor a request that waits has any use."""
+        growth = self._most_workers() - len(trains.workers)
+        useful = max(0, growth, *(each.joiners(trains) for each in self.queue.waiting))
+        return self.nodes.kept()[useful:]
+
     # ---- what is learnt
 
     def undisturbed(self, step: StepDone, world: WorldRef) -> None:
@@ -364,6 +373,7 @@ class ElasticPolicy:
         if ended.outcome == "completed":
             self.estimates.handoffs.observe(record, source.rank_map, trains)
             self._failed_growths = self.estimates.failed_leaves = 0
+            self._agents.let_go(self._surplus(trains), f"{trains.layout} has no use for it")
             on = {self._agents.node_of(worker) for worker in trains.workers}
             joined = f"joined by {trains.layout}"
             self.notices.used(on, joined, ended.generation)

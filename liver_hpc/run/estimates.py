@@ -183,7 +183,7 @@ class HandoffEstimator:
 
     def observe(self, record: ReconfigurationRecord, source: RankMap, target: RankMap) -> None:
         """A handoff has been completed."""
-        if set(target.workers) - set(source.workers):
+        if record.booted:
             _note(self._boot_s, record.boot_ended_s - record.notice_s)
         _note(self._prepare_s, record.prepare_ended_s - record.prepare_started_s)
         evaluated_s, until_s = self._last_evaluation
@@ -212,15 +212,15 @@ class HandoffEstimator:
         """Whether a handoff of this run has been seen; before, estimates are assumptions."""
         return bool(self._prepare_s)
 
-    def estimate_s(self, source: RankMap, target: RankMap, joiners: int) -> float:
-        """A handoff from `source` to `target`, `joiners` of whose workers must boot: from the
-        notice to the exit of the last leaver."""
-        prepare_s, transfer_s = self.prepare_s(joiners), self.transfer_s(source, target)
+    def estimate_s(self, source: RankMap, target: RankMap, to_boot: int) -> float:
+        """A handoff from `source` to `target`, so many of whose workers must boot: from the notice
+        to the exit of the last leaver."""
+        prepare_s, transfer_s = self.prepare_s(to_boot), self.transfer_s(source, target)
         return prepare_s + self.boundary_s(prepare_s) + transfer_s + self.release_s()
 
-    def price(self, source: RankMap, target: RankMap, joiners: int) -> Price:
+    def price(self, source: RankMap, target: RankMap, to_boot: int) -> Price:
         """What a change takes that nobody hurries: until when, and of training time."""
-        prepare_s, transfer_s = self.prepare_s(joiners), self.transfer_s(source, target)
+        prepare_s, transfer_s = self.prepare_s(to_boot), self.transfer_s(source, target)
         slowed = median_high(self._slowdowns) if self._slowdowns else ASSUMED_SLOWDOWN
         return Price(
             prepare_s + self.boundary_s(prepare_s) + transfer_s,
@@ -247,13 +247,13 @@ class HandoffEstimator:
 
     # ---- parts of a handoff
 
-    def prepare_s(self, joiners: int) -> float:
-        """The boot of joiners, and PREPARE."""
+    def prepare_s(self, to_boot: int) -> float:
+        """The boot of so many joiners, and PREPARE."""
         assumed_boot_s = min(ASSUMED_BOOT_S, self._limits.boot_s)
         # The notice may have waited its turn before anything booted: the slowest says too much.
         boot_s = median_high(self._boot_s) if self._boot_s else assumed_boot_s
         prepare_s = max(self._prepare_s, default=min(ASSUMED_PREPARE_S, self._limits.prepare_s))
-        return prepare_s + (boot_s if joiners > 0 else 0.0)
+        return prepare_s + (boot_s if to_boot > 0 else 0.0)
 
     def boundary_s(self, after_s: float = 0.0) -> float:
         """Until the source's last step has ended, from a moment `after_s` from now; with the

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
-from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
+from liver_hpc.protocol.actions import Action, Ended, Keep, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Attempt, Phase
 from liver_hpc.protocol.events import (
     Cancelled,
@@ -113,11 +113,14 @@ class Handoffs:
         target: RankMap,
         bounded: bool = False,
     ) -> None:
-        """Begins a handoff away from `world`; must be idle. `target` has joiners under the ids that
-        were to come next, which they may turn out not to have."""
+        """Begins a handoff away from `world`; must be idle. `target` has kept joiners, and others
+        under the ids that were to come next, which they may turn out not to have."""
         self.request = request
         self.generation += 1
-        requested = Requested(self.generation, world, target, str(request), bounded)
+        joiners = sorted({*target.workers} - {*world.rank_map.workers})
+        here = tuple(worker for worker in joiners if worker in self._agents.kept)
+        self._agents.take(here)
+        requested = Requested(self.generation, world, target, str(request), bounded, here)
         self._recorder.attempt_begins(requested, request.made_s)
         self.feed(requested)
 
@@ -185,6 +188,8 @@ class Handoffs:
                 return self._launch(action)
             case Send():
                 self._agents.send(action.workers, action.message)
+            case Keep():
+                self._agents.keep(action.joiners, action.aborting)
             case Ended():
                 self._ended(action)
         return None

@@ -375,6 +375,7 @@ class Lifecycle:
             generation=world.generation if world else 0,
             layout=str(world.rank_map.layout if world else self.first_layout),
             workers=world.rank_map.workers if world else (),
+            spares=tuple(sorted(self.agents.kept)),
             handoffs_done=recorder.completed,
             handoffs_aborted=recorder.aborted,
             queued=tuple(map(str, self.elastic.queue.waiting)),

@@ -205,8 +205,10 @@ class Run(Lifecycle):
         ours = self.world is not None and message.generation == self.world.generation
         if isinstance(message, m.Failed) and ours:
             self._fail(f"worker {message.worker}: {message.reason}")
-        else:
-            self.handoffs.message(message)
+            return
+        if isinstance(message, m.Aborted):
+            self.agents.cleared(message.worker)
+        self.handoffs.message(message)
 
     def _finished(self, message: m.Finished) -> None:
         """A worker has done its last step; the others are about to."""

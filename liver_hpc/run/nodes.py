@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -105,14 +106,27 @@ class HeldNodes(dict[str, HeldNode]):
         return _total(node.slots for node in nodes)
 
     def free_slots(self, ending: bool = True, without: str | None = None) -> int | None:
-        """Slots for more workers on usable nodes but one, None without bound; without `ending`,
-        those of agents that are ending count too."""
+        """Slots for more workers on usable nodes but one, None without bound: those of kept joiners
+        too, and, without `ending`, those that will soon be free."""
         taken = self.agents.taken(ending)
+        spare = Counter(map(self.agents.node_of, self.agents.spare(clearing=not ending)))
         return _total(
-            None if node.slots is None else node.slots - len(taken.get(node.name, ()))
+            None
+            if node.slots is None
+            else node.slots - len(taken.get(node.name, ())) + spare[node.name]
             for node in self.usable()
             if node.name != without
         )
+
+    def kept(self) -> list[int]:
+        """Kept joiners on usable nodes, in the order in which these are filled."""
+        there, kept = self.agents.workers_on, self.agents.spare(clearing=False)
+        return [worker for node in self.usable() for worker in there({node.name}, kept)]
+
+    def joiners(self, number: int) -> tuple[int, ...]:
+        """The next so many joiners: kept ones, and the ids of those that are to be launched."""
+        kept = self.kept()[:number]
+        return (*kept, *self.agents.next_workers(number - len(kept)))
 
     def situation(self, world: WorldRef) -> Situation:
         return world.generation, self.doomed(), self.free_slots()
@@ -148,10 +162,11 @@ class HeldNodes(dict[str, HeldNode]):
             f"wanted free slots for {workers} workers, got {workers - left}; {self.describe()}"
         )
 
-    def nodes_of(self, workers: Iterable[int], fresh: Sequence[int]) -> dict[int, int]:
-        """The numbers of the nodes of workers, and of those that are to be started under the ids
-        `fresh`, as far as they are known: a launch without room fails."""
-        known = self.agents.nodes_of(workers)
+    def nodes_of(self, workers: Iterable[int], joiners: Iterable[int]) -> dict[int, int]:
+        """The numbers of the nodes of workers, and of joiners, of whom some are to be launched, as
+        far as they are known: a launch without room fails."""
+        known = self.agents.nodes_of((*workers, *joiners))
+        fresh = [worker for worker in joiners if worker not in known]
         try:
             seats = self.seats(len(fresh))
         except LiverError:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from liver_hpc.clock import SystemClock, process_age_s
 from liver_hpc.errors import DeadlineError, ProtocolError
-from liver_hpc.handoff.session import WorkerContext
+from liver_hpc.handoff.session import Session, WorkerContext
 from liver_hpc.host.interfaces import address_towards
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import Layout, RankMap
@@ -72,7 +72,7 @@ class Worker:
         device.return_free_memory()
         # What boot made stays as long as the process: later collections need not walk it.
         gc.freeze()
-        self._first: queue.Queue[m.Begin | m.Prepare] = queue.Queue()
+        self._ways_in: queue.Queue[m.Begin | Session] = queue.Queue()
         self._booted_s = clock.now_s()
         self._timings_s = {
             "import": imported_s,
@@ -109,13 +109,8 @@ class Worker:
             )
         )
         quiet_thread(self._serve_control, "control")
-        # Without a deadline: the coordinator has one for every phase, and ends us when it passes.
-        first = self._first.get()
         try:
-            if isinstance(first, m.Begin):
-                self._trainer.begin(first)
-            else:
-                self._trainer.join()
+            self._come_in()
             self._trainer.train()
         except LeftWorld as left:
             log.info("%s", left)
@@ -124,6 +119,19 @@ class Worker:
         threading.Event().wait(limit_s)
         log.error("waited %g s for the coordinator's Exit", limit_s)
         leave(EXIT_FAILED)
+
+    def _come_in(self) -> None:
+        """Returns once this worker has a world; a joiner whose attempt was called off waits for the
+        next one. Without a deadline: the coordinator has one for every phase, and ends us when it
+        passes."""
+        while True:
+            match self._ways_in.get():
+                case m.Begin() as begin:
+                    self._trainer.begin(begin)
+                    return
+                case session:
+                    if self._trainer.join(session):
+                        return
 
     def _connect(self, waits_for: str) -> Channel:
         return connect(self._address, self._secret, self._config.deadlines.control_s, waits_for)
@@ -175,9 +183,9 @@ class Worker:
         elif isinstance(message, m.Prepare):
             session = self._trainer.open_session(message)
             if not session.is_source:
-                self._first.put(message)
+                self._ways_in.put(session)
         elif isinstance(message, m.Begin):
-            self._first.put(message)
+            self._ways_in.put(message)
         else:
             raise ProtocolError(f"worker {self._worker}: unexpected {message.type}")
 

@@ -81,10 +81,9 @@ class Trainer:
         if not self.proceed.wait(limit_s):
             raise DeadlineError(f"waited {limit_s:g} s for all workers to restore from {path}")
 
-    def join(self) -> None:
-        """Takes a joiner in: PREPARE, then the crossing. Raises LeftWorld when called off."""
-        session = self.session
-        assert session is not None, "join without a session"
+    def join(self, session: Session) -> bool:
+        """Takes a joiner in: PREPARE, then the crossing. False when called off: nothing of it is
+        left here, and another attempt may come. Raises LiverError where something is."""
         self._prepare(session)
         try:
             limit_s = self._limits.prepare_s + self._limits.boundary_s
@@ -92,9 +91,22 @@ class Trainer:
             assert session.prepared is not None
             crossed = Crossing(session, session.prepared, None).run(None)
         except HandoffAborted as aborted:
-            raise LeftWorld(str(aborted)) from aborted
+            log.info("%s", aborted)
+            self._let_go(session)
+            return False
         self._arrive(session, crossed, None)
         self._save_if_due(crossed.scalars.step + session.bounded)
+        return True
+
+    def _let_go(self, session: Session) -> None:
+        """Clears up on a joiner after an attempt that was called off."""
+        self._forget(session)
+        prepared, session.prepared = session.prepared, None
+        if prepared is not None and not prepared.drop():
+            raise LiverError(f"generation {session.generation} still writes to its memory here")
+        self._context.device.return_free_memory()
+        worker, generation = self._context.worker, session.generation
+        self._context.send(m.Aborted(worker=worker, generation=generation))
 
     def ask_to_stop(self, message: m.Stop) -> None:
         """Stops at the next boundary that all workers agree on; saves there if told to."""

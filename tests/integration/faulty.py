@@ -4,7 +4,8 @@
 the target is built), SAVE (as it begins to write the boundary's checkpoint), TRANSFER (once the
 first bytes of parameters have arrived), FORWARD (in the target's first forward, while optimizer
 state streams), VERDICT (when it has heard that). Or it lives: FLIP (a bit of what has arrived flips
-before it is digested), STALL (it stands still once the first bytes have arrived).
+before it is digested), STALL (it stands still once the first bytes have arrived), REFUSE (it fails
+its first two PREPAREs).
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 
 import torch
 
+from liver_hpc.errors import LiverError
 from tests.integration.random_tokens import RandomTokenGPT
 
 STALL_S = 30.0
 """Longer than any deadline for the bytes."""
+REFUSALS = 2
 
 
 class FaultyGPT(RandomTokenGPT):
@@ -78,6 +81,16 @@ def plant(worker: int, phase: str, done: Path) -> None:
             return prepare(session, source)
 
         trainer.prepare = dying_prepare
+    elif phase == "REFUSE":
+        prepare, refused = trainer.prepare, []
+
+        def refusing_prepare(session: Any, source: Any) -> Any:
+            if session.context.worker == worker and len(refused) < REFUSALS:
+                refused.append(session.generation)
+                raise LiverError("told to")
+            return prepare(session, source)
+
+        trainer.prepare = refusing_prepare
     elif phase == "TRANSFER":
         progress = Crossing._progress
 

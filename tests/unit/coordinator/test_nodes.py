@@ -79,7 +79,7 @@ def test_a_warning_overtakes_a_growing_handoff(make: Start) -> None:
 def test_a_warning_of_a_training_node_overtakes_and_the_overtaken_wish_comes_again(
     make: Start,
 ) -> None:
-    run = on_two_nodes(make, SPARE)
+    run = on_two_nodes(make, SPARE, deadlines={"exit_s": 0.2})
     run.resize("tp=2")
     run.record(0)
     run.cluster.faults.fail_at(2, Phase.PREPARE, Fault.SILENT)
@@ -87,9 +87,10 @@ def test_a_warning_of_a_training_node_overtakes_and_the_overtaken_wish_comes_aga
     run.reach(Phase.PREPARE)
     run.cluster.pool.warn("n2", "drained")
     assert run.record(1).outcome == "aborted"
-    # No deadline, and slots enough: the workers of n2 are replaced at once.
+    # No deadline, and slots enough: the worker of n2 is replaced, by the joiner that answers.
     leaving = run.record(2)
     assert (leaving.outcome, leaving.target) == ("completed", "tp2 pp1 dp1")
+    assert (leaving.booted, 3 in run.status()["workers"]) == (0, True)
     assert "leaving n2: drained" in leaving.notice
     assert "n2" not in {
         run.coordinator.core.agents.node_of(worker) for worker in run.status()["workers"]

@@ -9,7 +9,7 @@ from liver_hpc.clock import FakeClock
 from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
-from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
+from liver_hpc.protocol.actions import Action, Ended, Keep, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import (
     DeadlinePassed,
@@ -79,6 +79,7 @@ class Play:
     sent: list[tuple[int, m.ToWorker]] = field(default_factory=list)
     bounded: bool = False
     disk: str = ""
+    kept: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.machine = HandoffMachine(DeadlineSection(), self.clock)
@@ -103,6 +104,10 @@ class Play:
             case Send(workers=workers, message=message):
                 for worker in workers:
                     self._deliver(worker, message)
+            case Keep():
+                assert not self.kept
+                self.kept = action.joiners
+                assert action.aborting == any(self.got(w, m.Abort) for w in self.kept)
             case Ended():
                 assert self.outcome is None
                 self.outcome = action
@@ -182,10 +187,13 @@ class Play:
             assert self.outcome.world == WorldRef(4, self.change.target)
             leavers = set(self.change.source.workers) - set(self.change.target.workers)
             assert {w for w in self.change.everybody if self.got(w, m.Exit)} == leavers
+            assert not self.kept
             return
         assert not committed
         assert self.outcome.world.rank_map == self.change.source
-        assert {w for w in self.change.everybody if self.got(w, m.Exit)} <= set(self.change.joiners)
+        left = {w for w in self.change.everybody if self.got(w, m.Exit)}
+        assert left | {*self.kept} <= set(self.change.joiners)
+        assert not left & {*self.kept}
         if aborted:
             assert all(self.got(w, m.Resume) for w in self.change.source.workers)
         else:

@@ -112,7 +112,25 @@ MUTATIONS = (
         "run/handoffs.py",
         '        if ended.outcome != "completed":\n            self._agents.dismiss',
         '        if ended.outcome == "completed":\n            self._agents.dismiss',
-        "the agents of a handoff that was called off are kept",
+        "launches of a handoff that was called off boot on",
+    ),
+    Mutation(
+        "protocol/machine.py",
+        "        if kept := tuple(w for w in joiners if w not in leave):\n",
+        "        if kept := tuple(joiners):\n",
+        "a joiner is kept that had the handoff called off",
+    ),
+    Mutation(
+        "run/handoffs.py",
+        "        self._agents.take(here)\n",
+        "",
+        "a joiner with a seat is kept for another handoff",
+    ),
+    Mutation(
+        "run/elastic.py",
+        '        self._agents.let_go(there, "its node has to be left")\n',
+        "",
+        "joiners without a seat stay on a node that has to be left",
     ),
     Mutation(
         "run/notices.py",

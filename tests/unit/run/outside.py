@@ -146,8 +146,11 @@ class PlayedWorker(WorkerScript):
 
     def _called_off(self) -> list[m.FromWorker]:
         self.aborted = True
-        if self.joins or self.doing != "crossing":
-            return []  # said at the next boundary; a joiner waits for its Exit
+        if self.joins:  # it waits for another attempt
+            self.doing, self.armed, self.preparing = "nothing", False, False
+            return [self.aborted_message(self.generation)]
+        if self.doing != "crossing":
+            return []  # said at the next boundary
         self.doing = "going back"
         return [self.aborted_message(self.generation)]
 

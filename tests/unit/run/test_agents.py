@@ -155,12 +155,78 @@ def test_agents_of_an_aborted_handoff_go_at_once_unless_all_their_workers_came(
     scene.launch(1, 4)
     scene.met("a0")
     scene.agents.dismiss(1)
-    assert [end.agent for end in scene.done(EndAgent)] == ["a0", "a1"]  # type: ignore[union-attr]
+    assert [end.agent for end in scene.done(EndAgent)] == ["a1"]  # type: ignore[union-attr]
     scene.agents.reap()
     assert scene.done(KillAgent) == [KillAgent("a1")]
-    scene.clock.advance(10.0)
+
+
+def exits(scene: Scene) -> list[int]:
+    """Workers that were told to exit."""
+    sent = [each for each in scene.done(Send) if isinstance(each.message, Exit)]  # type: ignore[union-attr]
+    return [worker for each in sent for worker in each.workers]  # type: ignore[union-attr]
+
+
+def test_joiners_are_kept_until_they_are_taken_or_it_takes_too_long(scene: Scene) -> None:
+    scene.launch(1, 4)
+    scene.met("a0")
+    scene.met("a1")
+    scene.agents.keep((0, 1, 2), aborting=False)
+    scene.agents.take((1, 2))
+    scene.clock.advance(179.0)
+    scene.agents.keep((2,), aborting=False)
     scene.agents.reap()
-    assert scene.done(KillAgent) == [KillAgent("a0")]
+    assert exits(scene) == []
+    scene.clock.advance(1.0)
+    scene.agents.reap()
+    assert exits(scene) == [0], "worker 1 has a seat, worker 2 was of use a second ago"
+    scene.agents.let_go((1, 2), "test")
+    assert exits(scene) == [2]
+    assert not scene.agents.kept
+
+
+def test_a_joiner_that_does_not_let_its_handoff_go_is_not_kept(scene: Scene) -> None:
+    scene.launch(1, 2)
+    scene.met("a0")
+    scene.agents.keep((0, 1), aborting=True)
+    scene.clock.advance(9.0)
+    scene.agents.cleared(1)
+    scene.clock.advance(1.0)
+    scene.agents.reap()
+    assert exits(scene) == [0]
+    scene.agents.cleared(0)
+    assert list(scene.agents.kept) == [1]
+
+
+def test_joiners_of_a_launch_that_is_not_complete_are_not_kept(scene: Scene) -> None:
+    scene.launch(1, 2)
+    scene.agents.meet("a0", 2)
+    scene.join(0)
+    scene.agents.keep((0,), aborting=False)
+    assert exits(scene) == [0]
+    assert not scene.agents.kept
+
+
+def test_a_kept_joiner_leaves_its_slot_to_others_once_it_has_ended(scene: Scene) -> None:
+    scene.nodes.grant(Node("n1", "main", slots=2))
+    del scene.nodes[""]
+    scene.launch(1, 2)
+    scene.met("a0")
+    assert scene.nodes.free_slots() == 0
+    scene.agents.keep((0, 1), aborting=True)
+    assert scene.agents.ending()
+    assert (scene.nodes.free_slots(), scene.nodes.free_slots(ending=False)) == (0, 2)
+    scene.agents.cleared(0)
+    scene.agents.cleared(1)
+    assert not scene.agents.ending()
+    assert scene.nodes.free_slots() == 2
+    assert scene.nodes.joiners(3) == (0, 1, 2)
+    scene.agents.leave(0)
+    assert scene.agents.taken() == {"n1": {1}}
+    assert scene.nodes.free_slots() == 2
+    assert scene.nodes.joiners(2) == (1, 2)
+    assert scene.nodes.nodes_of((), (1, 2)) == dict.fromkeys((1, 2), scene.agents.number_of("n1"))
+    scene.agents.let_go((1,), "test")
+    assert scene.nodes.free_slots() == 0, "whoever ends holds all slots until its agent has ended"
 
 
 def test_an_agent_that_listens_too_late_is_told_that_it_is_of_no_more_use(scene: Scene) -> None:

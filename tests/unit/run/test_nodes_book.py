@@ -18,6 +18,7 @@ class Somebody:
         self._taken = taken
         self.node_of = on.__getitem__
         self.number_of = len
+        self.spare = lambda clearing: []
 
     def taken(self, ending: bool = True) -> dict[str, set[int]]:
         return self._taken

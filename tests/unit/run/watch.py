@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.attempt import Phase
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.actions import Ending
@@ -120,6 +121,7 @@ class Watch:
         if not self.ends:
             self._world()
             self._windows()
+            self._kept(event, actions)
         self._consistent()
 
     def _consistent(self) -> None:
@@ -253,10 +255,16 @@ class Watch:
             assert not self.to_be_left(node), f"{each.agent} on {node}, which has to be left"
             assert each.seat.slots
             for other in self._used(node):
-                shared = {*self.agents[other].seat.slots} & {*each.seat.slots}
+                shared = self._slots(self.agents[other]) & {*each.seat.slots}
                 assert not shared, f"slots {shared} of {node} for {other} and {each.agent}"
             self.agents[each.agent] = SeenAgent(each.seat)
             self.nodes[node].given_back = False
+
+    def _slots(self, agent: SeenAgent) -> set[int]:
+        """Those that its workers have not left."""
+        left = {*agent.came} - self.connected
+        pairs = zip(agent.seat.slots, agent.workers, strict=False)
+        return {*agent.seat.slots} - {slot for slot, worker in pairs if worker in left}
 
     def node_of(self, worker: int) -> str:
         (agent,) = (agent for agent in self.agents.values() if worker in agent.workers)
@@ -323,6 +331,23 @@ class Watch:
         for agent in self.agents.values():
             if members & {*agent.workers}:
                 assert agent.came == {*agent.workers}, f"{agent} is not complete"
+
+    def _kept(self, event: e.Event, actions: list[a.Action]) -> None:
+        """Who waits for another handoff is connected, has no seat, is on a node that stays, and did
+        not have the last one called off."""
+        run, kept = self.run, {*self.run.agents.kept}
+        machine = run.handoffs._machine
+        assert kept <= self.connected
+        assert run.world is None or not kept & {*run.world.rank_map.workers}
+        if machine.attempt is not None and machine.phase is not Phase.ABORT:
+            assert not kept & {*machine.attempt.joiners}
+        for worker in kept:
+            assert not self.to_be_left(self.node_of(worker)), f"{worker} is kept there"
+        off = any(
+            isinstance(each, a.Send) and isinstance(each.message, m.Abort) for each in actions
+        )
+        if off and isinstance(event, m.Failed | m.Vote):
+            assert event.worker not in kept, f"{event.worker} is kept after {event}"
 
     def hurried(self) -> dict[str, float]:
         """Nodes that somebody takes away, and when."""

@@ -1,0 +1,69 @@
+"""Joiners outlive a handoff that is called off, and have a seat in the next one without a boot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from liver_hpc.cli.client import request
+from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
+from liver_hpc.protocol.status import StatusSnapshot
+from liver_hpc.run.directory import RunDirectory
+from tests.integration.runs import (
+    ENDLESS,
+    processes_of,
+    run_config,
+    start,
+    stop_and_read,
+    wait_until,
+    watch,
+)
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("unhurried_steps")]
+
+
+def workers_of(run: RunDirectory) -> set[psutil.Process]:
+    return {each for each in processes_of(run) if "liver_hpc.worker.main" in each.cmdline()}
+
+
+def called_off(times: int, *spares: int) -> Callable[[StatusSnapshot], bool]:
+    """Whether so many handoffs were, and these workers wait for another one."""
+    return lambda status: status.handoffs_aborted == times and status.spares == spares
+
+
+def test_joiners_of_a_handoff_that_was_called_off_join_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source worker calls two handoffs off; the joiners have the same processes in both and hold
+    no more than before. One is killed, which costs nothing; the other one has a seat in the end."""
+    monkeypatch.setenv("LIVER_TEST_FAULT", "0:REFUSE")
+    run = start(run_config(tmp_path, ENDLESS, recipe="tests.integration.faulty:FaultyGPT"))
+    watch(run, lambda status: status.step >= 1, 60.0)
+    trains = workers_of(run)
+    request(run, ResizeRequest(workers=4))
+    watch(run, called_off(1, 2, 3), 60.0)
+    kept = workers_of(run) - trains
+    assert len(kept) == 2
+    held = {each.pid: (each.num_fds(), each.num_threads()) for each in kept}
+
+    request(run, ResizeRequest(workers=4))
+    watch(run, called_off(2, 2, 3), 30.0)
+    assert workers_of(run) - trains == kept
+    same = lambda: held == {each.pid: (each.num_fds(), each.num_threads()) for each in kept}  # noqa: E731
+    wait_until(same, 10.0, f"descriptors and threads of {held}")
+
+    killed, other = kept
+    killed.kill()
+    watch(run, lambda status: len(status.spares) == 1, 10.0)
+    request(run, ReplaceRequest(replace=1))
+    watch(run, lambda status: status.handoffs_done == 1, 30.0)
+    assert other in workers_of(run)
+    assert len(workers_of(run)) == 2
+    first, second, third = stop_and_read(run).reconfigurations
+    assert (first.booted, second.booted, third.booted) == (2, 0, 0)
+    assert (third.outcome, third.digest_equal) == ("completed", True)
+    assert third.boot_ended_s - third.notice_s < 0.2
+    wait_until(lambda: not processes_of(run), 20.0, "the run's processes to end")
