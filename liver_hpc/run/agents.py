@@ -62,14 +62,17 @@ class Agents:
 
     finished: workers that have done their last step; they may end when they like. exit_s: how long
     an agent may take to end. kept: joiners whose handoff was called off and that the next one may
-    have, each with the end of its stay.
+    have, each with the end of its stay. standby: so many of them stay for longer.
     """
 
-    def __init__(self, deadlines: DeadlineSection, clock: Clock, out: list[a.Action]) -> None:
+    def __init__(
+        self, deadlines: DeadlineSection, clock: Clock, out: list[a.Action], standby: int = 0
+    ) -> None:
         self.finished: set[int] = set()
         self.exit_s = deadlines.exit_s
         self.kept: dict[int, Deadline] = {}
         self._keep_s = deadlines.boot_s
+        self._standby = standby
         self._clearing: dict[int, Deadline] = {}  # who is kept once it has let its handoff go
         self._clock = clock
         self._out = out
@@ -177,6 +180,10 @@ class Agents:
     def fallen_told(self, generation: int) -> bool:
         """Whether one of the fallen was told to end: its node is being taken away."""
         return any(each.exit_code == TERMINATED for each in self._incomplete(generation))
+
+    def booting(self, generation: int) -> bool:
+        """Whether of a generation's launch somebody has not come yet who may still come."""
+        return any(agent.end_by is None for agent in self._incomplete(generation))
 
     def _incomplete(self, generation: int) -> list[Agent]:
         launched = (each for each in self._agents.values() if each.generation == generation)
@@ -327,23 +334,22 @@ class Agents:
                 del self._agents[name]
         return agent
 
-    def dismiss(self, generation: int) -> None:
-        """The handoff to this generation is off: its agents go at once whose workers have not all
-        booted yet."""
+    def dismiss(self, generation: int, reason: str, nodes: Container[str] | None = None) -> None:
+        """Agents of a generation whose workers have not all booted yet go at once, all of them or
+        those on these nodes."""
         for agent in self._incomplete(generation):
-            if agent.end_by is None:
+            if agent.end_by is None and (nodes is None or agent.seat.node in nodes):
                 if agent.exit_code is None:
-                    reason = f"the handoff to generation {generation} is off"
                     self._out.append(a.EndAgent(agent.name, reason))
                 self._retire(agent, 0.0)
 
     def reap(self) -> list[int]:
         """Ends what was kept for too long, and by force what did not go by itself; returns the
         workers struck off here."""
-        for waiting in (self.kept, self._clearing):
-            for worker, until in [*waiting.items()]:
-                if until.expired():
-                    self.let_go((worker,), str(until.error()))
+        for waiting, stay in ((self.kept, self._standby), (self._clearing, 0)):
+            over = [worker for worker, until in waiting.items() if until.expired()]
+            for worker in over[: max(0, len(waiting) - stay)]:
+                self.let_go((worker,), str(waiting[worker].error()))
         told = self._leave_by
         late = [w for w in self._workers if w in told and told[w].expired()]
         for worker in late:

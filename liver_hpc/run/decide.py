@@ -267,7 +267,8 @@ class Decider:
             most = policy.best(min(survivors + free, self.queue.ceiling))
         if most is not None and most.workers > survivors:
             with_joiners = way(most)
-            if with_joiners.estimate_s <= COMFORTABLE * window_s:
+            share = COMFORTABLE if self._to_boot(with_joiners.request) else 1.0
+            if with_joiners.estimate_s <= share * window_s:
                 return with_joiners
         smaller = [way(layout) for layout in policy.choices(survivors)]
         in_time = next((each for each in smaller if each.estimate_s <= window_s), None)

@@ -22,6 +22,7 @@ from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.notices import NoticeBook
 from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.requests import GROWTH, OPERATOR, ReconfigurationRequest, RequestQueue
+from liver_hpc.run.standbys import STANDBY
 
 MOST_PAUSE_DOUBLINGS = 6
 """Growing that fails or does not repay, again and again, is tried after ever longer pauses, up to
@@ -303,8 +304,11 @@ class ElasticPolicy:
         """Has kept joiners leave nodes that have to be left, gives back those on which nothing runs
         any more, and says how many are wanted."""
         now_s = self._clock.now_s()
-        there = self._agents.workers_on(self.nodes.doomed(), self._agents.spare(clearing=True))
-        self._agents.let_go(there, "its node has to be left")
+        doomed, leave = self.nodes.doomed(), "its node has to be left"
+        self._agents.let_go(
+            self._agents.workers_on(doomed, self._agents.spare(clearing=True)), leave
+        )
+        self._agents.dismiss(STANDBY, leave, doomed)
         busy = bool(self.queue.waiting) or not self._handoffs.idle
         self.nodes.note_idle(now_s)
         for held in self.nodes.values():
@@ -338,7 +342,7 @@ class ElasticPolicy:
         """Kept joiners of whom neither growth nor a request that waits has any use."""
         growth = self._most_workers() - len(trains.workers)
         useful = max(0, growth, *(each.joiners(trains) for each in self.queue.waiting))
-        return self.nodes.kept()[useful:]
+        return self.nodes.kept()[max(useful, self._config.workers.standby) :]
 
     # ---- what is learnt
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,4 +67,26 @@ def test_joiners_of_a_handoff_that_was_called_off_join_by_the_next_one(
     assert (first.booted, second.booted, third.booted) == (2, 0, 0)
     assert (third.outcome, third.digest_equal) == ("completed", True)
     assert third.boot_ended_s - third.notice_s < 0.2
+    wait_until(lambda: not processes_of(run), 20.0, "the run's processes to end")
+
+
+def test_a_standby_takes_a_seat_of_any_stage_without_boot_or_rehearsal(tmp_path: Path) -> None:
+    """The last stage's worker is replaced; then another standby boots, and ends with the run."""
+    sections = {"workers": {"standby": 1}, "layouts": {2: [{"pp": 2}]}, "policy": {"settle_s": 0.1}}
+    run = start(run_config(tmp_path, ENDLESS, **sections))
+    watch(run, lambda status: status.step >= 1 and status.spares == (2,), 60.0)
+    logs = [*run.path.glob("logs/worker-*.log")]
+    rehearsed = "rehearsed stage 1 of tp1 pp2 dp1"
+    wait_until(lambda: any(rehearsed in log.read_text() for log in logs), 20.0, rehearsed)
+    before = workers_of(run)
+    request(run, ReplaceRequest(replace=1))
+    watch(run, lambda status: status.workers == (0, 2) and status.spares == (3,), 60.0)
+    assert len(before & workers_of(run)) == 2, "worker 0, and the standby in worker 1's place"
+    told = (run.path / "logs" / "coordinator.log").read_text()
+    prepared = re.search(r"worker 2 prepared: .*warm_up (\S+) s", told)
+    assert prepared is not None
+    assert float(prepared[1]) < 0.02
+    (record,) = stop_and_read(run).reconfigurations
+    assert (record.outcome, record.digest_equal, record.booted) == ("completed", True, 0)
+    assert record.boot_ended_s - record.notice_s < 0.2
     wait_until(lambda: not processes_of(run), 20.0, "the run's processes to end")

@@ -50,7 +50,8 @@ def _at_rest(play: Play) -> None:
     assert not run.agents.ending()
     assert run.world is not None
     assert training_world(play.workers) is not None, "nobody trains"
-    members = {*run.world.rank_map.workers}
+    assert len(run.agents.kept) <= run.config.workers.standby
+    members = {*run.world.rank_map.workers, *run.agents.kept}
     for name, agent in play.watch.agents.items():
         idle = not agent.ended and not members & {*agent.workers}
         assert not idle, f"agent {name} is of no use, and still there"
