@@ -12,6 +12,8 @@ from liver_hpc.protocol.messages import Exit, Hello, ToWorker
 from liver_hpc.run import actions as a
 from liver_hpc.run.events import Seat
 
+STANDBY = -1
+"""In the place of a generation: launched for no world, but as a spare."""
 TERMINATED = 143
 """Exit code of an agent that was told to end by SIGTERM before it had met."""
 
@@ -193,10 +195,11 @@ class Agents:
 
     def taken(self, ending: bool = True) -> dict[str, set[int]]:
         """Slots in use, by node: those of all agents that have not ended yet; without `ending`,
-        not of those that are about to."""
+        not of those that are about to, nor of those that boot as spares."""
         taken: dict[str, set[int]] = {}
         for agent in self._agents.values():
-            if ending or agent.end_by is None:
+            boots = agent.generation == STANDBY and not agent.complete
+            if ending or not (boots or agent.end_by is not None):
                 taken.setdefault(agent.seat.node, set()).update(agent.slots())
         return taken
 

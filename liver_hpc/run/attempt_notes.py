@@ -122,7 +122,7 @@ class AttemptNotes:
                 for sent in self.traffic()
                 if node_of(sent.sender) != node_of(sent.receiver)
             ),
-            booted=len(self.said(m.Hello)),
+            spares=len(self.request.here),
         )
 
     def traffic(self) -> list[TrafficRecord]:

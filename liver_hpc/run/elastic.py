@@ -15,6 +15,7 @@ from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import StepDone
 from liver_hpc.run import actions as a
+from liver_hpc.run.agents import STANDBY
 from liver_hpc.run.decide import Begin, Decider, Decline, Drop, Estimates, Stay, ToDisk, Wait
 from liver_hpc.run.events import Memory, Node, NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.handoffs import Handoffs
@@ -22,7 +23,6 @@ from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.notices import NoticeBook
 from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.requests import GROWTH, OPERATOR, ReconfigurationRequest, RequestQueue
-from liver_hpc.run.standbys import STANDBY
 
 MOST_PAUSE_DOUBLINGS = 6
 """Growing that fails or does not repay, again and again, is tried after ever longer pauses, up to

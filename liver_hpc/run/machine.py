@@ -14,7 +14,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.events import WorkerLost
 from liver_hpc.run import events as e
 from liver_hpc.run.actions import Action, Answer, Ending, Log, StepPhase, TurnAway
-from liver_hpc.run.agents import Agent
+from liver_hpc.run.agents import STANDBY, Agent
 from liver_hpc.run.lifecycle import (
     ENDED,
     HANDING_OVER,
@@ -26,7 +26,6 @@ from liver_hpc.run.lifecycle import (
     RunState,
 )
 from liver_hpc.run.requests import ReconfigurationRequest
-from liver_hpc.run.standbys import STANDBY
 
 
 class Run(Lifecycle):

@@ -74,7 +74,7 @@ class ReconfigurationRecord:
     the start of the target's first; the largest over workers that were in both worlds.
     stayers_file_descriptors, stayers_resident_bytes: the largest after RELEASE over workers that
     were in both worlds. bytes_between_nodes: those of bytes_moved that go to another node.
-    booted: workers that were launched for it, and came.
+    spares: joiners that had booted before, and so did not have to for it.
     """
 
     generation: int
@@ -105,7 +105,7 @@ class ReconfigurationRecord:
     stayers_file_descriptors: int
     stayers_resident_bytes: int
     bytes_between_nodes: int = 0
-    booted: int = 0
+    spares: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import Rehearse
 from liver_hpc.run import actions as a
+from liver_hpc.run.agents import STANDBY
 from liver_hpc.run.nodes import HeldNodes
 
-STANDBY = -1
-"""In the place of a generation: launched for no world."""
 MOST_FAILURES = 4
 """So many that come to nothing between two handoffs are the last: a fifth would do no better."""
 

@@ -64,7 +64,7 @@ def test_joiners_of_a_handoff_that_was_called_off_join_by_the_next_one(
     assert other in workers_of(run)
     assert len(workers_of(run)) == 2
     first, second, third = stop_and_read(run).reconfigurations
-    assert (first.booted, second.booted, third.booted) == (2, 0, 0)
+    assert (first.spares, second.spares, third.spares) == (0, 2, 1)
     assert (third.outcome, third.digest_equal) == ("completed", True)
     assert third.boot_ended_s - third.notice_s < 0.2
     wait_until(lambda: not processes_of(run), 20.0, "the run's processes to end")
@@ -87,6 +87,6 @@ def test_a_standby_takes_a_seat_of_any_stage_without_boot_or_rehearsal(tmp_path:
     assert prepared is not None
     assert float(prepared[1]) < 0.02
     (record,) = stop_and_read(run).reconfigurations
-    assert (record.outcome, record.digest_equal, record.booted) == ("completed", True, 0)
+    assert (record.outcome, record.digest_equal, record.spares) == ("completed", True, 1)
     assert record.boot_ended_s - record.notice_s < 0.2
     wait_until(lambda: not processes_of(run), 20.0, "the run's processes to end")

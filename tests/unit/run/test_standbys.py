@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.run import actions as a
@@ -68,6 +70,31 @@ def test_one_is_launched_once_no_more_nodes_come_and_rehearses_what_trains() -> 
     assert len(launches(play)) == 2
 
 
+def test_a_request_waits_for_one_that_boots_in_a_slot_that_it_needs() -> None:
+    workers = STANDBY.config.workers.model_copy(update={"initial": 4, "max": 4})
+    config = STANDBY.config.model_copy(update={"workers": workers})
+    play = Play(replace(STANDBY, config=config), Choices(b""))
+    play.begin()
+    play.settle()
+    play.ask(m.ResizeRequest(layout="dp=2"))
+    for _ in range(4):
+        play.settle()
+        play.train()
+    play.settle()
+    play.wait(SETTLE_S)
+    assert play.run.agents.booting(-1)
+    assert play.ask(m.ResizeRequest(layout="dp=4")).ok
+    assert play.run.handoffs.idle
+    for _ in range(4):
+        play.settle()
+        play.train()
+    play.settle()
+    assert [(each.target, each.spares) for each in play.watch.records] == [
+        ("tp1 pp1 dp2", 0),
+        ("tp1 pp1 dp4", 1),
+    ]
+
+
 def test_it_stays_as_long_as_nobody_wants_it() -> None:
     play = with_standby()
     play.wait(10 * STANDBY.config.deadlines.boot_s)
@@ -87,7 +114,7 @@ def test_a_node_that_has_to_be_left_is_left_onto_it_without_a_boot_and_another_o
         play.train()
     play.settle()
     (record,) = play.watch.records
-    assert (record.outcome, record.booted) == ("completed", 0)
+    assert (record.outcome, record.spares) == ("completed", 1)
     assert play.run.world is not None
     assert {*play.run.world.rank_map.workers} == {1, 2}
     play.wait(SETTLE_S)
