@@ -253,6 +253,7 @@ class Run(Lifecycle):
 
     def _node_gone(self, event: e.NodeGone) -> None:
         reason = f"node {event.node} is gone: {event.reason}"
+        self.agents.dismiss(STANDBY, reason, {event.node})
         if self._begins_on(event.node):
             self._end(Ending.RESTART, f"{reason}, before training began")
         elif self.agents.launched_on({event.node}, self.handoffs.generation):

@@ -8,7 +8,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
-from liver_hpc.run.events import NodeWarned
+from liver_hpc.run.events import NodeGone, NodeWarned
 from liver_hpc.run.standbys import MOST_FAILURES
 from tests.fakes import Fault
 from tests.unit.run.choices import Choices
@@ -130,6 +130,14 @@ def test_on_a_node_that_has_to_be_left_none_boots_and_none_waits() -> None:
     assert not play.run.agents.booting(-1)
     play.settle()
     assert not play.run.agents.kept
+
+    play = training()
+    play.wait(SETTLE_S)
+    while not play.workers.get(2):
+        play.go_on(draw=False)
+    play.feed(NodeGone(WIDE2.name, "down"))
+    play.settle()
+    assert not play.run.agents.kept, "its Hello came after the end of its node"
 
     play = with_standby()
     play.tell(NodeWarned(WIDE2.name, "drained", play.now_s))
