@@ -199,9 +199,7 @@ class Coordinator:
             # sent meanwhile has not been read yet, and no deadline has passed before it is.
             self._registry.excuse_all()
             return
-        for worker, (deadline, reason) in list(self._unexplained.items()):
-            if deadline.expired():
-                self._worker_gone(worker, reason)
+        self._give_up_explanations()
         self._look_at_agents()
         self._feed(e.Tick())
         if self._inbox.empty():  # else the heartbeat may be in there
@@ -336,6 +334,11 @@ class Coordinator:
                     limit = Deadline.after(self._clock, EXPLAIN_S, f"the agent of worker {worker}")
                     self._unexplained[worker] = (limit, reason)
 
+    def _give_up_explanations(self) -> None:
+        for worker, (deadline, reason) in list(self._unexplained.items()):
+            if deadline.expired():
+                self._worker_gone(worker, reason)
+
     def _worker_gone(self, worker: int, reason: str) -> None:
         self._unexplained.pop(worker, None)
         self._feed(e.WorkerGone(worker, reason))
@@ -385,6 +388,7 @@ class Coordinator:
         event = self._inbox.get(TICK_S)
         if event is not None:
             self._dispatch(event)
+        self._give_up_explanations()
 
     def _working(self) -> bool:
         """Whether an agent whose workers had all come still runs."""

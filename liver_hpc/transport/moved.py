@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from liver_hpc.errors import TransferError
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.transport.buckets import Piece
 from liver_hpc.transport.digest import MODULUS, add_digest
@@ -18,14 +19,18 @@ from liver_hpc.transport.digest import MODULUS, add_digest
 Ends = Literal["sent", "received"]
 Work = Literal["wire", "pack", "unpack", "copy", "digest"]
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their size in bytes: of floating-point numbers equal ones may differ, NaN does."""
+
 
 @dataclass(frozen=True)
 class TransferStats:
     """Where the time of one worker's stream went, and how many bytes of state it moved.
 
     wire_s: waiting for messages. pack_s, unpack_s: copying into and out of staging. copy_s:
-    copying within the worker. digest_s: of all that was moved. On CUDA the last four are the time
-    in which the device was told what to do, and the wait for it is in wire_s.
+    copying within the worker. digest_s: digests of what crossed, and comparing what was copied. On
+    CUDA the last four are the time in which the device was told what to do, and the wait for it is
+    in wire_s.
     bytes_staged: of what was sent and received, as much as passed staging here.
     """
 
@@ -53,11 +58,11 @@ class TransferStats:
 class Moved:
     """What one worker's stream has moved.
 
-    sent, received: digests in [0, MODULUS) by (peer worker, kind); copies within the worker stand
-    under its own id in both. `sent` was read from the source world, `received` from the target
-    world, so that worker a's `sent[b, kind]` equals worker b's `received[a, kind]` where nothing
-    went wrong between the two: from when the source was read (before it was packed; where it goes
-    as it lies, when it was sent) until the target was written. Empty where no digests were wanted.
+    sent, received: digests in [0, MODULUS) by (peer worker, kind). `sent` was read from the source
+    world, `received` from the target world, so that worker a's `sent[b, kind]` equals worker b's
+    `received[a, kind]` where nothing went wrong between the two: from when the source was read
+    (before it was packed; where it goes as it lies, when it was sent) until the target was written.
+    Empty where no digests were wanted. Copies within the worker were compared instead.
     """
 
     sent: Mapping[tuple[int, str], int]
@@ -73,6 +78,7 @@ class Tally:
         self._digest = digest
         self._sums: dict[tuple[Ends, int, str], torch.Tensor] = {}
         self._settled = torch.zeros(0, dtype=torch.int64)
+        self._differences: dict[str, torch.Tensor] = {}
         self._seconds: dict[str, float] = defaultdict(float)
         self._bytes: Counter[str] = Counter()
 
@@ -103,17 +109,37 @@ class Tally:
                     self._sums[end, peer, piece.kind] = total
                 add_digest(total, view, self._model.tensors[piece.tensor_index], piece.box)
 
+    def compare(self, kind: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Notes whether a copy within the worker has other bits than what it was made of.
+
+        source, target: of the same shape and dtype, any strides.
+        """
+        if not self._digest:
+            return
+        with self.timed("digest"):
+            bits = _BITS[source.element_size()]
+            lowest, highest = torch.aminmax(source.detach().view(bits) ^ target.view(bits))
+            difference = (lowest | highest).to(torch.int64)
+            if kind in self._differences:
+                difference |= self._differences[kind]
+            self._differences[kind] = difference
+
     def settle(self) -> None:
         """The last of it has been seen: the device is told to hand the digests over. Waits for
         nothing; for `moved` the device must have done it."""
-        if self._sums:
-            sums = torch.stack(list(self._sums.values()))
-            self._settled = sums.to("cpu", non_blocking=True)
+        seen = [*self._sums.values(), *self._differences.values()]
+        if seen:
+            self._settled = torch.stack(seen).to("cpu", non_blocking=True)
 
     def moved(self) -> Moved:
-        """All of it, once it has settled."""
-        values = (value % MODULUS for value in self._settled.tolist())
-        sums = dict(zip(self._sums, values, strict=True))
+        """All of it, once it has settled. Raises TransferError where a copy within the worker is
+        not what it was made of."""
+        settled = self._settled.tolist()
+        differences = zip(self._differences, settled[len(self._sums) :], strict=True)
+        if wrong := [kind for kind, difference in differences if difference]:
+            raise TransferError(f"copies of {wrong} within the worker differ from their sources")
+        values = (value % MODULUS for value in settled)
+        sums = dict(zip(self._sums, values, strict=False))
         sent, received = (
             {(peer, kind): value for (of, peer, kind), value in sums.items() if of == end}
             for end in ("sent", "received")

@@ -123,6 +123,7 @@ class World:
         optimizer.create_state(self.optimizers)
         self._scheduler = optimizer.build_scheduler(self.recipe, self.optimizer)
         self._schedule = self._build_schedule()
+        self._gradients_are_clear = True  # as megatron allocates them
         self.refresh_state()
 
     def _build_chunks(self) -> list[DistributedDataParallel]:
@@ -192,8 +193,8 @@ class World:
         optimizer state become garbage, buffers stay. Safe beside a training thread of this process.
 
         It computes one micro-batch, in an interleaved pipeline the fewest that its schedule takes.
-        again: False where a seat of these shapes, once rehearsed in this process, is not to be
-        rehearsed any more.
+        again: False where a seat is not to be rehearsed from which this process has nothing left to
+        learn (`world/rehearsed.py`).
         """
         recipe, layout = self.recipe, self.rank_map.layout
         shapes = Shapes.of_seat(
@@ -203,11 +204,16 @@ class World:
             self.at,
             self.tensors.values(),
         )
-        if again or not rehearsed.known(shapes):
+        device = self.device.torch_device
+        if again or not rehearsed.known(shapes, device):
             self._rehearse(layout.pp if layout.vpp > 1 else 1)
-            rehearsed.remember(shapes)
+            rehearsed.remember(shapes, device)
+            self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+        self._gradients_are_clear = True
 
     def _rehearse(self, micro_batches: int) -> None:
         kept = [(place, *place.copy()) for place in buffers.all_buffers(self.chunks)]
@@ -250,8 +256,9 @@ class World:
 
         most: how many micro-batches are computed at most; None: all.
         """
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+        if not self._gradients_are_clear:
+            self._clear_gradients()
+        self._gradients_are_clear = False
         self.optimizer.zero_grad()
         return self._compute(self._micro_batches(self.recipe.batch(step), step)[:most])
 

@@ -14,7 +14,7 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError
 from slurm.testbed import accounting, configuration, controller, hosts
 from slurm.testbed.errors import ClusterError
-from slurm.testbed.membership import Holder, describe, known_namespaces, load_holder, members
+from slurm.testbed.membership import Holder, Kept, describe, load_holder, members
 from slurm.testbed.packages import install_missing
 from slurm.testbed.settings import CONTROL_HOST, MARKER, Place, Settings, binds_needed
 
@@ -65,13 +65,14 @@ def _outside(place: Place) -> None:
 
 
 def _remove(place: Place) -> None:
-    held = known_namespaces(place)
     control = load_holder(place, CONTROL_HOST)
     spared = {control.pid} if control else set()
-    # The control host's holder goes last: should this be killed too, the next `down` still finds
-    # its namespaces and all in them.
-    _kill_all(place, held, spared)
-    _kill_all(place, held, set())
+    with Kept() as kept:
+        kept.keep_recorded(place)
+        # The control host's holder goes last: should this be killed too, the next `down` still
+        # finds its namespaces and all in them.
+        _kill_all(place, kept.names, spared)
+        _kill_all(place, kept.names, set())
     if mounts := mounts_inside(place):
         raise ClusterError(f"still mounted: {', '.join(mounts)}")
     shutil.rmtree(place.root)

@@ -8,11 +8,12 @@ import select
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from slurm.testbed.errors import ClusterError
-from slurm.testbed.membership import Holder, children, inhabitants, load_holder
+from slurm.testbed.membership import Holder, Kept, children, inhabitants, load_holder
 from slurm.testbed.packages import SYSTEM_PATH, program
 from slurm.testbed.settings import (
     BRIDGE,
@@ -106,9 +107,11 @@ class Starting:
         readable, _, _ = select.select([self._process.stdout], [], [], deadline.remaining_s())
         if not readable:
             raise deadline.error()
-        if self._process.stdout.readline() != b"ready\n":
-            complaint = self._log.read_text(encoding="utf-8", errors="replace")
-            raise ClusterError(f"{self._host} could not be made:\n{complaint[-1000:]}")
+        if (said := self._process.stdout.readline()) != b"ready\n":
+            complaint = self._log.read_text(encoding="utf-8", errors="replace")[-1000:]
+            with suppress(subprocess.TimeoutExpired):
+                complaint += f"exit code {self._process.wait(deadline.remaining_s())}"
+            raise ClusterError(f"{self._host} could not be made: it said {said!r}\n{complaint}")
         pid = self._process.pid
         if self._node:
             pid = next(iter(children(pid)), 0)
@@ -182,9 +185,10 @@ def lose(place: Place, node: str) -> None:
     holder = holder_of(place, node)
     control = holder_of(place, CONTROL_HOST)
     call(*in_network_of(control, "ip", "link", "set", cable_of(node), "down"))
-    held = set(holder.namespaces)
-    holder.kill()
-    deadline = Deadline.after(SystemClock(), HOST_LIMIT_S, f"the processes of {node} to end")
-    poll_until(lambda: not inhabitants(held), deadline)
+    with Kept() as kept:
+        kept.keep(holder.pid)
+        holder.kill()
+        deadline = Deadline.after(SystemClock(), HOST_LIMIT_S, f"the processes of {node} to end")
+        poll_until(lambda: not inhabitants(kept.names), deadline)
     call(*in_network_of(control, "ip", "link", "del", cable_of(node)), may_fail=True)
     (place.records / f"{node}.json").unlink()

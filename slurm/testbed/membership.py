@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from slurm.testbed.errors import ClusterError
 from slurm.testbed.settings import MARKER, Place, write_whole
 
 PROC = Path("/proc")
+KINDS = ("net", "uts", "ipc", "mnt", "pid")
 
 
 def started_ticks(pid: int) -> int | None:
@@ -44,7 +46,7 @@ def _stat(pid: int) -> list[str] | None:
 def namespaces(pid: int) -> set[str]:
     """Such as {"net:[4026532008]", ...}; empty for a process that is gone."""
     found = set()
-    for kind in ("net", "uts", "ipc", "mnt", "pid"):
+    for kind in KINDS:
         with suppress(OSError):
             found.add(os.readlink(PROC / str(pid) / "ns" / kind))
     return found
@@ -107,19 +109,49 @@ def load_holder(place: Place, host: str) -> Holder | None:
     return holder if holder.alive() else None
 
 
-def known_namespaces(place: Place) -> set[str]:
-    """Those recorded ones in which a marked process lives.
+class Kept:
+    """Namespaces that last as long as this is open, whether or not anybody lives in them.
 
-    Numbers of dead namespaces are given out again, maybe to another cluster's.
+    The kernel gives the number of a namespace that has ended to the next one that is made, maybe
+    another cluster's: who kills by number keeps the namespace meanwhile.
     """
-    recorded: set[str] = set()
-    for path in place.records.glob("*.json"):
-        recorded.update(json.loads(path.read_text(encoding="utf-8"))["namespaces"])
-    held: set[str] = set()
-    for pid in all_pids():
-        if is_marked(pid, place):
-            held |= namespaces(pid)
-    return (recorded & held) - namespaces(os.getpid())
+
+    def __init__(self) -> None:
+        self._descriptors: dict[str, int] = {}
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    @property
+    def names(self) -> set[str]:
+        """Such as {"net:[4026532008]", ...}."""
+        return set(self._descriptors)
+
+    def keep(self, pid: int, among: Container[str] | None = None) -> None:
+        """Those of a process that this one does not share; only such as are `among`."""
+        own = namespaces(os.getpid())
+        for kind in KINDS:
+            with suppress(OSError):  # the process is gone
+                descriptor = os.open(PROC / str(pid) / "ns" / kind, os.O_RDONLY)
+                name = os.readlink(PROC / "self" / "fd" / str(descriptor))
+                if name in own or name in self._descriptors or not (among is None or name in among):
+                    os.close(descriptor)
+                else:
+                    self._descriptors[name] = descriptor
+
+    def keep_recorded(self, place: Place) -> None:
+        """A cluster's recorded ones in which a marked process lives: numbers of those that have
+        ended may be another cluster's."""
+        recorded: set[str] = set()
+        for path in place.records.glob("*.json"):
+            recorded.update(json.loads(path.read_text(encoding="utf-8"))["namespaces"])
+        for pid in all_pids():
+            if is_marked(pid, place):
+                self.keep(pid, recorded)
 
 
 def inhabitants(among: set[str]) -> list[int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from slurm.testbed.membership import describe, inhabitants, members, namespaces
+from slurm.testbed.membership import Kept, describe, inhabitants, members, namespaces
 from tests.cluster.harness import REPOSITORY, SlurmCluster, command_line
 
 # An installation of Slurm falls into the first test.
@@ -206,7 +206,7 @@ class Outside:
         self._shared = cluster.shared
         self._mounted = self._mounts()
         self._links = sorted(Path("/sys/class/net").iterdir())
-        self._held: set[str] = set()
+        self._kept = Kept()
 
     def _mounts(self) -> list[str]:
         """But those of tests that run beside this one, in directories of their own."""
@@ -221,13 +221,13 @@ class Outside:
     def note_namespaces(self) -> None:
         """While it stands."""
         for pid in members(self._place, set()):
-            self._held |= namespaces(pid)
-        self._held -= namespaces(os.getpid())
+            self._kept.keep(pid)
 
     def check_nothing_left(self) -> None:
         assert not self._place.root.exists()
         assert [describe(pid) for pid in members(self._place, set())] == []
-        assert [describe(pid) for pid in inhabitants(self._held)] == []
+        with self._kept as kept:
+            assert [describe(pid) for pid in inhabitants(kept.names)] == []
         assert self._mounts() == self._mounted
         assert sorted(Path("/sys/class/net").iterdir()) == self._links
         sockets = Path("/proc/net/unix").read_text(encoding="utf-8")
@@ -283,6 +283,31 @@ def test_down_after_up_was_killed_in_the_middle(second_cluster: SlurmCluster, mo
     assert "was never taken down" in again.stderr
     second_cluster.testbed("down")
     outside.check_nothing_left()
+
+
+def test_a_namespace_that_is_kept_gives_its_number_to_nobody() -> None:
+    """The kernel gives the lowest free number: `down` would kill what another cluster starts."""
+
+    def start() -> tuple[subprocess.Popen[bytes], set[str]]:
+        process = subprocess.Popen(["unshare", "--net", "--uts", "--ipc", "--", "sleep", "60"])
+        deadline = Deadline.after(SystemClock(), 5.0, "namespaces of its own")
+        poll_until(lambda: len(namespaces(process.pid) - namespaces(os.getpid())) == 3, deadline)
+        return process, namespaces(process.pid) - namespaces(os.getpid())
+
+    def end(process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait(5.0)
+
+    first, held = start()
+    with Kept() as kept:
+        kept.keep(first.pid)
+        assert kept.names == held
+        end(first)
+        assert inhabitants(held) == []
+        for _ in range(5):
+            later, names = start()
+            end(later)
+            assert held.isdisjoint(names)
 
 
 def test_commands_say_what_is_wrong(slurm_cluster: SlurmCluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -327,6 +328,22 @@ def test_a_signal_of_an_agent_is_brought_before_the_pool(make: Start) -> None:
     line = agents_own_line(run, "a1")
     line.send(m.Warned(agent="a1", signal="TERM", at_s=1.0))
     run.until(lambda: run.cluster.pool.signals == [("n2", "SIGTERM")], "the pool to hear of it")
+    line.close()
+
+
+def test_an_agent_that_does_not_say_how_its_worker_ended_does_not_delay_the_end(
+    make: Start,
+) -> None:
+    run = on_two_nodes(make)
+    agents = {run.coordinator.core.agents.agent_of(worker): worker for worker in (0, 1)}
+    line = agents_own_line(run, "a1")
+    run.until(lambda: "a1" in run.coordinator._registry, "the agent's line")
+    run.cluster.workers[agents["a1"]].channel.close()
+    run.until(lambda: run.coordinator._unexplained, "the end of its worker to be noticed")
+    began_s = time.monotonic()
+    run.cluster.workers[agents["a0"]].channel.close()
+    assert run.outcome().state == "failed"
+    assert time.monotonic() - began_s < run.coordinator._config.deadlines.exit_s / 2
     line.close()
 
 

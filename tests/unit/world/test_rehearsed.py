@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.world import rehearsed
 from liver_hpc.world.rehearsed import Shapes
 
 TENSORS = [torch.zeros(4, 2), torch.zeros(3)]
@@ -42,3 +45,38 @@ def test_what_splits_activations_runs_others(other: tuple[str, tuple[int, int, i
 def test_the_ends_of_a_pipeline_run_others() -> None:
     seats = {shapes_at("pp4", (0, stage, 0)) for stage in range(4)}
     assert len(seats) == 3
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has rehearsed nothing and compiled nothing."""
+    monkeypatch.setattr(rehearsed, "_rehearsed", set())
+    monkeypatch.setattr(rehearsed, "_devices", set())
+    monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FIRST, OTHER = shapes_at("tp2", (0, 0, 0)), shapes_at("pp2", (0, 0, 0))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_process_on_cpus_learns_all_from_one_rehearsal() -> None:
+    assert not rehearsed.known(FIRST, CPU)
+    rehearsed.remember(FIRST, CPU)
+    assert rehearsed.known(FIRST, CPU)
+    assert rehearsed.known(OTHER, CPU)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_kernels_of_a_gpu_are_made_for_shapes() -> None:
+    rehearsed.remember(FIRST, CUDA)
+    assert rehearsed.known(FIRST, CUDA)
+    assert not rehearsed.known(OTHER, CUDA)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_compiled_code_is_made_for_shapes() -> None:
+    rehearsed.remember(FIRST, CPU)
+    torch.compile(torch.nn.Identity(), backend="eager")(torch.zeros(1))
+    assert rehearsed.known(FIRST, CPU)
+    assert not rehearsed.known(OTHER, CPU)
