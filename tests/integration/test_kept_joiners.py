@@ -33,7 +33,12 @@ from tests.integration.runs import (
 )
 from tests.scripted_cluster import ScriptedPool
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("unhurried_steps")]
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIVER_TEST_STEP_S", "0.1")
 
 
 def workers_of(run: RunDirectory) -> set[psutil.Process]:
@@ -80,10 +85,10 @@ def test_joiners_of_a_handoff_that_was_called_off_join_by_the_next_one(
     wait_until(lambda: not processes_of(run), 20.0, "the run's processes to end")
 
 
-def on_nodes(config: RunConfig, *names: str) -> tuple[RunDirectory, ScriptedPool, Thread]:
-    """A run whose coordinator is in this process; each node is this machine, with a slot."""
+def on_nodes(config: RunConfig, **slots: int) -> tuple[RunDirectory, ScriptedPool, Thread]:
+    """A run whose coordinator is in this process; each node is this machine."""
     run = new_run(*checked_run(config))
-    pool = ScriptedPool([Node(name, "main", slots=1) for name in names])
+    pool = ScriptedPool([Node(name, "main", slots=number) for name, number in slots.items()])
 
     def build(*arguments: Any) -> Services:
         return replace(services_of(*arguments), pool=pool)
@@ -95,11 +100,11 @@ def on_nodes(config: RunConfig, *names: str) -> tuple[RunDirectory, ScriptedPool
 
 
 def test_a_standby_takes_the_seat_of_a_worker_whose_node_is_taken_away(tmp_path: Path) -> None:
-    """Without boot, and without rehearsal though that worker is in the last stage. Then another
-    standby boots, where there is room again, and ends with the run."""
+    """Without boot, and without rehearsal of whichever stage it comes to. Then another standby
+    boots, and ends with the run."""
     sections = {"workers": {"standby": 1}, "layouts": {2: [{"pp": 2}]}, "policy": {"settle_s": 0.1}}
     config = run_config(tmp_path, ENDLESS, **sections)
-    run, pool, coordinator = on_nodes(config, "n1", "n2", "n3")
+    run, pool, coordinator = on_nodes(config, n1=1, n2=1, n3=2)
     watch(run, lambda status: status.step >= 1 and status.spares == (2,), 60.0)
     logs = [*run.path.glob("logs/worker-*.log")]
     rehearsed = "rehearsed stage 1 of tp1 pp2 dp1"
@@ -108,10 +113,9 @@ def test_a_standby_takes_the_seat_of_a_worker_whose_node_is_taken_away(tmp_path:
     assert len(before) == 3
 
     pool.warn("n2", "preempted", window_s=30.0)
-    watch(run, lambda status: status.workers == (0, 2) and status.handoff is None, 30.0)
+    watch(run, lambda status: 2 in status.workers and status.handoff is None, 30.0)
     wait_until(lambda: "n2" in pool.given_back, 10.0, "the node to be left")
-    assert len(before & workers_of(run)) == 2, "worker 0, and the standby in worker 1's place"
-    pool.grant(Node("n4", "main", slots=1))
+    assert len(before & workers_of(run)) == 2, "who stays, and the standby in the leaver's place"
     watch(run, lambda status: status.spares == (3,), 30.0)
     told = (run.path / "logs" / "coordinator.log").read_text()
     prepared = re.search(r"worker 2 prepared: .*warm_up (\S+) s", told)
