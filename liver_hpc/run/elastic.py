@@ -305,9 +305,8 @@ class ElasticPolicy:
         any more, and says how many are wanted."""
         now_s = self._clock.now_s()
         doomed, leave = self.nodes.doomed(), "its node has to be left"
-        self._agents.let_go(
-            self._agents.workers_on(doomed, self._agents.spare(clearing=True)), leave
-        )
+        there = self._agents.workers_on(doomed, self._agents.spare(clearing=True))
+        self._agents.let_go(there, leave)
         self._agents.dismiss(STANDBY, leave, doomed)
         busy = bool(self.queue.waiting) or not self._handoffs.idle
         self.nodes.note_idle(now_s)

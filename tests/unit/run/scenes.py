@@ -106,13 +106,13 @@ SCENES = (
         (WIDE1, WIDE2),
         (burst(3),),
     ),
+    Scene("nowhere to go", _config(layouts={2: [{"dp": 2}, {"tp": 2}]}), (N1, N2), (burst(3),)),
     Scene(
         "standby",
         _config(layouts=ANY_NUMBER, workers={"initial": 2, "max": 2, "standby": 1}),
         (WIDE1, WIDE2),
         (burst(3), SPARE),
     ),
-    Scene("nowhere to go", _config(layouts={2: [{"dp": 2}, {"tp": 2}]}), (N1, N2), (burst(3),)),
 )
 
 
