@@ -110,18 +110,6 @@ MUTATIONS = (
     ),
     Mutation(
         "run/handoffs.py",
-        '        if ended.outcome != "completed":\n            reason',
-        '        if ended.outcome == "completed":\n            reason',
-        "launches of a handoff that was called off boot on",
-    ),
-    Mutation(
-        "protocol/machine.py",
-        "        if kept := tuple(w for w in joiners if w not in leave):\n",
-        "        if kept := tuple(joiners):\n",
-        "a joiner is kept that had the handoff called off",
-    ),
-    Mutation(
-        "run/handoffs.py",
         "        self._agents.take(here)\n",
         "",
         "a joiner with a seat is kept for another handoff",
