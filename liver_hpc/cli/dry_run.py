@@ -122,11 +122,14 @@ def _most_memory(config: RunConfig, recipe: Recipe) -> list[str]:
     rehearsal = f"{bytes_text(held.rehearsal)} for the rehearsal"
     if config.handoff.warm_up and recipe.rehearsal_bytes(change.target) is None:
         rehearsal = "activations of the rehearsal, which the recipe does not tell"
+    spares = config.workers.standby
+    beside = f"#   each of {spares} standbys takes one world and the rehearsal, of its own slot"
     return [
         f"# memory: a handoff takes up to {bytes_text(held.together)} of a worker ({change}): "
         f"{bytes_text(held.source)} and {bytes_text(held.target)}",
         f"#   of both worlds, {bytes_text(held.staging)} of staging and {rehearsal}; "
         "training's activations come on top",
+        *([beside] if spares else ()),
         *_bounded_memory(budget, change, config.layouts_listed),
     ]
 

@@ -168,12 +168,14 @@ class EvalSection(Section):
 class WorkersSection(Section):
     """How many workers the run starts with and may ever have, and how they start.
 
-    With `warm`, a process on each node imports what workers need, and forks them.
+    With `warm`, a process on each node imports what workers need, and forks them. `standby`: so
+    many more are booted and rehearsed in free slots, for the next handoff that wants any.
     """
 
     initial: PositiveInt
     max: PositiveInt
     warm: bool = True
+    standby: NonNegativeInt = 0
 
     @model_validator(mode="after")
     def _ordered(self) -> WorkersSection:

@@ -308,6 +308,12 @@ class Prepare(_OfWorld, type="prepare"):
     bounded: bool = False
 
 
+class Rehearse(Message, type="rehearse"):
+    """To a spare: rehearse what the first, a middle and the last stage of a layout compute."""
+
+    layout: str
+
+
 class Arm(_OfWorld, type="arm"):
     """All are prepared: raise the ready flag; joiners wait for the transfer.
 
@@ -507,7 +513,9 @@ FromWorker = (
     Hello | StepDone | Evaluated | Verified | OfAttempt | Progress | Heartbeat | Finished | Saved
     | Restored | Transports
 )  # fmt: skip
-ToWorker = Begin | Proceed | Prepare | Arm | Boundary | Verdict | Abort | Resume | Exit | Stop
+ToWorker = (
+    Begin | Proceed | Prepare | Rehearse | Arm | Boundary | Verdict | Abort | Resume | Exit | Stop
+)  # fmt: skip
 ToAgent = StartWorkers | EndWorkers | Exit
 FromAgent = AgentHello | Warned | WorkerEnded | LaunchEnded | KeeperHello
 FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | DrainRequest | StopRequest

@@ -107,8 +107,8 @@ class NoticeFigures:
 @dataclass(frozen=True)
 class RunFigures:
     """Totals of a run, and its parts: worlds by their number, attempts in the order of the records,
-    notices as they came. Sums leave out what is not known; bytes are those of completed handoffs;
-    aborted counts all others.
+    notices as they came. Sums leave out what is not known; bytes and spares are those of completed
+    handoffs; aborted counts all others.
 
     steps counts each step once; missing_steps were done but not recorded. wall_s: start of the
     first recorded step to the end of the last. evaluation_s: of all evaluations within. goodput:
@@ -130,6 +130,7 @@ class RunFigures:
     bytes_moved: int
     bytes_local: int
     bytes_between_nodes: int
+    spares: int
     tokens: int
     tokens_per_s: float
     goodput: float
@@ -165,6 +166,7 @@ def run_figures(records: RunRecords) -> RunFigures:
         bytes_moved=sum(attempt.bytes_moved for attempt in completed),
         bytes_local=sum(attempt.bytes_local for attempt in completed),
         bytes_between_nodes=sum(attempt.bytes_between_nodes for attempt in completed),
+        spares=sum(attempt.spares for attempt in completed),
         tokens=tokens,
         tokens_per_s=_ratio(tokens, wall_s),
         goodput=_ratio(

@@ -136,6 +136,8 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
             + (f", {bytes_text(between)} of it between nodes" if between else "")
             + f"; {bytes_text(figures.bytes_local)} stayed in place"
         )
+        if figures.spares:
+            lines["spares"] = f"{figures.spares} joiners had booted before their handoff"
     return {name: line for name, line in lines.items() if line}
 
 

@@ -12,6 +12,8 @@ from liver_hpc.protocol.messages import Exit, Hello, ToWorker
 from liver_hpc.run import actions as a
 from liver_hpc.run.events import Seat
 
+STANDBY = -1
+"""In the place of a generation: launched for no world, but as a spare."""
 TERMINATED = 143
 """Exit code of an agent that was told to end by SIGTERM before it had met."""
 
@@ -62,14 +64,17 @@ class Agents:
 
     finished: workers that have done their last step; they may end when they like. exit_s: how long
     an agent may take to end. kept: joiners whose handoff was called off and that the next one may
-    have, each with the end of its stay.
+    have, each with the end of its stay. standby: so many of them stay for longer.
     """
 
-    def __init__(self, deadlines: DeadlineSection, clock: Clock, out: list[a.Action]) -> None:
+    def __init__(
+        self, deadlines: DeadlineSection, clock: Clock, out: list[a.Action], standby: int = 0
+    ) -> None:
         self.finished: set[int] = set()
         self.exit_s = deadlines.exit_s
         self.kept: dict[int, Deadline] = {}
         self._keep_s = deadlines.boot_s
+        self._standby = standby
         self._clearing: dict[int, Deadline] = {}  # who is kept once it has let its handoff go
         self._clock = clock
         self._out = out
@@ -178,6 +183,10 @@ class Agents:
         """Whether one of the fallen was told to end: its node is being taken away."""
         return any(each.exit_code == TERMINATED for each in self._incomplete(generation))
 
+    def booting(self, generation: int) -> bool:
+        """Whether of a generation's launch somebody has not come yet who may still come."""
+        return any(agent.end_by is None for agent in self._incomplete(generation))
+
     def _incomplete(self, generation: int) -> list[Agent]:
         launched = (each for each in self._agents.values() if each.generation == generation)
         return [agent for agent in launched if not agent.complete]
@@ -186,10 +195,11 @@ class Agents:
 
     def taken(self, ending: bool = True) -> dict[str, set[int]]:
         """Slots in use, by node: those of all agents that have not ended yet; without `ending`,
-        not of those that are about to."""
+        not of those that are about to, nor of those that boot as spares."""
         taken: dict[str, set[int]] = {}
         for agent in self._agents.values():
-            if ending or agent.end_by is None:
+            boots = agent.generation == STANDBY and not agent.complete
+            if ending or not (boots or agent.end_by is not None):
                 taken.setdefault(agent.seat.node, set()).update(agent.slots())
         return taken
 
@@ -327,23 +337,22 @@ class Agents:
                 del self._agents[name]
         return agent
 
-    def dismiss(self, generation: int) -> None:
-        """The handoff to this generation is off: its agents go at once whose workers have not all
-        booted yet."""
+    def dismiss(self, generation: int, reason: str, nodes: Container[str] | None = None) -> None:
+        """Agents of a generation whose workers have not all booted yet go at once, all of them or
+        those on these nodes."""
         for agent in self._incomplete(generation):
-            if agent.end_by is None:
+            if agent.end_by is None and (nodes is None or agent.seat.node in nodes):
                 if agent.exit_code is None:
-                    reason = f"the handoff to generation {generation} is off"
                     self._out.append(a.EndAgent(agent.name, reason))
                 self._retire(agent, 0.0)
 
     def reap(self) -> list[int]:
         """Ends what was kept for too long, and by force what did not go by itself; returns the
         workers struck off here."""
-        for waiting in (self.kept, self._clearing):
-            for worker, until in [*waiting.items()]:
-                if until.expired():
-                    self.let_go((worker,), str(until.error()))
+        for waiting, stay in ((self.kept, self._standby), (self._clearing, 0)):
+            over = [worker for worker, until in waiting.items() if until.expired()]
+            for worker in over[: max(0, len(waiting) - stay)]:
+                self.let_go((worker,), str(waiting[worker].error()))
         told = self._leave_by
         late = [w for w in self._workers if w in told and told[w].expired()]
         for worker in late:

@@ -127,7 +127,7 @@ class AttemptNotes:
                 if node_of(sent.sender) != node_of(sent.receiver)
             ),
             checkpointed_s=self.saved_s.get(step, math.nan),
-            booted=len(self.said(m.Hello)),
+            spares=len(self.request.here),
         )
 
     def traffic(self) -> list[TrafficRecord]:

@@ -15,6 +15,7 @@ from liver_hpc.layout.coordinates import Layout, RankMap, alone
 from liver_hpc.layout.policy import LayoutPolicy
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol.events import WorldRef
+from liver_hpc.run.agents import STANDBY
 from liver_hpc.run.estimates import HandoffEstimator
 from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.requests import GROWTH, ReconfigurationRequest, RequestQueue
@@ -163,9 +164,10 @@ class Decider:
         pointless = request.pointless(self.source)
         if pointless:
             return Drop(request, pointless)
-        free = self.nodes.free_slots()
-        if self.nodes.agents.ending() and free is not None and free < request.joiners(self.source):
-            return Wait(f"{request}: agents that are ending hold slots that it needs")
+        agents, free = self.nodes.agents, self.nodes.free_slots()
+        busy = agents.ending() or agents.booting(STANDBY)
+        if busy and free is not None and free < request.joiners(self.source):
+            return Wait(f"{request}: agents that are ending or booting hold slots that it needs")
         try:
             return Begin(request, self._placed(request))
         except LiverError as error:
@@ -267,7 +269,8 @@ class Decider:
             most = policy.best(min(survivors + free, self.queue.ceiling))
         if most is not None and most.workers > survivors:
             with_joiners = way(most)
-            if with_joiners.estimate_s <= COMFORTABLE * window_s:
+            share = COMFORTABLE if self._to_boot(with_joiners.request) else 1.0
+            if with_joiners.estimate_s <= share * window_s:
                 return with_joiners
         smaller = [way(layout) for layout in policy.choices(survivors)]
         in_time = next((each for each in smaller if each.estimate_s <= window_s), None)

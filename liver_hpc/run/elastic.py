@@ -15,6 +15,7 @@ from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import StepDone
 from liver_hpc.run import actions as a
+from liver_hpc.run.agents import STANDBY
 from liver_hpc.run.decide import Begin, Decider, Decline, Drop, Estimates, Stay, ToDisk, Wait
 from liver_hpc.run.events import Memory, Node, NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.handoffs import Handoffs
@@ -316,8 +317,10 @@ class ElasticPolicy:
         """Has kept joiners leave nodes that have to be left, gives back those on which nothing runs
         any more, and says how many are wanted."""
         now_s = self._clock.now_s()
-        there = self._agents.workers_on(self.nodes.doomed(), self._agents.spare(clearing=True))
-        self._agents.let_go(there, "its node has to be left")
+        doomed, leave = self.nodes.doomed(), "its node has to be left"
+        there = self._agents.workers_on(doomed, self._agents.spare(clearing=True))
+        self._agents.let_go(there, leave)
+        self._agents.dismiss(STANDBY, leave, doomed)
         busy = bool(self.queue.waiting) or not self._handoffs.idle
         self.nodes.note_idle(now_s)
         for held in self.nodes.values():
@@ -351,7 +354,7 @@ class ElasticPolicy:
         """Kept joiners of whom neither growth nor a request that waits has any use."""
         growth = self._most_workers() - len(trains.workers)
         useful = max(0, growth, *(each.joiners(trains) for each in self.queue.waiting))
-        return self.nodes.kept()[useful:]
+        return self.nodes.kept()[max(useful, self._config.workers.standby) :]
 
     # ---- what is learnt
 

@@ -183,7 +183,7 @@ class HandoffEstimator:
 
     def observe(self, record: ReconfigurationRecord, source: RankMap, target: RankMap) -> None:
         """A handoff has been completed."""
-        if record.booted:
+        if len({*target.workers} - {*source.workers}) > record.spares:
             _note(self._boot_s, record.boot_ended_s - record.notice_s)
         _note(self._prepare_s, record.prepare_ended_s - record.prepare_started_s)
         evaluated_s, until_s = self._last_evaluation

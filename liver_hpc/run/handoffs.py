@@ -206,5 +206,6 @@ class Handoffs:
         self.generation = max(self.generation, ended.world.generation)
         record = self._recorder.attempt_ended(ended)
         if ended.outcome != "completed":
-            self._agents.dismiss(ended.generation)
+            reason = f"the handoff to generation {ended.generation} is off"
+            self._agents.dismiss(ended.generation, reason)
         self._tell_ended(ended, record)

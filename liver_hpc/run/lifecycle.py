@@ -39,6 +39,7 @@ from liver_hpc.run.notices import NoticeBook
 from liver_hpc.run.recorder import RunRecorder
 from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.requests import RequestQueue
+from liver_hpc.run.standbys import Standbys
 from liver_hpc.run.verification import Verification
 
 HISTORY_EVENTS = 40
@@ -96,7 +97,7 @@ class Lifecycle:
         self._out: list[Action] = []
         self._history: deque[tuple[RunState, object]] = deque(maxlen=HISTORY_EVENTS)
         self._state = STARTING
-        self.agents = Agents(config.deadlines, self._clock, self._out)
+        self.agents = Agents(config.deadlines, self._clock, self._out, config.workers.standby)
         self.recorder = RunRecorder(self._record, self._clock, self.agents.node_of)
         nodes = HeldNodes(self.agents, config.cluster.workers_per_node)
         self.handoffs = Handoffs(
@@ -118,6 +119,7 @@ class Lifecycle:
             self.handoffs,
             self._out,
         )
+        self.standbys = Standbys(config, self._clock, nodes, self._out)
         self._resumed: e.Resumed | None = None
         self._verification = Verification()
         self._evaluated_step = 0  # the most steps after which there was an evaluation
@@ -209,6 +211,8 @@ class Lifecycle:
                 self._out.append(ForgetGeneration(generation))
         self.elastic.handoff_ended(ended, self.world, record)
         self.world = ended.world
+        if ended.outcome == "completed":
+            self.standbys.handoff_completed()
         what = f"{ended.outcome}: {ended.detail}" if ended.detail else ended.outcome
         self._note(f"generation {ended.generation}: {what}; now {ended.world}")
         if ended.outcome == "failed":

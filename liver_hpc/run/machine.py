@@ -14,6 +14,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.events import WorkerLost
 from liver_hpc.run import events as e
 from liver_hpc.run.actions import Action, Answer, Ending, Log, StepPhase, TurnAway
+from liver_hpc.run.agents import STANDBY, Agent
 from liver_hpc.run.lifecycle import (
     ENDED,
     HANDING_OVER,
@@ -68,6 +69,8 @@ class Run(Lifecycle):
             to_disk = self.elastic.next_handoff(self.world, self.recorder.steps_done)
             if to_disk is not None:
                 self._stop(to_disk.reason, checkpoint=True, then=Ending.RESTART)
+            elif self.handoffs.idle:
+                self.standbys.look_after(self.world.rank_map.layout)
         if self._may_launch:
             self.elastic.look_after_nodes()
 
@@ -105,6 +108,9 @@ class Run(Lifecycle):
         what = f"cannot launch {workers} workers: {event.reason}"
         if self._state is ENDED:
             return
+        if generation == STANDBY and workers:
+            self.standbys.failed(what)
+            return
         if self._state is STARTING and generation == self._first_generation:
             self._start_failed(what)  # a node may be gone, which nobody has been told yet
         elif generation == self.handoffs.generation and self.handoffs.attempt is not None:
@@ -125,6 +131,9 @@ class Run(Lifecycle):
         agent = self.agents.ended(event.agent, event.exit_code, event.said)
         if agent is None or agent.complete or self._state is ENDED:
             return
+        if agent.generation == STANDBY:
+            self._standby_ended(agent, event)
+            return
         fallen = self.agents.fallen(agent.generation)
         if self._state is STARTING and agent.generation == self._first_generation:
             if self.agents.fallen_told(agent.generation):
@@ -133,6 +142,12 @@ class Run(Lifecycle):
                 self._start_failed(fallen)
         elif fallen and agent.generation == self.handoffs.generation:
             self.handoffs.cancel_boot(fallen)
+
+    def _standby_ended(self, agent: Agent, event: e.AgentEnded) -> None:
+        """One has ended that had not booted: it failed, unless it was told to."""
+        if agent.end_by is None:
+            self.agents.launch_failed((event.agent,), lost=(event.agent,))
+            self.standbys.failed(f"agent {event.agent} ended in boot: {event.said}")
 
     def _rendezvous_failed(self, event: e.RendezvousFailed) -> None:
         if self._state is STARTING:
@@ -147,14 +162,19 @@ class Run(Lifecycle):
         if not self.agents.expects(hello.worker):
             return
         generation = self.agents.join(hello)
-        if self.world is not None:
+        if generation == STANDBY:
+            self.agents.keep((hello.worker,), aborting=False)
+        elif self.world is not None:
             self.handoffs.joined(hello, generation)
         elif self._launched and not self.agents.missing(self._first_generation):
             self._begin()
 
     def _worker_gone(self, event: e.WorkerGone) -> None:
+        spare = event.worker in self.agents.kept
         if self.agents.leave(event.worker):
             self._lost(event.worker, event.reason)
+            if spare and self._state is not ENDED:
+                self.standbys.failed(f"worker {event.worker} ended: {event.reason}")
 
     def _lost(self, worker: int, reason: str) -> None:
         """A worker has gone: as it should, or to the cost of a handoff, or of the run."""
@@ -233,6 +253,7 @@ class Run(Lifecycle):
 
     def _node_gone(self, event: e.NodeGone) -> None:
         reason = f"node {event.node} is gone: {event.reason}"
+        self.agents.dismiss(STANDBY, reason, {event.node})
         if self._begins_on(event.node):
             self._end(Ending.RESTART, f"{reason}, before training began")
         elif self.agents.launched_on({event.node}, self.handoffs.generation):

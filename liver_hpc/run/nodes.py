@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -149,11 +149,9 @@ class HeldNodes(dict[str, HeldNode]):
         Raises LiverError that says what is held when they do not fit.
         """
         seats: list[Seat] = []
-        left, taken = workers, self.agents.taken()
+        left = workers
         for node in self.usable():
-            used = taken.get(node.name, ())
-            numbers = count() if node.slots is None else range(node.slots)
-            slots = tuple(islice((slot for slot in numbers if slot not in used), left))
+            slots = tuple(islice(self._open_slots(node), left))
             seats += self._split(node, slots)
             left -= len(slots)
             if left == 0:
@@ -161,6 +159,19 @@ class HeldNodes(dict[str, HeldNode]):
         raise LiverError(
             f"wanted free slots for {workers} workers, got {workers - left}; {self.describe()}"
         )
+
+    def standby_seats(self, most: int) -> list[Seat]:
+        """Places for up to so many spares, an agent for each, on nodes that are used without being
+        asked for and do not go back when they are idle."""
+        nodes = [node for node in self.usable() if node.automatic and not node.burst]
+        seats = (Seat(node.name, (slot,)) for node in nodes for slot in self._open_slots(node))
+        return [*islice(seats, max(0, most))]
+
+    def _open_slots(self, node: Node) -> Iterator[int]:
+        """Those of a node that nobody holds."""
+        used = self.agents.taken().get(node.name, ())
+        numbers = count() if node.slots is None else range(node.slots)
+        return (slot for slot in numbers if slot not in used)
 
     def nodes_of(self, workers: Iterable[int], joiners: Iterable[int]) -> dict[int, int]:
         """The numbers of the nodes of workers, and of joiners, of whom some are to be launched, as

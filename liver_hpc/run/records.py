@@ -77,7 +77,7 @@ class ReconfigurationRecord:
     were in both worlds. bytes_between_nodes: those of bytes_moved that go to another node.
     checkpointed_s: in bounded memory, the checkpoint of the boundary stood; NaN where both worlds
     were held.
-    booted: workers that were launched for it, and came.
+    spares: joiners that had booted before, and so did not have to for it.
     """
 
     generation: int
@@ -109,7 +109,7 @@ class ReconfigurationRecord:
     stayers_resident_bytes: int
     bytes_between_nodes: int = 0
     checkpointed_s: float = math.nan
-    booted: int = 0
+    spares: int = 0
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from liver_hpc.errors import DeadlineError, ProtocolError
 from liver_hpc.handoff.session import Session, WorkerContext
 from liver_hpc.host.interfaces import address_towards
 from liver_hpc.host.process import quiet_thread
-from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.recipes.specs import load_workers_recipe
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
@@ -64,15 +64,11 @@ class Worker:
         # Megatron asks for a rank before the worker id is known.
         install_sentinel(0)
         megatron.prepare_process(config.train.seed)
-        if config.handoff.warm_up:
-            rank_map = RankMap(layout, tuple(range(layout.workers)))
-            rehearsal = World(recipe, rank_map, 0, generation=-1, device=device)
-            rehearsal.warm_up(again=config.handoff.warm_up_again)
-            rehearsal.close()
-        device.return_free_memory()
+        self._worker = 0
+        self._rehearse(layout, stage=0)
         # What boot made stays as long as the process: later collections need not walk it.
         gc.freeze()
-        self._ways_in: queue.Queue[m.Begin | Session] = queue.Queue()
+        self._ways_in: queue.Queue[m.Begin | m.Rehearse | Session] = queue.Queue()
         self._booted_s = clock.now_s()
         self._timings_s = {
             "import": imported_s,
@@ -129,9 +125,30 @@ class Worker:
                 case m.Begin() as begin:
                     self._trainer.begin(begin)
                     return
+                case m.Rehearse() as rehearse:
+                    self._rehearse_all(Layout.parse(rehearse.layout))
                 case session:
                     if self._trainer.join(session):
                         return
+
+    def _rehearse_all(self, layout: Layout) -> None:
+        """Rehearses the seats of a layout that differ, until somebody wants this worker."""
+        for stage in sorted({0, layout.pp // 2, layout.pp - 1}):
+            if self._ways_in.empty():
+                self._rehearse(layout, stage)
+                log.info("rehearsed stage %d of %s", stage, layout)
+
+    def _rehearse(self, layout: Layout, stage: int) -> None:
+        """Rehearses a step of a stage's first seat. Not collective: nobody has the other seats."""
+        if not self._config.handoff.warm_up:
+            return
+        seat = layout.rank(Coordinate(0, stage, 0))
+        workers = (self._worker if rank == seat else -1 - rank for rank in range(layout.workers))
+        rank_map = RankMap(layout, tuple(workers))
+        world = World(self._recipe, rank_map, self._worker, generation=-1, device=self._device)
+        world.warm_up(again=self._config.handoff.warm_up_again)
+        world.close()
+        self._device.return_free_memory()
 
     def _connect(self, waits_for: str) -> Channel:
         return connect(self._address, self._secret, self._config.deadlines.control_s, waits_for)
@@ -184,7 +201,7 @@ class Worker:
             session = self._trainer.open_session(message)
             if not session.is_source:
                 self._ways_in.put(session)
-        elif isinstance(message, m.Begin):
+        elif isinstance(message, m.Begin | m.Rehearse):
             self._ways_in.put(message)
         else:
             raise ProtocolError(f"worker {self._worker}: unexpected {message.type}")

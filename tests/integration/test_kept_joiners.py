@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import psutil
 import pytest
 
 from liver_hpc.cli.client import request
+from liver_hpc.cli.submission import checked_run, new_run
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.coordinator.connections import Control
+from liver_hpc.coordinator.main import run_coordinator, services_of
+from liver_hpc.coordinator.performer import Services
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.events import Node
 from tests.integration.runs import (
     ENDLESS,
     processes_of,
@@ -21,8 +31,14 @@ from tests.integration.runs import (
     wait_until,
     watch,
 )
+from tests.scripted_cluster import ScriptedPool
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("unhurried_steps")]
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIVER_TEST_STEP_S", "0.1")
 
 
 def workers_of(run: RunDirectory) -> set[psutil.Process]:
@@ -63,7 +79,53 @@ def test_joiners_of_a_handoff_that_was_called_off_join_by_the_next_one(
     assert other in workers_of(run)
     assert len(workers_of(run)) == 2
     first, second, third = stop_and_read(run).reconfigurations
-    assert (first.booted, second.booted, third.booted) == (2, 0, 0)
+    assert (first.spares, second.spares, third.spares) == (0, 2, 1)
     assert (third.outcome, third.digest_equal) == ("completed", True)
     assert third.boot_ended_s - third.notice_s < 0.2
+    wait_until(lambda: not processes_of(run), 20.0, "the run's processes to end")
+
+
+def on_nodes(config: RunConfig, **slots: int) -> tuple[RunDirectory, ScriptedPool, Thread]:
+    """A run whose coordinator is in this process; each node is this machine."""
+    run = new_run(*checked_run(config))
+    pool = ScriptedPool([Node(name, "main", slots=number) for name, number in slots.items()])
+
+    def build(*arguments: Any) -> Services:
+        return replace(services_of(*arguments), pool=pool)
+
+    coordinator = Thread(target=run_coordinator, args=(run.path, Control(), build), daemon=True)
+    coordinator.start()
+    wait_until(lambda: run.coordinator() is not None, 60.0, "the coordinator to listen")
+    return run, pool, coordinator
+
+
+def test_a_standby_takes_the_seat_of_a_worker_whose_node_is_taken_away(tmp_path: Path) -> None:
+    """Without boot, and without rehearsal of whichever stage it comes to. Then another standby
+    boots, and ends with the run."""
+    sections = {"workers": {"standby": 1}, "layouts": {2: [{"pp": 2}]}, "policy": {"settle_s": 0.1}}
+    config = run_config(tmp_path, ENDLESS, **sections)
+    run, pool, coordinator = on_nodes(config, n1=1, n2=1, n3=2)
+    watch(run, lambda status: status.step >= 1 and status.spares == (2,), 60.0)
+    logs = [*run.path.glob("logs/worker-*.log")]
+    rehearsed = "rehearsed stage 1 of tp1 pp2 dp1"
+    wait_until(lambda: any(rehearsed in log.read_text() for log in logs), 20.0, rehearsed)
+    before = workers_of(run)
+    assert len(before) == 3
+
+    pool.warn("n2", "preempted", window_s=30.0)
+    watch(run, lambda status: 2 in status.workers and status.handoff is None, 30.0)
+    wait_until(lambda: "n2" in pool.given_back, 10.0, "the node to be left")
+    assert len(before & workers_of(run)) == 2, "who stays, and the standby in the leaver's place"
+    watch(run, lambda status: status.spares == (3,), 30.0)
+    told = (run.path / "logs" / "coordinator.log").read_text()
+    prepared = re.search(r"worker 2 prepared: .*warm_up (\S+) s", told)
+    assert prepared is not None
+    assert float(prepared[1]) < 0.02
+
+    records = stop_and_read(run)
+    (record,) = records.reconfigurations
+    assert (record.outcome, record.digest_equal, record.spares) == ("completed", True, 1)
+    assert record.boot_ended_s - record.notice_s < 0.2
+    assert [each.outcome for each in records.notices if each.node == "n2"] == ["in time"]
+    coordinator.join(20.0)
     wait_until(lambda: not processes_of(run), 20.0, "the run's processes to end")

@@ -148,6 +148,8 @@ def _facts(record: ReconfigurationFigures) -> Iterator[str]:
         if record.bytes_between_nodes:
             yield f"{bytes_text(record.bytes_between_nodes)} between nodes"
         yield f"{bytes_text(record.bytes_local)} stayed"
+        if record.spares:
+            yield f"spares among the joiners: {record.spares}"
     if record.detail:
         yield record.detail
 

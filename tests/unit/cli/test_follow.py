@@ -311,7 +311,9 @@ def test_a_loss_that_is_not_finite_is_told(value: float, word: str) -> None:
 
 
 def test_status_is_all_of_it() -> None:
-    busy = status(handoff=handoff(), queued=("replace worker 3",), nodes=("n1: 2 of 2 used",))
+    busy = status(
+        handoff=handoff(), queued=("replace worker 3",), nodes=("n1: 2 of 2 used",), spares=(4,)
+    )
     busy = busy.model_copy(update={"validation_loss": 2.71828, "evaluated": 40})
     assert status_text(busy).splitlines() == [
         "run demo-1: training, step 42 of 120: loss 3.4123, gradient norm 0.831, 4812 tokens/s, "
@@ -323,5 +325,6 @@ def test_status_is_all_of_it() -> None:
         "validation: loss 2.7183 after 40 steps",
         "queued: replace worker 3",
         "nodes: n1: 2 of 2 used",
+        "spare: workers 4, booted, without a seat",
         "last event: generation 3: completed",
     ]

@@ -113,6 +113,7 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
         ("handoff.staging_bytes=64MB", "a whole number of bytes, got '64MB'; write 64000000"),
         ("handoff.staging_bytes=64 MiB", "got '64 MiB'; write 67108864"),
         ("handoff.staging_bytes=6.5", "wanted a whole number of bytes, got 6.5"),
+        ("workers.standby=-1", "wanted a number at least 0, got -1"),
         ("handoff.staging_bytes=-1", "wanted a number more than 0, got -1"),
         ("handoff.warm_up=maybe", "wanted true or false, got 'maybe'"),
         ("deadlines.boot_s=30s", "wanted a number of seconds, got '30s'"),

@@ -90,7 +90,7 @@ def test_a_warning_of_a_training_node_overtakes_and_the_overtaken_wish_comes_aga
     # No deadline, and slots enough: the worker of n2 is replaced, by the joiner that answers.
     leaving = run.record(2)
     assert (leaving.outcome, leaving.target) == ("completed", "tp2 pp1 dp1")
-    assert (leaving.booted, 3 in run.status()["workers"]) == (0, True)
+    assert (leaving.spares, 3 in run.status()["workers"]) == (1, True)
     assert "leaving n2: drained" in leaving.notice
     assert "n2" not in {
         run.coordinator.core.agents.node_of(worker) for worker in run.status()["workers"]

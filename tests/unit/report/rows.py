@@ -58,7 +58,7 @@ def reconfiguration(**fields: Any) -> ReconfigurationRecord:
         "stayers_file_descriptors": 31,
         "stayers_resident_bytes": 2**29,
         "bytes_between_nodes": 2_000_000,
-        "booted": 2,
+        "spares": 0,
     }
     missing = ReconfigurationRecord.__dataclass_fields__.keys() - values.keys()
     return ReconfigurationRecord(**dict.fromkeys(missing, math.nan) | values | fields)

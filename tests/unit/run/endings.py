@@ -50,7 +50,8 @@ def _at_rest(play: Play) -> None:
     assert not run.agents.ending()
     assert run.world is not None
     assert training_world(play.workers) is not None, "nobody trains"
-    members = {*run.world.rank_map.workers}
+    assert len(run.agents.kept) <= run.config.workers.standby
+    members = {*run.world.rank_map.workers, *run.agents.kept}
     for name, agent in play.watch.agents.items():
         idle = not agent.ended and not members & {*agent.workers}
         assert not idle, f"agent {name} is of no use, and still there"
@@ -73,7 +74,9 @@ def _is_as_large_as_it_can_be(play: Play, used: set[str]) -> None:
     if any(node.slots is None for node in usable):
         return
     room = sum(node.slots or 0 for node in usable if node.automatic or node.name in used)
-    counts = [count for count in play.scene.config.worker_counts if count <= 4]
+    counts = [
+        count for count in play.scene.config.worker_counts if count <= play.scene.config.workers.max
+    ]
     fit = [count for count in counts if count <= min(room, elastic.queue.ceiling)]
     free = elastic.nodes.free_slots() or 0  # a slot is free again once its whole agent has ended
     if fit and max(fit) > workers:
@@ -92,7 +95,7 @@ def _last_word(play: Play) -> None:
         layout
         for count in play.scene.config.worker_counts
         for layout in play.scene.config.allowed_layouts(count)
-        if layout != present and count <= 4
+        if layout != present and count <= play.scene.config.workers.max
     ]
     fit = [each for each in allowed if free is None or each.workers - present.workers <= free]
     if not fit:

@@ -80,8 +80,8 @@ MUTATIONS = (
     ),
     Mutation(
         "run/agents.py",
-        "            if ending or agent.end_by is None:\n",
-        "            if agent.end_by is None:\n",
+        "            if ending or not (boots or agent.end_by is not None):\n",
+        "            if not (boots or agent.end_by is not None):\n",
         "the slots of agents that are ending are given away",
     ),
     Mutation(
@@ -110,25 +110,13 @@ MUTATIONS = (
     ),
     Mutation(
         "run/handoffs.py",
-        '        if ended.outcome != "completed":\n            self._agents.dismiss',
-        '        if ended.outcome == "completed":\n            self._agents.dismiss',
-        "launches of a handoff that was called off boot on",
-    ),
-    Mutation(
-        "protocol/machine.py",
-        "        if kept := tuple(w for w in joiners if w not in leave):\n",
-        "        if kept := tuple(joiners):\n",
-        "a joiner is kept that had the handoff called off",
-    ),
-    Mutation(
-        "run/handoffs.py",
         "        self._agents.take(here)\n",
         "",
         "a joiner with a seat is kept for another handoff",
     ),
     Mutation(
         "run/elastic.py",
-        '        self._agents.let_go(there, "its node has to be left")\n',
+        "        self._agents.let_go(there, leave)\n",
         "",
         "joiners without a seat stay on a node that has to be left",
     ),

@@ -113,6 +113,12 @@ SCENES = (
         (N1, N2),
         (burst(3), burst(4, 2), SPARE),
     ),
+    Scene(
+        "standby",
+        _config(layouts=ANY_NUMBER, workers={"initial": 2, "max": 2, "standby": 1}),
+        (WIDE1, WIDE2),
+        (burst(3), SPARE),
+    ),
 )
 
 

@@ -99,7 +99,7 @@ def test_agents_that_are_not_expected_are_turned_away(scene: Scene) -> None:
     scene.agents.meet("a0", 2)
     assert "has met already" in scene.turned_away("a0", 2)
     scene.launch(1, 2)
-    scene.agents.dismiss(1)
+    scene.agents.dismiss(1, "test")
     assert "agent a1 is not expected" in scene.turned_away("a1", 2)
 
 
@@ -154,7 +154,7 @@ def test_agents_of_an_aborted_handoff_go_at_once_unless_all_their_workers_came(
 ) -> None:
     scene.launch(1, 4)
     scene.met("a0")
-    scene.agents.dismiss(1)
+    scene.agents.dismiss(1, "test")
     assert [end.agent for end in scene.done(EndAgent)] == ["a1"]  # type: ignore[union-attr]
     scene.agents.reap()
     assert scene.done(KillAgent) == [KillAgent("a1")]
@@ -233,7 +233,7 @@ def test_an_agent_that_listens_too_late_is_told_that_it_is_of_no_more_use(scene:
     scene.launch(1, 2)
     scene.agents.listens("a0")
     assert scene.done(EndAgent) == []
-    scene.agents.dismiss(1)
+    scene.agents.dismiss(1, "test")
     scene.done(EndAgent)
     scene.agents.listens("a0")
     assert scene.done(EndAgent) == [EndAgent("a0", "it is of no more use")]

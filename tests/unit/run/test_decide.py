@@ -251,7 +251,7 @@ def test_a_request_waits_for_agents_that_hold_the_slots_that_it_needs() -> None:
     situation.ask(TP2_DP2)
     decision = situation.decide()
     assert isinstance(decision, Wait)
-    assert decision.reason.endswith("agents that are ending hold slots that it needs")
+    assert decision.reason.endswith("agents that are ending or booting hold slots that it needs")
     situation.agents.leave(2)
     situation.agents.ended("a2", 0)
     assert situation.begins().request.origin == OPERATOR

@@ -63,7 +63,6 @@ def observe(
         "committed_s": 115.0,
         "first_step_ended_s": 115.5,
         "released_s": 121.0,
-        "booted": len({*worlds[1].workers} - {*worlds[0].workers}),
     }
     asked.observe(reconfiguration(**times | fields), *worlds)
 
@@ -247,7 +246,7 @@ def test_a_shrink_says_nothing_of_booting() -> None:
 
 def test_joiners_that_were_kept_say_nothing_of_booting() -> None:
     asked = estimator()
-    observe(asked, booted=0)
+    observe(asked, spares=2)
     assert asked.prepare_s(1) == ASSUMED_BOOT_S + 3
     assert asked.prepare_s(0) == 3
 
