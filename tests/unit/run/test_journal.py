@@ -254,7 +254,9 @@ def test_what_waits_together_goes_with_one_sync(
         for number in range(200):
             journal.append(1.0, step_done(number))
         may_sync.set()
-        until(lambda: len(numbers(path)) == 201, "all entries")
+        until(lambda: len(syncs) == 2, "the second sync")
+    assert syncs[1] == path.stat().st_size
+    assert numbers(path) == [*range(201)]
     assert len(syncs) == 2
 
 
