@@ -14,7 +14,7 @@ TORCH_PIP_ARGS ?=
 PYTEST_ARGS ?=
 # Tests wait more than they compute: several files at a time, each in a process of its own. Files
 # of unit tests, of which there are most, come last and fill the gaps.
-PYTEST_WORKERS ?= 4
+PYTEST_WORKERS ?= 3
 DEMO_ARGS ?=
 # Of the test cluster: how many nodes, its name, and more options for `up`.
 NODES ?= 4

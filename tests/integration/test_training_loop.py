@@ -30,6 +30,7 @@ class _Armed:
     """As much of a Session as the loop looks at."""
 
     aborted = None
+    bounded = False
 
     def __init__(self) -> None:
         self.armed = threading.Event()

@@ -100,7 +100,7 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
     ("override", "said"),
     [
         ("handoff.bucket_byte=4", "unknown key; did you mean 'bucket_bytes'? (valid keys here: "
-         "bucket_bytes, digests, direct, keep_groups, staging_bytes, take_over, warm_up, "
+         "bucket_bytes, digests, direct, keep_groups, memory, staging_bytes, take_over, warm_up, "
          "warm_up_again)"),
         ("metrics.flush_interval_s=1", "there is no such key any more, "
          "leave it out: every event goes to the journal at once"),
