@@ -286,8 +286,11 @@ class HandoffMachine:
 
     def _drop_target(self, reason: str, leave: Collection[int] = ()) -> list[Action]:
         """Abort to all who were told to PREPARE, Exit to the joiners of `leave`; but not to lost
-        ones. The other joiners are kept."""
+        ones. The other joiners are kept; not in TRANSFER, where a peer may wait in the target's
+        first step for one that has left it already: gloo sees only the end of a process at once."""
         now = self._now
+        if self.phase is Phase.TRANSFER:
+            leave = now.joiners
         now.reason = f"{self.phase}: {reason}"
         actions: list[Action] = []
         told = tuple(w for w in now.participants if w not in now.lost)

@@ -85,6 +85,7 @@ class Trainer:
         """Takes a joiner in: PREPARE, then the crossing. False when called off: nothing of it is
         left here, and another attempt may come. Raises LiverError where something is."""
         self._prepare(session)
+        crossed = None
         try:
             limit_s = self._limits.prepare_s + self._limits.boundary_s
             session.wait(m.Arm, limit_s, "all workers to be prepared")
@@ -92,6 +93,7 @@ class Trainer:
             crossed = Crossing(session, session.prepared, None).run(None)
         except HandoffAborted as aborted:
             log.info("%s", aborted)
+        if crossed is None:  # and no traceback holds what is let go now
             self._let_go(session)
             return False
         self._arrive(session, crossed, None)
