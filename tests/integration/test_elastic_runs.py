@@ -71,7 +71,11 @@ def test_a_run_whose_workers_are_replaced_is_bit_equal_to_one_whose_are_not(
 
 @pytest.mark.parametrize(
     ("moment", "then"),
-    [("PREPARE", {"dp": 4}), ("TRANSFER", {"pp": 2}), ("FORWARD", {"pp": 2})],
+    [
+        pytest.param("PREPARE", {"dp": 4}, marks=pytest.mark.long),
+        ("TRANSFER", {"pp": 2}),
+        ("FORWARD", {"pp": 2}),
+    ],
 )
 def test_a_joiner_that_is_killed_costs_the_attempt_and_the_next_resize_succeeds(
     moment: str,
