@@ -165,7 +165,7 @@ class HandoffMachine:
     def _vote(self, event: m.Vote) -> list[Action]:
         self._take(event)
         if not event.ok:
-            return self._abort(f"worker {event.worker} voted no: {event.reason}", [event.worker])
+            return self._abort(f"worker {event.worker} voted no: {event.reason}")
         self._now.votes[event.worker] = event
         return self._tally()
 
@@ -176,8 +176,7 @@ class HandoffMachine:
             return []
         specs = {vote.spec: worker for worker, vote in now.votes.items()}
         if len(specs) > 1:
-            different = f"workers have different specs of the model: {specs}"
-            return self._abort(different, now.joiners)
+            return self._abort(f"workers have different specs of the model: {specs}")
         if any(vote.source or vote.target for vote in now.votes.values()):
             source, target = now.request.source.rank_map, now.target
             found = disagreements(
@@ -187,7 +186,7 @@ class HandoffMachine:
         else:
             found = [*mismatches(now.votes, now.planned)]
         if found:
-            return self._abort("; ".join(["digests differ", *found]), now.joiners)
+            return self._abort("; ".join(["digests differ", *found]))
         return self._commit(next(iter(now.scalars.values())))
 
     def _commit(self, scalars: m.ScalarState) -> list[Action]:

@@ -117,8 +117,7 @@ class Handoffs:
         under the ids that were to come next, which they may turn out not to have."""
         self.request = request
         self.generation += 1
-        joiners = sorted({*target.workers} - {*world.rank_map.workers})
-        here = tuple(worker for worker in joiners if worker in self._agents.kept)
+        here = tuple(worker for worker in sorted(target.workers) if worker in self._agents.kept)
         self._agents.take(here)
         requested = Requested(self.generation, world, target, str(request), bounded, here)
         self._recorder.attempt_begins(requested, request.made_s)

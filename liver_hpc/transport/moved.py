@@ -134,12 +134,10 @@ class Tally:
     def moved(self) -> Moved:
         """All of it, once it has settled. Raises TransferError where a copy within the worker is
         not what it was made of."""
-        settled = self._settled.tolist()
-        differences = zip(self._differences, settled[len(self._sums) :], strict=True)
-        if wrong := [kind for kind, difference in differences if difference]:
+        settled = iter(self._settled.tolist())
+        sums = {crossed: next(settled) % MODULUS for crossed in self._sums}
+        if wrong := [kind for kind in self._differences if next(settled)]:
             raise TransferError(f"copies of {wrong} within the worker differ from their sources")
-        values = (value % MODULUS for value in settled)
-        sums = dict(zip(self._sums, values, strict=False))
         sent, received = (
             {(peer, kind): value for (of, peer, kind), value in sums.items() if of == end}
             for end in ("sent", "received")

@@ -25,7 +25,7 @@ from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.secret import read_secret
 from liver_hpc.worker.trainer import LeftWorld, Trainer
-from liver_hpc.world import megatron
+from liver_hpc.world import megatron, rehearsed
 from liver_hpc.world.device import Device, Network
 from liver_hpc.world.groups import install_sentinel
 from liver_hpc.world.store import ControlStore
@@ -140,13 +140,15 @@ class Worker:
 
     def _rehearse(self, layout: Layout, stage: int) -> None:
         """Rehearses a step of a stage's first seat. Not collective: nobody has the other seats."""
-        if not self._config.handoff.warm_up:
+        again = self._config.handoff.warm_up_again
+        learnt = rehearsed.all_known(self._device.torch_device) and not again
+        if learnt or not self._config.handoff.warm_up:
             return
         seat = layout.rank(Coordinate(0, stage, 0))
         workers = (self._worker if rank == seat else -1 - rank for rank in range(layout.workers))
         rank_map = RankMap(layout, tuple(workers))
         world = World(self._recipe, rank_map, self._worker, generation=-1, device=self._device)
-        world.warm_up(again=self._config.handoff.warm_up_again)
+        world.warm_up(again)
         world.close()
         self._device.return_free_memory()
 

@@ -97,7 +97,7 @@ class Trainer:
             self._let_go(session)
             return False
         self._arrive(session, crossed, None)
-        self._save_if_due(crossed.scalars.step + session.bounded)
+        self._save_if_due(crossed.scalars.step, saved=session.bounded)
         return True
 
     def _let_go(self, session: Session) -> None:
@@ -163,6 +163,7 @@ class Trainer:
             self.step += 1
             self._report(world, result, started_s, ended_s)
             members, boundary = world.rank_map.layout.workers, self.step
+            saved = False
             if result.stop == members:
                 if self._stop_saves_in is not None:
                     self._save(self._stop_saves_in)
@@ -173,10 +174,10 @@ class Trainer:
             if result.ready == members and self.step < self._context.config.train.steps:
                 assert session is not None
                 self._hand_off(session, world, ended_s)
-                boundary += session.bounded  # which has been saved for the handoff
+                saved = session.bounded
             elif session is not None and session.aborted is not None:
                 self._drop(session)
-            self._save_if_due(boundary)
+            self._save_if_due(boundary, saved)
         self._context.send(m.Finished(worker=self._context.worker, step=self.step))
 
     def _verify_if_due(self, world: World) -> Beside[tuple[m.ClassDigest, ...]] | None:
@@ -233,14 +234,16 @@ class Trainer:
             )
         return ended_s
 
-    def _save_if_due(self, since: int) -> None:
-        """Saves where the run file wants a checkpoint at a boundary from `since` to now.
+    def _save_if_due(self, since: int, saved: bool = False) -> None:
+        """Saves where the run file wants a checkpoint at a boundary from `since` to now. saved:
+        whether `since` is saved already, as the way back of a handoff in bounded memory.
 
         A handoff goes first, as it may have to hurry; so after one there are two boundaries to
         look at, that before it and that after the target's first step.
         """
         every = self._context.config.checkpoint.every_steps
-        if every is not None and any(step % every == 0 for step in range(since, self.step + 1)):
+        unsaved = range(since + 1 if saved else since, self.step + 1)
+        if every is not None and any(step % every == 0 for step in unsaved):
             self._save(self._context.checkpoints)
 
     def _save(self, directory: Path) -> None:

@@ -1,13 +1,12 @@
 """Seats that this process has rehearsed. A second one of the same shapes runs the same kernels, so
 nothing is left to be compiled, chosen or cached for it. Processes that are forked know it, too.
 
-On a CPU nothing is made for shapes, unless torch compiles the model's code: there one rehearsal is
-enough for a process, of whatever seat.
+On a CPU nothing is made for shapes, as torch.compile is the identity there (`cpu_shim.py`): one
+rehearsal is enough for a process, of whatever seat.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,8 +15,6 @@ import torch
 from liver_hpc.layout.coordinates import Coordinate, Layout
 
 _rehearsed: set[Shapes] = set()
-_devices: set[str] = set()
-"""On which types of device a step has been rehearsed, whatever its shapes."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +50,15 @@ class Shapes:
         )
 
 
-def remember(shapes: Shapes, device: torch.device) -> None:
+def remember(shapes: Shapes) -> None:
     _rehearsed.add(shapes)
-    _devices.add(device.type)
+
+
+def all_known(device: torch.device) -> bool:
+    """Whether the process has nothing to learn from the rehearsal of any seat."""
+    return device.type == "cpu" and bool(_rehearsed)
 
 
 def known(shapes: Shapes, device: torch.device) -> bool:
     """Whether the process has nothing to learn from a rehearsal of this seat."""
-    if device.type == "cuda" or _torch_compiles():
-        return shapes in _rehearsed
-    return device.type in _devices
-
-
-def _torch_compiles() -> bool:
-    """Whether torch has compiled any code in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # not imported where nothing was compiled
-    return dynamo is not None and dynamo.counters["frames"]["total"] > 0
+    return shapes in _rehearsed or all_known(device)

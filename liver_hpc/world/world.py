@@ -226,7 +226,7 @@ class World:
         device = self.device.torch_device
         if again or not rehearsed.known(shapes, device):
             self._rehearse(layout.pp if layout.vpp > 1 else 1)
-            rehearsed.remember(shapes, device)
+            rehearsed.remember(shapes)
             self._clear_gradients()
 
     def _clear_gradients(self) -> None:

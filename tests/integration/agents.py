@@ -71,10 +71,10 @@ if then == "deaf":
         signal.signal(signum, signal.SIG_IGN)
 if then == "has a child":
     subprocess.Popen(["/bin/sleep", "60"], start_new_session=True)
+print("at work", flush=True)
 draft = directory / f"draft-{os.getpid()}"
 draft.write_text(json.dumps(note))
 draft.rename(directory / f"worker-{rank}.json")
-print("at work", flush=True)
 if then == "ends":
     sys.exit(int(rank))
 threading.Event().wait()

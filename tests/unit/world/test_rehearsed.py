@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import sys
-from collections import Counter
-
 import pytest
 import torch
 
@@ -48,38 +45,24 @@ def test_the_ends_of_a_pipeline_run_others() -> None:
     assert len(seats) == 3
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has rehearsed nothing and compiled nothing."""
+    """As in a process that has rehearsed nothing."""
     monkeypatch.setattr(rehearsed, "_rehearsed", set())
-    monkeypatch.setattr(rehearsed, "_devices", set())
-    dynamo = sys.modules.get("torch._dynamo.utils")  # who imported it counts in this one for good
-    if dynamo is not None:
-        monkeypatch.setitem(dynamo.counters, "frames", Counter())
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FIRST, OTHER = shapes_at("tp2", (0, 0, 0)), shapes_at("pp2", (0, 0, 0))
 
 
-@pytest.mark.usefixtures("fresh")
 def test_a_process_on_cpus_learns_all_from_one_rehearsal() -> None:
     assert not rehearsed.known(FIRST, CPU)
-    rehearsed.remember(FIRST, CPU)
+    rehearsed.remember(FIRST)
     assert rehearsed.known(FIRST, CPU)
     assert rehearsed.known(OTHER, CPU)
 
 
-@pytest.mark.usefixtures("fresh")
 def test_kernels_of_a_gpu_are_made_for_shapes() -> None:
-    rehearsed.remember(FIRST, CUDA)
+    rehearsed.remember(FIRST)
     assert rehearsed.known(FIRST, CUDA)
     assert not rehearsed.known(OTHER, CUDA)
-
-
-@pytest.mark.usefixtures("fresh")
-def test_compiled_code_is_made_for_shapes() -> None:
-    rehearsed.remember(FIRST, CPU)
-    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
-    assert rehearsed.known(FIRST, CPU)
-    assert not rehearsed.known(OTHER, CPU)
