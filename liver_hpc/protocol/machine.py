@@ -165,7 +165,7 @@ class HandoffMachine:
     def _vote(self, event: m.Vote) -> list[Action]:
         self._take(event)
         if not event.ok:
-            return self._abort(f"worker {event.worker} voted no: {event.reason}")
+            return self._abort(f"worker {event.worker} voted no: {event.reason}", [event.worker])
         self._now.votes[event.worker] = event
         return self._tally()
 
@@ -176,7 +176,8 @@ class HandoffMachine:
             return []
         specs = {vote.spec: worker for worker, vote in now.votes.items()}
         if len(specs) > 1:
-            return self._abort(f"workers have different specs of the model: {specs}")
+            different = f"workers have different specs of the model: {specs}"
+            return self._abort(different, now.joiners)
         if any(vote.source or vote.target for vote in now.votes.values()):
             source, target = now.request.source.rank_map, now.target
             found = disagreements(
@@ -186,7 +187,7 @@ class HandoffMachine:
         else:
             found = [*mismatches(now.votes, now.planned)]
         if found:
-            return self._abort("; ".join(["digests differ", *found]))
+            return self._abort("; ".join(["digests differ", *found]), now.joiners)
         return self._commit(next(iter(now.scalars.values())))
 
     def _commit(self, scalars: m.ScalarState) -> list[Action]:
@@ -285,11 +286,8 @@ class HandoffMachine:
 
     def _drop_target(self, reason: str, leave: Collection[int] = ()) -> list[Action]:
         """Abort to all who were told to PREPARE, Exit to the joiners of `leave`; but not to lost
-        ones. The other joiners are kept; not in TRANSFER, where a peer may wait in the target's
-        first step for one that has left it already: gloo sees only the end of a process at once."""
+        ones. The other joiners are kept."""
         now = self._now
-        if self.phase is Phase.TRANSFER:
-            leave = now.joiners
         now.reason = f"{self.phase}: {reason}"
         actions: list[Action] = []
         told = tuple(w for w in now.participants if w not in now.lost)

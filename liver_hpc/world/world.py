@@ -257,9 +257,7 @@ class World:
         The world must not be used any more. Peers that are blocked in a collective of one of its
         groups fail promptly, because nothing here holds the group's connections any longer.
         """
-        for chunk in self.chunks:
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                buffer.grad_data.untyped_storage().resize_(0)
+        _free_gradients(self.chunks)
         forget(self.chunks, self.groups)
         self.book.close()
         self.groups = self.optimizer = None
@@ -439,3 +437,9 @@ class World:
                 held["step"].fill_(float(scalars.optimizer_step))
             else:
                 held["step"] = scalars.optimizer_step
+
+
+def _free_gradients(chunks: list[Any]) -> None:
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            buffer.grad_data.untyped_storage().resize_(0)

@@ -93,7 +93,7 @@ class Play:
     def feed(self, event: Event) -> None:
         for action in self.machine.handle(event):
             self._perform(action)
-            if isinstance(action, Keep) and isinstance(event, m.Failed):
+            if isinstance(action, Keep) and isinstance(event, m.Failed | m.Vote):
                 assert event.worker not in action.joiners, "kept, and had it called off"
         check(self.machine)
 
