@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from hypothesis import strategies as st
+
 from liver_hpc.clock import FakeClock
 from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.layout.coordinates import Layout, RankMap
@@ -60,6 +62,21 @@ CHANGES = {
     "replace": Change(RankMap(DP2, (0, 1)), RankMap(DP2, (0, 7))),
     "all new": Change(RankMap(TP2, (0, 1)), RankMap(TP2, (4, 5))),
 }
+WORKER_PHASES = [Phase.BOOT, Phase.PREPARE, Phase.ARMED, Phase.TRANSFER]
+
+changes = st.sampled_from(sorted(CHANGES)).map(CHANGES.__getitem__)
+orders = st.integers(0, 2**32).map(random.Random)
+
+
+@st.composite
+def faults(draw: st.DrawFn, change: Change) -> tuple[int, Phase, Fault]:
+    """What goes wrong with a worker, and in which phase."""
+    worker = draw(st.sampled_from(change.everybody))
+    phase = draw(st.sampled_from([*WORKER_PHASES, Phase.RELEASE]))
+    kinds = [Fault.DIE, Fault.FAIL, Fault.SILENT]
+    if phase is Phase.TRANSFER:
+        kinds += [Fault.VOTE_NO, Fault.WRONG_DIGEST]
+    return worker, phase, draw(st.sampled_from(kinds))
 
 
 @dataclass

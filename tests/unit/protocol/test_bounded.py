@@ -24,8 +24,7 @@ from liver_hpc.protocol.events import (
     WorldRef,
 )
 from liver_hpc.protocol.machine import HandoffMachine
-from tests.fakes import Fault
-from tests.unit.protocol.play import CHANGES, Change, Play
+from tests.unit.protocol.play import CHANGES, Change, Play, changes, faults, orders
 
 SOURCE, TARGET = RankMap(Layout(1, 1, 2), (0, 1)), RankMap(Layout(1, 2, 1), (1, 2))
 SCALARS = m.ScalarState(step=5, consumed_samples=40, optimizer_step=5, loss_scale=1.0, seed=1)
@@ -191,11 +190,6 @@ def test_groups_that_the_target_took_over_are_no_reason_to_build_the_source_agai
     assert play.outcome.world == WorldRef(3, play.change.source)
 
 
-phases = st.sampled_from([Phase.BOOT, Phase.PREPARE, Phase.ARMED, Phase.TRANSFER, Phase.RELEASE])
-changes = st.sampled_from(sorted(CHANGES)).map(CHANGES.__getitem__)
-orders = st.integers(0, 2**32).map(random.Random)
-
-
 @given(changes, orders)
 def test_it_completes_in_every_order_of_events(change: Change, rng: random.Random) -> None:
     play = Play(change, bounded=True)
@@ -211,12 +205,8 @@ def test_any_faults_lead_to_the_old_world_the_checkpoint_or_the_new_one(
     change: Change, rng: random.Random, disk: str, data: st.DataObject
 ) -> None:
     play = Play(change, bounded=True, disk=disk)
-    for _ in range(data.draw(st.integers(0, 2))):
-        worker, phase = data.draw(st.sampled_from(change.everybody)), data.draw(phases)
-        kinds = [Fault.DIE, Fault.FAIL, Fault.SILENT]
-        if phase is Phase.TRANSFER:
-            kinds += [Fault.VOTE_NO, Fault.WRONG_DIGEST]
-        play.faults.fail_at(worker, phase, data.draw(st.sampled_from(kinds)))
+    for fault in data.draw(st.lists(faults(change), max_size=2)):
+        play.faults.fail_at(*fault)
     play.begin()
     play.run(rng)
     play.assert_never_a_mix()

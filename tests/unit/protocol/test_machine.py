@@ -25,7 +25,18 @@ from liver_hpc.protocol.events import (
 )
 from liver_hpc.protocol.machine import HandoffMachine
 from tests.fakes import Fault
-from tests.unit.protocol.play import CHANGES, DP2, TP2_DP2, Change, Play, check
+from tests.unit.protocol.play import (
+    CHANGES,
+    DP2,
+    TP2_DP2,
+    WORKER_PHASES,
+    Change,
+    Play,
+    changes,
+    check,
+    faults,
+    orders,
+)
 
 
 @pytest.fixture
@@ -35,10 +46,6 @@ def play(request: pytest.FixtureRequest) -> Iterator[Play]:
     yield play
     check(play.machine)
     play.assert_never_a_mix()
-
-
-changes = st.sampled_from(sorted(CHANGES)).map(CHANGES.__getitem__)
-orders = st.integers(0, 2**32).map(random.Random)
 
 
 @given(changes, orders)
@@ -51,22 +58,14 @@ def test_a_handoff_completes_in_every_order_of_events(change: Change, rng: rando
     play.assert_never_a_mix()
 
 
-WORKER_PHASES = [Phase.BOOT, Phase.PREPARE, Phase.ARMED, Phase.TRANSFER]
-
-
 @settings(max_examples=300)
 @given(changes, orders, st.data())
 def test_any_faults_lead_to_the_old_world_or_the_new_never_a_mix(
     change: Change, rng: random.Random, data: st.DataObject
 ) -> None:
     play = Play(change)
-    for _ in range(data.draw(st.integers(1, 3))):
-        worker = data.draw(st.sampled_from(change.everybody))
-        phase = data.draw(st.sampled_from([*WORKER_PHASES, Phase.RELEASE]))
-        kinds = [Fault.DIE, Fault.FAIL, Fault.SILENT]
-        if phase is Phase.TRANSFER:
-            kinds += [Fault.VOTE_NO, Fault.WRONG_DIGEST]
-        play.faults.fail_at(worker, phase, data.draw(st.sampled_from(kinds)))
+    for fault in data.draw(st.lists(faults(change), min_size=1, max_size=3)):
+        play.faults.fail_at(*fault)
     play.begin()
     play.run(rng)
 
