@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,6 +22,7 @@ from liver_hpc.cluster.network import GLOO_INTERFACE, NCCL_LOG
 from liver_hpc.host.interfaces import interface_addresses, interface_holding
 from liver_hpc.transport.lane import Lane, new_lane, own_lane
 from liver_hpc.transport.nccl_log import Chosen, NcclLog
+from liver_hpc.world import gloo_sockets
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +126,8 @@ class Network:
     """Opens group backends, and knows which transport each of them uses.
 
     The environment names the interfaces that gloo uses, else it uses that of the address
-    `hostname`; and the file into which NCCL logs. All groups share one gloo device an interface,
-    with its thread and its listening socket.
+    `hostname`; and the file into which NCCL logs. A group has one gloo device an interface, with a
+    thread and a listening socket.
     """
 
     def __init__(self, device: Device, hostname: str) -> None:
@@ -140,8 +140,7 @@ class Network:
         self._log_offset = 0
         self._chosen: WeakKeyDictionary[Any, Chosen] = WeakKeyDictionary()
 
-    @cached_property
-    def _gloo_devices(self) -> list[Any]:
+    def _new_gloo_devices(self) -> list[Any]:
         create = dist.ProcessGroupGloo.create_device
         named = [create(interface=name, lazy_init=False) for name in self._interfaces]
         return named or [create(hostname=self._hostname, lazy_init=False)]
@@ -176,8 +175,10 @@ class Network:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._timeout = timeout
-            options._devices = self._gloo_devices
+            watch = gloo_sockets.Watch()
+            options._devices = watch.listen(self._new_gloo_devices)
             backend = gloo(store, rank, size, options)
+            watch.remember(backend, (size - 1) * len(options._devices))
             chosen = Chosen(("gloo tcp",), self._gloo_way())
         backend._set_sequence_number_for_group()
         self._chosen[backend] = chosen

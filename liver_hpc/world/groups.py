@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from liver_hpc.world import gloo_sockets
 from liver_hpc.world.device import Device, Network
 
 # Any: torch's stubs know few of these names, and some wrongly.
@@ -189,6 +190,7 @@ class Group:
 
 def end(backend: Any) -> None:
     """Ends what a backend has under way, and gives up its connections; from any thread."""
+    gloo_sockets.shut_down(backend)
     with contextlib.suppress(RuntimeError):
         backend.abort()
 
@@ -242,8 +244,7 @@ class GroupBook:
 
     def abort(self, shared: bool) -> None:
         """Ends what these groups have under way, from any thread: who waits in it fails promptly.
-        shared: also in groups whose backends another book uses. Where a backend cannot end what it
-        has under way (gloo), peers that forget the group do.
+        shared: also in groups whose backends another book uses.
         """
         for members, group in [*self._groups.items()]:
             backend = group.backend
