@@ -74,7 +74,7 @@ def test_a_run_whose_workers_are_replaced_is_bit_equal_to_one_whose_are_not(
     [
         pytest.param("PREPARE", {"dp": 4}, marks=pytest.mark.long),
         ("TRANSFER", {"pp": 2}),
-        ("FORWARD", {"pp": 2}),
+        pytest.param("FORWARD", {"pp": 2}, marks=pytest.mark.long),
     ],
 )
 def test_a_joiner_that_is_killed_costs_the_attempt_and_the_next_resize_succeeds(

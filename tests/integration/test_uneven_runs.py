@@ -9,7 +9,11 @@ import pytest
 from tests.integration.elastic import elastic_run, losses
 from tests.integration.runs import finish, run_config, start, worst_difference
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("unhurried_steps")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("unhurried_steps"),
+]
 
 LAYOUTS = {1: [{"dp": 1}], 3: [{"dp": 3}, {"pp": 3}], 4: [{"dp": 4}]}
 FOUR_TO_THREE = [
