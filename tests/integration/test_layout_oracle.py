@@ -124,17 +124,23 @@ def compare_parameters(world: Any) -> int:
     return len(indices)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", MODELS)
-def test_parameter_and_optimizer_boxes_are_megatrons_own(
-    name: str, device: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over the grid: parameters against sharded_state_dict; the optimizer's flat intervals
-    against gbuf_ranges (World construction compares them and raises PlanError)."""
+@pytest.fixture
+def of_the_first_replica(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tied embeddings the last stage asks parallel_state for its data-parallel rank."""
     from megatron.core import parallel_state
 
-    # With tied embeddings the last stage asks parallel_state for its data-parallel rank.
+    from liver_hpc.world import module_globals
+
+    module_globals.answer_per_world(parallel_state)  # for good, of its own functions
     monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda **_k: 0)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("of_the_first_replica")
+@pytest.mark.parametrize("name", MODELS)
+def test_parameter_and_optimizer_boxes_are_megatrons_own(name: str, device: Any) -> None:
+    """Over the grid: parameters against sharded_state_dict; the optimizer's flat intervals
+    against gbuf_ranges (World construction compares them and raises PlanError)."""
     recipe = recipe_of(MODELS[name])
     compared = 0
     for layout in GRID:
@@ -143,14 +149,12 @@ def test_parameter_and_optimizer_boxes_are_megatrons_own(
     assert compared > 2000
 
 
+@pytest.mark.usefixtures("of_the_first_replica")
 @pytest.mark.parametrize("bucket_elements", [None, 3000])
 def test_derived_boxes_are_megatrons_own_with_chunks_cp_and_buckets(
-    bucket_elements: int | None, device: Any, monkeypatch: pytest.MonkeyPatch
+    bucket_elements: int | None, device: Any
 ) -> None:
     """As above; gradient buckets as they are where their reduction overlaps the backward."""
-    from megatron.core import parallel_state
-
-    monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda **_k: 0)
     recipe = recipe_of(MODELS["tied-swiglu-gqa"])
     if bucket_elements is not None:
         overlap = {"overlap_grad_reduce": True, "bucket_elements": bucket_elements}
