@@ -20,7 +20,7 @@ FIGURES: dict[str, dict[str, str]] = {
         "lost_steps_max_100m": "the same, 100M parameters",
     },
     "reconfigure-apart": {
-        **_COSTS,
+        **{name: f"{words}, a core for each worker" for name, words in _COSTS.items()},
         "lost_steps_max_25m": "largest median lost time of a handoff in steps, 25M parameters, a "
         "core for each worker",
         "lost_steps_max_100m": "the same, 100M parameters",
