@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.config.schema import DeadlineSection, HandoffSection
-from liver_hpc.handoff.session import Session, Target, WorkerContext
+from liver_hpc.handoff.session import Session, Target
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.memory import GRADIENT
 from liver_hpc.layout.tensors import PARAMETER
@@ -36,6 +36,7 @@ from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Event, Requested, StateSaved, WorkerLost, WorldRef
 from liver_hpc.protocol.machine import HandoffMachine
 from liver_hpc.worker.trainer import LeftWorld, Trainer
+from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.device import Room
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.state import WorldState

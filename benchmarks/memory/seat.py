@@ -16,11 +16,12 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.handoff.crossing import Crossing
 from liver_hpc.handoff.prepare import connect_groups, prepare
 from liver_hpc.handoff.release import release
-from liver_hpc.handoff.session import Session, WorkerContext
+from liver_hpc.handoff.session import Session
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.recipes.base import Recipe, load_recipe
 from liver_hpc.world import megatron
+from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.derive import Derivation
 from liver_hpc.world.device import Device, Network
 from liver_hpc.world.groups import install_sentinel

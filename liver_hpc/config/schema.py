@@ -365,6 +365,14 @@ class CheckpointSection(Section):
     keep: PositiveInt | None = 2
 
 
+class SnapshotSection(Section):
+    """Second copies of the state in the memory of other nodes, from which training goes on when a
+    worker is lost. With "auto" they are taken as often as `cost` allows, of the CPU time."""
+
+    every_steps: PositiveInt | Literal["auto"] | None = None
+    cost: Annotated[float, Field(gt=0, le=1)] = 0.02
+
+
 InterfaceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]{1,15}$")]
 NcclVariables = dict[Annotated[str, Field(pattern=r"^NCCL_[A-Z0-9_]+$")], str | int]
 
@@ -429,6 +437,7 @@ class RunConfig(Section):
     cluster: ClusterSection = ClusterSection()
     policy: PolicySection = PolicySection()
     checkpoint: CheckpointSection = CheckpointSection()
+    snapshots: SnapshotSection = SnapshotSection()
     network: NetworkSection = NetworkSection()
     metrics: MetricsSection = MetricsSection()
 

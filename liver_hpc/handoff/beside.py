@@ -8,20 +8,8 @@ from typing import Generic, TypeVar
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError
+from liver_hpc.world.context import FAILURES
 from liver_hpc.world.device import Device
-
-FAILURES = (
-    LiverError,
-    RuntimeError,
-    AssertionError,
-    MemoryError,
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    OSError,
-)
-"""Errors of work on a world that the worker survives."""
 
 Result = TypeVar("Result")
 

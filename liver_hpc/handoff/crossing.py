@@ -16,13 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from liver_hpc.clock import Deadline
-from liver_hpc.handoff.beside import FAILURES, Beside
-from liver_hpc.handoff.session import HandoffAborted, Session, Target
+from liver_hpc.handoff.beside import Beside
+from liver_hpc.handoff.session import HandoffAborted, Session, Target, WorldHalted
 from liver_hpc.layout.memory import GRADIENT
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol import messages as m
 from liver_hpc.transport.moved import Moved
 from liver_hpc.world import hollow
+from liver_hpc.world.context import FAILURES
 from liver_hpc.world.world import Flags, Gradients, StepResult, World
 
 PROGRESS_INTERVAL_S = 0.1
@@ -108,7 +109,7 @@ class Crossing:
         )
         try:
             return vote.model_copy(update=self._work(scalars, gradients))
-        except HandoffAborted:
+        except (HandoffAborted, WorldHalted):
             raise
         except FAILURES as error:
             # Peers that wait for bytes from here must not wait until their deadline.

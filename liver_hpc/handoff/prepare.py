@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError
-from liver_hpc.handoff.session import Session, Target, WorkerContext
+from liver_hpc.handoff.session import Session, Target
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.memory import bytes_by_receiver, move_bytes, worker_bytes
 from liver_hpc.layout.plan import transfer_plan
@@ -20,6 +20,7 @@ from liver_hpc.protocol.messages import Prepared, Transports
 from liver_hpc.transport.lane import Lane
 from liver_hpc.transport.stream import Transport
 from liver_hpc.transport.wire import Wire, group_wire
+from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.hollow import hollow
 from liver_hpc.world.store import ControlStore

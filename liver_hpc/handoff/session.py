@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from liver_hpc.clock import Clock, Deadline, SystemClock
-from liver_hpc.config.schema import RunConfig
+from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import RankMap
@@ -19,14 +16,14 @@ from liver_hpc.protocol.messages import (
     Abort,
     Arm,
     Boundary,
-    FromWorker,
+    Halt,
     Prepare,
     Resume,
     Verdict,
 )
-from liver_hpc.recipes.base import Recipe
 from liver_hpc.transport.stream import Prepared, Transport
-from liver_hpc.world.device import Device, Network
+from liver_hpc.world.context import WorkerContext
+from liver_hpc.world.device import Device
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.world import World
 
@@ -35,7 +32,7 @@ MOVING_ENDS_S = 10.0
 DEVICE_ENDS_S = 10.0
 """How long the device may take to come to the end of what has been aborted."""
 
-SessionMessage = Arm | Boundary | Verdict | Abort | Resume
+SessionMessage = Arm | Boundary | Verdict | Abort | Resume | Halt
 
 
 class HandoffAborted(LiverError):
@@ -46,19 +43,8 @@ class HandoffAborted(LiverError):
         self.abort = abort
 
 
-@dataclass(frozen=True)
-class WorkerContext:
-    """What a worker keeps across its worlds. checkpoints: the directory that they are under."""
-
-    worker: int
-    config: RunConfig
-    recipe: Recipe
-    device: Device
-    network: Network
-    clock: Clock
-    send: Callable[[FromWorker], None]
-    open_store: Callable[[], ControlStore]
-    checkpoints: Path
+class WorldHalted(LiverError):
+    """The coordinator wants the world that trains let go: a worker of it was lost."""
 
 
 @dataclass
@@ -140,6 +126,7 @@ class Session:
         self.shared_groups = False
         self.crosses = False
         self.aborted: Abort | None = None
+        self.halted: Halt | None = None
         self._inbox: queue.Queue[SessionMessage] = queue.Queue()
 
     @property
@@ -163,14 +150,17 @@ class Session:
     def open_store(self) -> ControlStore:
         """Opens this session's store client, which an Abort closes."""
         self.store = self.context.open_store()
-        if self.aborted is not None:
+        if self.aborted is not None or self.halted is not None:
             self.store.close()
         return self.store
 
     def deliver(self, message: SessionMessage) -> None:
         """Takes a message for this attempt; called by the control thread."""
-        if isinstance(message, Abort):
-            self.aborted = message
+        if isinstance(message, Abort | Halt):
+            if isinstance(message, Abort):
+                self.aborted = message
+            else:
+                self.halted = message
             self.armed.clear()
             if self.store is not None:
                 self.store.close()
@@ -178,24 +168,29 @@ class Session:
                 shared = self.shared_groups and self.crosses
                 # In a thread: a backend may take its time, and this one listens.
                 quiet_thread(partial(self.prepared.abort, shared), "abort")
-        elif isinstance(message, Arm) and self.aborted is None:
+        elif isinstance(message, Arm) and self.aborted is None and self.halted is None:
             self.shared_groups = message.shared_groups
             self.armed.set()
         self._inbox.put(message)
 
     def check(self) -> None:
-        """Raises HandoffAborted once the coordinator has called the attempt off."""
+        """Raises HandoffAborted once the coordinator has called the attempt off, WorldHalted once
+        it wants the source world let go, too."""
+        if self.halted is not None:
+            raise WorldHalted(self.halted.reason)
         if self.aborted is not None:
             raise HandoffAborted(self.aborted)
 
     def wait(self, wanted: type[Any], limit_s: float, waits_for: str) -> Any:
-        """Waits for the next message of a type; raises HandoffAborted or DeadlineError.
+        """Waits for the next message of a type; raises HandoffAborted, WorldHalted, DeadlineError.
 
         Drops messages of other types that come before it. An Abort does not end a wait for Resume,
         which follows it.
         """
         deadline = Deadline.after(self.context.clock, limit_s, waits_for)
         while True:
+            if self.halted is not None:
+                raise WorldHalted(self.halted.reason)
             try:
                 message = self._inbox.get(timeout=max(deadline.remaining_s(), 0.001))
             except queue.Empty:

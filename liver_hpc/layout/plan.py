@@ -21,6 +21,9 @@ from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.ownership import optimizer_owners, owned_boxes
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, Move, TransferPlan
 
+MovesOf = Callable[[str, int, Coordinate], Iterable[Move]]
+"""The moves of one kind of one tensor at a coordinate."""
+
 
 def subtract(box: Box, hole: Box) -> tuple[Box, ...]:
     """What is left of `box` without `hole`: up to four disjoint boxes."""
@@ -269,21 +272,17 @@ def transfer_plan(model: ModelSpec, source: RankMap, target: RankMap, worker: in
     )
 
 
-def _moves(
-    model: ModelSpec,
-    rank_map: RankMap,
-    worker: int,
-    moves_of: Callable[[str, int, Coordinate], Iterable[Move]],
-) -> list[Move]:
-    """The moves of all that a worker of a rank map holds, sorted; those of optimizer state are
-    planned once for all its kinds."""
+def _moves(model: ModelSpec, rank_map: RankMap, worker: int, moves_of: MovesOf) -> list[Move]:
+    """The moves of all that a worker of a rank map holds, sorted."""
     at = rank_map.coordinate_of(worker)
-    if at is None:
-        return []
-    moves: list[Move] = []
+    return [] if at is None else sorted(moves_at(model, rank_map.layout, at, moves_of))
+
+
+def moves_at(model: ModelSpec, layout: Layout, at: Coordinate, moves_of: MovesOf) -> Iterator[Move]:
+    """The moves of all that a coordinate holds; those of optimizer state are planned once for all
+    its kinds."""
     planned, *others = model.optimizer_kinds
-    for index in model.held_tensors(rank_map.layout, at):
-        moves += moves_of(PARAMETER, index, at)
+    for index in model.held_tensors(layout, at):
+        yield from moves_of(PARAMETER, index, at)
         for move in moves_of(planned, index, at):
-            moves += (move, *(move._replace(kind=kind) for kind in others))
-    return sorted(moves)
+            yield from (move, *(move._replace(kind=kind) for kind in others))

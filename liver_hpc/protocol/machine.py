@@ -221,9 +221,13 @@ class HandoffMachine:
         return self._complete()
 
     def _lost_in_release(self, event: WorkerLost) -> list[Action]:
-        entry = (event.worker, WorkerLost)
-        if entry not in self._now.awaited:
-            return self._fatal(f"worker {event.worker} lost after the commit: {event.reason}")
+        """After the commit the target is the world, whoever is lost of it."""
+        now, entry = self._now, (event.worker, WorkerLost)
+        if entry not in now.awaited:
+            assert now.target is not None
+            world = WorldRef(now.generation, now.target)
+            what = f"{self.phase}: worker {event.worker} lost after the commit: {event.reason}"
+            return self._end("failed", what, world)
         self._now.awaited.discard(entry)
         return self._complete()
 
@@ -262,7 +266,9 @@ class HandoffMachine:
         now = self._now
         now.lost.add(event.worker)
         if event.worker in now.source_workers:
-            return self._fatal(f"worker {event.worker} lost: {event.reason}")
+            lost = f"worker {event.worker} lost: {event.reason}"
+            told = [] if self.phase is Phase.ABORT else self._drop_target(lost)
+            return told + self._fatal(lost)
         if self.phase is Phase.ABORT:
             return []
         return self._abort(f"joiner {event.worker} lost: {event.reason}")

@@ -83,6 +83,17 @@ class PairDigest(_Frozen):
     value: str
 
 
+class HeldSnapshot(_Frozen):
+    """A share of the state that a worker holds in host memory: that of rank `rank` of a world, at
+    the boundary `scalars`. digests: by kind, 16 hex digits, as it was when it was taken."""
+
+    generation: int
+    layout: str
+    rank: int
+    scalars: ScalarState
+    digests: dict[str, str]
+
+
 class Message(_Frozen):
     """`class Hello(Message, type="hello")` is known by its `type` on the wire."""
 
@@ -267,6 +278,36 @@ class Restored(_InWorld, type="restored"):
     digests: tuple[ClassDigest, ...]
 
 
+class Broken(_InWorld, type="broken"):
+    """A step of this world has failed here, as when a peer is gone: this worker waits for Halt."""
+
+    reason: str
+
+
+class Halted(_InWorld, type="halted"):
+    """This worker has let the world go. held: the snapshots that are complete, as far as it knows,
+    on all workers of their worlds."""
+
+    held: tuple[HeldSnapshot, ...]
+
+
+class Refilled(_InWorld, type="refilled"):
+    """The world stands here, filled from snapshots; nothing is told by a worker without a seat.
+
+    digests: of all it holds now. shares: by kind, of its own share, as a snapshot would have it.
+    """
+
+    scalars: ScalarState
+    digests: tuple[ClassDigest, ...] = ()
+    shares: dict[str, str] = {}
+
+
+class Unprotected(_InWorld, type="unprotected"):
+    """No further snapshots are taken in this world; training goes on."""
+
+    reason: str
+
+
 class Transports(_InWorld, type="transports"):
     """The groups of a world are connected here. kinds: the transports that they use, such as
     "gloo tcp" or "NET/IB"; none in a world of one. workers: how many that world has."""
@@ -293,7 +334,28 @@ class Begin(_OfWorld, type="begin"):
 
 
 class Proceed(_OfWorld, type="proceed"):
-    """What all workers restored equals what was saved: train."""
+    """What all workers have restored, or filled from snapshots, equals what was saved: train."""
+
+
+class Halt(_OfWorld, type="halt"):
+    """Let the world that trains go, and whatever handoff; keep snapshots. Answered with Halted."""
+
+    reason: str
+
+
+class Refill(_OfWorld, type="refill"):
+    """Build a world in place of one that has lost a worker, and fill it from the snapshots of the
+    world `saved_generation`: to all that have a seat in it, or give a snapshot.
+
+    holders: by rank of that world, who gives its snapshot. Answered with Refilled, after which a
+    worker with a seat waits for Proceed.
+    """
+
+    rank_map: WireRankMap
+    saved_generation: int
+    saved: str
+    holders: tuple[int, ...]
+    scalars: ScalarState
 
 
 class Prepare(_OfWorld, type="prepare"):
@@ -509,12 +571,15 @@ class StoreReply(Message, type="store_reply"):
 
 OfAttempt = Prepared | AtBoundary | Vote | FirstStep | Released | Aborted | Failed
 """What workers say in the handoff attempt of their generation."""
+OfRecovery = Broken | Halted | Refilled
+"""What workers say of a world that has lost one."""
 FromWorker = (
     Hello | StepDone | Evaluated | Verified | OfAttempt | Progress | Heartbeat | Finished | Saved
-    | Restored | Transports
+    | Restored | Transports | OfRecovery | Unprotected
 )  # fmt: skip
 ToWorker = (
-    Begin | Proceed | Prepare | Rehearse | Arm | Boundary | Verdict | Abort | Resume | Exit | Stop
+    Begin | Proceed | Halt | Refill | Prepare | Rehearse | Arm | Boundary | Verdict | Abort | Resume
+    | Exit | Stop
 )  # fmt: skip
 ToAgent = StartWorkers | EndWorkers | Exit
 FromAgent = AgentHello | Warned | WorkerEnded | LaunchEnded | KeeperHello

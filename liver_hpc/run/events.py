@@ -243,7 +243,16 @@ class Tick:
     """Time has passed: deadlines, and what waits for its time. Does nothing where none is due."""
 
 
-FromWorker = FromParticipant | m.StepDone | m.Evaluated | m.Verified | m.Restored | m.Transports
+FromWorker = (
+    FromParticipant
+    | m.StepDone
+    | m.Evaluated
+    | m.Verified
+    | m.Restored
+    | m.Transports
+    | m.OfRecovery
+    | m.Unprotected
+)
 PoolEvent = NodeGranted | NodeWarned | NodeGone | EndNear | PoolNote
 Event = (
     FromWorker

@@ -1,6 +1,6 @@
 """One start of a run: what it consists of, and the ways in which it begins, stops and ends.
 
-    STARTING -> TRAINING <-> HANDING_OVER
+    STARTING -> TRAINING <-> HANDING_OVER, RECOVERING
         |           |             |
         +-----------+-------------+--> STOPPING --> ENDED
 
@@ -38,6 +38,7 @@ from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.notices import NoticeBook
 from liver_hpc.run.recorder import RunRecorder
 from liver_hpc.run.records import ReconfigurationRecord
+from liver_hpc.run.recovery import Recoveries
 from liver_hpc.run.requests import RequestQueue
 from liver_hpc.run.standbys import Standbys
 from liver_hpc.run.verification import Verification
@@ -53,11 +54,12 @@ class RunState(StrEnum):
     STARTING = "starting"
     TRAINING = "training"
     HANDING_OVER = "handing over"  # the source world trains on for most of it
+    RECOVERING = "recovering"  # a worker was lost: a world is filled from snapshots
     STOPPING = "stopping"  # told to stop, or the first worker has done its last step
     ENDED = "ended"
 
 
-STARTING, TRAINING, HANDING_OVER, STOPPING, ENDED = RunState
+STARTING, TRAINING, HANDING_OVER, RECOVERING, STOPPING, ENDED = RunState
 
 
 class EventClock:
@@ -119,6 +121,10 @@ class Lifecycle:
             self.handoffs,
             self._out,
         )
+        self.recoveries = Recoveries(
+            config, self._clock, self.elastic, self.handoffs, self._out, self._recovery_ended
+        )
+        self._stop_later: tuple[str, bool, Ending] | None = None
         self.standbys = Standbys(config, self._clock, nodes, self._out)
         self._resumed: e.Resumed | None = None
         self._verification = Verification()
@@ -216,11 +222,33 @@ class Lifecycle:
         what = f"{ended.outcome}: {ended.detail}" if ended.detail else ended.outcome
         self._note(f"generation {ended.generation}: {what}; now {ended.world}")
         if ended.outcome == "failed":
-            self._fail(f"handoff to generation {ended.generation}, {ended.detail}")
+            self._lost_world(f"handoff to generation {ended.generation}, {ended.detail}")
             return
         if self._stop_reason:
             self._tell_to_stop()
         self._end_if_all_finished()
+
+    # ---- a worker is lost
+
+    def _lost_world(self, reason: str) -> None:
+        """The world that trains cannot go on: another one is filled from snapshots, if there are
+        any; a run that was about to stop ends."""
+        world = self.world
+        if self._state is not TRAINING or world is None or not self.recoveries.possible(world):
+            self._fail(reason)
+            return
+        self._state = RECOVERING
+        self.recoveries.begin(world, reason, self.recorder.steps_done)
+
+    def _recovery_ended(self, came_to: WorldRef | str) -> None:
+        if isinstance(came_to, str):
+            self._fail(came_to)
+            return
+        self.world = came_to
+        self._train()
+        if self._stop_later is not None:
+            (why, checkpoint, then), self._stop_later = self._stop_later, None
+            self._stop(why, checkpoint, then)
 
     # ---- the end
 
@@ -233,6 +261,9 @@ class Lifecycle:
         if self._state is STOPPING and self._stop_as in replaceable:
             self._stop_as, self._stop_reason = then, why  # instead of going on later
             return "stopping at the next step boundary"
+        if self._state is RECOVERING:
+            self._stop_later = (why, checkpoint, then)
+            return f"stopping after the {self.recoveries.describe()}"
         if self._state not in (STARTING, TRAINING):
             return "the run is about to end already"
         self._note(f"stopping: {why}")

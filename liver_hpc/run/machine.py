@@ -19,6 +19,7 @@ from liver_hpc.run.lifecycle import (
     ENDED,
     HANDING_OVER,
     OPERATORS_STOP,
+    RECOVERING,
     STARTING,
     STOPPING,
     TRAINING,
@@ -185,8 +186,10 @@ class Run(Lifecycle):
         elif self.world is not None and (
             self.handoffs.involves(worker) or worker in self.world.rank_map.workers
         ):
-            if self.handoffs.attempt is None:
-                self._fail(f"worker {worker} lost: {reason}")
+            if self._state is RECOVERING:
+                self.recoveries.lost(worker, reason)
+            elif self.handoffs.attempt is None:
+                self._lost_world(f"worker {worker} lost: {reason}")
             else:
                 self.handoffs.feed(WorkerLost(worker, reason))
         else:
@@ -229,6 +232,18 @@ class Run(Lifecycle):
         if isinstance(message, m.Aborted):
             self.agents.cleared(message.worker)
         self.handoffs.message(message)
+
+    def _broken(self, message: m.Broken) -> None:
+        """A step has failed, as when a peer is gone of which nobody has told yet."""
+        reason = f"worker {message.worker}: {message.reason}"
+        if self._state is RECOVERING:
+            self.recoveries.broken(message)
+        elif self.world is None or self._state is STARTING:
+            self._start_failed(reason)
+        elif self.handoffs.attempt is not None:
+            self._out.append(Log(f"{reason}; its peer's end, if it is that, comes next"))
+        elif message.generation == self.world.generation:
+            self._lost_world(reason)
 
     def _finished(self, message: m.Finished) -> None:
         """A worker has done its last step; the others are about to."""
@@ -301,12 +316,12 @@ class Run(Lifecycle):
 
     def _ask(self, request: ReconfigurationRequest) -> str:
         self._check_open()
-        training = self._state is TRAINING
-        busy = self.handoffs.describe() if training else "the start of the run"
+        busy = "the start of the run" if self._state is STARTING else self.handoffs.describe()
+        busy = busy or self.recoveries.describe()
         return self.elastic.ask(request, self.world, busy)
 
     def _check_open(self) -> None:
-        if self._state not in (STARTING, TRAINING):
+        if self._state not in (STARTING, TRAINING, RECOVERING):
             raise RequestRefused("the run is about to end")
 
     # ---- checkpoints and the journal
@@ -333,6 +348,7 @@ class Run(Lifecycle):
     def _tick(self, event: e.Tick) -> None:
         if self._state is not ENDED:
             self.handoffs.tick()
+            self.recoveries.tick()
         for worker in self.agents.reap():
             self._lost(worker, "did not end by itself")
         if self._state is ENDED or self._deadline is None or not self._deadline.expired():
@@ -357,8 +373,8 @@ class Run(Lifecycle):
 
 
 Handler = Callable[[Run, Any], None]
-OPEN = (STARTING, TRAINING, HANDING_OVER, STOPPING)
-WITH_WORLD = (TRAINING, HANDING_OVER, STOPPING)
+OPEN = (STARTING, TRAINING, HANDING_OVER, RECOVERING, STOPPING)
+WITH_WORLD = (TRAINING, HANDING_OVER, RECOVERING, STOPPING)
 
 
 def _in(states: tuple[RunState, ...], handlers: dict[type, Handler]) -> dict[Any, Handler]:
@@ -399,6 +415,18 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
             m.Hello: Run._hello,
             m.Transports: lambda run, event: run.recorder.connected(event),
             m.Failed: Run._of_attempt,
+            m.Broken: Run._broken,
+            m.Unprotected: lambda run, event: run._note(
+                f"no more snapshots in generation {event.generation}: worker {event.worker}: "
+                f"{event.reason}"
+            ),
+        },
+    ),
+    **_in(
+        (RECOVERING,),
+        {
+            m.Halted: lambda run, event: run.recoveries.halted(event),
+            m.Refilled: lambda run, event: run.recoveries.refilled(event),
         },
     ),
     **_in(

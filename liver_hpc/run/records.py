@@ -113,6 +113,32 @@ class ReconfigurationRecord:
 
 
 @dataclass(frozen=True)
+class RecoveryRecord:
+    """One world that lost a worker, and the one that was filled from snapshots in its place.
+
+    generation: that of the new world. source_generation: that of the lost one. source, target:
+    their layouts. lost: the workers that were, with commas; none where connections alone broke.
+    reason: why. step: how many steps are done at the boundary that was gone back to. steps_redone:
+    how many more had been. rounds: how often it was begun. noticed_s: when the loss was known.
+    halted_s: all that are left had let the old world go. refilled_s: the new one was filled, and
+    proved; its first step comes next.
+    """
+
+    generation: int
+    source_generation: int
+    source: str
+    target: str
+    lost: str
+    reason: str
+    step: int
+    steps_redone: int
+    rounds: int
+    noticed_s: float
+    halted_s: float
+    refilled_s: float
+
+
+@dataclass(frozen=True)
 class NoticeRecord:
     """One node that had to be left, or came. A time that was never reached is NaN.
 
@@ -260,10 +286,12 @@ class RunRecords:
     traffic: list[TrafficRecord] = field(default_factory=list)
     crossings: list[CrossingRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
+    recoveries: list[RecoveryRecord] = field(default_factory=list)
 
 
 Row = (
     ReconfigurationRecord
+    | RecoveryRecord
     | NoticeRecord
     | WorkerPhaseRecord
     | TrafficRecord

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from liver_hpc.clock import SystemClock, process_age_s
 from liver_hpc.errors import DeadlineError, ProtocolError
-from liver_hpc.handoff.session import Session, WorkerContext
+from liver_hpc.handoff.session import Session
 from liver_hpc.host.interfaces import address_towards
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
@@ -26,6 +26,7 @@ from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.secret import read_secret
 from liver_hpc.worker.trainer import LeftWorld, Trainer
 from liver_hpc.world import megatron, rehearsed
+from liver_hpc.world.context import FAILURES, WorkerContext
 from liver_hpc.world.device import Device, Network
 from liver_hpc.world.groups import install_sentinel
 from liver_hpc.world.store import ControlStore
@@ -68,7 +69,7 @@ class Worker:
         self._rehearse(layout, stage=0)
         # What boot made stays as long as the process: later collections need not walk it.
         gc.freeze()
-        self._ways_in: queue.Queue[m.Begin | m.Rehearse | Session] = queue.Queue()
+        self._ways_in: queue.Queue[m.Begin | m.Refill | m.Rehearse | Session] = queue.Queue()
         self._booted_s = clock.now_s()
         self._timings_s = {
             "import": imported_s,
@@ -105,16 +106,31 @@ class Worker:
             )
         )
         quiet_thread(self._serve_control, "control")
-        try:
-            self._come_in()
-            self._trainer.train()
-        except LeftWorld as left:
-            log.info("%s", left)
+        self._train()
         # Upon the coordinator's Exit the control thread ends the process.
         limit_s = self._config.deadlines.release_s + self._config.deadlines.exit_s
         threading.Event().wait(limit_s)
         log.error("waited %g s for the coordinator's Exit", limit_s)
         leave(EXIT_FAILED)
+
+    def _train(self) -> None:
+        """Returns once this worker has nothing to train any more; a world that has failed, as a
+        peer's end has it fail, is let go for the next one."""
+        while True:
+            try:
+                self._come_in()
+                self._trainer.train()
+            except LeftWorld as left:
+                log.info("%s", left)
+                return
+            except FAILURES as error:
+                if not self._trainer.can_let_go:
+                    raise
+                log.info("the world has failed", exc_info=error)
+                why = f"{type(error).__name__}: {error}"
+            else:
+                return
+            self._trainer.let_go(why)  # no traceback holds any more what is let go
 
     def _come_in(self) -> None:
         """Returns once this worker has a world; a joiner whose attempt was called off waits for the
@@ -124,6 +140,9 @@ class Worker:
             match self._ways_in.get():
                 case m.Begin() as begin:
                     self._trainer.begin(begin)
+                    return
+                case m.Refill() as refill:
+                    self._trainer.refill(refill)
                     return
                 case m.Rehearse() as rehearse:
                     self._rehearse_all(Layout.parse(rehearse.layout))
@@ -203,7 +222,9 @@ class Worker:
             session = self._trainer.open_session(message)
             if not session.is_source:
                 self._ways_in.put(session)
-        elif isinstance(message, m.Begin | m.Rehearse):
+        elif isinstance(message, m.Halt):
+            self._trainer.halt(message)
+        elif isinstance(message, m.Begin | m.Refill | m.Rehearse):
             self._ways_in.put(message)
         else:
             raise ProtocolError(f"worker {self._worker}: unexpected {message.type}")

@@ -10,14 +10,17 @@ from pathlib import Path
 from liver_hpc.checkpoint.parts import restore, save
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.handoff.beside import FAILURES, Beside
+from liver_hpc.handoff.beside import Beside
 from liver_hpc.handoff.crossing import Crossed, Crossing
 from liver_hpc.handoff.prepare import connect_groups, prepare, prepared_message
 from liver_hpc.handoff.release import release
-from liver_hpc.handoff.session import HandoffAborted, Session, Target, WorkerContext
+from liver_hpc.handoff.session import DEVICE_ENDS_S, HandoffAborted, Session, Target, WorldHalted
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
+from liver_hpc.snapshot.keeping import Snapshots
+from liver_hpc.worker.refilling import Refilling
+from liver_hpc.world.context import FAILURES, WorkerContext
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import Flags, StepResult, World
 
@@ -43,6 +46,11 @@ class Trainer:
         self._stands = threading.Event()
         self.session: Session | None = None
         self.proceed = threading.Event()
+        self._snapshots = Snapshots(context)
+        self._halting = -1  # the newest generation that the coordinator wants let go
+        self._told_to_halt = threading.Event()
+        self._making: World | None = None  # that is not connected, or not filled yet
+        self._refilling: Refilling | None = None
         self._stop = threading.Event()
         self._stop_saves_in: Path | None = None
         self._owes_evaluation = False
@@ -63,7 +71,7 @@ class Trainer:
         else:
             world.state.initialize(self._context.recipe.initial, self._context.config.train.seed)
             world.load_scalar_state(world.scalar_state(0).model_copy(update={"optimizer_step": 0}))
-        self._world = world
+        self._world, self._making = world, None
         self._stands.set()
         self._step_begins_s = self._context.clock.now_s()
 
@@ -128,6 +136,7 @@ class Trainer:
     def _build(self, rank_map: RankMap, generation: int) -> World:
         context = self._context
         world = World(context.recipe, rank_map, context.worker, generation, context.device)
+        self._making = world
         if context.config.handoff.warm_up:
             world.warm_up(again=context.config.handoff.warm_up_again)
         store = context.open_store()
@@ -136,6 +145,120 @@ class Trainer:
         finally:
             store.close()
         return world
+
+    # ---- a worker is lost
+
+    def refill(self, message: m.Refill) -> None:
+        """Builds and fills the world that takes the place of one that has lost a worker. Collective
+        over all that have a seat in it, or give a snapshot. Raises LeftWorld where this one has no
+        seat, once it has given; whatever else it raises calls for `let_go`."""
+        context, generation = self._context, message.generation
+        self._refilling = refilling = Refilling(context, message)
+        self.proceed.clear()
+        self._check_halt()
+        rank_map, world = message.rank_map.rank_map(), None
+        if context.worker in rank_map.workers:
+            world = self._build(rank_map, generation)
+        held = self._snapshots.state(
+            context.recipe.spec,
+            message.saved_generation,
+            message.scalars,
+            None if world is None else world.state,
+        )
+        context.send(refilling.run(world, held))
+        if world is None:
+            raise LeftWorld(f"no seat in {rank_map}")
+        limits = self._limits
+        limit_s = limits.prepare_s + limits.transfer_s
+        if not self.proceed.wait(limit_s):
+            raise DeadlineError(f"waited {limit_s:g} s for all workers to fill {rank_map}")
+        self._check_halt()
+        self.step = message.scalars.step
+        self._world, self._making, self._refilling = world, None, None
+        self._stands.set()
+        self._step_begins_s = context.clock.now_s()
+
+    def halt(self, message: m.Halt) -> None:
+        """The coordinator wants a world let go, whatever the training thread does in it; from the
+        control thread."""
+        self._halting = max(self._halting, message.generation)
+        self._told_to_halt.set()
+        if self.session is not None:
+            self.session.deliver(message)
+        quiet_thread(self._break, "halt")  # a backend may take its time
+
+    def _break(self) -> None:
+        """Frees the training thread from what it waits for."""
+        for world in (self._world, self._making):
+            if world is not None:
+                world.book.abort(shared=True)
+        if self._refilling is not None:
+            self._refilling.close()
+        self._snapshots.interrupt()
+        self.proceed.set()
+
+    def _check_halt(self) -> None:
+        if self._refilling is not None and self._halting >= self._refilling.generation:
+            raise WorldHalted("another worker was lost meanwhile")
+
+    @property
+    def _generation(self) -> int:
+        """Of the world that trains, or is to."""
+        known = [each.generation for each in (self._world, self._making) if each is not None]
+        if self._refilling is not None:
+            known.append(self._refilling.generation)
+        return max(known, default=-1)
+
+    @property
+    def can_let_go(self) -> bool:
+        """Whether a failure here may be that of a peer, after which the run goes on."""
+        return self._context.config.snapshots.every_steps is not None and self._generation >= 0
+
+    def let_go(self, why: str) -> None:
+        """After a failure: waits to be told to halt, and lets the world go; snapshots stay.
+
+        Raises DeadlineError where nobody says so.
+        """
+        context, generation = self._context, self._generation
+        if self._halting < generation:
+            context.send(m.Broken(worker=context.worker, generation=generation, reason=why))
+        deadline = Deadline.after(context.clock, self._limits.control_s, f"word after {why}")
+        while self._halting < generation:
+            self._told_to_halt.clear()
+            if self._halting < generation and not self._told_to_halt.wait(deadline.remaining_s()):
+                raise deadline.error()
+        self._break()
+        self._snapshots.halt()
+        self._clear_all()
+        context.send(
+            m.Halted(worker=context.worker, generation=generation, held=self._snapshots.held())
+        )
+
+    def _clear_all(self) -> None:
+        """Frees all that there was of worlds, but what a device may still write to."""
+        session, self.session = self.session, None
+        self._stands.clear()
+        if session is not None:
+            if session.preparing is not None:
+                session.preparing.join(self._limits.prepare_s)
+            if session.prepared is not None:
+                session.prepared.drop()
+        worlds = {id(world): world for world in (self._world, self._making) if world is not None}
+        self._world = self._making = self._refilling = None
+        ended = Deadline.after(self._context.clock, DEVICE_ENDS_S, "what was aborted")
+        still = False
+        try:
+            self._context.device.finish(ended)
+        except DeadlineError:
+            still = True
+        except RuntimeError:
+            pass  # it failed, and so it has ended
+        for world in worlds.values():
+            if still:
+                world.abandon()
+            else:
+                world.close()
+        self._context.device.return_free_memory()
 
     # ---- steps
 
@@ -153,16 +276,21 @@ class Trainer:
             assert world is not None, "train without a world"
             started_s = self._step_begins_s
             verifying = self._verify_if_due(world)
+            self._snapshots.begin(world, self.step)
             gradients = world.forward_backward(self.step)
             self._verified(world, verifying)
+            self._snapshots.taken()
             update = world.update(self.step)
             session = self.session
             ready = session is not None and session.armed.is_set()
-            result = world.agree(gradients, update, Flags(ready, self._stop.is_set()))
+            snapshot = self._snapshots.flag(self.step + 1, clock.now_s() - started_s)
+            flags = Flags(ready, self._stop.is_set(), *snapshot)
+            result = world.agree(gradients, update, flags)
             ended_s = self._step_begins_s = clock.now_s()
             self.step += 1
             self._report(world, result, started_s, ended_s)
             members, boundary = world.rank_map.layout.workers, self.step
+            self._snapshots.agreed(result, members)
             saved = False
             if result.stop == members:
                 if self._stop_saves_in is not None:
@@ -278,10 +406,10 @@ class Trainer:
         self._context.device.enter()
         try:
             session.prepared = prepare(session, self._source_of(session))
-        except HandoffAborted as aborted:
-            log.info("%s while preparing", aborted)
+        except (HandoffAborted, WorldHalted) as off:
+            log.info("%s, while preparing", off)
         except FAILURES as error:
-            if session.aborted is not None:
+            if session.aborted is not None or session.halted is not None:
                 log.info("generation %d ended while preparing: %s", session.generation, error)
                 return
             self._fail(session.generation, "PREPARE failed", f"{type(error).__name__}: {error}")
@@ -420,5 +548,5 @@ class Trainer:
         limit_s, clock = self._limits.transfer_s, self._context.clock
         self._context.device.finish(Deadline.after(clock, limit_s, "the state to be copied"))
         held.release()
-        self._world = world
+        self._world, self._making = world, None
         self._stands.set()

@@ -140,6 +140,10 @@ class Network:
         self._log_offset = 0
         self._chosen: WeakKeyDictionary[Any, Chosen] = WeakKeyDictionary()
 
+    def on_host(self) -> Network:
+        """The same for what lies in host memory, whatever the device."""
+        return Network(Device(torch.device("cpu")), self._hostname)
+
     def _new_gloo_devices(self) -> list[Any]:
         create = dist.ProcessGroupGloo.create_device
         named = [create(interface=name, lazy_init=False) for name in self._interfaces]

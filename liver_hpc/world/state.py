@@ -111,6 +111,11 @@ class WorldState:
                 return torch.as_strided(memory, box.shape, (cols, 1), offset)
         raise PlanError(f"{self._where()}: does not hold {kind} {box} of {tensor.name!r}")
 
+    def dtype_of(self, tensor_index: int) -> torch.dtype | None:
+        """Of a tensor's value; None where this worker does not hold it."""
+        held = self._held.get(tensor_index)
+        return None if held is None else held.value.dtype
+
     def memory(self, kind: str) -> Iterator[torch.Tensor]:
         """The tensors of one kind of optimizer state."""
         return (held.optimizer[kind] for held in self._held.values() if kind in held.optimizer)

@@ -44,21 +44,27 @@ Reported = dict[str, torch.Tensor]
 
 
 class Flags(NamedTuple):
-    """What one worker tells the others at the end of a step: it is armed, it was asked to stop."""
+    """What one worker tells the others at the end of a step: it is armed, it was asked to stop, the
+    last snapshot is complete here, and what that took, in steps."""
 
     ready: bool = False
     stop: bool = False
+    snapshot: bool = False
+    snapshot_steps: float = 0.0
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all workers of a world know after a step. ready, stop: how many raised that flag."""
+    """What all workers of a world know after a step. ready, stop, snapshot: how many raised that
+    flag. snapshot_steps: summed."""
 
     loss: float
     grad_norm: float
     learning_rate: float
     ready: int
     stop: int
+    snapshot: int = 0
+    snapshot_steps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -239,10 +245,10 @@ class World:
         with thread.rehearsal(), dropout.NoDropout():
             self.forward_backward(0, most=micro_batches)
             self.update(0)
-        self._renew_buffers()  # raises where a step leaves other buffers than it found
+        self.renew_buffers()  # raises where a step leaves other buffers than it found
         for place, tensor, values in kept:
             place.put(tensor, values)
-        self._renew_buffers()
+        self.renew_buffers()
 
     def close(self, spared: frozenset[int] = frozenset()) -> None:
         """Frees memory and forgets the groups. The world must not be used any more.
@@ -378,10 +384,11 @@ class World:
         The caller reads its flags just before, so that a flag raised while the step runs counts
         at this step's end and not at the next one's.
         """
-        loss_sum, weight, readies, stops = self._summed(
+        loss_sum, weight, *raised, snapshot_steps = self._summed(
             gradients.loss_sum, gradients.weight, *map(float, flags)
         )
-        return StepResult(loss_sum / weight, update[0], update[1], int(readies), int(stops))
+        ready, stop, snapshot = map(int, raised)
+        return StepResult(loss_sum / weight, *update, ready, stop, snapshot, snapshot_steps)
 
     def _summed(self, *numbers: float) -> list[float]:
         """Numbers summed over the world. Collective."""
@@ -398,10 +405,10 @@ class World:
         if self.recipe.config.train.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
-        self._renew_buffers()
+        self.renew_buffers()
 
-    def _renew_buffers(self) -> None:
-        """Takes over the memory in which persistent buffers lie now."""
+    def renew_buffers(self) -> None:
+        """Takes over the memory in which persistent buffers lie now. Not collective."""
         for index, place in self._buffers.items():
             self.state.renew(index, place.tensor)
 

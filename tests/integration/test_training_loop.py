@@ -40,8 +40,8 @@ def trainer_of(process: WorkerProcess, recipe: Any, sent: list[Any]) -> Any:
     """That of a run of this worker alone, in its first world."""
     import torch.distributed as dist
 
-    from liver_hpc.handoff.session import WorkerContext
     from liver_hpc.worker.trainer import Trainer
+    from liver_hpc.world.context import WorkerContext
 
     class Store(dist.HashStore):
         def close(self) -> None:

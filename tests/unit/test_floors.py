@@ -30,6 +30,7 @@ FLOORS = {
     "liver_hpc.world": 5,
     "liver_hpc.checkpoint": 6,
     "liver_hpc.handoff": 6,
+    "liver_hpc.snapshot": 6,
     "liver_hpc.report": 4,
     "liver_hpc.worker": 7,
     "liver_hpc.node": 7,

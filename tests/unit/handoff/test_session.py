@@ -8,7 +8,7 @@ import pytest
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.errors import DeadlineError
-from liver_hpc.handoff.session import HandoffAborted, Session, WorkerContext
+from liver_hpc.handoff.session import HandoffAborted, Session
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.messages import (
     Abort,
@@ -19,6 +19,7 @@ from liver_hpc.protocol.messages import (
     Verdict,
     WireRankMap,
 )
+from liver_hpc.world.context import WorkerContext
 
 SMALL = ScalarState(step=3, consumed_samples=24, optimizer_step=3, loss_scale=1.0, seed=1)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.snapshots import partners
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.run.events import Node, Seat
@@ -55,7 +56,7 @@ class PlayedWorker(WorkerScript):
     """A scripted worker that trains.
 
     doing: "nothing", "restoring", "training", "crossing" (at the boundary), "going back",
-    "finished" or "leaving".
+    "halted", "refilling", "finished" or "leaving". held: the snapshots that it has.
     """
 
     doing: str = "nothing"
@@ -65,6 +66,7 @@ class PlayedWorker(WorkerScript):
     armed: bool = False
     aborted: bool = False
     stop: m.Stop | None = None
+    held: tuple[m.HeldSnapshot, ...] = ()
     received: Any = field(default_factory=lambda: deque(maxlen=4))
 
     def _answer(self, message: m.ToWorker) -> list[m.FromWorker]:
@@ -74,6 +76,10 @@ class PlayedWorker(WorkerScript):
                 return self._begun(message)
             case m.Proceed():
                 self.doing = "training"
+            case m.Halt():
+                return self._halted(message)
+            case m.Refill():
+                return self._refilled(message)
             case m.Prepare():
                 super()._answer(message)
                 self.preparing, self.armed, self.aborted = True, False, False
@@ -110,6 +116,33 @@ class PlayedWorker(WorkerScript):
             worker=self.worker, generation=message.generation, scalars=scalars, digests=()
         )
         return [*said, restored]
+
+    def _halted(self, message: m.Halt) -> list[m.FromWorker]:
+        """Of whatever it does, but not once it has nothing to train any more."""
+        if self.doing in ("finished", "leaving"):
+            return []
+        self.doing, self.armed, self.preparing, self.aborted = "halted", False, False, True
+        held, generation = self.held, message.generation
+        return [m.Halted(worker=self.worker, generation=generation, held=held)]
+
+    def _refilled(self, message: m.Refill) -> list[m.FromWorker]:
+        faulty = self._fault(Phase.PREPARE)
+        if faulty is not None:
+            failed = [m.Broken(worker=self.worker, generation=message.generation, reason="told to")]
+            return [*failed] if faulty else []
+        rank_map, generation = message.rank_map.rank_map(), message.generation
+        refilled = m.Refilled(worker=self.worker, generation=generation, scalars=message.scalars)
+        if self.worker not in rank_map.workers:
+            self.doing = "leaving"
+            return [refilled]
+        self.world, self.world_generation, self.step = rank_map, generation, message.scalars.step
+        self.doing, self.aborted = "refilling", False
+        digests = (
+            m.ClassDigest(kind="parameter", tp_replicated=True, multi_stage=True, value="f"),
+        )
+        shares = share_of_state(rank_map.layout.rank(rank_map.coordinate_of(self.worker)))  # type: ignore[arg-type]
+        refilled = refilled.model_copy(update={"digests": digests, "shares": shares})
+        return [*self._connected(generation, len(rank_map.workers)), refilled]
 
     def _connected(self, generation: int, workers: int) -> list[m.FromWorker]:
         """The groups of a world stand."""
@@ -208,6 +241,27 @@ def _scalars(step: int) -> m.ScalarState:
     )
 
 
+def share_of_state(rank: int) -> dict[str, str]:
+    """The digest of the state is that of the first rank's share; the others have nothing."""
+    return {"parameter": f"{0 if rank else 7:016x}"}
+
+
+def snapshots_held(world: RankMap, generation: int, step: int) -> dict[int, tuple[Any, ...]]:
+    """By worker, what each holds of a boundary once all snapshots are complete."""
+    found: dict[int, list[m.HeldSnapshot]] = {worker: [] for worker in world.workers}
+    for rank, partner in enumerate(partners(world)):
+        share = m.HeldSnapshot(
+            generation=generation,
+            layout=str(world.layout),
+            rank=rank,
+            scalars=_scalars(step),
+            digests=share_of_state(rank),
+        )
+        for holder in {world.workers[rank], partner} - {None}:
+            found[holder].append(share)  # type: ignore[index]
+    return {worker: tuple(held) for worker, held in found.items()}
+
+
 @dataclass
 class PlayedAgent:
     """An agent: what it will say next, and its workers once it has met."""
@@ -256,7 +310,10 @@ class TrainingWorld:
         """One step of all, and what they say then, by worker."""
         said: dict[int, list[m.FromWorker | Saved]] = {}
         members = self.members
+        held = snapshots_held(self.rank_map, self.generation, members[0].step)
         for member in members:
+            if len(members) > 1:
+                member.held = held[member.worker]
             member.step += 1
             said[member.worker] = [*member.report()]
         step = members[0].step

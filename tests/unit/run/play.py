@@ -251,6 +251,10 @@ class Play:
         if worker.dead:
             self.close(worker, "its process ended")
 
+    def say(self, worker: int, word: m.FromWorker) -> None:
+        """Something that a worker was not asked for is on its way."""
+        self._up[worker].append(word)
+
     def close(self, worker: PlayedWorker, reason: str) -> None:
         """Once: the end of its channel, after all that it has said."""
         worker.dead, worker.preparing = True, False

@@ -114,6 +114,12 @@ SCENES = (
         (burst(3), burst(4, 2), SPARE),
     ),
     Scene(
+        "snapshots",
+        _config(layouts=ANY_NUMBER, snapshots={"every_steps": 1}),
+        (WIDE1, WIDE2),
+        (burst(3), burst(4, 2), SPARE),
+    ),
+    Scene(
         "standby",
         _config(layouts=ANY_NUMBER, workers={"initial": 2, "max": 2, "standby": 1}),
         (WIDE1, WIDE2),

@@ -16,9 +16,12 @@ Blow = Callable[[Play], None]
 
 
 def members(play: Play) -> set[int]:
-    """Whose death is the end of this start: spared as a rule, or little else would be played."""
+    """Whose death is the end of this start: spared as a rule, or little else would be played. With
+    snapshots it is not."""
     world = play.run.handoffs.committed_world or play.run.world
-    spared = world is not None and not play.choices.now_and_then(8)
+    recovers = play.scene.config.snapshots.every_steps is not None
+    often = 2 if recovers else 8
+    spared = world is not None and not play.choices.now_and_then(often)
     return {*world.rank_map.workers} if world is not None and spared else set()
 
 
@@ -106,6 +109,21 @@ def worker_dies(play: Play) -> None:
     living = [w for w in play.workers.values() if not w.dead and w.worker not in spared]
     if living:
         play.close(play.choices.one_of(living), "signal 9")
+
+
+def step_breaks(play: Play) -> None:
+    """Some of a world notice first that one of theirs is gone."""
+    world = play.run.world
+    if world is None or play.scene.config.snapshots.every_steps is None:
+        return
+    mates = [
+        w for w in play.workers.values() if w.world == world.rank_map and w.doing == "training"
+    ]
+    living = [worker for worker in mates if not worker.dead and not worker.mute]
+    if len(living) < len(mates) and living:
+        generation = world.generation
+        mate = play.choices.one_of(living).worker
+        play.say(mate, m.Broken(worker=mate, generation=generation, reason="a peer is gone"))
 
 
 def worker_is_silent(play: Play) -> None:
@@ -206,7 +224,7 @@ def lift(play: Play) -> None:
 
 
 _WEIGHTS: tuple[tuple[int, Blow], ...] = (
-    (60, a_few_things),
+    (56, a_few_things),
     (58, go_on),
     (24, train),
     (12, wait),
@@ -222,6 +240,7 @@ _WEIGHTS: tuple[tuple[int, Blow], ...] = (
     (1, end_near),
     (1, stop_signalled),
     (4, worker_dies),
+    (4, step_breaks),
     (1, worker_is_silent),
     (3, agent_dies),
     (6, fault),

@@ -1,0 +1,156 @@
+"""Snapshots: the share of the state that each rank copies into host memory, which other worker
+holds a second copy of it, and how a world is filled from them. Pure.
+
+The shares of all ranks are the state, each element of it once: of what is trained, the shard of the
+optimizer that the rank has anyway, in full precision; parameters of lower precision are cast from
+it. A worker's share is so the smaller the more workers there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap, alone
+from liver_hpc.layout.ownership import optimizer_owners, owned_boxes
+from liver_hpc.layout.plan import Copies, common_boxes, moves_at
+from liver_hpc.layout.tensors import (
+    EXP_AVG,
+    MAIN,
+    MOMENTS,
+    PARAMETER,
+    Box,
+    ModelSpec,
+    Move,
+    TransferPlan,
+)
+
+
+def precise(model: ModelSpec) -> str:
+    """The kind of state that has what is trained in full precision."""
+    return PARAMETER if model.main_is_parameter else MAIN
+
+
+def shared_as(model: ModelSpec, tensor_index: int) -> str:
+    """The kind of state whose boxes are a tensor's shares: that of optimizer state, where it has
+    such."""
+    return EXP_AVG if model.tensors[tensor_index].role == "trained" else PARAMETER
+
+
+def snapshot_boxes(
+    model: ModelSpec, layout: Layout, at: Coordinate
+) -> Iterator[tuple[str, int, Box]]:
+    """(kind, tensor index, box) of a coordinate's share, always in the same order."""
+    for index in model.held_tensors(layout, at):
+        shared = shared_as(model, index)
+        if Copies(model, layout, shared, index).number_at(at) != 0:
+            continue
+        kinds = (PARAMETER,) if shared == PARAMETER else (precise(model), *MOMENTS)
+        for kind, box in product(kinds, owned_boxes(model, layout, at, shared, index)):
+            yield kind, index, box
+
+
+def snapshot_bytes(model: ModelSpec, layout: Layout, at: Coordinate) -> int:
+    """The size of a coordinate's share."""
+    return sum(
+        box.elements * model.element_bytes(kind, index)
+        for kind, index, box in snapshot_boxes(model, layout, at)
+    )
+
+
+def partners(rank_map: RankMap) -> tuple[int | None, ...]:
+    """By rank, the worker that holds a second copy of its snapshot; None where there is no other.
+
+    It is on the next node, in a ring of all nodes; where there is but one node, the next worker.
+    """
+    nodes = rank_map.nodes or tuple(map(alone, rank_map.workers))
+    people: dict[int, list[int]] = {}
+    for node, worker in zip(nodes, rank_map.workers, strict=True):
+        people.setdefault(node, []).append(worker)
+    ring = [*people.values()]
+    if len(ring) == 1:
+        ring = [[worker] for worker in rank_map.workers]
+    if len(ring) == 1:
+        return (None,)
+    found = {
+        worker: there[place % len(there)]
+        for here, there in zip(ring, [*ring[1:], ring[0]], strict=True)
+        for place, worker in enumerate(here)
+    }
+    return tuple(found[worker] for worker in rank_map.workers)
+
+
+@dataclass(frozen=True)
+class Refill:
+    """How a world comes to its state from the snapshots of a layout that no longer stands.
+
+    holders: by rank of `saved`, the worker that gives its snapshot.
+    """
+
+    model: ModelSpec
+    saved: Layout
+    holders: Sequence[int]
+    target: RankMap
+
+    def plan(self, worker: int) -> TransferPlan:
+        """What a worker sends of the snapshots that it gives, and what it gets for its seat.
+
+        Both ends of every pair derive the same moves, without communication. Raises PlanError where
+        the saved layout does not hold all that the target needs.
+        """
+        seat = self.target.coordinate_of(worker)
+        incoming: list[Move] = []
+        if seat is not None:
+            incoming = sorted(moves_at(self.model, self.target.layout, seat, self._incoming))
+        sends = [
+            move
+            for rank, holder in enumerate(self.holders)
+            if holder == worker
+            for move in moves_at(
+                self.model, self.saved, self.saved.coordinate(rank), self._outgoing
+            )
+        ]
+        return TransferPlan(
+            worker,
+            sends=tuple(sorted(sends)),
+            receives=tuple(move for move in incoming if move.sender != worker),
+            local=tuple(move for move in incoming if move.sender == worker),
+        )
+
+    def _incoming(self, kind: str, tensor_index: int, to: Coordinate) -> Iterator[Move]:
+        needed = owned_boxes(self.model, self.target.layout, to, kind, tensor_index)
+        if not needed:
+            return
+        receiver = self.target.worker_at(to)
+        shared = shared_as(self.model, tensor_index)
+        copies = Copies(self.model, self.saved, shared, tensor_index)
+        for at, _, part in copies.parts(0, needed, f"worker {receiver}"):
+            holder = self.holders[self.saved.rank(at)]
+            yield Move(tensor_index, kind, part, holder, receiver)
+
+    def _outgoing(self, kind: str, tensor_index: int, at: Coordinate) -> Iterator[Move]:
+        """What goes to other workers."""
+        shared = shared_as(self.model, tensor_index)
+        if Copies(self.model, self.saved, shared, tensor_index).number_at(at) != 0:
+            return
+        own = owned_boxes(self.model, self.saved, at, shared, tensor_index)
+        holder = self.holders[self.saved.rank(at)]
+        for to in self._askers(kind, tensor_index, own):
+            receiver = self.target.worker_at(to)
+            if receiver != holder:
+                needed = owned_boxes(self.model, self.target.layout, to, kind, tensor_index)
+                for part in common_boxes(own, needed):
+                    yield Move(tensor_index, kind, part, holder, receiver)
+
+    def _askers(self, kind: str, tensor_index: int, own: Sequence[Box]) -> Iterator[Coordinate]:
+        """The target coordinates that may need a part of `own`."""
+        model, layout = self.model, self.target.layout
+        for stage in model.stages_of(tensor_index, layout):
+            for tp in range(layout.tp):
+                seat = Coordinate(tp, stage, 0)
+                replicas: Sequence[int] = model.holders(tensor_index, layout)
+                if kind != PARAMETER:
+                    replicas = optimizer_owners(model, layout, seat, tensor_index, own)
+                for replica in replicas:
+                    yield seat._replace(replica=replica)

@@ -1,0 +1,277 @@
+"""What becomes of a run that has lost a worker: all that are left let the world go, and another one
+is filled from the snapshots that they hold.
+
+    HALTING: everybody lets go, and says what it holds
+    REFILLING: those with a seat build the next world, those with a snapshot give it
+
+A worker that is lost meanwhile, or does not answer, has it begin anew without that one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from liver_hpc.clock import Clock, Deadline
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import LiverError
+from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.events import WorldRef
+from liver_hpc.run import actions as a
+from liver_hpc.run.elastic import ElasticPolicy
+from liver_hpc.run.handoffs import Handoffs
+from liver_hpc.run.records import RecoveryRecord
+from liver_hpc.run.salvage import Salvage, difference, newest
+
+MOST_ROUNDS = 8
+"""So many beginnings without a world that trains are the last: there is more wrong than that."""
+
+
+@dataclass
+class _Recovery:
+    """One in progress.
+
+    source: the world that was lost. halting: the world that is let go, it or one that was to take
+    its place. lost: who is. held: what is left, by worker; None while it has not said so. target,
+    salvage, refilled: of REFILLING.
+    """
+
+    source: WorldRef
+    halting: WorldRef
+    reason: str
+    noticed_s: float
+    steps_done: int
+    lost: list[int] = field(default_factory=list)
+    held: dict[int, tuple[m.HeldSnapshot, ...] | None] = field(default_factory=dict)
+    halted_s: float = math.nan
+    target: WorldRef | None = None
+    salvage: Salvage | None = None
+    refilled: dict[int, m.Refilled] = field(default_factory=dict)
+    rounds: int = 0
+
+    @property
+    def involved(self) -> tuple[int, ...]:
+        """Who has a seat in the target, or gives a snapshot."""
+        assert self.target is not None
+        assert self.salvage is not None
+        return tuple(sorted({*self.target.rank_map.workers, *self.salvage.holders}))
+
+
+class Recoveries:
+    """The recovery in progress, if there is one.
+
+    ended: called with the world that trains again, or with the reason why none does.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        clock: Clock,
+        elastic: ElasticPolicy,
+        handoffs: Handoffs,
+        out: list[a.Action],
+        ended: Callable[[WorldRef | str], None],
+    ) -> None:
+        self.deadline: Deadline | None = None
+        self._config = config
+        self._clock = clock
+        self._elastic = elastic
+        self._handoffs = handoffs
+        self._agents = elastic.nodes.agents
+        self._out = out
+        self._ended = ended
+        self._now: _Recovery | None = None
+
+    def describe(self) -> str:
+        """What holds up every request now; empty when there is none."""
+        return "" if self._now is None else f"recovery: {self._now.reason}"
+
+    def waits_for(self) -> str:
+        return f"workers {sorted(self._awaited())}"
+
+    def possible(self, world: WorldRef | None) -> bool:
+        """Whether a loss in this world may be made good."""
+        return self._config.snapshots.every_steps is not None and world is not None
+
+    # ---- HALTING
+
+    def begin(self, world: WorldRef, reason: str, steps_done: int) -> None:
+        """`world` has lost a worker, or some of it have lost each other."""
+        self._now = _Recovery(world, world, reason, self._clock.now_s(), steps_done)
+        self._out.append(a.Note(f"recovery: {reason}"))
+        self._halt(world.rank_map.workers)
+
+    def _halt(self, workers: Iterable[int]) -> None:
+        now = self._now
+        assert now is not None
+        now.rounds += 1
+        present = set(self._agents.present())
+        here = tuple(worker for worker in workers if worker in present)
+        now.lost += [worker for worker in workers if worker not in present]
+        now.held, now.target, now.salvage = dict.fromkeys(here), None, None
+        if now.rounds > MOST_ROUNDS:
+            self._give_up(f"it has begun {MOST_ROUNDS} times")
+            return
+        halt = m.Halt(generation=now.halting.generation, reason=now.reason)
+        self._agents.send(here, halt)
+        # A worker that computes answers once it comes to a collective.
+        self._wait(self._config.limits.boundary_s)
+        self._refill_if_told()
+
+    def halted(self, message: m.Halted) -> None:
+        now = self._now
+        if now is not None and now.target is None and message.generation == now.halting.generation:
+            now.held[message.worker] = message.held
+            self._refill_if_told()
+
+    # ---- REFILLING
+
+    def _refill_if_told(self) -> None:
+        now = self._now
+        if now is None or any(held is None for held in now.held.values()):
+            return
+        now.halted_s = self._clock.now_s()
+        held = {worker: told or () for worker, told in now.held.items()}
+        salvage = newest(held)
+        if salvage is None:
+            kept = ", ".join(f"{w}: {_told(each)}" for w, each in sorted(held.items())) or "nobody"
+            self._give_up(f"no boundary is left whole in memory ({kept})")
+            return
+        spares = self._elastic.nodes.kept()
+        layout = self._elastic.estimates.policy.best(len(held) + len(spares))
+        if layout is None:
+            self._give_up(f"layouts has none for {len(held) + len(spares)} workers")
+            return
+        now.salvage = salvage
+        try:
+            rank_map = self._placed(now.source.rank_map, layout, [*sorted(held), *spares])
+        except LiverError as error:
+            self._give_up(str(error))
+            return
+        self._handoffs.generation += 1
+        now.target = WorldRef(self._handoffs.generation, rank_map)
+        now.refilled = {}
+        self._agents.take(worker for worker in spares if worker in rank_map.workers)
+        refill = m.Refill(
+            generation=now.target.generation,
+            rank_map=m.WireRankMap.of(rank_map),
+            saved_generation=salvage.generation,
+            saved=str(salvage.layout),
+            holders=salvage.holders,
+            scalars=salvage.scalars,
+        )
+        step, found = salvage.scalars.step, f"{salvage.layout} of generation {salvage.generation}"
+        self._out.append(a.Note(f"back to step {step}, from {found}: {now.target}"))
+        self._agents.send(now.involved, refill)
+        unseated = [worker for worker in held if worker not in now.involved]
+        self._agents.send(unseated, m.Exit(reason=f"no seat in {rank_map}"))
+        limits = self._config.limits
+        self._wait(limits.prepare_s + limits.transfer_s)
+
+    def _placed(self, source: RankMap, layout: Layout, available: list[int]) -> RankMap:
+        estimates = self._elastic.estimates
+        nodes = self._agents.nodes_of((*source.workers, *available))
+        return estimates.place(estimates.spec, source, layout, available, nodes)
+
+    def refilled(self, message: m.Refilled) -> None:
+        now = self._now
+        if now is None or now.target is None or message.generation != now.target.generation:
+            return
+        now.refilled[message.worker] = message
+        if self._awaited():
+            return
+        assert now.salvage is not None
+        rank_map, target = now.target.rank_map, now.target
+        if found := difference(now.salvage, rank_map, now.refilled):
+            self._give_up(f"the world is not what the snapshots were: {found}")
+            return
+        self._agents.send(rank_map.workers, m.Proceed(generation=target.generation))
+        givers = [worker for worker in now.involved if worker not in rank_map.workers]
+        self._agents.send(givers, m.Exit(reason=f"no seat in {rank_map}"))
+        self._out.append(a.Record(self._record(now, target, now.salvage)))
+        self._forget(now)
+        self._now = self.deadline = None
+        self._ended(target)
+
+    def _record(self, now: _Recovery, target: WorldRef, salvage: Salvage) -> RecoveryRecord:
+        step = salvage.scalars.step
+        return RecoveryRecord(
+            generation=target.generation,
+            source_generation=now.source.generation,
+            source=str(now.source.rank_map.layout),
+            target=str(target.rank_map.layout),
+            lost=",".join(map(str, sorted(set(now.lost)))),
+            reason=now.reason,
+            step=step,
+            steps_redone=max(0, now.steps_done - step),
+            rounds=now.rounds,
+            noticed_s=now.noticed_s,
+            halted_s=now.halted_s,
+            refilled_s=self._clock.now_s(),
+        )
+
+    def _forget(self, now: _Recovery) -> None:
+        assert now.target is not None
+        for generation in range(now.source.generation, now.target.generation):
+            self._out.append(a.ForgetGeneration(generation))
+
+    # ---- what goes wrong meanwhile
+
+    def lost(self, worker: int, reason: str) -> None:
+        """One more is lost."""
+        now = self._now
+        if now is None:
+            return
+        now.lost.append(worker)
+        now.reason = f"{now.reason}; worker {worker} lost: {reason}"
+        if now.target is None:
+            now.held.pop(worker, None)
+            self._refill_if_told()
+        elif worker in now.involved:
+            self._again()
+
+    def broken(self, message: m.Broken) -> None:
+        """A worker could not build or fill the world that is to train."""
+        now = self._now
+        if now is not None and now.target and message.generation == now.target.generation:
+            now.reason = f"{now.reason}; worker {message.worker}: {message.reason}"
+            self._again()
+
+    def _again(self) -> None:
+        now = self._now
+        assert now is not None
+        assert now.target is not None
+        now.halting, involved = now.target, now.involved
+        self._halt(worker for worker in involved if worker not in now.lost)
+
+    def tick(self) -> None:
+        """Whoever has not answered in time is given up, too."""
+        if self.deadline is None or not self.deadline.expired():
+            return
+        late, limit_s = sorted(self._awaited()), self.deadline.limit_s
+        self._agents.send(late, m.Exit(reason=f"did not answer for {limit_s:g} s"))
+        for worker in late:
+            self.lost(worker, f"did not answer for {limit_s:g} s")
+
+    def _awaited(self) -> set[int]:
+        now = self._now
+        if now is None:
+            return set()
+        if now.target is None:
+            return {worker for worker, held in now.held.items() if held is None}
+        return {*now.involved} - {*now.refilled}
+
+    def _give_up(self, why: str) -> None:
+        now, self._now, self.deadline = self._now, None, None
+        assert now is not None
+        self._ended(f"{now.reason}; {why}")
+
+    def _wait(self, limit_s: float) -> None:
+        self.deadline = Deadline.after(self._clock, limit_s, "a recovery")
+
+
+def _told(held: Iterable[m.HeldSnapshot]) -> str:
+    """What a worker holds: "step 4 rank 0 of tp2 pp1 dp1"."""
+    return " and ".join(f"step {s.scalars.step} rank {s.rank} of {s.layout}" for s in held) or "-"

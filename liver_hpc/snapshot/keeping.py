@@ -1,0 +1,246 @@
+"""What one worker holds of snapshots, and how they are taken beside training.
+
+The state stands still from a step boundary to the next update: in that time it is copied into host
+memory. Digests and the way to the partner need no more of training than the CPU. A snapshot is
+complete once every worker of the world holds what it should, which all learn by the reduction at a
+step's end; only then does the one before go, so that there is a complete one at any moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from typing import NamedTuple
+
+from liver_hpc.clock import Deadline
+from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.protocol.messages import HeldSnapshot, ScalarState, Unprotected
+from liver_hpc.snapshot.exchange import Exchange
+from liver_hpc.snapshot.memory import Snapshot, SnapshotState
+from liver_hpc.world.context import FAILURES, WorkerContext
+from liver_hpc.world.state import WorldState
+from liver_hpc.world.world import StepResult, World
+
+log = logging.getLogger(__name__)
+
+_ENDS_S = 10.0
+"""How long the thread may take to see that its connections are closed."""
+
+
+class Flag(NamedTuple):
+    """What a worker tells at a step's end: the pending snapshot is complete here, and what it took,
+    in steps. See `world.Flags`."""
+
+    complete: bool = False
+    took_steps: float = 0.0
+
+
+class Snapshots:
+    """All snapshots that this worker holds, whatever the world; used by the training thread."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._wanted = context.config.snapshots.every_steps
+        self._every = 1 if self._wanted == "auto" else self._wanted
+        self._complete: list[Snapshot] = []
+        self._taking: _Taking | None = None
+
+    def begin(self, world: World, step: int) -> None:
+        """At the boundary after `step` steps: begins to take a snapshot, where one is due. Not
+        collective; whether it is due is the same on all workers of the world."""
+        if self._every is None:
+            return
+        if world.rank_map.layout.workers == 1:
+            self.halt()
+            self._complete.clear()  # nobody could lose anything but all
+            return
+        taking = self._taking
+        if taking is None or taking.generation != world.generation:
+            self.halt()
+            taking = self._taking = _Taking(self._context, world)
+        newest = self._newest_step(world.generation)
+        if taking.pending or (newest is not None and step - newest < self._every):
+            return
+        world.renew_buffers()
+        taking.begin(world.state, world.scalar_state(step))
+
+    def _newest_step(self, generation: int) -> int | None:
+        own = self._complete[0] if self._complete else None
+        if own is None or own.generation != generation or own.scalars is None:
+            return None
+        return own.scalars.step
+
+    def taken(self) -> None:
+        """Returns once the state may change again. Raises DeadlineError."""
+        if self._taking is not None:
+            self._taking.wait(self._taking.taken, "the state to be copied into host memory")
+
+    def flag(self, step: int, step_s: float) -> Flag:
+        """For the end of a step after which `step` are done, and which took `step_s` so far.
+
+        Where the run file wants snapshots every so many steps, and the next one is due, this waits
+        for the last one.
+        """
+        taking = self._taking
+        if taking is None or not taking.pending or taking.failed:
+            return Flag()
+        scalars = taking.pending[0].scalars
+        assert scalars is not None
+        assert self._every is not None
+        if self._wanted != "auto" and step - scalars.step >= self._every:
+            taking.wait(taking.done, f"the snapshot of step {scalars.step} to be complete")
+        if not taking.done.is_set() or taking.failed:
+            return Flag()
+        return Flag(True, taking.cpu_s / max(step_s, 1e-6))
+
+    def agreed(self, result: StepResult, members: int) -> None:
+        """What all workers know now; the same on all of them."""
+        taking = self._taking
+        if taking is None or not taking.pending or result.snapshot != members:
+            return
+        if self._wanted == "auto":
+            cost = self._context.config.snapshots.cost
+            self._every = max(1, math.ceil(result.snapshot_steps / members / cost))
+        before, self._complete = self._complete, taking.pending
+        taking.pending = []
+        if before and before[0].generation == taking.generation:
+            taking.spare = before
+
+    def halt(self) -> None:
+        """Takes no more in the world that trained; what is complete stays."""
+        taking, self._taking = self._taking, None
+        if taking is not None:
+            taking.close()
+            if taking.pending and taking.done.is_set() and not taking.failed:
+                # Others may know already that it is complete, and have let go of the one before.
+                self._complete = [*taking.pending, *self._complete]
+
+    def interrupt(self) -> None:
+        """From any thread: whoever waits for a snapshot goes on, and no more are taken in the world
+        that trains."""
+        if (taking := self._taking) is not None:
+            taking.interrupt()
+
+    def held(self) -> tuple[HeldSnapshot, ...]:
+        """What the coordinator is to know."""
+        return tuple(each.told() for each in self._complete)
+
+    def state(
+        self, model: ModelSpec, generation: int, scalars: ScalarState, target: WorldState | None
+    ) -> SnapshotState:
+        """The state of a world at a boundary, as far as it is held here."""
+        found = [
+            each
+            for each in self._complete
+            if each.generation == generation and each.scalars == scalars
+        ]
+        return SnapshotState(model, found, self._context.device.torch_device, target)
+
+
+class _Taking(threading.Thread):
+    """Takes the snapshots of one world, in a thread and a lane of its own.
+
+    pending: the one that is not known to be complete everywhere, this worker's own first; [] for
+    none. spare: memory to be written next. cpu_s: what the last one took. taken, done: events of
+    the pending one, set too where it failed.
+    """
+
+    def __init__(self, context: WorkerContext, world: World) -> None:
+        super().__init__(name="snapshots", daemon=True)
+        self.generation = world.generation
+        self.pending: list[Snapshot] = []
+        self.spare: list[Snapshot] = []
+        self.cpu_s = 0.0
+        self.failed = False
+        self.taken, self.done = threading.Event(), threading.Event()
+        self.taken.set()
+        self._context = context
+        self._layout = world.rank_map.layout
+        self._exchange = Exchange(world.rank_map, context.worker, world.generation)
+        self._lane = context.device.new_lane()
+        self._states: queue.Queue[tuple[WorldState, ScalarState] | None] = queue.Queue()
+        self._closed = False
+        self.start()
+
+    def begin(self, state: WorldState, scalars: ScalarState) -> None:
+        """Not while one is pending."""
+        if self.failed:
+            return
+        self.pending, self.spare = self.spare or self._new(), []
+        self.pending[0].scalars = scalars
+        self.taken.clear()
+        self.done.clear()
+        self._lane.follow()
+        self._states.put((state, scalars))
+
+    def _new(self) -> list[Snapshot]:
+        model, device = self._context.recipe.spec, self._context.device.torch_device
+        ranks = (self._exchange.rank, *self._exchange.wards)
+        pinned = device.type == "cuda"
+        return [Snapshot(model, self._layout, rank, self.generation, pinned) for rank in ranks]
+
+    def wait(self, event: threading.Event, waits_for: str) -> None:
+        """Raises DeadlineError."""
+        deadline = self._deadline(waits_for)
+        if not event.wait(deadline.remaining_s()):
+            raise deadline.error()
+
+    def _deadline(self, waits_for: str) -> Deadline:
+        limit_s = self._context.config.deadlines.collective_s
+        return Deadline.after(self._context.clock, limit_s, waits_for)
+
+    def interrupt(self) -> None:
+        """Ends what is under way with the peers."""
+        self._closed = True
+        self._exchange.close()
+
+    def close(self) -> None:
+        """Ends the thread, whatever it waits for."""
+        self.interrupt()
+        self._states.put(None)
+        self.join(_ENDS_S)
+
+    def run(self) -> None:
+        self._context.device.enter()
+        try:
+            while (job := self._states.get()) is not None:
+                began_s = time.thread_time()
+                self._take(*job)
+                del job  # and with it the world
+                self._send()
+                self.cpu_s = time.thread_time() - began_s
+                self.done.set()
+        except FAILURES as error:
+            self.failed = True
+            if not self._closed:
+                log.exception("no more snapshots in generation %d", self.generation)
+                self._tell(f"{type(error).__name__}: {error}")
+        finally:
+            self.taken.set()
+            self.done.set()
+
+    def _take(self, state: WorldState, scalars: ScalarState) -> None:
+        with self._lane.entered():
+            self.pending[0].take(state, scalars)
+        self._lane.finish(self._deadline("the device to copy the state into host memory"))
+        self.taken.set()
+
+    def _send(self) -> None:
+        own, *wards = self.pending
+        own.digests = own.digest()
+        if not self._exchange.connected:
+            store = self._context.open_store()
+            try:
+                limit_s = self._context.config.deadlines.collective_s
+                self._exchange.connect(self._context.network, store, limit_s)
+            finally:
+                store.close()
+        partner = self._exchange.partner
+        self._exchange.swap(own, wards, self._deadline(f"worker {partner} to hold the snapshot"))
+
+    def _tell(self, reason: str) -> None:
+        worker = self._context.worker
+        self._context.send(Unprotected(worker=worker, generation=self.generation, reason=reason))

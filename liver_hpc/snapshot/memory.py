@@ -1,0 +1,151 @@
+"""A snapshot's memory on the host, and the state that is read from it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from liver_hpc.errors import PlanError
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.snapshots import precise, snapshot_boxes
+from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec
+from liver_hpc.protocol.messages import HeldSnapshot, ScalarState
+from liver_hpc.transport.digest import MODULUS, box_digest
+from liver_hpc.world.state import WorldState
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element: what is not computed with is copied as it lies."""
+
+
+class _Piece(NamedTuple):
+    box: Box
+    memory: torch.Tensor
+
+
+class Snapshot:
+    """The share of one rank of a layout at a step boundary, in one run of host memory.
+
+    generation: of the world whose state it is. memory: [bytes] of uint8; undefined before `take`,
+    or before it has arrived from another worker. scalars, digests (by kind): set with it.
+    """
+
+    def __init__(
+        self, model: ModelSpec, layout: Layout, rank: int, generation: int, pinned: bool = False
+    ) -> None:
+        self.layout, self.rank, self.generation = layout, rank, generation
+        self.scalars: ScalarState | None = None
+        self.digests: dict[str, int] = {}
+        self._model = model
+        boxes = [*snapshot_boxes(model, layout, layout.coordinate(rank))]
+        sizes = [box.elements * model.element_bytes(kind, index) for kind, index, box in boxes]
+        starts = [0]
+        for size in sizes:
+            starts.append(_aligned(starts[-1] + size))
+        self.memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pinned)
+        self._pieces: dict[tuple[str, int], list[_Piece]] = defaultdict(list)
+        for (kind, index, box), start, size in zip(boxes, starts, sizes, strict=False):
+            bits = _BITS[model.element_bytes(kind, index)]
+            piece = self.memory[start : start + size].view(bits).view(box.shape)
+            self._pieces[kind, index].append(_Piece(box, piece))
+
+    def take(self, state: WorldState, scalars: ScalarState) -> None:
+        """Copies the share from a world of the layout; on CUDA in the calling thread's lane, which
+        is not waited for."""
+        for (kind, index), pieces in self._pieces.items():
+            for box, memory in pieces:
+                view = state.view(kind, index, box)
+                memory.copy_(view.view(memory.dtype), non_blocking=True)
+        self.scalars = scalars
+
+    def digest(self) -> dict[str, int]:
+        """By kind, of what the memory holds now; the shares of all ranks add up to that of the
+        state."""
+        totals: dict[str, int] = defaultdict(int)
+        for (kind, index), pieces in self._pieces.items():
+            for box, memory in pieces:
+                totals[kind] += box_digest(memory, self._model.tensors[index], box)
+        return {kind: total % MODULUS for kind, total in totals.items()}
+
+    def find(self, kind: str, tensor_index: int, box: Box) -> torch.Tensor | None:
+        """The bits of a box, [box rows, box cols]; None where the share has not all of it."""
+        for held, memory in self._pieces.get((kind, tensor_index), ()):
+            if held.intersect(box) == box:
+                rows = slice(box.row0 - held.row0, box.row1 - held.row0)
+                return memory[rows, box.col0 - held.col0 : box.col1 - held.col0]
+        return None
+
+    def told(self) -> HeldSnapshot:
+        """What the coordinator is to know of it."""
+        assert self.scalars is not None, "nothing was taken"
+        return HeldSnapshot(
+            generation=self.generation,
+            layout=str(self.layout),
+            rank=self.rank,
+            scalars=self.scalars,
+            digests={kind: f"{value:016x}" for kind, value in self.digests.items()},
+        )
+
+
+class SnapshotState:
+    """The state that some snapshots of one world hold, seen through global boxes
+    (`transport.stream.StateView`). What is trained is in full precision there: parameters of lower
+    precision are cast from it.
+
+    target: the world that is filled on this worker, if any. Views are on `device`.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        snapshots: Iterable[Snapshot],
+        device: torch.device,
+        target: WorldState | None,
+    ) -> None:
+        self._model = model
+        self._snapshots = tuple(snapshots)
+        self._device = device
+        self._target = target
+
+    def view(self, kind: str, tensor_index: int, box: Box) -> torch.Tensor:
+        """A copy or the memory of one global box, [box rows, box cols]; to be read only.
+
+        Raises PlanError where no snapshot has the whole box.
+        """
+        trained = self._model.tensors[tensor_index].role == "trained"
+        stored = precise(self._model) if trained and kind == PARAMETER else kind
+        found = (each.find(stored, tensor_index, box) for each in self._snapshots)
+        bits = next((each for each in found if each is not None), None)
+        if bits is None:
+            ranks = sorted(each.rank for each in self._snapshots)
+            name = self._model.tensors[tensor_index].name
+            raise PlanError(f"snapshots of ranks {ranks} do not hold {kind} {box} of {name!r}")
+        if not trained:
+            bits = bits.to(self._device)
+            return bits if self._target is None else bits.view(self._dtype_of(tensor_index))
+        values = bits.view(torch.float32).to(self._device)
+        low = kind == PARAMETER and not self._model.main_is_parameter
+        return values.to(torch.bfloat16) if low else values
+
+    def _dtype_of(self, tensor_index: int) -> torch.dtype:
+        """Of an untrained tensor, where the target has it: copies within the worker go by values,
+        messages by bytes."""
+        assert self._target is not None
+        dtype = self._target.dtype_of(tensor_index)
+        bits = _BITS[self._model.element_bytes(PARAMETER, tensor_index)]
+        return bits if dtype is None else dtype
+
+
+def shares_digest(state: WorldState) -> dict[str, int]:
+    """By kind, of a world's own share, as a snapshot of it would have it. Waits for the device."""
+    totals: dict[str, int] = defaultdict(int)
+    for kind, index, box in snapshot_boxes(state.model, state.layout, state.at):
+        view = state.view(kind, index, box)
+        totals[kind] += box_digest(view, state.model.tensors[index], box)
+    return {kind: total % MODULUS for kind, total in totals.items()}
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64

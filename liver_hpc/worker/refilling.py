@@ -1,0 +1,81 @@
+"""Fills a world from snapshots that its workers, and others, hold in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from liver_hpc.clock import Deadline
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.snapshots import Refill
+from liver_hpc.protocol import messages as m
+from liver_hpc.snapshot.memory import SnapshotState, shares_digest
+from liver_hpc.transport.stream import Transport
+from liver_hpc.transport.wire import group_wire
+from liver_hpc.world.context import WorkerContext
+from liver_hpc.world.groups import end
+from liver_hpc.world.world import World
+
+
+class Refilling:
+    """One worker's part in it."""
+
+    def __init__(self, context: WorkerContext, message: m.Refill) -> None:
+        self.generation = message.generation
+        self._context = context
+        self._message = message
+        self._backend: Any = None
+        self._closed = False
+
+    def run(self, world: World | None, held: SnapshotState) -> m.Refilled:
+        """Streams, and says what the world holds now. world: this worker's seat, if it has one; its
+        groups are connected. Collective over all that have a seat or give a snapshot.
+
+        Raises TransferError, DeadlineError, or PlanError where a snapshot is not what was said.
+        """
+        context, message = self._context, self._message
+        spec, device = context.recipe.spec, context.device
+        rank_map = message.rank_map.rank_map()
+        refill = Refill(spec, Layout.parse(message.saved), message.holders, rank_map)
+        members = sorted({*rank_map.workers, *message.holders})
+        limit_s = context.config.limits.transfer_s
+        store = context.open_store()
+        try:
+            self._backend = context.network.open_backend(
+                PrefixStore(f"g{self.generation}/refill", store),
+                members.index(context.worker),
+                len(members),
+                limit_s,
+                f"workers {members}",
+            )
+        finally:
+            store.close()
+        ranks = {member: rank for rank, member in enumerate(members)}
+        wire = group_wire(self._backend, ranks, device.torch_device)
+        transport = Transport(wire, spec, context.config.handoff)
+        try:
+            deadline = Deadline.after(context.clock, limit_s, "the bytes of snapshots")
+            prepared = transport.prepare(refill.plan(context.worker))
+            state = None if world is None else world.state
+            moved = transport.stream(prepared, held, state, lambda _bytes: None, deadline)
+            transport.acknowledge(prepared, moved, deadline)
+        finally:
+            transport.close()
+        worker, scalars = context.worker, message.scalars
+        if world is None:
+            return m.Refilled(worker=worker, generation=self.generation, scalars=scalars)
+        world.load_scalar_state(scalars)
+        shares = {kind: f"{value:016x}" for kind, value in shares_digest(world.state).items()}
+        return m.Refilled(
+            worker=worker,
+            generation=self.generation,
+            scalars=world.scalar_state(scalars.step),
+            digests=world.state.digests(spec.kinds),
+            shares=shares,
+        )
+
+    def close(self) -> None:
+        """Ends what is under way with the others, from any thread."""
+        if self._backend is not None:
+            end(self._backend)
