@@ -158,7 +158,7 @@ class LateWorld:
         raised = torch.tensor([float(flag) for flag in flags])
         self._reduce(raised)
         self.device.own_lane().wait()
-        return StepResult(0.0, 0.0, 0.0, *map(int, raised.tolist()))
+        return StepResult(0.0, 0.0, 0.0, *map(int, raised.tolist()[:3]))
 
     def _reduce(self, values: torch.Tensor) -> None:
         if self._group.backend is not None:
@@ -311,6 +311,7 @@ class LateRun:
             ),
             eval=None,
             checkpoint=SimpleNamespace(every_steps=self.saves_every),
+            snapshots=SimpleNamespace(every_steps=None),
         )
         recipe: Any = SimpleNamespace(spec=TIED, initial=numbers, tokens=lambda: 1)
         store: Any = self._store

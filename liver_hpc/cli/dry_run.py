@@ -24,6 +24,7 @@ from liver_hpc.layout.candidates import workers_of_a_node
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.memory import fullest_worker, handoff_bytes
 from liver_hpc.layout.placement import first_rank_map, place
+from liver_hpc.layout.snapshots import SNAPSHOTS_HELD, largest_snapshot
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.report.wording import bytes_text
@@ -130,7 +131,21 @@ def _most_memory(config: RunConfig, recipe: Recipe) -> list[str]:
         f"#   of both worlds, {bytes_text(held.staging)} of staging and {rehearsal}; "
         "training's activations come on top",
         *([beside] if spares else ()),
+        *_snapshots(config, recipe.spec),
         *_bounded_memory(budget, change, config.layouts_listed),
+    ]
+
+
+def _snapshots(config: RunConfig, model: ModelSpec) -> list[str]:
+    """What copies for the day that a worker is lost take of host memory."""
+    if config.snapshots.every_steps is None:
+        return []
+    layouts = [layout for layout in config.layouts_listed if layout.workers > 1]
+    largest = max((largest_snapshot(model, layout) for layout in layouts), default=0)
+    return [
+        f"# snapshots: a share is up to {bytes_text(largest)}; a worker holds up to "
+        f"{bytes_text(SNAPSHOTS_HELD * largest)} of host memory:",
+        "#   its own and its ward's, those that are complete and those that are being taken",
     ]
 
 

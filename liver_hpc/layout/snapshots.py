@@ -26,6 +26,9 @@ from liver_hpc.layout.tensors import (
     TransferPlan,
 )
 
+SNAPSHOTS_HELD = 4
+"""A worker's own and its ward's, of the newest boundary that is complete and of the next one."""
+
 
 def precise(model: ModelSpec) -> str:
     """The kind of state that has what is trained in full precision."""
@@ -56,6 +59,18 @@ def snapshot_bytes(model: ModelSpec, layout: Layout, at: Coordinate) -> int:
     return sum(
         box.elements * model.element_bytes(kind, index)
         for kind, index, box in snapshot_boxes(model, layout, at)
+    )
+
+
+def largest_snapshot(model: ModelSpec, layout: Layout) -> int:
+    """The size of the largest share of a layout. Replicas beyond the first few have no more than
+    those, so few are looked at."""
+    some = range(min(layout.replicas, 2 * max(layout.ep, 1)))
+    return max(
+        snapshot_bytes(model, layout, Coordinate(tp, pp, replica))
+        for tp in range(layout.tp)
+        for pp in range(layout.pp)
+        for replica in some
     )
 
 

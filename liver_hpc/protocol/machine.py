@@ -267,8 +267,8 @@ class HandoffMachine:
         now.lost.add(event.worker)
         if event.worker in now.source_workers:
             lost = f"worker {event.worker} lost: {event.reason}"
-            told = [] if self.phase is Phase.ABORT else self._drop_target(lost)
-            return told + self._fatal(lost)
+            off = self.phase is Phase.ABORT or now.freed
+            return ([] if off else self._drop_target(lost)) + self._fatal(lost)
         if self.phase is Phase.ABORT:
             return []
         return self._abort(f"joiner {event.worker} lost: {event.reason}")

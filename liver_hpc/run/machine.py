@@ -183,12 +183,12 @@ class Run(Lifecycle):
             return
         if self._state is STARTING:
             self._start_failed(f"worker {worker} lost before training began: {reason}")
+        elif self.recoveries.involves(worker):
+            self.recoveries.lost(worker, reason)
         elif self.world is not None and (
             self.handoffs.involves(worker) or worker in self.world.rank_map.workers
         ):
-            if self._state is RECOVERING:
-                self.recoveries.lost(worker, reason)
-            elif self.handoffs.attempt is None:
+            if self.handoffs.attempt is None:
                 self._lost_world(f"worker {worker} lost: {reason}")
             else:
                 self.handoffs.feed(WorkerLost(worker, reason))

@@ -101,6 +101,10 @@ class Recoveries:
         """`world` has lost a worker, or some of it have lost each other."""
         self._now = _Recovery(world, world, reason, self._clock.now_s(), steps_done)
         self._out.append(a.Note(f"recovery: {reason}"))
+        stay = {*world.rank_map.workers, *self._agents.spare(clearing=True)}
+        here = filter(self._agents.agent_of, self._agents.present())
+        others = [worker for worker in here if worker not in stay]
+        self._agents.send(others, m.Exit(reason=f"no seat in {world}"))
         self._halt(world.rank_map.workers)
 
     def _halt(self, workers: Iterable[int]) -> None:
@@ -219,17 +223,21 @@ class Recoveries:
 
     # ---- what goes wrong meanwhile
 
-    def lost(self, worker: int, reason: str) -> None:
-        """One more is lost."""
+    def involves(self, worker: int) -> bool:
+        """Whether something is waited for of this worker, or it is to train."""
         now = self._now
-        if now is None:
-            return
+        return now is not None and worker in (now.held if now.target is None else now.involved)
+
+    def lost(self, worker: int, reason: str) -> None:
+        """One that is involved is lost, too."""
+        now = self._now
+        assert now is not None
         now.lost.append(worker)
         now.reason = f"{now.reason}; worker {worker} lost: {reason}"
         if now.target is None:
             now.held.pop(worker, None)
             self._refill_if_told()
-        elif worker in now.involved:
+        else:
             self._again()
 
     def broken(self, message: m.Broken) -> None:
@@ -253,7 +261,8 @@ class Recoveries:
         late, limit_s = sorted(self._awaited()), self.deadline.limit_s
         self._agents.send(late, m.Exit(reason=f"did not answer for {limit_s:g} s"))
         for worker in late:
-            self.lost(worker, f"did not answer for {limit_s:g} s")
+            if self.involves(worker):
+                self.lost(worker, f"did not answer for {limit_s:g} s")
 
     def _awaited(self) -> set[int]:
         now = self._now

@@ -42,7 +42,16 @@ FLOORS = {
 }
 
 ONLY_IN = {
-    "torch": ("transport", "recipes", "world", "checkpoint", "handoff", "worker", "doctor"),
+    "torch": (
+        "transport",
+        "recipes",
+        "world",
+        "checkpoint",
+        "handoff",
+        "snapshot",
+        "worker",
+        "doctor",
+    ),
     "megatron": ("recipes", "world"),
     "mpi4py": ("rendezvous",),
     "h5py": ("report", "checkpoint"),

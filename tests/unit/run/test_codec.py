@@ -39,6 +39,13 @@ from tests.unit.run.replay import decode_event, plain
 SCALARS = m.ScalarState(step=3, consumed_samples=24, optimizer_step=3, loss_scale=1.0, seed=7)
 PAIR = m.PairDigest(peer=1, kind="main", value="00000000000000ff")
 DIGEST = m.ClassDigest(kind="main", tp_replicated=True, multi_stage=False, value="00000000000000ff")
+HELD = m.HeldSnapshot(
+    generation=1,
+    layout="tp1 pp1 dp2",
+    rank=1,
+    scalars=SCALARS,
+    digests={"main": "00000000000000ff"},
+)
 STEP = m.StepDone(
     worker=0, generation=1, step=7, loss=2.5, grad_norm=0.1, learning_rate=1e-3, tokens=64,
     started_s=10.1, ended_s=10.5,
@@ -93,6 +100,10 @@ EVENTS: list[e.Event] = [
     m.Finished(worker=0, step=9),
     m.Restored(worker=0, generation=1, scalars=SCALARS, digests=(DIGEST,)),
     m.Transports(worker=0, generation=1, workers=2, host="h", kinds=("SHM",), detail="d"),
+    m.Broken(worker=0, generation=1, reason="a peer is gone"),
+    m.Halted(worker=0, generation=1, held=(HELD,)),
+    m.Refilled(worker=0, generation=2, scalars=SCALARS, digests=(DIGEST,), shares={"main": "0f"}),
+    m.Unprotected(worker=0, generation=1, reason="a connection is gone"),
 ]  # fmt: skip
 RECORDS: list[Row] = [
     reconfiguration(),

@@ -324,7 +324,7 @@ class Watch:
     def _world(self) -> None:
         """Who trains is connected, and of agents of which nobody is missing."""
         world = self.run.handoffs.committed_world or self.run.world
-        if world is None:
+        if world is None or self.run.state is RunState.RECOVERING:
             return
         members = {*world.rank_map.workers}
         assert members - self.finished <= self.connected
