@@ -109,6 +109,15 @@ class ElasticPolicy:
             raise RequestRefused(short)
         return f"waits for burst nodes: {short}"
 
+    def lost(self, before: Layout, now: Layout) -> None:
+        """Workers were lost. Where nodes take any number, others come in their place; else the run
+        grows onto what room there is, as always."""
+        if now.workers < before.workers and self.nodes.free_slots() is None:
+            made_s = self._clock.now_s()
+            self.queue.add(
+                ReconfigurationRequest("in place of what was lost", made_s, layout=before)
+            )
+
     # ---- nodes that come
 
     def granted(self, event: NodeGranted, at_start: bool) -> None:

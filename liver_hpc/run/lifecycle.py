@@ -244,8 +244,10 @@ class Lifecycle:
         if isinstance(came_to, str):
             self._fail(came_to)
             return
-        self.world = came_to
+        before, self.world = self.world, came_to
         self._train()
+        assert before is not None
+        self.elastic.lost(before.rank_map.layout, came_to.rank_map.layout)
         if self._stop_later is not None:
             (why, checkpoint, then), self._stop_later = self._stop_later, None
             self._stop(why, checkpoint, then)

@@ -3,7 +3,8 @@
 `LIVER_TEST_FAULT` is "worker:moment"; it happens once in a run. The worker dies: PREPARE (before
 the target is built), SAVE (as it begins to write the boundary's checkpoint), TRANSFER (once the
 first bytes of parameters have arrived), FORWARD (in the target's first forward, while optimizer
-state streams), VERDICT (when it has heard that). Or it lives: FLIP (a bit of what has arrived flips
+state streams), VERDICT (when it has heard that), REFILL (as it is to fill the world after a
+loss). Or it lives: FLIP (a bit of what has arrived flips
 before it is digested), STALL (it stands still once the first bytes have arrived), REFUSE (it fails
 its first two PREPAREs).
 """
@@ -73,6 +74,16 @@ def plant(worker: int, phase: str, done: Path) -> None:
             return found
 
         Crossing._verdict = dying_verdict  # type: ignore[method-assign]
+    elif phase == "REFILL":
+        from liver_hpc.worker.refilling import Refilling
+
+        run = Refilling.run
+
+        def dying_run(self: Any, world: Any, held: Any) -> Any:
+            die_if(self._context.worker)
+            return run(self, world, held)
+
+        Refilling.run = dying_run  # type: ignore[method-assign]
     elif phase == "PREPARE":
         prepare = trainer.prepare
 

@@ -7,9 +7,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from liver_hpc.report.store import RunRecords
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.report.store import RunRecords, read_run
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, read_entries
 from tests.integration.runs import (
@@ -19,6 +21,7 @@ from tests.integration.runs import (
     run_config,
     start,
     stop_and_read,
+    wait_until,
     watch,
     worst_difference,
 )
@@ -53,30 +56,115 @@ def pid_of(run: RunDirectory, worker: int) -> int:
     raise AssertionError(f"worker {worker} has never come")
 
 
+def config_of(tmp_path: Path, layout: dict[str, int], workers: int, **sections: Any) -> RunConfig:
+    """A run of one layout that may go on in smaller ones, and holds snapshots."""
+    smaller = {number: [{"dp": number}] for number in range(1, workers)}
+    layouts = {**smaller, workers: [layout]}
+    sections = {"snapshots": EVERY_STEP, "workers": {"max": workers}, **sections}
+    return run_config(tmp_path, ENDLESS, workers, layouts=layouts, **sections)
+
+
+def recovered(run: RunDirectory, quiet: RunRecords, times: int = 1) -> RunRecords:
+    """Once it has trained on for some steps after that; as if nothing had happened."""
+    watch(run, lambda status: len(read_run(run.path).recoveries) == times, 90.0)
+    step = read_run(run.path).recoveries[-1].step
+    watch(run, lambda status: status.step >= step + 12 and status.handoff is None, 90.0)
+    records = stop_and_read(run)
+    assert worst_difference(newest(records), newest(quiet)) <= 1e-4
+    wait_until(lambda: not processes_of(run), 20.0, f"the end of {processes_of(run)}")
+    return records
+
+
 @pytest.mark.parametrize(
     ("layout", "workers", "victim"),
-    [({"dp": 2}, 2, 1), ({"tp": 2}, 2, 0), ({"pp": 2, "dp": 2}, 4, 2)],
-    ids=["dp2", "tp2", "pp2 dp2"],
+    [
+        ({"dp": 2}, 2, 1),
+        ({"tp": 2}, 2, 0),
+        pytest.param({"pp": 2}, 2, 1, marks=pytest.mark.long),
+        ({"pp": 2, "dp": 2}, 4, 2),
+        pytest.param({"tp": 2, "dp": 2}, 4, 3, marks=pytest.mark.long),
+    ],
 )
 def test_a_killed_worker_costs_a_step_at_most_and_the_losses_stay(
-    layout: dict[str, int],
-    workers: int,
-    victim: int,
-    tmp_path: Path,
-    quiet: RunRecords,
+    layout: dict[str, int], workers: int, victim: int, tmp_path: Path, quiet: RunRecords
 ) -> None:
-    layouts: dict[int, Any] = {1: [{"dp": 1}], 2: [{"dp": 2}], workers: [layout]}
-    config = run_config(
-        tmp_path, ENDLESS, workers, snapshots=EVERY_STEP, layouts=layouts, workers={"max": workers}
-    )
-    run = start(config)
+    """It is lost without a word; the others go on in the best layout that they have, and back in
+    the first one once somebody has come in its place."""
+    run = start(config_of(tmp_path, layout, workers))
     watch(run, lambda status: status.step >= 5, 150.0)
     kill(run, victim)
-    watch(run, lambda status: status.generation > 0 and status.step >= 10, 60.0)
-    watch(run, lambda status: status.step >= 40, 60.0)
+    watch(run, lambda status: status.handoffs_done == 1, 90.0)
+    records = recovered(run, quiet)
+    (recovery,), (back,) = records.recoveries, records.reconfigurations
+    assert (recovery.lost, recovery.steps_redone) in ((str(victim), 0), (str(victim), 1))
+    assert (back.target, back.outcome) == (recovery.source, "completed")
+
+
+@pytest.mark.parametrize("moment", ["TRANSFER", pytest.param("VERDICT", marks=pytest.mark.long)])
+def test_a_source_worker_that_is_killed_in_a_handoff_costs_that_and_a_step(
+    moment: str, tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIVER_TEST_FAULT", f"1:{moment}")
+    notices = [{"at_step": 4, "layout": {"tp": 2, "dp": 2}}]
+    layouts = {1: [{"dp": 1}], 2: [{"dp": 2}], 3: [{"dp": 3}], 4: [{"tp": 2, "dp": 2}]}
+    run = start(
+        run_config(
+            tmp_path,
+            ENDLESS,
+            notices=notices,
+            layouts=layouts,
+            snapshots=EVERY_STEP,
+            recipe="tests.integration.faulty:FaultyGPT",
+        )
+    )
+    records = recovered(run, quiet)
+    assert records.reconfigurations[0].outcome == "failed"
+    assert records.recoveries[0].steps_redone <= 1
+    assert "1" in records.recoveries[0].lost.split(",")
+
+
+def test_another_one_is_lost_while_the_next_world_is_filled(
+    tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers 0 and 2 do not hold copies of each other's shares."""
+    monkeypatch.setenv("LIVER_TEST_FAULT", "2:REFILL")
+    run = start(config_of(tmp_path, {"dp": 4}, 4, recipe="tests.integration.faulty:FaultyGPT"))
+    watch(run, lambda status: status.step >= 5, 150.0)
+    kill(run, 0)
+    records = recovered(run, quiet)
+    assert records.recoveries[0].lost == "0,2"
+    assert records.recoveries[0].rounds == 2
+
+
+def test_a_worker_that_stands_still_is_lost_and_ends_once_it_wakes(
+    tmp_path: Path, quiet: RunRecords
+) -> None:
+    run = start(config_of(tmp_path, {"dp": 2}, 2, deadlines={"heartbeat_s": 4.0}))
+    watch(run, lambda status: status.step >= 5, 150.0)
+    still = psutil.Process(pid_of(run, 1))
+    still.suspend()
+    watch(run, lambda status: status.generation > 0, 60.0)
+    if still.is_running():
+        still.resume()
+    recovered(run, quiet)
+    assert not still.is_running()
+
+
+def test_where_no_boundary_is_left_whole_it_goes_on_from_the_checkpoint(
+    tmp_path: Path, quiet: RunRecords
+) -> None:
+    """A worker and the one that holds the copy of its share."""
+    run = start(config_of(tmp_path, {"dp": 3}, 3, checkpoint={"every_steps": 4}))
+    watch(run, lambda status: status.step >= 6, 150.0)
+    for victim in (0, 1):
+        kill(run, victim)
+    wait_until(lambda: len(starts(run)) == 2, 90.0, "another start")
+    watch(run, lambda status: status.step >= 12, 90.0)
     records = stop_and_read(run)
-    (recovery,) = records.recoveries
-    assert recovery.lost == str(victim)
-    assert recovery.steps_redone <= 1
+    assert not records.recoveries
     assert worst_difference(newest(records), newest(quiet)) <= 1e-4
-    assert not processes_of(run)
+
+
+def starts(run: RunDirectory) -> list[dict[str, Any]]:
+    entries = read_entries(run.path / JOURNAL_FILE)
+    return [each.event for each in entries if each.event["type"] == "coordinator_started"]
