@@ -20,6 +20,7 @@ from liver_hpc.run.records import (
     EvaluationRecord,
     NoticeRecord,
     ReconfigurationRecord,
+    RecoveryRecord,
     RunRecords,
     StepRecord,
 )
@@ -105,6 +106,18 @@ class NoticeFigures:
 
 
 @dataclass(frozen=True)
+class RecoveryFigures:
+    """What a recovery took. let_go_s: until all that were left had let the old world go. refill_s:
+    from then until the new one was filled and proved. first_step_s: from then to the end of its
+    first step."""
+
+    record: RecoveryRecord
+    let_go_s: float
+    refill_s: float
+    first_step_s: float
+
+
+@dataclass(frozen=True)
 class RunFigures:
     """Totals of a run, and its parts: worlds by their number, attempts in the order of the records,
     notices as they came. Sums leave out what is not known; bytes and spares are those of completed
@@ -117,6 +130,7 @@ class RunFigures:
 
     generations: tuple[GenerationFigures, ...]
     reconfigurations: tuple[ReconfigurationFigures, ...]
+    recoveries: tuple[RecoveryFigures, ...]
     notices: tuple[NoticeFigures, ...]
     steps: int
     missing_steps: int
@@ -153,6 +167,7 @@ def run_figures(records: RunRecords) -> RunFigures:
     return RunFigures(
         generations=tuple(worlds.values()),
         reconfigurations=attempts,
+        recoveries=_recoveries(records),
         notices=_notices(records, {attempt.generation: attempt for attempt in attempts}),
         steps=len(done),
         missing_steps=max(done) - min(done) + 1 - len(done) if done else 0,
@@ -184,7 +199,7 @@ def _worlds(records: RunRecords) -> dict[int, GenerationFigures]:
     by_generation: dict[int, list[StepRecord]] = defaultdict(list)
     for step in records.steps:
         by_generation[step.generation].append(step)
-    worlds, layouts = {}, _layouts(records.reconfigurations)
+    worlds, layouts = {}, _layouts(records.reconfigurations, records.recoveries)
     for generation, steps in sorted(by_generation.items()):
         quiet_s = [_took_s(step) for step in steps if step.phase == ""]
         known_s = quiet_s or [_took_s(step) for step in steps if step.phase != "first"]
@@ -204,9 +219,14 @@ def _took_s(step: StepRecord | EvaluationRecord) -> float:
     return step.ended_s - step.started_s
 
 
-def _layouts(attempts: Sequence[ReconfigurationRecord]) -> dict[int, str]:
+def _layouts(
+    attempts: Sequence[ReconfigurationRecord], recoveries: Sequence[RecoveryRecord]
+) -> dict[int, str]:
     """By generation."""
     layouts: dict[int, str] = {}
+    for recovery in recoveries:
+        layouts.setdefault(recovery.source_generation, recovery.source)
+        layouts.setdefault(recovery.generation, recovery.target)
     for attempt in attempts:
         layouts.setdefault(attempt.source_generation, attempt.source)
         if attempt.outcome == COMPLETED:
@@ -352,7 +372,20 @@ def _begun_s(attempts: Sequence[ReconfigurationRecord]) -> dict[int, float]:
     return begun_s
 
 
-# ---- notices
+# ---- recoveries, notices
+
+
+def _recoveries(records: RunRecords) -> tuple[RecoveryFigures, ...]:
+    first_ended_s = {step.generation: step.ended_s for step in reversed(records.steps)}
+    return tuple(
+        RecoveryFigures(
+            record=record,
+            let_go_s=record.halted_s - record.noticed_s,
+            refill_s=record.refilled_s - record.halted_s,
+            first_step_s=first_ended_s.get(record.generation, math.nan) - record.refilled_s,
+        )
+        for record in records.recoveries
+    )
 
 
 def _notices(

@@ -26,7 +26,7 @@ NAMING = ("kind", "node", "allocation", "generation", "outcome", "action")
 def report_json(records: RunRecords) -> dict[str, Any]:
     """All records with all that is derived from them; a figure that is not known is None.
 
-    Keys: attributes, summary, generations, steps, reconfigurations, notices, baselines,
+    Keys: attributes, summary, generations, steps, reconfigurations, recoveries, notices, baselines,
     networks, worker_phases, traffic, crossings, evaluations. Lengths of time are in seconds, points
     in time in seconds since the epoch.
     """
@@ -38,6 +38,7 @@ def report_json(records: RunRecords) -> dict[str, Any]:
         "generations": summary.pop("generations"),
         **{name: [asdict(row) for row in getattr(records, name)] for name in TABLES},
         "reconfigurations": summary.pop("reconfigurations"),
+        "recoveries": [*map(_recovery, summary.pop("recoveries"))],
         "notices": [*map(_notice, summary.pop("notices"))],
     }
     for step in document["steps"]:
@@ -50,6 +51,12 @@ def _notice(figures: dict[str, Any]) -> dict[str, Any]:
     """A notice as it was recorded; what is derived of it, and what names it, under "figures"."""
     record = figures.pop("record")
     return {**record, "figures": {name: record[name] for name in NAMING} | figures}
+
+
+def _recovery(figures: dict[str, Any]) -> dict[str, Any]:
+    """A recovery as it was recorded, and what is derived of it."""
+    record: dict[str, Any] = figures.pop("record")
+    return record | figures
 
 
 def strict(value: Any) -> Any:

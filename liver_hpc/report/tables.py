@@ -94,6 +94,7 @@ def sheets(figures: RunFigures, records: RunRecords) -> list[Sheet]:
             _PATH,
             [attempt for attempt in figures.reconfigurations if attempt.path is not None],
         ),
+        "Workers that were lost; seconds": (_RECOVERIES, figures.recoveries),
         "Nodes": (_NOTICES, figures.notices),
         "Checkpoint and restart, seconds in each phase": (_RESTARTS, records.baselines),
     }
@@ -117,6 +118,10 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
         "goodput": NOTHING if math.isnan(figures.goodput) else f"{figures.goodput:.1%}",
         "handoffs": f"{figures.completed} completed, {figures.aborted} aborted",
     }
+    if figures.recoveries:
+        again = sum(each.record.steps_redone for each in figures.recoveries)
+        times = "once" if len(figures.recoveries) == 1 else f"{len(figures.recoveries)} times"
+        lines["recovered"] = f"{times} from memory; {again} steps were done again"
     if records.evaluations:
         lines["validation"] = _validation(records.evaluations, figures.evaluation_s)
     diverged = [step.step for step in records.steps if not step.is_finite]
@@ -273,6 +278,16 @@ _PATH = (
     _figure("last\nbegins", "path.last_to_begin", str),
     _figure("last\nvotes", "path.last_to_vote", str),
     _figure("last\nends", "path.last_to_end", str),
+)
+_RECOVERIES = (
+    _figure("gen", "record.generation", str),
+    _words("from", "record.source", text=layout_text),
+    _words("to", "record.target", text=layout_text),
+    _words("lost\nworkers", "record.lost", text=lambda workers: workers or NOTHING),
+    _figure("let go", "let_go_s"),
+    _figure("filled", "refill_s"),
+    _figure("first\nstep", "first_step_s"),
+    _figure("steps\nagain", "record.steps_redone", str),
 )
 _NOTICES = (
     _words("notice", "record.kind"),

@@ -10,6 +10,7 @@ from liver_hpc.run.records import (
     CrossingRecord,
     EvaluationRecord,
     ReconfigurationRecord,
+    RecoveryRecord,
     StepRecord,
 )
 
@@ -62,6 +63,25 @@ def reconfiguration(**fields: Any) -> ReconfigurationRecord:
     }
     missing = ReconfigurationRecord.__dataclass_fields__.keys() - values.keys()
     return ReconfigurationRecord(**dict.fromkeys(missing, math.nan) | values | fields)
+
+
+def recovery(**fields: Any) -> RecoveryRecord:
+    """Generation 3, which took the place of generation 2 after worker 1 was lost."""
+    values: dict[str, Any] = {
+        "generation": 3,
+        "source_generation": 2,
+        "source": "tp1 pp1 dp2",
+        "target": "tp1 pp1 dp1",
+        "lost": "1",
+        "reason": "worker 1 lost: signal 9",
+        "step": 4,
+        "steps_redone": 1,
+        "rounds": 1,
+        "noticed_s": 110.0,
+        "halted_s": 110.25,
+        "refilled_s": 111.0,
+    }
+    return RecoveryRecord(**values | fields)
 
 
 def crossing(**fields: Any) -> CrossingRecord:

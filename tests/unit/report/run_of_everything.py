@@ -13,7 +13,7 @@ from liver_hpc.run.records import (
     TrafficRecord,
     WorkerPhaseRecord,
 )
-from tests.unit.report.rows import baseline, crossing, evaluation, reconfiguration, step
+from tests.unit.report.rows import baseline, crossing, evaluation, reconfiguration, recovery, step
 
 HOSTILE = '<script>alert("x")</script> & \u00fc'
 """A name that would do harm where it is not escaped."""
@@ -46,6 +46,7 @@ def everything() -> RunRecords:
         [baseline(), baseline(lost_s=11.0), baseline(method="torch dcp", lost_s=8.0)],
         {"config": f"name: {HOSTILE}\n", "host": "n1", "name": HOSTILE, "torch": "2"},
         notices=_notices(),
+        recoveries=[recovery(source_generation=3, generation=4, noticed_s=178.0, refilled_s=179.0)],
         worker_phases=phases,
         traffic=traffic,
         crossings=crossings,

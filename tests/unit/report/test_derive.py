@@ -9,7 +9,7 @@ import pytest
 
 from liver_hpc.report.derive import PhaseFigures, ReconfigurationFigures, run_figures
 from liver_hpc.run.records import ReconfigurationRecord, RunRecords, StepRecord
-from tests.unit.report.rows import evaluation, reconfiguration, step
+from tests.unit.report.rows import evaluation, reconfiguration, recovery, step
 
 
 def records(
@@ -291,3 +291,22 @@ def test_records_of_an_attempt_alone_are_no_error() -> None:
     figures = only(records([], [reconfiguration(first_step_ended_s=101.0)]))
     assert math.isnan(figures.lost_s)
     assert figures.reconfiguration_s == 1.0
+
+
+def test_a_recovery_lasts_until_its_world_has_done_a_step() -> None:
+    run = RunRecords(
+        [
+            *(step(n, generation=2) for n in range(5)),
+            step(4, generation=3, started_s=111.0, ended_s=113.0, phase="first"),
+            step(5, generation=3, started_s=113.0, ended_s=114.0),
+        ],
+        [],
+        [],
+        {},
+        recoveries=[recovery()],
+    )
+    figures = run_figures(run)
+    (found,) = figures.recoveries
+    assert (found.let_go_s, found.refill_s, found.first_step_s) == (0.25, 0.75, 2.0)
+    assert figures.steps == 6, "a step that is done again is one"
+    assert [world.layout for world in figures.generations] == ["tp1 pp1 dp2", "tp1 pp1 dp1"]
