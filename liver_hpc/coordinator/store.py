@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import threading
+from collections import defaultdict
 from dataclasses import dataclass
 
 from liver_hpc.protocol.messages import StoreReply, StoreRequest
@@ -15,19 +16,22 @@ from liver_hpc.protocol.messages import StoreReply, StoreRequest
 
 @dataclass(eq=False)
 class _Wait:
-    """A request that waits for its keys; `ended` says why it must not wait any longer."""
+    """A request that waits for its keys. missing: those that do not exist. changed: told of when
+    none is missing any more, or `ended` says why it must not wait any longer."""
 
-    keys: tuple[str, ...]
+    missing: set[str]
+    changed: threading.Condition
     ended: str = ""
 
 
 class StoreService:
-    """Each store connection has a thread of its own; one that waits holds nobody up."""
+    """Each store connection has a thread of its own; one that waits holds nobody up, and is woken
+    once: when its last key comes."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
-        self._waits: set[_Wait] = set()
-        self._changed = threading.Condition()
+        self._waits: defaultdict[str, set[_Wait]] = defaultdict(set)  # by key
+        self._lock = threading.Lock()
         self._closed = ""
 
     def perform(self, request: StoreRequest) -> StoreReply:
@@ -35,7 +39,7 @@ class StoreService:
         operation, keys = request.operation, request.keys
         if operation not in ("wait", "check") and len(keys) != 1:
             return StoreReply(error=f"{operation} takes one key, got {list(keys)}")
-        with self._changed:
+        with self._lock:
             match operation:
                 case "set":
                     self._put(keys[0], request.value)
@@ -48,25 +52,24 @@ class StoreService:
                 case "add":
                     return self._add(keys[0], request.amount)
                 case "check":
-                    return StoreReply(number=not self._missing(keys))
+                    return StoreReply(number=all(key in self._values for key in keys))
                 case "delete":
-                    return StoreReply(number=self._values.pop(keys[0], None) is not None)
+                    return StoreReply(number=self._delete(keys[0]))
 
     def forget(self, prefix: str) -> None:
         """Drops every key that starts so, and ends the waits for such keys."""
-        with self._changed:
+        with self._lock:
             for key in [key for key in self._values if key.startswith(prefix)]:
-                del self._values[key]
-            for wait in self._waits:
-                if any(key.startswith(prefix) for key in wait.keys):
-                    wait.ended = f"the keys under {prefix} are gone"
-            self._changed.notify_all()
+                self._delete(key)
+            for key in [key for key in self._waits if key.startswith(prefix)]:
+                self._end(key, f"the keys under {prefix} are gone")
 
     def close(self) -> None:
         """Ends every wait with an error; idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = "the coordinator is shutting down"
-            self._changed.notify_all()
+            for key in [*self._waits]:
+                self._end(key, self._closed)
 
     # ---- with the lock held
 
@@ -80,24 +83,40 @@ class StoreService:
 
     def _put(self, key: str, value: str) -> None:
         self._values[key] = value
-        self._changed.notify_all()
+        for wait in self._waits.get(key, ()):
+            wait.missing.discard(key)
+            if not wait.missing:
+                wait.changed.notify()
+
+    def _delete(self, key: str) -> bool:
+        for wait in self._waits.get(key, ()):
+            wait.missing.add(key)
+        return self._values.pop(key, None) is not None
+
+    def _end(self, key: str, why: str) -> None:
+        for wait in self._waits[key]:
+            wait.ended = why
+            wait.changed.notify()
 
     def _await_keys(self, request: StoreRequest) -> str:
         """Empty once all keys exist, else why they do not."""
-        wait = _Wait(request.keys)
-        self._waits.add(wait)
-        try:
-            self._changed.wait_for(
-                lambda: self._closed or wait.ended or not self._missing(wait.keys),
-                request.timeout_s,
-            )
-        finally:
-            self._waits.discard(wait)
-        missing = self._missing(wait.keys)
+        missing = {key for key in request.keys if key not in self._values}
         if not missing:
             return ""
-        why = self._closed or wait.ended or f"waited {request.timeout_s:g} s"
-        return f"{why}; missing keys {missing}"
+        wait = _Wait(missing, threading.Condition(self._lock), self._closed)
+        for key in request.keys:
+            self._waits[key].add(wait)
+        try:
+            wait.changed.wait_for(lambda: wait.ended or not wait.missing, request.timeout_s)
+        finally:
+            for key in request.keys:
+                self._forget_wait(key, wait)
+        if not wait.missing:
+            return ""
+        why = wait.ended or f"waited {request.timeout_s:g} s"
+        return f"{why}; missing keys {[key for key in request.keys if key in wait.missing]}"
 
-    def _missing(self, keys: tuple[str, ...]) -> list[str]:
-        return [key for key in keys if key not in self._values]
+    def _forget_wait(self, key: str, wait: _Wait) -> None:
+        self._waits[key].discard(wait)
+        if not self._waits[key]:
+            del self._waits[key]

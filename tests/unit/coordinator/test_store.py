@@ -117,6 +117,45 @@ def test_forget_drops_a_generations_keys_and_ends_its_waits(store: StoreService)
     assert other.result().error == ""
 
 
+def test_a_key_that_is_deleted_meanwhile_is_waited_for_again(store: StoreService) -> None:
+    waiter = Waiter(store, StoreRequest(operation="wait", keys=("a", "b"), timeout_s=10.0))
+    while not store._waits:
+        threading.Event().wait(0.001)
+    ask(store, "set", "a")
+    ask(store, "delete", "a")
+    ask(store, "set", "b")
+    assert waiter.reply is None
+    ask(store, "set", "a")
+    assert waiter.result().error == ""
+    assert not store._waits, "nothing is left of a wait that has ended"
+
+
+def test_a_wait_is_not_woken_for_the_keys_of_others(
+    store: StoreService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers by the thousand wait at once: each of them woken for every key is their square."""
+    woken = 0
+    notify = threading.Condition.notify
+
+    def counted(self: threading.Condition, n: int = 1) -> None:
+        nonlocal woken
+        woken += 1
+        notify(self, n)
+
+    waiters = [
+        Waiter(store, StoreRequest(operation="get", keys=(f"k{n}",), timeout_s=10.0))
+        for n in range(20)
+    ]
+    while len(store._waits) < len(waiters):
+        threading.Event().wait(0.001)
+    monkeypatch.setattr(threading.Condition, "notify", counted)
+    for n in range(20):
+        ask(store, "set", f"k{n}", value=text(str(n)))
+    monkeypatch.undo()
+    assert [waiter.result().value for waiter in waiters] == [text(str(n)) for n in range(20)]
+    assert woken <= 2 * len(waiters), "one each, and the threads' own ends"
+
+
 def test_close_ends_every_wait(store: StoreService) -> None:
     waiter = Waiter(store, StoreRequest(operation="wait", keys=("a",), timeout_s=10.0))
     store.close()
