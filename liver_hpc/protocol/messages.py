@@ -347,8 +347,9 @@ class Refill(_OfWorld, type="refill"):
     """Build a world in place of one that has lost a worker, and fill it from the snapshots of the
     world `saved_generation`: to all that have a seat in it, or give a snapshot.
 
-    holders: by rank of that world, who gives its snapshot. Answered with Refilled, after which a
-    worker with a seat waits for Proceed.
+    holders: by rank of that world, who gives its snapshot. evaluate: the evaluation that is due at
+    that boundary was not done. Answered with Refilled, after which a worker with a seat waits for
+    Proceed.
     """
 
     rank_map: WireRankMap
@@ -356,6 +357,7 @@ class Refill(_OfWorld, type="refill"):
     saved: str
     holders: tuple[int, ...]
     scalars: ScalarState
+    evaluate: bool = False
 
 
 class Prepare(_OfWorld, type="prepare"):

@@ -48,7 +48,7 @@ class ElasticPolicy:
         self.drained: dict[str, NodeWarned | None] = {}
         self._config = config
         self._clock = clock
-        self._handoffs = handoffs
+        self.handoffs = handoffs
         self._agents = self.nodes.agents
         self._out = out
         self._failed_growths = 0
@@ -78,7 +78,7 @@ class ElasticPolicy:
         """
         # A request that waits is judged again when its turn comes; only a replacement of a worker
         # that nobody knows is refused at once.
-        waits = bool(busy) and (request.replace is None or self._handoffs.involves(request.replace))
+        waits = bool(busy) and (request.replace is None or self.handoffs.involves(request.replace))
         if world is not None and not waits:
             pointless = request.pointless(world.rank_map)
             if pointless:
@@ -170,7 +170,7 @@ class ElasticPolicy:
     def overtake(self, world: WorldRef) -> None:
         """A node that has to be left does not wait behind another handoff: that one is called off,
         unless it leaves the nodes in question anyway."""
-        handoffs, doomed = self._handoffs, self.nodes.doomed()
+        handoffs, doomed = self.handoffs, self.nodes.doomed()
         request, attempt = handoffs.request, handoffs.attempt
         if attempt is None or request is None or not handoffs.can_be_cancelled:
             return  # once it is over, the next decision sees to it
@@ -264,7 +264,7 @@ class ElasticPolicy:
         known = self.queue.next_step
         steps_left = (self._config.train.steps if known is None else known) - step
         horizon_s = self._config.policy.horizon_s
-        while self._handoffs.idle:
+        while self.handoffs.idle:
             now_s = self._clock.now_s()
             situation = (self.nodes, world, self.queue, self.estimates, now_s)
             decision = Decider(*situation, steps_left, horizon_s).decide()
@@ -299,7 +299,7 @@ class ElasticPolicy:
         self.nodes.grow_at_s = self._clock.now_s() + self._config.policy.retry_s * 2**doublings
 
     def _begin(self, decision: Begin, world: WorldRef) -> None:
-        request, generation = decision.request, self._handoffs.generation + 1
+        request, generation = decision.request, self.handoffs.generation + 1
         self.notices.decided(decision.nodes, decision.action, generation, decision.estimate_s)
         if decision.late:
             late = f"{request.origin}: the deadline may not be met: {decision.action}"
@@ -308,7 +308,7 @@ class ElasticPolicy:
             self.queue.waiting.pop(0)
         self._out.append(a.Note(f"generation {generation}: {request}, from {world.rank_map}"))
         why = self._bounded_because(generation, world.rank_map, decision.target)
-        self._handoffs.start(request, world, decision.target, bounded=bool(why))
+        self.handoffs.start(request, world, decision.target, bounded=bool(why))
 
     def _bounded_because(self, generation: int, source: RankMap, target: RankMap) -> str:
         """Why a handoff is made in bounded memory; the log then says so, and what it costs."""
@@ -330,7 +330,7 @@ class ElasticPolicy:
         there = self._agents.workers_on(doomed, self._agents.spare(clearing=True))
         self._agents.let_go(there, leave)
         self._agents.dismiss(STANDBY, leave, doomed)
-        busy = bool(self.queue.waiting) or not self._handoffs.idle
+        busy = bool(self.queue.waiting) or not self.handoffs.idle
         self.nodes.note_idle(now_s)
         for held in self.nodes.values():
             if held.idle_since_s is None or held.given_back:
@@ -381,7 +381,7 @@ class ElasticPolicy:
 
     def handoff_ended(self, ended: Ended, source: WorldRef, record: ReconfigurationRecord) -> None:
         """How long handoffs take, and when, and whether, to try again."""
-        request, trains = self._handoffs.request, ended.world.rank_map
+        request, trains = self.handoffs.request, ended.world.rank_map
         if ended.outcome == "completed":
             self.estimates.handoffs.observe(record, source.rank_map, trains)
             self._failed_growths = self.estimates.failed_leaves = 0

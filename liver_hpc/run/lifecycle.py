@@ -122,7 +122,12 @@ class Lifecycle:
             self._out,
         )
         self.recoveries = Recoveries(
-            config, self._clock, self.elastic, self.handoffs, self._out, self._recovery_ended
+            config,
+            self._clock,
+            self.elastic,
+            self._out,
+            owes_evaluation=self._misses_evaluation,
+            ended=self._recovery_ended,
         )
         self._stop_later: tuple[str, bool, Ending] | None = None
         self.standbys = Standbys(config, self._clock, nodes, self._out)
@@ -239,6 +244,11 @@ class Lifecycle:
             return
         self._state = RECOVERING
         self.recoveries.begin(world, reason, self.recorder.steps_done)
+
+    def _misses_evaluation(self, step: int) -> bool:
+        validation = self.config.eval
+        due = validation is not None and bool(validation.batches_after(step))
+        return due and self._evaluated_step < step
 
     def _recovery_ended(self, came_to: WorldRef | str) -> None:
         if isinstance(came_to, str):

@@ -88,11 +88,9 @@ class Run(Lifecycle):
             self._checkpointed = step, self._resumed.path
             self.elastic.queue.skip(step)
             self._note(f"goes on from step {step}, saved at {self._resumed.layout}")
-            validation = self.config.eval
             # A run that begins with another's checkpoint was evaluated by that one.
-            if validation is not None and event.memory.last_generation >= 0:
-                due = bool(validation.batches_after(step))
-                self._owes_evaluation = due and self._evaluated_step < step
+            if event.memory.last_generation >= 0:
+                self._owes_evaluation = self._misses_evaluation(step)
         # A generation's number stands for one world in all starts of a run. One is left out: it
         # may have been that of a world built anew, which recorded nothing.
         self._first_generation = max(known) + 2 if max(known) >= 0 else 0

@@ -21,7 +21,6 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.run import actions as a
 from liver_hpc.run.elastic import ElasticPolicy
-from liver_hpc.run.handoffs import Handoffs
 from liver_hpc.run.records import RecoveryRecord
 from liver_hpc.run.salvage import Salvage, difference, newest
 
@@ -62,7 +61,8 @@ class _Recovery:
 class Recoveries:
     """The recovery in progress, if there is one.
 
-    ended: called with the world that trains again, or with the reason why none does.
+    owes_evaluation: whether an evaluation is due at the boundary after so many steps that was not
+    done. ended: called with the world that trains again, or with the reason why none does.
     """
 
     def __init__(
@@ -70,17 +70,18 @@ class Recoveries:
         config: RunConfig,
         clock: Clock,
         elastic: ElasticPolicy,
-        handoffs: Handoffs,
         out: list[a.Action],
+        owes_evaluation: Callable[[int], bool],
         ended: Callable[[WorldRef | str], None],
     ) -> None:
         self.deadline: Deadline | None = None
         self._config = config
         self._clock = clock
         self._elastic = elastic
-        self._handoffs = handoffs
+        self._handoffs = elastic.handoffs
         self._agents = elastic.nodes.agents
         self._out = out
+        self._owes_evaluation = owes_evaluation
         self._ended = ended
         self._now: _Recovery | None = None
 
@@ -165,6 +166,7 @@ class Recoveries:
             saved=str(salvage.layout),
             holders=salvage.holders,
             scalars=salvage.scalars,
+            evaluate=self._owes_evaluation(salvage.scalars.step),
         )
         step, found = salvage.scalars.step, f"{salvage.layout} of generation {salvage.generation}"
         self._out.append(a.Note(f"back to step {step}, from {found}: {now.target}"))

@@ -174,6 +174,7 @@ class Trainer:
             raise DeadlineError(f"waited {limit_s:g} s for all workers to fill {rank_map}")
         self._check_halt()
         self.step = message.scalars.step
+        self._owes_evaluation = message.evaluate
         self._world, self._making, self._refilling = world, None, None
         self._stands.set()
         self._step_begins_s = context.clock.now_s()
@@ -270,6 +271,7 @@ class Trainer:
         """
         clock = self._context.clock
         if self._owes_evaluation:
+            self._owes_evaluation = False
             self._evaluate_if_due()
         while self.step < self._context.config.train.steps:
             world = self._world

@@ -56,12 +56,12 @@ def pid_of(run: RunDirectory, worker: int) -> int:
     raise AssertionError(f"worker {worker} has never come")
 
 
-def config_of(tmp_path: Path, layout: dict[str, int], workers: int, **sections: Any) -> RunConfig:
+def config_of(tmp_path: Path, layout: dict[str, int], number: int, **sections: Any) -> RunConfig:
     """A run of one layout that may go on in smaller ones, and holds snapshots."""
-    smaller = {number: [{"dp": number}] for number in range(1, workers)}
-    layouts = {**smaller, workers: [layout]}
-    sections = {"snapshots": EVERY_STEP, "workers": {"max": workers}, **sections}
-    return run_config(tmp_path, ENDLESS, workers, layouts=layouts, **sections)
+    smaller = {few: [{"dp": few}] for few in range(1, number)}
+    layouts = {**smaller, number: [layout]}
+    sections = {"snapshots": EVERY_STEP, "workers": {"max": number}, **sections}
+    return run_config(tmp_path, ENDLESS, number, layouts=layouts, **sections)
 
 
 def recovered(run: RunDirectory, quiet: RunRecords, times: int = 1) -> RunRecords:
@@ -121,6 +121,19 @@ def test_a_source_worker_that_is_killed_in_a_handoff_costs_that_and_a_step(
     assert records.reconfigurations[0].outcome == "failed"
     assert records.recoveries[0].steps_redone <= 1
     assert "1" in records.recoveries[0].lost.split(",")
+
+
+def test_a_standby_takes_the_place_of_a_lost_worker_at_once(
+    tmp_path: Path, quiet: RunRecords
+) -> None:
+    config = config_of(tmp_path, {"tp": 2}, 2, workers={"max": 2, "standby": 1})
+    run = start(config)
+    watch(run, lambda status: status.spares == (2,) and status.step >= 5, 150.0)
+    kill(run, 0)
+    records = recovered(run, quiet)
+    (recovery,) = records.recoveries
+    assert (recovery.source, recovery.target) == ("tp2 pp1 dp1", "tp2 pp1 dp1")
+    assert not records.reconfigurations
 
 
 def test_another_one_is_lost_while_the_next_world_is_filled(
