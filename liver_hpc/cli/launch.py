@@ -109,9 +109,6 @@ def run_here(config_path: Path, overrides: Sequence[str]) -> tuple[RunDirectory,
     signals = JobSignals()
     signals.listen()
     run = _open_run(load_users_run(config_path, overrides), signals.job)
-    last = run.last_outcome()
-    if last is not None and last.state == "finished":
-        return run, last
     return run, signals.coordinate(run)
 
 
@@ -179,10 +176,13 @@ class JobSignals:
     def coordinate(self, run: RunDirectory) -> Outcome | None:
         """Runs the run's coordinator, which is told what signals say, also of before.
 
-        Returns how it ended; None when its job has been queued again, where the run goes on.
-        Raises LiverError when it has left no outcome.
+        Returns how it ended; None when its job has been queued again, where the run goes on. A run
+        that was ended for good is not begun again by Slurm, as it queues a job that has lost a
+        node. Raises LiverError when it has left no outcome.
         """
-        config = run.config()
+        last, config = run.last_outcome(), run.config()
+        if self.job is not None and self.job.restarts and last is not None and last.is_last:
+            return last
         hosted = self._hosted = HostedCoordinator(run.path)
         self._slurm = config.cluster.slurm
         for number in self._said:

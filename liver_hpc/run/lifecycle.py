@@ -36,6 +36,7 @@ from liver_hpc.run.estimates import HandoffEstimator
 from liver_hpc.run.handoffs import Handoffs
 from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.notices import NoticeBook
+from liver_hpc.run.outcome import OPERATORS_STOP
 from liver_hpc.run.recorder import RunRecorder
 from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.recovery import Recoveries
@@ -45,7 +46,6 @@ from liver_hpc.run.verification import Verification
 
 HISTORY_EVENTS = 40
 EVENT_TEXT_LENGTH = 200
-OPERATORS_STOP = "an operator's request"
 
 
 class RunState(StrEnum):

@@ -18,7 +18,6 @@ from liver_hpc.run.agents import STANDBY, Agent
 from liver_hpc.run.lifecycle import (
     ENDED,
     HANDING_OVER,
-    OPERATORS_STOP,
     RECOVERING,
     STARTING,
     STOPPING,
@@ -26,6 +25,7 @@ from liver_hpc.run.lifecycle import (
     Lifecycle,
     RunState,
 )
+from liver_hpc.run.outcome import OPERATORS_STOP
 from liver_hpc.run.requests import ReconfigurationRequest
 
 

@@ -14,6 +14,7 @@ from liver_hpc.host.files import write_whole
 
 COORDINATOR_FILE = "coordinator.json"
 OUTCOME_FILE = "outcome.json"
+OPERATORS_STOP = "an operator's request"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,13 @@ class Outcome:
     def goes_on(self, config: RunConfig) -> bool:
         """Whether the run goes on in the job that is queued again."""
         return self.state == "requeue" and config.cluster.slurm.requeue
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the run does not go on by itself, whoever starts its job again: it is done, or an
+        operator has ended it."""
+        asked = self.state == "stopped" and self.reason.startswith(OPERATORS_STOP)
+        return self.state == "finished" or asked
 
     def write(self, run_directory: Path) -> None:
         write_private_json(run_directory / OUTCOME_FILE, asdict(self))

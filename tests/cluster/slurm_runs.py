@@ -285,11 +285,15 @@ class SlurmRun:
 
 @contextmanager
 def slurm_run(
-    cluster: SlurmCluster, name: str, burst_nodes: int = 1, **slurm: Any
+    cluster: SlurmCluster,
+    name: str,
+    burst_nodes: int = 1,
+    more: dict[str, Any] | None = None,
+    **slurm: Any,
 ) -> Iterator[SlurmRun]:
     """A run that is not submitted yet: two nodes of its own, and so many burst nodes.
 
-    `slurm` are keys of the run file's section `cluster.slurm`.
+    more: further sections of the run file. `slurm` are keys of its section `cluster.slurm`.
     """
     most = 2 + burst_nodes
     burst = {**BURST, "max_nodes": burst_nodes} if burst_nodes else None
@@ -299,7 +303,7 @@ def slurm_run(
         "layouts": {workers: layouts for workers, layouts in LAYOUTS.items() if workers <= most},
         "cluster": {"kind": "slurm", "workers_per_node": 1, "timeout_min": 20, "slurm": section},
     }
-    run = SlurmRun(cluster, name, sections)
+    run = SlurmRun(cluster, name, sections | (more or {}))
     try:
         yield run
     finally:

@@ -17,6 +17,7 @@ import yaml
 
 from liver_hpc.cli import main as cli
 from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.run.outcome import Outcome
 from tests.unit.config.runs import MINIMAL, write_minimal
 from tests.unit.standin import sitecustomize_in
 
@@ -181,7 +182,12 @@ def test_a_job_that_may_not_be_queued_again_fails_when_its_window_was_too_short(
     assert not (run / "coordinator.json").exists()
 
 
-def test_a_finished_run_is_not_begun_again(
+@pytest.mark.parametrize(
+    ("state", "reason"), [("finished", ""), ("stopped", "an operator's request; checkpoint of 10")]
+)
+def test_a_run_that_is_over_for_good_is_not_begun_again(
+    state: str,
+    reason: str,
     in_job: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -192,9 +198,10 @@ def test_a_finished_run_is_not_begun_again(
     run.mkdir(parents=True)
     path = write_minimal(tmp_path)
     (run / "run.yaml").write_text(yaml.safe_dump(MINIMAL))
-    (run / "outcome.json").write_text('{"state": "finished", "reason": "", "step": 10}')
+    outcome = Outcome(state, reason, 10)
+    outcome.write(run)
     assert cli.main(["run", "--config", str(path)]) == 0
-    assert capsys.readouterr().out == f"run {run} goes on\nrun {run}: finished at step 10\n"
+    assert capsys.readouterr().out == f"run {run} goes on\nrun {run}: {outcome}\n"
 
 
 def test_a_new_job_of_an_old_id_does_not_go_on_with_the_old_run(
