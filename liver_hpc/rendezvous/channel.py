@@ -1,13 +1,15 @@
 """The control channel: protocol messages over an authenticated TCP connection, and its server.
 
-A message is its length, of four bytes, and its JSON; nothing that arrives is ever unpickled.
-Before the first one both sides prove that they hold the secret (`rendezvous/handshake.py`). A
-server that has no room hangs up before its proof, and the client tries again.
+A message is its length, of four bytes, its JSON, and its seal; nothing that arrives is ever
+unpickled. Before the first one both sides prove that they hold the secret, from which the seals
+come (`rendezvous/handshake.py`). A server that has no room hangs up before its proof, and the
+client tries again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import select
 import selectors
@@ -25,9 +27,13 @@ from liver_hpc.errors import DeadlineError, ProtocolError
 from liver_hpc.protocol.messages import AnyMessage, decode, encode
 from liver_hpc.rendezvous.handshake import (
     ANSWER_BYTES,
+    CLIENT,
     PROOF_BYTES,
+    SEAL_BYTES,
+    SERVER,
     ChannelClosed,
     ChannelRefused,
+    Seal,
     challenge,
     check_greeting,
     introduce,
@@ -41,6 +47,8 @@ STALL_S = 30.0
 """The longest that a peer may stand still within a message, in either direction."""
 HANDSHAKE_S = 5.0
 """What a stranger has to prove the secret in."""
+TELL_S = 1.0
+"""Strangers are told of in the log so often at most, so that they cannot fill it."""
 MOST_STRANGERS = 512
 """So many may be about to prove the secret; one more takes the place of the first of them."""
 
@@ -62,14 +70,16 @@ class Channel:
     """One authenticated conversation; any thread may send, one thread at a time receives.
 
     peer: the other end in errors and logs, which may be set to a better name. key: a secret of this
-    connection alone, which both ends know.
+    connection alone, which both ends know. speaker: which of them this one is, CLIENT or SERVER.
     """
 
-    def __init__(self, connected: socket.socket, peer: str, key: bytes) -> None:
+    def __init__(self, connected: socket.socket, peer: str, key: bytes, speaker: bytes) -> None:
         _tune(connected)
         self.peer = peer
         self.key = key
         self._socket = connected
+        self._seal = Seal(key, speaker)
+        self._their_seal = Seal(key, CLIENT if speaker == SERVER else SERVER)
         self._state = threading.Lock()
         self._reading = threading.Lock()
         self._writing = threading.Lock()
@@ -89,12 +99,14 @@ class Channel:
             raise ProtocolError(
                 f"{message.type} to {self.peer}: {len(data)} bytes, at most {MAX_MESSAGE_BYTES}"
             )
-        self._write(_LENGTH.pack(len(data)) + data)
+        size = _LENGTH.pack(len(data))
+        self._write(lambda: size + data + self._seal.next(size, data))
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, made: Callable[[], bytes]) -> None:
+        """made: called once it is this message's turn."""
         try:
             with self._writing:
-                self._socket.sendall(data)
+                self._socket.sendall(made())
             return
         except OSError as error:
             reason = _reason(error)
@@ -111,11 +123,17 @@ class Channel:
             with self._reading:
                 if not self._is_readable(timeout_s):
                     raise DeadlineError(f"waited {timeout_s:g} s for a message from {self.peer}")
-                (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
-                data = self._read(size) if size <= MAX_MESSAGE_BYTES else None
-            if data is not None:
+                head = self._read(_LENGTH.size)
+                (size,) = _LENGTH.unpack(head)
+                data = self._read(size) if size <= MAX_MESSAGE_BYTES else b""
+                seal = self._read(SEAL_BYTES) if size <= MAX_MESSAGE_BYTES else b""
+                sealed = bool(seal) and hmac.compare_digest(seal, self._their_seal.next(head, data))
+            if sealed:
                 return decode(data)
             reason = f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES}"
+            if seal:
+                reason = "a message that was changed, repeated or left out on its way"
+                _log.warning("closing the channel to %s: %s", self.peer, reason)
         except (OSError, EOFError) as error:
             reason = _reason(error)
         except ValidationError as error:
@@ -188,6 +206,9 @@ class ControlServer:
         self._threads: dict[threading.Thread, Channel] = {}
         self._selector = selectors.DefaultSelector()
         self._strangers: dict[_Stranger, None] = {}  # the first comer first
+        self._turned_away = 0
+        self._untold = 0
+        self._tell_from_s = 0.0  # monotonic
         self._acceptor = threading.Thread(
             target=self._accept_all, name=f"accept-{self.address[1]}", daemon=True
         )
@@ -226,6 +247,8 @@ class ControlServer:
                         self._hear(key.data)
             for stranger in self._strangers:
                 stranger.connected.close()
+        if self._untold:
+            _log.warning("%d strangers were turned away in all", self._turned_away)
 
     def _drop_late(self) -> float | None:
         """Seconds until the next stranger is late; None without any."""
@@ -271,7 +294,7 @@ class ControlServer:
             self._turn_away(stranger, _reason(error))
 
     def _begin(self, stranger: _Stranger, proof: bytes, key: bytes) -> None:
-        channel = Channel(stranger.connected, stranger.peer, key)
+        channel = Channel(stranger.connected, stranger.peer, key, SERVER)
         thread = threading.Thread(
             target=self._serve, args=(channel, proof), name=f"wire-{stranger.peer}", daemon=True
         )
@@ -282,7 +305,15 @@ class ControlServer:
         del self._strangers[stranger]
 
     def _turn_away(self, stranger: _Stranger, why: str) -> None:
-        _log.warning("stranger %s turned away: %s before its proof", stranger.peer, why)
+        """The log has one line in TELL_S at most, with the number of those that it left out."""
+        self._turned_away += 1
+        now_s = time.monotonic()
+        if now_s >= self._tell_from_s:
+            more = f"; {self._untold} more since the last" if self._untold else ""
+            _log.warning("stranger %s turned away: %s before its proof%s", stranger.peer, why, more)
+            self._tell_from_s, self._untold = now_s + TELL_S, 0
+        else:
+            self._untold += 1
         del self._strangers[stranger]
         with contextlib.suppress(KeyError):
             self._selector.unregister(stranger.connected)
@@ -293,7 +324,7 @@ class ControlServer:
     def _serve(self, channel: Channel, proof: bytes) -> None:
         try:
             with contextlib.suppress(ChannelClosed):  # how a conversation usually ends
-                channel._write(proof)
+                channel._write(lambda: proof)
                 self._handle(channel)
         finally:
             channel.close()
@@ -336,7 +367,7 @@ def _connect_once(address: tuple[str, int], secret: bytes, deadline: Deadline) -
         except ChannelClosed as error:
             raise type(error)(f"{place}: {error}") from None
         unless_met.pop_all()
-    return Channel(connected, deadline.waits_for, key)
+    return Channel(connected, deadline.waits_for, key, CLIENT)
 
 
 def _reason(error: Exception) -> str:

@@ -5,7 +5,10 @@ client -> server   greeting, the client's nonce, the client's proof
 server -> client   the server's proof; zeros after a bad proof
 
 A proof is HMAC-SHA256 under the secret over who speaks and both nonces: neither an overheard proof
-nor one's own, sent back, proves anything. Both ends take a key of this one connection from it.
+nor one's own, sent back, proves anything. Both ends take a key of this one connection from it, and
+seal what they say from then on: a seal is HMAC-SHA256, cut to SEAL_BYTES, under the speaker's own
+key of this connection, over the number of the message and its bytes. What is changed, left out,
+said again, sent back or from another connection has another seal.
 """
 
 from __future__ import annotations
@@ -13,16 +16,20 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import struct
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError
 
-GREETING = b"liver_hpc wire 2\0"
+GREETING = b"liver_hpc wire 3\0"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 ANSWER_BYTES = len(GREETING) + NONCE_BYTES + PROOF_BYTES
+SEAL_BYTES = 16
 
-_CLIENT, _SERVER, _KEY = b"C", b"S", b"K"
+CLIENT, SERVER = b"C", b"S"
+_KEY = b"K"
+_NUMBER = struct.Struct("!Q")
 
 
 class ChannelClosed(LiverError):
@@ -31,6 +38,25 @@ class ChannelClosed(LiverError):
 
 class ChannelRefused(ChannelClosed):
     """One side could not prove that it holds the run's secret."""
+
+
+class Seal:
+    """Seals the messages of one speaker on one connection, in their order.
+
+    key: the connection's. speaker: CLIENT or SERVER.
+    """
+
+    def __init__(self, key: bytes, speaker: bytes) -> None:
+        self._key = prove(key, speaker, b"")
+        self._number = 0
+
+    def next(self, *said: bytes) -> bytes:
+        """The seal of the next message, whose bytes are given in parts; of SEAL_BYTES."""
+        sealed = hmac.new(self._key, _NUMBER.pack(self._number), "sha256")
+        for part in said:
+            sealed.update(part)
+        self._number += 1
+        return sealed.digest()[:SEAL_BYTES]
 
 
 def prove(secret: bytes, speaker: bytes, said: bytes) -> bytes:
@@ -50,8 +76,8 @@ def welcome(secret: bytes, challenged: bytes, answer: bytes) -> tuple[bytes, byt
     """
     check_greeting(answer)
     nonces = challenged[len(GREETING) :] + answer[len(GREETING) : -PROOF_BYTES]
-    _check_proof(answer[-PROOF_BYTES:], prove(secret, _CLIENT, nonces))
-    return prove(secret, _SERVER, nonces), prove(secret, _KEY, nonces)
+    _check_proof(answer[-PROOF_BYTES:], prove(secret, CLIENT, nonces))
+    return prove(secret, SERVER, nonces), prove(secret, _KEY, nonces)
 
 
 def introduce(secret: bytes, server: socket.socket, deadline: Deadline) -> bytes:
@@ -63,8 +89,8 @@ def introduce(secret: bytes, server: socket.socket, deadline: Deadline) -> bytes
     check_greeting(_heard(server, len(GREETING), deadline))
     theirs, nonce = _heard(server, NONCE_BYTES, deadline), secrets.token_bytes(NONCE_BYTES)
     nonces = theirs + nonce
-    server.sendall(GREETING + nonce + prove(secret, _CLIENT, nonces))
-    _check_proof(_heard(server, PROOF_BYTES, deadline), prove(secret, _SERVER, nonces))
+    server.sendall(GREETING + nonce + prove(secret, CLIENT, nonces))
+    _check_proof(_heard(server, PROOF_BYTES, deadline), prove(secret, SERVER, nonces))
     return prove(secret, _KEY, nonces)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib
 import threading
 from collections.abc import Callable, Iterable
@@ -209,9 +210,13 @@ class GroupBook:
         """The group of these members, which must include this worker; made when first asked."""
         key = tuple(members)
         if key not in self._groups:
-            name = f"g{self._generation}/{'-'.join(map(str, key))}"
-            self._groups[key] = Group(name, key, self._worker, self._device)
+            self._groups[key] = Group(self._name(key), key, self._worker, self._device)
         return self._groups[key]
+
+    def _name(self, members: tuple[int, ...]) -> str:
+        """As long for thousands of members as for two: every key of its store begins with it."""
+        hashed = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
+        return f"g{self._generation}/{len(members)}-{hashed}"
 
     def connect(
         self,

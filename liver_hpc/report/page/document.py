@@ -15,6 +15,7 @@ from liver_hpc.report.derive import ReconfigurationFigures, RunFigures
 from liver_hpc.report.drawings.canvas import svg
 from liver_hpc.report.drawings.run import MOST_HANDOFFS
 from liver_hpc.report.drawings.training import step_rows, timeline
+from liver_hpc.report.page.shown import shown_config
 from liver_hpc.report.report import strict
 from liver_hpc.report.tables import Sheet, Tone, outcome_tone, remarks, sheets, summary_lines
 from liver_hpc.report.wording import bytes_text, duration_text, layout_text, number_text
@@ -35,7 +36,7 @@ def page(records: RunRecords, figures: RunFigures, drawn: Mapping[str, Figure]) 
         "style": _asset("page.css"),
         "name": name,
         "facts": " \u00b7 ".join(filter(None, _run_facts(records, figures, times.start_s))),
-        "config": records.attributes.get("config", ""),
+        "config": shown_config(records.attributes.get("config", "")),
         "steps": json.dumps(strict(step_rows(times)), separators=(",", ":")),
         "script": _asset("page.js"),
     }

@@ -23,7 +23,7 @@ import pytest
 
 from liver_hpc.errors import DeadlineError, LiverError, ProtocolError
 from liver_hpc.host.process import raise_descriptor_limit
-from liver_hpc.protocol.messages import AnyMessage, Heartbeat, Reply, StatusRequest
+from liver_hpc.protocol.messages import AnyMessage, Heartbeat, Reply, StatusRequest, StopRequest
 from liver_hpc.rendezvous import channel as channel_module
 from liver_hpc.rendezvous.channel import (
     Channel,
@@ -32,7 +32,14 @@ from liver_hpc.rendezvous.channel import (
     ControlServer,
     connect,
 )
-from liver_hpc.rendezvous.handshake import GREETING, NONCE_BYTES, PROOF_BYTES, prove
+from liver_hpc.rendezvous.handshake import (
+    ANSWER_BYTES,
+    GREETING,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    SEAL_BYTES,
+    prove,
+)
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -415,7 +422,8 @@ def test_a_thread_that_cannot_be_started_costs_that_try_alone(
             with connected(server) as channel:
                 channel.send(BEAT)
                 assert channel.receive(5.0) == BEAT
-    assert caplog.text.count("turned away: can't start new thread") == 2
+    assert "turned away: can't start new thread" in caplog.text
+    assert "2 strangers were turned away in all" in caplog.text
 
 
 def test_silent_strangers_hold_nobody_up_and_are_dropped() -> None:
@@ -606,7 +614,9 @@ def test_what_is_no_message_closes_that_channel_alone(
         if junk == "too long":
             channel._socket.sendall(struct.pack("!I", channel_module.MAX_MESSAGE_BYTES + 1))
         else:
-            channel._socket.sendall(struct.pack("!I", len(data[junk])) + data[junk])
+            size = struct.pack("!I", len(data[junk]))
+            sealed = size + data[junk] + channel._seal.next(size, data[junk])
+            channel._write(lambda: sealed)
         with pytest.raises(ChannelClosed):
             channel.receive(5.0)
         other.send(BEAT)
@@ -615,6 +625,151 @@ def test_what_is_no_message_closes_that_channel_alone(
     if junk in data:
         assert "closing the channel to 127.0.0.1:" in caplog.text
         assert "not a message" in caplog.text
+
+
+def test_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Each is counted, few are told of."""
+    with serving() as server:
+        for _ in range(50):
+            with socket.create_connection(server.address) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                with contextlib.suppress(OSError):
+                    while stranger.recv(1 << 10):
+                        pass
+        with connected(server) as channel:
+            channel.send(BEAT)
+            assert channel.receive(5.0) == BEAT
+    lines = [record.message for record in caplog.records if "turned away" in record.message]
+    assert len(lines) <= 4
+    assert lines[-1] == "50 strangers were turned away in all"
+
+
+# ---- somebody in between, who does not hold the secret
+
+
+class Relay:
+    """Passes on what two ends of a connection say, frame by frame, as `change` would have it: it
+    gets the frames so far of one direction, the newest last, and gives what is passed on for it."""
+
+    def __init__(
+        self, server: tuple[str, int], change: Callable[[bool, list[bytes]], list[bytes]]
+    ) -> None:
+        self._listener = socket.create_server((HOST, 0))
+        self.address = self._listener.getsockname()
+        self._server, self._change = server, change
+        self._threads = [threading.Thread(target=self._run)]
+        self._threads[0].start()
+
+    def _run(self) -> None:
+        client, _ = self._listener.accept()
+        server = socket.create_connection(self._server)
+        challenged = server.recv(len(GREETING) + NONCE_BYTES, socket.MSG_WAITALL)
+        client.sendall(challenged)
+        server.sendall(client.recv(ANSWER_BYTES, socket.MSG_WAITALL))
+        client.sendall(server.recv(PROOF_BYTES, socket.MSG_WAITALL))
+        ways = ((client, server, True), (server, client, False))
+        threads = [threading.Thread(target=self._pass_on, args=way) for way in ways]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        client.close()
+        server.close()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, of_client: bool) -> None:
+        frames: list[bytes] = []
+        with contextlib.suppress(OSError, struct.error):
+            while True:
+                head = source.recv(4, socket.MSG_WAITALL)
+                size = struct.unpack("!I", head)[0] + SEAL_BYTES
+                frames.append(head + source.recv(size, socket.MSG_WAITALL))
+                for frame in self._change(of_client, frames):
+                    sink.sendall(frame)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.close()
+        for thread in self._threads:
+            thread.join()
+
+
+STOP = StopRequest(checkpoint=False)
+
+
+def altered(of_client: bool, frames: list[bytes]) -> list[bytes]:
+    """A word of the same meaning to whoever reads JSON: `true ` is as long as `false`."""
+    return [frames[-1].replace(b"false", b"true ")]
+
+
+def said_again(of_client: bool, frames: list[bytes]) -> list[bytes]:
+    return [frames[-1]] * (2 if of_client and len(frames) == 2 else 1)
+
+
+def left_out(of_client: bool, frames: list[bytes]) -> list[bytes]:
+    return [] if of_client and len(frames) == 1 else frames[-1:]
+
+
+def swapped(of_client: bool, frames: list[bytes]) -> list[bytes]:
+    if not of_client or len(frames) > 2:
+        return frames[-1:]
+    return frames[::-1] if len(frames) == 2 else []
+
+
+@pytest.mark.parametrize("change", [altered, said_again, left_out, swapped])
+def test_who_changes_what_is_said_is_not_believed(
+    change: Callable[[bool, list[bytes]], list[bytes]],
+) -> None:
+    """The channel closes; nothing that the other end did not say, in its order, is heard."""
+    heard: queue.Queue[AnyMessage] = queue.Queue()
+    closed: queue.Queue[str] = queue.Queue()
+
+    def listen(channel: Channel) -> None:
+        try:
+            while True:
+                heard.put(channel.receive(10.0))
+        except ChannelClosed as error:
+            closed.put(str(error))
+            raise
+
+    with serving(listen) as server:
+        relay = Relay(server.address, change)
+        channel = connect(relay.address, SECRET, 5.0, "the server")
+        sent = [STOP, StopRequest(checkpoint=False), BEAT]
+        for message in sent:
+            with contextlib.suppress(ChannelClosed):
+                channel.send(message)
+        assert "changed, repeated or left out" in closed.get(timeout=10.0)
+        channel.close()
+        relay.close()
+    got = [heard.get() for _ in range(heard.qsize())]
+    assert got == sent[: len(got)]
+    assert len(got) < len(sent)
+
+
+def test_what_a_relay_leaves_alone_goes_through() -> None:
+    with serving() as server:
+        relay = Relay(server.address, lambda of_client, frames: frames[-1:])
+        channel = connect(relay.address, SECRET, 5.0, "the server")
+        for message in (STOP, BEAT):
+            channel.send(message)
+            assert channel.receive(5.0) == message
+        channel.close()
+        relay.close()
+
+
+def test_ones_own_words_sent_back_are_not_believed() -> None:
+    """Each end has its own key."""
+
+    def reflect(channel: Channel) -> None:
+        channel._socket.sendall(channel._socket.recv(1 << 10))
+        channel._socket.recv(1)
+
+    with serving(reflect) as server, connected(server) as channel:
+        channel.send(BEAT)
+        with pytest.raises(ChannelClosed, match="changed, repeated or left out"):
+            channel.receive(5.0)
 
 
 # ---- connecting
