@@ -35,7 +35,8 @@ from liver_hpc.protocol.actions import Action, Ended, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Event, Requested, StateSaved, WorkerLost, WorldRef
 from liver_hpc.protocol.machine import HandoffMachine
-from liver_hpc.worker.trainer import LeftWorld, Trainer
+from liver_hpc.worker.holder import LeftWorld
+from liver_hpc.worker.trainer import Trainer
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.device import Room
 from liver_hpc.world.groups import GroupBook
@@ -419,7 +420,7 @@ def late_worlds(monkeypatch: pytest.MonkeyPatch, machines: Machines) -> Iterator
     LateWorld.ledger = []
     monkeypatch.setattr(LateWorld, "syncs", False)
     monkeypatch.setattr(LateWorld, "breaks", frozenset())
-    for module in ("liver_hpc.handoff.prepare", "liver_hpc.worker.trainer"):
+    for module in ("liver_hpc.handoff.prepare", "liver_hpc.worker.holder"):
         monkeypatch.setattr(f"{module}.World", LateWorld)
     monkeypatch.setattr(WorldState, "release", _free)
     monkeypatch.setattr("liver_hpc.worker.trainer.save", _saved)

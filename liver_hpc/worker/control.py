@@ -24,7 +24,8 @@ from liver_hpc.recipes.specs import load_workers_recipe
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.secret import read_secret
-from liver_hpc.worker.trainer import LeftWorld, Trainer
+from liver_hpc.worker.holder import LeftWorld
+from liver_hpc.worker.trainer import Trainer
 from liver_hpc.world import megatron, rehearsed
 from liver_hpc.world.context import FAILURES, WorkerContext
 from liver_hpc.world.device import Device, Network

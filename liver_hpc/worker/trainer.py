@@ -12,14 +12,13 @@ from liver_hpc.clock import Deadline
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.handoff.beside import Beside
 from liver_hpc.handoff.crossing import Crossed, Crossing
-from liver_hpc.handoff.prepare import connect_groups, prepare, prepared_message
+from liver_hpc.handoff.prepare import prepare, prepared_message
 from liver_hpc.handoff.release import release
-from liver_hpc.handoff.session import DEVICE_ENDS_S, HandoffAborted, Session, Target, WorldHalted
+from liver_hpc.handoff.session import HandoffAborted, Session, Target, WorldHalted
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
-from liver_hpc.snapshot.keeping import Snapshots
-from liver_hpc.worker.refilling import Refilling
+from liver_hpc.worker.holder import LeftWorld, WorldHolder
 from liver_hpc.world.context import FAILURES, WorkerContext
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import Flags, StepResult, World
@@ -27,35 +26,17 @@ from liver_hpc.world.world import Flags, StepResult, World
 log = logging.getLogger(__name__)
 
 
-class LeftWorld(LiverError):
-    """This worker has no seat in the world that trains now, and has to wait for its Exit."""
-
-
-class Trainer:
+class Trainer(WorldHolder):
     """Trains the world of the moment, whichever that is.
 
-    The main thread calls `begin` or `join`, then `train`; the control thread calls `open_session`
-    and `ask_to_stop`, and sets `proceed`.
+    The main thread calls `begin`, `join` or `refill`, then `train`, and after a failure `let_go`;
+    the control thread calls `open_session`, `ask_to_stop` and `halt`, and sets `proceed`.
     """
 
     def __init__(self, context: WorkerContext) -> None:
-        self._context = context
-        self._limits = context.config.limits
-        self._world: World | None = None
-        # Set while there is a world to hand off from: neither in `begin` nor in a rebuild.
-        self._stands = threading.Event()
-        self.session: Session | None = None
-        self.proceed = threading.Event()
-        self._snapshots = Snapshots(context)
-        self._halting = -1  # the newest generation that the coordinator wants let go
-        self._told_to_halt = threading.Event()
-        self._making: World | None = None  # that is not connected, or not filled yet
-        self._refilling: Refilling | None = None
+        super().__init__(context)
         self._stop = threading.Event()
         self._stop_saves_in: Path | None = None
-        self._owes_evaluation = False
-        self._step_begins_s = 0.0
-        self.step = 0
 
     # ---- the ways in
 
@@ -71,9 +52,7 @@ class Trainer:
         else:
             world.state.initialize(self._context.recipe.initial, self._context.config.train.seed)
             world.load_scalar_state(world.scalar_state(0).model_copy(update={"optimizer_step": 0}))
-        self._world, self._making = world, None
-        self._stands.set()
-        self._step_begins_s = self._context.clock.now_s()
+        self._stand(world)
 
     def _restore(self, world: World, path: Path) -> None:
         """Fills a world from a checkpoint; returns once all its workers hold what was saved."""
@@ -98,19 +77,21 @@ class Trainer:
             limit_s = self._limits.prepare_s + self._limits.boundary_s
             session.wait(m.Arm, limit_s, "all workers to be prepared")
             assert session.prepared is not None
+            self._making = session.prepared.world
             crossed = Crossing(session, session.prepared, None).run(None)
         except HandoffAborted as aborted:
             log.info("%s", aborted)
         if crossed is None:  # and no traceback holds what is let go now
-            self._let_go(session)
+            self._clear_up(session)
             return False
         self._arrive(session, crossed, None)
         self._save_if_due(crossed.scalars.step, saved=session.bounded)
         return True
 
-    def _let_go(self, session: Session) -> None:
+    def _clear_up(self, session: Session) -> None:
         """Clears up on a joiner after an attempt that was called off."""
         self._forget(session)
+        self._making = None
         prepared, session.prepared = session.prepared, None
         if prepared is not None and not prepared.drop():
             raise LiverError(f"generation {session.generation} still writes to its memory here")
@@ -132,134 +113,6 @@ class Trainer:
             )
             session.preparing.start()
         return session
-
-    def _build(self, rank_map: RankMap, generation: int) -> World:
-        context = self._context
-        world = World(context.recipe, rank_map, context.worker, generation, context.device)
-        self._making = world
-        if context.config.handoff.warm_up:
-            world.warm_up(again=context.config.handoff.warm_up_again)
-        store = context.open_store()
-        try:
-            connect_groups(context, world, store)
-        finally:
-            store.close()
-        return world
-
-    # ---- a worker is lost
-
-    def refill(self, message: m.Refill) -> None:
-        """Builds and fills the world that takes the place of one that has lost a worker. Collective
-        over all that have a seat in it, or give a snapshot. Raises LeftWorld where this one has no
-        seat, once it has given; whatever else it raises calls for `let_go`."""
-        context, generation = self._context, message.generation
-        self._refilling = refilling = Refilling(context, message)
-        self.proceed.clear()
-        self._check_halt()
-        rank_map, world = message.rank_map.rank_map(), None
-        if context.worker in rank_map.workers:
-            world = self._build(rank_map, generation)
-        held = self._snapshots.state(
-            context.recipe.spec,
-            message.saved_generation,
-            message.scalars,
-            None if world is None else world.state,
-        )
-        context.send(refilling.run(world, held))
-        if world is None:
-            raise LeftWorld(f"no seat in {rank_map}")
-        limits = self._limits
-        limit_s = limits.prepare_s + limits.transfer_s
-        if not self.proceed.wait(limit_s):
-            raise DeadlineError(f"waited {limit_s:g} s for all workers to fill {rank_map}")
-        self._check_halt()
-        self.step = message.scalars.step
-        self._owes_evaluation = message.evaluate
-        self._world, self._making, self._refilling = world, None, None
-        self._stands.set()
-        self._step_begins_s = context.clock.now_s()
-
-    def halt(self, message: m.Halt) -> None:
-        """The coordinator wants a world let go, whatever the training thread does in it; from the
-        control thread."""
-        self._halting = max(self._halting, message.generation)
-        self._told_to_halt.set()
-        if self.session is not None:
-            self.session.deliver(message)
-        quiet_thread(self._break, "halt")  # a backend may take its time
-
-    def _break(self) -> None:
-        """Frees the training thread from what it waits for."""
-        for world in (self._world, self._making):
-            if world is not None:
-                world.book.abort(shared=True)
-        if self._refilling is not None:
-            self._refilling.close()
-        self._snapshots.interrupt()
-        self.proceed.set()
-
-    def _check_halt(self) -> None:
-        if self._refilling is not None and self._halting >= self._refilling.generation:
-            raise WorldHalted("another worker was lost meanwhile")
-
-    @property
-    def _generation(self) -> int:
-        """Of the world that trains, or is to."""
-        known = [each.generation for each in (self._world, self._making) if each is not None]
-        if self._refilling is not None:
-            known.append(self._refilling.generation)
-        return max(known, default=-1)
-
-    @property
-    def can_let_go(self) -> bool:
-        """Whether a failure here may be that of a peer, after which the run goes on."""
-        return self._context.config.snapshots.every_steps is not None and self._generation >= 0
-
-    def let_go(self, why: str) -> None:
-        """After a failure: waits to be told to halt, and lets the world go; snapshots stay.
-
-        Raises DeadlineError where nobody says so.
-        """
-        context, generation = self._context, self._generation
-        if self._halting < generation:
-            context.send(m.Broken(worker=context.worker, generation=generation, reason=why))
-        deadline = Deadline.after(context.clock, self._limits.control_s, f"word after {why}")
-        while self._halting < generation:
-            self._told_to_halt.clear()
-            if self._halting < generation and not self._told_to_halt.wait(deadline.remaining_s()):
-                raise deadline.error()
-        self._break()
-        self._snapshots.halt()
-        self._clear_all()
-        context.send(
-            m.Halted(worker=context.worker, generation=generation, held=self._snapshots.held())
-        )
-
-    def _clear_all(self) -> None:
-        """Frees all that there was of worlds, but what a device may still write to."""
-        session, self.session = self.session, None
-        self._stands.clear()
-        if session is not None:
-            if session.preparing is not None:
-                session.preparing.join(self._limits.prepare_s)
-            if session.prepared is not None:
-                session.prepared.drop()
-        worlds = {id(world): world for world in (self._world, self._making) if world is not None}
-        self._world = self._making = self._refilling = None
-        ended = Deadline.after(self._context.clock, DEVICE_ENDS_S, "what was aborted")
-        still = False
-        try:
-            self._context.device.finish(ended)
-        except DeadlineError:
-            still = True
-        except RuntimeError:
-            pass  # it failed, and so it has ended
-        for world in worlds.values():
-            if still:
-                world.abandon()
-            else:
-                world.close()
-        self._context.device.return_free_memory()
 
     # ---- steps
 
@@ -444,11 +297,6 @@ class Trainer:
 
         quiet_thread(clear_up, "drop")
 
-    def _forget(self, session: Session) -> None:
-        """Ends this attempt; the control thread may have opened the next one already."""
-        if self.session is session:
-            self.session = None
-
     # ---- the boundary
 
     def _hand_off(self, session: Session, source: World, ended_s: float) -> None:
@@ -479,7 +327,7 @@ class Trainer:
         after its first step. Raises LeftWorld on a leaver."""
         target = session.prepared
         assert target is not None
-        self._world = target.world
+        self._world, self._making = target.world, None
         self._stands.set()
         self._forget(session)
         self._step_begins_s = crossed.ended_s
@@ -550,5 +398,4 @@ class Trainer:
         limit_s, clock = self._limits.transfer_s, self._context.clock
         self._context.device.finish(Deadline.after(clock, limit_s, "the state to be copied"))
         held.release()
-        self._world, self._making = world, None
-        self._stands.set()
+        self._stand(world)

@@ -1,0 +1,184 @@
+"""The world that a worker has, and how it is let go for another one when a peer is lost."""
+
+from __future__ import annotations
+
+import threading
+
+from liver_hpc.clock import Deadline
+from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.handoff.prepare import connect_groups
+from liver_hpc.handoff.session import DEVICE_ENDS_S, Session, WorldHalted
+from liver_hpc.host.process import quiet_thread
+from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.protocol import messages as m
+from liver_hpc.snapshot.keeping import Snapshots
+from liver_hpc.worker.refilling import Refilling
+from liver_hpc.world.context import WorkerContext
+from liver_hpc.world.world import World
+
+
+class LeftWorld(LiverError):
+    """This worker has no seat in the world that trains now, and has to wait for its Exit."""
+
+
+class WorldHolder:
+    """A worker's world, from its being built to its end by a loss; what is done with it between is
+    the trainer's.
+
+    session: the handoff attempt in progress. proceed: set by the control thread once all workers of
+    a world that was filled from outside hold what they should. step: how many are done.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.session: Session | None = None
+        self.proceed = threading.Event()
+        self.step = 0
+        self._context = context
+        self._limits = context.config.limits
+        self._snapshots = Snapshots(context)
+        self._world: World | None = None
+        # Set while there is a world to hand off from: neither in `begin` nor in a rebuild.
+        self._stands = threading.Event()
+        self._making: World | None = None  # that is not connected, filled or committed yet
+        self._refilling: Refilling | None = None
+        self._halting = -1  # the newest generation that the coordinator wants let go
+        self._told_to_halt = threading.Event()
+        self._owes_evaluation = False
+        self._step_begins_s = 0.0
+
+    def _build(self, rank_map: RankMap, generation: int) -> World:
+        context = self._context
+        world = World(context.recipe, rank_map, context.worker, generation, context.device)
+        self._making = world
+        if context.config.handoff.warm_up:
+            world.warm_up(again=context.config.handoff.warm_up_again)
+        store = context.open_store()
+        try:
+            connect_groups(context, world, store)
+        finally:
+            store.close()
+        return world
+
+    def _stand(self, world: World) -> None:
+        """What was made is the world that trains next."""
+        self._world, self._making = world, None
+        self._stands.set()
+        self._step_begins_s = self._context.clock.now_s()
+
+    def _forget(self, session: Session) -> None:
+        """Ends this attempt; the control thread may have opened the next one already."""
+        if self.session is session:
+            self.session = None
+
+    # ---- a peer is lost
+
+    def refill(self, message: m.Refill) -> None:
+        """Builds and fills the world that takes the place of one that has lost a worker. Collective
+        over all that have a seat in it, or give a snapshot. Raises LeftWorld where this one has no
+        seat, once it has given; whatever else it raises calls for `let_go`."""
+        context, generation = self._context, message.generation
+        self._refilling = refilling = Refilling(context, message)
+        self.proceed.clear()
+        self._check_halt()
+        rank_map, world = message.rank_map.rank_map(), None
+        if context.worker in rank_map.workers:
+            world = self._build(rank_map, generation)
+        held = self._snapshots.state(
+            context.recipe.spec,
+            message.saved_generation,
+            message.scalars,
+            None if world is None else world.state,
+        )
+        context.send(refilling.run(world, held))
+        if world is None:
+            raise LeftWorld(f"no seat in {rank_map}")
+        limits = self._limits
+        limit_s = limits.prepare_s + limits.transfer_s
+        if not self.proceed.wait(limit_s):
+            raise DeadlineError(f"waited {limit_s:g} s for all workers to fill {rank_map}")
+        self._check_halt()
+        self.step = message.scalars.step
+        self._owes_evaluation = message.evaluate
+        self._refilling = None
+        self._stand(world)
+
+    def halt(self, message: m.Halt) -> None:
+        """The coordinator wants a world let go, whatever the training thread does in it; from the
+        control thread."""
+        self._halting = max(self._halting, message.generation)
+        self._told_to_halt.set()
+        if self.session is not None:
+            self.session.deliver(message)
+        quiet_thread(self._break, "halt")  # a backend may take its time
+
+    def _break(self) -> None:
+        """Frees the training thread from what it waits for."""
+        for world in (self._world, self._making):
+            if world is not None:
+                world.book.abort(shared=True)
+        if self._refilling is not None:
+            self._refilling.close()
+        self._snapshots.interrupt()
+        self.proceed.set()
+
+    def _check_halt(self) -> None:
+        if self._refilling is not None and self._halting >= self._refilling.generation:
+            raise WorldHalted("another worker was lost meanwhile")
+
+    @property
+    def _generation(self) -> int:
+        """Of the world that trains, or is to."""
+        known = [each.generation for each in (self._world, self._making) if each is not None]
+        if self._refilling is not None:
+            known.append(self._refilling.generation)
+        return max(known, default=-1)
+
+    @property
+    def can_let_go(self) -> bool:
+        """Whether a failure here may be that of a peer, after which the run goes on."""
+        return self._context.config.snapshots.every_steps is not None and self._generation >= 0
+
+    def let_go(self, why: str) -> None:
+        """After a failure: waits to be told to halt, and lets the world go; snapshots stay.
+
+        Raises DeadlineError where nobody says so.
+        """
+        context, generation = self._context, self._generation
+        if self._halting < generation:
+            context.send(m.Broken(worker=context.worker, generation=generation, reason=why))
+        deadline = Deadline.after(context.clock, self._limits.control_s, f"word after {why}")
+        while self._halting < generation:
+            self._told_to_halt.clear()
+            if self._halting < generation and not self._told_to_halt.wait(deadline.remaining_s()):
+                raise deadline.error()
+        self._break()
+        self._snapshots.halt()
+        self._clear_all()
+        held = self._snapshots.held()
+        context.send(m.Halted(worker=context.worker, generation=self._halting, held=held))
+
+    def _clear_all(self) -> None:
+        """Frees all that there was of worlds, but what a device may still write to."""
+        session, self.session = self.session, None
+        self._stands.clear()
+        if session is not None:
+            if session.preparing is not None:
+                session.preparing.join(self._limits.prepare_s)
+            if session.prepared is not None:
+                session.prepared.drop()
+        worlds = {id(world): world for world in (self._world, self._making) if world is not None}
+        self._world = self._making = self._refilling = None
+        ended = Deadline.after(self._context.clock, DEVICE_ENDS_S, "what was aborted")
+        still = False
+        try:
+            self._context.device.finish(ended)
+        except DeadlineError:
+            still = True
+        except RuntimeError:
+            pass  # it failed, and so it has ended
+        for world in worlds.values():
+            if still:
+                world.abandon()
+            else:
+                world.close()
+        self._context.device.return_free_memory()
