@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -17,12 +18,13 @@ import psutil
 from benchmarks.live_runs import LiveRun
 from benchmarks.processes import living
 from benchmarks.reconfigure.sweep import load_sweep, overlaid
-from benchmarks.recovery.bills import Bill, bill, difference, losses, median_step_s
+from benchmarks.recovery.bills import bill, difference, losses, median_step_s
 from liver_hpc.checkpoint.index import newest_step
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.schema import LayoutSection, RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.report.derive import run_figures
 from liver_hpc.run.records import RunRecords
 
 MODELS = Path("configs/bench/local.yaml")
@@ -71,6 +73,8 @@ class Trial:
     source: str
     target: str
     noticed_s: float
+    let_go_s: float
+    refill_s: float
     lost_s: float
     median_step_s: float
     steps_redone: int
@@ -149,28 +153,27 @@ class Trials:
         records, left = self._run(config, strike)
         found = bill(records, struck_s)
         assert found is not None
-        median_s, target = quiet.median_step_s, case.left
-        if method == DISK:
-            begun = [step for step in records.steps if step.generation == found.generation]
-            median_s, target = median_step_s(begun), case.layout
+        begun = [step for step in records.steps if step.generation == found.generation]
+        recovered = next(iter(run_figures(records).recoveries), None)
+        median_s = quiet.median_step_s if recovered is not None else median_step_s(begun)
         return Trial(
             size=size,
             case=case.name,
             method=method,
             fault=fault,
             source=str(case.layout),
-            target=_target(records, found, target),
+            target=str(case.layout) if recovered is None else recovered.record.target,
             noticed_s=found.noticed_s,
+            let_go_s=math.nan if recovered is None else recovered.let_go_s,
+            refill_s=math.nan if recovered is None else recovered.refill_s,
             lost_s=found.back_s - median_s,
             median_step_s=median_s,
             steps_redone=found.steps_redone,
-            difference=difference(losses(records), quiet.losses, _last_beyond(records, found)),
+            difference=difference(losses(records), quiet.losses, begun[-1].step),
             left=left,
         )
 
-    def _run(
-        self, config: RunConfig, act: Callable[[LiveRun], None]
-    ) -> tuple[RunRecords, int]:
+    def _run(self, config: RunConfig, act: Callable[[LiveRun], None]) -> tuple[RunRecords, int]:
         """The records of a run to which something was done, and how many processes outlive it."""
         with LiveRun(config, EVENT_S) as run:
             act(run)
@@ -193,16 +196,6 @@ def _cluster(case: Case) -> dict[str, Any]:
 
 def _reach_end(run: LiveRun) -> None:
     run.reach(QUIET_STEPS)
-
-
-def _target(records: RunRecords, found: Bill, expected: Layout) -> str:
-    """The layout that trained on, as far as the run says."""
-    told = [each.target for each in records.recoveries if each.generation == found.generation]
-    return told[0] if told else str(expected)
-
-
-def _last_beyond(records: RunRecords, found: Bill) -> int:
-    return max(step.step for step in records.steps if step.generation == found.generation)
 
 
 # ---- the loss
