@@ -63,11 +63,12 @@ class LiveRun:
         """Everything recorded so far."""
         return read_run(self.run.path)
 
-    def worker_pids(self) -> set[int]:
+    def worker_pids(self) -> dict[int, int]:
         """Of all workers that the run has had: a worker that was forked has the command line of the
         process that forked it."""
         said = (entry.event for entry in read_entries(self.run.path / JOURNAL_FILE))
-        return {int(event["pid"]) for event in said if event.get("type") == "hello"}
+        hellos = (event for event in said if event.get("type") == "hello")
+        return {int(event["worker"]): int(event["pid"]) for event in hellos}
 
     def settle(self, steps: int) -> int:
         """Waits for so many whole steps from now; returns how many have been done in all."""

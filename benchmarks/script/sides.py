@@ -113,7 +113,7 @@ class Elastic(ScriptSide):
         return living(lambda words: str(self._live.run.path) in words)
 
     def training(self) -> list[psutil.Process]:
-        workers = self._live.worker_pids()
+        workers = {*self._live.worker_pids().values()}
         return [each for each in self.processes() if each.pid in workers]
 
     def reach(self, step: int) -> int:

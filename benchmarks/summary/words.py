@@ -54,6 +54,21 @@ FIGURES: dict[str, dict[str, str]] = {
         "processes_growth": "of processes",
         "processes_left": "processes after its end",
     },
+    "recovery": {
+        "detection_s": "longest time until a lost worker or node is missed, s",
+        "detection_killed_s": "of those that were killed",
+        "detection_silent_s": "of those that stood still, heartbeat_s 2",
+        "recovery_s": "what a loss takes of training, from memory, redone steps included; worst of "
+        "all cases, s",
+        "recovery_over_restart": "that over a restart from a checkpoint of that very step; worst "
+        "case",
+        "steps_rolled_back_max": "most steps done again, snapshots every step",
+        "max_relative_difference": "of losses after it, against undisturbed runs (fp32)",
+        "copies_overhead_percent": "CPU seconds of a run that takes snapshots, interval auto, over "
+        "those of one without, 25M parameters, 8,192 tokens a step",
+        "copies_every_steps": "and the interval that was chosen, steps",
+        "processes_left": "processes after a run's end",
+    },
     "script": {
         "throughput_ratio": "an unchanged Megatron-LM script: CPU seconds a token by torchrun over "
         "those of the elastic run between handoffs, of the processes that train",

@@ -64,17 +64,24 @@ class Agents:
 
     finished: workers that have done their last step; they may end when they like. exit_s: how long
     an agent may take to end. kept: joiners whose handoff was called off and that the next one may
-    have, each with the end of its stay. standby: so many of them stay for longer.
+    have, each with the end of its stay. standby: so many of them stay for longer. agents_apart:
+    where the node has no name, as this machine, each agent's workers count as on one of their own.
     """
 
     def __init__(
-        self, deadlines: DeadlineSection, clock: Clock, out: list[a.Action], standby: int = 0
+        self,
+        deadlines: DeadlineSection,
+        clock: Clock,
+        out: list[a.Action],
+        standby: int = 0,
+        agents_apart: bool = False,
     ) -> None:
         self.finished: set[int] = set()
         self.exit_s = deadlines.exit_s
         self.kept: dict[int, Deadline] = {}
         self._keep_s = deadlines.boot_s
         self._standby = standby
+        self._agents_apart = agents_apart
         self._clearing: dict[int, Deadline] = {}  # who is kept once it has let its handoff go
         self._clock = clock
         self._out = out
@@ -85,6 +92,7 @@ class Agents:
         self._workers: dict[int, Agent] = {}  # those that are connected
         self._leave_by: dict[int, Deadline] = {}  # those of them that were told to exit
         self._nodes_of_workers: dict[int, str] = {}
+        self._numbers_of_workers: dict[int, int] = {}  # of their nodes
         self._numbers_of_nodes: dict[str, int] = {}
 
     # ---- coming
@@ -142,7 +150,10 @@ class Agents:
             return a.TurnAway(name, f"agent {name}: wanted {wanted} workers, got {workers}")
         agent.workers = self.next_workers(workers)
         self._next_worker += workers
-        self._nodes_of_workers.update(dict.fromkeys(agent.workers, agent.seat.node))
+        node = agent.seat.node
+        self._nodes_of_workers.update(dict.fromkeys(agent.workers, node))
+        number = self.number_of(node or name if self._agents_apart else node)
+        self._numbers_of_workers.update(dict.fromkeys(agent.workers, number))
         return a.Admit(name, agent.workers)
 
     def expects(self, worker: int) -> bool:
@@ -222,8 +233,8 @@ class Agents:
 
     def nodes_of(self, workers: Iterable[int]) -> dict[int, int]:
         """The numbers of the nodes of those of the workers that are, or were, connected."""
-        on = self._nodes_of_workers
-        return {worker: self.number_of(on[worker]) for worker in workers if worker in on}
+        numbers = self._numbers_of_workers
+        return {worker: numbers[worker] for worker in workers if worker in numbers}
 
     def workers_on(self, nodes: Container[str], workers: Iterable[int]) -> tuple[int, ...]:
         """Those of `workers` that are on one of the nodes."""

@@ -99,9 +99,16 @@ class Lifecycle:
         self._out: list[Action] = []
         self._history: deque[tuple[RunState, object]] = deque(maxlen=HISTORY_EVENTS)
         self._state = STARTING
-        self.agents = Agents(config.deadlines, self._clock, self._out, config.workers.standby)
+        workers_per_agent = config.cluster.workers_per_node
+        self.agents = Agents(
+            config.deadlines,
+            self._clock,
+            self._out,
+            config.workers.standby,
+            agents_apart=workers_per_agent is not None,
+        )
         self.recorder = RunRecorder(self._record, self._clock, self.agents.node_of)
-        nodes = HeldNodes(self.agents, config.cluster.workers_per_node)
+        nodes = HeldNodes(self.agents, workers_per_agent)
         self.handoffs = Handoffs(
             HandoffMachine(config.limits, self._clock, self.agents.nodes_of),
             nodes,

@@ -102,8 +102,10 @@ class Snapshots:
         if taking is None or not taking.pending or result.snapshot != members:
             return
         if self._wanted == "auto":
-            cost = self._context.config.snapshots.cost
-            self._every = max(1, math.ceil(result.snapshot_steps / members / cost))
+            cost, took_steps = self._context.config.snapshots.cost, result.snapshot_steps / members
+            before_steps, self._every = self._every, max(1, math.ceil(took_steps / cost))
+            if self._every != before_steps:
+                log.info("snapshots every %d steps: one takes %.3g", self._every, took_steps)
         before, self._complete = self._complete, taking.pending
         taking.pending = []
         if before and before[0].generation == taking.generation:

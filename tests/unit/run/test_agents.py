@@ -19,7 +19,7 @@ from liver_hpc.run.actions import (
     TurnAway,
 )
 from liver_hpc.run.agents import TERMINATED, Agents
-from liver_hpc.run.events import Node
+from liver_hpc.run.events import Node, Seat
 from liver_hpc.run.nodes import HeldNodes
 from tests.fakes import tiny_run
 
@@ -278,3 +278,19 @@ def test_an_agent_without_a_launch_meets_once_and_takes_no_slots() -> None:
     assert scene.agents.taken() == {}
     scene.launch(0, 2)
     assert scene.agents.meet("a1", 2) == Admit("a1", (0, 1))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_agents_of_a_machine_may_count_as_its_nodes(apart: bool) -> None:
+    """So copies of a share are not lost with the agent that holds it."""
+    agents = Agents(tiny_run().deadlines, FakeClock(), [], agents_apart=apart)
+    agents.launch(0, DP2, (Seat("", (0, 1)), Seat("", (2, 3)), Seat("n1", (0,))))
+    for agent, workers in (("a0", 2), ("a1", 2), ("a2", 1)):
+        assert isinstance(agents.meet(agent, workers), Admit)
+    numbers = agents.nodes_of(range(6))
+    assert [*numbers] == [0, 1, 2, 3, 4], "of the last one no node is known"
+    assert numbers[0] == numbers[1]
+    assert numbers[2] == numbers[3]
+    assert (numbers[0] != numbers[2]) == apart
+    assert numbers[4] == agents.number_of("n1")
+    assert {*map(agents.node_of, range(4))} == {""}

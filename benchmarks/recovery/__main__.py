@@ -1,0 +1,160 @@
+"""`python -m benchmarks.recovery --json r.json`: workers and nodes that are lost without a word."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
+from benchmarks.recovery import copies
+from benchmarks.recovery.trials import (
+    CASES,
+    DISK,
+    HEARTBEAT_S,
+    KILLED,
+    MEMORY,
+    SILENT,
+    Case,
+    Trial,
+    Trials,
+)
+
+SILENT_SIZE = 0
+"""The smallest model: how long silence lasts does not depend on it."""
+COPY_PAIRS, COPY_STEPS = 5, 6
+QUICK_CASES = (CASES[0], CASES[-1])
+
+METHOD = {
+    "loss": "the last worker of a world is killed by SIGKILL (worker), or an agent with its two "
+    "workers (node: two agents stand for two nodes of this machine, so that partners are on the "
+    "other one); snapshots every step",
+    "detection": "from just before the signal to when the coordinator knew, the largest; killed: "
+    f"with any method; silent: by SIGSTOP, never woken, deadlines.heartbeat_s {HEARTBEAT_S:g}, "
+    "smallest model",
+    "recovery": "from the signal to the end of the first step beyond all that had been done, less "
+    "one undisturbed step of that layout: detection and redone steps are in it, and what growing "
+    "back, which begins at once, takes of those steps; steps are those of a run of that layout "
+    "that nothing happens to",
+    "restart": "the same of a run that begins again from its checkpoint by itself, in its best "
+    "case: one is written after every step, the signal comes the moment one is complete (page "
+    "cache warm), writing others meanwhile is left out; checkpoint.format hdf5",
+    "layouts": "from memory in what is left: dp2 to dp1, tp2 dp2 to tp2; the restart begins in the "
+    "layout that there was, as this machine has room for others",
+    "over": "ratio of the two in the same round, median; recovery_over_restart: the worst case",
+    "max_relative_difference": "of a step's loss, of all runs that lost somebody, against an "
+    "undisturbed run's of the layout that was left",
+    "copies": f"25M parameters, dp2, {copies.TOKENS} tokens a step, snapshots.every_steps auto; "
+    "CPU seconds a step of all processes of a run with them over those of one without, in turns: "
+    "one trains for some intervals between snapshots while the other is stopped (SIGSTOP); median "
+    "of the pairs. copies_every_steps: the interval that was chosen last",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser("recovery", "what the loss of a worker or a node costs")
+    options.add_argument("--sizes", nargs="+", metavar="SIZE", help="25m, 100m; both unless said")
+    options.add_argument("--repeats", type=int, help="of every loss; 5 unless said")
+    given = options.parse_args(arguments)
+    repeats = given.repeats or (1 if given.quick else 5)
+    return reported(lambda: run(given.sizes, repeats, given.quick), given.json)
+
+
+def run(sizes: Sequence[str] | None, repeats: int, quick: bool) -> BenchmarkResult:
+    """All losses in turns; then copies, in two runs that lose nobody."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        trials = Trials(directory)
+        sizes = sizes or trials.sizes[: 1 if quick else None]
+        cases = QUICK_CASES if quick else CASES
+        found = [
+            one for size in sizes for case in cases for one in _lose(trials, size, case, repeats)
+        ]
+        silent = partial(trials.lose, trials.sizes[SILENT_SIZE], method=MEMORY, fault=SILENT)
+        for _ in range(repeats):
+            found += [silent(case=case) for case in (cases[0], cases[-1])]
+        pairs = 1 if quick else COPY_PAIRS
+        blocks = copies.measure(directory, pairs, COPY_STEPS)
+    return result(found, blocks)
+
+
+def _lose(trials: Trials, size: str, case: Case, repeats: int) -> list[Trial]:
+    """From memory and from disk, alternately."""
+    makers = {method: partial(trials.lose, size, case, method) for method in (MEMORY, DISK)}
+    by_method = interleaved(makers, repeats)
+    return [trial for pair in zip(*by_method.values(), strict=True) for trial in pair]
+
+
+def result(
+    trials: Sequence[Trial], blocks: Mapping[str, Sequence[copies.Block]]
+) -> BenchmarkResult:
+    """Detection is the largest, what a loss costs the median of its repeats, and over all sizes and
+    cases the worst of these."""
+    detection_s = {
+        fault: max(trial.noticed_s for trial in trials if trial.fault == fault)
+        for fault in (KILLED, SILENT)
+    }
+    spread = {name: Spread.of(values) for name, values in _by_case(trials).items()}
+    spread["copies_overhead_percent"] = copies.overhead_percent(blocks)
+    medians = {name: each.median for name, each in spread.items()}
+    figures = {
+        "detection_s": max(detection_s.values()),
+        **{f"detection_{fault}_s": each_s for fault, each_s in detection_s.items()},
+        **{
+            figure: max(value for name, value in medians.items() if name.startswith(f"{figure}_of"))
+            for figure in ("recovery_s", "recovery_over_restart")
+        },
+        "steps_rolled_back_max": max(t.steps_redone for t in trials if t.method == MEMORY),
+        "max_relative_difference": max(trial.difference for trial in trials),
+        "processes_left": max(trial.left for trial in trials),
+        "copies_every_steps": blocks[copies.WITH][-1].every_steps,
+    }
+    samples = [
+        {"side": side, "pair": number, **asdict(block)}
+        for side, each in blocks.items()
+        for number, block in enumerate(each)
+    ]
+    return BenchmarkResult(
+        "recovery",
+        figures | medians,
+        [asdict(trial) for trial in trials],
+        method=METHOD | {"torchft": _torchft()},
+        spread=spread,
+        repeats=min(each.count for each in spread.values()),
+        samples=samples,
+    )
+
+
+def _by_case(trials: Sequence[Trial]) -> dict[str, list[float]]:
+    """Seconds by method and the ratio of both, by size and case; only of those that were killed."""
+    found: dict[str, list[float]] = {}
+    killed = [trial for trial in trials if trial.fault == KILLED]
+    for size, case in dict.fromkeys((trial.size, trial.case) for trial in killed):
+        lost_s = {
+            method: [
+                trial.lost_s
+                for trial in killed
+                if (trial.size, trial.case, trial.method) == (size, case, method)
+            ]
+            for method in (MEMORY, DISK)
+        }
+        for method, values in lost_s.items():
+            found[f"{method}_s_of_{case}_{size}"] = values
+        ratios = [some / other for some, other in zip(lost_s[MEMORY], lost_s[DISK], strict=True)]
+        found[f"recovery_over_restart_of_{case}_{size}"] = ratios
+    return found
+
+
+def _torchft() -> str:
+    """Why no kill of torchft's stands beside ours."""
+    if find_spec("torchft") is None:
+        return "not installed here (the extra bench); nothing of it is measured"
+    return "its leave after SIGTERM is measured by benchmarks.peers; its kill is not measured"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""One trial: a run that loses a worker or a node, and goes on from memory or from disk."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.live_runs import LiveRun
+from benchmarks.processes import living
+from benchmarks.reconfigure.sweep import load_sweep, overlaid
+from benchmarks.recovery.bills import bill, difference, losses, median_step_s
+from liver_hpc.checkpoint.index import newest_step
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.config.schema import LayoutSection, RunConfig
+from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.report.derive import run_figures
+from liver_hpc.run.records import RunRecords
+
+MODELS = Path("configs/bench/local.yaml")
+EVENT_S = 300.0
+ENDED_S = 30.0
+HEARTBEAT_S = 2.0
+WARM_STEPS = 6
+"""Done before the loss."""
+AFTER_STEPS = 4
+QUIET_STEPS = 30
+_POLL_S = 0.1
+
+MEMORY, DISK = "recovery", "restart"
+KILLED, SILENT = "killed", "silent"
+DP1, DP2, TP2, TP2_DP2 = map(Layout.parse, ("dp1", "dp2", "tp2", "tp2 dp2"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is lost of which world. left: the layout of those that are left. nodes: how many stand
+    for the machine; 1: a worker is lost, else one of them."""
+
+    name: str
+    layout: Layout
+    left: Layout
+    nodes: int = 1
+
+
+CASES = (
+    Case("worker_of_dp2", DP2, DP1),
+    Case("worker_of_tp2_dp2", TP2_DP2, TP2),
+    Case("node_of_tp2_dp2", TP2_DP2, TP2, nodes=2),
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One loss. lost_s: what it took of training: until a step more was done than before, less one
+    that is undisturbed. source, target: layouts. difference: largest, relative, of a loss against
+    the undisturbed run's. left: processes after the run's end."""
+
+    size: str
+    case: str
+    method: str
+    fault: str
+    source: str
+    target: str
+    noticed_s: float
+    let_go_s: float
+    refill_s: float
+    lost_s: float
+    median_step_s: float
+    steps_redone: int
+    difference: float
+    left: int
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """An undisturbed run of one layout."""
+
+    median_step_s: float
+    losses: Mapping[int, float]
+
+
+class Trials:
+    """Makes them, of models by their names; everything lies under `directory`, for a while."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._sweep = load_sweep(MODELS)
+        self._quiet: dict[tuple[str, Layout], Quiet] = {}
+
+    @property
+    def sizes(self) -> list[str]:
+        return list(self._sweep.models)
+
+    def run_config(
+        self, size: str, layouts: list[Layout], sections: Mapping[str, Any]
+    ) -> RunConfig:
+        """The first of the layouts is begun with."""
+        values = {
+            "name": f"recovery-{size}",
+            "runs_directory": str(self._directory / "runs"),
+            "model": self._sweep.models[size],
+            "workers": {"initial": layouts[0].workers, "max": layouts[0].workers},
+            "layouts": {each.workers: [LayoutSection.of(each).model_dump()] for each in layouts},
+            "cluster": {"kind": "local"},
+            # Who is stopped for ever is killed at the end.
+            "deadlines": {"exit_s": 3.0},
+        }
+        data = {"data": {"directory": str(self._directory / "data")}}
+        for other in (self._sweep.run, data, sections):
+            values = overlaid(values, other)
+        return RunConfig.model_validate(values)
+
+    # ---- undisturbed runs
+
+    def quiet(self, size: str, layout: Layout) -> Quiet:
+        """Of the layout that is left after a loss; measured once."""
+        if (size, layout) not in self._quiet:
+            records, _ = self._run(self.run_config(size, [layout], {}), _reach_end)
+            self._quiet[size, layout] = Quiet(median_step_s(records.steps), losses(records))
+        return self._quiet[size, layout]
+
+    # ---- losses
+
+    def lose(self, size: str, case: Case, method: str, fault: str = KILLED) -> Trial:
+        """Raises LiverError where the run does not go on as it should, DeadlineError where that
+        takes too long."""
+        quiet = self.quiet(size, case.left)
+        sections = {**_SECTIONS[method], "cluster": _cluster(case)}
+        if fault == SILENT:
+            sections["deadlines"] = {"heartbeat_s": HEARTBEAT_S}
+        struck_s = 0.0
+
+        def strike(run: LiveRun) -> None:
+            nonlocal struck_s
+            run.reach(WARM_STEPS)
+            if method == DISK:
+                _await_checkpoint(run)
+            struck_s = _strike(_victims(run, case), fault)
+            _await_bill(run, struck_s)
+
+        config = self.run_config(size, [case.layout, case.left], sections)
+        records, left = self._run(config, strike)
+        found = bill(records, struck_s)
+        assert found is not None
+        begun = [step for step in records.steps if step.generation == found.generation]
+        recovered = next(iter(run_figures(records).recoveries), None)
+        median_s = quiet.median_step_s if recovered is not None else median_step_s(begun)
+        return Trial(
+            size=size,
+            case=case.name,
+            method=method,
+            fault=fault,
+            source=str(case.layout),
+            target=str(case.layout) if recovered is None else recovered.record.target,
+            noticed_s=found.noticed_s,
+            let_go_s=math.nan if recovered is None else recovered.let_go_s,
+            refill_s=math.nan if recovered is None else recovered.refill_s,
+            lost_s=found.back_s - median_s,
+            median_step_s=median_s,
+            steps_redone=found.steps_redone,
+            difference=difference(losses(records), quiet.losses, begun[-1].step),
+            left=left,
+        )
+
+    def _run(self, config: RunConfig, act: Callable[[LiveRun], None]) -> tuple[RunRecords, int]:
+        """The records of a run to which something was done, and how many processes outlive it."""
+        with LiveRun(config, EVENT_S) as run:
+            act(run)
+        path = run.run.path
+        left = _left(str(path))
+        records = run.records()
+        shutil.rmtree(path)
+        return records, left
+
+
+_SECTIONS: Mapping[str, Mapping[str, Any]] = {
+    MEMORY: {"snapshots": {"every_steps": 1}},
+    DISK: {"checkpoint": {"every_steps": 1}},
+}
+
+
+def _cluster(case: Case) -> dict[str, Any]:
+    return {} if case.nodes == 1 else {"workers_per_node": case.layout.workers // case.nodes}
+
+
+def _reach_end(run: LiveRun) -> None:
+    run.reach(QUIET_STEPS)
+
+
+# ---- the loss
+
+
+def _victims(run: LiveRun, case: Case) -> list[psutil.Process]:
+    """The last worker; or its agent, the first to go, with all that it has started."""
+    pids = run.worker_pids()
+    worker = psutil.Process(pids[max(pids)])
+    agent = worker.parent()
+    if case.nodes == 1 or agent is None:
+        return [worker]
+    return [agent, *agent.children(recursive=True)]
+
+
+def _strike(victims: list[psutil.Process], fault: str) -> float:
+    """By signals that none of them can see; returns when, in epoch seconds."""
+    signum = signal.SIGKILL if fault == KILLED else signal.SIGSTOP
+    struck_s = time.time()
+    for victim in victims:
+        with contextlib.suppress(ProcessLookupError):  # it has followed its agent
+            os.kill(victim.pid, signum)
+    return struck_s
+
+
+def _await_checkpoint(run: LiveRun) -> None:
+    """Returns the moment at which there is a new one."""
+    path = run.run.checkpoints_path
+    before = newest_step(path)
+    deadline = Deadline.after(SystemClock(), EVENT_S, f"a checkpoint of {run.run}")
+    poll_until(lambda: newest_step(path) > before, deadline)
+
+
+def _await_bill(run: LiveRun, struck_s: float) -> None:
+    """Until some steps more have been done by the world that goes on, whichever it is."""
+    deadline = Deadline.after(SystemClock(), EVENT_S, f"{run.run} to train on after a loss")
+
+    def trains_on() -> bool:
+        if (outcome := run.run.outcome()) is not None:
+            raise LiverError(f"{run.run} ended after a loss: {outcome}; {run.run.where_logs_are()}")
+        records = run.records()
+        if bill_now := (bill(records, struck_s) if _noticed(records) else None):
+            beyond = [step for step in records.steps if step.generation >= bill_now.generation]
+            return len(beyond) > bill_now.steps_redone + AFTER_STEPS
+        return False
+
+    poll_until(trains_on, deadline, _POLL_S)
+
+
+def _noticed(records: RunRecords) -> bool:
+    return bool(records.recoveries) or any(each.kind == "restart" for each in records.notices)
+
+
+def _left(path: str) -> int:
+    """Processes that outlive the run."""
+    deadline = Deadline.after(SystemClock(), ENDED_S, "the run's processes to end")
+    with contextlib.suppress(DeadlineError):
+        poll_until(lambda: not living(lambda words: path in words), deadline, _POLL_S)
+    return len(living(lambda words: path in words))
