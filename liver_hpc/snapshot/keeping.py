@@ -16,18 +16,20 @@ import time
 from typing import NamedTuple
 
 from liver_hpc.clock import Deadline
+from liver_hpc.errors import TransferError
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol.messages import HeldSnapshot, ScalarState, Unprotected
 from liver_hpc.snapshot.exchange import Exchange
 from liver_hpc.snapshot.memory import Snapshot, SnapshotState
 from liver_hpc.world.context import FAILURES, WorkerContext
 from liver_hpc.world.state import WorldState
+from liver_hpc.world.store import ControlStore
 from liver_hpc.world.world import StepResult, World
 
 log = logging.getLogger(__name__)
 
 _ENDS_S = 10.0
-"""How long the thread may take to see that its connections are closed."""
+"""How long the copy of a world's state may take once nobody wants it."""
 
 
 class Flag(NamedTuple):
@@ -165,6 +167,7 @@ class _Taking(threading.Thread):
         self._lane = context.device.new_lane()
         self._states: queue.Queue[tuple[WorldState, ScalarState] | None] = queue.Queue()
         self._closed = False
+        self._store: ControlStore | None = None
         self.start()
 
     def begin(self, state: WorldState, scalars: ScalarState) -> None:
@@ -198,12 +201,15 @@ class _Taking(threading.Thread):
         """Ends what is under way with the peers."""
         self._closed = True
         self._exchange.close()
+        if (store := self._store) is not None:
+            store.close()
 
     def close(self) -> None:
-        """Ends the thread, whatever it waits for."""
+        """Ends the thread, whatever it waits for; returns once it reads no world any more. What it
+        still gets from a peer goes into memory that nobody else has."""
         self.interrupt()
         self._states.put(None)
-        self.join(_ENDS_S)
+        self.taken.wait(_ENDS_S)
 
     def run(self) -> None:
         self._context.device.enter()
@@ -234,8 +240,10 @@ class _Taking(threading.Thread):
         own, *wards = self.pending
         own.digests = own.digest()
         if not self._exchange.connected:
-            store = self._context.open_store()
+            store = self._store = self._context.open_store()
             try:
+                if self._closed:
+                    raise TransferError("the exchange of snapshots is closed")
                 limit_s = self._context.config.deadlines.collective_s
                 self._exchange.connect(self._context.network, store, limit_s)
             finally:
