@@ -33,7 +33,7 @@ from liver_hpc.run.records import (
     TrafficRecord,
     WorkerPhaseRecord,
 )
-from tests.unit.report.rows import reconfiguration
+from tests.unit.report.rows import reconfiguration, recovery
 from tests.unit.run.replay import decode_event, plain
 
 SCALARS = m.ScalarState(step=3, consumed_samples=24, optimizer_step=3, loss_scale=1.0, seed=7)
@@ -109,6 +109,7 @@ RECORDS: list[Row] = [
     reconfiguration(),
     NoticeRecord("granted", "n1", "main", 1.0, math.nan, 2.0, "", -1, math.nan, 3.0, "in use"),
     NetworkRecord(1, "gloo tcp", "h", "lo"),
+    recovery(),
     WorkerPhaseRecord(1, 0, "n1", "boot", 1.0, math.nan),
     CrossingRecord(1, 0, *(0.5 for _ in range(12)), math.nan),
     TrafficRecord(1, 0, 1, 10),

@@ -16,12 +16,12 @@ from liver_hpc.run.actions import Ending
 from liver_hpc.run.events import NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.lifecycle import RunState
 from liver_hpc.run.machine import Run
-from liver_hpc.run.records import EvaluationRecord
+from liver_hpc.run.records import EvaluationRecord, RecoveryRecord
 from tests.fakes import Fault
 from tests.unit.run.choices import Choices
 from tests.unit.run.play import Play
 from tests.unit.run.remembered import remembered
-from tests.unit.run.scenes import POLICY, SCENES, burst
+from tests.unit.run.scenes import DEADLINES, POLICY, SCENES, burst
 
 TWO_NODES, MACHINE = SCENES[0], SCENES[1]
 
@@ -312,3 +312,75 @@ def test_a_run_whose_copies_differ_goes_back_to_its_checkpoint_and_says_which_di
         run.handle(told, 6.0)
     assert run.ending is not None
     assert "copies of the state differ after step 10: parameter" in run.ending.reason
+
+
+# ---- a world that loses a worker
+
+
+def that_recovers() -> Play:
+    """Two workers that have trained, and hold snapshots."""
+    play = training(next(scene for scene in SCENES if scene.name == "snapshots"))
+    for _ in range(3):
+        play.train()
+        play.settle()
+    return play
+
+
+def lose(play: Play, worker: int) -> list[a.Action]:
+    play.workers[worker].dead = True
+    return play.feed(e.WorkerGone(worker, "signal 9"))
+
+
+def recoveries(play: Play) -> list[RecoveryRecord]:
+    rows = [each.row for _, _, done in play.entries for each in of(a.Record, done)]  # type: ignore[attr-defined]
+    return [row for row in rows if isinstance(row, RecoveryRecord)]
+
+
+def test_a_lost_worker_costs_a_step_and_the_others_go_on() -> None:
+    play = that_recovers()
+    actions = lose(play, 1)
+    assert play.run.state is RunState.RECOVERING
+    (halt,) = [each for each in of(a.Send, actions) if isinstance(each.message, m.Halt)]  # type: ignore[attr-defined]
+    assert halt.workers == (0,)  # type: ignore[attr-defined]
+    play.settle()
+    assert play.run.state is RunState.TRAINING
+    (row,) = recoveries(play)
+    assert (row.lost, row.source, row.target) == ("1", "tp1 pp1 dp2", "tp1 pp1 dp1")
+    assert (row.step, row.steps_redone, row.rounds) == (2, 1, 1)
+
+
+def test_a_stop_while_a_world_recovers_is_carried_out_afterwards() -> None:
+    play = that_recovers()
+    lose(play, 1)
+    answer = play.ask(m.StopRequest(checkpoint=True))
+    assert answer.ok
+    assert answer.text.startswith("stopping after the recovery")
+    play.calm()
+    assert play.run.ending is not None
+    assert play.run.ending.state is Ending.STOPPED
+    assert len(recoveries(play)) == 1
+
+
+def test_who_does_not_answer_is_lost_too() -> None:
+    """Here nobody is left then."""
+    play = that_recovers()
+    play.workers[0].mute = True
+    lose(play, 1)
+    play.settle()
+    play.wait(DEADLINES["boundary_s"] + 1.0)
+    assert play.run.ending is not None
+    assert "worker 0 lost: did not answer for 30 s" in play.run.ending.reason
+    assert "no boundary is left whole in memory" in play.run.ending.reason
+
+
+def test_a_world_that_is_not_what_it_was_filled_with_does_not_train() -> None:
+    play = that_recovers()
+    lose(play, 1)
+    while play.run.recoveries._now is not None and play.run.recoveries._now.target is None:
+        play.go_on(draw=False)
+    assert play.run.world is not None
+    step = play.workers[0].held[0].scalars
+    wrong = m.Refilled(worker=0, generation=play.run.handoffs.generation, scalars=step)
+    play.feed(wrong)
+    assert play.run.ending is not None
+    assert "the world is not what the snapshots were" in play.run.ending.reason

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from liver_hpc.run import actions as a
 from liver_hpc.run.actions import Ending
-from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord
+from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord, RecoveryRecord
 from tests.unit.run.endings import schedule
 
 SCHEDULES = 3_000
@@ -62,11 +62,19 @@ def test_schedules_show_all_that_can_become_of_a_run() -> None:
             for action in actions:
                 if isinstance(action, a.End):
                     outcomes[action.state] += 1
+                elif isinstance(action, a.Record) and isinstance(action.row, RecoveryRecord):
+                    outcomes["recoveries"] += 1
                 elif isinstance(action, a.Record) and isinstance(action.row, SEEN):
                     outcomes[f"{type(action.row).__name__} {action.row.outcome}"] += 1
     handoffs = {f"ReconfigurationRecord {how}" for how in ("completed", "aborted", "failed")}
     notices = {"in time", "late", "lost", "in use", "not needed", "to disk", "open"}
-    wanted = {*Ending, *handoffs, *(f"NoticeRecord {how}" for how in notices), "2 starts"}
+    wanted = {
+        "recoveries",
+        *Ending,
+        *handoffs,
+        *(f"NoticeRecord {how}" for how in notices),
+        "2 starts",
+    }
     assert not {what for what in wanted if outcomes[what] < 3}, outcomes
 
 
