@@ -23,7 +23,7 @@ FIGURES: dict[str, dict[str, str]] = {
         **{name: f"{words}, a core for each worker" for name, words in _COSTS.items()},
         "lost_steps_max_25m": "largest median lost time of a handoff in steps, 25M parameters, a "
         "core for each worker",
-        "lost_steps_max_100m": "the same, 100M parameters",
+        "lost_steps_max_100m": "the same, 100M parameters, a core for each worker",
     },
     "reconfigure-warm": {
         "warm_speedup_min": "lost time of a restart from processes that had imported everything, "
