@@ -89,9 +89,6 @@ class Recoveries:
         """What holds up every request now; empty when there is none."""
         return "" if self._now is None else f"recovery: {self._now.reason}"
 
-    def waits_for(self) -> str:
-        return f"workers {sorted(self._awaited())}"
-
     def possible(self, world: WorldRef | None) -> bool:
         """Whether a loss in this world may be made good."""
         return self._config.snapshots.every_steps is not None and world is not None
@@ -145,7 +142,7 @@ class Recoveries:
             self._give_up(f"no boundary is left whole in memory ({kept})")
             return
         spares = self._elastic.nodes.kept()
-        layout = self._elastic.estimates.policy.best(len(held) + len(spares))
+        layout = self._layout(now.source.rank_map.layout, len(held) + len(spares))
         if layout is None:
             self._give_up(f"layouts has none for {len(held) + len(spares)} workers")
             return
@@ -175,6 +172,13 @@ class Recoveries:
         self._agents.send(unseated, m.Exit(reason=f"no seat in {rank_map}"))
         limits = self._config.limits
         self._wait(limits.prepare_s + limits.transfer_s)
+
+    def _layout(self, before: Layout, workers: int) -> Layout | None:
+        """The same shape where there are workers enough, else the best for those there are."""
+        if workers >= before.workers:
+            return before
+        elastic = self._elastic
+        return elastic.estimates.policy.best(min(workers, elastic.queue.ceiling))
 
     def _placed(self, source: RankMap, layout: Layout, available: list[int]) -> RankMap:
         estimates = self._elastic.estimates
