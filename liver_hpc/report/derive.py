@@ -376,7 +376,8 @@ def _begun_s(attempts: Sequence[ReconfigurationRecord]) -> dict[int, float]:
 
 
 def _recoveries(records: RunRecords) -> tuple[RecoveryFigures, ...]:
-    first_ended_s = {step.generation: step.ended_s for step in reversed(records.steps)}
+    steps = reversed(records.steps) if records.recoveries else ()
+    first_ended_s = {step.generation: step.ended_s for step in steps}
     return tuple(
         RecoveryFigures(
             record=record,

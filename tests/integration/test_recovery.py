@@ -79,7 +79,7 @@ def recovered(run: RunDirectory, quiet: RunRecords, times: int = 1) -> RunRecord
     ("layout", "workers", "victim"),
     [
         ({"dp": 2}, 2, 1),
-        ({"tp": 2}, 2, 0),
+        pytest.param({"tp": 2}, 2, 0, marks=pytest.mark.long),
         pytest.param({"pp": 2}, 2, 1, marks=pytest.mark.long),
         ({"pp": 2, "dp": 2}, 4, 2),
         pytest.param({"tp": 2, "dp": 2}, 4, 3, marks=pytest.mark.long),

@@ -16,7 +16,7 @@ from tests.unit.config.runs import write_minimal
 
 STEPS = 100_000
 MOST_BYTES_A_STEP = 300
-MOST_CPU_S = 0.5 + 10.0 * STEPS / 1e6
+MOST_TIMES = 3.0
 
 
 def write_steps(path: Path) -> None:
@@ -38,20 +38,26 @@ def write_steps(path: Path) -> None:
     assert journal.error == ""
 
 
+def cpu_s(*words: str) -> tuple[float, str]:
+    """The CPU seconds of a Python process, and what it prints."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-P", *words], capture_output=True, text=True, timeout=100, check=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
+
+
 @pytest.mark.slow
 def test_a_long_run_takes_little_room_and_its_report_little_time(tmp_path: Path) -> None:
-    """In CPU seconds, whatever else the machine does."""
+    """Little: not many times as much as Python's own reading of the lines, of the same moment. How
+    fast the machine is, and what else it does, counts on both sides."""
     write_minimal(tmp_path)
     path = tmp_path / JOURNAL_FILE
     write_steps(path)
     assert path.stat().st_size <= MOST_BYTES_A_STEP * STEPS
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "liver_hpc", "report", str(tmp_path)],
-        capture_output=True, text=True, timeout=100, check=True,
-    )  # fmt: skip
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert f"{STEPS} in" in done.stdout
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(f"{path.stat().st_size / 1e6:.1f} MB, {cpu_s:.2f} s")
-    assert cpu_s < MOST_CPU_S
+    taken_s, printed = cpu_s("-m", "liver_hpc", "report", str(tmp_path))
+    plain_s, _ = cpu_s("-c", f"import json; [*map(json.loads, open({str(path)!r}))]")
+    assert f"{STEPS} in" in printed
+    print(f"{path.stat().st_size / 1e6:.1f} MB, {taken_s:.2f} s, plain {plain_s:.2f} s")
+    assert taken_s < MOST_TIMES * plain_s
