@@ -302,11 +302,13 @@ class MemoryJournal(Journal):
         """All that was appended, as a reader would get it."""
         return [*decode(self._lines, "memory, line")]
 
-    def append(self, at_s: float, event: Event, actions: Sequence[Event] = ()) -> int:
+    def append(
+        self, at_s: float, event: Event, actions: Sequence[Event] = (), said: int = 0
+    ) -> int:
         if self._closed:
             raise LiverError(f"the journal is closed: {event.get('type')} came too late")
         number = len(self._lines)
-        self._lines.append(encode(number, at_s, event, actions))
+        self._lines.append(encode(number, at_s, event, actions, said))
         if not self.error:
             self._tell(Written(number))
         return number

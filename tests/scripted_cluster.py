@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from liver_hpc.clock import SystemClock
@@ -15,8 +16,10 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.base import Answer, Identity
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
+from liver_hpc.rendezvous.channel import ChannelClosed
+from liver_hpc.rendezvous.conversation import Line
 from liver_hpc.run.actions import LaunchAgent
+from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.events import Node, NodeGone, NodeGranted, NodeWarned, PoolEvent, Seat
 from tests.fakes import Fault, FaultInjector, WorkerScript
 from tests.memory_launcher import MemoryLauncher
@@ -26,7 +29,7 @@ from tests.memory_rendezvous import MemoryRendezvous
 class ScriptedWorker:
     """A scripted worker on a real control channel, in a thread of its own."""
 
-    def __init__(self, script: WorkerScript, channel: Channel) -> None:
+    def __init__(self, script: WorkerScript, channel: Line) -> None:
         self.script = script
         self.channel = channel
         self.thread = threading.Thread(target=self._serve, daemon=True)
@@ -129,11 +132,14 @@ class ScriptedCluster:
     """The agents and workers of a run, played by threads over the real control channel.
 
     Worker faults are ordered from `faults`; `fallen_agents` end before they meet, with
-    these exit codes.
+    these exit codes. directory, coordinator_s: where workers look for another coordinator, and for
+    how long.
     """
 
     def __init__(self, secret: bytes, nodes: Sequence[Node] = (Node("", "machine"),)) -> None:
         self.secret = secret
+        self.directory = RunDirectory(Path("nowhere"))
+        self.coordinator_s = 0.0
         self.pool = ScriptedPool(nodes)
         self.faults = FaultInjector()
         self.rendezvous = MemoryRendezvous(secret)
@@ -156,6 +162,12 @@ class ScriptedCluster:
         self._threads.append(thread)
         thread.start()
 
+    def _line(self, calls: Callable[..., m.Calls]) -> Line:
+        def call(heard: int, epoch: int) -> m.Calls:
+            return calls(heard=heard, epoch=epoch)
+
+        return Line(self.directory, self.secret, call, SystemClock(), 5.0, self.coordinator_s)
+
     def _meet(self, request: LaunchAgent) -> Answer | None:
         identity = Identity(
             agent=request.agent, host="test", pid=1, workers=len(request.seat.slots)
@@ -173,13 +185,14 @@ class ScriptedCluster:
         with contextlib.suppress(ChannelClosed, DeadlineError):  # the run has ended meanwhile
             if answer is not None:
                 address, code = (answer.control_host, answer.control_port), 0
-                channel = connect(address, self.secret, 5.0, "the coordinator")
+                channel = self._line(partial(m.Calls, agent=agent))
+                channel.open(address)
                 channel.send(m.AgentHello(agent=agent, host="test", pid=1))
                 while not isinstance(order := channel.receive(), m.Exit):
                     self._obey(agent, node, channel, order)
         self.launcher.end(agent, code)
 
-    def _obey(self, agent: str, node: str, channel: Channel, order: m.AnyMessage) -> None:
+    def _obey(self, agent: str, node: str, channel: Line, order: m.AnyMessage) -> None:
         def ended(launch: str, code: int) -> None:
             with contextlib.suppress(ChannelClosed):
                 channel.send(m.LaunchEnded(agent=agent, launch=launch, exit_code=code))
@@ -207,8 +220,9 @@ class ScriptedCluster:
                 ended(5)
                 continue
             address = (answer.control_host, answer.control_port)
+            channel = self._line(partial(m.Calls, worker=worker))
             try:
-                channel = connect(address, self.secret, 5.0, "the coordinator")
+                channel.open(address)
             except (ChannelClosed, DeadlineError):  # the run has ended meanwhile
                 continue
             script = WorkerScript(worker, self.faults, mute=fault is Fault.SILENT)

@@ -1,23 +1,29 @@
 """How agents come to run: the launcher, and its kind for this machine.
 
 The tree of one agent is the agent, its workers and, while it meets the rendezvous, its joiner.
-Here, whichever of them, or of the processes above, is killed, what is below it follows: the agent
-dies with the process that launched it, its children with the agent; and once the agent has ended
-the launcher kills whatever is left.
+Whichever of them is killed, what is below it follows; and once the agent has ended the launcher
+kills whatever is left. An agent outlives the coordinator that launched it for a while, in which
+another one may adopt it.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import psutil
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.host.child import Child, Command
+from liver_hpc.host.child import Child, Command, Foreign, started_as
+from liver_hpc.layout.coordinates import Layout
 from liver_hpc.run.actions import LaunchAgent
+from liver_hpc.run.events import Seat
 
 KILLED = 137
 """Exit code of an agent that was killed (128 + SIGKILL, as shells count)."""
@@ -73,6 +79,13 @@ class LaunchedAgent:
         self._spawn()
         self._run_thread("keep", self._keep)
 
+    def adopt(self, host: str, pid: int) -> bool:
+        """Takes over what another process has started; false where it has ended."""
+        if not self._find(host, pid):
+            return False
+        self._run_thread("keep", self._keep)
+        return True
+
     def kill(self) -> None:
         """Has it end, whatever state it is in; does not wait. Idempotent."""
         if not self._killed.is_set() and not self._ended.is_set():
@@ -85,6 +98,17 @@ class LaunchedAgent:
 
     def _spawn(self) -> None:
         self._child = Child(self._command)
+
+    def _find(self, host: str, pid: int) -> bool:
+        """Whether process `pid` of `host` is it."""
+        if host != socket.gethostname() or not _runs(pid, ("--agent", self.agent)):
+            return False
+        try:
+            command = replace(self._command, mark=started_as(pid))
+            self._child = Child(command, Foreign(pid))
+        except (LiverError, OSError):  # it has ended meanwhile
+            return False
+        return True
 
     def _bury(self) -> int:
         """Returns the exit code once nothing of the agent is left. Raises LiverError."""
@@ -146,6 +170,16 @@ class Launcher:
             del self._agents[launch.agent]
             raise
 
+    def adopt(self, agent: str, node: str, host: str, pid: int) -> bool:
+        """Takes over an agent that another coordinator has launched on a node and whose process is,
+        or was, `pid` on `host`; false where it has ended. Raises LiverError for a node that is not
+        held any more."""
+        found = self._prepare(LaunchAgent(agent, Seat(node, ()), Layout(1, 1, 1)))
+        if not found.adopt(host, pid):
+            return False
+        self._agents[agent] = found
+        return True
+
     def alive(self, agent: str) -> bool:
         """Whether anything of the agent still runs. Raises LiverError for an unknown agent."""
         return self.exit_code(agent) is None
@@ -178,6 +212,15 @@ class Launcher:
         return self._agents[agent]
 
 
+def _runs(pid: int, words: Sequence[str]) -> bool:
+    """Whether it is a process with these words on its command line, one behind the other."""
+    try:
+        line = psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return False
+    return any(line[at : at + len(words)] == [*words] for at in range(len(line)))
+
+
 def local_launcher(
     run_directory: Path,
     exit_s: float = 10.0,
@@ -197,7 +240,8 @@ def local_launcher(
         options = [*agent_options(launch, run_directory, stay), *further_options]
         words = [sys.executable, "-P", "-m", *(task or [AGENT_MODULE, *options])]
         log = agent_log(run_directory, launch.agent)
-        command = Command(f"agent {launch.agent}", words, log=log, apart="session")
+        name = f"agent {launch.agent}"
+        command = Command(name, words, orphan_signal=None, log=log, apart="session")
         return LaunchedAgent(launch.agent, command, exit_s)
 
     return Launcher(prepare, close_s=exit_s + _SWEEP_S)

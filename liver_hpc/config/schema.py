@@ -215,7 +215,11 @@ class HandoffSection(Section):
 
 
 class DeadlineSection(Section):
-    """The longest wait of every kind, in seconds; each error names whom it waited for."""
+    """The longest wait of every kind, in seconds; each error names whom it waited for.
+
+    `coordinator_s`: how long workers go on without a coordinator; it beats the others where they
+    wait for its word.
+    """
 
     boot_s: Seconds = 180.0
     meet_s: Seconds = 30.0
@@ -226,8 +230,14 @@ class DeadlineSection(Section):
     release_s: Seconds = 60.0
     collective_s: Seconds = 300.0
     control_s: Seconds = 30.0
+    coordinator_s: Seconds = 120.0
     heartbeat_s: Seconds = 30.0
     exit_s: Seconds = 10.0
+
+    @property
+    def word_s(self) -> float:
+        """The longest that a worker waits for a word of the coordinator's, or of the next one's."""
+        return self.control_s + self.coordinator_s
 
 
 _OWN_OPTIONS = {

@@ -8,17 +8,17 @@ on a node that is granted to a run that trains, an agent is started before there
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from liver_hpc.clock import Clock, Deadline
-from liver_hpc.cluster.launcher import Launcher, last_words
-from liver_hpc.coordinator.connections import WorkerRegistry
+from liver_hpc.cluster.launcher import KILLED, Launcher, last_words
+from liver_hpc.coordinator.connections import PeerRegistry
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol import messages as m
 from liver_hpc.run.actions import LaunchAgent
-from liver_hpc.run.events import AgentEnded, Seat
+from liver_hpc.run.events import AgentEnded, AgentListens, Seat
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class NodeAgents:
     def __init__(
         self,
         launcher: Launcher,
-        registry: WorkerRegistry,
+        registry: PeerRegistry,
         run_directory: Path,
         clock: Clock,
         exit_s: float,
@@ -85,6 +85,27 @@ class NodeAgents:
         """An agent's channel stands: it gets the launches that came before."""
         for order in self._coming.pop(agent, []):
             self._registry.send((agent,), order)
+
+    def adopt(self, agent: str, node: str, listens: AgentListens) -> bool:
+        """Takes over an agent that another coordinator has started; false where it has ended."""
+        if not self._launcher.adopt(agent, node, listens.host, listens.pid):
+            return False
+        self._nodes[agent] = node
+        return True
+
+    def called(self, agent: str, launches: Iterable[str]) -> None:
+        """An agent has called, which runs these launches."""
+        self._agent_of.update(dict.fromkeys(launches, agent))
+
+    def declare_lost(self, launch: str) -> None:
+        """Of a launch that another coordinator has begun, and that runs under no agent."""
+        if launch not in self._agent_of:
+            self._ended.append(AgentEnded(launch, KILLED, "its agent is gone"))
+
+    def lives(self, launch: str) -> bool:
+        """Whether the agent of a launch, or one of this name, may live."""
+        agent = self._agent_of.get(launch, launch)
+        return agent in self._nodes and self._launcher.alive(agent)
 
     def _on(self, node: str) -> str | None:
         """An agent that is there to take a launch, or will be."""
@@ -154,10 +175,6 @@ class NodeAgents:
     def leaving(self) -> bool:
         """Whether an agent that was told to end still runs."""
         return any(map(self._launcher.alive, self._leaving))
-
-    def can_explain(self, launch: str) -> bool:
-        """Whether the agent of a launch can tell how one of its workers has ended."""
-        return self._agent_of.get(launch, launch) in self._registry
 
     def heard(self, ended: m.LaunchEnded) -> None:
         """Of an agent that stays."""

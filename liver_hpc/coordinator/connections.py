@@ -6,6 +6,7 @@ of a connection, or a question whose sender waits for the answer.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -19,7 +20,8 @@ from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.base import Answer, Identity, Refusal
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed, Numbered
+from liver_hpc.rendezvous.conversation import Conversation
 from liver_hpc.run.events import EndNear, JournalFailed, PoolEvent, StopSignalled
 from liver_hpc.run.journal import Written
 from liver_hpc.run.outcome import Outcome
@@ -37,16 +39,24 @@ class InboxClosed(LiverError):
 
 
 @dataclass(frozen=True)
-class Said:
-    """A message on a worker's, or an agent's own, control channel; the first is its hello."""
+class Called:
+    """A worker or an agent is at the other end of a new connection."""
 
     channel: Channel
-    message: m.AnyMessage
+    calls: m.Calls
+
+
+@dataclass(frozen=True)
+class Said:
+    """What came over the connection of a worker or an agent after that."""
+
+    channel: Channel
+    came: Numbered
 
 
 @dataclass(frozen=True)
 class Closed:
-    """A channel on which somebody said hello has ended."""
+    """The connection of a worker or an agent has ended."""
 
     channel: Channel
     reason: str
@@ -73,7 +83,9 @@ class Asked(Question[m.Reply]):
     request: m.FromOperator
 
 
-InboxEvent = Said | Closed | Met | Asked | PoolEvent | StopSignalled | Written | JournalFailed
+InboxEvent = (
+    Called | Said | Closed | Met | Asked | PoolEvent | StopSignalled | Written | JournalFailed
+)
 
 
 class Inbox:
@@ -176,10 +188,8 @@ class ConnectionServer:
             return
         while True:
             match message:
-                case m.Hello():
-                    self._listen(channel, message, f"worker {message.worker}")
-                case m.AgentHello():
-                    self._listen(channel, message, f"agent {message.agent}")
+                case m.Calls():
+                    self._listen(channel, message)
                 case m.KeeperHello():  # its end and ours are all there is to know
                     channel.peer = f"keeper of job {message.job}"
                 case m.StoreRequest():
@@ -191,12 +201,12 @@ class ConnectionServer:
                     return
             message = channel.receive()
 
-    def _listen(self, channel: Channel, message: m.AnyMessage, name: str) -> NoReturn:
-        channel.peer = name
+    def _listen(self, channel: Channel, calls: m.Calls) -> NoReturn:
+        channel.peer = _name(peer_of(calls))
+        self._inbox.put(Called(channel, calls))
         try:
             while True:
-                self._inbox.put(Said(channel, message))
-                message = channel.receive()
+                self._inbox.put(Said(channel, channel.receive_numbered()))
         except ChannelClosed as error:
             self._inbox.put(Closed(channel, str(error)))
             raise
@@ -229,29 +239,50 @@ Peer = int | str
 """A worker by its id, or an agent by its name."""
 
 
-class WorkerRegistry:
-    """The channels of workers and agents; used by the event loop alone.
+def peer_of(calls: m.Calls) -> Peer:
+    return calls.agent if calls.worker is None else calls.worker
+
+
+def _name(peer: Peer) -> str:
+    return f"worker {peer}" if isinstance(peer, int) else f"agent {peer}"
+
+
+class PeerRegistry:
+    """The conversations with workers and agents; used by the event loop alone.
 
     Who may join is the core's to say; here is only how they are reached, and when they were heard
-    of last.
+    of last. One whose connection has broken is away: what it is sent waits until it calls again.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._conversations: dict[Peer, Conversation] = {}
         self._channels: dict[Peer, Channel] = {}
         self._peers: dict[Channel, Peer] = {}
         self._heard_s: dict[Peer, float] = {}
+        self._away: dict[Peer, str] = {}
+        self._owed: dict[Peer, Conversation] = {}  # who is to be told what is safe
 
-    def add(self, peer: Peer, channel: Channel) -> bool:
-        """False for one that has a channel already."""
-        if peer in self._channels:
-            return False
+    def remember(self, peer: Peer, conversation: Conversation) -> None:
+        """One that another coordinator has talked to, and that is away."""
+        self._conversations[peer] = conversation
+        self._lose(peer, "it has not called since this coordinator began")
+
+    def connect(self, peer: Peer, channel: Channel, heard: int, epoch: int) -> None:
+        """Goes on with a peer, or begins; `heard` is what that has taken."""
+        conversation = self._conversations.setdefault(peer, Conversation())
+        if (before := self._channels.pop(peer, None)) is not None:
+            del self._peers[before]
+            before.close("it has called again")
+        self._away.pop(peer, None)
         self._channels[peer], self._peers[channel] = channel, peer
         self._heard_s[peer] = self._clock.now_s()
-        return True
+        with contextlib.suppress(ChannelClosed):  # which its Closed tells
+            channel.send(m.Hears(heard=conversation.heard or 0, epoch=epoch))
+        conversation.resume(channel, heard)
 
     def __contains__(self, peer: Peer) -> bool:
-        return peer in self._channels
+        return peer in self._conversations
 
     def peer_at(self, channel: Channel) -> Peer | None:
         """Who is at the other end, and heard of now; None where it is nobody's channel, or not any
@@ -261,34 +292,72 @@ class WorkerRegistry:
             self._heard_s[peer] = self._clock.now_s()
         return peer
 
+    def take(self, peer: Peer, came: Numbered) -> bool:
+        """Whether what came is new. Raises ProtocolError where something before it is missing."""
+        return self._conversations[peer].take(came)
+
+    def is_safe(self, peer: Peer, number: int) -> None:
+        """The peer need not keep what it has said up to this number; it is told in a while."""
+        conversation = self._conversations.get(peer)
+        if conversation is not None and conversation.is_safe(number):
+            self._owed[peer] = conversation
+
+    def tell_what_is_safe(self, epoch: int) -> None:
+        for conversation in self._owed.values():
+            conversation.tell(m.Hears(heard=conversation.heard or 0, epoch=epoch))
+        self._owed.clear()
+
     @property
     def workers(self) -> list[int]:
-        """All that are connected."""
-        return [peer for peer in self._channels if isinstance(peer, int)]
+        """All that are connected, or away."""
+        return [peer for peer in self._conversations if isinstance(peer, int)]
+
+    def lost(self, channel: Channel, reason: str) -> Peer | None:
+        """A connection has ended: whose it was, who is away from now on."""
+        peer = self._peers.pop(channel, None)
+        if peer is not None:
+            del self._channels[peer]
+            self._lose(peer, reason)
+        return peer
+
+    def away(self) -> dict[Peer, str]:
+        """Who is away, and why."""
+        return dict(self._away)
+
+    def away_s(self, peer: Peer) -> float:
+        """For how long, since it was heard of last or excused."""
+        return self._clock.now_s() - self._heard_s[peer]
 
     def send(self, peers: Iterable[Peer], message: m.ToWorker | m.ToAgent) -> None:
-        """To those that are still connected; a broken connection shows as its Closed."""
+        """To those that are connected, and to those that are away once they call again."""
         for peer in peers:
-            channel = self._channels.get(peer)
-            if channel is None:
-                continue
-            try:
-                channel.send(message)
-            except ChannelClosed as error:
-                log.warning("%s was not sent: %s", message.type, error)
+            if (conversation := self._conversations.get(peer)) is not None:
+                conversation.send(message)
 
-    def drop(self, peer: Peer) -> None:
-        """Closes a peer's channel, if it has one."""
+    def drop(self, peer: Peer, reason: str) -> None:
+        """Tells a peer to end, and talks to it no more."""
+        conversation = self._conversations.pop(peer, None)
+        if conversation is None:
+            return
         channel = self._channels.pop(peer, None)
         if channel is not None:
-            del self._peers[channel], self._heard_s[peer]
+            del self._peers[channel]
+            conversation.tell(m.Exit(reason=reason))
             channel.close()
+        self._away.pop(peer, None)
+        self._heard_s.pop(peer, None)
+        self._owed.pop(peer, None)
 
     def excuse_all(self) -> None:
         """Counts everybody as heard of now."""
         self._heard_s = dict.fromkeys(self._heard_s, self._clock.now_s())
 
     def silent_workers(self, heartbeat_s: float) -> list[int]:
-        """Those without a sign of life for so long."""
+        """Those that are connected, without a sign of life for so long."""
         last_s = self._clock.now_s() - heartbeat_s
-        return [worker for worker in self.workers if self._heard_s[worker] < last_s]
+        here = (peer for peer in self._channels if isinstance(peer, int))
+        return [worker for worker in here if self._heard_s[worker] < last_s]
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        self._away[peer] = reason
+        self._heard_s[peer] = self._clock.now_s()

@@ -1,4 +1,5 @@
-"""The coordinator in a thread, beside a main thread that hears what Slurm's signals announce.
+"""The coordinator in a child of a process that hears what Slurm's signals announce, and that starts
+another one where it is killed.
 
 Python runs signal handlers in the main thread. Here it does nothing but wait, and holds no lock.
 """
@@ -6,68 +7,212 @@ Python runs signal handlers in the main thread. Here it does nothing but wait, a
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
+import logging
 import os
 import select
-import threading
+import signal
+import socket
+import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, NoReturn
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
 from liver_hpc.config.schema import SlurmSection
 from liver_hpc.coordinator.connections import Control
+from liver_hpc.host.child import PR_SET_PDEATHSIG
+from liver_hpc.host.process import quiet_thread
+from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.epoch import Superseded
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome
 
+log = logging.getLogger(__name__)
+
+MOST_KILLED_IN_VAIN = 3
+"""So often another coordinator is started without a step done meanwhile."""
 END_REASON = "its job is about to end"
 OUT_OF_TIME = "its job's time was up before its state was on disk"
 _ASK_S = 2.0
 _REQUEUE_S = 3.0
 """Of the time that is left, so much is kept for leaving and being queued again."""
 _REQUEUE_SHARE = 0.25
+_LOOK_S = 0.5
+_MOST_SAID_BYTES = 2**16
 
 
-class HostedCoordinator(Control):
-    """A run's coordinator in a thread of this process. Everything may be called from a signal
-    handler.
+class HostedCoordinator:
+    """A run's coordinator in a child of this process, which ends with it. Everything may be called
+    from a signal handler.
 
-    started: whether it was.
+    A child that is killed is followed by another one, which takes over what the first has left. One
+    whose run another coordinator has taken over ends, and the end of the run is waited for.
+
+    started: whether it was. outcome: how it ended, as soon as that is known.
     """
 
     def __init__(self, run_directory: Path) -> None:
-        super().__init__()
         self.started = False
-        self._run_directory = run_directory
-        self._ended, self._not_ended = os.pipe()
+        self.outcome: Outcome | None = None
+        self._run = RunDirectory(run_directory)
+        self._said: list[dict[str, Any]] = []
+        self._line: socket.socket | None = None  # to the child that there is
+        self._pid = 0
+        self._steps_done = 0
+        self._killed_in_vain = 0
+        self._superseded = self._ended = False
 
     def start(self) -> None:
         """Once."""
-        # What a killed one has left would send operators astray while this one boots.
-        (self._run_directory / COORDINATOR_FILE).unlink(missing_ok=True)
         self.started = True
-        # A daemon: once the time is up the process ends, whatever the coordinator waits for.
-        threading.Thread(target=self._run, name="coordinator", daemon=True).start()
+        self._fork()
+
+    def stop(self, why: str) -> None:
+        """The run is to stop at its next step boundary."""
+        self._say({"stop": why})
+
+    def end_near(self, reason: str, deadline_s: float) -> None:
+        """The coordinator's job ends at `deadline_s` (epoch): state to disk, to go on in another
+        job."""
+        self._say({"end_near": [reason, deadline_s]})
 
     def wait(self, limit_s: float | None = None) -> bool:
         """Whether the coordinator has ended, after at most so many seconds."""
-        # No lock: a handler may wait for the end while the code that it interrupted does, too.
-        readable, _, _ = select.select([self._ended], [], [], limit_s)
-        return bool(readable)
+        end_s = None if limit_s is None else time.monotonic() + limit_s
+        while not self._ended:
+            left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+            if self._superseded:
+                time.sleep(_LOOK_S if left_s is None else min(_LOOK_S, left_s))
+                self.outcome = self._run.last_outcome()
+                self._ended = self.outcome is not None
+            else:
+                assert self._line is not None
+                # No lock: a handler may wait for the end while the code that it interrupted does,
+                # too, and hear for both.
+                readable, _, _ = select.select([self._line], [], [], left_s)
+                if readable:
+                    self._hear(self._line)
+            if left_s == 0.0:
+                break
+        return self._ended
 
     def give_up(self) -> None:
         """The time is up, and the job is not queued again: the outcome of a coordinator that has
         not ended says so, and the process ends now."""
         if self.outcome is None:
-            self.outcome = Outcome("failed", OUT_OF_TIME, self.steps_done)
+            self.outcome = Outcome("failed", OUT_OF_TIME, self._steps_done)
             with contextlib.suppress(OSError):  # a full disk must not hold up the end
-                self.outcome.write(self._run_directory)
-                (self._run_directory / COORDINATOR_FILE).unlink(missing_ok=True)
+                self.outcome.write(self._run.path)
+                (self._run.path / COORDINATOR_FILE).unlink(missing_ok=True)
 
-    def _run(self) -> None:
-        try:
-            from liver_hpc.coordinator.main import run_coordinator  # imports all that it needs
+    def _say(self, words: dict[str, Any]) -> None:
+        self._said.append(words)
+        self._tell(words)
 
-            self.outcome = run_coordinator(self._run_directory, control=self)
-        finally:
-            os.close(self._not_ended)
+    def _tell(self, words: dict[str, Any]) -> None:
+        if self._line is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self._line.send(json.dumps(words).encode())
+
+    def _hear(self, line: socket.socket) -> None:
+        said = b""
+        with contextlib.suppress(OSError):
+            said = line.recv(_MOST_SAID_BYTES, socket.MSG_DONTWAIT)
+        if line is not self._line:
+            return  # a handler has heard its end
+        if not said:
+            self._child_ended()
+            return
+        words = json.loads(said)
+        if "outcome" in words:
+            self.outcome = Outcome(**words["outcome"])
+        elif "superseded" in words:
+            self._superseded = True
+        elif words["steps"] > self._steps_done:
+            self._steps_done, self._killed_in_vain = words["steps"], 0
+
+    def _child_ended(self) -> None:
+        self._line = None
+        _, status = os.waitpid(self._pid, 0)
+        if self._superseded:
+            return
+        if self.outcome is None and os.WIFSIGNALED(status):
+            self._killed_in_vain += 1
+            how = f"the coordinator was killed by signal {os.WTERMSIG(status)}"
+            if self._killed_in_vain <= MOST_KILLED_IN_VAIN:
+                print(f"{how}: another one takes over", file=sys.stderr, flush=True)
+                self._fork()
+                return
+            print(f"{how}, {self._killed_in_vain} times in vain", file=sys.stderr, flush=True)
+        self._ended = True
+
+    def _fork(self) -> None:
+        # What a killed one has left would send operators astray while this one boots.
+        (self._run.path / COORDINATOR_FILE).unlink(missing_ok=True)
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            _coordinate(self._run.path, theirs, ours, parent)
+        theirs.close()
+        self._line = ours
+        for words in self._said:
+            self._tell(words)
+
+
+def _coordinate(
+    run_directory: Path, line: socket.socket, not_ours: socket.socket, parent: int
+) -> NoReturn:
+    """The child, which hears from the parent alone what signals have told that one."""
+    code = 1
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda *_: None)  # what is executed has the default again
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a handler may have started this one
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        not_ours.close()
+        if os.getppid() == parent:
+            code = _run(run_directory, line)
+    except BaseException:
+        log.exception("the coordinator failed")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run(run_directory: Path, line: socket.socket) -> int:
+    from liver_hpc.coordinator.main import run_coordinator  # imports all that it needs
+
+    control = Control()
+
+    def listen() -> None:
+        steps = -1
+        while True:
+            if control.steps_done != steps:
+                steps = control.steps_done
+                line.send(json.dumps({"steps": steps}).encode())
+            if select.select([line], [], [], _LOOK_S)[0]:
+                words = json.loads(line.recv(_MOST_SAID_BYTES))
+                if "stop" in words:
+                    control.stop(words["stop"])
+                else:
+                    control.end_near(*words["end_near"])
+
+    quiet_thread(listen, "parent")
+    try:
+        outcome = run_coordinator(run_directory, control=control)
+    except Superseded:
+        line.send(b'{"superseded": true}')
+    else:
+        if outcome is not None:
+            line.send(json.dumps({"outcome": asdict(outcome)}).encode())
+    return 0
 
 
 def checkpoint_in_time(hosted: HostedCoordinator, slurm: SlurmSection, job_id: str) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from liver_hpc.coordinator.agents import NodeAgents
 from liver_hpc.coordinator.checkpoints import Checkpoints
 from liver_hpc.coordinator.connections import (
     Asked,
+    Called,
     Closed,
     ConnectionServer,
     Control,
@@ -28,17 +29,21 @@ from liver_hpc.coordinator.connections import (
     InboxEvent,
     Met,
     Peer,
+    PeerRegistry,
     Said,
-    WorkerRegistry,
+    peer_of,
 )
 from liver_hpc.coordinator.performer import Performer, Services
 from liver_hpc.coordinator.store import StoreService
+from liver_hpc.coordinator.takeover import Left
 from liver_hpc.errors import LiverError
 from liver_hpc.protocol import messages as m
-from liver_hpc.rendezvous.channel import Channel, ControlServer
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer, Numbered
+from liver_hpc.rendezvous.conversation import Conversation
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import encode
+from liver_hpc.run.epoch import Superseded, check_epoch, claim_epoch
 from liver_hpc.run.journal import Written
 from liver_hpc.run.machine import Run
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
@@ -47,16 +52,24 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 """How often deadlines, heartbeats and agents are looked at."""
-EXPLAIN_S = 0.5
-"""How long a worker's agent may take to say how the worker ended."""
+EPOCH_S = 1.0
+"""How often who has said something is told what need not be kept, and whether there is another
+coordinator is looked at."""
 FROZEN_S = 2.0
 """A gap between two looks that only a process that stood still can have."""
+
+
+def new_core(config: RunConfig, services: Services) -> Run:
+    """What decides, of a start that has not begun."""
+    recipe = services.recipe
+    return Run(config, recipe.spec, recipe.check_layout, services.place, recipe.rehearsal_bytes)
 
 
 class Coordinator:
     """One start of a run, from the launch of its first workers to the end of its last.
 
-    core: what decides. memory: what the starts before it have left.
+    core: what decides. before: what the starts before it have left; or one whose coordinator is
+    gone while its workers train on, and which this one takes over.
     """
 
     def __init__(
@@ -66,22 +79,21 @@ class Coordinator:
         secret: bytes,
         services: Services,
         control: Control,
-        memory: e.Memory,
+        before: e.Memory | Left,
     ) -> None:
         self._config = config
         self._run_directory = run_directory
         self._secret = secret
         self._services = services
         self._clock = services.clock
-        self._memory = memory
-        recipe = services.recipe
-        self.core = Run(
-            config, recipe.spec, recipe.check_layout, services.place, recipe.rehearsal_bytes
-        )
+        self._before = before
+        left = before if isinstance(before, Left) else None
+        self.core = new_core(config, services) if left is None else left.core
+        self._epoch = 0
         self._control = control
         self._inbox = Inbox()
         self._store = StoreService()
-        self._registry = WorkerRegistry(services.clock)
+        self._registry = PeerRegistry(services.clock)
         self._agents = NodeAgents(
             services.launcher,
             self._registry,
@@ -94,17 +106,20 @@ class Coordinator:
         self._checkpoints = Checkpoints(config, services.recipe, run_directory, services.clock)
         self._journal = services.open_journal(self._inbox.put)
         self._held: deque[tuple[int, list[a.Action]]] = deque()
-        self._next_request = 0
+        self._unsafe: deque[tuple[int, Peer, int]] = deque()  # entries, and whose words they are
+        self._next_request = 0 if left is None else left.requests
         self._endings: dict[int, str] = {}
-        self._unexplained: dict[int, tuple[Deadline, str]] = {}
         self._journal_failed = False
-        self._next_tick_s = 0.0
+        self._next_tick_s = self._next_epoch_s = 0.0
         self._last_tick_s = services.clock.now_s()
         control.reach(self._inbox)
 
     def run(self) -> Outcome:
         """Runs to the end. Whatever happens, nothing that was launched or opened is left; where
-        that cannot be seen to, the outcome's reason says so."""
+        that cannot be seen to, the outcome's reason says so.
+
+        Raises Superseded where another coordinator has taken over; then all is left to that one.
+        """
         left_over = ""
         try:
             with ExitStack() as stack:
@@ -112,10 +127,15 @@ class Coordinator:
                     self._open(stack)
                     while self._performer.outcome is None:
                         self._turn()
+                except Superseded:
+                    stack.pop_all()  # all that there is belongs to the other one
+                    raise
                 except LiverError as error:
                     log.exception("the run failed")
                     self._feed(e.ShellFailed(str(error)))
                     self._perform_held()
+        except Superseded:
+            raise
         except (LiverError, OSError) as error:  # in closing: the run itself ended otherwise
             if self._performer.outcome is None:
                 raise
@@ -142,22 +162,63 @@ class Coordinator:
         stack.callback(self._see_all_off)
         stack.callback(lambda: services.pool.want(0))
         self._performer.address = server.address
+        self._epoch = claim_epoch(self._run_directory)
         host, port = server.address
         here = {"host": host, "port": port, "pid": os.getpid(), "hostname": socket.gethostname()}
-        write_private_json(self._run_directory / COORDINATOR_FILE, here)
+        write_private_json(self._run_directory / COORDINATOR_FILE, here | {"epoch": self._epoch})
         services.rendezvous.start(lambda identity: self._inbox.ask(Met(identity), control_s))
+        if isinstance(self._before, Left):
+            self._take_over(self._before)
+        else:
+            self._begin(self._before)
+
+    def _begin(self, memory: e.Memory) -> None:
         self._feed(
             e.CoordinatorStarted(
-                attributes=dict(services.attributes),
+                attributes=dict(self._services.attributes),
                 checkpoints=str(self._checkpoints.directory),
                 resumed=self._checkpoints.open(),
-                memory=self._memory,
+                memory=memory,
             )
         )
-        services.pool.start(self._inbox.put)
+        self._services.pool.start(self._inbox.put)
         while (event := self._inbox.get(0.0)) is not None:  # the nodes that are held already
             self._dispatch(event)
         self._feed(e.LaunchAllowed())
+
+    def _take_over(self, left: Left) -> None:
+        """Goes on with what another coordinator has left, once all who may still live have called,
+        or had the time to."""
+        self._feed(e.TookOver(self._epoch, os.getpid(), socket.gethostname()))
+        self._checkpoints.open()
+        for message in left.saved:
+            self._saved_or_restored(message)
+        for worker, conversation in left.conversations().items():
+            self._registry.remember(worker, conversation)
+        for agent, listens in left.listening.items():
+            if self._agents.adopt(agent, left.nodes[agent], listens):
+                self._registry.remember(agent, Conversation(heard=None))
+        self._services.pool.start(self._inbox.put)
+        self._services.pool.want(left.wanted)
+        for node in left.avoided:
+            self._services.pool.avoid(node)
+        limit = Deadline.after(self._clock, self._config.deadlines.coordinator_s, "who was left")
+        while self._may_still_call() and not limit.expired():
+            if (event := self._inbox.get(TICK_S)) is not None:
+                self._dispatch(event)
+        missing = ", ".join(sorted(map(str, self._registry.away())))
+        log.info("coordinator %d has taken over; it misses %s", self._epoch, missing or "nobody")
+        for launch in self.core.agents.running():
+            self._agents.declare_lost(launch)
+        self._feed(e.Regained())
+
+    def _may_still_call(self) -> bool:
+        """Whether somebody is away whose agent lives, or may live."""
+        for peer in self._registry.away():
+            agent = peer if isinstance(peer, str) else self.core.agents.agent_of(peer)
+            if self._agents.lives(agent):
+                return True
+        return False
 
     # ---- one turn
 
@@ -171,8 +232,10 @@ class Coordinator:
 
     def _dispatch(self, event: InboxEvent) -> None:
         match event:
+            case Called():
+                self._called(event.channel, event.calls)
             case Said():
-                self._said(event.channel, event.message)
+                self._said(event.channel, event.came)
             case Closed():
                 self._closed(event.channel, event.reason)
             case Met():
@@ -187,6 +250,7 @@ class Coordinator:
                     self._journal_failed = False
                     self._feed(e.JournalFailed(""))
             case e.JournalFailed():
+                check_epoch(self._run_directory, self._epoch)
                 self._journal_failed = True
                 self._perform_held()
                 self._feed(event)
@@ -197,13 +261,17 @@ class Coordinator:
         now_s = self._clock.now_s()
         frozen = now_s - self._last_tick_s > FROZEN_S
         self._last_tick_s = now_s
+        if frozen or now_s >= self._next_epoch_s:
+            self._next_epoch_s = now_s + EPOCH_S
+            check_epoch(self._run_directory, self._epoch)
+            self._registry.tell_what_is_safe(self._epoch)
         if frozen:
             # It was this process that stood still (a suspended machine, a slow disk): what was
             # sent meanwhile has not been read yet, and no deadline has passed before it is.
             self._registry.excuse_all()
             return
-        self._give_up_explanations()
         self._look_at_agents()
+        self._look_at_the_away()
         self._feed(e.Tick())
         if self._inbox.empty():  # else the heartbeat may be in there
             limit_s = self._config.deadlines.heartbeat_s
@@ -223,9 +291,9 @@ class Coordinator:
 
     # ---- the core
 
-    def _feed(self, event: e.Event | None) -> None:
+    def _feed(self, event: e.Event | None, said: tuple[Peer, int] | None = None) -> None:
         """What has happened, if anything, into the core; what that decides is performed once the
-        journal has it."""
+        journal has it. said: whose words it is, and their number."""
         if event is None:
             return
         at_s = self._clock.now_s()
@@ -233,7 +301,10 @@ class Coordinator:
         self._control.steps_done = self.core.recorder.steps_done
         if isinstance(event, e.Tick) and not actions:
             return
-        number = self._journal.append(at_s, encode(event), [encode(each) for each in actions])
+        encoded = [encode(each) for each in actions]
+        number = self._journal.append(at_s, encode(event), encoded, said[1] if said else 0)
+        if said is not None:
+            self._unsafe.append((number, *said))
         if actions:
             self._held.append((number, actions))
         if self._journal_failed:
@@ -242,6 +313,9 @@ class Coordinator:
     def _perform_held(self, up_to: int | None = None) -> None:
         """Performs the actions of entries up to a number; of all where none is given: the journal
         cannot be written, and what is decided already goes on."""
+        while self._unsafe and up_to is not None and self._unsafe[0][0] <= up_to:
+            _, peer, number = self._unsafe.popleft()
+            self._registry.is_safe(peer, number)
         while self._held and (up_to is None or self._held[0][0] <= up_to):
             _, actions = self._held.popleft()
             for action in actions:
@@ -249,50 +323,49 @@ class Coordinator:
 
     # ---- connections
 
-    def _opened(self, channel: Channel, hello: m.Hello | m.AgentHello) -> None:
-        peer: Peer
-        event: e.Event
-        if isinstance(hello, m.AgentHello):
-            peer, event = hello.agent, e.AgentListens(hello.agent)
-            expected = self._agents.expects(hello.agent)
-        else:
-            peer, event = hello.worker, hello
-            expected = self.core.expects(hello.worker)
-        if not expected or not self._registry.add(peer, channel):
-            log.warning("%s on %s is not expected", channel.peer, hello.host)
+    def _called(self, channel: Channel, calls: m.Calls) -> None:
+        if calls.epoch > self._epoch:
+            raise Superseded(self._epoch)
+        peer = peer_of(calls)
+        expects = self._agents.expects if isinstance(peer, str) else self.core.expects
+        expected = expects(peer)  # type: ignore[arg-type]
+        if not expected and peer not in self._registry:
+            log.warning("%s is not expected", channel.peer)
+            with suppress(ChannelClosed):
+                channel.send(m.Exit(reason="it is not expected"))
             channel.close()
             return
-        if isinstance(hello, m.Hello):
-            took = ", ".join(f"{part} {s:.2f} s" for part, s in hello.boot_timings_s.items())
-            log.info("worker %d on %s has booted: %s", hello.worker, hello.host, took)
-        else:
-            self._agents.listens(hello.agent)
-        self._feed(event)
+        self._registry.connect(peer, channel, calls.heard, self._epoch)
+        if isinstance(peer, str):
+            self._agents.called(peer, calls.launches)
 
-    def _said(self, channel: Channel, message: m.AnyMessage) -> None:
-        match self._registry.peer_at(channel):
-            case int(worker):
-                self._worker_said(worker, message)
-            case str(agent):
-                self._agent_said(agent, message)
-            case None if isinstance(message, m.Hello | m.AgentHello):
-                self._opened(channel, message)
-            case None:
-                pass  # of somebody who was struck off
+    def _said(self, channel: Channel, came: Numbered) -> None:
+        peer = self._registry.peer_at(channel)
+        if peer is None or not self._registry.take(peer, came):
+            return  # of somebody who was struck off, or said before
+        if isinstance(peer, int):
+            self._worker_said(peer, came.message, came.number)
+        else:
+            self._registry.is_safe(peer, came.number)
+            self._agent_said(peer, came.message)
 
     def _agent_said(self, agent: str, message: m.AnyMessage) -> None:
         match message:
+            case m.AgentHello(agent=said_by) if said_by == agent:
+                self._agents.listens(agent)
+                listens = e.AgentListens(agent, message.host, message.pid)
+                self._feed(listens)
             case m.Warned(agent=said_by) if said_by == agent:
                 self._agent_warned(message)
             case m.LaunchEnded(agent=said_by) if said_by == agent:
                 self._agents.heard(message)
             case m.WorkerEnded(agent=said_by) if said_by == agent:
                 self._endings[message.worker] = message.how
-                if message.worker in self._unexplained:
+                if message.worker in self._registry.away():
                     self._worker_gone(message.worker, message.how)
             case _:
                 log.warning("agent %s: unexpected %s", agent, message)
-                self._registry.drop(agent)
+                self._registry.drop(agent, "it has said what agents do not say")
 
     def _agent_warned(self, message: m.Warned) -> None:
         """The pool finds out what the signal announces."""
@@ -301,7 +374,7 @@ class Coordinator:
         if node:
             self._services.pool.warned(node, f"SIG{message.signal}", message.at_s)
 
-    def _worker_said(self, worker: int, message: m.AnyMessage) -> None:
+    def _worker_said(self, worker: int, message: m.AnyMessage, number: int) -> None:
         if getattr(message, "worker", None) != worker:
             self._feed(e.ShellFailed(f"worker {worker} sent {message}"))
             return
@@ -314,36 +387,43 @@ class Coordinator:
                 pass
             case m.Progress():
                 self.core.handoffs.progress(message)
-            case m.Saved():
-                self._saved_or_restored(message)
-            case m.Restored():
-                self._feed(message)
+            case m.Hello() if not self.core.expects(worker):
+                self._registry.drop(worker, "it is not expected")
+            case m.Hello():
+                took = ", ".join(f"{part} {s:.2f} s" for part, s in message.boot_timings_s.items())
+                log.info("worker %d on %s has booted: %s", worker, message.host, took)
+                self._feed(message, (worker, number))
+            case m.Saved() | m.Restored():
+                self._feed(message, (worker, number))
                 self._saved_or_restored(message)
             case _ if isinstance(message, e.FromWorker):
-                self._feed(message)
+                self._feed(message, (worker, number))
             case _:
                 self._feed(e.ShellFailed(f"worker {worker}: unexpected {message.type}"))
 
     def _closed(self, channel: Channel, reason: str) -> None:
-        """A worker's agent knows better how it ended, and may say so in a moment."""
-        match self._registry.peer_at(channel):
-            case str(agent):
-                self._registry.drop(agent)
-            case int(worker):
-                how, agent = self._endings.get(worker), self.core.agents.agent_of(worker)
-                if how is not None or not agent or not self._agents.can_explain(agent):
-                    self._worker_gone(worker, how or reason)
-                elif worker not in self._unexplained:
-                    limit = Deadline.after(self._clock, EXPLAIN_S, f"the agent of worker {worker}")
-                    self._unexplained[worker] = (limit, reason)
+        """Who lives calls again. A worker's agent knows whether it does, and may say so in a
+        moment."""
+        peer = self._registry.lost(channel, reason)
+        if isinstance(peer, int) and peer in self._endings:
+            self._worker_gone(peer, self._endings[peer])
 
-    def _give_up_explanations(self) -> None:
-        for worker, (deadline, reason) in list(self._unexplained.items()):
-            if deadline.expired():
-                self._worker_gone(worker, reason)
+    def _look_at_the_away(self) -> None:
+        """Gives up who has not called again in time, or never will."""
+        limits = self._config.deadlines
+        for peer, reason in self._registry.away().items():
+            if isinstance(peer, str):
+                if self._registry.away_s(peer) > limits.coordinator_s:
+                    self._registry.drop(peer, reason)
+                continue
+            agent = self.core.agents.agent_of(peer)
+            late = self._registry.away_s(peer) > limits.heartbeat_s
+            if late or not agent or not self._agents.lives(agent):
+                self._worker_gone(peer, reason)
 
     def _worker_gone(self, worker: int, reason: str) -> None:
-        self._unexplained.pop(worker, None)
+        self._endings.pop(worker, None)
+        self._registry.drop(worker, reason)
         self._feed(e.WorkerGone(worker, reason))
 
     # ---- checkpoints
@@ -391,7 +471,7 @@ class Coordinator:
         event = self._inbox.get(TICK_S)
         if event is not None:
             self._dispatch(event)
-        self._give_up_explanations()
+        self._look_at_the_away()
 
     def _working(self) -> bool:
         """Whether an agent whose workers had all come still runs."""

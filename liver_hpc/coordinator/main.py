@@ -23,8 +23,9 @@ from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.connections import Control
 from liver_hpc.coordinator.derivation import checked_recipe, task_words
-from liver_hpc.coordinator.loop import Coordinator
+from liver_hpc.coordinator.loop import Coordinator, new_core
 from liver_hpc.coordinator.performer import Services
+from liver_hpc.coordinator.takeover import Left, what_is_left
 from liver_hpc.errors import ConfigError
 from liver_hpc.host.process import raise_descriptor_limit
 from liver_hpc.recipes.base import Recipe
@@ -36,6 +37,7 @@ from liver_hpc.report.store import METRICS_FILE, write_metrics
 from liver_hpc.run.codec import memory_of
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, read_entries
+from liver_hpc.run.epoch import Superseded
 from liver_hpc.run.events import Memory
 from liver_hpc.run.journal import Journal
 from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome, open_log
@@ -98,12 +100,17 @@ def run_coordinator(directory: Path, control: Control, build: Build = services_o
     """Runs the run in a directory to its end; how it ended, which `outcome.json` there says too,
     unless the disk is full.
 
-    Needs `run.yaml`; makes the secret where there is none; goes on from a checkpoint that it finds.
+    Needs `run.yaml`; makes the secret where there is none; goes on with workers that a killed
+    coordinator has left, or from a checkpoint that it finds. Raises Superseded where another
+    coordinator has taken over, and leaves all to that one.
     """
     raise_descriptor_limit()
     with ExitStack() as stack:
         try:
             outcome = _run(directory, build, control, stack)
+        except Superseded as error:
+            log.warning("%s", error)
+            raise
         except Exception as error:
             log.exception("the coordinator failed")
             outcome = Outcome("failed", f"{type(error).__name__}: {error}", 0)
@@ -125,6 +132,7 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
     secret_path = directory / "secret"
     secret = read_secret(secret_path) if secret_path.exists() else create_secret(secret_path)
     coordinator: Coordinator | None = None
+    journal = directory / JOURNAL_FILE
 
     def identity() -> str:
         return coordinator.core.identity() if coordinator is not None else "start"
@@ -135,7 +143,8 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
     while True:
         memory = coordinator.core.memory if coordinator is not None else _memory(directory)
         services = build(config, directory, secret)
-        coordinator = Coordinator(config, directory, secret, services, control, memory)
+        left = _left(journal, config, services) if coordinator is None else None
+        coordinator = Coordinator(config, directory, secret, services, control, left or memory)
         resumed = newest_step(checkpoints)
         outcome = coordinator.run()
         if outcome.state != "restart":
@@ -147,6 +156,17 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
             reason = f"restarted {in_vain} times in vain: {outcome.reason}"
             return Outcome("failed", reason, outcome.step)
         log.info("restarts after step %d: %s", outcome.step, outcome.reason)
+
+
+def _left(journal: Path, config: RunConfig, services: Services) -> Left | None:
+    """What a coordinator has left that was killed, and that can be gone on with."""
+    if not journal.exists():
+        return None
+    try:
+        return what_is_left(journal, lambda: new_core(config, services))
+    except ConfigError as error:
+        log.error("no coordinator can take over, the run begins again: %s", error)
+        return None
 
 
 def _memory(directory: Path) -> Memory:

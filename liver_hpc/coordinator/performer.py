@@ -12,7 +12,7 @@ from liver_hpc.clock import Clock
 from liver_hpc.cluster.launcher import Launcher
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.coordinator.agents import NodeAgents
-from liver_hpc.coordinator.connections import Asked, Met, WorkerRegistry
+from liver_hpc.coordinator.connections import Asked, Met, PeerRegistry
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import LiverError, MeetingError
 from liver_hpc.layout.placement import place
@@ -57,7 +57,7 @@ class Performer:
     def __init__(
         self,
         services: Services,
-        registry: WorkerRegistry,
+        registry: PeerRegistry,
         agents: NodeAgents,
         store: StoreService,
     ) -> None:
@@ -91,10 +91,12 @@ class Performer:
             case a.KillAgent():
                 self._agents.kill(action.agent)
             case a.Disconnect():
-                self._registry.drop(action.worker)
+                self._registry.drop(action.worker, "it is of no more use")
             case a.Answer():
                 reply = Reply(ok=action.ok, text=action.text)
-                self.requests.pop(action.number).answer.set_result(reply)
+                asked = self.requests.pop(action.number, None)
+                if asked is not None:  # else another coordinator was asked
+                    asked.answer.set_result(reply)
             case a.WantWorkers():
                 services.pool.want(action.workers)
             case a.GiveBack():

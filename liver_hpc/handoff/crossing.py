@@ -135,7 +135,7 @@ class Crossing:
         started_s = computed_s = self._clock.now_s()
         try:
             if target.world is not None:
-                scalars = scalars or self._boundary(self._limits.control_s)
+                scalars = scalars or self._boundary(self._limits.word_s)
                 started_s = self._clock.now_s()
                 gradients.append(target.world.forward_backward(scalars.step))
                 computed_s = self._clock.now_s()
@@ -154,7 +154,7 @@ class Crossing:
         """The same with the memory of one world: gradients are dead at the boundary, and in their
         room one kind of state after the other changes over. Then the target's come to be."""
         target, limits = self._target, self._limits
-        waits_s = limits.boundary_s + 2 * limits.transfer_s + limits.control_s
+        waits_s = limits.boundary_s + 2 * limits.transfer_s + limits.word_s
         scalars = self._boundary(waits_s)  # from here on the way back is the checkpoint
         self._free(GRADIENT)
         parts = []
@@ -230,7 +230,7 @@ class Crossing:
         return boundary.scalars
 
     def _verdict(self) -> m.Verdict:
-        limit_s = self._limits.transfer_s + self._limits.control_s
+        limit_s = self._limits.transfer_s + self._limits.word_s
         verdict: m.Verdict = self._session.wait(
             m.Verdict, limit_s, "the coordinator's verdict on the handoff"
         )

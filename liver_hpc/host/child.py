@@ -36,6 +36,7 @@ PR_SET_PDEATHSIG = 1
 
 _START_S = 30.0
 _KILL_S = 5.0
+_MARK = "LIVER_CHILD_"
 _SET = "1"  # what a mark is set to
 
 # Runs in an interpreter of its own between the parent and the command: the parent may have
@@ -62,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 def new_mark() -> str:
     """The name of a variable that no other child has in its environment."""
-    return f"LIVER_CHILD_{secrets.token_hex(8)}"
+    return f"{_MARK}{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,29 @@ class Adopted:
         """To nobody once it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signum)
+
+
+class Foreign(Adopted):
+    """A process that is nobody's child here: how it ended is not known, and taken for a kill."""
+
+    def poll(self) -> int | None:
+        if self._code is None and select.select([self._end], [], [], 0)[0]:
+            self._code = -signal.SIGKILL
+            os.close(self._end)
+        return self._code
+
+
+def started_as(pid: int) -> str:
+    """The mark of a process that another one has started as a `Child`. Raises LiverError where it
+    has none, as it has ended."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+    except OSError as error:
+        raise LiverError(f"process {pid}: {error.strerror}") from error
+    marks = [each.partition("=")[0] for each in environ if each.startswith(_MARK)]
+    if not marks:
+        raise LiverError(f"process {pid} has no mark")
+    return marks[-1]  # those before it are those of processes above
 
 
 class Child:

@@ -5,13 +5,16 @@ short-lived child meet the rendezvous over MPI (`joiner_process`), gives each wo
 coordinator's address. The first time it then opens a control channel of its own. Whatever ends the
 agent ends its workers; one worker's end does not touch the others.
 
-With --stay it takes further launches over that channel, until it is told to end or the coordinator
-is gone; started without slots, it meets at once, for itself. Without, it ends with the workers of
-its first launch. The workers of all launches are forked from one warm process, unless the run file
-has workers.warm off.
+With --stay it takes further launches over that channel, until it is told to end, or no coordinator
+has talked to it for `deadlines.coordinator_s`; started without slots, it meets at once, for itself.
+Without, it ends with the workers of its first launch. The workers of all launches are forked from
+one warm process, unless the run file has workers.warm off.
 
 With --warnings, SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the coordinator; before the
 channel stands, and without the option, they end the agent.
+
+Until then, or with --warnings, it ends with its parent. Later a coordinator's end is not its own:
+another one may come.
 
 Exit codes: the workers' worst one (128 + n for signal n), 0 when told to end by the coordinator,
 128 + n when ended by signal n (which also stands for the end of the parent), and those of
@@ -50,7 +53,8 @@ from liver_hpc.node.launch import EXIT_FAILED, Around, Launch
 from liver_hpc.node.workers import WARNINGS, BootError, WorkerPlan, workers_environment
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.base import Answer
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
+from liver_hpc.rendezvous.conversation import Line
+from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.secret import read_secret
 
 EXIT_COORDINATOR_GONE = 89
@@ -58,7 +62,7 @@ EXIT_COORDINATOR_GONE = 89
 
 _WARM_MODULE = "liver_hpc.worker.warm"
 
-News = Answer | Channel | LiverError
+News = Answer | m.AnyMessage | LiverError
 
 log = logging.getLogger(__name__)
 
@@ -109,10 +113,9 @@ class Agent:
         self._code = 0  # the worst of the launches that have ended
         self._warms = config.workers.warm and not plan.stand_in
         self._warm: WarmProcess | None = None
-        self._dials = False
-        self._channel: Channel | None = None  # as long as it stands
-        self._early: list[m.WorkerEnded | m.LaunchEnded] = []  # before it stands
-        self._alone: Deadline | None = None  # once the coordinator is gone
+        self._line: Line | None = None  # once it has met
+        self._early: list[m.WorkerEnded | m.LaunchEnded] = []  # before that
+        self._alone: Deadline | None = None  # once there is no coordinator any more
 
     def run(self) -> int:
         """The agent's exit code, or SystemExit with it where the agent is told to stop."""
@@ -134,7 +137,7 @@ class Agent:
         """Does what follows from what has happened; whether there is more to wait for."""
         for name, launch in list(self._launches.items()):
             self._look_at(name, launch)
-        stays = self._plan.stays and self._dials and self._alone is None
+        stays = self._plan.stays and self._line is not None and self._alone is None
         return stays or bool(self._launches)
 
     def _end_all(self) -> None:
@@ -144,8 +147,8 @@ class Agent:
             launch.end(self._limits.exit_s)
         if self._warm is not None:
             self._warm.end(0.0)
-        if self._channel is not None:
-            self._channel.close()
+        if self._line is not None:
+            self._line.close()
 
     def _heed(self, signals: set[signal.Signals]) -> None:
         """From now on each of them writes its number to what the selector looks at."""
@@ -160,10 +163,17 @@ class Agent:
         parent = os.getppid()
         with contextlib.suppress(OSError):  # it has ended, or is outside of our PID namespace
             end = os.pidfd_open(parent)
-            orphaned = partial(self._signalled, self._orphaned)
-            self._selector.register(end, selectors.EVENT_READ, orphaned)
+            self._selector.register(end, selectors.EVENT_READ, partial(self._parent_ended, end))
         if os.getppid() != parent:
             self._signalled(self._orphaned)
+
+    def _parent_ended(self, end: int) -> None:
+        self._selector.unregister(end)
+        os.close(end)
+        if self._line is None or self._warnings:
+            self._signalled(self._orphaned)
+        else:
+            log.info("the coordinator that has started this agent has ended")
 
     def _turn(self) -> None:
         """Waits for the next events and deals with them. Raises SystemExit."""
@@ -178,7 +188,7 @@ class Agent:
                 except BootError as error:
                     self._launches[error.launch].fail(error)
 
-    def _in_thread(self, launch: str, name: str, work: Callable[[], Answer | Channel]) -> None:
+    def _in_thread(self, launch: str, name: str, work: Callable[[], Answer]) -> None:
         """Does it in a thread: signals and workers' ends are not to wait. Its result is news of a
         launch, or of none."""
 
@@ -189,10 +199,14 @@ class Agent:
             except LiverError as error:
                 news = error
             finally:
-                self._news.put((launch, news))
-                os.write(self._waker, b"\0")  # wakes like a signal's number, which it is not
+                self._tell_loop(launch, news)
 
         quiet_thread(run, name)
+
+    def _tell_loop(self, launch: str, news: News) -> None:
+        """From another thread."""
+        self._news.put((launch, news))
+        os.write(self._waker, b"\0")  # wakes like a signal's number, which it is not
 
     # ---- launches
 
@@ -280,13 +294,13 @@ class Agent:
             self._hear_of(*self._news.get())
 
     def _hear_of(self, launch: str, news: News) -> None:
-        match news:
-            case Channel():
-                self._connected(news)
-            case _ if launch in self._launches:
-                self._met(self._launches[launch], news)
-            case LiverError() if not launch:
-                self._coordinator_gone(news)
+        if launch in self._launches and isinstance(news, Answer | LiverError):
+            self._met(self._launches[launch], news)
+        elif isinstance(news, LiverError) and not launch:
+            log.info("the coordinator is gone: %s", news)
+            self._alone = Deadline.after(self._clock, self._limits.exit_s, "workers to end")
+        elif not isinstance(news, Answer | LiverError):
+            self._told(news)
 
     def _met(self, launch: Launch, news: Answer | LiverError) -> None:
         try:
@@ -294,24 +308,14 @@ class Agent:
         except LiverError as error:
             launch.fail(error)
             return
-        if isinstance(news, Answer) and not self._dials:
-            self._dials = True
-            address, limit_s = (news.control_host, news.control_port), self._limits.control_s
-            waits_for = "the coordinator's control channel"
-            dial = partial(connect, address, self._secret, limit_s, waits_for)
-            self._in_thread("", "dial", dial)
+        if isinstance(news, Answer) and self._line is None:
+            self._open_line((news.control_host, news.control_port))
 
-    def _signalled(self, signum: int) -> None:
-        name = signal.Signals(signum).name
-        if signum not in self._warnings or self._channel is None:
-            self._stop(f"stopped by {name}", 128 + signum)
-        log.info("warned by %s", name)
-        at_s = self._clock.now_s()
-        self._send(m.Warned(agent=self._name, signal=name.removeprefix("SIG"), at_s=at_s))
-
-    def _connected(self, channel: Channel) -> None:
-        self._channel = channel
-        self._selector.register(channel, selectors.EVENT_READ, partial(self._hear, channel))
+    def _open_line(self, address: tuple[str, int]) -> None:
+        """What is said from now on waits until the line stands."""
+        limits, run = self._limits, RunDirectory(self._plan.first.run_directory)
+        times_s = (limits.control_s, limits.coordinator_s)
+        self._line = Line(run, self._secret, self._call, self._clock, *times_s)
         hello = m.AgentHello(
             agent=self._name,
             host=socket.gethostname(),
@@ -319,17 +323,33 @@ class Agent:
             job=os.environ.get("SLURM_JOB_ID", ""),
             step=os.environ.get("SLURM_STEP_ID", ""),
         )
-        self._send(hello)
-        for early in self._early:
-            self._send(early)
-        log.info("the channel stands")
+        for message in (hello, *self._early):
+            self._line.send(message)
+        quiet_thread(partial(self._listen, self._line, address), "talk")
 
-    def _hear(self, channel: Channel) -> None:
+    def _listen(self, line: Line, address: tuple[str, int]) -> None:
+        """In a thread of its own, until there is no coordinator any more."""
         try:
-            message = channel.receive()
-        except ChannelClosed as error:
-            self._coordinator_gone(error)
-            return
+            line.open(address)
+            log.info("the line to the coordinator stands")
+            while True:
+                self._tell_loop("", line.receive())
+        except LiverError as error:
+            self._tell_loop("", error)
+
+    def _call(self, heard: int, epoch: int) -> m.Calls:
+        return m.Calls(agent=self._name, heard=heard, epoch=epoch, launches=tuple(self._launches))
+
+    def _signalled(self, signum: int) -> None:
+        name = signal.Signals(signum).name
+        if signum not in self._warnings or self._line is None:
+            self._stop(f"stopped by {name}", 128 + signum)
+        log.info("warned by %s", name)
+        at_s = self._clock.now_s()
+        self._line.send(m.Warned(agent=self._name, signal=name.removeprefix("SIG"), at_s=at_s))
+
+    def _told(self, message: m.AnyMessage) -> None:
+        """By the coordinator."""
         match message:
             case m.Exit():
                 self._stop(f"told to end: {message.reason}", 0)
@@ -341,7 +361,7 @@ class Agent:
                     log.info("told to end launch %s: %s", message.launch, message.reason)
                     self._launches[message.launch].stop(0, message.at_once)
             case _:
-                log.warning("%s: unexpected %s", channel.peer, message.type)
+                log.warning("the coordinator: unexpected %s", message.type)
 
     def _plan_of(self, order: m.StartWorkers) -> WorkerPlan:
         first = self._plan.first
@@ -349,25 +369,10 @@ class Agent:
         return replace(first, launch=order.launch, slots=order.slots, command=command)
 
     def _tell_of(self, ended: m.WorkerEnded | m.LaunchEnded) -> None:
-        if self._channel is None:
+        if self._line is None:
             self._early.append(ended)
         else:
-            self._send(ended)
-
-    def _send(self, message: m.FromAgent) -> None:
-        if self._channel is not None:
-            try:
-                self._channel.send(message)
-            except ChannelClosed as error:
-                self._coordinator_gone(error)
-
-    def _coordinator_gone(self, error: LiverError) -> None:
-        log.info("the coordinator is gone: %s", error)
-        if self._channel is not None:
-            self._selector.unregister(self._channel)
-            self._channel.close()
-            self._channel = None
-        self._alone = Deadline.after(self._clock, self._limits.exit_s, "workers to end")
+            self._line.send(ended)
 
 
 def parse_options(arguments: list[str] | None = None) -> AgentPlan:

@@ -91,7 +91,7 @@ class NodeWorkers:
     """Registers what is to be waited for with `selector`, with a function to be called then.
 
     These raise BootError as long as no ids were handed out. From then on `report` is called for
-    every worker that does not end well, with its id and how it ended. All in one thread.
+    every worker that ends, with its id and how it ended. All in one thread.
 
     cold: called with the reason where a warm process does not fork. polite: the signal by which
     workers are asked to end.
@@ -214,9 +214,8 @@ class NodeWorkers:
                 self._listen(worker)  # it may have said why
             raise BootError(self._plan.launch, self._obituary(worker, "ended in boot"))
         log.info("worker %d ended: %s", worker.index, worker.process.how())
-        if code != 0:
-            name = self._plan.log_of(worker.index).name
-            self._report(worker.number, f"{worker.process.how()}; see logs/{name}")
+        name = self._plan.log_of(worker.index).name
+        self._report(worker.number, f"{worker.process.how()}; see logs/{name}")
 
     def _heard_of(self, waited_for: socket.socket | Child) -> None:
         """Nothing more is to be heard of it."""

@@ -125,6 +125,29 @@ class _InWorld(_OfWorker, _OfWorld):
 # ---- worker -> coordinator
 
 
+class Calls(Message, type="calls"):
+    """What each connection of a worker, or of an agent, to a coordinator begins with; answered with
+    Hears, or with Exit where the caller is of no use (any more).
+
+    heard: the number of the last message that the caller has taken. epoch: the newest coordinator
+    that it has heard of. launches: those that run under an agent.
+    """
+
+    worker: int | None = None
+    agent: str = ""
+    heard: int = 0
+    epoch: int = 0
+    launches: tuple[str, ...] = ()
+
+
+class Hears(Message, type="hears"):
+    """From coordinator `epoch`, which has taken the caller's messages up to `heard`: first, and now
+    and then, so that the caller need not keep them."""
+
+    heard: int
+    epoch: int
+
+
 class Hello(_OfWorker, type="hello"):
     """First message of a worker: it has booted and is ready to PREPARE.
 
@@ -466,7 +489,7 @@ class EndWorkers(Message, type="end_workers"):
 
 
 class AgentHello(Message, type="agent_hello"):
-    """First message of an agent on its own channel, after the rendezvous. job, step: Slurm's."""
+    """First message of an agent, after the rendezvous. job, step: Slurm's."""
 
     agent: str
     host: str
@@ -484,7 +507,7 @@ class Warned(Message, type="warned"):
 
 
 class WorkerEnded(Message, type="worker_ended"):
-    """A worker of this agent did not end well. how: "signal 9", "exit code 1", and its log."""
+    """A worker of this agent has ended. how: "signal 9", "exit code 1", and its log."""
 
     agent: str
     worker: int
@@ -587,7 +610,7 @@ ToAgent = StartWorkers | EndWorkers | Exit
 FromAgent = AgentHello | Warned | WorkerEnded | LaunchEnded | KeeperHello
 FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
 AnyMessage = (
-    FromWorker | ToWorker | ToAgent | FromAgent | FromOperator | Reply | YourTurn
+    Calls | Hears | FromWorker | ToWorker | ToAgent | FromAgent | FromOperator | Reply | YourTurn
     | StoreRequest | StoreReply
 )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """The control channel: protocol messages over an authenticated TCP connection, and its server.
 
-A message is its length, of four bytes, its JSON, and its seal; nothing that arrives is ever
-unpickled. Before the first one both sides prove that they hold the secret, from which the seals
-come (`rendezvous/handshake.py`). A server that has no room hangs up before its proof, and the
-client tries again.
+A message is its length, of four bytes, two numbers of eight (`Numbered`), its JSON, and its seal;
+nothing that arrives is ever unpickled. Before the first one both sides prove that they hold the
+secret, from which the seals come (`rendezvous/handshake.py`). A server that has no room hangs up
+before its proof, and the client tries again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -40,7 +41,7 @@ from liver_hpc.rendezvous.handshake import (
     welcome,
 )
 
-__all__ = ["Channel", "ChannelClosed", "ChannelRefused", "ControlServer", "connect"]
+__all__ = ["Channel", "ChannelClosed", "ChannelRefused", "ControlServer", "Numbered", "connect"]
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 STALL_S = 30.0
@@ -52,7 +53,7 @@ TELL_S = 1.0
 MOST_STRANGERS = 512
 """So many may be about to prove the secret; one more takes the place of the first of them."""
 
-_LENGTH = struct.Struct("!I")
+_HEAD = struct.Struct("!IQQ")
 _QUEUE = 4096
 _AGAIN_S = 0.1
 _TCP_OPTIONS = {
@@ -64,6 +65,15 @@ _TCP_OPTIONS = {
 _CLOSE_S = 5.0
 
 _log = logging.getLogger(__name__)
+
+
+class Numbered(NamedTuple):
+    """A message as it came. number: its own in its conversation (`conversation.py`), 0 for one that
+    has none. heard: the number up to which the sender has taken what was sent to it."""
+
+    message: AnyMessage
+    number: int
+    heard: int
 
 
 class Channel:
@@ -89,7 +99,7 @@ class Channel:
         """For a selector: readable when there is something to receive, also the end."""
         return self._socket.fileno()
 
-    def send(self, message: AnyMessage) -> None:
+    def send(self, message: AnyMessage, number: int = 0, heard: int = 0) -> None:
         """Sends one message, whole; from any thread.
 
         Raises ChannelClosed, and ProtocolError for a message over MAX_MESSAGE_BYTES.
@@ -99,8 +109,8 @@ class Channel:
             raise ProtocolError(
                 f"{message.type} to {self.peer}: {len(data)} bytes, at most {MAX_MESSAGE_BYTES}"
             )
-        size = _LENGTH.pack(len(data))
-        self._write(lambda: size + data + self._seal.next(size, data))
+        head = _HEAD.pack(len(data), number, heard)
+        self._write(lambda: head + data + self._seal.next(head, data))
 
     def _write(self, made: Callable[[], bytes]) -> None:
         """made: called once it is this message's turn."""
@@ -114,6 +124,10 @@ class Channel:
         raise self._closed_error()
 
     def receive(self, timeout_s: float | None = None) -> AnyMessage:
+        """The next message, whatever its number; see `receive_numbered`."""
+        return self.receive_numbered(timeout_s).message
+
+    def receive_numbered(self, timeout_s: float | None = None) -> Numbered:
         """The next message; None waits until there is one or the channel ends.
 
         Raises DeadlineError after `timeout_s`, and ChannelClosed at the end of the channel, which
@@ -123,13 +137,13 @@ class Channel:
             with self._reading:
                 if not self._is_readable(timeout_s):
                     raise DeadlineError(f"waited {timeout_s:g} s for a message from {self.peer}")
-                head = self._read(_LENGTH.size)
-                (size,) = _LENGTH.unpack(head)
+                head = self._read(_HEAD.size)
+                size, number, heard = _HEAD.unpack(head)
                 data = self._read(size) if size <= MAX_MESSAGE_BYTES else b""
                 seal = self._read(SEAL_BYTES) if size <= MAX_MESSAGE_BYTES else b""
                 sealed = bool(seal) and hmac.compare_digest(seal, self._their_seal.next(head, data))
             if sealed:
-                return decode(data)
+                return Numbered(decode(data), number, heard)
             reason = f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES}"
             if seal:
                 reason = "a message that was changed, repeated or left out on its way"

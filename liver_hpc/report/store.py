@@ -45,7 +45,7 @@ def read_journal(path: Path) -> RunRecords:
     tables: dict[str, list[Any]] = {name: [] for name in TABLES}
     attributes: dict[str, str] = {}
     steps = tables["steps"]
-    for number, _, event, actions in read_entries(path):
+    for number, _, event, actions, _ in read_entries(path):
         try:
             kind = event["type"]
             if kind == STEP_DONE:

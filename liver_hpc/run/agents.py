@@ -257,6 +257,18 @@ class Agents:
         agent = None if worker in self._leave_by else self._workers.get(worker)
         return "" if agent is None else agent.name
 
+    def running(self) -> list[str]:
+        """Those of which something may run."""
+        return [agent.name for agent in self._agents.values() if agent.exit_code is None]
+
+    def end_again(self) -> None:
+        """Who was told to end may not have heard it."""
+        for agent in self._agents.values():
+            if agent.killed:
+                self._out.append(a.KillAgent(agent.name))
+            elif agent.end_by is not None:
+                self._out.append(a.EndAgent(agent.name, "it is of no more use"))
+
     def listens(self, name: str) -> None:
         """An agent that is of no more use is told so as soon as it can be told anything."""
         agent = self._agents.get(name)

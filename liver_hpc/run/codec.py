@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
+from liver_hpc.errors import ConfigError
 from liver_hpc.run.actions import Action, Record
 from liver_hpc.run.entries import Entry
 from liver_hpc.run.events import Event, Memory
@@ -30,6 +31,20 @@ def encode(item: Event | Action) -> dict[str, Any]:
         row = to_jsonable_python(item.row)
         return {"type": "record", "table": _TABLES[type(item.row)], "row": row}
     return {"type": name_of(type(item)), **to_jsonable_python(item)}
+
+
+_EVENTS = {name_of(kind): TypeAdapter[Event](kind) for kind in get_args(Event)}
+
+
+def decode_event(values: Mapping[str, Any]) -> Event:
+    """The event that `encode` was given; raises ConfigError for anything else."""
+    kind = _EVENTS.get(str(values.get("type")))
+    if kind is None:
+        raise ConfigError(f"an event of type {values.get('type')!r} is not known")
+    try:
+        return kind.validate_python(values)
+    except ValidationError as error:
+        raise ConfigError(f"event {values.get('type')!r}: {error.errors()[0]['msg']}") from error
 
 
 def memory_of(entries: Iterable[Entry]) -> Memory:

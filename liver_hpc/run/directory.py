@@ -28,12 +28,14 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class CoordinatorAddress:
-    """coordinator.json: where the coordinator listens; its process id, on the host `hostname`."""
+    """coordinator.json: where the coordinator listens; its process id, on the host `hostname`.
+    epoch: the run's coordinators are numbered; the highest is the one that counts."""
 
     host: str
     port: int
     pid: int
     hostname: str = ""
+    epoch: int = 0
 
     @property
     def is_here(self) -> bool:

@@ -3,10 +3,10 @@
     {"n":17,"t":1763.125,"event":{"type":...},"actions":[{"type":...}],"crc":"1a2b3c4d"}
 
 n counts the entries from 0 over all restarts of the run; t is in epoch seconds; "actions" is left
-out where there are none; crc is the CRC-32, in hex, of the line's bytes before `,"crc":`. A float
-that is not finite is the string "NaN", "Infinity" or "-Infinity". Where the disk was full for so
-long that memory could not keep all training steps, `{"type":"steps_dropped","count":8}` stands for
-the entries n to n + 7.
+out where there are none; "said" is the number of a worker's message among all of that worker's;
+crc is the CRC-32, in hex, of the line's bytes before `,"crc":`. A float that is not finite is the
+string "NaN", "Infinity" or "-Infinity". Where the disk was full for so long that memory could not
+keep all training steps, `{"type":"steps_dropped","count":8}` stands for the entries n to n + 7.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ Event = Mapping[str, Any]
 
 
 class Entry(NamedTuple):
-    """One event at `at_s` (epoch seconds) and the actions that followed from it."""
+    """One event at `at_s` (epoch seconds) and the actions that followed from it. said: its number
+    among the messages of the worker whose words it is."""
 
     number: int
     at_s: float
     event: dict[str, Any]
     actions: list[dict[str, Any]]
+    said: int = 0
 
     @property
     def last(self) -> int:
@@ -50,11 +52,15 @@ class Entry(NamedTuple):
         return self.number + int(count) - 1
 
 
-def encode(number: int, at_s: float, event: Event, actions: Sequence[Event] = ()) -> bytes:
+def encode(
+    number: int, at_s: float, event: Event, actions: Sequence[Event] = (), said: int = 0
+) -> bytes:
     """The entry's line. Raises TypeError for what JSON does not know."""
     document: dict[str, Any] = {"n": number, "t": at_s, "event": event}
     if actions:
         document["actions"] = actions
+    if said:
+        document["said"] = said
     try:
         text = _ENCODER.encode(document)
     except ValueError:
@@ -107,7 +113,9 @@ def decode(lines: Sequence[bytes], where: str, lines_before: int = 0) -> Iterato
                 f"got {got.decode('ascii', 'replace').strip()}"
             )
     for found in json.loads(b"[%s]" % b",".join(lines)):
-        yield Entry(found["n"], found["t"], found["event"], found.get("actions", []))
+        yield Entry(
+            found["n"], found["t"], found["event"], found.get("actions", []), found.get("said", 0)
+        )
 
 
 def torn_text(num_bytes: int) -> str:

@@ -128,6 +128,22 @@ class CoordinatorStarted:
 
 
 @dataclass(frozen=True)
+class TookOver:
+    """The coordinator of this start is gone, and another one, number `epoch`, has taken over while
+    training goes on. Regained follows."""
+
+    epoch: int
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Regained:
+    """All workers and agents that live have been heard of again, or had the time for it. No
+    deadline has come nearer since the last event before TookOver."""
+
+
+@dataclass(frozen=True)
 class LaunchAllowed:
     """The nodes that were held from the start are known: the first workers may be launched."""
 
@@ -143,9 +159,11 @@ class AgentMet:
 
 @dataclass(frozen=True)
 class AgentListens:
-    """An agent's own channel stands: what is said to the agent reaches it now."""
+    """An agent can be talked to; its process is `pid` on `host`."""
 
     agent: str
+    host: str = ""
+    pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -248,6 +266,7 @@ FromWorker = (
     | m.StepDone
     | m.Evaluated
     | m.Verified
+    | m.Saved
     | m.Restored
     | m.Transports
     | m.OfRecovery
@@ -258,6 +277,8 @@ Event = (
     FromWorker
     | PoolEvent
     | CoordinatorStarted
+    | TookOver
+    | Regained
     | LaunchAllowed
     | AgentMet
     | AgentListens

@@ -78,13 +78,15 @@ class Journal:
         self._thread = threading.Thread(target=self._write_what_comes, name="journal", daemon=True)
         self._thread.start()
 
-    def append(self, at_s: float, event: Event, actions: Sequence[Event] = ()) -> int:
+    def append(
+        self, at_s: float, event: Event, actions: Sequence[Event] = (), said: int = 0
+    ) -> int:
         """Takes an entry, and returns its number; never waits for the disk."""
         with self._changed:
             if self._closing:
                 raise LiverError(f"{self._path} is closed: {event.get('type')} came too late")
             number = self._next
-            line = encode(number, at_s, event, actions)
+            line = encode(number, at_s, event, actions, said)
             too_many = self._held_bytes + len(line) > self._waiting_bytes
             if too_many and event.get("type") == STEP_DONE:
                 self.dropped += 1

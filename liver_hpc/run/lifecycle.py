@@ -33,6 +33,7 @@ from liver_hpc.run.agents import Agents
 from liver_hpc.run.decide import Estimates, Place
 from liver_hpc.run.elastic import ElasticPolicy
 from liver_hpc.run.estimates import HandoffEstimator
+from liver_hpc.run.event_clock import EventClock
 from liver_hpc.run.handoffs import Handoffs
 from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.notices import NoticeBook
@@ -60,16 +61,6 @@ class RunState(StrEnum):
 
 
 STARTING, TRAINING, HANDING_OVER, RECOVERING, STOPPING, ENDED = RunState
-
-
-class EventClock:
-    """The time of the event that is being handled."""
-
-    def __init__(self) -> None:
-        self.at_s = 0.0
-
-    def now_s(self) -> float:
-        return self.at_s
 
 
 class Lifecycle:
@@ -102,7 +93,7 @@ class Lifecycle:
         workers_per_agent = config.cluster.workers_per_node
         self.agents = Agents(
             config.deadlines,
-            self._clock,
+            self._clock.present,
             self._out,
             config.workers.standby,
             agents_apart=workers_per_agent is not None,
@@ -110,7 +101,7 @@ class Lifecycle:
         self.recorder = RunRecorder(self._record, self._clock, self.agents.node_of)
         nodes = HeldNodes(self.agents, workers_per_agent)
         self.handoffs = Handoffs(
-            HandoffMachine(config.limits, self._clock, self.agents.nodes_of),
+            HandoffMachine(config.limits, self._clock.present, self.agents.nodes_of),
             nodes,
             self.recorder,
             self._handoff_ended,
@@ -373,7 +364,7 @@ class Lifecycle:
     # ---- deadlines
 
     def _set_deadline(self, limit_s: float) -> None:
-        self._deadline = Deadline.after(self._clock, limit_s, "workers")
+        self._deadline = Deadline.after(self._clock.present, limit_s, "workers")
 
     def _waits_for(self) -> str:
         if self.world is None:

@@ -39,7 +39,9 @@ class Run(Lifecycle):
 
         Whatever is wrong with an event ends the run with the reason; nothing is raised.
         """
-        self._clock.at_s = at_s
+        before_s, self._clock.at_s = self._clock.at_s, at_s
+        if isinstance(event, e.TookOver):
+            self._clock.present.absent_since_s = before_s
         state = self.state
         if not isinstance(event, e.Tick):  # of which the journal leaves out most
             self._history.append((state, event))
@@ -60,7 +62,7 @@ class Run(Lifecycle):
         """What follows from the event for nodes, launches and handoffs. A step changes none of
         that, nor does an evaluation, unless the run file asks for something after it, and there are
         many of them."""
-        of_training = isinstance(event, m.StepDone | m.Evaluated | m.Verified)
+        of_training = isinstance(event, m.StepDone | m.Evaluated | m.Verified | m.Saved)
         if self._state is ENDED or (of_training and not self.elastic.queue.waiting):
             return
         if self._state is STARTING and self._may_launch and not self._launched:
@@ -101,6 +103,11 @@ class Run(Lifecycle):
         self._may_launch = True
         if not self._launch_first():
             self._note(f"waiting for nodes; held: {self.elastic.nodes.describe()}")
+
+    def _regained(self, event: e.Regained) -> None:
+        absent_s = self._clock.present.goes_on()
+        self._note(f"another coordinator has taken over; there was none for {absent_s:.1f} s")
+        self.agents.end_again()
 
     def _launch_failed(self, event: e.LaunchFailed) -> None:
         generation, workers = self.agents.launch_failed(event.agents, event.lost)
@@ -392,6 +399,8 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
     **_in(
         OPEN,
         {
+            e.TookOver: lambda run, event: None,
+            e.Regained: Run._regained,
             e.NodeGranted: lambda run, event: run.elastic.granted(event, run.world is None),
             e.NodeWarned: Run._node_warned,
             e.NodeGone: Run._node_gone,
@@ -434,6 +443,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
             m.Evaluated: Run._evaluated,
             m.Verified: Run._verified,
             m.Finished: Run._finished,
+            m.Saved: lambda run, event: None,  # what it comes to is found out elsewhere
             **dict.fromkeys(get_args(m.OfAttempt), Run._of_attempt),
         },
     ),

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from liver_hpc.clock import Clock, Deadline
+from liver_hpc.clock import Deadline
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout, RankMap
@@ -21,6 +21,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.run import actions as a
 from liver_hpc.run.elastic import ElasticPolicy
+from liver_hpc.run.event_clock import EventClock
 from liver_hpc.run.records import RecoveryRecord
 from liver_hpc.run.salvage import Salvage, difference, newest
 
@@ -68,7 +69,7 @@ class Recoveries:
     def __init__(
         self,
         config: RunConfig,
-        clock: Clock,
+        clock: EventClock,
         elastic: ElasticPolicy,
         out: list[a.Action],
         owes_evaluation: Callable[[int], bool],
@@ -284,7 +285,7 @@ class Recoveries:
         self._ended(f"{now.reason}; {why}")
 
     def _wait(self, limit_s: float) -> None:
-        self.deadline = Deadline.after(self._clock, limit_s, "a recovery")
+        self.deadline = Deadline.after(self._clock.present, limit_s, "a recovery")
 
 
 def _told(held: Iterable[m.HeldSnapshot]) -> str:

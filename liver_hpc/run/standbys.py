@@ -5,12 +5,13 @@ Once booted they are as joiners that were kept (`agents.py`): the next handoff t
 
 from __future__ import annotations
 
-from liver_hpc.clock import Clock, Deadline
+from liver_hpc.clock import Deadline
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import Rehearse
 from liver_hpc.run import actions as a
 from liver_hpc.run.agents import STANDBY
+from liver_hpc.run.event_clock import EventClock
 from liver_hpc.run.nodes import HeldNodes
 
 MOST_FAILURES = 4
@@ -24,7 +25,7 @@ class Standbys:
     """
 
     def __init__(
-        self, config: RunConfig, clock: Clock, nodes: HeldNodes, out: list[a.Action]
+        self, config: RunConfig, clock: EventClock, nodes: HeldNodes, out: list[a.Action]
     ) -> None:
         self._wanted = config.workers.standby
         self._policy = config.policy
@@ -62,7 +63,7 @@ class Standbys:
         missing = self._wanted - len(self._agents.spare(clearing=True))
         seats = self._nodes.standby_seats(missing) if self._failures < MOST_FAILURES else []
         if seats:
-            self._boot_by = Deadline.after(self._clock, self._boot_s, "standbys to boot")
+            self._boot_by = Deadline.after(self._clock.present, self._boot_s, "standbys to boot")
             self._agents.launch(STANDBY, layout, seats)
 
     def failed(self, reason: str) -> None:

@@ -21,7 +21,8 @@ from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.recipes.specs import load_workers_recipe
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
+from liver_hpc.rendezvous.channel import ChannelClosed, connect
+from liver_hpc.rendezvous.conversation import Line
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.secret import read_secret
 from liver_hpc.worker.holder import LeftWorld
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_COORDINATOR_GONE = 4
-"""Exit status of a worker whose control channel closed."""
+"""Exit status of a worker that no coordinator has talked to for `deadlines.coordinator_s`."""
 
 
 class Worker:
@@ -49,7 +50,7 @@ class Worker:
 
     _worker: int
     _address: tuple[str, int]
-    _channel: Channel
+    _line: Line
     _trainer: Trainer
 
     def __init__(self, run_directory: Path, layout: Layout, device: Device) -> None:
@@ -81,7 +82,16 @@ class Worker:
     def serve(self, worker: int, address: tuple[str, int]) -> NoReturn:
         """Serves the coordinator at `address` until it says Exit, which ends the process."""
         self._worker, self._address = worker, address
-        self._channel = self._connect("the coordinator's control channel")
+        limits = self._config.deadlines
+        self._line = Line(
+            self._run,
+            self._secret,
+            lambda heard, epoch: m.Calls(worker=worker, heard=heard, epoch=epoch),
+            self._clock,
+            limits.control_s,
+            limits.coordinator_s,
+        )
+        self._line.open(address)
         install_sentinel(worker)
         self._trainer = Trainer(
             WorkerContext(
@@ -172,25 +182,26 @@ class Worker:
         world.close()
         self._device.return_free_memory()
 
-    def _connect(self, waits_for: str) -> Channel:
-        return connect(self._address, self._secret, self._config.deadlines.control_s, waits_for)
-
     def _open_store(self) -> ControlStore:
-        channel = self._connect("the coordinator's store")
-        return ControlStore(channel, self._config.deadlines.prepare_s)
+        """At the coordinator that there is: another one knows nothing of the store."""
+        limits, found = self._config.deadlines, self._run.coordinator()
+        address = self._address if found is None else (found.host, found.port)
+        waits_for = "the coordinator's store"
+        channel = connect(address, self._secret, limits.control_s, waits_for)
+        return ControlStore(channel, limits.prepare_s)
 
     def _send(self, message: m.FromWorker) -> None:
-        try:
-            self._channel.send(message)
-        except ChannelClosed as error:
-            self._coordinator_gone(error)
+        if isinstance(message, m.Progress):
+            self._line.tell(message)
+        else:
+            self._line.send(message)
 
     def _coordinator_gone(self, error: ChannelClosed) -> NoReturn:
         log.error("the coordinator is gone: %s", error)
         leave(EXIT_COORDINATOR_GONE)
 
     def _serve_control(self) -> None:
-        """The control thread; a worker that no longer hears the coordinator must not train on."""
+        """The control thread; a worker that no longer hears any coordinator must not train on."""
         try:
             while True:
                 self._listen()
@@ -204,9 +215,9 @@ class Worker:
         """Routes a message, and ends the process when told to; a heartbeat while there is none, for
         a machine may vanish without closing its sockets."""
         try:
-            message = self._channel.receive(self._config.deadlines.heartbeat_s / 4)
+            message = self._line.receive(self._config.deadlines.heartbeat_s / 4)
         except DeadlineError:
-            self._send(m.Heartbeat(worker=self._worker, step=self._trainer.step))
+            self._line.tell(m.Heartbeat(worker=self._worker, step=self._trainer.step))
             return
         if isinstance(message, m.Exit):
             log.info("exit: %s", message.reason)

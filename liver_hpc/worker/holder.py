@@ -146,7 +146,7 @@ class WorldHolder:
         context, generation = self._context, self._generation
         if self._halting < generation:
             context.send(m.Broken(worker=context.worker, generation=generation, reason=why))
-        deadline = Deadline.after(context.clock, self._limits.control_s, f"word after {why}")
+        deadline = Deadline.after(context.clock, self._limits.word_s, f"word after {why}")
         while self._halting < generation:
             self._told_to_halt.clear()
             if self._halting < generation and not self._told_to_halt.wait(deadline.remaining_s()):

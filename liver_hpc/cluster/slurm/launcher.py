@@ -1,7 +1,7 @@
 """Agents as steps of Slurm jobs: one srun for every agent, a child of this process.
 
-srun is only the messenger. Whether an agent has ended is asked of Slurm too: a step outlives a
-killed srun, and srun calls the loss of a node success.
+srun is only the messenger, and outlives a coordinator that is killed. Whether an agent has ended is
+asked of Slurm too: a step outlives a killed srun, and srun calls the loss of a node success.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _IMMEDIATE_S = 5
 _CLOSE_MARGIN_S = 10.0
 _SRUN_END_S = 5.0
 _LOOK_S = 0.2
+_ADOPTED_LOOK_S = 2.0
 _CREATE_S = 60.0
 _RETRY_S = 5.0
 _STEP_GRACE_S = 2.0
@@ -74,7 +75,7 @@ def slurm_launcher(
         command = Command(
             f"srun of agent {launch.agent}",
             [*srun_words(held, name, launch.seat.node), *agent],
-            orphan_signal=signal.SIGTERM,  # an orphaned srun still ends its step
+            orphan_signal=None,  # the agent ends it, if no other coordinator takes over
             log=directory / "logs" / f"srun-{launch.agent}.log",
             apart="session",
         )
@@ -120,6 +121,7 @@ class Step(LaunchedAgent):
         assert command.log is not None
         self._log_path = command.log
         self._log_start = 0
+        self._adopted = False
         self._name = name
         self._job = job
         self._commands = commands
@@ -129,6 +131,11 @@ class Step(LaunchedAgent):
         self._log_start = self._log_path.stat().st_size if self._log_path.exists() else 0
         super()._spawn()
 
+    def _find(self, host: str, pid: int) -> bool:
+        """Whether Slurm has the step."""
+        self._adopted = bool(self._commands.steps(self._job, self._name))
+        return self._adopted
+
     # ---- in the killer's thread
 
     def _end(self) -> None:
@@ -137,13 +144,28 @@ class Step(LaunchedAgent):
             self._cancel_steps()
         except LiverError as error:
             _log.warning("agent %s: its step cannot be cancelled yet: %s", self.agent, error)
-        if not self.join(_STEP_GRACE_S):
+        if not self.join(_STEP_GRACE_S) and not self._adopted:
             super()._end()
 
     # ---- in the keeper's thread
 
     def _bury(self) -> int:
-        return self._await_step(self._run())
+        return self._await_adopted() if self._adopted else self._await_step(self._run())
+
+    def _await_adopted(self) -> int:
+        """Its srun, where it still runs, is another process's: Slurm is asked. How the agent ended
+        is not known."""
+        pause = threading.Event()
+        unheard = Deadline.after(SystemClock(), self._unreachable_s, "the controller")
+        while not unheard.expired():
+            try:
+                if not self._commands.steps(self._job, self._name):
+                    return KILLED
+                unheard = Deadline.after(SystemClock(), self._unreachable_s, "the controller")
+            except LiverError as error:
+                _log.warning("agent %s: does its step run? %s", self.agent, error)
+            pause.wait(_ADOPTED_LOOK_S)
+        return KILLED
 
     def _run(self) -> int:
         """srun's exit code; srun is repeated where no controller let it begin."""

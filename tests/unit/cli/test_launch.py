@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.cli.launch import CoordinatorJob, coordinate_locally
-from liver_hpc.coordinator.connections import Control, Inbox, InboxEvent
-from liver_hpc.coordinator.hosting import HostedCoordinator
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.coordinator.connections import Control, Inbox
+from liver_hpc.coordinator.hosting import MOST_KILLED_IN_VAIN, HostedCoordinator
 from liver_hpc.errors import LiverError
 from liver_hpc.run.directory import RunDirectory, create_run_directory
+from liver_hpc.run.epoch import Superseded
 from liver_hpc.run.events import StopSignalled
 from liver_hpc.run.outcome import Outcome
 from tests.unit.cli.test_run_here import PLAYED
@@ -77,12 +79,54 @@ def hangs() -> Iterator[Ends]:
 
     def run(directory: Path) -> Outcome | None:
         (directory / "coordinator.json").write_text("{}")
-        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getppid(), signal.SIGUSR2)
         over.wait(LIMIT_S)
         return None
 
     yield run
     over.set()
+
+
+def test_a_coordinator_that_is_killed_is_followed_by_another_one(
+    coordinator: Coordinator, asked: Path
+) -> None:
+    def ends(directory: Path) -> Outcome:
+        lives = sorted(directory.glob("life-*"))
+        (directory / f"life-{len(lives)}").touch()
+        if len(lives) < 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Outcome("finished", "at last", 3)
+
+    coordinator(ends)
+    run = a_run(requeue=True)
+    assert CoordinatorJob()(str(run.path)) == 0
+    assert len([*run.path.glob("life-*")]) == 3
+
+
+def test_one_that_is_killed_again_and_again_is_the_end(
+    coordinator: Coordinator, asked: Path
+) -> None:
+    def ends(directory: Path) -> Outcome:
+        (directory / f"life-{os.getpid()}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    coordinator(ends)
+    run = a_run(requeue=True)
+    with pytest.raises(LiverError, match="ended without an outcome"):
+        CoordinatorJob()(str(run.path))
+    assert len([*run.path.glob("life-*")]) == MOST_KILLED_IN_VAIN + 1
+
+
+def test_one_that_was_superseded_waits_for_the_end_of_the_run(
+    coordinator: Coordinator, asked: Path
+) -> None:
+    def ends(directory: Path) -> Outcome:
+        Outcome("finished", "by the other one", 3).write(directory)
+        raise Superseded(1)
+
+    coordinator(ends)
+    assert CoordinatorJob()(str(a_run(requeue=True).path)) == 0
 
 
 def test_a_job_whose_run_has_failed_fails(coordinator: Coordinator, asked: Path) -> None:
@@ -164,7 +208,7 @@ def test_a_coordinator_that_ends_in_the_window_has_the_last_word(
     reason = "its job is about to end; checkpoint of step 3"
 
     def ends(directory: Path) -> Outcome:
-        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getppid(), signal.SIGUSR2)
         outcome = Outcome("stopped", reason, 3)
         outcome.write(directory)
         return outcome
@@ -178,23 +222,23 @@ def test_a_coordinator_that_ends_in_the_window_has_the_last_word(
 
 
 def test_a_cancelled_job_stops_its_run(coordinator: Coordinator, asked: Path) -> None:
-    told = threading.Event()
-    stop = HostedCoordinator.stop
-
     def ends(directory: Path) -> Outcome:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert told.wait(LIMIT_S)
+        os.kill(os.getppid(), signal.SIGTERM)
+        deadline = Deadline.after(SystemClock(), LIMIT_S, "the parent to hear it")
+        poll_until(lambda: (directory / "told").exists(), deadline)
         return Outcome("stopped", "SIGTERM", 3)
+
+    stop, run = HostedCoordinator.stop, a_run(requeue=True)
 
     def stopped(hosted: HostedCoordinator, why: str) -> None:
         stop(hosted, why)
         assert why == "SIGTERM"
-        told.set()
+        (run.path / "told").touch()
 
     coordinator(ends)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostedCoordinator, "stop", stopped)
-        assert CoordinatorJob()(str(a_run(requeue=True).path)) == 0
+        assert CoordinatorJob()(str(run.path)) == 0
 
 
 @pytest.mark.usefixtures("asked")
@@ -202,13 +246,11 @@ def test_a_cancelled_job_stops_its_run(coordinator: Coordinator, asked: Path) ->
 def test_a_signal_to_a_local_job_stops_its_run(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[InboxEvent | None] = []
-
     def signalled(directory: Path, control: Control) -> Outcome:
-        os.kill(os.getpid(), number)
+        os.kill(os.getppid(), number)
         inbox = Inbox()
         control.reach(inbox)
-        heard.append(inbox.get(LIMIT_S))
+        Outcome("stopped", str(inbox.get(LIMIT_S)), 0).write(directory)
         return Outcome("stopped", "test", 0)
 
     module = types.ModuleType("liver_hpc.coordinator.main")
@@ -216,5 +258,7 @@ def test_a_signal_to_a_local_job_stops_its_run(
     monkeypatch.setitem(sys.modules, "liver_hpc.coordinator.main", module)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert coordinate_locally(str(tmp_path), None) == 0
-    assert heard == [StopSignalled(number.name)]
+    heard = RunDirectory(tmp_path).last_outcome()
+    assert heard is not None
+    assert heard.reason == str(StopSignalled(number.name))
     assert "CUDA_VISIBLE_DEVICES" not in os.environ

@@ -10,7 +10,7 @@ import pytest
 from liver_hpc.clock import FakeClock
 from liver_hpc.cluster.launcher import KILLED
 from liver_hpc.coordinator.agents import NodeAgents
-from liver_hpc.coordinator.connections import WorkerRegistry
+from liver_hpc.coordinator.connections import PeerRegistry
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol import messages as m
@@ -42,7 +42,7 @@ class Book:
         self.clock = FakeClock()
         self.started: list[str] = []
         self.launcher = MemoryLauncher(lambda launch: self.started.append(launch.agent))
-        self.registry = WorkerRegistry(self.clock)
+        self.registry = PeerRegistry(self.clock)
         self.agents = NodeAgents(
             self.launcher, self.registry, directory, self.clock, EXIT_S, stay=stay
         )

@@ -14,8 +14,8 @@ from liver_hpc.coordinator.connections import (
     ConnectionServer,
     Inbox,
     InboxEvent,
+    PeerRegistry,
     Said,
-    WorkerRegistry,
 )
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.protocol.messages import AgentHello, Exit, Hello, Stop, ToWorker, Warned
@@ -78,7 +78,7 @@ def test_a_worker_is_told_apart_by_its_first_message(caller: Caller) -> None:
 def test_the_loop_reaches_the_agent_by_its_channel(caller: Caller) -> None:
     caller.channel.send(HELLO)
     opened = caller.next(Said)
-    registry = WorkerRegistry(FakeClock())
+    registry = PeerRegistry(FakeClock())
     assert registry.add("a7", opened.channel)
     assert not registry.add("a7", opened.channel)
     registry.send(("a7",), Exit(reason="over"))
@@ -138,7 +138,7 @@ class Line:
 
 def test_silence_is_noticed_of_each_worker_by_itself() -> None:
     clock, lines = FakeClock(), [cast(Channel, Line()) for _ in range(2)]
-    registry = WorkerRegistry(clock)
+    registry = PeerRegistry(clock)
     for worker, line in enumerate(lines):
         registry.add(worker, line)
     clock.advance(20.0)
@@ -150,7 +150,7 @@ def test_silence_is_noticed_of_each_worker_by_itself() -> None:
 
 
 def test_a_message_reaches_all_that_can_be_reached() -> None:
-    registry, lines = WorkerRegistry(FakeClock()), [Line(), Line(broken=True), Line()]
+    registry, lines = PeerRegistry(FakeClock()), [Line(), Line(broken=True), Line()]
     for worker, line in enumerate(lines):
         registry.add(worker, cast(Channel, line))
     registry.drop(2)

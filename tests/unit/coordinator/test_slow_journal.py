@@ -25,12 +25,14 @@ class SlowJournal(MemoryJournal):
 
     held = False
 
-    def append(self, at_s: float, event: Event, actions: Sequence[Event] = ()) -> int:
+    def append(
+        self, at_s: float, event: Event, actions: Sequence[Event] = (), said: int = 0
+    ) -> int:
         tell = self._tell
         if self.held:
             self._tell = lambda news: None
         try:
-            return super().append(at_s, event, actions)
+            return super().append(at_s, event, actions, said)
         finally:
             self._tell = tell
 

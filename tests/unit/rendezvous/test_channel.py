@@ -241,7 +241,7 @@ def test_a_peer_that_stands_still_within_a_message_is_given_up(
     release, ended = threading.Event(), threading.Event()
 
     def stall(channel: Channel) -> None:
-        channel._socket.sendall(struct.pack("!I", 100) + b"only this")
+        channel._socket.sendall(struct.pack("!IQQ", 100, 0, 0) + b"only this")
         release.wait(10)
         ended.set()
 
@@ -612,9 +612,9 @@ def test_what_is_no_message_closes_that_channel_alone(
     with serving() as server, connected(server) as other:
         channel = connect(server.address, SECRET, 5.0, "the server")
         if junk == "too long":
-            channel._socket.sendall(struct.pack("!I", channel_module.MAX_MESSAGE_BYTES + 1))
+            channel._socket.sendall(struct.pack("!IQQ", channel_module.MAX_MESSAGE_BYTES + 1, 0, 0))
         else:
-            size = struct.pack("!I", len(data[junk]))
+            size = struct.pack("!IQQ", len(data[junk]), 0, 0)
             sealed = size + data[junk] + channel._seal.next(size, data[junk])
             channel._write(lambda: sealed)
         with pytest.raises(ChannelClosed):

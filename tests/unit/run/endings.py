@@ -6,14 +6,14 @@ from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol import messages as m
 from liver_hpc.run import events as e
 from liver_hpc.run.actions import Ending
-from liver_hpc.run.codec import memory_of
+from liver_hpc.run.codec import decode_event, memory_of
 from liver_hpc.run.decide import MOST_LEAVES
 from liver_hpc.run.elastic import MOST_PAUSE_DOUBLINGS
 from liver_hpc.run.lifecycle import RunState
 from tests.unit.run.choices import Choices
 from tests.unit.run.outside import training_world
 from tests.unit.run.play import Play
-from tests.unit.run.replay import decode_event, differences
+from tests.unit.run.replay import differences
 from tests.unit.run.scenes import LONGEST_WAIT_S, POLICY, SCENES
 from tests.unit.run.storm import storm
 

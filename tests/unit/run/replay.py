@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from liver_hpc.errors import ConfigError
-from liver_hpc.run.codec import encode, name_of
+from liver_hpc.run.codec import decode_event, encode
 from liver_hpc.run.entries import STEPS_DROPPED, Entry, decode
 from liver_hpc.run.entries import encode as encode_entry
-from liver_hpc.run.events import CoordinatorStarted, Event
+from liver_hpc.run.events import CoordinatorStarted
 from liver_hpc.run.machine import Run
-
-EVENTS = {name_of(kind): TypeAdapter(kind) for kind in get_args(Event)}
 
 
 def plain(value: Any) -> Any:
     """A value as a reader of the journal gets it."""
     (entry,) = decode([encode_entry(0, 0.0, {"value": value})], "memory, line")
     return entry.event["value"]
-
-
-def decode_event(values: Mapping[str, Any]) -> Event:
-    """The event that `encode` was given; raises ConfigError for anything else."""
-    kind = EVENTS.get(str(values.get("type")))
-    if kind is None:
-        raise ConfigError(f"an event of type {values.get('type')!r} is not known")
-    try:
-        event: Event = kind.validate_python(values)
-    except ValidationError as error:
-        raise ConfigError(f"event {values.get('type')!r}: {error.errors()[0]['msg']}") from error
-    return event
 
 
 @dataclass(frozen=True)

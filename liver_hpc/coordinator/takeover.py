@@ -1,0 +1,123 @@
+"""What a coordinator finds that comes after one that is gone: a start that has not ended.
+
+The journal has every event that the other one took in, so a core to which they are told again
+stands where its core stood. It has what workers said, by number, and what was decided to be told
+them, in order: so a conversation with each goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from liver_hpc.errors import ConfigError
+from liver_hpc.protocol import messages as m
+from liver_hpc.rendezvous.conversation import Conversation
+from liver_hpc.run import actions as a
+from liver_hpc.run import events as e
+from liver_hpc.run.codec import decode_event, encode
+from liver_hpc.run.entries import COORDINATOR_STARTED, STEPS_DROPPED, Entry, read_entries
+from liver_hpc.run.lifecycle import STARTING
+from liver_hpc.run.machine import Run
+
+
+@dataclass
+class Left:
+    """A start whose coordinator is gone.
+
+    core: where it stands. listening: the agents that could be talked to, by name; nodes: where
+    agents were started. wanted: how many workers burst nodes were asked for. avoided: nodes that
+    operators want the run off. saved: what workers said of checkpoints that were not complete.
+    requests: how many operators had asked.
+    """
+
+    core: Run
+    listening: dict[str, e.AgentListens] = field(default_factory=dict)
+    nodes: dict[str, str] = field(default_factory=dict)
+    wanted: int = 0
+    avoided: set[str] = field(default_factory=set)
+    saved: list[m.Saved] = field(default_factory=list)
+    requests: int = 0
+    _sent: defaultdict[int, list[m.ToWorker]] = field(default_factory=lambda: defaultdict(list))
+    _heard: dict[int, int] = field(default_factory=dict)
+
+    def conversations(self) -> dict[int, Conversation]:
+        """With each worker that was connected."""
+        return {
+            worker: Conversation(self._heard.get(worker, 0), self._sent[worker])
+            for worker in self.core.agents.present()
+        }
+
+    def _tell(self, entry: Entry) -> None:
+        """Raises ConfigError where the core decides otherwise."""
+        event = decode_event(entry.event)
+        actions = self.core.handle(event, entry.at_s)
+        if entry.actions or actions:
+            got = _plain([encode(action) for action in actions])
+            if got != entry.actions:
+                raise ConfigError(f"entry {entry.number}: wanted {entry.actions}, got {got}")
+        if entry.said:
+            self._heard[entry.event["worker"]] = entry.said
+        match event:
+            case e.AgentListens():
+                self.listening[event.agent] = event
+            case e.OperatorAsked():
+                self.requests = event.number + 1
+            case m.Saved():
+                self.saved.append(event)
+            case e.CheckpointWritten() | e.CheckpointFailed():
+                self.saved = [each for each in self.saved if each.scalars.step != event.step]
+        for action in actions:
+            self._note(action)
+
+    def _note(self, action: a.Action) -> None:
+        match action:
+            case a.Send():
+                for worker in action.workers:
+                    self._sent[worker].append(action.message)
+            case a.Launch():
+                self.nodes.update((each.agent, each.seat.node) for each in action.agents)
+            case a.StartAgent():
+                self.nodes[action.agent] = action.node
+            case a.WantWorkers():
+                self.wanted = action.workers
+            case a.Avoid():
+                self.avoided.add(action.node)
+            case a.Readmit():
+                self.avoided.discard(action.node)
+
+
+def what_is_left(journal: Path, new_core: Callable[[], Run]) -> Left | None:
+    """The last start of a journal, where workers may train on; None where it has ended, or has not
+    come to train.
+
+    Raises ConfigError where the journal is damaged, or a core of this release decides otherwise
+    than it has.
+    """
+    entries = _last_start(read_entries(journal))
+    if not entries or any(each["type"] == "end" for entry in entries for each in entry.actions):
+        return None
+    left = Left(new_core())
+    for entry in entries:
+        if entry.event["type"] != STEPS_DROPPED:  # nothing but training steps
+            left._tell(entry)
+    return None if left.core.state is STARTING else left
+
+
+def _last_start(entries: Iterable[Entry]) -> list[Entry]:
+    last: list[Entry] = []
+    for entry in entries:
+        if entry.event["type"] == COORDINATOR_STARTED:
+            last = []
+        last.append(entry)
+    return last
+
+
+def _plain(value: Any) -> Any:
+    """As a reader of the journal gets it."""
+    return from_json(to_json(value, inf_nan_mode="strings"), allow_inf_nan=False)

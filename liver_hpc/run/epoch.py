@@ -1,0 +1,52 @@
+"""Which coordinator of a run counts: each takes the next number, and the highest is the one.
+
+A number is a file that only one can make, also on a shared file system.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from liver_hpc.errors import LiverError
+
+EPOCHS = "coordinators"
+
+
+class Superseded(LiverError):
+    """Another coordinator has taken the run over: this one does nothing more."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(f"another coordinator has taken over from number {epoch}")
+
+
+def claim_epoch(run_directory: Path) -> int:
+    """The number of this coordinator, 1 for the first. Raises LiverError where it cannot be
+    written."""
+    directory = run_directory / EPOCHS
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        number = _highest(directory) + 1
+        while True:
+            try:
+                os.close(os.open(_path(directory, number), os.O_CREAT | os.O_EXCL, 0o600))
+            except FileExistsError:
+                number += 1
+            else:
+                return number
+    except OSError as error:
+        raise LiverError(f"{directory}: {error.strerror}") from error
+
+
+def check_epoch(run_directory: Path, epoch: int) -> None:
+    """Raises Superseded where there is a later one."""
+    if _path(run_directory / EPOCHS, epoch + 1).exists():
+        raise Superseded(epoch)
+
+
+def _path(directory: Path, number: int) -> Path:
+    return directory / str(number)
+
+
+def _highest(directory: Path) -> int:
+    return max((int(path.name) for path in directory.iterdir() if path.name.isdigit()), default=0)

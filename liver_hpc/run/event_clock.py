@@ -1,0 +1,41 @@
+"""The time in which a run's core lives: that of its events."""
+
+from __future__ import annotations
+
+
+class EventClock:
+    """The time of the event that is being handled.
+
+    present: the clock of deadlines, which stands still while the run has no coordinator.
+    """
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+        self.present = PresentClock(self)
+
+    def now_s(self) -> float:
+        return self.at_s
+
+
+class PresentClock:
+    """The time of another clock less that in which there was no coordinator.
+
+    absent_since_s: since when there is none; None while there is one.
+    """
+
+    def __init__(self, clock: EventClock) -> None:
+        self._clock = clock
+        self._absent_s = 0.0
+        self.absent_since_s: float | None = None
+
+    def now_s(self) -> float:
+        since_s = self.absent_since_s
+        return (self._clock.at_s if since_s is None else since_s) - self._absent_s
+
+    def goes_on(self) -> float:
+        """There is one again; seconds that there was none."""
+        assert self.absent_since_s is not None
+        absent_s = self._clock.at_s - self.absent_since_s
+        self._absent_s += absent_s
+        self.absent_since_s = None
+        return absent_s
