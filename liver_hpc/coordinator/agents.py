@@ -103,9 +103,11 @@ class NodeAgents:
             self._ended.append(AgentEnded(launch, KILLED, "its agent is gone"))
 
     def lives(self, launch: str) -> bool:
-        """Whether the agent of a launch, or one of this name, may live."""
+        """Whether the agent of a launch, or one of this name, has called and may live: it knows how
+        its workers are."""
         agent = self._agent_of.get(launch, launch)
-        return agent in self._nodes and self._launcher.alive(agent)
+        known = agent in self._registry and agent in self._nodes
+        return known and self._launcher.alive(agent)
 
     def _on(self, node: str) -> str | None:
         """An agent that is there to take a launch, or will be."""

@@ -88,13 +88,12 @@ class HostedCoordinator:
                 time.sleep(_LOOK_S if left_s is None else min(_LOOK_S, left_s))
                 self.outcome = self._run.last_outcome()
                 self._ended = self.outcome is not None
-            else:
-                assert self._line is not None
+            elif (line := self._line) is not None:
                 # No lock: a handler may wait for the end while the code that it interrupted does,
                 # too, and hear for both.
-                readable, _, _ = select.select([self._line], [], [], left_s)
+                readable, _, _ = select.select([line], [], [], left_s)
                 if readable:
-                    self._hear(self._line)
+                    self._hear(line)
             if left_s == 0.0:
                 break
         return self._ended

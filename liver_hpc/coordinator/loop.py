@@ -458,6 +458,8 @@ class Coordinator:
     def _see_all_off(self) -> None:
         """Returns when all who were told to exit have gone, or after `exit_s` anyway."""
         deadline = Deadline.after(self._clock, self._config.deadlines.exit_s, "workers to exit")
+        for worker in {*self._registry.workers} - {*self.core.agents.present()}:
+            self._registry.drop(worker, "the run has ended")  # it has called, and said no more
         while (self._registry.workers or self._working()) and not deadline.expired():
             self._dispatch_next()
         self._perform_held()

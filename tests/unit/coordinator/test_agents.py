@@ -28,10 +28,10 @@ class Line:
     def __init__(self) -> None:
         self.sent: list[m.AnyMessage] = []
 
-    def send(self, message: m.AnyMessage) -> None:
+    def send(self, message: m.AnyMessage, number: int = 0, heard: int = 0) -> None:
         self.sent.append(message)
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         pass
 
 
@@ -54,7 +54,8 @@ class Book:
         """What an agent is sent from now on."""
         line = Line()
         assert self.agents.expects(agent)
-        assert self.registry.add(agent, cast(Channel, line))
+        self.registry.connect(agent, cast(Channel, line), heard=0, epoch=1)
+        line.sent.clear()
         return line.sent
 
     def ended(self) -> list[Any]:
@@ -122,7 +123,7 @@ def test_with_an_agent_all_its_launches_have_ended(book: Book, tmp_path: Path) -
     assert book.ended() == [AgentEnded("a0", 0, ""), AgentEnded("a1", 137, "out of memory")]
     assert not book.agents.expects("a0")
     assert book.agents.node_of("a0") is None
-    book.registry.drop("a0")
+    book.registry.drop("a0", "it has ended")
     book.launch("a3")
     assert book.started == ["a0", "a2", "a3"]
 
@@ -194,8 +195,8 @@ def test_warnings_of_an_agent_count_as_long_as_it_is_there(book: Book) -> None:
     book.agents.heard(said("a0"))
     assert book.agents.node_of("a0") == "n1"
     assert book.agents.node_of("a7") is None
-    assert book.agents.can_explain("a0")
-    assert not book.agents.can_explain("a7")
+    assert book.agents.lives("a0")
+    assert not book.agents.lives("a7")
 
 
 # ---- agents that are there before a launch

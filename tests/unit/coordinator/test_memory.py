@@ -21,7 +21,7 @@ def after_step_20(make: Start, memory: Memory | None) -> LiveRun:
     run = make(begin=False, nodes=NODES, notices=ASKS_FOR_FOUR)
     Disk(tiny_recipe(tiny_run()).spec, run.directory).save(Layout(1, 1, 2), 20)
     if memory is not None:
-        run.coordinator._memory = memory
+        run.coordinator._before = memory
     run.start_only()
     run.until(lambda: run.status()["last_event"].startswith("reading "), "the workers")
     return run

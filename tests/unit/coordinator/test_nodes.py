@@ -319,14 +319,15 @@ def test_the_end_of_an_allocation_that_may_not_be_queued_again_is_a_stop(make: S
 def agents_own_line(run: LiveRun, agent: str) -> Channel:
     where = json.loads((run.directory / "coordinator.json").read_text())
     line = connect((where["host"], where["port"]), SECRET, LIMIT_S, "the coordinator")
-    line.send(m.AgentHello(agent=agent, host="test", pid=1))
+    line.send(m.Calls(agent=agent))
+    line.send(m.AgentHello(agent=agent, host="test", pid=1), number=1)
     return line
 
 
 def test_a_signal_of_an_agent_is_brought_before_the_pool(make: Start) -> None:
     run = on_two_nodes(make)
     line = agents_own_line(run, "a1")
-    line.send(m.Warned(agent="a1", signal="TERM", at_s=1.0))
+    line.send(m.Warned(agent="a1", signal="TERM", at_s=1.0), number=2)
     run.until(lambda: run.cluster.pool.signals == [("n2", "SIGTERM")], "the pool to hear of it")
     line.close()
 
@@ -339,7 +340,7 @@ def test_an_agent_that_does_not_say_how_its_worker_ended_does_not_delay_the_end(
     line = agents_own_line(run, "a1")
     run.until(lambda: "a1" in run.coordinator._registry, "the agent's line")
     run.cluster.workers[agents["a1"]].channel.close()
-    run.until(lambda: run.coordinator._unexplained, "the end of its worker to be noticed")
+    run.until(lambda: run.coordinator._registry.away(), "the end of its worker to be noticed")
     began_s = time.monotonic()
     run.cluster.workers[agents["a0"]].channel.close()
     assert run.outcome().state == "failed"

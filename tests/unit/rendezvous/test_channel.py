@@ -680,8 +680,8 @@ class Relay:
         frames: list[bytes] = []
         with contextlib.suppress(OSError, struct.error):
             while True:
-                head = source.recv(4, socket.MSG_WAITALL)
-                size = struct.unpack("!I", head)[0] + SEAL_BYTES
+                head = source.recv(20, socket.MSG_WAITALL)
+                size = struct.unpack("!IQQ", head)[0] + SEAL_BYTES
                 frames.append(head + source.recv(size, socket.MSG_WAITALL))
                 for frame in self._change(of_client, frames):
                     sink.sendall(frame)

@@ -100,6 +100,7 @@ EVENTS: list[e.Event] = [
     m.Aborted(worker=0, generation=1),
     m.Failed(worker=0, generation=1, reason="told to"),
     m.Finished(worker=0, step=9),
+    m.Saved(worker=0, generation=1, scalars=SCALARS, num_bytes=10, digests=(DIGEST,)),
     m.Restored(worker=0, generation=1, scalars=SCALARS, digests=(DIGEST,)),
     m.Transports(worker=0, generation=1, workers=2, host="h", kinds=("SHM",), detail="d"),
     m.Broken(worker=0, generation=1, reason="a peer is gone"),
