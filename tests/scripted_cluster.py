@@ -102,7 +102,7 @@ class ScriptedPool(NodePool):
         self.say(event)
         return event
 
-    def start(self, tell: Callable[[PoolEvent], None]) -> None:
+    def start(self, tell: Callable[[PoolEvent], None], adopt: bool = False) -> None:
         self._tell = tell
         for node in self._first:
             self.grant(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
@@ -52,6 +53,15 @@ def request(run: RunDirectory, message: FromOperator) -> Reply:
         raise LiverError(f"run {run}: the coordinator hung up: {error}") from error
     finally:
         channel.close()
+
+
+def answers(run: RunDirectory) -> bool:
+    """Whether the run's coordinator says how the run stands."""
+    try:
+        request(run, StatusRequest())
+    except LiverError:
+        return False
+    return True
 
 
 def stop(run: RunDirectory, timeout_s: float | None = None, checkpoint: bool = False) -> Outcome:
@@ -140,22 +150,26 @@ class Watch:
         self._channel: Channel | None = None
 
     def snapshot(self) -> StatusSnapshot | None:
-        """The run's state now; None once nobody answers any more.
+        """The run's state now; None once nobody answers any more. Where a coordinator was killed,
+        the next one is waited for.
 
         Raises DeadlineError when the coordinator takes too long.
         """
-        for _ in range(2):
+        deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"a coordinator of {self._run}")
+        while self._run.outcome() is None:
             address = self._run.coordinator()
-            if self._run.outcome() is not None or address is None:
-                return None
             try:
-                if self._channel is None:
+                if self._channel is None and address is not None:
                     self._channel = _open(self._run, address)
-                return StatusSnapshot.model_validate(_ask(self._channel, StatusRequest()).data)
+                if self._channel is not None:
+                    return StatusSnapshot.model_validate(_ask(self._channel, StatusRequest()).data)
             except RequestRefused:  # it is about to end
                 return None
             except ChannelClosed:
                 self.close()
+            if deadline.expired() or not _coordinator_lives(self._run):
+                return None
+            time.sleep(_LOCAL_POLL_S if job_of(self._run) is None else JOB_POLL_S)
         return None
 
     def close(self) -> None:
@@ -189,11 +203,14 @@ def goes_on(run: RunDirectory) -> bool:
 
 
 def _coordinator_lives(run: RunDirectory) -> bool:
-    """As far as can be known: its process where that is one of this machine, else its job."""
-    address, job = run.coordinator(), job_of(run)
-    if address is not None and address.is_here:
-        return process_lives(address.pid)
-    return job is None or not job.is_over(or_queued=True)
+    """Or another one may come, as far as can be known: its process where that is one of this
+    machine, else what starts it."""
+    address, job, process = run.coordinator(), job_of(run), run.job_id()
+    if address is not None and address.is_here and process_lives(address.pid):
+        return True
+    if job is not None:
+        return not job.is_over(or_queued=True)
+    return process is None or process_lives(int(process))
 
 
 def _ask(channel: Channel, message: FromOperator) -> Reply:

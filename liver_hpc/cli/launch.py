@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from liver_hpc.cli.client import answers
 from liver_hpc.cli.submission import checked_run, new_run, note_latest
 from liver_hpc.cluster.slurm.run_job import OwnJob
 from liver_hpc.config.schema import RunConfig, SlurmSection
@@ -110,6 +111,24 @@ def run_here(config_path: Path, overrides: Sequence[str]) -> tuple[RunDirectory,
     signals.listen()
     run = _open_run(load_users_run(config_path, overrides), signals.job)
     return run, signals.coordinate(run)
+
+
+def coordinate_here(run: RunDirectory) -> Outcome | None:
+    """Takes over a run whose coordinator is gone, or stands still, and coordinates it to its end,
+    as `run_here` does; of a run on Slurm, on a node of its job.
+
+    Raises LiverError where the run is over, or its coordinator answers.
+    """
+    if (outcome := run.outcome()) is not None:
+        raise LiverError(f"run {run} is over: {outcome}; `liver submit --resume` begins it again")
+    address = run.coordinator()
+    if address is not None and answers(run):
+        raise LiverError(
+            f"run {run}: its coordinator answers (process {address.pid} on {address.hostname})"
+        )
+    signals = JobSignals()
+    signals.listen()
+    return signals.coordinate(run)
 
 
 def _open_run(config: RunConfig, job: OwnJob | None) -> RunDirectory:

@@ -97,6 +97,7 @@ def new_parser() -> argparse.ArgumentParser:
 
     _submit_options(command("submit", _submit, "check a run file and launch the run"))
     _run_file(command("run", _run, "run in this process, in a batch job of one's own"))
+    of_run("coordinate", _coordinate, "take over a run whose coordinator is gone, in this process")
     status = of_run("status", _status, "what a run is doing")
     status.add_argument("--json", action="store_true", help="the snapshot, for programs")
     resize = of_run("resize", _ask, "give a running job another shape")
@@ -264,6 +265,17 @@ def _run(options: argparse.Namespace) -> int:
     from liver_hpc.cli.launch import run_here
 
     run, outcome = run_here(options.config, options.set)
+    if outcome is None:
+        print(f"run {run} goes on when its job starts again")
+        return EXIT_OK
+    return _tell(run, outcome)
+
+
+def _coordinate(options: argparse.Namespace) -> int:
+    from liver_hpc.cli.launch import coordinate_here
+
+    run = _find(options.run, options)
+    outcome = coordinate_here(run)
     if outcome is None:
         print(f"run {run} goes on when its job starts again")
         return EXIT_OK

@@ -14,10 +14,11 @@ class NodePool:
     any number of slots: nothing is asked for and nothing given back.
     """
 
-    def start(self, tell: Callable[[PoolEvent], None]) -> None:
+    def start(self, tell: Callable[[PoolEvent], None], adopt: bool = False) -> None:
         """From now on `tell` is called with every event, from any thread. Once.
 
-        The nodes that are held already are told before it returns.
+        The nodes that are held already are told before it returns. adopt: what another coordinator
+        of this run has asked for is held, too, and not given back.
         """
         tell(NodeGranted(Node("", "machine")))
 

@@ -88,7 +88,12 @@ class NodeAgents:
 
     def adopt(self, agent: str, node: str, listens: AgentListens) -> bool:
         """Takes over an agent that another coordinator has started; false where it has ended."""
-        if not self._launcher.adopt(agent, node, listens.host, listens.pid):
+        try:
+            found = self._launcher.adopt(agent, node, listens.host, listens.pid)
+        except LiverError as error:
+            log.warning("agent %s: %s", agent, error)
+            found = False
+        if not found:
             return False
         self._nodes[agent] = node
         return True

@@ -193,15 +193,7 @@ class Coordinator:
         self._checkpoints.open()
         for message in left.saved:
             self._saved_or_restored(message)
-        for worker, conversation in left.conversations().items():
-            self._registry.remember(worker, conversation)
-        for agent, listens in left.listening.items():
-            if self._agents.adopt(agent, left.nodes[agent], listens):
-                self._registry.remember(agent, Conversation(heard=None))
-        self._services.pool.start(self._inbox.put)
-        self._services.pool.want(left.wanted)
-        for node in left.avoided:
-            self._services.pool.avoid(node)
+        self._take_back(left)
         limit = Deadline.after(self._clock, self._config.deadlines.coordinator_s, "who was left")
         while self._may_still_call() and not limit.expired():
             if (event := self._inbox.get(TICK_S)) is not None:
@@ -211,6 +203,27 @@ class Coordinator:
         for launch in self.core.agents.running():
             self._agents.declare_lost(launch)
         self._feed(e.Regained())
+
+    def _take_back(self, left: Left) -> None:
+        """Nodes, agents and workers: all count as away until they call."""
+        granted: set[str] = set()
+
+        def tell(event: e.PoolEvent) -> None:
+            if isinstance(event, e.NodeGranted):
+                granted.add(event.node.name)
+            self._inbox.put(event)
+
+        self._services.pool.start(tell, adopt=True)
+        for node in {*self.core.elastic.nodes} - granted:
+            self._feed(e.NodeGone(node, "it was taken while there was no coordinator"))
+        self._services.pool.want(left.wanted)
+        for node in left.avoided:
+            self._services.pool.avoid(node)
+        for worker, conversation in left.conversations().items():
+            self._registry.remember(worker, conversation)
+        for agent, listens in left.listening.items():
+            if self._agents.adopt(agent, left.nodes[agent], listens):
+                self._registry.remember(agent, Conversation(heard=None))
 
     def _may_still_call(self) -> bool:
         """Whether somebody is away whose agent lives, or may live."""

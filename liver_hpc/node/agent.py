@@ -331,7 +331,7 @@ class Agent:
         """In a thread of its own, until there is no coordinator any more."""
         try:
             line.open(address)
-            log.info("the line to the coordinator stands")
+            log.info("the channel stands")
             while True:
                 self._tell_loop("", line.receive())
         except LiverError as error:
@@ -342,11 +342,13 @@ class Agent:
 
     def _signalled(self, signum: int) -> None:
         name = signal.Signals(signum).name
-        if signum not in self._warnings or self._line is None:
+        line = self._line
+        heard = line is not None and line.was_open and self._alone is None
+        if signum not in self._warnings or line is None or not heard:
             self._stop(f"stopped by {name}", 128 + signum)
         log.info("warned by %s", name)
         at_s = self._clock.now_s()
-        self._line.send(m.Warned(agent=self._name, signal=name.removeprefix("SIG"), at_s=at_s))
+        line.send(m.Warned(agent=self._name, signal=name.removeprefix("SIG"), at_s=at_s))
 
     def _told(self, message: m.AnyMessage) -> None:
         """By the coordinator."""

@@ -1,6 +1,7 @@
 """The batch process of a burst allocation: keeps it for exactly as long as the run goes on.
 
-It holds a channel to the coordinator and ends when that closes; Slurm then takes the nodes back.
+It holds a channel to the coordinator and ends when that closes and no other coordinator takes over;
+Slurm then takes the nodes back.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ _RETRY_S = 1.0
 log = logging.getLogger(__name__)
 
 
-def find_coordinator(run: RunDirectory, limit_s: float = CONNECT_S) -> Channel:
-    """A channel to the run's coordinator. Raises LiverError when there is none in time."""
+def find_coordinator(run: RunDirectory, limit_s: float = CONNECT_S) -> Channel | None:
+    """A channel to the run's coordinator; None where the run is over. Raises LiverError when there
+    is none in time."""
     secret = read_secret(run.secret_path)
     deadline = Deadline.after(SystemClock(), limit_s, f"the coordinator of {run.path}")
     pause = threading.Event()
@@ -43,22 +45,28 @@ def find_coordinator(run: RunDirectory, limit_s: float = CONNECT_S) -> Channel:
             raise
         except ChannelClosed as error:
             log.info("no coordinator yet: %s", error)
+        if run.last_outcome() is not None:
+            return None
         deadline.check()
         pause.wait(min(_RETRY_S, deadline.remaining_s()))
 
 
 def keep(run_directory: Path, job: str, limit_s: float = CONNECT_S) -> None:
-    """Returns when the run is over. Raises LiverError when there is none to begin with."""
-    channel = find_coordinator(RunDirectory(run_directory), limit_s)
-    try:
-        channel.send(KeeperHello(job=job, host=socket.gethostname()))
-        log.info("keeps job %s for %s", job, channel.peer)
-        while True:
-            channel.receive()
-    except ChannelClosed as error:
-        log.info("the run is over: %s", error)
-    finally:
-        channel.close()
+    """Returns when the run is over. Raises LiverError when there is none to begin with, or no
+    coordinator any more."""
+    run = RunDirectory(run_directory)
+    channel = find_coordinator(run, limit_s)
+    while channel is not None:
+        try:
+            channel.send(KeeperHello(job=job, host=socket.gethostname()))
+            log.info("keeps job %s for %s", job, channel.peer)
+            while True:
+                channel.receive()
+        except ChannelClosed as error:
+            log.info("the coordinator is gone: %s", error)
+        finally:
+            channel.close()
+        channel = find_coordinator(run, run.config().deadlines.coordinator_s)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -104,7 +104,7 @@ class Line:
     """A caller's end: a worker's or an agent's. Any thread may send, one receives, which makes the
     connection again where it breaks.
 
-    call: what a connection begins with, from the number of what was heard and the newest
+    was_open: whether a coordinator has ever answered. call: what a connection begins with, from the number of what was heard and the newest
     coordinator's. coordinator_s: how long it goes on without a coordinator.
     """
 
@@ -117,6 +117,7 @@ class Line:
         control_s: float,
         coordinator_s: float,
     ) -> None:
+        self.was_open = False
         self._run = run
         self._secret = secret
         self._call = call
@@ -228,7 +229,7 @@ class Line:
             channel.close("it is no coordinator, or not the newest")
             raise ChannelClosed(f"{channel.peer} at {address[0]}:{address[1]}: it said {answer}")
         else:
-            self._epoch = answer.epoch
+            self._epoch, self.was_open = answer.epoch, True
         self._channel = channel
         if self._closing.is_set():
             channel.close()

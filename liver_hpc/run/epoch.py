@@ -26,7 +26,7 @@ def claim_epoch(run_directory: Path) -> int:
     directory = run_directory / EPOCHS
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
-        number = _highest(directory) + 1
+        number = newest_epoch(run_directory) + 1
         while True:
             try:
                 os.close(os.open(_path(directory, number), os.O_CREAT | os.O_EXCL, 0o600))
@@ -44,9 +44,14 @@ def check_epoch(run_directory: Path, epoch: int) -> None:
         raise Superseded(epoch)
 
 
+def newest_epoch(run_directory: Path) -> int:
+    """The number of the newest coordinator; 0 before there was one."""
+    try:
+        made = [path.name for path in (run_directory / EPOCHS).iterdir()]
+    except FileNotFoundError:
+        return 0
+    return max((int(name) for name in made if name.isdigit()), default=0)
+
+
 def _path(directory: Path, number: int) -> Path:
     return directory / str(number)
-
-
-def _highest(directory: Path) -> int:
-    return max((int(path.name) for path in directory.iterdir() if path.name.isdigit()), default=0)

@@ -28,7 +28,7 @@ from liver_hpc.config.schema import (
 )
 from liver_hpc.host.marks import marked_processes
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.protocol.messages import AgentHello, AnyMessage, YourTurn
+from liver_hpc.protocol.messages import AgentHello, AnyMessage, Calls, Hears, YourTurn
 from liver_hpc.rendezvous.base import Answer, Identity
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
@@ -40,7 +40,7 @@ from liver_hpc.run.secret import create_secret
 M = TypeVar("M")
 
 TEST_MARK = "LIVER_TEST_RUN"
-DEADLINES = DeadlineSection(boot_s=20.0, meet_s=20.0, exit_s=1.0)
+DEADLINES = DeadlineSection(boot_s=20.0, meet_s=20.0, exit_s=1.0, coordinator_s=1.0)
 
 # Says that it has booted, reads its line, notes what it was given; then does as argv says.
 WORKER = """
@@ -149,6 +149,8 @@ class Coordinator:
         self.close = self._server.close
 
     def _serve(self, channel: Channel) -> None:
+        assert isinstance(channel.receive(10.0), Calls)
+        channel.send(Hears(heard=0, epoch=1))
         hello = channel.receive(10.0)
         assert isinstance(hello, AgentHello)
         self.heard.append(hello)

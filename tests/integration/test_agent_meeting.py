@@ -221,6 +221,9 @@ def test_sigkill_of_any_process_above_the_workers_leaves_nothing(
         else:
             wait_for(lambda: len(run.boots()) == 2, "workers to start")
         os.kill(owner.pid if victim == "owner" else run.agents()[0], signal.SIGKILL)
+        if booted and victim == "owner" and not options:
+            run.coordinator.wait_heard(AgentHello)  # another coordinator may adopt it
+            run.coordinator.close()
         wait_for(lambda: set(run.alive()) <= {owner.pid}, "the tree to end", 5.0)
 
 

@@ -94,26 +94,31 @@ class BurstJobs:
         self._reaper: Child | None = None
         self._unsure = False  # whether Slurm may have taken a request whose id never came
 
-    def open(self) -> None:
-        """Readies what the requests need. Raises SlurmError, OSError."""
+    def open(self, adopt: bool) -> list[Allocation]:
+        """Readies what the requests need. What a killed coordinator has asked for is cancelled, or,
+        with `adopt`, goes on: what it holds of that is returned. Raises SlurmError, OSError."""
         script = self._run_directory / BURST_SCRIPT
         script.write_text(self._script, encoding="utf-8")
         script.chmod(0o700)
-        if self._earlier_name:  # left by a coordinator that was killed
+        held: list[Allocation] = []
+        if self._earlier_name and adopt:
+            self.name, self._unsure = self._earlier_name, True
+            held = self.observe({})
+        elif self._earlier_name:
             self._commands.cancel_named(self._earlier_name)
         self.save()
         program = [sys.executable, "-P", "-m", "liver_hpc.cluster.slurm.reaper"]
-        limits = [str(self._slurm.command_s), str(self._slurm.unreachable_s)]
         self._reaper = Child(
             Command(
                 "the reaper of burst jobs",
-                [*program, self.name, *limits],
+                [*program, self.name, str(self._run_directory)],
                 orphan_signal=None,
                 stdin=subprocess.PIPE,
                 log=self._run_directory / "logs" / "reaper.log",
                 apart="session",
             )
         )
+        return held
 
     def save(self) -> None:
         """Notes what has been used of the cap; a full disk must not cost a grant, or its end."""

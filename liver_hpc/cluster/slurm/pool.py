@@ -65,7 +65,7 @@ class SlurmPool(NodePool):
 
     # ---- for the run
 
-    def start(self, tell: Callable[[PoolEvent], None]) -> None:
+    def start(self, tell: Callable[[PoolEvent], None], adopt: bool = False) -> None:
         self._tell = tell
         try:
             found = self._commands.partitions().values()
@@ -78,7 +78,8 @@ class SlurmPool(NodePool):
         self._enter_own()
         if self._slurm.burst is not None:
             try:
-                self._burst.open()
+                for held in self._burst.open(adopt):
+                    self._tell_all(self._holdings.enter(held))
                 self._asks = True
             except (LiverError, OSError) as error:
                 self._note(f"no burst nodes will be asked for: {error}")

@@ -1,8 +1,9 @@
-"""`python -m liver_hpc.cluster.slurm.reaper NAME COMMAND_S UNREACHABLE_S`.
+"""`python -m liver_hpc.cluster.slurm.reaper NAME RUN_DIRECTORY`.
 
-A child that outlives a killed coordinator for as long as it takes to cancel its burst jobs.
+A child that outlives a killed coordinator until another one has taken over, which has a reaper of
+its own, or else for as long as it takes to cancel its burst jobs.
 
-Keepers end with the coordinator, but a request that is still pending has none yet.
+Keepers end by themselves, but a request that is still pending has none yet.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import logging
 import signal
 import sys
 import threading
+from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import COMPLETING, SlurmCommands
 from liver_hpc.errors import LiverError
+from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.epoch import newest_epoch
 
 _SETTLE_S = 2.0
 _LOOK_S = 0.2
@@ -39,15 +43,23 @@ def cancel_all(commands: SlurmCommands, name: str, settle_s: float = 0.0) -> Non
 
 
 def main() -> int:
-    name, command_s, unreachable_s = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+    name, run = sys.argv[1], RunDirectory(Path(sys.argv[2]))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s [reaper] %(message)s")
+    config, epoch = run.config(), newest_epoch(run.path)
     # Whoever ends the coordinator politely ends it first, and it dismisses the reaper.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()  # until the coordinator, which alone holds the other end, is gone
+    deadline = Deadline.after(SystemClock(), config.deadlines.coordinator_s, "a coordinator")
+    while not deadline.expired() and run.last_outcome() is None:
+        if newest_epoch(run.path) > epoch:
+            log.info("another coordinator has taken over")
+            return 0
+        threading.Event().wait(_LOOK_S)
     log.info("the coordinator is gone; cancels all jobs named %s", name)
+    slurm = config.cluster.slurm
     try:
-        cancel_all(SlurmCommands(command_s, unreachable_s), name, _SETTLE_S)
+        cancel_all(SlurmCommands(slurm.command_s, slurm.unreachable_s), name, _SETTLE_S)
     except LiverError as error:
         log.error("%s", error)
         return 1

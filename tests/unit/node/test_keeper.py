@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from liver_hpc.config.load import dump_run
 from liver_hpc.coordinator.connections import ConnectionServer, Inbox
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.node.keeper import keep
 from liver_hpc.rendezvous.channel import ControlServer
-from liver_hpc.run.outcome import COORDINATOR_FILE, write_private_json
+from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
 from liver_hpc.run.secret import create_secret
+from tests.unit.config.runs import minimal
 
 pytestmark = pytest.mark.timeout(30)
+
+COORDINATOR_S = 1.0
 
 
 @pytest.fixture
 def run_directory(tmp_path: Path) -> Path:
     create_secret(tmp_path / "secret")
+    config = minimal(deadlines={"coordinator_s": COORDINATOR_S})
+    (tmp_path / "run.yaml").write_text(dump_run(config))
     return tmp_path
 
 
@@ -39,18 +46,48 @@ def announce(run_directory: Path, server: ControlServer) -> None:
     write_private_json(run_directory / COORDINATOR_FILE, {"host": host, "port": port, "pid": 1})
 
 
-def test_it_stays_until_the_coordinator_is_gone(run_directory: Path, server: ControlServer) -> None:
+class Kept:
+    """A keeper in a thread. how: None where the run is over."""
+
+    def __init__(self, run_directory: Path) -> None:
+        self.ended = threading.Event()
+        self.how: LiverError | None = None
+        self._run_directory = run_directory
+        threading.Thread(target=self._live, daemon=True).start()
+
+    def _live(self) -> None:
+        try:
+            keep(self._run_directory, "7", limit_s=5.0)
+        except LiverError as error:
+            self.how = error
+        self.ended.set()
+
+
+def test_it_stays_until_no_coordinator_is_left(run_directory: Path, server: ControlServer) -> None:
     announce(run_directory, server)
-    ended = threading.Event()
-
-    def live() -> None:
-        keep(run_directory, "7", limit_s=5.0)
-        ended.set()
-
-    threading.Thread(target=live, daemon=True).start()
-    assert not ended.wait(0.6), "held open beyond the greeter's first patience"
+    kept = Kept(run_directory)
+    assert not kept.ended.wait(0.6), "held open beyond the greeter's first patience"
+    began_s = time.monotonic()
     server.close()
-    assert ended.wait(5.0)
+    assert kept.ended.wait(5.0)
+    assert time.monotonic() - began_s >= COORDINATOR_S
+    assert isinstance(kept.how, DeadlineError)
+
+
+def test_it_goes_over_to_the_next_coordinator(run_directory: Path, server: ControlServer) -> None:
+    announce(run_directory, server)
+    kept = Kept(run_directory)
+    secret = bytes.fromhex((run_directory / "secret").read_text(encoding="ascii"))
+    connections = ConnectionServer(Inbox(), StoreService(), control_s=5.0)
+    another = ControlServer("127.0.0.1", secret, connections.handle)
+    assert not kept.ended.wait(0.2)
+    server.close()
+    announce(run_directory, another)
+    assert not kept.ended.wait(2 * COORDINATOR_S)
+    Outcome("finished", "", 3).write(run_directory)
+    another.close()
+    assert kept.ended.wait(5.0)
+    assert kept.how is None
 
 
 def test_without_a_coordinator_it_gives_up(run_directory: Path, server: ControlServer) -> None:

@@ -1,0 +1,139 @@
+"""Runs whose coordinator is killed while they train, and that do not notice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from liver_hpc.cli.client import stop
+from liver_hpc.report.store import RunRecords, read_run
+from liver_hpc.run.directory import RunDirectory
+from tests.integration.mortal import DEATHS
+from tests.integration.runs import (
+    ENDLESS,
+    finish,
+    processes_of,
+    run_config,
+    start,
+    stop_and_read,
+    wait_until,
+    watch,
+    worst_difference,
+)
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("unhurried_steps")]
+
+QUIET_STEPS = 200
+GROWS = [{"at_step": 6, "layout": {"tp": 2, "dp": 2}}]
+MORTAL = "tests.integration.mortal:MortalGPT"
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunRecords:
+    """Of a run that grows, and whose coordinator lives."""
+    return finish(start(run_config(tmp_path_factory.mktemp("quiet"), QUIET_STEPS, notices=GROWS)))
+
+
+def losses(records: RunRecords) -> list[tuple[float, float]]:
+    steps = [record.step for record in records.steps]
+    assert steps == list(range(len(steps))), "each step is done once, in its order"
+    return [(record.loss, record.grad_norm) for record in records.steps]
+
+
+def kill(run: RunDirectory) -> int:
+    """Kills the coordinator that there is, once there is one; its number."""
+    wait_until(lambda: run.coordinator() is not None, 30.0, f"the coordinator of {run}")
+    address = run.coordinator()
+    assert address is not None
+    os.kill(address.pid, signal.SIGKILL)
+    return address.epoch
+
+
+def await_next(run: RunDirectory, epoch: int) -> None:
+    def is_there() -> bool:
+        address = run.coordinator()
+        return address is not None and address.epoch > epoch
+
+    wait_until(is_there, 60.0, f"a coordinator of {run} after {epoch}")
+
+
+def ended_well(run: RunDirectory, quiet: RunRecords) -> RunRecords:
+    """Stops the run; all its steps were done once, as if nothing had happened; nothing is left."""
+    records = stop_and_read(run)
+    assert worst_difference(losses(records), losses(quiet)) <= 1e-4
+    assert records.recoveries == []
+    wait_until(lambda: not processes_of(run), 20.0, f"the end of {processes_of(run)}")
+    return records
+
+
+def test_killed_three_times_and_once_in_a_handoff_the_run_has_the_same_losses(
+    tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DEATHS, "vote:after")
+    run = start(run_config(tmp_path, ENDLESS, notices=GROWS, recipe=MORTAL))
+    watch(run, lambda status: status.step >= 3, 100.0)
+    await_next(run, kill(run))
+    watch(run, lambda status: status.handoffs_done == 1, 100.0)
+    assert (run.path / "died-vote-after").exists()
+    await_next(run, kill(run))
+    step = read_run(run.path).steps[-1].step
+    watch(run, lambda status: status.step >= step + 10, 60.0)
+    records = ended_well(run, quiet)
+    assert [row.outcome for row in records.reconfigurations] == ["completed"]
+
+
+MOMENTS = (
+    "prepared:before",
+    "prepared:after",
+    "at_boundary:before",
+    "at_boundary:after",
+    "vote:before",
+    "first_step:before",
+    "first_step:after",
+    "released:before",
+    "released:after",
+)
+IN_CI = ("prepared:after", "first_step:before")
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [each if each in IN_CI else pytest.param(each, marks=pytest.mark.long) for each in MOMENTS],
+)
+def test_a_handoff_ends_in_one_of_its_worlds_whenever_the_coordinator_dies(
+    moment: str, tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DEATHS, moment)
+    run = start(run_config(tmp_path, ENDLESS, notices=GROWS, recipe=MORTAL))
+    watch(run, lambda status: status.handoffs_done + status.handoffs_aborted == 1, 100.0)
+    assert (run.path / f"died-{moment.replace(':', '-')}").exists()
+    step = read_run(run.path).steps[-1].step
+    watch(run, lambda status: status.step >= step + 5, 60.0)
+    records = stop_and_read(run)
+    (row,) = records.reconfigurations
+    if row.outcome == "completed":
+        assert worst_difference(losses(records), losses(quiet)) <= 1e-4
+    else:
+        assert len(losses(records)) > step  # each once
+
+
+def test_without_another_coordinator_workers_end_by_themselves(tmp_path: Path) -> None:
+    """Whoever starts coordinators was killed, too."""
+    run = start(run_config(tmp_path, ENDLESS, deadlines={"coordinator_s": 3.0}))
+    watch(run, lambda status: status.step >= 3, 100.0)
+    agents = [each for each in processes_of(run) if "liver_hpc.node.agent" in each.cmdline()]
+    assert agents
+    job = run.job_id()
+    assert job is not None
+    os.kill(int(job), signal.SIGKILL)
+    wait_until(lambda: not processes_of(run), 30.0, f"the end of {processes_of(run)}")
+
+
+def test_operators_reach_the_coordinator_that_has_taken_over(tmp_path: Path) -> None:
+    run = start(run_config(tmp_path, ENDLESS))
+    watch(run, lambda status: status.step >= 3, 100.0)
+    await_next(run, kill(run))
+    assert stop(run).state == "stopped"
