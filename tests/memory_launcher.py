@@ -15,6 +15,10 @@ class MemoryLauncher(Launcher):
     def __init__(self, start: Callable[[LaunchAgent], None] = lambda request: None) -> None:
         super().__init__(lambda request: _Played(lambda: start(request)))
 
+    def adopt(self, agent: str, node: str, host: str, pid: int) -> bool:
+        """The other coordinator had this very launcher."""
+        return self.alive(agent)
+
     def end(self, agent: str, exit_code: int) -> None:
         """The agent ends by itself, unless it has ended before."""
         if self.alive(agent):

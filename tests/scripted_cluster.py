@@ -11,6 +11,7 @@ from typing import Any
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.pool import NodePool
+from liver_hpc.coordinator.connections import InboxClosed
 from liver_hpc.errors import DeadlineError, MeetingError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
@@ -133,13 +134,14 @@ class ScriptedCluster:
 
     Worker faults are ordered from `faults`; `fallen_agents` end before they meet, with
     these exit codes. directory, coordinator_s: where workers look for another coordinator, and for
-    how long.
+    how long. agents_talk: agents that are started with a launch have a line, too, and stay.
     """
 
     def __init__(self, secret: bytes, nodes: Sequence[Node] = (Node("", "machine"),)) -> None:
         self.secret = secret
         self.directory = RunDirectory(Path("nowhere"))
         self.coordinator_s = 0.0
+        self.agents_talk = False
         self.pool = ScriptedPool(nodes)
         self.faults = FaultInjector()
         self.rendezvous = MemoryRendezvous(secret)
@@ -151,7 +153,10 @@ class ScriptedCluster:
         self._threads: list[threading.Thread] = []
 
     def _start(self, request: LaunchAgent) -> None:
-        if request.seat.slots:
+        if request.seat.slots and self.agents_talk:
+            self.launched.append(request)
+            self._in_thread(self._staying_agent, request)
+        elif request.seat.slots:
             self.launched.append(request)
             self._in_thread(self._launch, request, partial(self.launcher.end, request.agent))
         else:
@@ -162,10 +167,7 @@ class ScriptedCluster:
         self._threads.append(thread)
         thread.start()
 
-    def _line(self, calls: Callable[..., m.Calls]) -> Line:
-        def call(heard: int, epoch: int) -> m.Calls:
-            return calls(heard=heard, epoch=epoch)
-
+    def _line(self, call: Callable[[int, int], m.Calls]) -> Line:
         return Line(self.directory, self.secret, call, SystemClock(), 5.0, self.coordinator_s)
 
     def _meet(self, request: LaunchAgent) -> Answer | None:
@@ -174,36 +176,47 @@ class ScriptedCluster:
         )
         try:
             return self.rendezvous.meet(identity, self.secret)
-        except MeetingError as error:
+        except (MeetingError, InboxClosed) as error:  # refused, or the coordinator is gone
             self.refusals.append(str(error))
             return None
 
     def _staying_agent(self, request: LaunchAgent) -> None:
-        """An agent that is there before its launches."""
+        """An agent that is there before its further launches; its own workers come with it."""
         agent, node, code = request.agent, request.seat.node, 4
+        launches = {agent} if request.seat.slots else set()
         answer = self._meet(request)
         with contextlib.suppress(ChannelClosed, DeadlineError):  # the run has ended meanwhile
             if answer is not None:
                 address, code = (answer.control_host, answer.control_port), 0
-                channel = self._line(partial(m.Calls, agent=agent))
+
+                def call(heard: int, epoch: int) -> m.Calls:
+                    own = tuple(sorted(launches))
+                    return m.Calls(agent=agent, heard=heard, epoch=epoch, launches=own)
+
+                channel = self._line(call)
                 channel.open(address)
                 channel.send(m.AgentHello(agent=agent, host="test", pid=1))
+                if launches:
+                    ended = partial(self._launch_ended, agent, agent, channel)
+                    self._in_thread(self._play, answer, ended)
                 while not isinstance(order := channel.receive(), m.Exit):
+                    if isinstance(order, m.StartWorkers):
+                        launches.add(order.launch)
                     self._obey(agent, node, channel, order)
         self.launcher.end(agent, code)
 
-    def _obey(self, agent: str, node: str, channel: Line, order: m.AnyMessage) -> None:
-        def ended(launch: str, code: int) -> None:
-            with contextlib.suppress(ChannelClosed):
-                channel.send(m.LaunchEnded(agent=agent, launch=launch, exit_code=code))
+    def _launch_ended(self, agent: str, launch: str, channel: Line, code: int) -> None:
+        channel.send(m.LaunchEnded(agent=agent, launch=launch, exit_code=code))
 
+    def _obey(self, agent: str, node: str, channel: Line, order: m.AnyMessage) -> None:
+        ended = partial(self._launch_ended, agent)
         if isinstance(order, m.StartWorkers):
             layout = Layout.parse(order.layout)
             request = LaunchAgent(order.launch, Seat(node, order.slots), layout)
             self.launched.append(request)
-            self._in_thread(self._launch, request, partial(ended, order.launch))
+            self._in_thread(self._launch, request, partial(ended, order.launch, channel))
         elif isinstance(order, m.EndWorkers):
-            ended(order.launch, 0)
+            ended(order.launch, channel, 0)
 
     def _launch(self, request: LaunchAgent, ended: Callable[[int], None]) -> None:
         if request.agent in self.fallen_agents:
@@ -212,7 +225,10 @@ class ScriptedCluster:
         answer = self._meet(request)
         if answer is None:
             ended(4)
-            return
+        else:
+            self._play(answer, ended)
+
+    def _play(self, answer: Answer, ended: Callable[[int], None]) -> None:
         own = []
         for worker in answer.worker_ids:
             fault = self.faults.take(worker, Phase.BOOT)
@@ -220,7 +236,7 @@ class ScriptedCluster:
                 ended(5)
                 continue
             address = (answer.control_host, answer.control_port)
-            channel = self._line(partial(m.Calls, worker=worker))
+            channel = self._line(_calls_of(worker))
             try:
                 channel.open(address)
             except (ChannelClosed, DeadlineError):  # the run has ended meanwhile
@@ -266,3 +282,7 @@ class ScriptedCluster:
         """The messages of a kind that a worker has received."""
         received = self.workers[worker].script.received if worker in self.workers else []
         return [message for message in received if isinstance(message, kind)]
+
+
+def _calls_of(worker: int) -> Callable[[int, int], m.Calls]:
+    return lambda heard, epoch: m.Calls(worker=worker, heard=heard, epoch=epoch)

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,7 @@ class Coordinator:
         self._next_request = 0 if left is None else left.requests
         self._endings: dict[int, str] = {}
         self._journal_failed = False
+        self._hang_up: Sequence[Callable[[], None]] = ()
         self._next_tick_s = self._next_epoch_s = 0.0
         self._last_tick_s = services.clock.now_s()
         control.reach(self._inbox)
@@ -129,6 +131,8 @@ class Coordinator:
                         self._turn()
                 except Superseded:
                     stack.pop_all()  # all that there is belongs to the other one
+                    for hang_up in self._hang_up:
+                        hang_up()
                     raise
                 except LiverError as error:
                     log.exception("the run failed")
@@ -157,8 +161,10 @@ class Coordinator:
         connections = ConnectionServer(self._inbox, self._store, control_s)
         address = control_address(self._config.network, self._config.cluster.kind)
         server = ControlServer(address, self._secret, connections.handle)
-        for close in (server.close, connections.settle, self._inbox.close, self._store.close):
+        closes = (server.close, connections.settle, self._inbox.close, self._store.close)
+        for close in closes:
             stack.callback(close)
+        self._hang_up = (*closes[::-1], self._performer.hang_up)
         stack.callback(self._see_all_off)
         stack.callback(lambda: services.pool.want(0))
         self._performer.address = server.address

@@ -163,7 +163,7 @@ def _left(journal: Path, config: RunConfig, services: Services) -> Left | None:
     if not journal.exists():
         return None
     try:
-        return what_is_left(journal, lambda: new_core(config, services))
+        return what_is_left(read_entries(journal), lambda: new_core(config, services))
     except ConfigError as error:
         log.error("no coordinator can take over, the run begins again: %s", error)
         return None

@@ -12,7 +12,7 @@ from liver_hpc.clock import Clock
 from liver_hpc.cluster.launcher import Launcher
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.coordinator.agents import NodeAgents
-from liver_hpc.coordinator.connections import Asked, Met, PeerRegistry
+from liver_hpc.coordinator.connections import Asked, InboxClosed, Met, PeerRegistry
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import LiverError, MeetingError
 from liver_hpc.layout.placement import place
@@ -70,6 +70,11 @@ class Performer:
         self._registry = registry
         self._agents = agents
         self._store = store
+
+    def hang_up(self) -> None:
+        """Nobody who waits for an answer gets one."""
+        for waiting in (*self.meetings, *self.requests.values()):
+            waiting.answer.set_exception(InboxClosed())
 
     def perform(self, action: a.Action) -> LaunchFailed | None:
         """Returns what has come of it that the core has to hear of."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json, to_json
@@ -21,7 +20,7 @@ from liver_hpc.rendezvous.conversation import Conversation
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import decode_event, encode
-from liver_hpc.run.entries import COORDINATOR_STARTED, STEPS_DROPPED, Entry, read_entries
+from liver_hpc.run.entries import COORDINATOR_STARTED, STEPS_DROPPED, Entry
 from liver_hpc.run.lifecycle import STARTING
 from liver_hpc.run.machine import Run
 
@@ -92,14 +91,14 @@ class Left:
                 self.avoided.discard(action.node)
 
 
-def what_is_left(journal: Path, new_core: Callable[[], Run]) -> Left | None:
+def what_is_left(journal: Iterable[Entry], new_core: Callable[[], Run]) -> Left | None:
     """The last start of a journal, where workers may train on; None where it has ended, or has not
     come to train.
 
     Raises ConfigError where the journal is damaged, or a core of this release decides otherwise
     than it has.
     """
-    entries = _last_start(read_entries(journal))
+    entries = _last_start(journal)
     if not entries or any(each["type"] == "end" for entry in entries for each in entry.actions):
         return None
     left = Left(new_core())

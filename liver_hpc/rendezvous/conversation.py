@@ -104,8 +104,9 @@ class Line:
     """A caller's end: a worker's or an agent's. Any thread may send, one receives, which makes the
     connection again where it breaks.
 
-    was_open: whether a coordinator has ever answered. call: what a connection begins with, from the number of what was heard and the newest
-    coordinator's. coordinator_s: how long it goes on without a coordinator.
+    was_open: whether a coordinator has ever answered. call: what a connection begins with, from the
+    number of what was heard and the newest coordinator's. coordinator_s: how long it goes on
+    without a coordinator.
     """
 
     def __init__(
@@ -132,9 +133,14 @@ class Line:
         self._look_at_s = 0.0
 
     def open(self, address: tuple[str, int]) -> None:
-        """Calls the coordinator for the first time. Raises ChannelClosed, ChannelRefused,
-        DeadlineError."""
-        self._connect(address, self._control_s)
+        """Calls the coordinator for the first time, or the one after it. Raises ChannelClosed,
+        ChannelRefused."""
+        try:
+            self._connect(address, self._control_s)
+        except ChannelRefused:
+            raise
+        except (ChannelClosed, DeadlineError) as error:
+            self._call_again(error)
 
     def send(self, message: AnyMessage) -> None:
         """It reaches the coordinator, or the one after it, once."""
@@ -192,9 +198,9 @@ class Line:
         except (LiverError, OSError):  # a file system that does not answer now
             return None
 
-    def _call_again(self, lost: ChannelClosed) -> None:
+    def _call_again(self, lost: LiverError) -> None:
         limit = Deadline.after(self._clock, self._coordinator_s, "a coordinator")
-        why: LiverError = lost
+        why = lost
         while not self._closing.is_set():
             found = self._find()
             if found is not None and found.epoch >= self._epoch:
@@ -211,7 +217,7 @@ class Line:
             if limit.expired():
                 raise ChannelClosed(f"{limit.error()} after {lost}; the last: {why}")
             self._closing.wait(_AGAIN_S)
-        raise lost
+        raise ChannelClosed(str(lost))
 
     def _connect(self, address: tuple[str, int], limit_s: float) -> None:
         """Raises ChannelClosed, ChannelRefused, DeadlineError."""

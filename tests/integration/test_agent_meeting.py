@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from liver_hpc.node.launch import EXIT_BOOT, EXIT_NOT_MET, EXIT_RENDEZVOUS_LOST, EXIT_STUCK
+from liver_hpc.protocol.messages import AgentHello
 from liver_hpc.rendezvous.base import Answer, Identity
 from tests.integration.agents import (
     Run,

@@ -15,6 +15,7 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.connections import Control
 from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.performer import Services
+from liver_hpc.coordinator.takeover import Left
 from liver_hpc.errors import MeetingError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
@@ -39,12 +40,14 @@ class LiveRun:
     core_was_told_more: the test has put something into the core that its journal knows nothing of.
     """
 
+    records: Callable[[], JournalRecords] = JournalRecords
+
     def __init__(self, directory: Path, config: RunConfig, nodes: Sequence[Node] = ()) -> None:
         self.directory = directory
         self.cluster = ScriptedCluster(SECRET, nodes or (Node("", "machine"),))
-        self.metrics = JournalRecords()
+        self.metrics = self.records()
         self.core_was_told_more = False
-        services = Services(
+        self._services = Services(
             clock=SystemClock(),
             recipe=tiny_recipe(config),
             launcher=self.cluster.launcher,
@@ -53,10 +56,14 @@ class LiveRun:
             open_journal=self.metrics.open,
         )
         self.control = Control()
-        self.coordinator = Coordinator(config, directory, SECRET, services, self.control, Memory())
+        self.coordinator = self.new_coordinator(config, Memory())
         self.result: Outcome | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._operator: Channel | None = None
+
+    def new_coordinator(self, config: RunConfig, before: Memory | Left) -> Coordinator:
+        where = self.directory, SECRET, self._services
+        return Coordinator(config, *where, self.control, before)
 
     def start(self) -> None:
         """Returns once training has begun."""

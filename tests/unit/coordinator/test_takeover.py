@@ -1,0 +1,266 @@
+"""A coordinator is gone at any entry of its journal; another one takes over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liver_hpc.coordinator.loop import Coordinator, new_core
+from liver_hpc.coordinator.takeover import what_is_left
+from liver_hpc.errors import ConfigError, DeadlineError
+from liver_hpc.protocol import messages as m
+from liver_hpc.rendezvous.channel import ChannelClosed
+from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.entries import Event
+from liver_hpc.run.epoch import Superseded, claim_epoch
+from liver_hpc.run.events import JournalFailed
+from liver_hpc.run.journal import Written
+from tests.fakes import JournalRecords, MemoryJournal, tiny_run
+from tests.unit.coordinator.live import LIMIT_S, LiveRun
+
+pytestmark = pytest.mark.timeout(60)
+
+COORDINATOR_S = 20.0
+
+
+class MortalJournal(MemoryJournal):
+    """Goes on with what others have written."""
+
+    def __init__(
+        self, tell: Callable[[Written | JournalFailed], None], records: MortalRecords
+    ) -> None:
+        super().__init__(tell)
+        self._lines = records.lines
+        self._records = records
+
+    def append(
+        self, at_s: float, event: Event, actions: Sequence[Event] = (), said: int = 0
+    ) -> int:
+        deadly, before = self._records.deadly
+        here = len(self._lines) == deadly
+        if here:
+            self._records.deadly = (-1, False)
+        if here and before:
+            raise Superseded(0)
+        number = super().append(at_s, event, actions, said)
+        if here:
+            raise Superseded(0)
+        return number
+
+
+class MortalRecords(JournalRecords):
+    """deadly: whoever appends this entry dies, before it is written or after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[bytes] = []
+        self.deadly = (-1, False)
+
+    def open(self, tell: Callable[[Written | JournalFailed], None]) -> MemoryJournal:
+        self.journal = MortalJournal(tell, self)
+        return self.journal
+
+
+class MortalRun(LiveRun):
+    """Whose coordinator can be killed, as far as that can be played within a process: nobody hears
+    of it but by its connections. deaths: how many were."""
+
+    metrics: MortalRecords
+    records = MortalRecords
+
+    def __init__(self, directory: Path, **sections: Any) -> None:
+        self.deaths = 0
+        config = tiny_run(deadlines={"coordinator_s": COORDINATOR_S}, **sections)
+        super().__init__(directory, config)
+        self.config = config
+        self.cluster.directory = RunDirectory(directory)
+        self.cluster.coordinator_s = COORDINATOR_S
+        self.cluster.agents_talk = True
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.result = self.coordinator.run()
+                return
+            except Superseded:
+                self.deaths += 1
+                self.coordinator = self.successor()
+
+    def successor(self) -> Coordinator:
+        left = what_is_left(self.metrics.entries, lambda: new_core(self.config, self._services))
+        assert left is not None
+        return self.new_coordinator(self.config, left)
+
+    def die_at(self, entry: int, before: bool) -> None:
+        """Whoever is to write this entry, counted from the next one."""
+        self.metrics.deadly = (len(self.metrics.lines) + entry, before)
+
+    def kill(self, before: bool = False) -> None:
+        """At the next entry; returns once another coordinator has regained everybody."""
+        deaths = self.deaths
+        self.die_at(0, before)
+        self.cluster.train()
+        self.until(lambda: self.deaths > deaths, "the coordinator's end")
+        self.regained()
+
+    def ask(self, request: m.FromOperator) -> m.Reply:
+        """Of whichever coordinator there is."""
+        replies: list[m.Reply] = []
+
+        def answered() -> bool:
+            try:
+                replies.append(super(MortalRun, self).ask(request))
+            except (ChannelClosed, DeadlineError):
+                self._operator = None
+            return bool(replies)
+
+        self.until(answered, "an answer")
+        return replies[0]
+
+    def close(self) -> None:
+        for agent in [*self.cluster.launcher._agents]:
+            self.cluster.launcher.end(agent, 137)
+        super().close()
+
+    def regained(self) -> None:
+        def is_so() -> bool:
+            types = [entry.event["type"] for entry in self.metrics.entries]
+            return types.count("regained") == self.deaths
+
+        self.until(is_so, "another coordinator")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., MortalRun]]:
+    runs: list[MortalRun] = []
+
+    def make(**sections: Any) -> MortalRun:
+        (tmp_path / str(len(runs))).mkdir()
+        run = MortalRun(tmp_path / str(len(runs)), **sections)
+        runs.append(run)
+        run.start()
+        return run
+
+    yield make
+    for run in runs:
+        run.close()
+        run.check_replay()
+
+
+def steps(run: LiveRun) -> list[int]:
+    return [row.step for row in run.metrics.steps]
+
+
+def reached(run: LiveRun, steps_done: int) -> None:
+    run.until(lambda: len(run.metrics.steps) >= steps_done, f"{steps_done} steps")
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_training_goes_on_and_each_step_is_told_once(
+    make: Callable[..., MortalRun], before: bool
+) -> None:
+    run = make()
+    run.cluster.train(2)
+    run.kill(before)
+    run.cluster.train(2)
+    run.kill(before)
+    reached(run, 6)
+    assert steps(run) == [*range(6)]
+    assert run.status()["workers"] == [0, 1]
+    assert run.ask(m.StopRequest()).ok
+
+
+HANDOFF_ENTRIES = 25
+"""About as many as a handoff has."""
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("entry", range(HANDOFF_ENTRIES))
+def test_a_handoff_ends_in_one_of_its_worlds_wherever_the_coordinator_dies(
+    make: Callable[..., MortalRun], entry: int, before: bool
+) -> None:
+    """From the operator's request on; whoever trains then does so together."""
+    run = make()
+    run.die_at(entry, before)
+    run.resize("tp=2,dp=2")
+
+    def is_over() -> bool:
+        attempts = run.metrics.reconfigurations
+        return bool(attempts)
+
+    run.until(is_over, "the handoff to end")
+    (record,) = run.metrics.reconfigurations
+    if not run.deaths:  # it was over by then
+        run.kill(before)
+    run.regained()
+    assert record.outcome in ("completed", "aborted"), record
+    done = len(run.metrics.steps)
+    run.until(lambda: run.status()["handoff"] is None, "the end of the handoff")
+    layout = {"completed": "tp2 pp1 dp2", "aborted": "tp1 pp1 dp2"}[record.outcome]
+    assert run.status()["layout"] == layout
+    assert str(run.cluster.world().layout) == layout
+    run.cluster.train(2)
+    reached(run, done + 2)
+    assert steps(run) == sorted(set(steps(run)))
+    assert run.ask(m.StopRequest()).ok
+
+
+def test_a_worker_that_dies_while_there_is_no_coordinator_is_missed(
+    make: Callable[..., MortalRun],
+) -> None:
+    run = make()
+    run.die_at(0, before=False)
+    successor, go_on = run.successor, threading.Event()
+
+    def later() -> Coordinator:
+        assert go_on.wait(LIMIT_S)
+        return successor()
+
+    run.successor = later  # type: ignore[method-assign]
+    run.cluster.train()
+    run.until(lambda: run.deaths == 1, "the coordinator's end")
+    run.cluster.workers[1].channel.close()
+    run.cluster.launcher.end(run.coordinator.core.agents.agent_of(1), 137)
+    go_on.set()
+    run.until(lambda: run.result is not None, "the end of the run")
+    assert run.result is not None
+    assert "lost: it has not called since this coordinator began" in run.result.reason
+
+
+def test_an_older_coordinator_that_wakes_leaves_all_to_the_next_one(
+    make: Callable[..., MortalRun],
+) -> None:
+    run = make()
+    awake = run.coordinator
+    claim_epoch(run.directory)  # as another one does
+    run.until(lambda: run.deaths == 1, "it to notice")
+    run.regained()
+    assert run.coordinator is not awake
+    assert run.cluster.launcher.alive("a0")
+    run.cluster.train()
+    reached(run, 1)
+
+
+def test_a_core_that_decides_otherwise_takes_nothing_over(make: Callable[..., MortalRun]) -> None:
+    run = make()
+    run.cluster.train(2)
+    reached(run, 2)
+    entries = run.metrics.entries
+    other = tiny_run(train={"steps": 3, "global_batch": 16})
+    with pytest.raises(ConfigError, match="wanted"):
+        what_is_left(
+            [entry._replace(actions=[]) for entry in entries],
+            lambda: new_core(other, run._services),
+        )
+
+
+def test_a_start_that_has_ended_is_not_taken_over(make: Callable[..., MortalRun]) -> None:
+    run = make()
+    assert run.ask(m.StopRequest()).ok
+    run.cluster.train(last=True)
+    assert run.outcome().state == "stopped"
+    assert what_is_left(run.metrics.entries, lambda: new_core(run.config, run._services)) is None
