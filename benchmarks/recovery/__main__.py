@@ -43,8 +43,9 @@ METHOD = {
     "a run of that layout that nothing happens to. Growing back comes after that (whole_s), as a "
     "handoff, whose cost is that of any other",
     "restart": "the same of a run that begins again from its checkpoint by itself, in its best "
-    "case: one is written after every step (checkpoint.format hdf5), page cache warm. For writing "
-    "them training stands still each time, while copies are taken beside it: both are left out",
+    "case: one is written after every step (checkpoint.format hdf5), page cache warm. Training "
+    "stands still while they are written; that is left out. Copies that are taken beside redone "
+    "steps slow them, and are in recovery",
     "whole": "from the signal to the end of the first step in the layout that there was",
     "layouts": "from memory in what is left: dp2 to dp1, tp2 dp2 to tp2; the restart begins in the "
     "layout that there was, as this machine has room for others",
