@@ -10,9 +10,10 @@ import pytest
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.snapshot import keeping
-from liver_hpc.snapshot.keeping import Snapshots
+from liver_hpc.snapshot.keeping import Flag, Snapshots
 from tests.late_device import LateDevice, Machines
-from tests.unit.snapshot.rig import LIMIT_S, PAIR, Keeper, in_pair, played_exchanges
+from tests.late_worlds import LateRun, LateWorld, late_worlds
+from tests.unit.snapshot.rig import ALONE, LIMIT_S, PAIR, Keeper, in_pair, played_exchanges
 from tests.unit.snapshot.states import share_of
 
 
@@ -111,3 +112,42 @@ def test_a_copy_that_does_not_come_to_its_end_is_not_waited_for_for_ever(
     assert SystemClock().now_s() - began_s < LIMIT_S / 2
     assert one.held == []
     one.machines.stop()
+
+
+class Noted:
+    """In the place of `Snapshots`: what training asks of it."""
+
+    def __init__(self, asked: list[str]) -> None:
+        self._asked = asked
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*_of: object) -> Flag:
+            self._asked.append(name)
+            return Flag()
+
+        return ask
+
+
+def test_training_waits_for_the_copy_right_before_it_changes_the_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machines, done = Machines(), list[str]()
+    with late_worlds(monkeypatch, machines) as ledger:
+        for name in ("forward_backward", "update", "agree"):
+            monkeypatch.setattr(LateWorld, name, noting(done, name, getattr(LateWorld, name)))
+        run = LateRun(machines, ALONE, ledger=ledger)
+        (worker,) = ALONE.workers
+        run._seat(worker).trainer._snapshots = Noted(done)  # type: ignore[assignment]
+        run.begin()
+        run.check(ALONE.workers)
+    step = ["begin", "forward_backward", "taken", "update", "flag", "agree", "agreed"]
+    assert done == step * (len(done) // len(step))
+    assert done
+
+
+def noting(done: list[str], name: str, plain: Any) -> Any:
+    def call(*given: Any) -> Any:
+        done.append(name)
+        return plain(*given)
+
+    return call
