@@ -177,8 +177,6 @@ class _Taking(threading.Thread):
 
     def begin(self, state: WorldState, scalars: ScalarState) -> None:
         """Not while one is pending."""
-        if self.failed:
-            return
         self.pending, self.spare = self.spare or self._new(), []
         self.pending[0].scalars = scalars
         self.taken.clear()
