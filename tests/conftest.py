@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -54,6 +58,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def golden(pytestconfig: pytest.Config) -> Golden:
     """What tests/golden holds."""
     return Golden(REPOSITORY / "tests" / "golden", pytestconfig.getoption("--update-golden"))
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str, str, str], None]:
+    """Changes one line of the real code."""
+
+    def change(owner: Any, name: str, line: str, instead: str) -> None:
+        function = inspect.unwrap(getattr(owner, name))
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(line) == 1, f"{name} has not once {line!r}"
+        made: dict[str, Any] = {}
+        exec(source.replace(line, instead), function.__globals__, made)
+        monkeypatch.setattr(owner, name, made[name])
+
+    return change
 
 
 @pytest.fixture

@@ -32,17 +32,21 @@ QUICK_CASES = (CASES[0], CASES[-1])
 METHOD = {
     "loss": "the last worker of a world is killed by SIGKILL (worker), or an agent with its two "
     "workers (node: two agents stand for two nodes of this machine, so that partners are on the "
-    "other one); snapshots every step",
+    "other one); snapshots every step. The signal comes once a certain step has been reported, "
+    "with either method: so recovery and restart go back to the boundary before it, do it again, "
+    "and the step that was under way, too",
     "detection": "from just before the signal to when the coordinator knew, the largest; killed: "
     f"with any method; silent: by SIGSTOP, never woken, deadlines.heartbeat_s {HEARTBEAT_S:g}, "
     "smallest model",
     "recovery": "from the signal to the end of the first step beyond all that had been done, less "
-    "one undisturbed step of that layout: detection and redone steps are in it, and what growing "
-    "back, which begins at once, takes of those steps; steps are those of a run of that layout "
-    "that nothing happens to",
+    "one undisturbed step of that layout: detection and redone steps are in it; steps are those of "
+    "a run of that layout that nothing happens to. Growing back comes after that (whole_s), as a "
+    "handoff, whose cost is that of any other",
     "restart": "the same of a run that begins again from its checkpoint by itself, in its best "
-    "case: one is written after every step, the signal comes the moment one is complete (page "
-    "cache warm), writing others meanwhile is left out; checkpoint.format hdf5",
+    "case: one is written after every step (checkpoint.format hdf5), page cache warm. Training "
+    "stands still while they are written; that is left out. Copies that are taken beside redone "
+    "steps slow them, and are in recovery",
+    "whole": "from the signal to the end of the first step in the layout that there was",
     "layouts": "from memory in what is left: dp2 to dp1, tp2 dp2 to tp2; the restart begins in the "
     "layout that there was, as this machine has room for others",
     "over": "ratio of the two in the same round, median; recovery_over_restart: the worst case",
@@ -134,18 +138,14 @@ def _by_case(trials: Sequence[Trial]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     killed = [trial for trial in trials if trial.fault == KILLED]
     for size, case in dict.fromkeys((trial.size, trial.case) for trial in killed):
-        lost_s = {
-            method: [
-                trial.lost_s
-                for trial in killed
-                if (trial.size, trial.case, trial.method) == (size, case, method)
-            ]
-            for method in (MEMORY, DISK)
-        }
-        for method, values in lost_s.items():
-            found[f"{method}_s_of_{case}_{size}"] = values
-        ratios = [some / other for some, other in zip(lost_s[MEMORY], lost_s[DISK], strict=True)]
-        found[f"recovery_over_restart_of_{case}_{size}"] = ratios
+        here = [trial for trial in killed if (trial.size, trial.case) == (size, case)]
+        some, others = ([t for t in here if t.method == method] for method in (MEMORY, DISK))
+        for method, trials_of in ((MEMORY, some), (DISK, others)):
+            found[f"{method}_s_of_{case}_{size}"] = [trial.lost_s for trial in trials_of]
+            found[f"{method}_whole_s_of_{case}_{size}"] = [trial.whole_s for trial in trials_of]
+        found[f"recovery_over_restart_of_{case}_{size}"] = [
+            one.lost_s / other.lost_s for one, other in zip(some, others, strict=True)
+        ]
     return found
 
 

@@ -19,7 +19,6 @@ from benchmarks.live_runs import LiveRun
 from benchmarks.processes import living
 from benchmarks.reconfigure.sweep import load_sweep, overlaid
 from benchmarks.recovery.bills import bill, difference, losses, median_step_s
-from liver_hpc.checkpoint.index import newest_step
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.schema import LayoutSection, RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
@@ -32,10 +31,12 @@ EVENT_S = 300.0
 ENDED_S = 30.0
 HEARTBEAT_S = 2.0
 WARM_STEPS = 6
-"""Done before the loss."""
+"""Done before the loss. The last one is lost with it: its snapshot, or its checkpoint, is begun
+when the step is reported."""
 AFTER_STEPS = 4
 QUIET_STEPS = 30
 _POLL_S = 0.1
+_STEP_POLL_S = 0.01
 
 MEMORY, DISK = "recovery", "restart"
 KILLED, SILENT = "killed", "silent"
@@ -63,8 +64,9 @@ CASES = (
 @dataclass(frozen=True)
 class Trial:
     """One loss. lost_s: what it took of training: until a step more was done than before, less one
-    that is undisturbed. source, target: layouts. difference: largest, relative, of a loss against
-    the undisturbed run's. left: processes after the run's end."""
+    that is undisturbed. whole_s: until the end of the first step in the layout that there was.
+    source, target: layouts. difference: largest, relative, of a loss against the undisturbed run's.
+    left: processes after the run's end."""
 
     size: str
     case: str
@@ -76,6 +78,7 @@ class Trial:
     let_go_s: float
     refill_s: float
     lost_s: float
+    whole_s: float
     median_step_s: float
     steps_redone: int
     difference: float
@@ -144,15 +147,14 @@ class Trials:
         def strike(run: LiveRun) -> None:
             nonlocal struck_s
             run.reach(WARM_STEPS)
-            if method == DISK:
-                _await_checkpoint(run)
             struck_s = _strike(_victims(run, case), fault)
             _await_bill(run, struck_s)
 
         config = self.run_config(size, [case.layout, case.left], sections)
         records, left = self._run(config, strike)
-        found = bill(records, struck_s)
+        found, back_s = bill(records, struck_s), whole_s(records, struck_s)
         assert found is not None
+        assert back_s is not None
         begun = [step for step in records.steps if step.generation == found.generation]
         recovered = next(iter(run_figures(records).recoveries), None)
         median_s = quiet.median_step_s if recovered is not None else median_step_s(begun)
@@ -167,6 +169,7 @@ class Trials:
             let_go_s=math.nan if recovered is None else recovered.let_go_s,
             refill_s=math.nan if recovered is None else recovered.refill_s,
             lost_s=found.back_s - median_s,
+            whole_s=back_s,
             median_step_s=median_s,
             steps_redone=found.steps_redone,
             difference=difference(losses(records), quiet.losses, begun[-1].step),
@@ -175,7 +178,7 @@ class Trials:
 
     def _run(self, config: RunConfig, act: Callable[[LiveRun], None]) -> tuple[RunRecords, int]:
         """The records of a run to which something was done, and how many processes outlive it."""
-        with LiveRun(config, EVENT_S) as run:
+        with LiveRun(config, EVENT_S, _STEP_POLL_S) as run:
             act(run)
         path = run.run.path
         left = _left(str(path))
@@ -221,16 +224,9 @@ def _strike(victims: list[psutil.Process], fault: str) -> float:
     return struck_s
 
 
-def _await_checkpoint(run: LiveRun) -> None:
-    """Returns the moment at which there is a new one."""
-    path = run.run.checkpoints_path
-    before = newest_step(path)
-    deadline = Deadline.after(SystemClock(), EVENT_S, f"a checkpoint of {run.run}")
-    poll_until(lambda: newest_step(path) > before, deadline)
-
-
 def _await_bill(run: LiveRun, struck_s: float) -> None:
-    """Until some steps more have been done by the world that goes on, whichever it is."""
+    """Until some steps more have been done by the world that goes on, whichever it is, and the run
+    has grown back."""
     deadline = Deadline.after(SystemClock(), EVENT_S, f"{run.run} to train on after a loss")
 
     def trains_on() -> bool:
@@ -239,10 +235,21 @@ def _await_bill(run: LiveRun, struck_s: float) -> None:
         records = run.records()
         if bill_now := (bill(records, struck_s) if _noticed(records) else None):
             beyond = [step for step in records.steps if step.generation >= bill_now.generation]
-            return len(beyond) > bill_now.steps_redone + AFTER_STEPS
+            trained_on = len(beyond) > bill_now.steps_redone + AFTER_STEPS
+            return trained_on and whole_s(records, struck_s) is not None
         return False
 
     poll_until(trains_on, deadline, _POLL_S)
+
+
+def whole_s(records: RunRecords, struck_s: float) -> float | None:
+    """From the signal to the end of the first step in the layout that there was: of a run that
+    begins again, the first at all. None where it has not come to that."""
+    found = bill(records, struck_s)
+    if found is None:
+        return None
+    since = found.generation + 1 if records.recoveries else found.generation
+    return next((s.ended_s - struck_s for s in records.steps if s.generation >= since), None)
 
 
 def _noticed(records: RunRecords) -> bool:

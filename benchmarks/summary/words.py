@@ -60,7 +60,7 @@ FIGURES: dict[str, dict[str, str]] = {
         "detection_silent_s": "of those that stood still, heartbeat_s 2",
         "recovery_s": "what a loss takes of training, from memory, redone steps included; worst of "
         "all cases, s",
-        "recovery_over_restart": "that over a restart from a checkpoint of that very step; worst "
+        "recovery_over_restart": "that over a restart from the same boundary's checkpoint; worst "
         "case",
         "steps_rolled_back_max": "most steps done again, snapshots every step",
         "max_relative_difference": "of losses after it, against undisturbed runs (fp32)",

@@ -110,7 +110,8 @@ class Decider:
     """A run that trains `world` and has no handoff in progress, as it stands at `now_s`.
 
     steps_left: until what is known to come: the next change that the run file asks for, or the end
-    of the run. horizon_s: the longest that a layout is expected to last.
+    of the run. horizon_s: the longest that a layout is expected to last. catching_up: steps that a
+    loss took are done again first, before anybody joins unasked.
     """
 
     nodes: HeldNodes
@@ -120,6 +121,7 @@ class Decider:
     now_s: float
     steps_left: float = math.inf
     horizon_s: float = math.inf
+    catching_up: bool = False
 
     @property
     def source(self) -> RankMap:
@@ -164,6 +166,8 @@ class Decider:
         pointless = request.pointless(self.source)
         if pointless:
             return Drop(request, pointless)
+        if self.catching_up and not request.asked_for:
+            return Wait(f"{request}: what was lost is done again first")
         agents, free = self.nodes.agents, self.nodes.free_slots()
         busy = agents.ending() or agents.booting(STANDBY)
         if busy and free is not None and free < request.joiners(self.source):
@@ -178,7 +182,7 @@ class Decider:
     def _grow(self) -> Decision:
         """Onto nodes that were granted, once no more of them come at the moment."""
         layout = self._larger()
-        if self.now_s < self.nodes.grow_at_s or layout is None:
+        if self.catching_up or self.now_s < self.nodes.grow_at_s or layout is None:
             return Wait()
         request = ReconfigurationRequest(GROWTH, self.nodes.granted_s, layout=layout)
         target = self._placed(request)

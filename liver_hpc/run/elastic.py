@@ -257,17 +257,17 @@ class ElasticPolicy:
 
     # ---- what happens next
 
-    def next_handoff(self, world: WorldRef, step: int) -> ToDisk | None:
+    def next_handoff(self, world: WorldRef, step: int, catching_up: bool) -> ToDisk | None:
         """Begins the next handoff that there is a reason for; the run must train `world`, have done
-        `step` steps, and have no handoff in progress. Where none gets the workers off their nodes
-        in time, returns that."""
+        `step` steps, and have no handoff in progress. catching_up: as `Decider` has it. Where none
+        gets the workers off their nodes in time, returns that."""
         known = self.queue.next_step
         steps_left = (self._config.train.steps if known is None else known) - step
         horizon_s = self._config.policy.horizon_s
         while self.handoffs.idle:
             now_s = self._clock.now_s()
             situation = (self.nodes, world, self.queue, self.estimates, now_s)
-            decision = Decider(*situation, steps_left, horizon_s).decide()
+            decision = Decider(*situation, steps_left, horizon_s, catching_up).decide()
             match decision:
                 case Wait():
                     return None

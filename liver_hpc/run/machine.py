@@ -69,10 +69,12 @@ class Run(Lifecycle):
             self._launch_first()
         if self._state is TRAINING and not self._journal_error:
             assert self.world is not None
-            to_disk = self.elastic.next_handoff(self.world, self.recorder.steps_done)
+            step = self.recorder.steps_done
+            catching_up = self.recoveries.catching_up(step)
+            to_disk = self.elastic.next_handoff(self.world, step, catching_up)
             if to_disk is not None:
                 self._stop(to_disk.reason, checkpoint=True, then=Ending.RESTART)
-            elif self.handoffs.idle:
+            elif self.handoffs.idle and not catching_up:
                 self.standbys.look_after(self.world.rank_map.layout)
         if self._may_launch:
             self.elastic.look_after_nodes()

@@ -85,6 +85,7 @@ class Recoveries:
         self._owes_evaluation = owes_evaluation
         self._ended = ended
         self._now: _Recovery | None = None
+        self._caught_up = 0, -math.inf  # when so many steps are done, or at that time
 
     def describe(self) -> str:
         """What holds up every request now; empty when there is none."""
@@ -93,6 +94,13 @@ class Recoveries:
     def possible(self, world: WorldRef | None) -> bool:
         """Whether a loss in this world may be made good."""
         return self._config.snapshots.every_steps is not None and world is not None
+
+    def catching_up(self, step: int) -> bool:
+        """Whether the steps that a loss took, and the one that was under way, are still to be done
+        again, `step` steps being done. Others join when that is made good, as they slow it; where
+        it takes longer than `policy.retry_s`, they do not wait for it."""
+        until_step, until_s = self._caught_up
+        return step < until_step and self._clock.now_s() < until_s
 
     # ---- HALTING
 
@@ -203,6 +211,8 @@ class Recoveries:
         self._agents.send(givers, m.Exit(reason=f"no seat in {rank_map}"))
         self._out.append(a.Record(self._record(now, target, now.salvage)))
         self._forget(now)
+        retry_s = self._config.policy.retry_s
+        self._caught_up = now.steps_done + 1, self._clock.now_s() + retry_s
         self._now = self.deadline = None
         self._ended(target)
 

@@ -56,12 +56,12 @@ class Snapshots:
         if self._every is None:
             return
         if world.rank_map.layout.workers == 1:
-            self.halt()
+            self._end_taking()
             self._complete.clear()  # nobody could lose anything but all
             return
         taking = self._taking
         if taking is None or taking.generation != world.generation:
-            self.halt()
+            self._end_taking()  # all have heard the same, so nobody counts what is pending
             taking = self._taking = _Taking(self._context, world)
         newest = self._newest_step(world.generation)
         if taking.pending or (newest is not None and step - newest < self._every):
@@ -115,12 +115,17 @@ class Snapshots:
 
     def halt(self) -> None:
         """Takes no more in the world that trained; what is complete stays."""
+        taking = self._end_taking()
+        if taking is not None and taking.pending and taking.done.is_set() and not taking.failed:
+            # Others may know already that it is complete, and have let go of the one before.
+            self._complete = [*taking.pending, *self._complete]
+
+    def _end_taking(self) -> _Taking | None:
+        """Takes no more in the world that trained; what did so."""
         taking, self._taking = self._taking, None
         if taking is not None:
             taking.close()
-            if taking.pending and taking.done.is_set() and not taking.failed:
-                # Others may know already that it is complete, and have let go of the one before.
-                self._complete = [*taking.pending, *self._complete]
+        return taking
 
     def interrupt(self) -> None:
         """From any thread: whoever waits for a snapshot goes on, and no more are taken in the world
@@ -172,8 +177,6 @@ class _Taking(threading.Thread):
 
     def begin(self, state: WorldState, scalars: ScalarState) -> None:
         """Not while one is pending."""
-        if self.failed:
-            return
         self.pending, self.spare = self.spare or self._new(), []
         self.pending[0].scalars = scalars
         self.taken.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -63,11 +63,13 @@ class Snapshot:
     def digest(self) -> dict[str, int]:
         """By kind, of what the memory holds now; the shares of all ranks add up to that of the
         state."""
-        totals: dict[str, int] = defaultdict(int)
-        for (kind, index), pieces in self._pieces.items():
-            for box, memory in pieces:
-                totals[kind] += box_digest(memory, self._model.tensors[index], box)
-        return {kind: total % MODULUS for kind, total in totals.items()}
+        return by_kind(
+            {
+                (kind, index, box): box_digest(memory, self._model.tensors[index], box)
+                for (kind, index), pieces in self._pieces.items()
+                for box, memory in pieces
+            }
+        )
 
     def find(self, kind: str, tensor_index: int, box: Box) -> torch.Tensor | None:
         """The bits of a box, [box rows, box cols]; None where the share has not all of it."""
@@ -138,12 +140,21 @@ class SnapshotState:
         return bits if dtype is None else dtype
 
 
-def shares_digest(state: WorldState) -> dict[str, int]:
-    """By kind, of a world's own share, as a snapshot of it would have it. Waits for the device."""
+def share_digests(state: WorldState) -> dict[tuple[str, int, Box], int]:
+    """Of the boxes of a world's own share, by kind and tensor index. Waits for the device."""
+    return {
+        (kind, index, box): box_digest(
+            state.view(kind, index, box), state.model.tensors[index], box
+        )
+        for kind, index, box in snapshot_boxes(state.model, state.layout, state.at)
+    }
+
+
+def by_kind(digests: Mapping[tuple[str, int, Box], int]) -> dict[str, int]:
+    """A share's digest, as a snapshot tells it."""
     totals: dict[str, int] = defaultdict(int)
-    for kind, index, box in snapshot_boxes(state.model, state.layout, state.at):
-        view = state.view(kind, index, box)
-        totals[kind] += box_digest(view, state.model.tensors[index], box)
+    for (kind, _, _), value in digests.items():
+        totals[kind] += value
     return {kind: total % MODULUS for kind, total in totals.items()}
 
 

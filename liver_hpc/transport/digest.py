@@ -225,9 +225,9 @@ class _Weights:
 def _splitmix64(seed: int, count: int) -> torch.Tensor:
     """The first `count` outputs of the generator, made odd; [count] of int64."""
     counter = torch.arange(1, count + 1, dtype=torch.int64)
-    mixed = counter * _signed(0x9E37_79B9_7F4A_7C15) + _signed(seed)
+    mixed = counter * signed(0x9E37_79B9_7F4A_7C15) + signed(seed)
     for shift, factor in ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB)):
-        mixed = (mixed ^ _shifted(mixed, shift)) * _signed(factor)
+        mixed = (mixed ^ _shifted(mixed, shift)) * signed(factor)
     return (mixed ^ _shifted(mixed, 31)) | 1
 
 
@@ -236,7 +236,7 @@ def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """A 64-bit pattern as torch's int64 takes it."""
     return value - MODULUS if value >= MODULUS >> 1 else value
 
@@ -244,7 +244,7 @@ def _signed(value: int) -> int:
 @lru_cache(maxsize=1 << 16)
 def _mark(tensor_name: str) -> int:
     hashed = hashlib.blake2b(tensor_name.encode(), digest_size=8).digest()
-    return _signed(int.from_bytes(hashed, "little") | 1)
+    return signed(int.from_bytes(hashed, "little") | 1)
 
 
 _ROW_WEIGHTS = _Weights(_ROW_SEED)

@@ -10,7 +10,7 @@ from liver_hpc.clock import Deadline
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.snapshots import Refill
 from liver_hpc.protocol import messages as m
-from liver_hpc.snapshot.memory import SnapshotState, shares_digest
+from liver_hpc.snapshot.memory import SnapshotState, by_kind, share_digests
 from liver_hpc.transport.stream import Transport
 from liver_hpc.transport.wire import group_wire
 from liver_hpc.world.context import WorkerContext
@@ -58,21 +58,26 @@ class Refilling:
             deadline = Deadline.after(context.clock, limit_s, "the bytes of snapshots")
             prepared = transport.prepare(refill.plan(context.worker))
             state = None if world is None else world.state
-            moved = transport.stream(prepared, held, state, lambda _bytes: None, deadline)
-            transport.acknowledge(prepared, moved, deadline)
+            # The digest of all shares speaks for what crosses, but for parameters that are cast.
+            cast = not spec.main_is_parameter
+            moved = transport.stream(
+                prepared, held, state, lambda _bytes: None, deadline, digest=cast
+            )
+            if cast:
+                transport.acknowledge(prepared, moved, deadline)
         finally:
             transport.close()
         worker, scalars = context.worker, message.scalars
         if world is None:
             return m.Refilled(worker=worker, generation=self.generation, scalars=scalars)
         world.load_scalar_state(scalars)
-        shares = {kind: f"{value:016x}" for kind, value in shares_digest(world.state).items()}
+        shares = share_digests(world.state)
         return m.Refilled(
             worker=worker,
             generation=self.generation,
             scalars=world.scalar_state(scalars.step),
-            digests=world.state.digests(spec.kinds),
-            shares=shares,
+            digests=world.state.digests(spec.kinds, known=shares),
+            shares={kind: f"{value:016x}" for kind, value in by_kind(shares).items()},
         )
 
     def close(self) -> None:

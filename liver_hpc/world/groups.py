@@ -197,7 +197,10 @@ def end(backend: Any) -> None:
 
 
 class GroupBook:
-    """The groups of one world, one for each different set of members."""
+    """The groups of one world, one for each different set of members.
+
+    aborted: whether what they have under way was ended, so that there is no point in going on.
+    """
 
     def __init__(self, generation: int, worker: int, device: Device) -> None:
         self._generation = generation
@@ -205,6 +208,7 @@ class GroupBook:
         self._device = device
         self._groups: dict[tuple[int, ...], Group] = {}
         self._kept: set[tuple[int, ...]] = set()
+        self.aborted = False
 
     def group(self, members: Iterable[int]) -> Group:
         """The group of these members, which must include this worker; made when first asked."""
@@ -251,6 +255,7 @@ class GroupBook:
         """Ends what these groups have under way, from any thread: who waits in it fails promptly.
         shared: also in groups whose backends another book uses.
         """
+        self.aborted = True
         for members, group in [*self._groups.items()]:
             backend = group.backend
             if backend is not None and (shared or members not in self._kept):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 
@@ -13,7 +14,7 @@ from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ownership import local_shape, optimizer_interval, owned_boxes, slabs
 from liver_hpc.layout.tensors import MAIN, PARAMETER, Box, ModelSpec, TensorSpec
 from liver_hpc.protocol.messages import ClassDigest
-from liver_hpc.transport.digest import MODULUS, add_digest
+from liver_hpc.transport.digest import MODULUS, add_digest, signed
 
 Initializer = Callable[[TensorSpec, torch.Generator], torch.Tensor]
 
@@ -126,9 +127,16 @@ class WorldState:
             for box in owned_boxes(self.model, self.layout, self.at, kind, index):
                 yield index, box
 
-    def digests(self, kinds: Iterable[str], *, buffers: bool = True) -> tuple[ClassDigest, ...]:
+    def digests(
+        self,
+        kinds: Iterable[str],
+        *,
+        buffers: bool = True,
+        known: Mapping[tuple[str, int, Box], int] = MappingProxyType({}),
+    ) -> tuple[ClassDigest, ...]:
         """Digests of what this worker owns, one for each kind and replication class
-        (protocol/votes.py). buffers: persistent ones too. Waits for the device."""
+        (protocol/votes.py). buffers: persistent ones too. known: those of some boxes, by kind and
+        tensor index. Waits for the device."""
         totals: dict[tuple[str, bool, bool, bool], torch.Tensor] = {}
         for kind in kinds:
             for index, box in self.boxes(kind):
@@ -139,7 +147,10 @@ class WorldState:
                 key = (kind, tensor.tp_dim is None, tensor.tied, tensor.expert)
                 if key not in totals:
                     totals[key] = torch.zeros((), dtype=torch.int64, device=view.device)
-                add_digest(totals[key], view, tensor, box)
+                if (value := known.get((kind, index, box))) is not None:
+                    totals[key].add_(signed(value))
+                else:
+                    add_digest(totals[key], view, tensor, box)
         return tuple(
             ClassDigest(
                 kind=kind,

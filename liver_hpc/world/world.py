@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 
-from liver_hpc.errors import PlanError
+from liver_hpc.errors import PlanError, TransferError
 from liver_hpc.layout.batch import share_of
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.messages import ScalarState
@@ -329,7 +329,10 @@ class World:
     def _forward(
         self, micro_batches: Iterator[MicroBatch], model: Any, losses: list[Reported]
     ) -> tuple[Any, Any]:
-        """Megatron's forward step: the next micro-batch goes through a chunk."""
+        """Megatron's forward step: the next micro-batch goes through a chunk. Raises TransferError
+        where nobody wants that any more: the next collective may be far."""
+        if self.book.aborted:
+            raise TransferError(f"the groups of generation {self.generation} were aborted")
         micro_batch = next(micro_batches)
         thread.compute(micro_batch)
         output, loss_function = self.recipe.loss(model, micro_batch.samples)

@@ -11,10 +11,19 @@ import pytest
 from benchmarks.recovery.__main__ import result
 from benchmarks.recovery.bills import Bill, bill, difference, median_step_s
 from benchmarks.recovery.copies import WITH, WITHOUT, Block, told_intervals
-from benchmarks.recovery.trials import CASES, DISK, KILLED, MEMORY, SILENT, Trial, Trials
+from benchmarks.recovery.trials import (
+    CASES,
+    DISK,
+    KILLED,
+    MEMORY,
+    SILENT,
+    Trial,
+    Trials,
+    whole_s,
+)
 from benchmarks.summary.words import FIGURES
 from liver_hpc.errors import LiverError
-from liver_hpc.run.records import RecoveryRecord, RunRecords
+from liver_hpc.run.records import NoticeRecord, RecoveryRecord, RunRecords
 from tests.unit.report.rows import step
 
 STRUCK_S = 104.5
@@ -43,6 +52,18 @@ def test_a_loss_costs_what_passes_until_a_step_more_is_done_than_before() -> Non
     assert bill(records, STRUCK_S) == Bill(
         noticed_s=0.25, back_s=110.0 - STRUCK_S - 1.0, steps_redone=2, generation=1
     )
+
+
+def test_a_run_is_whole_again_once_it_has_grown_back_or_begins_again() -> None:
+    new = [step(number, started_s=103.0 + number, generation=1) for number in (3, 4, 5)]
+    back = [step(6, started_s=109.0, generation=3)]
+    recovered = RunRecords([*OLD, *new, *back], [], [], {}, recoveries=[RECOVERY])
+    assert whole_s(recovered, STRUCK_S) == 110.0 - STRUCK_S
+    assert whole_s(replace(recovered, steps=[*OLD, *new]), STRUCK_S) is None
+    nan = math.nan
+    restart = NoticeRecord("restart", "", "", 105.0, nan, nan, "", -1, nan, nan, "to disk")
+    began_again = RunRecords([*OLD, *new], [], [], {}, notices=[restart])
+    assert whole_s(began_again, STRUCK_S) == 107.0 - STRUCK_S
 
 
 def test_there_is_no_bill_before_that_step() -> None:
@@ -80,6 +101,7 @@ def trial(method: str, lost_s: float, case: str = "worker", **fields: object) ->
         let_go_s=math.nan,
         refill_s=math.nan,
         lost_s=lost_s,
+        whole_s=2 * lost_s,
         median_step_s=1.0,
         difference=1e-7,
         left=0,
@@ -97,6 +119,7 @@ def test_the_worst_case_is_claimed_with_the_largest_detection() -> None:
     blocks = {WITH: [Block(10, 10.2, 3.0)], WITHOUT: [Block(5, 5.0, math.nan)]}
     figures = result(trials, blocks).figures
     assert figures["recovery_s_of_worker_25m"] == 2.0
+    assert figures["recovery_whole_s_of_worker_25m"] == 4.0
     assert figures["recovery_over_restart_of_worker_25m"] == pytest.approx(0.2)
     assert figures["recovery_over_restart"] == 0.4
     assert figures["recovery_s"] == 4.0

@@ -1,12 +1,18 @@
-"""Who waits in a group for a peer that is silent is freed from outside."""
+"""Who waits in a group for a peer that is silent is freed from outside, and who computes for it."""
 
 from __future__ import annotations
 
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from liver_hpc.errors import TransferError
 from tests.integration.processes import WorkerProcess, run_workers
+from tests.integration.random_tokens import tiny_recipe
+from tests.integration.toys import build_world
 
 GIVES_UP_S, AT_ONCE_S = 20.0, 1.0
 
@@ -49,3 +55,23 @@ def test_an_abort_frees_whoever_waits_for_a_silent_peer(tmp_path: Path) -> None:
     waited_s, _ = run_workers(_wait_in_groups, 2, tmp_path)
     assert 0.4 < waited_s["own"] < 0.5 + AT_ONCE_S
     assert 1.0 < waited_s["kept"] < 1.5 + AT_ONCE_S
+
+
+def test_a_world_whose_groups_are_aborted_computes_no_further_micro_batch(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny_recipe()
+    world = build_world(recipe, device)
+    plain, computed = recipe.loss, []
+
+    def loss(model: Any, samples: Any) -> Any:
+        computed.append(len(samples))
+        if len(computed) == 2:
+            world.book.abort(shared=True)
+        return plain(model, samples)
+
+    monkeypatch.setattr(recipe, "loss", loss)
+    with pytest.raises(TransferError, match=f"generation {world.generation} were aborted"):
+        world.forward_backward(0)
+    assert len(computed) == 2
+    world.close()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -43,21 +41,6 @@ def machines(request: pytest.FixtureRequest) -> Machines:
 def run(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> Iterator[LateRun]:
     with late_worlds(monkeypatch, machines) as ledger:
         yield LateRun(machines, TP, ledger=ledger)
-
-
-@pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str, str, str], None]:
-    """Changes one line of the real code."""
-
-    def change(owner: Any, name: str, line: str, instead: str) -> None:
-        function = inspect.unwrap(getattr(owner, name))
-        source = textwrap.dedent(inspect.getsource(function))
-        assert source.count(line) == 1, f"{name} has not once {line!r}"
-        made: dict[str, Any] = {}
-        exec(source.replace(line, instead), function.__globals__, made)
-        monkeypatch.setattr(owner, name, made[name])
-
-    return change
 
 
 def digest(run: LateRun, digests: str) -> None:

@@ -72,6 +72,7 @@ class Situation:
         estimator: Any = FixedEstimates()
         self.estimates = Estimates(LayoutPolicy(config, SPEC), estimator, SPEC, place_once)
         self.lasts = (math.inf, 1800.0)  # steps that are left, and the horizon in seconds
+        self.catching_up = False
 
     def join(self, agent: str) -> None:
         meeting = self.agents.meet(agent, 1)
@@ -108,7 +109,7 @@ class Situation:
         before = [remembered(each) for each in everything]
         now_s = self.clock.now_s()
         situation = (self.nodes, self.world, self.queue, self.estimates, now_s)
-        decider = Decider(*situation, *self.lasts)
+        decider = Decider(*situation, *self.lasts, self.catching_up)
         decision = decider.decide()
         assert decider.decide() == decision
         assert [remembered(each) for each in everything] == before
@@ -136,6 +137,22 @@ def test_growing_waits_for_more_nodes_to_come() -> None:
     assert situation.decide() == Wait()
     situation.clock.advance(1.0)
     assert situation.begins().request.origin == GROWTH
+
+
+def test_what_was_lost_is_done_again_before_anybody_joins_unasked() -> None:
+    situation = Situation(BURST)
+    situation.may_grow()
+    situation.catching_up = True
+    assert situation.decide() == Wait()
+    request = ReconfigurationRequest("in place of what was lost", NOW_S, layout=TP2_DP2)
+    situation.queue.add(request)
+    assert isinstance(situation.decide(), Wait)
+    situation.warn("n1", window_s=100.0)
+    assert situation.begins().nodes == ("n1",)
+    situation.nodes["n1"].warning = None
+    situation.queue.waiting.clear()
+    situation.ask(TP2)
+    assert situation.begins().request.origin == OPERATOR
 
 
 def test_a_run_does_not_grow_beyond_what_was_asked_for_last() -> None:

@@ -317,9 +317,12 @@ def test_a_run_whose_copies_differ_goes_back_to_its_checkpoint_and_says_which_di
 # ---- a world that loses a worker
 
 
-def that_recovers() -> Play:
+def that_recovers(**policy: float) -> Play:
     """Two workers that have trained, and hold snapshots."""
-    play = training(next(scene for scene in SCENES if scene.name == "snapshots"))
+    scene = next(scene for scene in SCENES if scene.name == "snapshots")
+    policies = scene.config.policy.model_copy(update=policy)
+    config = scene.config.model_copy(update={"policy": policies})
+    play = training(replace(scene, config=config))
     for _ in range(3):
         play.train()
         play.settle()
@@ -347,6 +350,24 @@ def test_a_lost_worker_costs_a_step_and_the_others_go_on() -> None:
     (row,) = recoveries(play)
     assert (row.lost, row.source, row.target) == ("1", "tp1 pp1 dp2", "tp1 pp1 dp1")
     assert (row.step, row.steps_redone, row.rounds) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_others_join_once_the_loss_is_made_good_or_that_takes_long(steps: bool) -> None:
+    """Step 2 is done again, and then step 3, which was under way."""
+    play = that_recovers(retry_s=10.0)
+    lose(play, 1)
+    play.settle()
+    assert play.run.recorder.steps_done == 3
+    play.wait(8.0)
+    for done in (3, 4) if steps else ():
+        assert play.run.handoffs.idle
+        play.train()
+        play.settle()
+        assert play.run.recorder.steps_done == done
+    assert play.run.handoffs.idle
+    play.wait(0.1 if steps else 2.0)
+    assert not play.run.handoffs.idle
 
 
 def test_a_stop_while_a_world_recovers_is_carried_out_afterwards() -> None:

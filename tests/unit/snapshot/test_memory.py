@@ -7,7 +7,7 @@ from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.snapshots import snapshot_boxes, snapshot_bytes
 from liver_hpc.layout.tensors import EXP_AVG, MAIN, PARAMETER, ModelSpec
-from liver_hpc.snapshot.memory import Snapshot, SnapshotState, shares_digest
+from liver_hpc.snapshot.memory import Snapshot, SnapshotState, by_kind, share_digests
 from liver_hpc.transport.digest import MODULUS
 from liver_hpc.world.state import WorldState
 from tests.unit.layout.models import TIED, UNTIED_BF16
@@ -25,7 +25,9 @@ def test_a_snapshot_holds_the_share_as_it_was(
         state = filled(model, layout, at, dtype)
         snapshot = share_of(state)
         assert snapshot.memory.numel() >= snapshot_bytes(model, layout, at)
-        assert snapshot.digests == shares_digest(state)
+        shares = share_digests(state)
+        assert snapshot.digests == by_kind(shares)
+        assert state.digests(model.kinds, known=shares) == state.digests(model.kinds)
         boxes = [*snapshot_boxes(model, layout, at)]
         wanted = {each: state.view(*each).clone() for each in boxes}
         for each in boxes:

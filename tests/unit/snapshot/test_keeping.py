@@ -1,0 +1,305 @@
+"""When a snapshot is taken, when it counts, and what becomes of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from liver_hpc.errors import DeadlineError
+from liver_hpc.layout.snapshots import SNAPSHOTS_HELD
+from liver_hpc.protocol.messages import Unprotected
+from liver_hpc.run.salvage import newest
+from liver_hpc.snapshot.keeping import Flag
+from tests.unit.snapshot.rig import (
+    ALONE,
+    LIMIT_S,
+    PAIR,
+    TRIO,
+    Keeper,
+    PlayedExchange,
+    of_a_pair,
+    played_exchanges,
+)
+
+COMPLETE, NOT_YET = Flag(True, 0.5), Flag()
+
+
+@pytest.fixture(autouse=True)
+def exchanges(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with played_exchanges(monkeypatch):
+        yield
+
+
+# ---- when one is taken
+
+
+@pytest.mark.parametrize(("every_steps", "taken"), [(1, [0, 1, 2, 3, 4, 5]), (3, [0, 3])])
+def test_one_is_taken_every_so_many_steps(every_steps: int, taken: list[int]) -> None:
+    one = of_a_pair(every_steps)
+    for _ in range(6):
+        one.train()
+    assert one.steps_sent == taken
+
+
+def test_without_snapshots_there_are_none() -> None:
+    one = of_a_pair(None)
+    assert one.train() == Flag()
+    assert not PlayedExchange.made
+    assert one.held == []
+
+
+@pytest.mark.parametrize(
+    ("cost", "took_steps", "every"),
+    [(0.02, (0.05, 0.05), 3), (0.02, (0.01, 0.05), 2), (0.5, (0.1, 0.1), 1), (0.1, (2.0, 4.0), 30)],
+)
+def test_auto_is_as_often_as_the_measured_cost_allows(
+    cost: float, took_steps: tuple[float, float], every: int
+) -> None:
+    """By what all workers took in the mean, of the one that was last."""
+    one = of_a_pair("auto", cost=cost)
+    for _ in range(2):
+        train_until_taken(one)
+        one.cross()
+        one.agree(*(Flag(True, took) for took in took_steps))
+    assert one.steps_sent == [0, every]
+
+
+def train_until_taken(one: Keeper) -> None:
+    """To the middle of the step beside which the next one is taken."""
+    while True:
+        one.begin()
+        if one.snapshots._taking.pending:  # type: ignore[union-attr]
+            return
+        one.agree(one.flag(), NOT_YET)
+
+
+def test_auto_begins_anew_as_the_next_one_shows_another_cost() -> None:
+    one = of_a_pair("auto", cost=0.1)
+    for took_steps in (0.2, 0.4, 0.1):
+        train_until_taken(one)
+        one.cross()
+        one.agree(Flag(True, took_steps), Flag(True, took_steps))
+    assert one.steps_sent == [0, 2, 6]
+
+
+def test_what_is_told_of_the_cost_is_the_cpu_time_in_steps() -> None:
+    one = of_a_pair("auto")
+    one.begin()
+    assert one.flag() == Flag(), "and nobody waits"
+    one.cross()
+    taking = one.snapshots._taking
+    assert taking is not None
+    assert taking.cpu_s > 0.0
+    taking.cpu_s = 0.5
+    assert one.flag(step_s=2.0) == Flag(True, 0.25)
+
+
+def test_where_it_is_due_again_the_step_waits_for_the_last_one() -> None:
+    one = of_a_pair(2)
+    one.begin()
+    one.agree(one.flag(), NOT_YET)
+    one.begin()
+    timer = threading.Timer(0.2, one.cross)
+    timer.start()
+    began_s = time.monotonic()
+    assert one.flag().complete
+    assert time.monotonic() - began_s > 0.1
+    timer.join()
+
+
+def test_waiting_has_an_end_that_says_what_for() -> None:
+    one = of_a_pair(1, limit_s=0.05)
+    one.begin()
+    with pytest.raises(DeadlineError, match="the snapshot of step 0 to be complete"):
+        one.flag()
+
+
+def test_in_a_world_of_one_there_are_none_and_what_was_held_goes() -> None:
+    one = of_a_pair(1)
+    one.train()
+    one.train()
+    assert one.held == [1, 1]
+    one.enter(ALONE, generation=1)
+    one.begin()
+    assert one.held == []
+    assert one.steps_sent == [0, 1]
+
+
+# ---- when it counts
+
+
+def test_it_counts_once_all_have_told_and_the_one_before_goes_only_then() -> None:
+    one = of_a_pair(1)
+    one.train()
+    assert one.held == [0, 0]
+    one.begin()
+    one.cross()
+    assert one.flag().complete
+    one.agree(COMPLETE, NOT_YET)
+    assert one.held == [0, 0], "the other one has not told"
+    one.begin()
+    one.agree(one.flag(), COMPLETE)
+    assert one.held == [1, 1], "nothing newer was begun meanwhile"
+    assert one.steps_sent == [0, 1]
+
+
+def test_the_memory_of_the_one_before_is_written_next() -> None:
+    one = of_a_pair(1)
+    places = set()
+    for _ in range(5):
+        one.train()
+        places |= {each.memory.data_ptr() for each in one.snapshots._complete}
+    assert len(places) == SNAPSHOTS_HELD
+
+
+def test_in_the_next_world_there_are_no_more_of_them() -> None:
+    """What is complete stays until the new world has one; what nobody counts goes at once."""
+    one = of_a_pair("auto")
+    one.train()
+    one.begin()
+    one.cross()
+    one.agree(NOT_YET, NOT_YET)
+    one.enter(PAIR, generation=1)
+    one.begin()
+    taking = one.snapshots._taking
+    assert taking is not None
+    assert len(one.snapshots._complete) + len(taking.pending) + len(taking.spare) == SNAPSHOTS_HELD
+    assert [each.generation for each in one.snapshots.held()] == [0, 0]
+    one.cross()
+    one.agree(COMPLETE, COMPLETE)
+    assert [each.generation for each in one.snapshots.held()] == [1, 1]
+
+
+class Crew:
+    """Three workers that train in step, each event of each in an order that is drawn. counted: the
+    newest step that anybody counts as complete."""
+
+    def __init__(self) -> None:
+        PlayedExchange.made, PlayedExchange.shares = [], {}
+        self.keepers = [Keeper(worker, "auto") for worker in TRIO.workers]
+        for each in self.keepers:
+            each.enter(TRIO, generation=0)
+        self.flags: list[dict[Keeper, Flag]] = [{}]
+        self.counted = -1
+
+    def able(self) -> list[tuple[str, Keeper]]:
+        found = []
+        for each in self.keepers:
+            taking = each.snapshots._taking
+            # As the next steps' flags are told once all have told those of this one.
+            if each.step == len(self.flags) - 1 and each not in self.flags[-1]:
+                found.append(("train", each))
+            elif len(self.flags[each.step]) == len(self.keepers):
+                found.append(("agree", each))
+            if taking is not None and taking.pending and not taking.done.is_set():
+                step = taking.pending[0].scalars.step  # type: ignore[union-attr]
+                mine = each.exchange
+                if all((0, step, rank) in mine.shares for rank in mine.wards):
+                    found.append(("cross", each))
+        return found
+
+    def do(self, what: str, one: Keeper) -> None:
+        if what == "cross":
+            one.cross()
+        elif what == "train":
+            one.begin()
+            if (pending := one.snapshots._taking.pending) and pending[0].scalars.step == one.step:  # type: ignore[union-attr]
+                assert one.exchange.begun.wait(LIMIT_S)
+            self.flags[-1][one] = one.flag()
+        else:
+            told = self.flags[one.step].values()
+            one.agree(*told, members=len(self.keepers))
+            if one.step == len(self.flags):
+                self.flags.append({})
+            self.counted = max(self.counted, *one.held, -1)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 7), min_size=30, max_size=90), st.integers(0, 2))
+def test_whenever_one_of_them_is_lost_a_boundary_is_left_whole(order: list[int], lost: int) -> None:
+    """At least the newest that anybody counts; and what is held is what it was then."""
+    crew = Crew()
+    for number in order:
+        able = crew.able()
+        crew.do(*able[number % len(able)])
+    for each in crew.keepers:
+        each.snapshots.interrupt()
+        each.snapshots.halt()
+    left = [each for place, each in enumerate(crew.keepers) if place != lost]
+    if crew.counted >= 0:
+        salvage = newest({each.worker: each.snapshots.held() for each in left})
+        assert salvage is not None
+        assert salvage.scalars.step >= crew.counted
+    for each in crew.keepers:
+        for snapshot in each.snapshots._complete:
+            assert snapshot.digest() == snapshot.digests
+
+
+# ---- when it fails, and when training halts
+
+
+def test_where_the_partner_fails_it_is_told_once_and_no_more_are_taken() -> None:
+    one = of_a_pair(1)
+    one.train()
+    one.begin()
+    one.cross(fails="the link is down")
+    assert one.said == [
+        Unprotected(worker=4, generation=0, reason="TransferError: the link is down")
+    ]
+    for _ in range(3):
+        assert one.flag() == Flag()
+        one.agree(NOT_YET, COMPLETE)
+        one.begin()
+    assert len(one.said) == 1
+    assert one.steps_sent == [0, 1]
+    assert one.held == [0, 0], "what is complete stays"
+    one.enter(PAIR, generation=1)
+    one.train()
+    assert one.held == [4, 4], "in the next world it begins anew"
+
+
+def test_who_waits_is_freed_by_an_interrupt_and_nobody_is_told() -> None:
+    one = of_a_pair(1)
+    one.begin()
+    timer = threading.Timer(0.2, one.snapshots.interrupt)
+    timer.start()
+    began_s = time.monotonic()
+    assert one.flag() == Flag()
+    assert 0.1 < time.monotonic() - began_s < LIMIT_S / 2
+    timer.join()
+    one.agree(NOT_YET, NOT_YET)
+    one.begin()
+    assert (one.said, one.held, one.steps_sent) == ([], [], [0])
+
+
+@pytest.mark.parametrize("crosses", [True, False])
+def test_halted_it_holds_what_others_may_count_already(crosses: bool) -> None:
+    one = of_a_pair("auto")
+    one.train()
+    one.begin()
+    if crosses:
+        one.cross()
+    one.snapshots.halt()
+    assert one.held == ([1, 1, 0, 0] if crosses else [0, 0])
+    taken = threading.active_count()
+    one.snapshots.halt()
+    assert threading.active_count() <= taken
+
+
+def test_the_state_is_that_of_one_boundary_of_one_world() -> None:
+    one = of_a_pair("auto")
+    one.train()
+    one.begin()
+    one.cross()
+    one.snapshots.halt()
+    model, (new, _, old, _) = one.world.state.model, one.snapshots.held()
+    for told in (new, old):
+        state = one.snapshots.state(model, 0, told.scalars, None)
+        assert {each.scalars for each in state._snapshots} == {told.scalars}
+        assert [each.rank for each in state._snapshots] == [0, 1]
+    assert not one.snapshots.state(model, 1, new.scalars, None)._snapshots
