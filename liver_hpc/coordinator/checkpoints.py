@@ -256,7 +256,7 @@ class Checkpoints:
             except OSError as error:
                 problem = f"{error.filename}: {error.strerror}"
         if problem:
-            _remove(partial_path(self.directory, step))
+            _remove(partial_path(self.directory, step, message.generation))
             return e.CheckpointFailed(step, f"checkpoint of step {step} given up: {problem}")
         self._remove_old()
         return e.CheckpointWritten(
@@ -266,6 +266,17 @@ class Checkpoints:
             took_s=max(part.took_s for part in parts.values()),
             total_bytes=sum(part.num_bytes for part in parts.values()),
         )
+
+    def forget(self, generation: int) -> e.CheckpointFailed | None:
+        """A world has ended: what of its checkpoints has not come by now will not."""
+        steps = sorted(step for of, step in self._pending if of == generation)
+        for step in steps:
+            del self._pending[generation, step]
+            _remove(partial_path(self.directory, step, generation))
+        if not steps:
+            return None
+        why = "not all workers had written when their world ended"
+        return e.CheckpointFailed(steps[-1], f"checkpoint of step {steps[-1]} given up: {why}")
 
     @staticmethod
     def _problem(parts: Mapping[int, Saved], rank_map: RankMap) -> str:
@@ -285,7 +296,7 @@ class Checkpoints:
         """Index, then name; raises OSError."""
         saved = [parts[worker] for worker in world.rank_map.workers]
         step = saved[0].scalars.step
-        partial = partial_path(self.directory, step)
+        partial = partial_path(self.directory, step, world.generation)
         final = complete_path(self.directory, step, self._format)
         further = [partial / name for name in FURTHER_FILES[self._format]]
         index = CheckpointIndex(

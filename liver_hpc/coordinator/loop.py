@@ -90,8 +90,10 @@ class Coordinator:
             config.deadlines.exit_s,
             stay=config.workers.warm,
         )
-        self._performer = Performer(services, self._registry, self._agents, self._store)
         self._checkpoints = Checkpoints(config, services.recipe, run_directory, services.clock)
+        self._performer = Performer(
+            services, self._registry, self._agents, self._store, self._checkpoints
+        )
         self._journal = services.open_journal(self._inbox.put)
         self._held: deque[tuple[int, list[a.Action]]] = deque()
         self._next_request = 0

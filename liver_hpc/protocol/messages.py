@@ -258,9 +258,9 @@ class Finished(_OfWorker, type="finished"):
 class Saved(_InWorld, type="saved"):
     """This worker's part of the checkpoint of step `scalars.step` is on disk, flushed.
 
-    digests: of all it holds. num_bytes, checksum: of its file (`checkpoint/index.py`). took_s: how
-    long training stood still for it here. error: why it could not be written, else empty; the
-    worker trains on.
+    digests: of all it holds. num_bytes, checksum: of its file (`checkpoint/index.py`). took_s: from
+    the boundary until it was there, beside training or not. error: why it could not be written,
+    else empty; the worker trains on.
     """
 
     scalars: ScalarState

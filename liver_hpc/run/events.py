@@ -206,8 +206,8 @@ class StateRestored:
 
 @dataclass(frozen=True)
 class CheckpointWritten:
-    """A checkpoint is complete in the directory `path`: bytes of its largest file, the longest that
-    a worker stood still, and bytes of all files."""
+    """A checkpoint is complete in the directory `path`: bytes of its largest file, how long the
+    slowest worker took from the boundary on, and bytes of all files."""
 
     step: int
     path: str

@@ -327,7 +327,8 @@ class Run(Lifecycle):
     def _checkpoint_written(self, event: e.CheckpointWritten) -> None:
         self._checkpointed, self._checkpoint_failure = (event.step, event.path), ""
         self.elastic.estimates.handoffs.observe_checkpoint(event.largest_bytes, event.took_s)
-        self._note(f"checkpoint of step {event.step}: {event.total_bytes} bytes")
+        took = f"{event.total_bytes} bytes in {event.took_s:.2f} s"
+        self._note(f"checkpoint of step {event.step}: {took}")
         self.handoffs.saved(event.step)
 
     def _checkpoint_failed(self, event: e.CheckpointFailed) -> None:

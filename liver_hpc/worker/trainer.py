@@ -7,7 +7,8 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from liver_hpc.checkpoint.parts import restore, save
+from liver_hpc.checkpoint.parts import restore
+from liver_hpc.checkpoint.saving import YIELDS_S
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.handoff.beside import Beside
@@ -135,9 +136,14 @@ class Trainer(WorldHolder):
             gradients = world.forward_backward(self.step)
             self._verified(world, verifying)
             self._snapshots.taken()
+            self._saving.taken()
             update = world.update(self.step)
             session = self.session
-            ready = session is not None and session.armed.is_set()
+            ready = (
+                session is not None
+                and session.armed.is_set()
+                and self._saving.lets_cross(session.generation)
+            )
             snapshot = self._snapshots.flag(self.step + 1, clock.now_s() - started_s)
             flags = Flags(ready, self._stop.is_set(), *snapshot)
             result = world.agree(gradients, update, flags)
@@ -148,10 +154,11 @@ class Trainer(WorldHolder):
             self._snapshots.agreed(result, members)
             saved = False
             if result.stop == members:
+                self._saving.finish(YIELDS_S)
                 if self._stop_saves_in is not None:
                     self._save(self._stop_saves_in)
-                else:
-                    self._save_if_due(boundary)
+                elif self._is_due(range(boundary, boundary + 1)):
+                    self._save(self._context.checkpoints)
                 break  # an evaluation that is due here is done when the run goes on
             ended_s = self._evaluate_if_due() or ended_s
             if result.ready == members and self.step < self._context.config.train.steps:
@@ -161,6 +168,7 @@ class Trainer(WorldHolder):
             elif session is not None and session.aborted is not None:
                 self._drop(session)
             self._save_if_due(boundary, saved)
+        self._saving.finish(self._limits.boundary_s / 2)
         self._context.send(m.Finished(worker=self._context.worker, step=self.step))
 
     def _verify_if_due(self, world: World) -> Beside[tuple[m.ClassDigest, ...]] | None:
@@ -218,21 +226,30 @@ class Trainer(WorldHolder):
         return ended_s
 
     def _save_if_due(self, since: int, saved: bool = False) -> None:
-        """Saves where the run file wants a checkpoint at a boundary from `since` to now. saved:
-        whether `since` is saved already, as the way back of a handoff in bounded memory.
+        """Saves where the run file wants a checkpoint at a boundary from `since` to now: beside the
+        next step, where there is one. saved: whether `since` is saved already, as the way back of
+        a handoff in bounded memory.
 
         A handoff goes first, as it may have to hurry; so after one there are two boundaries to
         look at, that before it and that after the target's first step.
         """
-        every = self._context.config.checkpoint.every_steps
-        unsaved = range(since + 1 if saved else since, self.step + 1)
-        if every is not None and any(step % every == 0 for step in unsaved):
+        if not self._is_due(range(since + 1 if saved else since, self.step + 1)):
+            return
+        if self.step < self._context.config.train.steps:
+            assert self._world is not None
+            self._saving.begin(self._world, self.step)
+            self._step_begins_s = self._context.clock.now_s()
+        else:
+            self._saving.finish(self._limits.boundary_s / 2)
             self._save(self._context.checkpoints)
+
+    def _is_due(self, unsaved: range) -> bool:
+        every = self._context.config.checkpoint.every_steps
+        return every is not None and any(step % every == 0 for step in unsaved)
 
     def _save(self, directory: Path) -> None:
         assert self._world is not None
-        self._world.settle()
-        self._context.send(save(self._world, self.step, directory, self._context.clock))
+        self._saving.now(self._world, self.step, directory)
         self._step_begins_s = self._context.clock.now_s()
 
     def _report(self, world: World, result: StepResult, started_s: float, ended_s: float) -> None:

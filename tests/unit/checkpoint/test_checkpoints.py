@@ -59,7 +59,7 @@ def saved_with(disk: Disk, step: int, change: Change) -> object:
 def test_a_checkpoint_is_complete_once_all_workers_have_saved(disk: Disk) -> None:
     first, second = (disk.part(TWO, at, 4) for at in TWO.coordinates())
     disk.checkpoints.saved(second, disk.world(TWO))
-    assert disk.steps() == [".step-00000004.partial"]
+    assert disk.steps() == [".step-00000004-g3.partial"]
     assert newest_checkpoint(disk.directory) is None
     longer = first.model_copy(update={"took_s": 1.5})
     assert disk.checkpoints.saved(longer, disk.world(TWO)) == CheckpointWritten(
@@ -162,6 +162,20 @@ def test_a_disk_on_which_the_index_cannot_be_written_costs_that_checkpoint(
     assert disk.steps() == ["step-00000004"]
 
 
+def test_a_world_that_ends_takes_its_unfinished_checkpoint_along(disk: Disk) -> None:
+    disk.save(TWO, 4)
+    first, second = (disk.part(TWO, at, 8) for at in TWO.coordinates())
+    assert disk.checkpoints.forget(3) is None
+    disk.checkpoints.saved(first, disk.world(TWO))
+    assert disk.checkpoints.forget(2) is None
+    assert disk.checkpoints.forget(3) == CheckpointFailed(
+        8,
+        "checkpoint of step 8 given up: not all workers had written when their world ended",
+    )
+    assert disk.steps() == ["step-00000004"]
+    assert disk.checkpoints.saved(second, disk.world(TWO)) is None, "it came too late"
+
+
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     disk = Disk(TIED, tmp_path, keep=2)
     for step in (2, 99, 100, 3_000_000_000):
@@ -183,7 +197,9 @@ def test_a_step_that_was_saved_in_a_life_before_is_saved_anew(disk: Disk) -> Non
 
 def test_what_a_killed_run_was_writing_is_cleared_away(disk: Disk) -> None:
     disk.save(TWO, 4)
-    write_part(filled(TIED, TWO, next(TWO.coordinates())), 8, disk.directory)
+    at = next(TWO.coordinates())
+    for name in (".step-00000008-g4.partial", ".step-00000008.partial"):  # the second of 0.1
+        write_part(filled(TIED, TWO, at), 8, disk.directory / name)
     assert Disk(TIED, disk.run_directory).checkpoints.open() is not None
     assert disk.steps() == ["step-00000004"]
 
