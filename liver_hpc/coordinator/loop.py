@@ -316,7 +316,7 @@ class Coordinator:
                 pass
             case m.Progress():
                 self.core.handoffs.progress(message)
-            case m.Saved():
+            case m.Saved() | m.NotRestored():
                 self._saved_or_restored(message)
             case m.Restored():
                 self._feed(message)
@@ -350,8 +350,9 @@ class Coordinator:
 
     # ---- checkpoints
 
-    def _saved_or_restored(self, message: m.Saved | m.Restored) -> None:
-        """A worker's part is on disk, or could not be written; or it holds what it read there."""
+    def _saved_or_restored(self, message: m.Saved | m.Restored | m.NotRestored) -> None:
+        """A worker's part is on disk, or could not be written; or it holds what it read there, or
+        could not read it."""
         generation = message.generation
         world = self.core.world_of(generation)
         if world is None:

@@ -278,6 +278,12 @@ class Restored(_InWorld, type="restored"):
     digests: tuple[ClassDigest, ...]
 
 
+class NotRestored(_InWorld, type="not_restored"):
+    """The checkpoint that the first world is to be filled from cannot be read here."""
+
+    reason: str
+
+
 class Broken(_InWorld, type="broken"):
     """A step of this world has failed here, as when a peer is gone: this worker waits for Halt."""
 
@@ -577,7 +583,7 @@ OfRecovery = Broken | Halted | Refilled
 """What workers say of a world that has lost one."""
 FromWorker = (
     Hello | StepDone | Evaluated | Verified | OfAttempt | Progress | Heartbeat | Finished | Saved
-    | Restored | Transports | OfRecovery | Unprotected
+    | Restored | NotRestored | Transports | OfRecovery | Unprotected
 )  # fmt: skip
 ToWorker = (
     Begin | Proceed | Halt | Refill | Prepare | Rehearse | Arm | Boundary | Verdict | Abort | Resume

@@ -205,6 +205,14 @@ class StateRestored:
 
 
 @dataclass(frozen=True)
+class CheckpointDamaged:
+    """The checkpoint that this start goes on from is not what was written, and is set aside: the
+    next start goes on from the one before."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class CheckpointWritten:
     """A checkpoint is complete in the directory `path`: bytes of its largest file, how long the
     slowest worker took from the boundary on, and bytes of all files."""
@@ -268,6 +276,7 @@ Event = (
     | OperatorAsked
     | StopSignalled
     | StateRestored
+    | CheckpointDamaged
     | CheckpointWritten
     | CheckpointFailed
     | JournalFailed

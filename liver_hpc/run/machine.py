@@ -387,6 +387,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
             e.CoordinatorStarted: Run._coordinator_started,
             e.LaunchAllowed: Run._launch_allowed,
             e.StateRestored: Run._state_restored,
+            e.CheckpointDamaged: lambda run, event: run._start_failed(event.reason),
             m.Restored: Run._restored,
         },
     ),

@@ -61,7 +61,10 @@ class Trainer(WorldHolder):
         try:
             restored = restore(world, path)
         except FAILURES as error:
-            self._fail(world.generation, f"cannot go on from {path}", str(error))
+            log.exception("cannot go on from %s", path)
+            worker, generation = context.worker, world.generation
+            told = m.NotRestored(worker=worker, generation=generation, reason=str(error))
+            context.send(told)
             raise LeftWorld(f"cannot go on from {path}: {error}") from error
         self.step = restored.scalars.step
         context.send(restored)

@@ -74,6 +74,7 @@ EVENTS: list[e.Event] = [
     e.OperatorAsked(5, m.StopRequest(checkpoint=True)),
     e.StopSignalled("SIGTERM"),
     e.StateRestored(6),
+    e.CheckpointDamaged("step-00000005/rank-00000.h5 has changed"),
     e.CheckpointWritten(5, "/checkpoints/step-5", 10, 0.1, 20),
     e.CheckpointFailed(5, "the disk is full"),
     e.JournalFailed(""),
