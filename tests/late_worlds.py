@@ -159,7 +159,8 @@ class LateWorld:
         raised = torch.tensor([float(flag) for flag in flags])
         self._reduce(raised)
         self.device.own_lane().wait()
-        return StepResult(0.0, 0.0, 0.0, *map(int, raised.tolist()[:3]))
+        ready, stop, _, _, checkpoint = map(int, raised.tolist())
+        return StepResult(0.0, 0.0, 0.0, ready, stop, checkpoint=checkpoint)
 
     def _reduce(self, values: torch.Tensor) -> None:
         if self._group.backend is not None:
@@ -313,7 +314,7 @@ class LateRun:
                 steps=1 << 30, seed=SEED, global_batch=1, verify_every_steps=None
             ),
             eval=None,
-            checkpoint=SimpleNamespace(every_steps=self.saves_every, format="hdf5"),
+            checkpoint=SimpleNamespace(every_steps=self.saves_every, format="hdf5", cost=1.0),
             snapshots=SimpleNamespace(every_steps=None),
         )
         recipe: Any = SimpleNamespace(spec=TIED, initial=numbers, tokens=lambda: 1)

@@ -8,6 +8,7 @@ makes a checkpoint of the parts once all workers of the world have told it of th
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from pathlib import Path
 
@@ -24,8 +25,16 @@ log = logging.getLogger(__name__)
 YIELDS_S = 5.0
 """How long a handoff, or a checkpoint that training waits for, waits for one that is being written;
 then that one is given up."""
+SHORTEST_S, LONGEST_S = 60.0, 3600.0
+"""Between checkpoints whose interval is chosen here."""
 _ENDS_S = 10.0
 """How long the copy of a world's state may take once nobody wants it."""
+
+
+def interval_s(took_s: float, cost: float) -> float:
+    """From the beginning of one checkpoint to that of the next, by how long one takes and the share
+    of the time that writing may take."""
+    return min(max(took_s / cost, SHORTEST_S), LONGEST_S)
 
 
 class Saving:
@@ -38,6 +47,25 @@ class Saving:
         self._asked_for: _Writing | None = None
         self._yields = Deadline.after(context.clock, 0.0, "the checkpoint")
         self._waited_in_vain = False
+        self._began_s = -math.inf
+        self._took_s = 0.0
+
+    def start(self) -> None:
+        """Training begins; whoever joins later has no reason to have a checkpoint wait."""
+        self._began_s = self._context.clock.now_s()
+
+    def wants(self) -> bool:
+        """Where the run file leaves the interval to us, whether this worker would have a checkpoint
+        at the boundary that comes: it is written where all would, so the slowest one decides."""
+        options, writing = self._context.config.checkpoint, self._writing
+        if options.every_steps != "auto" or (writing is not None and writing.is_alive()):
+            return False
+        if writing is not None and 0 < writing.took_s != self._took_s:
+            self._took_s = writing.took_s
+            chosen_s = interval_s(self._took_s, options.cost)
+            log.info("checkpoints every %.3g s: one takes %.3g s", chosen_s, self._took_s)
+        since_s = self._context.clock.now_s() - self._began_s
+        return since_s >= interval_s(self._took_s, options.cost)
 
     def begin(self, world: World, step: int) -> None:
         """Begins to save the boundary after `step` steps, under the run's own directory.
@@ -51,6 +79,7 @@ class Saving:
         if not self._ended(context.config.deadlines.collective_s / 2):
             context.send(made.failed("the checkpoint before is still being written"))
             return
+        self._began_s = context.clock.now_s()
         self._writing = _Writing(context, made, world)
 
     def _ended(self, limit_s: float) -> bool:
@@ -111,13 +140,15 @@ class Saving:
 class _Writing(threading.Thread):
     """Writes one part of a checkpoint.
 
-    taken: the state may change. told: the coordinator knows what has become of it.
+    taken: the state may change. told: the coordinator knows what has become of it. took_s: how long
+    it took to be on the disk; 0 where it is not.
     """
 
     def __init__(self, context: WorkerContext, made: Save, world: World) -> None:
         super().__init__(name="checkpoint", daemon=True)
         self.taken = threading.Event()
         self.told = False
+        self.took_s = 0.0
         self._context = context
         self._made = made
         self._state: WorldState | None = world.state.standing()
@@ -159,4 +190,5 @@ class _Writing(threading.Thread):
         with self._telling:
             if not self.told:
                 self._context.send(saved)
+                self.took_s = saved.took_s
             self.told = True

@@ -53,6 +53,7 @@ class Trainer(WorldHolder):
         else:
             world.state.initialize(self._context.recipe.initial, self._context.config.train.seed)
             world.load_scalar_state(world.scalar_state(0).model_copy(update={"optimizer_step": 0}))
+        self._saving.start()
         self._stand(world)
 
     def _restore(self, world: World, path: Path) -> None:
@@ -148,29 +149,29 @@ class Trainer(WorldHolder):
                 and self._saving.lets_cross(session.generation)
             )
             snapshot = self._snapshots.flag(self.step + 1, clock.now_s() - started_s)
-            flags = Flags(ready, self._stop.is_set(), *snapshot)
+            flags = Flags(ready, self._stop.is_set(), *snapshot, self._saving.wants())
             result = world.agree(gradients, update, flags)
             ended_s = self._step_begins_s = clock.now_s()
             self.step += 1
             self._report(world, result, started_s, ended_s)
             members, boundary = world.rank_map.layout.workers, self.step
             self._snapshots.agreed(result, members)
-            saved = False
+            saved, wanted = False, result.checkpoint == members
             if result.stop == members:
                 self._saving.finish(YIELDS_S)
                 if self._stop_saves_in is not None:
                     self._save(self._stop_saves_in)
-                elif self._is_due(range(boundary, boundary + 1)):
+                elif self._is_due(range(boundary, boundary + 1), wanted):
                     self._save(self._context.checkpoints)
                 break  # an evaluation that is due here is done when the run goes on
             ended_s = self._evaluate_if_due() or ended_s
             if result.ready == members and self.step < self._context.config.train.steps:
                 assert session is not None
                 self._hand_off(session, world, ended_s)
-                saved = session.bounded
+                saved, wanted = session.bounded, False  # joiners do not know of it
             elif session is not None and session.aborted is not None:
                 self._drop(session)
-            self._save_if_due(boundary, saved)
+            self._save_if_due(boundary, saved, wanted)
         self._saving.finish(self._limits.boundary_s / 2)
         self._context.send(m.Finished(worker=self._context.worker, step=self.step))
 
@@ -228,15 +229,15 @@ class Trainer(WorldHolder):
             )
         return ended_s
 
-    def _save_if_due(self, since: int, saved: bool = False) -> None:
+    def _save_if_due(self, since: int, saved: bool = False, wanted: bool = False) -> None:
         """Saves where the run file wants a checkpoint at a boundary from `since` to now: beside the
         next step, where there is one. saved: whether `since` is saved already, as the way back of
-        a handoff in bounded memory.
+        a handoff in bounded memory. wanted: by all workers, where they are to choose when.
 
         A handoff goes first, as it may have to hurry; so after one there are two boundaries to
         look at, that before it and that after the target's first step.
         """
-        if not self._is_due(range(since + 1 if saved else since, self.step + 1)):
+        if not self._is_due(range(since + 1 if saved else since, self.step + 1), wanted):
             return
         if self.step < self._context.config.train.steps:
             assert self._world is not None
@@ -246,9 +247,11 @@ class Trainer(WorldHolder):
             self._saving.finish(self._limits.boundary_s / 2)
             self._save(self._context.checkpoints)
 
-    def _is_due(self, unsaved: range) -> bool:
+    def _is_due(self, unsaved: range, wanted: bool) -> bool:
         every = self._context.config.checkpoint.every_steps
-        return every is not None and any(step % every == 0 for step in unsaved)
+        if every is None or every == "auto":
+            return wanted
+        return any(step % every == 0 for step in unsaved)
 
     def _save(self, directory: Path) -> None:
         assert self._world is not None

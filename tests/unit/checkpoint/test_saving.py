@@ -17,8 +17,8 @@ from liver_hpc.checkpoint import saving
 from liver_hpc.checkpoint.copied import HostCopy
 from liver_hpc.checkpoint.index import part_name, partial_path
 from liver_hpc.checkpoint.parts import read_parts, write_part
-from liver_hpc.checkpoint.saving import Saving
-from liver_hpc.clock import SystemClock
+from liver_hpc.checkpoint.saving import LONGEST_S, SHORTEST_S, Saving, interval_s
+from liver_hpc.clock import Clock, FakeClock, SystemClock
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.errors import CheckpointError, PlanError
 from liver_hpc.layout.coordinates import Layout, RankMap
@@ -81,7 +81,9 @@ def test_a_copy_gives_parts_of_boxes_and_refuses_what_it_lacks() -> None:
 class Seat:
     """A worker that saves, in a world of one."""
 
-    def __init__(self, directory: Path, collective_s: float = 60.0) -> None:
+    def __init__(
+        self, directory: Path, collective_s: float = 60.0, clock: Clock | None = None
+    ) -> None:
         (at,) = ONE.coordinates()
         self.directory = directory
         self.said: list[FromWorker] = []
@@ -99,10 +101,10 @@ class Seat:
         )
         context: Any = SimpleNamespace(
             config=SimpleNamespace(
-                checkpoint=SimpleNamespace(format="hdf5"),
+                checkpoint=SimpleNamespace(format="hdf5", every_steps="auto", cost=0.05),
                 deadlines=SimpleNamespace(collective_s=collective_s),
             ),
-            clock=SystemClock(),
+            clock=clock or SystemClock(),
             send=self.said.append,
             device=SimpleNamespace(enter=lambda: None, new_lane=InlineLane),
             checkpoints=directory,
@@ -206,6 +208,7 @@ def test_a_handoff_waits_for_a_while_and_then_has_it_given_up(
     held.goes_on.set()
     wait_until(lambda: seat.saving._ended(0.1))
     assert len(seat.said) == 1, "what it still did is told nobody"
+    monkeypatch.setattr(saving, "YIELDS_S", WAIT_S)
     seat.saving.begin(seat.world, 8)
     assert seat.saving.lets_cross(5), "one that has begun since is waited for"
     assert seat.told(2)[1].error == ""
@@ -250,6 +253,47 @@ def test_a_disk_that_is_full_is_told_and_training_goes_on(
     assert seat.told(2)[1].error == ""
 
 
+# ---- when, where the run file leaves it open
+
+
+def test_the_interval_follows_from_what_writing_takes() -> None:
+    assert interval_s(0.0, 0.05) == SHORTEST_S
+    assert interval_s(0.5, 0.05) == SHORTEST_S
+    assert interval_s(30.0, 0.05) == pytest.approx(600.0)
+    assert interval_s(30.0, 0.1) == pytest.approx(300.0)
+    assert interval_s(1000.0, 0.05) == LONGEST_S
+
+
+def test_a_worker_wants_one_once_its_interval_is_over(tmp_path: Path, held: Held) -> None:
+    clock = FakeClock()
+    seat = Seat(tmp_path, clock=clock)
+    assert seat.saving.wants(), "a joiner has nobody wait"
+    seat.saving.start()
+    assert not seat.saving.wants()
+    clock.advance(SHORTEST_S - 1)
+    assert not seat.saving.wants()
+    clock.advance(1)
+    assert seat.saving.wants()
+    seat.saving.begin(seat.world, 4)
+    assert held.writes.wait(WAIT_S)
+    clock.advance(30.0)
+    assert not seat.saving.wants(), "it is being written"
+    held.goes_on.set()
+    wait_until(lambda: seat.saving._ended(0.1))
+    assert seat.told(1)[0].took_s == 30.0
+    clock.advance(600.0 - 31)
+    assert not seat.saving.wants()
+    clock.advance(1)
+    assert seat.saving.wants()
+
+
+def test_a_run_file_that_says_how_often_is_not_asked_again(tmp_path: Path) -> None:
+    seat = Seat(tmp_path)
+    for every in (4, None):
+        seat.saving._context.config.checkpoint.every_steps = every
+        assert not seat.saving.wants()
+
+
 # ---- whole worlds, on devices that are as late as they may be
 
 
@@ -265,7 +309,13 @@ def saved_of(run: LateRun) -> list[Saved]:
     return [each for each in run.said if isinstance(each, Saved)]
 
 
-def test_what_is_on_the_disk_is_the_state_of_its_boundary(run: LateRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [3, "auto"])
+def test_what_is_on_the_disk_is_the_state_of_its_boundary(
+    run: LateRun, tmp_path: Path, every: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where workers have to agree on the boundary."""
+    monkeypatch.setattr(saving, "SHORTEST_S", 0.0)
+    run.saves_every = every
     run.begin()
     wait_until(lambda: len(saved_of(run)) >= 4 * len(TP.workers))
     run.check(TP.workers)
