@@ -21,6 +21,14 @@ from liver_hpc.run.records import RunRecords
 _POLL_S = 0.1
 
 
+def _without_checkpoints(config: RunConfig) -> RunConfig:
+    """Unless the run file says how often: whatever is measured, it is not when one comes."""
+    if config.checkpoint.every_steps != "auto":
+        return config
+    options = config.checkpoint.model_copy(update={"every_steps": None})
+    return config.model_copy(update={"checkpoint": options})
+
+
 class LiveRun:
     """A context manager that leaves the run stopped; afterwards `records` holds all of it.
 
@@ -38,7 +46,7 @@ class LiveRun:
         self._pause = threading.Event()
         self.asked_s: list[float] = []
         """When each change was asked for, in epoch seconds."""
-        self.run = submit_run(config, cluster)
+        self.run = submit_run(_without_checkpoints(config), cluster)
         await_coordinator(self.run)  # on Slurm the job is only queued
         self._watch = Watch(self.run)
 

@@ -159,7 +159,8 @@ class LateWorld:
         raised = torch.tensor([float(flag) for flag in flags])
         self._reduce(raised)
         self.device.own_lane().wait()
-        return StepResult(0.0, 0.0, 0.0, *map(int, raised.tolist()[:3]))
+        ready, stop, _, _, checkpoint = map(int, raised.tolist())
+        return StepResult(0.0, 0.0, 0.0, ready, stop, checkpoint=checkpoint)
 
     def _reduce(self, values: torch.Tensor) -> None:
         if self._group.backend is not None:
@@ -204,7 +205,8 @@ class _Seat:
 @dataclass
 class LateRun:
     """A run from its first world on. arm: called before all are told that all are prepared.
-    saves_every: `checkpoint.every_steps`; anything that a step can be taken modulo."""
+    saves_every: `checkpoint.every_steps`; anything that a step can be taken modulo. checkpoints:
+    where they are written, but for those that training waits for."""
 
     machines: Machines
     source: RankMap
@@ -217,6 +219,7 @@ class LateRun:
     ledger: list[str] = field(default_factory=list)
     arm: Callable[[], None] = lambda: None
     saves_every: Any = None
+    checkpoints: Path = Path("checkpoints")
 
     def __post_init__(self) -> None:
         self.seats: dict[int, _Seat] = {}
@@ -311,7 +314,7 @@ class LateRun:
                 steps=1 << 30, seed=SEED, global_batch=1, verify_every_steps=None
             ),
             eval=None,
-            checkpoint=SimpleNamespace(every_steps=self.saves_every),
+            checkpoint=SimpleNamespace(every_steps=self.saves_every, format="hdf5", cost=1.0),
             snapshots=SimpleNamespace(every_steps=None),
         )
         recipe: Any = SimpleNamespace(spec=TIED, initial=numbers, tokens=lambda: 1)
@@ -325,7 +328,7 @@ class LateRun:
             clock=SystemClock(),
             send=self._hear,
             open_store=lambda: store,
-            checkpoints=Path("checkpoints"),
+            checkpoints=self.checkpoints,
         )
         self.seats[worker] = _Seat(Trainer(context), device, network)
         return self.seats[worker]
@@ -408,7 +411,7 @@ def _free_kinds(world: Any, kinds: Iterable[str], spared: object = ()) -> None:
     _free(world.state, [kind for kind in kinds if kind != GRADIENT])
 
 
-def _saved(world: Any, step: int, directory: Path, clock: object) -> m.Saved:
+def _saved(context: object, world: Any, step: int, directory: Path) -> m.Saved:
     """A checkpoint of which nobody will read."""
     scalars = world.scalar_state(step)
     return m.Saved(worker=world.worker, generation=world.generation, scalars=scalars)
@@ -423,7 +426,7 @@ def late_worlds(monkeypatch: pytest.MonkeyPatch, machines: Machines) -> Iterator
     for module in ("liver_hpc.handoff.prepare", "liver_hpc.worker.holder"):
         monkeypatch.setattr(f"{module}.World", LateWorld)
     monkeypatch.setattr(WorldState, "release", _free)
-    monkeypatch.setattr("liver_hpc.worker.trainer.save", _saved)
+    monkeypatch.setattr("liver_hpc.checkpoint.saving.save", _saved)
     monkeypatch.setattr("liver_hpc.handoff.prepare.hollow", lambda _world: None)
     monkeypatch.setattr("liver_hpc.world.hollow.free", _free_kinds)
     monkeypatch.setattr("liver_hpc.world.hollow.allocate", lambda _world, _kinds: None)

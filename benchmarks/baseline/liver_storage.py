@@ -30,7 +30,8 @@ class LiverStorage(Storage):
     """One file a worker, each box once; worker 0 makes a checkpoint of them."""
 
     def save(self, world: World, small: ScalarState, directory: Path) -> None:
-        part = write_part(world.state, small.step, directory)
+        partial = partial_path(directory, small.step, world.generation)
+        part = write_part(world.state, small.step, partial)
         _told(directory, world.worker).write_text(part.model_dump_json(), encoding="utf-8")
         dist.barrier()
         if world.worker == 0:
@@ -69,7 +70,7 @@ def _commit(world: World, small: ScalarState, directory: Path) -> None:
         versions={},
         spec=world.recipe.spec.only(world.rank_map.layout),
     )
-    partial = partial_path(directory, small.step)
+    partial = partial_path(directory, small.step, world.generation)
     write_index(partial, index)
     partial.rename(complete_path(directory, small.step))
     flush_to_disk(directory)

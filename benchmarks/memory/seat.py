@@ -82,7 +82,7 @@ class Seat:
         source.settle()
         scalars = source.scalar_state(STEPS + 2)
         if bounded:
-            saved = save(source, scalars.step, self._directory, context.clock)
+            saved = save(context, source, scalars.step, self._directory)
             assert not saved.error, saved.error
         for message in (m.Boundary, m.Verdict):
             session.deliver(message(generation=1, scalars=scalars))

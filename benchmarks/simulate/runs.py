@@ -81,6 +81,7 @@ def _config(directory: Path, model: Mapping[str, Any]) -> RunConfig:
             "workers": {"initial": 2, "max": 4},
             "layouts": LAYOUTS,
             "cluster": {"kind": "local"},
+            "checkpoint": {"every_steps": None},
             "notices": notices,
         }
     )

@@ -3,7 +3,7 @@
 <directory>/step-00000123/checkpoint.json    this index, written last
 <directory>/step-00000123/rank-00000.h5      what rank 0 of the saved layout wrote
 <directory>/iter_0000123/                    the same in Megatron's format (torch_dist/files.py)
-<directory>/.step-00000130.partial/          being written, or of a run that was killed
+<directory>/.step-00000130-g4.partial/       being written in generation 4, or of a killed run
 <directory>/damaged-step-00000125/           set aside by a run that went on from an earlier one
 """
 
@@ -40,7 +40,7 @@ FURTHER_FILES: dict[Format, tuple[str, ...]] = {
     "torch_dist": (METADATA_FILE, COMMON_FILE, FORMAT_FILE),
 }
 """What is in a checkpoint beside its ranks' files and the index."""
-_PARTIAL = re.compile(r"^\.step-\d{8,}\.(partial|replaced)$")
+_PARTIAL = re.compile(r"^\.step-\d{8,}(-g\d+)?\.(partial|replaced)$")
 _READ_BYTES = 4 * 2**20
 
 
@@ -132,8 +132,10 @@ def complete_path(directory: Path, step: int, form: Format = "hdf5") -> Path:
     return directory / f"step-{step:08d}"
 
 
-def partial_path(directory: Path, step: int) -> Path:
-    return directory / f".step-{step:08d}.partial"
+def partial_path(directory: Path, step: int, generation: int) -> Path:
+    """Where a world writes: another one that comes to the same step writes elsewhere, also while
+    somebody who was given up as lost still writes here."""
+    return directory / f".step-{step:08d}-g{generation}.partial"
 
 
 def part_name(rank: int, form: Format = "hdf5") -> str:

@@ -4,10 +4,12 @@ and reads those that its world needs, alone."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from liver_hpc.checkpoint.copied import BoxView
 from liver_hpc.checkpoint.hdf5 import BoxesReader, BoxesWriter, dataset_name
 from liver_hpc.checkpoint.index import (
     INDEX_FILE,
@@ -21,15 +23,15 @@ from liver_hpc.checkpoint.index import (
 )
 from liver_hpc.checkpoint.torch_dist import parts as torch_dist
 from liver_hpc.checkpoint.written import written_boxes
-from liver_hpc.clock import Clock
-from liver_hpc.errors import CheckpointError, LiverError, PlanError
+from liver_hpc.errors import CheckpointError, PlanError
 from liver_hpc.host.files import flush_to_disk
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.plan import Copies
 from liver_hpc.layout.tensors import Box, ModelSpec
-from liver_hpc.protocol.messages import Restored, Saved
-from liver_hpc.report.hdf5 import HDF5_ERRORS, failure_text
+from liver_hpc.protocol.messages import ClassDigest, Restored, Saved
+from liver_hpc.report.hdf5 import failure_text
+from liver_hpc.world.context import FAILURES, WorkerContext
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import World
 
@@ -77,37 +79,98 @@ def reads(
     return sorted(found)
 
 
-def save(world: World, step: int, directory: Path, clock: Clock) -> Saved:
-    """Writes this worker's part of the checkpoint of step `step` under `directory`.
+class PartWriter(Protocol):
+    """Writes one worker's file of one checkpoint."""
 
-    Collective over the world where the format is torch_dist. Never raises for a disk that is full
-    or broken: the message then says why.
-    """
-    started_s, scalars = clock.now_s(), world.scalar_state(step)
-    try:
-        if world.recipe.config.checkpoint.format == "torch_dist":
-            part = torch_dist.write(world, scalars, directory)
-        else:
-            part = write_part(world.state, step, directory)
-        digests = world.state.digests(world.recipe.spec.kinds)
-    except (*HDF5_ERRORS, LiverError) as error:
-        log.exception("step %d cannot be saved in %s", step, directory)
-        text = failure_text(error)
-        return Saved(worker=world.worker, generation=world.generation, scalars=scalars, error=text)
-    return Saved(
-        worker=world.worker,
-        generation=world.generation,
-        scalars=scalars,
-        num_bytes=part.num_bytes,
-        checksum=part.checksum,
-        took_s=clock.now_s() - started_s,
-        digests=digests,
-    )
+    def write(self, state: BoxView) -> Part:
+        """Raises FAILURES."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """This worker's file will not come; whoever waits for it goes on."""
+        ...
 
 
-def write_part(state: WorldState, step: int, directory: Path) -> Part:
+class Save:
+    """One worker's part in the checkpoint of step `step` under `directory`. Made at the boundary,
+    it needs the world no more. context: of which it sends nothing."""
+
+    def __init__(self, context: WorkerContext, world: World, step: int, directory: Path) -> None:
+        self.scalars = world.scalar_state(step)
+        self._worker, self._generation = world.worker, world.generation
+        self._clock, self._started_s = context.clock, context.clock.now_s()
+        self._where = directory
+        self._writer: PartWriter | None = None
+        self._problem = ""
+        partial = partial_path(directory, step, world.generation)
+        try:
+            if context.config.checkpoint.format == "torch_dist":
+                prefix = f"g{world.generation}/checkpoint/{step}"
+                limit_s = context.config.deadlines.collective_s
+                peers = torch_dist.Peers(context.open_store, prefix, limit_s)
+                self._writer = torch_dist.PartWriter(world, self.scalars, partial, peers)
+            else:
+                self._writer = _Hdf5Writer(step, partial)
+        except FAILURES as error:
+            self._problem = self._logged(error)
+
+    def done(self, take: Callable[[], tuple[BoxView, tuple[ClassDigest, ...]]]) -> Saved:
+        """Writes what `take` gives, with digests of all that the worker holds.
+
+        Never raises for a disk that is full or broken: the message then says why. In the format
+        torch_dist rank 0 returns after all others have written.
+        """
+        if self._writer is None:
+            return self.failed(self._problem)
+        try:
+            state, digests = take()
+            part = self._writer.write(state)
+        except FAILURES as error:
+            problem = self._logged(error)
+            try:
+                self._writer.fail(problem)
+            except FAILURES:
+                log.exception("nobody could be told that step %d is not saved", self.scalars.step)
+            return self.failed(problem)
+        return Saved(
+            worker=self._worker,
+            generation=self._generation,
+            scalars=self.scalars,
+            num_bytes=part.num_bytes,
+            checksum=part.checksum,
+            took_s=self._clock.now_s() - self._started_s,
+            digests=digests,
+        )
+
+    def failed(self, reason: str) -> Saved:
+        """What the coordinator is told then."""
+        worker, generation = self._worker, self._generation
+        return Saved(worker=worker, generation=generation, scalars=self.scalars, error=reason)
+
+    def _logged(self, error: Exception) -> str:
+        log.exception("step %d cannot be saved in %s", self.scalars.step, self._where)
+        return failure_text(error)
+
+
+def save(context: WorkerContext, world: World, step: int, directory: Path) -> Saved:
+    """Writes this worker's part while training stands still; see `Save`."""
+    kinds, state = world.recipe.spec.kinds, world.state
+    return Save(context, world, step, directory).done(lambda: (state, state.digests(kinds)))
+
+
+class _Hdf5Writer(NamedTuple):
+    step: int
+    partial: Path
+
+    def write(self, state: BoxView) -> Part:
+        return write_part(state, self.step, self.partial)
+
+    def fail(self, reason: str) -> None:
+        """Nobody waits."""
+
+
+def write_part(state: BoxView, step: int, partial: Path) -> Part:
     """The file of the rank that `state` belongs to; raises HDF5_ERRORS."""
-    partial = partial_path(directory, step)
     partial.mkdir(parents=True, exist_ok=True)
     layout, rank = state.layout, state.layout.rank(state.at)
     path = partial / part_name(rank)

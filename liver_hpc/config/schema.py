@@ -365,13 +365,15 @@ class PolicySection(Section):
 class CheckpointSection(Section):
     """State on disk, for the day that everything ends: read once, by the run that follows.
 
-    `load` is a Megatron checkpoint that a new run begins with. `keep` newest ones stay; null: all.
+    `load` is a Megatron checkpoint that a new run begins with. With "auto" one is being written for
+    `cost` of the time. `keep` newest ones stay; null: all.
     """
 
     directory: Path | None = None
     load: Path | None = None
     format: Literal["hdf5", "torch_dist"] = "hdf5"
-    every_steps: PositiveInt | None = None
+    every_steps: PositiveInt | Literal["auto"] | None = "auto"
+    cost: Annotated[float, Field(gt=0, le=1)] = 0.05
     keep: PositiveInt | None = 2
 
 

@@ -41,7 +41,7 @@ from liver_hpc.errors import CheckpointError
 from liver_hpc.host.files import flush_to_disk
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.events import WorldRef
-from liver_hpc.protocol.messages import Restored, Saved, ScalarState, WireRankMap
+from liver_hpc.protocol.messages import NotRestored, Restored, Saved, ScalarState, WireRankMap
 from liver_hpc.protocol.votes import Side, disagreements, unlike
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.recipes.specs import versions_of
@@ -81,6 +81,31 @@ def _checked(path: Path) -> Checkpoint:
             got = "missing" if got_bytes is None else f"{got_bytes} bytes long"
             raise CheckpointError(f"{file} is {got}, wanted {part.num_bytes} bytes")
     return Checkpoint(path, index)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        _checked(path)
+    except CheckpointError as error:
+        log.error("%s", error)
+        return False
+    return True
+
+
+def _changed_files(checkpoint: Checkpoint) -> list[str]:
+    """Which files are not what was written; reads all of them."""
+    found = []
+    for part in (*checkpoint.index.parts, *checkpoint.index.further):
+        file = checkpoint.path / part.file
+        try:
+            got = checksum(file)
+        except OSError as error:
+            found.append(f"{file} cannot be read: {error.strerror}")
+            continue
+        if got != part.checksum:
+            wanted = f"checksum {got}, wanted {part.checksum}"
+            found.append(f"{file} has changed on the disk ({wanted})")
+    return found
 
 
 @dataclass(frozen=True)
@@ -167,26 +192,50 @@ class Checkpoints:
         return e.Resumed(str(path), index.scalars.step, index.generation, layout)
 
     def restored(
-        self, message: Restored, rank_map: RankMap
-    ) -> e.StateRestored | e.ShellFailed | None:
-        """What a worker of the first world holds; once all have come, whether it is what was saved,
-        and which file is at fault where it is not."""
-        assert self._source is not None, "restored without a checkpoint"
+        self, message: Restored | NotRestored, rank_map: RankMap
+    ) -> e.StateRestored | e.CheckpointDamaged | e.ShellFailed | None:
+        """What a worker of the first world holds; once all have come, or one cannot read what it
+        needs, whether it is what was saved, and which file is at fault where it is not."""
+        source = self._source
+        if source is None:
+            return None  # it is judged already
+        if isinstance(message, NotRestored):
+            self._source = None
+            return self._refused(source, f"worker {message.worker}: {message.reason}")
         self._restored[message.worker] = message
         if set(self._restored) != set(rank_map.workers):
             return None
-        if isinstance(self._source, Loaded):
-            problem = self._unlike_copies(self._source, rank_map)
-            if not problem:
-                return e.StateRestored(message.generation)
-            return e.ShellFailed(f"{self._source.path}: what was read is not one state: {problem}")
-        problem = self._difference(self._source.index, rank_map)
-        if not problem:
-            return e.StateRestored(message.generation)
-        return e.ShellFailed(
-            f"{self._source.path}: what was restored is not what was saved: {problem}; "
-            f"{self._way_back(self._source)}"
-        )
+        self._source = None
+        if isinstance(source, Loaded):
+            what, problem = "read is not one state", self._unlike_copies(source, rank_map)
+        else:
+            what, problem = (
+                "restored is not what was saved",
+                self._difference(source.index, rank_map),
+            )
+        if problem:
+            return self._refused(source, f"what was {what}: {problem}")
+        return e.StateRestored(message.generation)
+
+    def _refused(
+        self, source: Checkpoint | Loaded, problem: str
+    ) -> e.CheckpointDamaged | e.ShellFailed:
+        """The run goes on from the checkpoint before where this one's files have changed; all of
+        them are read for that."""
+        if isinstance(source, Loaded):
+            return e.ShellFailed(f"{source.path}: {problem}")
+        path, problem = source.path, f"{source.path}: {problem}"
+        changed = _first(_changed_files(source))
+        steps = [step for step, _ in complete_checkpoints(self.directory)]
+        earlier = [step for step in steps if step < source.index.scalars.step]
+        what = changed or "its files are as they were written"
+        if not earlier:
+            return e.ShellFailed(f"{problem}; {what}; there is no earlier checkpoint")
+        if not changed:
+            todo = f"to go on from step {earlier[-1]} remove {path}"
+            return e.ShellFailed(f"{problem}; {what}; {todo}")
+        todo = f"it is now {self._set_aside(path)}; the run goes on from step {earlier[-1]}"
+        return e.CheckpointDamaged(f"{problem}; {what}; {todo}")
 
     def _unlike_copies(self, loaded: Loaded, rank_map: RankMap) -> str:
         """Where workers hold copies of the same that differ, or are not where the checkpoint is."""
@@ -211,23 +260,6 @@ class Checkpoints:
             Side("restored", rank_map, restored),
         )
         return _first(differ)
-
-    def _way_back(self, checkpoint: Checkpoint) -> str:
-        """Which files are not what was written, which reads all of them, and what to do."""
-        path, index = checkpoint.path, checkpoint.index
-        changed = [
-            f"{path / part.file} has changed on the disk (checksum {got}, wanted {part.checksum})"
-            for part in (*index.parts, *index.further)
-            if (got := checksum(path / part.file)) != part.checksum
-        ]
-        earlier = [step for step, _ in complete_checkpoints(self.directory)][:-1]
-        if not earlier:
-            todo = "there is no earlier checkpoint"
-        elif changed:
-            todo = f"it is now {self._set_aside(path)}; a restart goes on from step {earlier[-1]}"
-        else:
-            todo = f"to go on from step {earlier[-1]} remove {path}"
-        return f"{_first(changed) or 'its files are as they were written'}; {todo}"
 
     def _set_aside(self, path: Path) -> Path:
         """Of a damaged checkpoint; a job of Megatron's loads the one before it, then."""
@@ -255,8 +287,10 @@ class Checkpoints:
                 self._commit(parts, world)
             except OSError as error:
                 problem = f"{error.filename}: {error.strerror}"
+            except CheckpointError as error:
+                problem = str(error)
         if problem:
-            _remove(partial_path(self.directory, step))
+            _remove(partial_path(self.directory, step, message.generation))
             return e.CheckpointFailed(step, f"checkpoint of step {step} given up: {problem}")
         self._remove_old()
         return e.CheckpointWritten(
@@ -266,6 +300,17 @@ class Checkpoints:
             took_s=max(part.took_s for part in parts.values()),
             total_bytes=sum(part.num_bytes for part in parts.values()),
         )
+
+    def forget(self, generation: int) -> e.CheckpointFailed | None:
+        """A world has ended: what of its checkpoints has not come by now will not."""
+        steps = sorted(step for of, step in self._pending if of == generation)
+        for step in steps:
+            del self._pending[generation, step]
+            _remove(partial_path(self.directory, step, generation))
+        if not steps:
+            return None
+        why = "not all workers had written when their world ended"
+        return e.CheckpointFailed(steps[-1], f"checkpoint of step {steps[-1]} given up: {why}")
 
     @staticmethod
     def _problem(parts: Mapping[int, Saved], rank_map: RankMap) -> str:
@@ -282,10 +327,11 @@ class Checkpoints:
         return _first(disagreements(Side("world", rank_map, digests)))
 
     def _commit(self, parts: Mapping[int, Saved], world: WorldRef) -> None:
-        """Index, then name; raises OSError."""
+        """Index, then name; raises OSError, and CheckpointError where not all is seen here that
+        workers have written."""
         saved = [parts[worker] for worker in world.rank_map.workers]
         step = saved[0].scalars.step
-        partial = partial_path(self.directory, step)
+        partial = partial_path(self.directory, step, world.generation)
         final = complete_path(self.directory, step, self._format)
         further = [partial / name for name in FURTHER_FILES[self._format]]
         index = CheckpointIndex(
@@ -307,6 +353,7 @@ class Checkpoints:
             further=tuple(map(written_part, further)),
         )
         write_index(partial, index)
+        _checked(partial)
         if (final / INDEX_FILE).exists():  # of before a restart from an earlier step
             final.rename(partial.with_suffix(".replaced"))
         elif final.exists():  # of somebody else
@@ -317,9 +364,14 @@ class Checkpoints:
             track(self.directory, step)
 
     def _remove_old(self) -> None:
+        """Leaves the newest ones; all where none of those is whole."""
         found = complete_checkpoints(self.directory)
         keep = self._config.checkpoint.keep
-        for _, path in found[:-keep] if keep is not None else ():
+        old = found[:-keep] if keep is not None else []
+        if old and not any(_is_whole(path) for _, path in reversed(found[len(old) :])):
+            log.error("none of the newest checkpoints is whole: those before stay")
+            old = []
+        for _, path in old:
             _remove(path)
         for path in remains(self.directory):
             if path.suffix == ".replaced":

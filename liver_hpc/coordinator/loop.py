@@ -37,7 +37,7 @@ from liver_hpc.coordinator.connections import (
 from liver_hpc.coordinator.performer import Performer, Services
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.coordinator.takeover import Left
-from liver_hpc.errors import LiverError
+from liver_hpc.errors import LiverError, ProtocolError
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer, Numbered
 from liver_hpc.rendezvous.conversation import Conversation
@@ -103,8 +103,10 @@ class Coordinator:
             config.deadlines.exit_s,
             stay=config.workers.warm,
         )
-        self._performer = Performer(services, self._registry, self._agents, self._store)
         self._checkpoints = Checkpoints(config, services.recipe, run_directory, services.clock)
+        self._performer = Performer(
+            services, self._registry, self._agents, self._store, self._checkpoints
+        )
         self._journal = services.open_journal(self._inbox.put)
         self._held: deque[tuple[int, list[a.Action]]] = deque()
         self._unsafe: deque[tuple[int, Peer, int]] = deque()  # entries, and whose words they are
@@ -360,8 +362,15 @@ class Coordinator:
 
     def _said(self, channel: Channel, came: Numbered) -> None:
         peer = self._registry.peer_at(channel)
-        if peer is None or not self._registry.take(peer, came):
-            return  # of somebody who was struck off, or said before
+        try:
+            if peer is None or not self._registry.take(peer, came):
+                return  # of somebody who was struck off, or said before
+        except ProtocolError as error:
+            log.error("%s: %s", channel.peer, error)
+            self._registry.drop(peer, str(error))
+            if isinstance(peer, int):
+                self._worker_gone(peer, str(error))
+            return
         if isinstance(peer, int):
             self._worker_said(peer, came.message, came.number)
         else:
@@ -412,7 +421,7 @@ class Coordinator:
                 took = ", ".join(f"{part} {s:.2f} s" for part, s in message.boot_timings_s.items())
                 log.info("worker %d on %s has booted: %s", worker, message.host, took)
                 self._feed(message, (worker, number))
-            case m.Saved() | m.Restored():
+            case m.Saved() | m.Restored() | m.NotRestored():
                 self._feed(message, (worker, number))
                 self._saved_or_restored(message)
             case _ if isinstance(message, e.FromWorker):
@@ -447,8 +456,9 @@ class Coordinator:
 
     # ---- checkpoints
 
-    def _saved_or_restored(self, message: m.Saved | m.Restored) -> None:
-        """A worker's part is on disk, or could not be written; or it holds what it read there."""
+    def _saved_or_restored(self, message: m.Saved | m.Restored | m.NotRestored) -> None:
+        """A worker's part is on disk, or could not be written; or it holds what it read there, or
+        could not read it."""
         generation = message.generation
         world = self.core.world_of(generation)
         if world is None:

@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 
 RECORDED_PACKAGES = ("liver-hpc", "torch", "megatron-core", "mpi4py", "numpy")
 MOST_RESTARTS_IN_VAIN = 3
-"""So often a run may restart without progress: neither has it a newer checkpoint than the one that
-it resumed from, nor has it come further than ever before."""
+"""So often a run may restart without progress: it has come no further than ever before, and its
+newest checkpoint is the one that it resumed from, neither damaged nor followed by another."""
 
 Build = Callable[[RunConfig, Path, bytes], Services]
 
@@ -149,7 +149,7 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         outcome = coordinator.run()
         if outcome.state != "restart":
             return outcome
-        progress = outcome.step > furthest or newest_step(checkpoints) > resumed
+        progress = outcome.step > furthest or newest_step(checkpoints) != resumed
         in_vain = 0 if progress else in_vain + 1
         furthest = max(furthest, outcome.step)
         if in_vain >= MOST_RESTARTS_IN_VAIN:

@@ -12,6 +12,7 @@ from liver_hpc.clock import Clock
 from liver_hpc.cluster.launcher import Launcher
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.coordinator.agents import NodeAgents
+from liver_hpc.coordinator.checkpoints import Checkpoints
 from liver_hpc.coordinator.connections import Asked, InboxClosed, Met, PeerRegistry
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import LiverError, MeetingError
@@ -22,7 +23,7 @@ from liver_hpc.rendezvous.base import Answer as MeetingAnswer
 from liver_hpc.rendezvous.base import Rendezvous
 from liver_hpc.run import actions as a
 from liver_hpc.run.decide import Place
-from liver_hpc.run.events import JournalFailed, LaunchFailed
+from liver_hpc.run.events import CheckpointFailed, JournalFailed, LaunchFailed
 from liver_hpc.run.journal import Journal, Written
 from liver_hpc.run.outcome import Outcome
 
@@ -60,6 +61,7 @@ class Performer:
         registry: PeerRegistry,
         agents: NodeAgents,
         store: StoreService,
+        checkpoints: Checkpoints,
     ) -> None:
         self.address = ("", 0)
         self.meetings: deque[Met] = deque()
@@ -70,13 +72,14 @@ class Performer:
         self._registry = registry
         self._agents = agents
         self._store = store
+        self._checkpoints = checkpoints
 
     def hang_up(self) -> None:
         """Nobody who waits for an answer gets one."""
         for waiting in (*self.meetings, *self.requests.values()):
             waiting.answer.set_exception(InboxClosed())
 
-    def perform(self, action: a.Action) -> LaunchFailed | None:
+    def perform(self, action: a.Action) -> LaunchFailed | CheckpointFailed | None:
         """Returns what has come of it that the core has to hear of."""
         services = self._services
         match action:
@@ -113,6 +116,7 @@ class Performer:
                 services.pool.readmit(action.node)
             case a.ForgetGeneration():
                 self._store.forget(f"g{action.generation}/")
+                return self._checkpoints.forget(action.generation)
             case a.Note():
                 log.info("%s", action.text)
                 self.last_event = action.text

@@ -83,6 +83,9 @@ class Left:
                 self.nodes.update((each.agent, each.seat.node) for each in action.agents)
             case a.StartAgent():
                 self.nodes[action.agent] = action.node
+            case a.ForgetGeneration():
+                of = action.generation
+                self.saved = [each for each in self.saved if each.generation != of]
             case a.WantWorkers():
                 self.wanted = action.workers
             case a.Avoid():

@@ -281,9 +281,9 @@ class Finished(_OfWorker, type="finished"):
 class Saved(_InWorld, type="saved"):
     """This worker's part of the checkpoint of step `scalars.step` is on disk, flushed.
 
-    digests: of all it holds. num_bytes, checksum: of its file (`checkpoint/index.py`). took_s: how
-    long training stood still for it here. error: why it could not be written, else empty; the
-    worker trains on.
+    digests: of all it holds. num_bytes, checksum: of its file (`checkpoint/index.py`). took_s: from
+    the boundary until it was there, beside training or not. error: why it could not be written,
+    else empty; the worker trains on.
     """
 
     scalars: ScalarState
@@ -299,6 +299,12 @@ class Restored(_InWorld, type="restored"):
 
     scalars: ScalarState
     digests: tuple[ClassDigest, ...]
+
+
+class NotRestored(_InWorld, type="not_restored"):
+    """The checkpoint that the first world is to be filled from cannot be read here."""
+
+    reason: str
 
 
 class Broken(_InWorld, type="broken"):
@@ -600,7 +606,7 @@ OfRecovery = Broken | Halted | Refilled
 """What workers say of a world that has lost one."""
 FromWorker = (
     Hello | StepDone | Evaluated | Verified | OfAttempt | Progress | Heartbeat | Finished | Saved
-    | Restored | Transports | OfRecovery | Unprotected
+    | Restored | NotRestored | Transports | OfRecovery | Unprotected
 )  # fmt: skip
 ToWorker = (
     Begin | Proceed | Halt | Refill | Prepare | Rehearse | Arm | Boundary | Verdict | Abort | Resume

@@ -223,9 +223,17 @@ class StateRestored:
 
 
 @dataclass(frozen=True)
+class CheckpointDamaged:
+    """The checkpoint that this start goes on from is not what was written, and is set aside: the
+    next start goes on from the one before."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class CheckpointWritten:
-    """A checkpoint is complete in the directory `path`: bytes of its largest file, the longest that
-    a worker stood still, and bytes of all files."""
+    """A checkpoint is complete in the directory `path`: bytes of its largest file, how long the
+    slowest worker took from the boundary on, and bytes of all files."""
 
     step: int
     path: str
@@ -268,6 +276,7 @@ FromWorker = (
     | m.Verified
     | m.Saved
     | m.Restored
+    | m.NotRestored
     | m.Transports
     | m.OfRecovery
     | m.Unprotected
@@ -289,6 +298,7 @@ Event = (
     | OperatorAsked
     | StopSignalled
     | StateRestored
+    | CheckpointDamaged
     | CheckpointWritten
     | CheckpointFailed
     | JournalFailed

@@ -336,7 +336,8 @@ class Run(Lifecycle):
     def _checkpoint_written(self, event: e.CheckpointWritten) -> None:
         self._checkpointed, self._checkpoint_failure = (event.step, event.path), ""
         self.elastic.estimates.handoffs.observe_checkpoint(event.largest_bytes, event.took_s)
-        self._note(f"checkpoint of step {event.step}: {event.total_bytes} bytes")
+        took = f"{event.total_bytes} bytes in {event.took_s:.2f} s"
+        self._note(f"checkpoint of step {event.step}: {took}")
         self.handoffs.saved(event.step)
 
     def _checkpoint_failed(self, event: e.CheckpointFailed) -> None:
@@ -395,7 +396,9 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
             e.CoordinatorStarted: Run._coordinator_started,
             e.LaunchAllowed: Run._launch_allowed,
             e.StateRestored: Run._state_restored,
+            e.CheckpointDamaged: lambda run, event: run._start_failed(event.reason),
             m.Restored: Run._restored,
+            m.NotRestored: lambda run, event: None,  # what follows is found out elsewhere
         },
     ),
     **_in(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from liver_hpc.checkpoint.saving import Saving
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.handoff.prepare import connect_groups
@@ -36,6 +37,7 @@ class WorldHolder:
         self._context = context
         self._limits = context.config.limits
         self._snapshots = Snapshots(context)
+        self._saving = Saving(context)
         self._world: World | None = None
         # Set while there is a world to hand off from: neither in `begin` nor in a rebuild.
         self._stands = threading.Event()
@@ -153,6 +155,7 @@ class WorldHolder:
                 raise deadline.error()
         self._break()
         self._snapshots.halt()
+        self._saving.halt()
         self._clear_all()
         held = self._snapshots.held()
         context.send(m.Halted(worker=context.worker, generation=self._halting, held=held))

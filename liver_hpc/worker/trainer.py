@@ -7,7 +7,8 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from liver_hpc.checkpoint.parts import restore, save
+from liver_hpc.checkpoint.parts import restore
+from liver_hpc.checkpoint.saving import YIELDS_S
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.handoff.beside import Beside
@@ -52,6 +53,7 @@ class Trainer(WorldHolder):
         else:
             world.state.initialize(self._context.recipe.initial, self._context.config.train.seed)
             world.load_scalar_state(world.scalar_state(0).model_copy(update={"optimizer_step": 0}))
+        self._saving.start()
         self._stand(world)
 
     def _restore(self, world: World, path: Path) -> None:
@@ -60,7 +62,10 @@ class Trainer(WorldHolder):
         try:
             restored = restore(world, path)
         except FAILURES as error:
-            self._fail(world.generation, f"cannot go on from {path}", str(error))
+            log.exception("cannot go on from %s", path)
+            worker, generation = context.worker, world.generation
+            told = m.NotRestored(worker=worker, generation=generation, reason=str(error))
+            context.send(told)
             raise LeftWorld(f"cannot go on from {path}: {error}") from error
         self.step = restored.scalars.step
         context.send(restored)
@@ -135,32 +140,39 @@ class Trainer(WorldHolder):
             gradients = world.forward_backward(self.step)
             self._verified(world, verifying)
             self._snapshots.taken()
+            self._saving.taken()
             update = world.update(self.step)
             session = self.session
-            ready = session is not None and session.armed.is_set()
+            ready = (
+                session is not None
+                and session.armed.is_set()
+                and self._saving.lets_cross(session.generation)
+            )
             snapshot = self._snapshots.flag(self.step + 1, clock.now_s() - started_s)
-            flags = Flags(ready, self._stop.is_set(), *snapshot)
+            flags = Flags(ready, self._stop.is_set(), *snapshot, self._saving.wants())
             result = world.agree(gradients, update, flags)
             ended_s = self._step_begins_s = clock.now_s()
             self.step += 1
             self._report(world, result, started_s, ended_s)
             members, boundary = world.rank_map.layout.workers, self.step
             self._snapshots.agreed(result, members)
-            saved = False
+            saved, wanted = False, result.checkpoint == members
             if result.stop == members:
+                self._saving.finish(YIELDS_S)
                 if self._stop_saves_in is not None:
                     self._save(self._stop_saves_in)
-                else:
-                    self._save_if_due(boundary)
+                elif self._is_due(range(boundary, boundary + 1), wanted):
+                    self._save(self._context.checkpoints)
                 break  # an evaluation that is due here is done when the run goes on
             ended_s = self._evaluate_if_due() or ended_s
             if result.ready == members and self.step < self._context.config.train.steps:
                 assert session is not None
                 self._hand_off(session, world, ended_s)
-                saved = session.bounded
+                saved, wanted = session.bounded, False  # joiners do not know of it
             elif session is not None and session.aborted is not None:
                 self._drop(session)
-            self._save_if_due(boundary, saved)
+            self._save_if_due(boundary, saved, wanted)
+        self._saving.finish(self._limits.boundary_s / 2)
         self._context.send(m.Finished(worker=self._context.worker, step=self.step))
 
     def _verify_if_due(self, world: World) -> Beside[tuple[m.ClassDigest, ...]] | None:
@@ -217,22 +229,33 @@ class Trainer(WorldHolder):
             )
         return ended_s
 
-    def _save_if_due(self, since: int, saved: bool = False) -> None:
-        """Saves where the run file wants a checkpoint at a boundary from `since` to now. saved:
-        whether `since` is saved already, as the way back of a handoff in bounded memory.
+    def _save_if_due(self, since: int, saved: bool = False, wanted: bool = False) -> None:
+        """Saves where the run file wants a checkpoint at a boundary from `since` to now: beside the
+        next step, where there is one. saved: whether `since` is saved already, as the way back of
+        a handoff in bounded memory. wanted: by all workers, where they are to choose when.
 
         A handoff goes first, as it may have to hurry; so after one there are two boundaries to
         look at, that before it and that after the target's first step.
         """
-        every = self._context.config.checkpoint.every_steps
-        unsaved = range(since + 1 if saved else since, self.step + 1)
-        if every is not None and any(step % every == 0 for step in unsaved):
+        if not self._is_due(range(since + 1 if saved else since, self.step + 1), wanted):
+            return
+        if self.step < self._context.config.train.steps:
+            assert self._world is not None
+            self._saving.begin(self._world, self.step)
+            self._step_begins_s = self._context.clock.now_s()
+        else:
+            self._saving.finish(self._limits.boundary_s / 2)
             self._save(self._context.checkpoints)
+
+    def _is_due(self, unsaved: range, wanted: bool) -> bool:
+        every = self._context.config.checkpoint.every_steps
+        if every is None or every == "auto":
+            return wanted
+        return any(step % every == 0 for step in unsaved)
 
     def _save(self, directory: Path) -> None:
         assert self._world is not None
-        self._world.settle()
-        self._context.send(save(self._world, self.step, directory, self._context.clock))
+        self._saving.now(self._world, self.step, directory)
         self._step_begins_s = self._context.clock.now_s()
 
     def _report(self, world: World, result: StepResult, started_s: float, ended_s: float) -> None:

@@ -87,6 +87,18 @@ class WorldState:
             )
         self._held[tensor_index] = replace(self._held[tensor_index], value=value.contiguous())
 
+    def standing(self) -> WorldState:
+        """The same state with copies of persistent buffers: those may change with the next forward,
+        what else there is with the next update."""
+        tensors = self.model.tensors
+        held = {
+            index: replace(each, value=each.value.clone())
+            if tensors[index].role == "buffer"
+            else each
+            for index, each in self._held.items()
+        }
+        return WorldState(self.model, self.layout, self.at, held)
+
     def _where(self) -> str:
         return f"{self.layout} at tp {self.at.tp} pp {self.at.pp} replica {self.at.replica}"
 

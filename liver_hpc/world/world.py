@@ -45,18 +45,19 @@ Reported = dict[str, torch.Tensor]
 
 class Flags(NamedTuple):
     """What one worker tells the others at the end of a step: it is armed, it was asked to stop, the
-    last snapshot is complete here, and what that took, in steps."""
+    last snapshot is complete here, and what that took, in steps; it would have a checkpoint now."""
 
     ready: bool = False
     stop: bool = False
     snapshot: bool = False
     snapshot_steps: float = 0.0
+    checkpoint: bool = False
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all workers of a world know after a step. ready, stop, snapshot: how many raised that
-    flag. snapshot_steps: summed."""
+    """What all workers of a world know after a step. ready, stop, snapshot, checkpoint: how many
+    raised that flag. snapshot_steps: summed."""
 
     loss: float
     grad_norm: float
@@ -65,6 +66,7 @@ class StepResult:
     stop: int
     snapshot: int = 0
     snapshot_steps: float = 0.0
+    checkpoint: int = 0
 
 
 @dataclass(frozen=True)
@@ -387,11 +389,19 @@ class World:
         The caller reads its flags just before, so that a flag raised while the step runs counts
         at this step's end and not at the next one's.
         """
-        loss_sum, weight, *raised, snapshot_steps = self._summed(
+        loss_sum, weight, *told = self._summed(
             gradients.loss_sum, gradients.weight, *map(float, flags)
         )
-        ready, stop, snapshot = map(int, raised)
-        return StepResult(loss_sum / weight, *update, ready, stop, snapshot, snapshot_steps)
+        ready, stop, snapshot, snapshot_steps, checkpoint = told
+        return StepResult(
+            loss_sum / weight,
+            *update,
+            ready=int(ready),
+            stop=int(stop),
+            snapshot=int(snapshot),
+            snapshot_steps=snapshot_steps,
+            checkpoint=int(checkpoint),
+        )
 
     def _summed(self, *numbers: float) -> list[float]:
         """Numbers summed over the world. Collective."""

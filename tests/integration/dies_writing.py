@@ -37,17 +37,17 @@ class DiesWriting(RandomTokenGPT):
 def plant(worker: int, step: int, done: Path) -> None:
     """Wraps the writing of one box, in this process; `done` is a file that says it has happened."""
     from liver_hpc.checkpoint.hdf5 import BoxesWriter
+    from liver_hpc.checkpoint.parts import Save
     from liver_hpc.checkpoint.torch_dist.files import RankWriter
-    from liver_hpc.worker import trainer
 
-    save = trainer.save
+    write = Save.done
     left = [-1]
 
-    def dying_save(world: Any, at: int, directory: Path, clock: Any) -> Any:
-        if (world.worker, at) == (worker, step) and not done.exists():
+    def dying_save(self: Any, take: Any) -> Any:
+        if (self._worker, self.scalars.step) == (worker, step) and not done.exists():
             done.touch()
             left[0] = BEFORE
-        return save(world, at, directory, clock)
+        return write(self, take)
 
     def dying(write: Any) -> Any:
         def dying_write(*arguments: Any) -> None:
@@ -58,6 +58,6 @@ def plant(worker: int, step: int, done: Path) -> None:
 
         return dying_write
 
-    trainer.save = dying_save
+    Save.done = dying_save  # type: ignore[method-assign]
     BoxesWriter.write = dying(BoxesWriter.write)  # type: ignore[method-assign]
     RankWriter.add = dying(RankWriter.add)  # type: ignore[method-assign]

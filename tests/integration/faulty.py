@@ -52,19 +52,21 @@ def plant(worker: int, phase: str, done: Path) -> None:
     if phase in ("FLIP", "STALL"):
         plant_living(worker, phase)
     elif phase == "SAVE":
-        hand_off, save, at_boundary = trainer.Trainer._hand_off, trainer.save, [False]
+        from liver_hpc.checkpoint import saving
+
+        hand_off, save, at_boundary = trainer.Trainer._hand_off, saving.save, [False]
 
         def handing_off(self: Any, *arguments: Any) -> None:
             at_boundary[0] = True
             hand_off(self, *arguments)
 
-        def dying_save(world: Any, *arguments: Any) -> Any:
+        def dying_save(context: Any, *arguments: Any) -> Any:
             if at_boundary[0]:
-                die_if(world.worker)
-            return save(world, *arguments)
+                die_if(context.worker)
+            return save(context, *arguments)
 
         trainer.Trainer._hand_off = handing_off  # type: ignore[method-assign]
-        trainer.save = dying_save
+        saving.save = dying_save
     elif phase == "VERDICT":
         verdict = Crossing._verdict
 

@@ -47,6 +47,7 @@ def run_config(tmp_path: Path, steps: int, initial: int = 2, **sections: Any) ->
         "workers": {"initial": initial, "max": 4},
         "layouts": LAYOUTS,
         "cluster": {"kind": "local"},
+        "checkpoint": {"every_steps": None},  # else one is written after a minute
         "handoff": {"staging_bytes": 1 << 20, "bucket_bytes": 1 << 17},
         "deadlines": {"transfer_s": 20.0, "collective_s": 30.0, "heartbeat_s": 20.0},
     }

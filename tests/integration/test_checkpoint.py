@@ -219,6 +219,33 @@ def test_a_worker_killed_while_it_writes_leaves_the_checkpoint_before(
     assert "goes on from step 4" in (run.path / "logs/coordinator.log").read_text()
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("unhurried_steps")
+def test_a_worker_lost_while_it_writes_costs_that_checkpoint_and_no_restart(
+    tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others go on from memory, and write the next one."""
+    monkeypatch.setenv("LIVER_TEST_DIES_WRITING", "3:8")
+    config = short_run(
+        tmp_path,
+        recipe=FAULTY,
+        initial=4,
+        layouts={4: {"dp": 4}, 2: {"dp": 2}},
+        checkpoint={"every_steps": 4},
+        snapshots={"every_steps": 1},
+    )
+    run = start(config)
+    records = finish(run)
+    assert len(records.recoveries) == 1
+    assert worst_difference(by_step(records), by_step(quiet)) <= 1e-4
+    log = (run.path / "logs/coordinator.log").read_text()
+    assert "checkpoint of step 8 given up: not all workers had written when their world" in log
+    newest = newest_checkpoint(run.path / "checkpoints")
+    assert newest is not None
+    assert newest.index.scalars.step == STEPS
+    assert "restarts after step" not in log
+
+
 @pytest.mark.usefixtures("unhurried_steps")
 def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_run(
     tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch

@@ -42,11 +42,18 @@ CHAINS = {
 
 def through(process: WorkerProcess, chains: list[Any], directory: str) -> list[Any]:
     """Loads what each chain's job has saved, and saves it; what differs from what it must be."""
+    import torch.distributed as dist
+
     from liver_hpc.checkpoint.parts import restore, save
     from liver_hpc.clock import SystemClock
+    from liver_hpc.world.context import WorkerContext
     from liver_hpc.world.groups import install_sentinel
     from liver_hpc.world.world import World
     from tests.integration.toys import derived
+
+    class Store(dist.FileStore):  # type: ignore[misc,name-defined]
+        def close(self) -> None:
+            pass
 
     found = []
     for number, (saved, layout, _loading) in enumerate(chains):
@@ -58,10 +65,21 @@ def through(process: WorkerProcess, chains: list[Any], directory: str) -> list[A
         world = World(recipe, rank_map, process.worker, number, process.device)
         world.warm_up()
         world.book.connect(process.network, process.store, 30.0)
+        context = WorkerContext(
+            worker=process.worker,
+            config=recipe.config,
+            recipe=recipe,
+            device=process.device,
+            network=process.network,
+            clock=SystemClock(),
+            send=lambda _message: None,
+            open_store=lambda: Store(f"{directory}/store-{number}", RANKS),  # noqa: B023
+            checkpoints=Path(directory),
+        )
         restored = restore(world, Path(directory, "job", str(number)))
         differ = list(differences(world))
         ours = Path(directory, "ours", str(number))
-        written = save(world, restored.scalars.step, ours, SystemClock())
+        written = save(context, world, restored.scalars.step, ours)
         found.append((restored.scalars, differ, written.error))
         world.close()
     return found
@@ -101,7 +119,7 @@ def test_megatrons_checkpoints_go_through_ours_bit_by_bit(kind: str, tmp_path: P
                 assert (scalars.step, scalars.consumed_samples) == (STEP, STEP * BATCH)
                 assert scalars.optimizer_step == ADAM_STEP
         for number, (_, _, case) in enumerate(chains):
-            path = tmp_path / "ours" / str(number) / f".step-{STEP:08d}.partial"
+            path = tmp_path / "ours" / str(number) / f".step-{STEP:08d}-g{number}.partial"
             for rank in jobs.call("load", CALL_S, "load", case, str(path)):
                 step, samples, steps, differ, schedule = rank
                 assert (step, samples, steps) == (STEP, STEP * BATCH, [ADAM_STEP])

@@ -67,17 +67,27 @@ def test_a_worker_killed_while_it_writes_leaves_nothing_half(saved: RunDirectory
     assert {name for name in names(directory) if name.startswith(("iter", "."))} == kept
 
 
-def test_a_damaged_checkpoint_is_set_aside(copied: RunDirectory) -> None:
-    """The run goes on from the one before, in another layout."""
+@pytest.mark.parametrize("damage", ["truncated", "a byte"])
+def test_a_damaged_checkpoint_is_set_aside(copied: RunDirectory, damage: str) -> None:
+    """The run goes on by itself from the one before, in another layout."""
     directory = copied.path / "checkpoints"
     file = directory / f"iter_{STEPS:07d}" / "__1_0.distcp"
-    file.write_bytes(file.read_bytes()[:-1])
+    data = bytearray(file.read_bytes())
+    if damage == "truncated":
+        file.write_bytes(data[:-1])
+    else:
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
     before = by_step(read_run(copied.path))
     go_on(copied, tp=2)
     records = finish(copied)
     assert [record.step for record in records.steps[-EVERY:]] == [*range(STEPS - EVERY, STEPS)]
     assert worst_difference(by_step(records), before) <= 1e-4
     assert f"damaged-iter_{STEPS:07d}" in names(directory)
+    log = (copied.path / "logs/coordinator.log").read_text()
+    length = len(data)
+    why = f"{file} is {length - 1} bytes long, wanted {length} bytes"
+    assert (why if damage == "truncated" else f"{file} has changed on the disk") in log
     assert tracked_step(directory) == STEPS
 
 

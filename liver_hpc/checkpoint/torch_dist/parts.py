@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from datetime import timedelta
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from liver_hpc.checkpoint.copied import BoxView
 from liver_hpc.checkpoint.index import Part as WrittenPart
-from liver_hpc.checkpoint.index import part_name, partial_path, written_part
+from liver_hpc.checkpoint.index import part_name, written_part
 from liver_hpc.checkpoint.torch_dist.contents import CONTENT, Contents, common_state, read_contents
 from liver_hpc.checkpoint.torch_dist.files import (
     RankWriter,
@@ -24,10 +27,11 @@ from liver_hpc.checkpoint.torch_dist.files import (
 from liver_hpc.checkpoint.torch_dist.places import Part, stored
 from liver_hpc.checkpoint.torch_dist.reads import PREFIXES, Pieces, Source
 from liver_hpc.checkpoint.written import written_boxes
-from liver_hpc.errors import CheckpointError, LiverError, PlanError
+from liver_hpc.errors import CheckpointError, PlanError
 from liver_hpc.host.files import flush_to_disk
 from liver_hpc.layout.tensors import MAIN, PARAMETER
 from liver_hpc.protocol.messages import ScalarState
+from liver_hpc.recipes.base import Recipe
 from liver_hpc.world import thread
 from liver_hpc.world.derive import Stored
 from liver_hpc.world.state import WorldState
@@ -43,7 +47,7 @@ def stored_by(world: World, content: Mapping[str, Any]) -> Stored:
 
 
 def write_part(
-    state: WorldState, pieces: Pieces, partial: Path, objects: Mapping[str, Any], about: Any
+    state: BoxView, pieces: Pieces, partial: Path, objects: Mapping[str, Any], about: Any
 ) -> WrittenPart:
     """The file of the rank that `state` belongs to, which has `objects` beside its boxes.
 
@@ -73,43 +77,76 @@ def write_part(
     return written_part(partial / part_name(rank, "torch_dist"))
 
 
-def write(world: World, scalars: ScalarState, directory: Path) -> WrittenPart:
-    """This worker's file of a checkpoint, and, by rank 0 of the world, what makes all of them one.
+class PartWriter:
+    """Writes one worker's file of a checkpoint and, as rank 0 of the world, once all ranks have
+    theirs, what makes them one. Made at the boundary, it needs the world no more."""
 
-    Collective over the world. Raises OSError, and CheckpointError where another worker could not
-    write its part.
-    """
-    partial, rank = partial_path(directory, scalars.step), world.rank_map.layout.rank(world.at)
-    written: WrittenPart | None = None
-    problem: OSError | LiverError | None = None
-    try:
-        how, about = stored_by(world, CONTENT), world.optimizer_groups()
-        objects = {name: _here(value) for name, value in how.objects.items()} if rank == 0 else {}
-        written = write_part(world.state, how.tensors, partial, objects, about)
-    except (OSError, LiverError) as error:
-        problem = error
-    failed = _count_of_failed(world, problem is not None)
-    if problem is not None:
-        raise problem
-    if failed:
-        raise CheckpointError(f"{failed} other workers could not write their parts")
-    assert written is not None
-    if rank == 0:
-        lists = list(rank_lists(partial, world.rank_map.layout.workers))
+    def __init__(self, world: World, scalars: ScalarState, partial: Path, peers: Peers) -> None:
+        """Raises PlanError where the module does not say where all of a tensor lies."""
+        self._rank = world.rank_map.layout.rank(world.at)
+        self._config, self._layout = world.recipe.config, world.rank_map.layout
+        self._scalars, self._partial, self._peers = scalars, partial, peers
+        self._how, self._about = _written_by(world.recipe, world.worker), world.optimizer_groups()
+        self._objects: Mapping[str, Any] = {}
+        self._extras: Mapping[str, Any] = {}
+        if self._rank == 0:
+            self._objects = {name: _here(value) for name, value in self._how.objects.items()}
+            with thread.groups_in_use(world.groups):
+                self._extras = world.recipe.checkpoint_extras(scalars.step)
+
+    def write(self, state: BoxView) -> WrittenPart:
+        """Rank 0 waits for the others. Raises OSError, and LiverError where that takes too long or
+        one of them could not write its part."""
+        written = write_part(state, self._how.tensors, self._partial, self._objects, self._about)
+        if self._rank != 0:
+            self._peers.tell(self._rank, "")
+            return written
+        if problems := self._peers.problems(self._layout.workers):
+            raise CheckpointError("; ".join(problems))
+        lists = list(rank_lists(self._partial, self._layout.workers))
         groups = [_with_tuples(group) for one in lists for group in one.about]
-        with thread.groups_in_use(world.groups):
-            extras = world.recipe.checkpoint_extras(scalars.step)
-        config, layout = world.recipe.config, world.rank_map.layout
-        write_table(partial, lists)
-        write_common(partial, common_state(config, layout, scalars, groups, extras))
-    return written
+        write_table(self._partial, lists)
+        common = common_state(self._config, self._layout, self._scalars, groups, self._extras)
+        write_common(self._partial, common)
+        return written
+
+    def fail(self, reason: str) -> None:
+        """Tells rank 0 that this rank's file will not come."""
+        if self._rank != 0:
+            self._peers.tell(self._rank, reason)
 
 
-def _count_of_failed(world: World, failed: bool) -> int:
-    """Of the world's workers, all of which are here then. Collective."""
-    count = torch.tensor([float(failed)], device=world.device.torch_device)
-    dist.all_reduce(count, group=world.groups.intra_dist_opt)
-    return int(count.item())
+class Peers:
+    """How rank 0 learns what has become of the other ranks' files: by keys of a store that begin
+    with `prefix`. It waits for up to `limit_s` longer than it has written itself."""
+
+    def __init__(self, open_store: Callable[[], Any], prefix: str, limit_s: float) -> None:
+        self._open_store = open_store
+        self._prefix = prefix
+        self._limit_s = limit_s
+
+    def tell(self, rank: int, problem: str) -> None:
+        """problem: why this rank's file will not come; empty once it is on the disk."""
+        with closing(self._open_store()) as store:
+            store.set(f"{self._prefix}/{rank}", f"{problem}\n")  # no store takes an empty value
+
+    def problems(self, ranks: int) -> list[str]:
+        """Why files of ranks will not come; returns once all have told."""
+        keys = [f"{self._prefix}/{rank}" for rank in range(1, ranks)]
+        if not keys:
+            return []
+        with closing(self._open_store()) as store:
+            store.wait(keys, timedelta(seconds=self._limit_s))
+            told = [store.get(key).decode().rstrip() for key in keys]
+            for key in keys:
+                store.delete_key(key)
+        return [f"rank {rank}: {problem}" for rank, problem in enumerate(told, 1) if problem]
+
+
+@cache
+def _written_by(recipe: Recipe, worker: int) -> Stored:
+    """How a process's recipe has its model written."""
+    return derivation_of(recipe, worker).stored(CONTENT)
 
 
 def _here(value: Any) -> Any:

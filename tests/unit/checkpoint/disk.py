@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from liver_hpc.checkpoint.index import partial_path
 from liver_hpc.checkpoint.parts import write_part
 from liver_hpc.clock import FakeClock
 from liver_hpc.config.schema import RunConfig
@@ -78,7 +79,7 @@ class Disk:
     def part(self, layout: Layout, at: Coordinate, step: int) -> Saved:
         """What the worker at one coordinate says once it has written its part."""
         state = filled(self.model, layout, at)
-        part = write_part(state, step, self.directory)
+        part = write_part(state, step, partial_path(self.directory, step, 3))
         return Saved(
             worker=self.world(layout).rank_map.worker_at(at),
             generation=3,

@@ -22,8 +22,9 @@ from liver_hpc.coordinator import checkpoints as module
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.protocol.messages import Restored, Saved
+from liver_hpc.protocol.messages import NotRestored, Restored, Saved
 from liver_hpc.run.events import (
+    CheckpointDamaged,
     CheckpointFailed,
     CheckpointWritten,
     Resumed,
@@ -59,7 +60,7 @@ def saved_with(disk: Disk, step: int, change: Change) -> object:
 def test_a_checkpoint_is_complete_once_all_workers_have_saved(disk: Disk) -> None:
     first, second = (disk.part(TWO, at, 4) for at in TWO.coordinates())
     disk.checkpoints.saved(second, disk.world(TWO))
-    assert disk.steps() == [".step-00000004.partial"]
+    assert disk.steps() == [".step-00000004-g3.partial"]
     assert newest_checkpoint(disk.directory) is None
     longer = first.model_copy(update={"took_s": 1.5})
     assert disk.checkpoints.saved(longer, disk.world(TWO)) == CheckpointWritten(
@@ -162,6 +163,20 @@ def test_a_disk_on_which_the_index_cannot_be_written_costs_that_checkpoint(
     assert disk.steps() == ["step-00000004"]
 
 
+def test_a_world_that_ends_takes_its_unfinished_checkpoint_along(disk: Disk) -> None:
+    disk.save(TWO, 4)
+    first, second = (disk.part(TWO, at, 8) for at in TWO.coordinates())
+    assert disk.checkpoints.forget(3) is None
+    disk.checkpoints.saved(first, disk.world(TWO))
+    assert disk.checkpoints.forget(2) is None
+    assert disk.checkpoints.forget(3) == CheckpointFailed(
+        8,
+        "checkpoint of step 8 given up: not all workers had written when their world ended",
+    )
+    assert disk.steps() == ["step-00000004"]
+    assert disk.checkpoints.saved(second, disk.world(TWO)) is None, "it came too late"
+
+
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     disk = Disk(TIED, tmp_path, keep=2)
     for step in (2, 99, 100, 3_000_000_000):
@@ -183,7 +198,9 @@ def test_a_step_that_was_saved_in_a_life_before_is_saved_anew(disk: Disk) -> Non
 
 def test_what_a_killed_run_was_writing_is_cleared_away(disk: Disk) -> None:
     disk.save(TWO, 4)
-    write_part(filled(TIED, TWO, next(TWO.coordinates())), 8, disk.directory)
+    at = next(TWO.coordinates())
+    for name in (".step-00000008-g4.partial", ".step-00000008.partial"):  # the second of 0.1
+        write_part(filled(TIED, TWO, at), 8, disk.directory / name)
     assert Disk(TIED, disk.run_directory).checkpoints.open() is not None
     assert disk.steps() == ["step-00000004"]
 
@@ -256,6 +273,11 @@ def shorten_a_part(path: Path) -> None:
     os.truncate(path / "rank-00000.h5", 100)
 
 
+def change_a_part(path: Path) -> None:
+    part = path / "rank-00000.h5"
+    part.write_bytes(part.read_bytes()[:-1] + b"x")
+
+
 def break_the_index(path: Path) -> None:
     (path / INDEX_FILE).write_text("{")
 
@@ -314,13 +336,85 @@ def test_one_whose_bytes_have_changed_is_set_aside_for_the_next_start(disk: Disk
     disk.save(TWO, 8)
     later = Disk(TIED, disk.run_directory).checkpoints
     later.open()
-    part = disk.directory / "step-00000008" / "rank-00000.h5"
-    part.write_bytes(part.read_bytes()[:-1] + b"x")
+    change_a_part(disk.directory / "step-00000008")
     one = Layout(1, 1, 1)
     (at,) = one.coordinates()
     digests = digests_of(empty(TIED, one, at))
     message = Restored(worker=0, generation=0, scalars=scalar_state(8), digests=digests)
     refused = later.restored(message, restored_rank_map(one))
-    assert isinstance(refused, ShellFailed)
-    assert re.search(r"has changed on the disk .* it is now .*damaged-ste", refused.reason)
+    assert isinstance(refused, CheckpointDamaged)
+    said = (
+        r"rank-00000.h5 has changed on the disk .* it is now .*damaged-step-00000008; the run goes"
+    )
+    assert re.search(said, refused.reason)
+    assert refused.reason.endswith("the run goes on from step 4")
     assert disk.steps() == ["damaged-step-00000008", "step-00000004"]
+
+
+@pytest.mark.parametrize("damage", [delete_a_part, change_a_part, None])
+def test_one_that_a_worker_cannot_read_is_set_aside_where_its_files_have_changed(
+    disk: Disk, damage: Callable[[Path], None] | None
+) -> None:
+    disk.save(TWO, 4)
+    disk.save(TWO, 8)
+    later = Disk(TIED, disk.run_directory).checkpoints
+    later.open()
+    path = disk.directory / "step-00000008"
+    if damage is not None:
+        damage(path)
+    rank_map = restored_rank_map(TWO)
+    told = [NotRestored(worker=w, generation=0, reason="cannot be read") for w in (1, 0)]
+    refused = later.restored(told[0], rank_map)
+    assert later.restored(told[1], rank_map) is None, "it is judged already"
+    kind = ShellFailed if damage is None else CheckpointDamaged
+    assert isinstance(refused, kind)
+    assert refused.reason.startswith(f"{path}: worker 1: cannot be read; ")
+    assert disk.steps() == [
+        "step-00000004" if damage is None else "damaged-step-00000008",
+        "step-00000008" if damage is None else "step-00000004",
+    ]
+
+
+def test_the_last_one_is_never_set_aside(disk: Disk) -> None:
+    disk.save(TWO, 4)
+    later = Disk(TIED, disk.run_directory).checkpoints
+    later.open()
+    change_a_part(disk.directory / "step-00000004")
+    told = NotRestored(worker=0, generation=0, reason="cannot be read")
+    refused = later.restored(told, restored_rank_map(TWO))
+    assert isinstance(refused, ShellFailed)
+    assert "rank-00000.h5 has changed on the disk" in refused.reason
+    assert refused.reason.endswith("there is no earlier checkpoint")
+    assert disk.steps() == ["step-00000004"]
+
+
+def test_parts_that_the_coordinator_does_not_see_make_no_checkpoint(disk: Disk) -> None:
+    disk.save(TWO, 4)
+    first, second = (disk.part(TWO, at, 8) for at in TWO.coordinates())
+    disk.checkpoints.saved(first, disk.world(TWO))
+    (disk.directory / ".step-00000008-g3.partial" / "rank-00000.h5").unlink()
+    failed = disk.checkpoints.saved(second, disk.world(TWO))
+    assert isinstance(failed, CheckpointFailed)
+    assert "rank-00000.h5 is missing" in failed.reason
+    assert disk.steps() == ["step-00000004"]
+
+
+def test_the_only_whole_one_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever became of newer ones since they were written."""
+    disk = Disk(TIED, tmp_path, keep=1)
+    disk.save(TWO, 4)
+    flush = module.flush_to_disk
+
+    def damaging(directory: Path) -> None:
+        flush(directory)
+        delete_a_part(directory / "step-00000008")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "flush_to_disk", damaging)
+        disk.save(TWO, 8)
+    assert disk.steps() == ["step-00000004", "step-00000008"]
+    assert "step-00000008/rank-00001.h5 is missing" in caplog.text
+    disk.save(TWO, 12)
+    assert disk.steps() == ["step-00000012"]

@@ -1,0 +1,62 @@
+"""What a worker writes of a checkpoint, copied into host memory so that training can go on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Protocol
+
+import torch
+
+from liver_hpc.checkpoint.written import written_boxes
+from liver_hpc.errors import CheckpointError, PlanError
+from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.layout.tensors import Box, ModelSpec
+from liver_hpc.world.state import WorldState
+
+
+class BoxView(Protocol):
+    """What a part is written from: a world's state, or a copy of it."""
+
+    model: ModelSpec
+    layout: Layout
+    at: Coordinate
+
+    def view(self, kind: str, tensor_index: int, box: Box) -> torch.Tensor:
+        """One global box, [box rows, box cols]; to be read only."""
+        ...
+
+
+class HostCopy:
+    """The boxes that one worker writes, each in memory of its own: pinned where the state is on
+    CUDA. given_up: why nobody wants it any more, else empty; whoever reads it then, or still takes
+    it, gets a CheckpointError."""
+
+    def __init__(self, model: ModelSpec, layout: Layout, at: Coordinate) -> None:
+        self.model, self.layout, self.at = model, layout, at
+        self.given_up = ""
+        self._held: dict[tuple[str, int], list[tuple[Box, torch.Tensor]]] = defaultdict(list)
+
+    def take(self, state: WorldState) -> None:
+        """Copies; on CUDA in the calling thread's lane, which is not waited for."""
+        for kind, index, box in written_boxes(self.model, self.layout, self.at):
+            self._check()
+            view = state.view(kind, index, box)
+            memory = torch.empty(box.shape, dtype=view.dtype, pin_memory=view.is_cuda)
+            self._held[kind, index].append((box, memory.copy_(view, non_blocking=True)))
+
+    def view(self, kind: str, tensor_index: int, box: Box) -> torch.Tensor:
+        """The copy of a box, or of a part of one. Raises PlanError for what is not held."""
+        self._check()
+        for held, memory in self._held.get((kind, tensor_index), ()):
+            if held.intersect(box) == box:
+                rows = memory[box.row0 - held.row0 : box.row1 - held.row0]
+                return rows[:, box.col0 - held.col0 : box.col1 - held.col0]
+        name = self.model.tensors[tensor_index].name
+        raise PlanError(f"the copy at {self.at} of {self.layout} lacks {kind} {box} of {name!r}")
+
+    def release(self) -> None:
+        self._held.clear()
+
+    def _check(self) -> None:
+        if self.given_up:
+            raise CheckpointError(f"given up: {self.given_up}")

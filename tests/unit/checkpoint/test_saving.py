@@ -1,0 +1,397 @@
+"""Checkpoints beside training: what is in them, who waits for them, and what gives them up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from liver_hpc.checkpoint import saving
+from liver_hpc.checkpoint.copied import HostCopy
+from liver_hpc.checkpoint.index import part_name, partial_path
+from liver_hpc.checkpoint.parts import read_parts, write_part
+from liver_hpc.checkpoint.saving import LONGEST_S, SHORTEST_S, Saving, interval_s
+from liver_hpc.clock import Clock, FakeClock, SystemClock
+from liver_hpc.coordinator.checkpoints import newest_checkpoint
+from liver_hpc.errors import CheckpointError, PlanError
+from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.layout.tensors import PARAMETER, Box
+from liver_hpc.protocol.events import WorldRef
+from liver_hpc.protocol.messages import AtBoundary, FromWorker, Saved
+from liver_hpc.run.events import CheckpointWritten
+from liver_hpc.transport.lane import InlineLane
+from tests.late_device import Machines
+from tests.late_worlds import SEED, LateRun, late_worlds
+from tests.unit.checkpoint.disk import Disk, digests_of, empty, filled, scalar_state
+from tests.unit.handoff.test_late_device import MOVED, TP
+from tests.unit.layout.models import TIED, UNTIED_BF16, rank_map
+from tests.unit.world.test_state import numbers
+
+ONE = Layout(1, 1, 1)
+WAIT_S = 20.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.002)
+
+
+# ---- the copy
+
+
+@pytest.mark.parametrize("model", [TIED, UNTIED_BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layout", [ONE, Layout(2, 1, 2), Layout(1, 2, 3)], ids=str)
+def test_a_copy_is_written_as_the_state_is(tmp_path: Path, model: Any, layout: Layout) -> None:
+    for at in layout.coordinates():
+        state = filled(model, layout, at)
+        wanted = write_part(state, 4, tmp_path / "state")
+        copy = HostCopy(model, layout, at)
+        copy.take(state)
+        state.release()  # it is the state's memory no more
+        assert write_part(copy, 4, tmp_path / "copy").num_bytes == wanted.num_bytes
+        name = part_name(layout.rank(at))
+        files = [(tmp_path / which / name).read_bytes() for which in ("state", "copy")]
+        assert len(files[0]) == len(files[1])
+
+
+def test_a_copy_gives_parts_of_boxes_and_refuses_what_it_lacks() -> None:
+    (at,) = ONE.coordinates()
+    state, copy = filled(TIED, ONE, at), HostCopy(TIED, ONE, at)
+    copy.take(state)
+    part = Box(3, 7, 2, 9)
+    assert torch.equal(copy.view(PARAMETER, 0, part), state.view(PARAMETER, 0, part))
+    with pytest.raises(PlanError, match=r"lacks parameter .* of 'embedding.word_embeddings"):
+        copy.view(PARAMETER, 0, Box(0, 41, 0, 16))
+    copy.given_up = "a test"
+    with pytest.raises(CheckpointError, match="given up: a test"):
+        copy.view(PARAMETER, 0, part)
+
+
+# ---- one worker
+
+
+class Seat:
+    """A worker that saves, in a world of one."""
+
+    def __init__(
+        self, directory: Path, collective_s: float = 60.0, clock: Clock | None = None
+    ) -> None:
+        (at,) = ONE.coordinates()
+        self.directory = directory
+        self.said: list[FromWorker] = []
+        self.state = filled(TIED, ONE, at)
+        self.settled = 0
+        self.world: Any = SimpleNamespace(
+            recipe=SimpleNamespace(spec=TIED),
+            rank_map=rank_map(ONE),
+            at=at,
+            worker=0,
+            generation=3,
+            state=self.state,
+            settle=self._settle,
+            scalar_state=scalar_state,
+        )
+        context: Any = SimpleNamespace(
+            config=SimpleNamespace(
+                checkpoint=SimpleNamespace(format="hdf5", every_steps="auto", cost=0.05),
+                deadlines=SimpleNamespace(collective_s=collective_s),
+            ),
+            clock=clock or SystemClock(),
+            send=self.said.append,
+            device=SimpleNamespace(enter=lambda: None, new_lane=InlineLane),
+            checkpoints=directory,
+        )
+        self.saving = Saving(context)
+
+    def _settle(self) -> None:
+        self.settled += 1
+
+    def told(self, messages: int) -> list[Saved]:
+        wait_until(lambda: len(self.said) >= messages)
+        return [each for each in self.said if isinstance(each, Saved)]
+
+    def file(self, step: int) -> Path:
+        return partial_path(self.directory, step, 3) / part_name(0)
+
+
+class Held:
+    """Writing comes to a stop at its first box, until it is let go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.goes_on = threading.Event()
+        self.writes = threading.Event()
+        write = saving.HostCopy.view
+
+        def held(copy: Any, *arguments: Any) -> Any:
+            self.writes.set()
+            assert self.goes_on.wait(WAIT_S)
+            return write(copy, *arguments)
+
+        monkeypatch.setattr(saving.HostCopy, "view", held)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    held = Held(monkeypatch)
+    yield held
+    held.goes_on.set()
+
+
+def test_the_state_may_change_while_it_is_written(tmp_path: Path, held: Held) -> None:
+    seat = Seat(tmp_path)
+    digests = digests_of(seat.state)
+    seat.saving.begin(seat.world, 4)
+    seat.saving.taken()
+    for index, box in seat.state.boxes(PARAMETER):
+        seat.state.view(PARAMETER, index, box).zero_()
+    assert held.writes.wait(WAIT_S)
+    assert seat.said == []
+    held.goes_on.set()
+    (saved,) = seat.told(1)
+    assert (saved.error, saved.digests) == ("", digests)
+    assert saved.num_bytes == seat.file(4).stat().st_size
+    assert saved.took_s > 0
+
+
+def test_the_next_one_waits_for_the_one_before(tmp_path: Path, held: Held) -> None:
+    seat = Seat(tmp_path)
+    seat.saving.begin(seat.world, 4)
+    assert held.writes.wait(WAIT_S)
+    threading.Timer(0.3, held.goes_on.set).start()
+    seat.saving.begin(seat.world, 5)
+    assert [each.scalars.step for each in seat.told(1)][:1] == [4]
+    assert [(s.scalars.step, s.error) for s in seat.told(2)] == [(4, ""), (5, "")]
+    assert seat.settled == 2
+
+
+def test_a_disk_that_does_not_answer_costs_later_ones_without_a_wait(
+    tmp_path: Path, held: Held
+) -> None:
+    seat = Seat(tmp_path, collective_s=0.2)
+    seat.saving.begin(seat.world, 4)
+    assert held.writes.wait(WAIT_S)
+    seat.saving.begin(seat.world, 5)
+    seat.saving._context.config.deadlines.collective_s = 100.0
+    began_s = time.monotonic()
+    seat.saving.begin(seat.world, 6)
+    assert time.monotonic() - began_s < 10.0
+    later = [(saved.scalars.step, saved.error) for saved in seat.told(2)]
+    assert later == [(step, "the checkpoint before is still being written") for step in (5, 6)]
+    held.goes_on.set()
+    assert seat.told(3)[2].error == ""
+    wait_until(lambda: threading.active_count() == 1 or seat.saving._ended(0.1))
+    seat.saving.begin(seat.world, 7)
+    assert seat.told(4)[3].error == ""
+
+
+def test_a_handoff_waits_for_a_while_and_then_has_it_given_up(
+    tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "YIELDS_S", 0.1)
+    seat = Seat(tmp_path)
+    assert seat.saving.lets_cross(4)
+    seat.saving.begin(seat.world, 4)
+    assert held.writes.wait(WAIT_S)
+    assert not seat.saving.lets_cross(5)
+    time.sleep(0.15)
+    assert seat.saving.lets_cross(5)
+    (saved,) = seat.told(1)
+    assert saved.error == "given up: a handoff has waited 0.1 s for it"
+    held.goes_on.set()
+    wait_until(lambda: seat.saving._ended(0.1))
+    assert len(seat.said) == 1, "what it still did is told nobody"
+    monkeypatch.setattr(saving, "YIELDS_S", WAIT_S)
+    seat.saving.begin(seat.world, 8)
+    assert seat.saving.lets_cross(5), "one that has begun since is waited for"
+    assert seat.told(2)[1].error == ""
+
+
+def test_a_world_that_is_let_go_is_read_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seat, takes, goes_on = Seat(tmp_path), threading.Event(), threading.Event()
+    take = saving.HostCopy.take
+
+    def held_take(copy: Any, state: Any) -> None:
+        takes.set()
+        assert goes_on.wait(WAIT_S)
+        take(copy, state)
+
+    monkeypatch.setattr(saving.HostCopy, "take", held_take)
+    seat.saving.begin(seat.world, 4)
+    assert takes.wait(WAIT_S)
+    threading.Timer(0.2, goes_on.set).start()
+    seat.saving.halt()
+    assert goes_on.is_set()
+    seat.state.release()
+    (saved,) = seat.told(1)
+    assert saved.error == "given up: a worker was lost"
+    assert not seat.file(4).exists()
+
+
+def test_a_disk_that_is_full_is_told_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "rank-00000.h5")
+
+    seat = Seat(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("liver_hpc.checkpoint.parts.BoxesWriter.write", full)
+        seat.saving.begin(seat.world, 4)
+        seat.saving.taken()
+        assert seat.told(1)[0].error == "No space left on device"
+    seat.saving.begin(seat.world, 8)
+    assert seat.told(2)[1].error == ""
+
+
+# ---- when, where the run file leaves it open
+
+
+def test_the_interval_follows_from_what_writing_takes() -> None:
+    assert interval_s(0.0, 0.05) == SHORTEST_S
+    assert interval_s(0.5, 0.05) == SHORTEST_S
+    assert interval_s(30.0, 0.05) == pytest.approx(600.0)
+    assert interval_s(30.0, 0.1) == pytest.approx(300.0)
+    assert interval_s(1000.0, 0.05) == LONGEST_S
+
+
+def test_a_worker_wants_one_once_its_interval_is_over(tmp_path: Path, held: Held) -> None:
+    clock = FakeClock()
+    seat = Seat(tmp_path, clock=clock)
+    assert seat.saving.wants(), "a joiner has nobody wait"
+    seat.saving.start()
+    assert not seat.saving.wants()
+    clock.advance(SHORTEST_S - 1)
+    assert not seat.saving.wants()
+    clock.advance(1)
+    assert seat.saving.wants()
+    seat.saving.begin(seat.world, 4)
+    assert held.writes.wait(WAIT_S)
+    clock.advance(30.0)
+    assert not seat.saving.wants(), "it is being written"
+    held.goes_on.set()
+    wait_until(lambda: seat.saving._ended(0.1))
+    assert seat.told(1)[0].took_s == 30.0
+    clock.advance(600.0 - 31)
+    assert not seat.saving.wants()
+    clock.advance(1)
+    assert seat.saving.wants()
+
+
+def test_a_run_file_that_says_how_often_is_not_asked_again(tmp_path: Path) -> None:
+    seat = Seat(tmp_path)
+    for every in (4, None):
+        seat.saving._context.config.checkpoint.every_steps = every
+        assert not seat.saving.wants()
+
+
+# ---- whole worlds, on devices that are as late as they may be
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LateRun]:
+    machines = Machines(0)
+    with late_worlds(monkeypatch, machines) as ledger:
+        directory = Disk(TIED, tmp_path).directory
+        yield LateRun(machines, TP, ledger=ledger, saves_every=3, checkpoints=directory)
+
+
+def saved_of(run: LateRun) -> list[Saved]:
+    """But for what the stand-in says that training waits for, which writes nothing."""
+    said = [each for each in run.said if isinstance(each, Saved)]
+    return [each for each in said if each.error or each.digests]
+
+
+@pytest.mark.parametrize("every", [3, "auto"])
+def test_what_is_on_the_disk_is_the_state_of_its_boundary(
+    run: LateRun, tmp_path: Path, every: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where workers have to agree on the boundary."""
+    monkeypatch.setattr(saving, "SHORTEST_S", 0.0)
+    run.saves_every = every
+    run.begin()
+    wait_until(lambda: len(saved_of(run)) >= 4 * len(TP.workers))
+    run.check(TP.workers)
+    assert differences(run, tmp_path) == []
+
+
+def test_an_update_that_does_not_wait_for_the_copy_is_found_out(
+    run: LateRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving.Saving, "taken", lambda _saving: None)
+    run.begin()
+    wait_until(lambda: len(saved_of(run)) >= 4 * len(TP.workers))
+    run.stop(TP.workers)
+    assert differences(run, tmp_path) != []
+
+
+def differences(run: LateRun, tmp_path: Path) -> list[object]:
+    """Checkpoints that are not what a world is after so many steps, by what is read of them."""
+    disk, found = Disk(TIED, tmp_path, keep=1), []
+    for saved in saved_of(run):
+        outcome = disk.checkpoints.saved(saved, WorldRef(1, TP))
+        if outcome is None:
+            continue
+        if not isinstance(outcome, CheckpointWritten):
+            found.append(outcome)
+            continue
+        newest = newest_checkpoint(disk.directory)
+        assert newest is not None
+        for at in TP.layout.coordinates():
+            state = empty(TIED, TP.layout, at)
+            read_parts(state, newest.index, newest.path)
+            rank = TP.layout.rank(at)
+            if digests_of(state) != newest.index.digests[rank] or not after(state, outcome.step):
+                found.append((outcome.step, rank))
+    return found
+
+
+def after(state: Any, steps: int) -> bool:
+    """Every step of these worlds adds 1 to all that there is."""
+    first = empty(TIED, state.layout, state.at)
+    first.initialize(numbers, SEED)
+    return all(
+        torch.allclose(state.view(kind, *owned), first.view(kind, *owned) + steps, atol=1e-3)
+        for kind in TIED.kinds
+        for owned in state.boxes(kind)
+    )
+
+
+def test_a_handoff_comes_between_checkpoints(run: LateRun) -> None:
+    """Each is of one world, and complete before that one's end."""
+    run.saves_every = 1
+    run.begin()
+    ended = run.hand_off(MOVED)
+    assert ended.outcome == "completed", ended.detail
+    wait_until(lambda: any(saved.generation == 2 for saved in saved_of(run)))
+    run.check(MOVED.workers)
+    workers: dict[tuple[int, int], set[int]] = defaultdict(set)
+    crossing: set[int] = set()
+    for message in run.said:
+        if isinstance(message, AtBoundary):
+            crossing.add(message.worker)
+        if isinstance(message, Saved):
+            assert message.error == ""
+            assert message.generation == 2 or message.worker not in crossing
+            workers[message.generation, message.scalars.step].add(message.worker)
+    for (generation, _), members in workers.items():
+        world: RankMap = TP if generation == 1 else MOVED
+        assert members == set(world.workers)
+
+
+def test_without_being_asked_a_handoff_would_cross_while_one_is_written(
+    run: LateRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving.Saving, "lets_cross", lambda _saving, _generation: True)
+    with pytest.raises(AssertionError):
+        test_a_handoff_comes_between_checkpoints(run)
