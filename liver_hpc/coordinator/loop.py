@@ -362,9 +362,11 @@ class Coordinator:
 
     def _said(self, channel: Channel, came: Numbered) -> None:
         peer = self._registry.peer_at(channel)
+        if peer is None:
+            return  # somebody who was struck off
         try:
-            if peer is None or not self._registry.take(peer, came):
-                return  # of somebody who was struck off, or said before
+            if not self._registry.take(peer, came):
+                return  # it was said before
         except ProtocolError as error:
             log.error("%s: %s", channel.peer, error)
             self._registry.drop(peer, str(error))

@@ -76,8 +76,10 @@ class Performer:
 
     def hang_up(self) -> None:
         """Nobody who waits for an answer gets one."""
-        for waiting in (*self.meetings, *self.requests.values()):
-            waiting.answer.set_exception(InboxClosed())
+        for met in self.meetings:
+            met.answer.set_exception(InboxClosed())
+        for asked in self.requests.values():
+            asked.answer.set_exception(InboxClosed())
 
     def perform(self, action: a.Action) -> LaunchFailed | CheckpointFailed | None:
         """Returns what has come of it that the core has to hear of."""
