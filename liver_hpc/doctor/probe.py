@@ -201,7 +201,7 @@ def measure(node: Node, rank_0: str, backend: str, at: tuple[str, int], within_s
         transport = network.transports([opened])
     return {
         "megabytes_per_s": BULK_BYTES / bulk_s / 1e6,
-        "transport": f"{', '.join(transport.kinds)} ({transport.detail})",
+        "transport": f"{', '.join(transport.kinds)} ({transport.detail}), not encrypted",
     }
 
 

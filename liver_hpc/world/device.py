@@ -161,7 +161,9 @@ class Network:
         """Connects one group's members over `store` and returns the c10d backend.
 
         Collective over the members: blocks until all have come or the deadline passes. peers: how
-        an error names them. check: called while the device connects; it may raise.
+        an error names them. check: called while the device connects; it may raise. gloo's members
+        prove their connections to each other (`gloo_sockets`); TransferError where one is not a
+        member's.
         """
         timeout = timedelta(seconds=timeout_s)
         backend: Any
@@ -182,7 +184,7 @@ class Network:
             watch = gloo_sockets.Watch()
             options._devices = watch.listen(self._new_gloo_devices)
             backend = gloo(store, rank, size, options)
-            watch.remember(backend, (size - 1) * len(options._devices))
+            watch.prove(backend, store, rank, size, timeout)
             chosen = Chosen(("gloo tcp",), self._gloo_way())
         backend._set_sequence_number_for_group()
         self._chosen[backend] = chosen

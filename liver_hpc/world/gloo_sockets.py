@@ -1,27 +1,42 @@
-"""Ends what waits in a group of gloo's, which gloo cannot: its `abort` does nothing, and who waits
-in a collective goes on only when a peer closes its end of a connection, or at the group's timeout.
-A connection that is shut down fails at both ends, at once.
+"""Which connections are a group's: to prove that its members alone have them, and to end them.
 
-gloo does not tell which connections are a group's. Each group listens at a port of its own, so what
-was accepted there is its; and what this process has opened elsewhere while the group connected.
-Where these are not as many as the group has peers, as another thread opened connections, too, none
-are known.
+gloo asks nobody who he is. Whoever connects first and says one of a pair's numbers is the peer. So
+each member tells the others the ends of its connections over the run's store, which strangers do
+not speak to: a connection is the group's where another member has its other end. Who else came is
+shut out before a tensor crosses, and the group's port takes nobody any more.
+
+gloo does not end what waits in a group either: its `abort` does nothing, and who waits in a
+collective goes on only when a peer closes its end of a connection, or at the group's timeout. A
+connection that is shut down fails at both ends, at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
 import socket
+import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
+
+from liver_hpc.errors import TransferError
+
 _DESCRIPTORS = "/proc/self/fd"
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
+_SIGNED = 32
+"""TCP_MD5SIG_EXT: packets of the named peers have to be signed under a key."""
+_KEY_BYTES = 80
+
 _listening = threading.Lock()
+_log = logging.getLogger(__name__)
 
 
 class Socket(NamedTuple):
@@ -30,6 +45,10 @@ class Socket(NamedTuple):
     descriptor: int
     inode: int
 
+
+Address = tuple[str, int]
+Ends = tuple[Address, Address]
+"""Of a connection: this process's, the other side's."""
 
 _connections: WeakKeyDictionary[Any, list[Socket]] = WeakKeyDictionary()
 """By backend."""
@@ -40,31 +59,91 @@ class Watch:
 
     def __init__(self) -> None:
         self._before = _sockets()
-        self._ports: set[int] = set()
+        self._listeners: dict[Socket, Address] = {}
 
     def listen(self, create: Callable[[], list[Any]]) -> list[Any]:
-        """gloo's devices as `create` makes them, each of which listens at a port."""
+        """gloo's devices as `create` makes them, each of which listens at a port of its own."""
         with _listening:
             before = _sockets()
             devices = create()
-            self._ports = _listening_ports(_sockets() - before)
+            self._listeners = _listeners(_sockets() - before)
         return devices
 
-    def remember(self, backend: Any, count: int) -> None:
-        """The group is connected, by so many connections."""
-        now = _sockets()
-        elsewhere = _listening_ports(now) - self._ports
-        found = [each for each in now - self._before if _is_connected(each, elsewhere)]
-        if len(found) == count:
-            _connections[backend] = found
+    def prove(self, backend: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        """The group is connected, as far as gloo knows. Collective over its members.
+
+        Raises TransferError where a connection is no member's, DeadlineError or RuntimeError where
+        a member does not tell of its own in time.
+        """
+        listening = set(self._listeners.values())
+        own = (sorted(listening), sorted(_connected(_sockets() - self._before).values()))
+        others = _told(store, rank, size, own, timeout)
+        for listener in self._listeners:  # to which all members have connected
+            _lock(listener)
+        ends = _connected(_sockets() - self._before)
+        theirs = {_address(each) for listens, _ in others for each in listens}
+        claimed = {(_address(far), _address(near)) for _, told in others for near, far in told}
+        found: list[Socket] = []
+        strangers: list[Socket] = []
+        for each, (near, far) in ends.items():
+            if near in listening or far in theirs:
+                (found if (near, far) in claimed else strangers).append(each)
+        _connections[backend] = found
+        if strangers:
+            _log.warning("%d strangers at gloo's ports were shut out", len(strangers))
+            _shut(strangers)
+        wanted = (size - 1) * len(self._listeners)
+        problem = "" if len(found) >= wanted else f"only {len(found)} lead to a member"
+        if problem or (problem := _tried(backend, size)):
+            shut_down(backend)
+            raise TransferError(
+                f"the {wanted} connections of a group over gloo: {problem}; {len(strangers)} "
+                "strangers came meanwhile, and may have taken the place of a member"
+            )
 
 
 def shut_down(backend: Any) -> None:
     """Whoever waits in this group fails, here and at its peers; from any thread."""
-    for connection in _connections.pop(backend, []):
+    _shut(_connections.pop(backend, []))
+
+
+def _shut(connections: Sequence[Socket]) -> None:
+    for connection in connections:
         with _opened(connection) as its, contextlib.suppress(OSError):
             if its is not None:
                 its.shutdown(socket.SHUT_RDWR)
+
+
+def _tried(backend: Any, size: int) -> str:
+    """Sends a number over each connection, both ways; what is wrong, or empty. Where a stranger had
+    come first, gloo has no use for the connection that is a member's."""
+    try:
+        for _ in range(len(backend.options._devices)):  # it takes them in turns
+            backend.alltoall_base(torch.empty(size), torch.empty(size), [], []).wait()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _lock(listener: Socket) -> None:
+    """Nobody connects there any more: packets have to be signed (RFC 2385) under a key that is
+    thrown away. Where the kernel has no such signatures, gloo goes on to keep who comes."""
+    with _opened(listener) as its, contextlib.suppress(OSError):
+        if its is not None:
+            anybody = struct.pack("=H126xBBHi", its.family, 1, 0, _KEY_BYTES, 0)
+            its.setsockopt(socket.IPPROTO_TCP, _SIGNED, anybody + os.urandom(_KEY_BYTES))
+
+
+def _told(store: Any, rank: int, size: int, own: Any, timeout: timedelta) -> list[Any]:
+    """What the other members tell of themselves."""
+    store.set(f"ends/{rank}", json.dumps(own))
+    keys = [f"ends/{other}" for other in range(size) if other != rank]
+    store.wait(keys, timeout)
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def _address(told: Sequence[Any]) -> Address:
+    return told[0], told[1]
 
 
 def _sockets() -> set[Socket]:
@@ -78,35 +157,33 @@ def _sockets() -> set[Socket]:
     return found
 
 
-def _listening_ports(sockets: set[Socket]) -> set[int]:
-    ports = set()
+def _listeners(sockets: set[Socket]) -> dict[Socket, Address]:
+    found = {}
     for each in sockets:
         with _opened(each) as its:
-            if its is not None and its.family in _INTERNET and _listens(its):
-                ports.add(its.getsockname()[1])
-    return ports
+            if its is not None and its.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found[each] = _address(its.getsockname())
+    return found
 
 
-def _listens(its: socket.socket) -> bool:
-    return bool(its.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def _is_connected(each: Socket, elsewhere: set[int]) -> bool:
-    """Whether it leads to a peer, and was not accepted at one of these ports."""
-    with _opened(each) as its, contextlib.suppress(OSError):
-        if its is not None and its.family in _INTERNET:
-            its.getpeername()
-            return its.getsockname()[1] not in elsewhere
-    return False
+def _connected(sockets: set[Socket]) -> dict[Socket, Ends]:
+    """Those that lead to a peer."""
+    found = {}
+    for each in sockets:
+        with _opened(each) as its, contextlib.suppress(OSError):
+            if its is not None:
+                found[each] = (_address(its.getsockname()), _address(its.getpeername()))
+    return found
 
 
 @contextmanager
 def _opened(each: Socket) -> Iterator[socket.socket | None]:
-    """The socket under another descriptor; None where it is closed."""
+    """The socket under another descriptor; None where it is closed, or not of the internet."""
     try:
         its = socket.socket(fileno=os.dup(each.descriptor))
     except OSError:
         yield None
         return
     with its:
-        yield its if os.fstat(its.fileno()).st_ino == each.inode else None
+        is_same = os.fstat(its.fileno()).st_ino == each.inode
+        yield its if is_same and its.family in _INTERNET else None

@@ -66,7 +66,7 @@ def test_two_nodes_on_which_all_is_well(nodes: Nodes) -> None:
     assert set(levels.values()) == {Level.PASS}, results
     assert "n1, n2: control traffic by lo 127.0.0.1" in results["interfaces"].found
     assert "n2 met n1 (127.0.0.1)" in results["mpi meeting"].found
-    assert "by gloo tcp (lo/127.0.0.1)" in results["gloo"].found
+    assert "by gloo tcp (lo/127.0.0.1), not encrypted" in results["gloo"].found
 
 
 def test_a_directory_of_one_host_alone(nodes: Nodes, tmp_path: Path) -> None:

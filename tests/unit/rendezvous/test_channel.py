@@ -649,7 +649,10 @@ def test_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None
 
 class Relay:
     """Passes on what two ends of a connection say, frame by frame, as `change` would have it: it
-    gets the frames so far of one direction, the newest last, and gives what is passed on for it."""
+    gets the frames so far of one direction, the newest last, and gives what is passed on for it.
+
+    answer: what the client said first, its proof.
+    """
 
     def __init__(
         self, server: tuple[str, int], change: Callable[[bool, list[bytes]], list[bytes]]
@@ -657,6 +660,7 @@ class Relay:
         self._listener = socket.create_server((HOST, 0))
         self.address = self._listener.getsockname()
         self._server, self._change = server, change
+        self.answer = b""
         self._threads = [threading.Thread(target=self._run)]
         self._threads[0].start()
 
@@ -665,7 +669,8 @@ class Relay:
         server = socket.create_connection(self._server)
         challenged = server.recv(len(GREETING) + NONCE_BYTES, socket.MSG_WAITALL)
         client.sendall(challenged)
-        server.sendall(client.recv(ANSWER_BYTES, socket.MSG_WAITALL))
+        self.answer = client.recv(ANSWER_BYTES, socket.MSG_WAITALL)
+        server.sendall(self.answer)
         client.sendall(server.recv(PROOF_BYTES, socket.MSG_WAITALL))
         ways = ((client, server, True), (server, client, False))
         threads = [threading.Thread(target=self._pass_on, args=way) for way in ways]

@@ -1,0 +1,157 @@
+"""Strangers at gloo's ports, before a group has met and afterwards: a process of their own; two
+threads of this one play the members."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from liver_hpc.errors import TransferError
+from liver_hpc.world.device import Device, Network
+from tests.unit.world.test_groups import in_two_threads
+
+CPU = Device(torch.device("cpu"))
+NUMBERS = [struct.pack("<q", number) for number in range(64)]
+"""One of them is a pair's in a group of two."""
+STRANGERS = """
+import json, socket, sys
+came = []
+for line in sys.stdin:
+    told = json.loads(line)
+    for said in told.get("say", []):
+        came.append(socket.create_connection(told["to"], timeout=5.0))
+        came[-1].sendall(bytes.fromhex(said))
+    heard = []
+    for one in came if "hear" in told else []:
+        heard.append("")
+        try:
+            while part := one.recv(4096):
+                heard[-1] += part.hex()
+        except ConnectionError:
+            pass
+        except TimeoutError:
+            heard[-1] = "still waits"
+    print(json.dumps(heard), flush=True)
+"""
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Strangers:
+    """Where they have come to, and said what; what each has heard until it was shut out."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def _tell(self, **told: Any) -> list[str]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(told) + "\n")
+        self._process.stdin.flush()
+        return list(json.loads(self._process.stdout.readline()))
+
+    def come(self, address: tuple[str, int], said: list[bytes]) -> None:
+        self._tell(to=address, say=[each.hex() for each in said])
+        time.sleep(0.2)  # gloo's thread takes in what was said
+
+    def heard(self) -> list[str]:
+        return self._tell(hear=True)
+
+
+@pytest.fixture
+def strangers() -> Iterator[Strangers]:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", STRANGERS], stdin=pipe, stdout=pipe, text=True
+    ) as process:
+        yield Strangers(process)
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(10.0)
+
+
+class Besieged(Network):
+    """Strangers come to a new port of gloo's before any member can."""
+
+    def __init__(self, strangers: Strangers, said: list[bytes]) -> None:
+        super().__init__(CPU, "127.0.0.1")
+        self._strangers = strangers
+        self._said = said
+        self.address = ("", 0)
+
+    def _new_gloo_devices(self) -> list[Any]:
+        before = _listening()
+        devices = super()._new_gloo_devices()
+        (self.address,) = _listening() - before
+        self._strangers.come(self.address, self._said)
+        return devices
+
+
+def _listening() -> set[tuple[str, int]]:
+    found = psutil.Process().net_connections("tcp")
+    return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
+
+
+def reduced(backend: Any) -> float:
+    tensor = torch.ones(1)
+    backend.allreduce([tensor]).wait()
+    return float(tensor.item())
+
+
+def test_who_takes_the_place_of_a_peer_hears_no_tensor_and_the_group_does_not_come_to_be(
+    strangers: Strangers,
+) -> None:
+    """gloo alone takes such a stranger for the peer, and sends it what is to be reduced."""
+    networks, store = [Besieged(strangers, NUMBERS) for _ in range(2)], dist.HashStore()
+
+    def connect(worker: int) -> str:
+        try:
+            reduced(networks[worker].open_backend(store, worker, 2, 5.0))
+        except (TransferError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    complaints = in_two_threads(connect)
+    for said in complaints:
+        assert re.match("TransferError: the 1 connections of a group .*6[45] strangers came", said)
+    assert set(strangers.heard()) == {""}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param([b""] * 5, id="silent"),
+        pytest.param([b"\0\0\0"] * 5, id="half a number"),
+        pytest.param([struct.pack("<q", 2**40 + n) for n in range(5)], id="no pair's number"),
+        pytest.param([b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 300], id="garbage"),
+    ],
+)
+def test_others_change_nothing(
+    said: list[bytes], strangers: Strangers, caplog: pytest.LogCaptureFixture
+) -> None:
+    networks, store = [Besieged(strangers, said) for _ in range(2)], dist.HashStore()
+    backends = in_two_threads(lambda w: networks[w].open_backend(store, w, 2, 10.0))
+    assert in_two_threads(lambda w: reduced(backends[w])) == [2.0, 2.0]
+    assert strangers.heard() == [""] * 2 * len(said)
+    assert f"{len(said)} strangers at gloo's ports were shut out" in caplog.text
+
+
+def test_nobody_comes_in_once_the_group_has_met(strangers: Strangers) -> None:
+    networks, store = [Besieged(strangers, []) for _ in range(2)], dist.HashStore()
+    backends = in_two_threads(lambda w: networks[w].open_backend(store, w, 2, 10.0))
+    for network in networks:
+        with pytest.raises(TimeoutError):
+            socket.create_connection(network.address, timeout=0.5)
+    assert in_two_threads(lambda w: reduced(backends[w])) == [2.0, 2.0]
