@@ -28,6 +28,7 @@ CONFIG: dict[str, Any] = {
     "train": {"steps": 10, "global_batch": 8},
     "workers": {"initial": 1, "max": 3},
     "layouts": {1: {"dp": 1}, 2: {"dp": 2}},
+    "deadlines": {"coordinator_s": 3.0},
 }
 
 # Enters a job: notes the environment that the coordinator would have, and holds the nodes.
@@ -98,7 +99,8 @@ class DrivenRun:
 
     # ---- the process
 
-    def start(self) -> None:
+    def start(self, adopt: bool = False) -> None:
+        """adopt: what one that was killed has left."""
         self.process = subprocess.Popen(
             in_control(
                 self.cluster.place,
@@ -112,7 +114,7 @@ class DrivenRun:
             text=True,
         )
         threading.Thread(target=self._listen, daemon=True).start()
-        self.ask("start")
+        self.ask("start", adopt)
 
     def _listen(self) -> None:
         assert self.process is not None

@@ -26,6 +26,7 @@ from liver_hpc.coordinator.store import StoreService
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.rendezvous.channel import ControlServer
 from liver_hpc.run.actions import LaunchAgent
+from liver_hpc.run.epoch import claim_epoch
 from liver_hpc.run.events import PoolEvent, Seat
 from liver_hpc.run.outcome import COORDINATOR_FILE, write_private_json
 from liver_hpc.run.secret import read_secret
@@ -56,11 +57,15 @@ class Driver:
         connections = ConnectionServer(Inbox(), StoreService(), control_s=10.0)
         self.server = ControlServer(CONTROL_ADDRESS, secret, connections.handle)
         host, port = self.server.address
-        here = {"host": host, "port": port, "pid": os.getpid()}
+        epoch = claim_epoch(run_directory)
+        here = {"host": host, "port": port, "pid": os.getpid(), "epoch": epoch}
         write_private_json(run_directory / COORDINATOR_FILE, here)
 
-    def start(self) -> None:
-        self.pool.start(self.tell)
+    def start(self, adopt: bool) -> None:
+        self.pool.start(self.tell, adopt)
+
+    def adopt(self, agent: str, node: str) -> bool:
+        return self.launcher.adopt(agent, node, host="", pid=0)
 
     def tell(self, event: PoolEvent) -> None:
         say(type(event).__name__, **asdict(event))
@@ -81,6 +86,7 @@ class Driver:
             "warned": pool.warned,
             "give_back": pool.give_back,
             "launch": self.launch,
+            "adopt": self.adopt,
             "alive": launcher.alive,
             "exit_code": launcher.exit_code,
             "kill": launcher.kill,

@@ -42,6 +42,7 @@ RUN_FILE: dict[str, Any] = {
     "handoff": {"staging_bytes": 1 << 20, "bucket_bytes": 1 << 17},
     "policy": {"settle_s": 1.0, "retry_s": 1.0},
     "checkpoint": {"every_steps": 20},
+    "deadlines": {"coordinator_s": 10.0},
 }
 LAYOUTS = {1: [{"dp": 1}], 2: [{"dp": 2}], 3: [{"dp": 3}], 4: [{"tp": 2, "dp": 2}]}
 MAIN = {"name": "main", "partition": "stable", "nodes": 1}
@@ -260,13 +261,15 @@ class SlurmRun:
         """Those of all its nodes: namespaces hide nothing from outside."""
         return processes_of(self.directory) + processes_of(RunDirectory(self.file))
 
-    def kill_coordinator(self) -> None:
-        """SIGKILL, as from a kernel that has run out of memory."""
-        for process in self.processes():
+    def kill_coordinator(self, and_its_parent: bool = True) -> None:
+        """SIGKILL, as from a kernel that has run out of memory; of what would start another one,
+        too."""
+        known = [each for each in self.processes() if _coordinates(each)]
+        pids = {each.pid for each in known}
+        for each in known:
             with suppress(psutil.NoSuchProcess):
-                words = " ".join(process.cmdline())
-                if "submitit.core._submit" in words or "liver_hpc run" in words:
-                    process.kill()
+                if and_its_parent or each.ppid() in pids:
+                    each.kill()
 
     def nothing_is_left(self, limit_s: float = GONE_S) -> None:
         """No job, allocation, step or process; the feed, which is the test's own, goes first."""
@@ -318,6 +321,13 @@ def empty(cluster: SlurmCluster) -> None:
         cluster.testbed("start-controller")
     cluster.run("scancel", "--user=root")
     wait_for(lambda: not cluster.run("squeue", "-h"), 2 * GONE_S, f"{cluster.name} to be empty")
+
+
+def _coordinates(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        words = " ".join(process.cmdline())
+        return "submitit.core._submit" in words or "liver_hpc run" in words
+    return False
 
 
 def each_step_once(records: RunRecords) -> list[float]:

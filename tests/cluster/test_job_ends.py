@@ -88,6 +88,26 @@ def test_a_script_of_ones_own_goes_on_likewise_and_a_refused_request_delays_noth
         each_step_once(run.records())
 
 
+def test_a_killed_coordinator_is_followed_by_another_one_and_no_step_is_lost(
+    run_cluster: SlurmCluster,
+) -> None:
+    """In the same job; the burst node that was granted meanwhile stays, and is left in the end."""
+    with slurm_run(run_cluster, "taken-over") as run:
+        run.submit()
+        run.wait_workers(3)
+        job = run.job
+        run.kill_coordinator(and_its_parent=False)
+        run.wait_log("has taken over; it misses nobody")
+        status = run.wait_workers(3)
+        run.wait_steps(5)
+        assert run.job == job
+        run.stop()
+        run.nothing_is_left()
+        each_step_once(run.records())
+        assert "goes on from step" not in run.log()
+        assert run.records().steps[-1].step >= status["step"] + 5
+
+
 def test_a_run_that_was_stopped_goes_on_in_a_new_job(run_cluster: SlurmCluster) -> None:
     """From the checkpoint of its last step."""
     with slurm_run(run_cluster, "resumed", burst_nodes=0) as run:

@@ -149,11 +149,22 @@ def test_an_agent_that_is_killed_at_once_never_comes_up_later(run: DrivenRun) ->
     assert living(run) == []
 
 
-def test_steps_end_with_a_killed_coordinator(run: DrivenRun) -> None:
-    launch(run, "a", node_of(run, "main"))
-    launch(run, "c", node_of(run, "extra"))
+def test_steps_outlive_a_killed_coordinator_and_belong_to_the_next_one(run: DrivenRun) -> None:
+    main, extra = node_of(run, "main"), node_of(run, "extra")
+    launch(run, "a", main)
+    launch(run, "c", extra)
     run.kill()
-    wait_for(lambda: not step_names(run), 20.0, "the steps to end")
+    run.start(adopt=True)
+    assert step_names(run) == {"liver-a", "liver-c"}
+    assert run.ask("adopt", "a", main)
+    assert run.ask("adopt", "c", extra)
+    assert not run.ask("adopt", "z", extra)
+    assert run.ask("alive", "a")
+    run.ask("kill", "a")
+    assert ended(run, "a") == KILLED
+    assert step_names(run) == {"liver-c"}
+    run.ask("close")
+    wait_for(lambda: not step_names(run), 5.0, "the steps to end")
     wait_for(lambda: not living(run), 5.0, "the agents' processes to end")
 
 

@@ -274,4 +274,18 @@ def test_a_keeper_without_a_guard_ends_with_the_coordinator(run: DrivenRun) -> N
     guard.kill()
     run.kill()
     no_jobs_left(run)
-    assert "the run is over" in log.read_text()
+    assert "waited 3 s for the coordinator" in log.read_text()
+
+
+def test_the_next_coordinator_has_the_burst_nodes_of_a_killed_one(run: DrivenRun) -> None:
+    run.ask("want", 1)
+    granted = run.wait_told("NodeGranted", burst=True)
+    (job,) = run.burst_jobs()
+    run.kill()
+    run.events.clear()
+    run.start(adopt=True)
+    assert run.wait_told("NodeGranted", burst=True) == granted
+    time.sleep(4.0)  # longer than a keeper and the guard wait for somebody
+    assert run.burst_jobs() == [job]
+    run.ask("close")
+    no_jobs_left(run)
