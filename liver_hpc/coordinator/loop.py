@@ -296,7 +296,7 @@ class Coordinator:
         self._feed(e.Tick())
         if self._inbox.empty():  # else the heartbeat may be in there
             limit_s = self._config.deadlines.heartbeat_s
-            for worker in self._registry.silent_workers(limit_s):
+            for worker in self._registry.silent_workers(max(limit_s - TICK_S, TICK_S)):
                 if self.core.agents.agent_of(worker):  # else it was told to go
                     self._worker_gone(worker, f"silent for {limit_s:g} s")
 
