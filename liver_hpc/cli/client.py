@@ -210,7 +210,9 @@ def _coordinator_lives(run: RunDirectory) -> bool:
         return True
     if job is not None:
         return not job.is_over(or_queued=True)
-    return process is None or process_lives(int(process))
+    if process is not None:
+        return process_lives(int(process))
+    return address is None or not address.is_here
 
 
 def _ask(channel: Channel, message: FromOperator) -> Reply:

@@ -167,11 +167,12 @@ class HostedCoordinator:
 def _coordinate(
     run_directory: Path, line: socket.socket, not_ours: socket.socket, parent: int
 ) -> NoReturn:
-    """The child, which hears from the parent alone what signals have told that one."""
+    """The child, which hears from the parent what signals have told that one, and passes on those
+    that it gets itself."""
     code = 1
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda *_: None)  # what is executed has the default again
+            signal.signal(number, lambda number, _: os.kill(parent, number))
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a handler may have started this one
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         not_ours.close()
@@ -197,7 +198,10 @@ def _run(run_directory: Path, line: socket.socket) -> int:
                 steps = control.steps_done
                 line.send(json.dumps({"steps": steps}).encode())
             if select.select([line], [], [], _LOOK_S)[0]:
-                words = json.loads(line.recv(_MOST_SAID_BYTES))
+                said = line.recv(_MOST_SAID_BYTES)
+                if not said:
+                    return  # the parent ends, and this process with it
+                words = json.loads(said)
                 if "stop" in words:
                     control.stop(words["stop"])
                 else:

@@ -166,7 +166,7 @@ class Coordinator:
         closes = (server.close, connections.settle, self._inbox.close, self._store.close)
         for close in closes:
             stack.callback(close)
-        self._hang_up = (*closes[::-1], self._performer.hang_up)
+        self._hang_up = (self._performer.hang_up, *closes[::-1])
         stack.callback(self._see_all_off)
         stack.callback(lambda: services.pool.want(0))
         self._performer.address = server.address

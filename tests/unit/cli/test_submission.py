@@ -48,11 +48,13 @@ def config() -> RunConfig:
 
 
 def processes(run: RunDirectory) -> list[int]:
-    """Controller and coordinator, as far as they are known and alive."""
-    address, job = run.coordinator(), run.job_id()
-    known = [int(job)] if job else []
-    known += [address.pid] if address else []
-    return [pid for pid in known if process_lives(pid)]
+    """The job's controller, the job, and the coordinator, as far as they live."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = " ".join(process.info["cmdline"] or [])
+        if str(run.jobs_path) in words and process_lives(process.pid):
+            found.append(process.pid)
+    return found
 
 
 def end(run: RunDirectory) -> None:
@@ -73,7 +75,7 @@ def test_coordinator_has_a_session_of_its_own(config: RunConfig) -> None:
     address, job = run.coordinator(), run.job_id()
     assert address is not None
     assert job is not None
-    assert psutil.Process(address.pid).ppid() == int(job)
+    assert int(job) in [parent.pid for parent in psutil.Process(address.pid).parents()]
     assert os.getsid(address.pid) != os.getsid(0)
     assert os.getpgid(int(job)) != os.getpgid(0)
     assert find_run("latest", Path("runs")).path == run.path.resolve()
@@ -82,19 +84,34 @@ def test_coordinator_has_a_session_of_its_own(config: RunConfig) -> None:
 def test_stop_leaves_no_process(config: RunConfig) -> None:
     run = submit_run(config)
     before = processes(run)
-    assert len(before) == 2
+    assert len(before) == 3
     outcome = stop(run, timeout_s=LIMIT_S)
     assert outcome.state == "stopped"
     assert not [pid for pid in before if process_lives(pid)]
 
 
-def test_killed_coordinator_leaves_no_controller(config: RunConfig) -> None:
+def test_a_killed_job_leaves_no_controller_and_no_coordinator(config: RunConfig) -> None:
+    run = submit_run(config)
+    address = run.coordinator()
+    assert address is not None
+    os.kill(psutil.Process(address.pid).ppid(), signal.SIGKILL)
+    await_end(run)
+    assert run.outcome() is None
+
+
+def test_a_killed_coordinator_is_followed_by_another_one(config: RunConfig) -> None:
     run = submit_run(config)
     address = run.coordinator()
     assert address is not None
     os.kill(address.pid, signal.SIGKILL)
-    await_end(run)
-    assert run.outcome() is None
+
+    def is_there() -> bool:
+        another = run.coordinator()
+        return another is not None and another.pid != address.pid
+
+    deadline = Deadline.after(SystemClock(), LIMIT_S, "another coordinator")
+    poll_until(is_there, deadline)
+    assert stop(run, timeout_s=LIMIT_S).state == "stopped"
 
 
 def test_accelerators_that_submitit_hides_are_shown_again(
@@ -179,7 +196,7 @@ def test_interrupt_does_not_come_between_a_launch_and_its_job_id(tmp_path: Path)
     assert process.returncode == cli.EXIT_INTERRUPTED, shown
     run = find_run("latest", Path("runs"))
     deadline = Deadline.after(SystemClock(), LIMIT_S, f"the coordinator of {run}")
-    poll_until(lambda: len(processes(run)) == 2, deadline)
+    poll_until(lambda: len(processes(run)) == 3, deadline)
 
 
 def command(*arguments: str) -> list[str]:
@@ -197,7 +214,7 @@ def test_no_follow_prints_the_run_directory_and_ends(tmp_path: Path) -> None:
     )
     run = find_run("latest", Path("runs"))
     assert shown.stdout == f"runs/{run.path.name}\n"
-    assert len(processes(run)) == 2
+    assert len(processes(run)) == 3
 
 
 @pytest.fixture
@@ -228,7 +245,7 @@ def test_interrupted_follow_leaves_the_run_going(following: subprocess.Popen[str
     run = find_run("latest", Path("runs"))
     assert f"run {run} goes on; see `liver status {run}`" in rest_of(following)
     assert following.returncode == cli.EXIT_INTERRUPTED
-    assert len(processes(run)) == 2
+    assert len(processes(run)) == 3
 
 
 def test_follow_ends_with_the_run_and_tells_its_outcome(following: subprocess.Popen[str]) -> None:
@@ -238,10 +255,10 @@ def test_follow_ends_with_the_run_and_tells_its_outcome(following: subprocess.Po
     assert following.returncode == cli.EXIT_OK
 
 
-def test_follow_of_a_killed_coordinator_fails(following: subprocess.Popen[str]) -> None:
+def test_follow_of_a_killed_job_fails(following: subprocess.Popen[str]) -> None:
     run = find_run("latest", Path("runs"))
     address = run.coordinator()
     assert address is not None
-    os.kill(address.pid, signal.SIGKILL)
+    os.kill(psutil.Process(address.pid).ppid(), signal.SIGKILL)
     assert f"liver: error: run {run} ended without an outcome; its logs" in rest_of(following)
     assert following.returncode == cli.EXIT_FAILED
