@@ -52,7 +52,7 @@ def processes(run: RunDirectory) -> list[int]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = " ".join(process.info["cmdline"] or [])
-        if str(run.jobs_path) in words and process_lives(process.pid):
+        if str(run.jobs_path.absolute()) in words and process_lives(process.pid):
             found.append(process.pid)
     return found
 
