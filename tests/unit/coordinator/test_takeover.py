@@ -74,6 +74,7 @@ class MortalRun(LiveRun):
 
     def __init__(self, directory: Path, **sections: Any) -> None:
         self.deaths = 0
+        self._died_at = 0  # so many entries had been written
         config = tiny_run(deadlines={"coordinator_s": COORDINATOR_S}, **sections)
         super().__init__(directory, config)
         self.config = config
@@ -88,6 +89,7 @@ class MortalRun(LiveRun):
                 return
             except Superseded:
                 self.deaths += 1
+                self._died_at = len(self.metrics.lines)
                 self.coordinator = self.successor()
 
     def successor(self) -> Coordinator:
@@ -128,8 +130,8 @@ class MortalRun(LiveRun):
 
     def regained(self) -> None:
         def is_so() -> bool:
-            types = [entry.event["type"] for entry in self.metrics.entries]
-            return types.count("regained") == self.deaths
+            since = self.metrics.entries[self._died_at :]
+            return "regained" in [entry.event["type"] for entry in since]
 
         self.until(is_so, "another coordinator")
 
