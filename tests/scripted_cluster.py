@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.coordinator.connections import InboxClosed
-from liver_hpc.errors import DeadlineError, MeetingError
+from liver_hpc.errors import DeadlineError, MeetingError, ProtocolError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.base import Answer, Identity
-from liver_hpc.rendezvous.channel import ChannelClosed
+from liver_hpc.rendezvous.channel import ITSELF, ChannelClosed
 from liver_hpc.rendezvous.conversation import Line
 from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.directory import RunDirectory
@@ -27,10 +27,41 @@ from tests.memory_launcher import MemoryLauncher
 from tests.memory_rendezvous import MemoryRendezvous
 
 
-class ScriptedWorker:
-    """A scripted worker on a real control channel, in a thread of its own."""
+class WorkersLine:
+    """What a scripted worker says and hears, through its agent. Closed, the worker has ended."""
 
-    def __init__(self, script: WorkerScript, channel: Line) -> None:
+    def __init__(self, worker: int, agent: ScriptedAgent) -> None:
+        self._worker = worker
+        self._agent = agent
+        self._came: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._closed = False
+
+    def send(self, message: m.FromWorker) -> None:
+        if not self._closed:
+            self._agent.line.say(m.encode(message), self._worker)
+            self._agent.line.flush()
+
+    def put(self, data: bytes) -> None:
+        self._came.put(data)
+
+    def receive(self) -> m.AnyMessage:
+        data = self._came.get()
+        if data is None:
+            raise ChannelClosed("the worker has ended")
+        return m.decode(data)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._came.put(None)
+            how = f"signal 9; see worker {self._worker}'s log"
+            self._agent.say(m.WorkerEnded(agent=self._agent.name, worker=self._worker, how=how))
+
+
+class ScriptedWorker:
+    """A scripted worker on its agent's real control channel, in a thread of its own."""
+
+    def __init__(self, script: WorkerScript, channel: WorkersLine) -> None:
         self.script = script
         self.channel = channel
         self.thread = threading.Thread(target=self._serve, daemon=True)
@@ -129,48 +160,137 @@ class ScriptedPool(NodePool):
         self.closed = True
 
 
+class ScriptedAgent:
+    """An agent with its launches, that stays until it is told to end."""
+
+    def __init__(self, cluster: ScriptedCluster, request: LaunchAgent) -> None:
+        self.name = request.agent
+        self._cluster = cluster
+        self._request = request
+        self._launches: set[str] = set()
+        self._workers: dict[int, ScriptedWorker] = {}
+        self.line = Line(
+            cluster.directory,
+            cluster.secret,
+            lambda: m.Calls(agent=self.name, launches=tuple(sorted(self._launches))),
+            SystemClock(),
+            5.0,
+            cluster.coordinator_s,
+        )
+
+    def run(self) -> None:
+        code = self._cluster.fallen_agents.get(self.name)
+        answer = self._cluster.meet(self._request) if code is None else None
+        if answer is not None:
+            code = self._serve(answer)
+        self._cluster.launcher.end(self.name, 4 if code is None else code)
+
+    def say(self, message: m.AnyMessage) -> None:
+        with contextlib.suppress(ProtocolError):
+            self.line.send(message)
+
+    def _serve(self, answer: Answer) -> int:
+        self.say(m.AgentHello(agent=self.name, host="test", pid=1))
+        try:
+            if self._request.seat.slots:
+                self._begin(self._request, answer)
+            self.line.open((answer.control_host, answer.control_port))
+            while True:
+                for worker, data in self.line.receive():
+                    if worker in self._workers:
+                        self._workers[worker].channel.put(data)
+                    elif worker == ITSELF:
+                        order = m.decode(data)
+                        if isinstance(order, m.Exit):
+                            return 0
+                        self._obey(order)
+        except (ChannelClosed, DeadlineError):  # the run has ended meanwhile
+            return 4
+        finally:
+            for played in self._workers.values():
+                played.channel.close()
+            self.line.close()
+
+    def _obey(self, order: m.AnyMessage) -> None:
+        if isinstance(order, m.StartWorkers):
+            layout, seat = Layout.parse(order.layout), Seat(self._request.seat.node, order.slots)
+            request = LaunchAgent(order.launch, seat, layout)
+            self._cluster.launched.append(request)
+            self._cluster.in_thread(self._launch, request)
+        elif isinstance(order, m.EndWorkers):
+            self._ended(order.launch, 0)
+
+    def _launch(self, request: LaunchAgent) -> None:
+        code = self._cluster.fallen_agents.get(request.agent)
+        answer = self._cluster.meet(request) if code is None else None
+        if answer is None:
+            self._ended(request.agent, 4 if code is None else code)
+        else:
+            self._begin(request, answer)
+
+    def _begin(self, request: LaunchAgent, answer: Answer) -> None:
+        """The workers of a launch."""
+        self._launches.add(request.agent)
+        own = []
+        for worker in answer.worker_ids:
+            fault = self._cluster.faults.take(worker, Phase.BOOT)
+            if fault is Fault.DIE:
+                self._ended(request.agent, 5)
+                continue
+            self.line.add(worker)
+            script = WorkerScript(worker, self._cluster.faults, mute=fault is Fault.SILENT)
+            played = ScriptedWorker(script, WorkersLine(worker, self))
+            self._workers[worker] = self._cluster.workers[worker] = played
+            own.append(played)
+        for played in own:
+            played.thread.start()
+        self._cluster.in_thread(self._wait_for, request.agent, own)
+
+    def _wait_for(self, launch: str, own: Sequence[ScriptedWorker]) -> None:
+        for played in own:
+            played.thread.join()
+        self._ended(launch, 0)
+
+    def _ended(self, launch: str, code: int) -> None:
+        self._launches.discard(launch)
+        self.say(m.LaunchEnded(agent=self.name, launch=launch, exit_code=code))
+
+
 class ScriptedCluster:
     """The agents and workers of a run, played by threads over the real control channel.
 
     Worker faults are ordered from `faults`; `fallen_agents` end before they meet, with
-    these exit codes. directory, coordinator_s: where workers look for another coordinator, and for
-    how long. agents_talk: agents that are started with a launch have a line, too, and stay.
+    these exit codes. directory, coordinator_s: where agents look for another coordinator, and for
+    how long.
     """
 
     def __init__(self, secret: bytes, nodes: Sequence[Node] = (Node("", "machine"),)) -> None:
         self.secret = secret
         self.directory = RunDirectory(Path("nowhere"))
         self.coordinator_s = 0.0
-        self.agents_talk = False
         self.pool = ScriptedPool(nodes)
         self.faults = FaultInjector()
         self.rendezvous = MemoryRendezvous(secret)
         self.launcher = MemoryLauncher(self._start)
         self.launched: list[LaunchAgent] = []
+        self.agents: dict[str, ScriptedAgent] = {}
         self.fallen_agents: dict[str, int] = {}
         self.workers: dict[int, ScriptedWorker] = {}
         self.refusals: list[str] = []
         self._threads: list[threading.Thread] = []
 
     def _start(self, request: LaunchAgent) -> None:
-        if request.seat.slots and self.agents_talk:
+        if request.seat.slots:
             self.launched.append(request)
-            self._in_thread(self._staying_agent, request)
-        elif request.seat.slots:
-            self.launched.append(request)
-            self._in_thread(self._launch, request, partial(self.launcher.end, request.agent))
-        else:
-            self._in_thread(self._staying_agent, request)
+        agent = self.agents[request.agent] = ScriptedAgent(self, request)
+        self.in_thread(agent.run)
 
-    def _in_thread(self, play: Callable[..., None], *arguments: Any) -> None:
+    def in_thread(self, play: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=play, args=arguments, daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _line(self, call: Callable[[int, int], m.Calls]) -> Line:
-        return Line(self.directory, self.secret, call, SystemClock(), 5.0, self.coordinator_s)
-
-    def _meet(self, request: LaunchAgent) -> Answer | None:
+    def meet(self, request: LaunchAgent) -> Answer | None:
         identity = Identity(
             agent=request.agent, host="test", pid=1, workers=len(request.seat.slots)
         )
@@ -179,75 +299,6 @@ class ScriptedCluster:
         except (MeetingError, InboxClosed) as error:  # refused, or the coordinator is gone
             self.refusals.append(str(error))
             return None
-
-    def _staying_agent(self, request: LaunchAgent) -> None:
-        """An agent that is there before its further launches; its own workers come with it."""
-        agent, node, code = request.agent, request.seat.node, 4
-        launches = {agent} if request.seat.slots else set()
-        answer = self._meet(request)
-        with contextlib.suppress(ChannelClosed, DeadlineError):  # the run has ended meanwhile
-            if answer is not None:
-                address, code = (answer.control_host, answer.control_port), 0
-
-                def call(heard: int, epoch: int) -> m.Calls:
-                    own = tuple(sorted(launches))
-                    return m.Calls(agent=agent, heard=heard, epoch=epoch, launches=own)
-
-                channel = self._line(call)
-                channel.open(address)
-                channel.send(m.AgentHello(agent=agent, host="test", pid=1))
-                if launches:
-                    ended = partial(self._launch_ended, agent, agent, channel)
-                    self._in_thread(self._play, answer, ended)
-                while not isinstance(order := channel.receive(), m.Exit):
-                    if isinstance(order, m.StartWorkers):
-                        launches.add(order.launch)
-                    self._obey(agent, node, channel, order)
-        self.launcher.end(agent, code)
-
-    def _launch_ended(self, agent: str, launch: str, channel: Line, code: int) -> None:
-        channel.send(m.LaunchEnded(agent=agent, launch=launch, exit_code=code))
-
-    def _obey(self, agent: str, node: str, channel: Line, order: m.AnyMessage) -> None:
-        ended = partial(self._launch_ended, agent)
-        if isinstance(order, m.StartWorkers):
-            layout = Layout.parse(order.layout)
-            request = LaunchAgent(order.launch, Seat(node, order.slots), layout)
-            self.launched.append(request)
-            self._in_thread(self._launch, request, partial(ended, order.launch, channel))
-        elif isinstance(order, m.EndWorkers):
-            ended(order.launch, channel, 0)
-
-    def _launch(self, request: LaunchAgent, ended: Callable[[int], None]) -> None:
-        if request.agent in self.fallen_agents:
-            ended(self.fallen_agents[request.agent])
-            return
-        answer = self._meet(request)
-        if answer is None:
-            ended(4)
-        else:
-            self._play(answer, ended)
-
-    def _play(self, answer: Answer, ended: Callable[[int], None]) -> None:
-        own = []
-        for worker in answer.worker_ids:
-            fault = self.faults.take(worker, Phase.BOOT)
-            if fault is Fault.DIE:
-                ended(5)
-                continue
-            address = (answer.control_host, answer.control_port)
-            channel = self._line(_calls_of(worker))
-            try:
-                channel.open(address)
-            except (ChannelClosed, DeadlineError):  # the run has ended meanwhile
-                continue
-            script = WorkerScript(worker, self.faults, mute=fault is Fault.SILENT)
-            self.workers[worker] = ScriptedWorker(script, channel)
-            self.workers[worker].thread.start()
-            own.append(self.workers[worker])
-        for played in own:
-            played.thread.join()
-        ended(0)
 
     def join(self, timeout_s: float) -> None:
         """Waits until all agents, and so all workers, have ended."""
@@ -282,7 +333,3 @@ class ScriptedCluster:
         """The messages of a kind that a worker has received."""
         received = self.workers[worker].script.received if worker in self.workers else []
         return [message for message in received if isinstance(message, kind)]
-
-
-def _calls_of(worker: int) -> Callable[[int, int], m.Calls]:
-    return lambda heard, epoch: m.Calls(worker=worker, heard=heard, epoch=epoch)

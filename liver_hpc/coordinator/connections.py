@@ -6,7 +6,6 @@ of a connection, or a question whose sender waits for the answer.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -20,7 +19,7 @@ from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.base import Answer, Identity, Refusal
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed, Numbered
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed, Part
 from liver_hpc.rendezvous.conversation import Conversation
 from liver_hpc.run.events import EndNear, JournalFailed, PoolEvent, StopSignalled
 from liver_hpc.run.journal import Written
@@ -40,7 +39,7 @@ class InboxClosed(LiverError):
 
 @dataclass(frozen=True)
 class Called:
-    """A worker or an agent is at the other end of a new connection."""
+    """An agent is at the other end of a new connection."""
 
     channel: Channel
     calls: m.Calls
@@ -48,15 +47,16 @@ class Called:
 
 @dataclass(frozen=True)
 class Said:
-    """What came over the connection of a worker or an agent after that."""
+    """What came at once over the connection of an agent after that, and the messages in it; None
+    for a part without one."""
 
     channel: Channel
-    came: Numbered
+    came: tuple[tuple[Part, m.AnyMessage | None], ...]
 
 
 @dataclass(frozen=True)
 class Closed:
-    """The connection of a worker or an agent has ended."""
+    """The connection of an agent has ended."""
 
     channel: Channel
     reason: str
@@ -192,8 +192,6 @@ class ConnectionServer:
                     self._listen(channel, message)
                 case m.KeeperHello():  # its end and ours are all there is to know
                     channel.peer = f"keeper of job {message.job}"
-                case m.StoreRequest():
-                    channel.send(self._store.perform(message))
                 case _ if isinstance(message, m.FromOperator):
                     self._reply(channel, message)
                 case _:
@@ -202,14 +200,29 @@ class ConnectionServer:
             message = channel.receive()
 
     def _listen(self, channel: Channel, calls: m.Calls) -> NoReturn:
-        channel.peer = _name(peer_of(calls))
+        channel.peer = f"agent {calls.agent}"
         self._inbox.put(Called(channel, calls))
         try:
             while True:
-                self._inbox.put(Said(channel, channel.receive_numbered()))
+                self._hear(channel, channel.receive_parts())
         except ChannelClosed as error:
             self._inbox.put(Closed(channel, str(error)))
             raise
+
+    def _hear(self, channel: Channel, parts: list[Part]) -> None:
+        """What is for the store goes there from here."""
+        came: list[tuple[Part, m.AnyMessage | None]] = []
+        asked: list[tuple[int, m.StoreRequest]] = []
+        for part in parts:
+            message = channel.open(part) if part.data else None
+            if isinstance(message, m.StoreRequest):
+                asked.append((part.who, message))
+            else:
+                came.append((part, message))
+        if asked:
+            self._store.ask(channel, asked)
+        if came:
+            self._inbox.put(Said(channel, tuple(came)))
 
     def _reply(self, channel: Channel, request: m.FromOperator) -> None:
         with self._settled:
@@ -239,125 +252,176 @@ Peer = int | str
 """A worker by its id, or an agent by its name."""
 
 
-def peer_of(calls: m.Calls) -> Peer:
-    return calls.agent if calls.worker is None else calls.worker
-
-
-def _name(peer: Peer) -> str:
-    return f"worker {peer}" if isinstance(peer, int) else f"agent {peer}"
-
-
 class PeerRegistry:
-    """The conversations with workers and agents; used by the event loop alone.
+    """The conversations with agents and their workers; used by the event loop alone.
 
     Who may join is the core's to say; here is only how they are reached, and when they were heard
-    of last. One whose connection has broken is away: what it is sent waits until it calls again.
+    of last. A worker is reached through an agent; one whose agent's connection has broken is away:
+    what it is sent waits until that calls again. What is sent goes with the next `flush`.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._conversations: dict[Peer, Conversation] = {}
-        self._channels: dict[Peer, Channel] = {}
-        self._peers: dict[Channel, Peer] = {}
+        self._agents: dict[int, str] = {}  # of each worker; none of one whose agent has not called
+        self._channels: dict[str, Channel] = {}
+        self._at: dict[Channel, str] = {}
         self._heard_s: dict[Peer, float] = {}
-        self._away: dict[Peer, str] = {}
-        self._owed: dict[Peer, Conversation] = {}  # who is to be told what is safe
+        self._why_away: dict[Peer, str] = {}
+        self._to_send: dict[str, list[Part]] = {}
+        self._owed: set[Peer] = set()  # who is to be told what is safe
 
     def remember(self, peer: Peer, conversation: Conversation) -> None:
         """One that another coordinator has talked to, and that is away."""
         self._conversations[peer] = conversation
         self._lose(peer, "it has not called since this coordinator began")
 
-    def connect(self, peer: Peer, channel: Channel, heard: int, epoch: int) -> None:
-        """Goes on with a peer, or begins; `heard` is what that has taken."""
-        conversation = self._conversations.setdefault(peer, Conversation())
-        if (before := self._channels.pop(peer, None)) is not None:
-            del self._peers[before]
+    def connect(self, channel: Channel, calls: m.Calls, epoch: int) -> None:
+        """Goes on with an agent and its workers, or begins. A worker that is not known, and is
+        expected, has been added before; another one is told to go."""
+        agent = calls.agent
+        own = self._conversations.setdefault(agent, Conversation())
+        if (before := self._channels.pop(agent, None)) is not None:
+            del self._at[before]
             before.close("it has called again")
-        self._away.pop(peer, None)
-        self._channels[peer], self._peers[channel] = channel, peer
-        self._heard_s[peer] = self._clock.now_s()
-        with contextlib.suppress(ChannelClosed):  # which its Closed tells
-            channel.send(m.Hears(heard=conversation.heard or 0, epoch=epoch))
-        conversation.resume(channel, heard)
+        self._channels[agent], self._at[channel] = channel, agent
+        known = {w: self._conversations[w] for w in calls.workers if w in self._conversations}
+        heard = {worker: each.heard or 0 for worker, each in known.items()}
+        answer = m.Hears(heard=own.heard or 0, epoch=epoch, workers=heard)
+        parts = [Part(m.encode(answer))]
+        for worker, conversation in known.items():
+            self._agents[worker] = agent
+            parts += conversation.resume(calls.workers[worker])
+        for worker in calls.workers.keys() - known.keys():
+            parts.append(_told_to_go(worker, "it is not expected"))
+        parts += own.resume(calls.heard)
+        peers: list[Peer] = [agent, *known]
+        for peer in peers:
+            self._heard_s[peer] = self._clock.now_s()
+            self._why_away.pop(peer, None)
+        self._to_send[agent] = parts
+        self.flush()
+
+    def add(self, worker: int, agent: str) -> None:
+        """A worker that has said its first word, through this agent."""
+        self._conversations[worker] = Conversation(worker)
+        self._agents[worker] = agent
+        self._heard_s[worker] = self._clock.now_s()
 
     def __contains__(self, peer: Peer) -> bool:
         return peer in self._conversations
 
-    def peer_at(self, channel: Channel) -> Peer | None:
+    def agent_at(self, channel: Channel) -> str | None:
         """Who is at the other end, and heard of now; None where it is nobody's channel, or not any
         more."""
-        peer = self._peers.get(channel)
-        if peer is not None:
-            self._heard_s[peer] = self._clock.now_s()
-        return peer
+        agent = self._at.get(channel)
+        if agent is not None:
+            self._heard_s[agent] = self._clock.now_s()
+        return agent
 
-    def take(self, peer: Peer, came: Numbered) -> bool:
-        """Whether what came is new. Raises ProtocolError where something before it is missing."""
+    def take(self, peer: Peer, came: Part) -> bool:
+        """Whether what came is new; the peer is heard of now. Raises ProtocolError where something
+        before it is missing."""
+        self._heard_s[peer] = self._clock.now_s()
         return self._conversations[peer].take(came)
 
     def is_safe(self, peer: Peer, number: int) -> None:
         """The peer need not keep what it has said up to this number; it is told in a while."""
         conversation = self._conversations.get(peer)
         if conversation is not None and conversation.is_safe(number):
-            self._owed[peer] = conversation
+            self._owed.add(peer)
 
-    def tell_what_is_safe(self, epoch: int) -> None:
-        for conversation in self._owed.values():
-            conversation.tell(m.Hears(heard=conversation.heard or 0, epoch=epoch))
+    def tell_what_is_safe(self) -> None:
+        """Also a sign of life to all agents."""
+        for peer in self._owed:
+            self._put(peer, self._conversations[peer].tell())
         self._owed.clear()
+        for agent in self._channels:
+            if agent not in self._to_send:
+                self._put(agent, self._conversations[agent].tell())
+        self.flush()
 
     @property
     def workers(self) -> list[int]:
         """All that are connected, or away."""
         return [peer for peer in self._conversations if isinstance(peer, int)]
 
-    def lost(self, channel: Channel, reason: str) -> Peer | None:
-        """A connection has ended: whose it was, who is away from now on."""
-        peer = self._peers.pop(channel, None)
-        if peer is not None:
-            del self._channels[peer]
-            self._lose(peer, reason)
-        return peer
+    def lost(self, channel: Channel, reason: str) -> None:
+        """A connection has ended: its agent is away from now on, and so are that one's workers."""
+        agent = self._at.pop(channel, None)
+        if agent is None:
+            return
+        del self._channels[agent]
+        self._to_send.pop(agent, None)
+        self._lose(agent, reason)
+        for worker, its in self._agents.items():
+            if its == agent:
+                self._lose(worker, reason)
 
     def away(self) -> dict[Peer, str]:
         """Who is away, and why."""
-        return dict(self._away)
+        return dict(self._why_away)
 
     def away_s(self, peer: Peer) -> float:
         """For how long, since it was heard of last or excused."""
         return self._clock.now_s() - self._heard_s[peer]
 
     def send(self, peers: Iterable[Peer], message: m.ToWorker | m.ToAgent) -> None:
-        """To those that are connected, and to those that are away once they call again."""
+        """To those that are connected, and to those that are away once their agents call again."""
+        data = m.encode(message)
         for peer in peers:
             if (conversation := self._conversations.get(peer)) is not None:
-                conversation.send(message)
+                self._put(peer, conversation.say(data))
+
+    def flush(self) -> None:
+        """What is sent to the peers at one connection goes in one frame."""
+        to_send, self._to_send = self._to_send, {}
+        for agent, parts in to_send.items():
+            self._channels[agent].post(parts)
+
+    def turn_away(self, agent: str, worker: int, reason: str) -> None:
+        """Tells a worker to end that is none of the run's."""
+        self._to_send.setdefault(agent, []).append(_told_to_go(worker, reason))
 
     def drop(self, peer: Peer, reason: str) -> None:
         """Tells a peer to end, and talks to it no more."""
-        conversation = self._conversations.pop(peer, None)
-        if conversation is None:
+        if self._conversations.pop(peer, None) is None:
             return
-        channel = self._channels.pop(peer, None)
-        if channel is not None:
-            del self._peers[channel]
-            conversation.tell(m.Exit(reason=reason))
+        if isinstance(peer, int):
+            agent = self._agents.pop(peer, None)
+            if agent in self._channels:
+                self.turn_away(agent, peer, reason)
+        elif (channel := self._channels.pop(peer, None)) is not None:
+            del self._at[channel]
+            channel.post([*self._to_send.pop(peer, []), Part(m.encode(m.Exit(reason=reason)))])
             channel.close()
-        self._away.pop(peer, None)
+        self._why_away.pop(peer, None)
         self._heard_s.pop(peer, None)
-        self._owed.pop(peer, None)
+        self._owed.discard(peer)
 
     def excuse_all(self) -> None:
         """Counts everybody as heard of now."""
         self._heard_s = dict.fromkeys(self._heard_s, self._clock.now_s())
 
-    def silent_workers(self, heartbeat_s: float) -> list[int]:
-        """Those that are connected, without a sign of life for so long."""
+    def silent(self, heartbeat_s: float) -> list[Peer]:
+        """Those that are connected, without a sign of life for so long; agents first."""
         last_s = self._clock.now_s() - heartbeat_s
-        here = (peer for peer in self._channels if isinstance(peer, int))
-        return [worker for worker in here if self._heard_s[worker] < last_s]
+        here: list[Peer] = [*self._channels]
+        here += [worker for worker, its in self._agents.items() if its in self._channels]
+        return [peer for peer in here if self._heard_s[peer] < last_s]
+
+    def workers_of(self, agent: str) -> list[int]:
+        return [worker for worker, its in self._agents.items() if its == agent]
+
+    def _put(self, peer: Peer, part: Part) -> None:
+        agent = peer if isinstance(peer, str) else self._agents.get(peer)
+        if agent in self._channels:
+            self._to_send.setdefault(agent, []).append(part)
 
     def _lose(self, peer: Peer, reason: str) -> None:
-        self._away[peer] = reason
+        self._why_away[peer] = reason
         self._heard_s[peer] = self._clock.now_s()
+
+
+def _told_to_go(worker: int, reason: str) -> Part:
+    return Part(m.encode(m.Exit(reason=reason)), who=worker)

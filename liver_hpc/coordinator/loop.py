@@ -32,14 +32,13 @@ from liver_hpc.coordinator.connections import (
     Peer,
     PeerRegistry,
     Said,
-    peer_of,
 )
 from liver_hpc.coordinator.performer import Performer, Services
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.coordinator.takeover import Left
 from liver_hpc.errors import LiverError, ProtocolError
 from liver_hpc.protocol import messages as m
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer, Numbered
+from liver_hpc.rendezvous.channel import ITSELF, Channel, ChannelClosed, ControlServer
 from liver_hpc.rendezvous.conversation import Conversation
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
@@ -93,7 +92,7 @@ class Coordinator:
         self._epoch = 0
         self._control = control
         self._inbox = Inbox()
-        self._store = StoreService()
+        self._store = StoreService(services.clock)
         self._registry = PeerRegistry(services.clock)
         self._agents = NodeAgents(
             services.launcher,
@@ -111,7 +110,6 @@ class Coordinator:
         self._held: deque[tuple[int, list[a.Action]]] = deque()
         self._unsafe: deque[tuple[int, Peer, int]] = deque()  # entries, and whose words they are
         self._next_request = 0 if left is None else left.requests
-        self._endings: dict[int, str] = {}
         self._journal_failed = False
         self._hang_up: Sequence[Callable[[], None]] = ()
         self._next_tick_s = self._next_epoch_s = 0.0
@@ -206,6 +204,7 @@ class Coordinator:
         while self._may_still_call() and not limit.expired():
             if (event := self._inbox.get(TICK_S)) is not None:
                 self._dispatch(event)
+            self._registry.flush()
         missing = ", ".join(sorted(map(str, self._registry.away())))
         log.info("coordinator %d has taken over; it misses %s", self._epoch, missing or "nobody")
         for launch in self.core.agents.running():
@@ -250,15 +249,16 @@ class Coordinator:
         if event is None or self._clock.now_s() >= self._next_tick_s:
             self._next_tick_s = self._clock.now_s() + TICK_S
             self._tick()
+        self._registry.flush()
 
     def _dispatch(self, event: InboxEvent) -> None:
         match event:
             case Called():
                 self._called(event.channel, event.calls)
             case Said():
-                self._said(event.channel, event.came)
-            case Closed():
-                self._closed(event.channel, event.reason)
+                self._said(event)
+            case Closed():  # who lives calls again
+                self._registry.lost(event.channel, event.reason)
             case Met():
                 self._performer.meetings.append(event)
                 who = event.identity
@@ -285,20 +285,30 @@ class Coordinator:
         if frozen or now_s >= self._next_epoch_s:
             self._next_epoch_s = now_s + EPOCH_S
             check_epoch(self._run_directory, self._epoch)
-            self._registry.tell_what_is_safe(self._epoch)
+            self._registry.tell_what_is_safe()
         if frozen:
             # It was this process that stood still (a suspended machine, a slow disk): what was
             # sent meanwhile has not been read yet, and no deadline has passed before it is.
             self._registry.excuse_all()
             return
+        self._store.expire()
         self._look_at_agents()
         self._look_at_the_away()
         self._feed(e.Tick())
         if self._inbox.empty():  # else the heartbeat may be in there
-            limit_s = self._config.deadlines.heartbeat_s
-            for worker in self._registry.silent_workers(max(limit_s - TICK_S, TICK_S)):
-                if self.core.agents.agent_of(worker):  # else it was told to go
-                    self._worker_gone(worker, f"silent for {limit_s:g} s")
+            self._look_at_the_silent()
+
+    def _look_at_the_silent(self) -> None:
+        """A machine may vanish without closing its sockets."""
+        limit_s = self._config.deadlines.heartbeat_s
+        for peer in self._registry.silent(max(limit_s - TICK_S, TICK_S)):
+            reason = f"silent for {limit_s:g} s"
+            if isinstance(peer, int):
+                if self.core.agents.agent_of(peer):  # else it was told to go
+                    self._worker_gone(peer, reason)
+            else:
+                for worker in self._registry.workers_of(peer):
+                    self._worker_gone(worker, f"its agent {peer} is {reason}")
 
     def _look_at_agents(self) -> None:
         """Tells the core of agents that have ended, and of a rendezvous that nobody can come to."""
@@ -347,37 +357,50 @@ class Coordinator:
     def _called(self, channel: Channel, calls: m.Calls) -> None:
         if calls.epoch > self._epoch:
             raise Superseded(self._epoch)
-        peer = peer_of(calls)
-        expects = self._agents.expects if isinstance(peer, str) else self.core.expects
-        expected = expects(peer)  # type: ignore[arg-type]
-        if not expected and peer not in self._registry:
+        if not self._agents.expects(calls.agent) and calls.agent not in self._registry:
             log.warning("%s is not expected", channel.peer)
             with suppress(ChannelClosed):
                 channel.send(m.Exit(reason="it is not expected"))
             channel.close()
             return
-        self._registry.connect(peer, channel, calls.heard, self._epoch)
-        if isinstance(peer, str):
-            self._agents.called(peer, calls.launches)
+        for worker in calls.workers:
+            if worker not in self._registry and self.core.expects(worker):
+                self._registry.add(worker, calls.agent)
+        self._registry.connect(channel, calls, self._epoch)
+        self._agents.called(calls.agent, calls.launches)
 
-    def _said(self, channel: Channel, came: Numbered) -> None:
-        peer = self._registry.peer_at(channel)
-        if peer is None:
+    def _said(self, said: Said) -> None:
+        agent = self._registry.agent_at(said.channel)
+        if agent is None:
             return  # somebody who was struck off
-        try:
-            if not self._registry.take(peer, came):
-                return  # it was said before
-        except ProtocolError as error:
-            log.error("%s: %s", channel.peer, error)
-            self._registry.drop(peer, str(error))
+        for part, message in said.came:
+            peer = agent if part.who == ITSELF else part.who
+            if peer not in self._registry and not self._is_first_word(peer, agent, message):
+                continue
+            try:
+                if not self._registry.take(peer, part) or message is None:
+                    continue  # it was said before
+            except ProtocolError as error:
+                log.error("%s: %s", said.channel.peer, error)
+                self._registry.drop(peer, str(error))
+                if isinstance(peer, int):
+                    self._worker_gone(peer, str(error))
+                continue
             if isinstance(peer, int):
-                self._worker_gone(peer, str(error))
-            return
-        if isinstance(peer, int):
-            self._worker_said(peer, came.message, came.number)
-        else:
-            self._registry.is_safe(peer, came.number)
-            self._agent_said(peer, came.message)
+                self._worker_said(peer, message, part.number)
+            else:
+                self._registry.is_safe(peer, part.number)
+                self._agent_said(peer, message)
+
+    def _is_first_word(self, peer: Peer, agent: str, message: m.AnyMessage | None) -> bool:
+        """Of a worker that is expected, whose conversation begins; another one is told to go."""
+        if not isinstance(peer, int):
+            return False  # an agent that was dropped just now
+        if self.core.expects(peer) and isinstance(message, m.Hello):
+            self._registry.add(peer, agent)
+            return True
+        self._registry.turn_away(agent, peer, "it is not expected")
+        return False
 
     def _agent_said(self, agent: str, message: m.AnyMessage) -> None:
         match message:
@@ -390,8 +413,7 @@ class Coordinator:
             case m.LaunchEnded(agent=said_by) if said_by == agent:
                 self._agents.heard(message)
             case m.WorkerEnded(agent=said_by) if said_by == agent:
-                self._endings[message.worker] = message.how
-                if message.worker in self._registry.away():
+                if message.worker in self._registry:
                     self._worker_gone(message.worker, message.how)
             case _:
                 log.warning("agent %s: unexpected %s", agent, message)
@@ -431,13 +453,6 @@ class Coordinator:
             case _:
                 self._feed(e.ShellFailed(f"worker {worker}: unexpected {message.type}"))
 
-    def _closed(self, channel: Channel, reason: str) -> None:
-        """Who lives calls again. A worker's agent knows whether it does, and may say so in a
-        moment."""
-        peer = self._registry.lost(channel, reason)
-        if isinstance(peer, int) and peer in self._endings:
-            self._worker_gone(peer, self._endings[peer])
-
     def _look_at_the_away(self) -> None:
         """Gives up who has not called again in time, or never will."""
         limits = self._config.deadlines
@@ -452,7 +467,6 @@ class Coordinator:
                 self._worker_gone(peer, reason)
 
     def _worker_gone(self, worker: int, reason: str) -> None:
-        self._endings.pop(worker, None)
         self._registry.drop(worker, reason)
         self._feed(e.WorkerGone(worker, reason))
 
@@ -505,6 +519,7 @@ class Coordinator:
         if event is not None:
             self._dispatch(event)
         self._look_at_the_away()
+        self._registry.flush()
 
     def _working(self) -> bool:
         """Whether an agent whose workers had all come still runs."""

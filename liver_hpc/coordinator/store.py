@@ -7,116 +7,186 @@ from __future__ import annotations
 
 import base64
 import binascii
+import heapq
 import threading
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple, Protocol
 
-from liver_hpc.protocol.messages import StoreReply, StoreRequest
+from liver_hpc.clock import Clock
+from liver_hpc.protocol.messages import StoreReply, StoreRequest, encode
+from liver_hpc.rendezvous.channel import Part
+
+
+class Posts(Protocol):
+    """Where replies go: a `Channel`."""
+
+    def post(self, parts: list[Part]) -> None: ...
+
+
+class _Asker(NamedTuple):
+    """A worker, at the other end of an agent's connection, and which of its requests it is."""
+
+    channel: Posts
+    worker: int
+    number: int
 
 
 @dataclass(eq=False)
 class _Wait:
-    """A request that waits for its keys. missing: those that do not exist. changed: told of when
-    none is missing any more, or `ended` says why it must not wait any longer."""
+    """A request that waits for its keys. missing: those that do not exist."""
 
+    asker: _Asker
+    request: StoreRequest
     missing: set[str]
-    changed: threading.Condition
-    ended: str = ""
+    ended: bool = False
+
+
+_Replies = defaultdict[Posts, list[Part]]
 
 
 class StoreService:
-    """Each store connection has a thread of its own; one that waits holds nobody up, and is woken
-    once: when its last key comes."""
+    """No request holds up another one, or a thread: one that waits for keys is answered when the
+    last of them comes. From any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._values: dict[str, str] = {}
         self._waits: defaultdict[str, set[_Wait]] = defaultdict(set)  # by key
+        self._by_deadline: list[tuple[float, int, _Wait]] = []
+        self._order = count()
         self._lock = threading.Lock()
         self._closed = ""
 
-    def perform(self, request: StoreRequest) -> StoreReply:
-        """One operation. `get` and `wait` block for up to `timeout_s`."""
-        operation, keys = request.operation, request.keys
-        if operation not in ("wait", "check") and len(keys) != 1:
-            return StoreReply(error=f"{operation} takes one key, got {list(keys)}")
+    def ask(self, channel: Posts, requests: Iterable[tuple[int, StoreRequest]]) -> None:
+        """What workers at the other end of a channel ask, in order; the replies are posted there.
+        `get` and `wait` may take up to `timeout_s`."""
+        replies: _Replies = defaultdict(list)
         with self._lock:
-            match operation:
-                case "set":
-                    self._put(keys[0], request.value)
-                    return StoreReply()
-                case "get":
-                    error = self._await_keys(request)
-                    return StoreReply(error=error, value=self._values.get(keys[0], ""))
-                case "wait":
-                    return StoreReply(error=self._await_keys(request))
-                case "add":
-                    return self._add(keys[0], request.amount)
-                case "check":
-                    return StoreReply(number=all(key in self._values for key in keys))
-                case "delete":
-                    return StoreReply(number=self._delete(keys[0]))
+            for worker, request in requests:
+                asker = _Asker(channel, worker, request.number)
+                reply = self._perform(asker, request, replies)
+                if reply is not None:
+                    _answer(asker, reply, replies)
+        _post(replies)
+
+    def expire(self) -> None:
+        """Ends the waits whose time is over; to be called again and again."""
+        replies: _Replies = defaultdict(list)
+        with self._lock:
+            now_s = self._clock.now_s()
+            while self._by_deadline and self._by_deadline[0][0] <= now_s:
+                _, _, wait = heapq.heappop(self._by_deadline)
+                if not wait.ended:
+                    self._end(wait, f"waited {wait.request.timeout_s:g} s", replies)
+        _post(replies)
 
     def forget(self, prefix: str) -> None:
         """Drops every key that starts so, and ends the waits for such keys."""
+        replies: _Replies = defaultdict(list)
         with self._lock:
             for key in [key for key in self._values if key.startswith(prefix)]:
                 self._delete(key)
             for key in [key for key in self._waits if key.startswith(prefix)]:
-                self._end(key, f"the keys under {prefix} are gone")
+                self._end_all(key, f"the keys under {prefix} are gone", replies)
+        _post(replies)
 
     def close(self) -> None:
         """Ends every wait with an error; idempotent."""
+        replies: _Replies = defaultdict(list)
         with self._lock:
             self._closed = "the coordinator is shutting down"
             for key in [*self._waits]:
-                self._end(key, self._closed)
+                self._end_all(key, self._closed, replies)
+        _post(replies)
 
     # ---- with the lock held
 
-    def _add(self, key: str, amount: int) -> StoreReply:
+    def _perform(
+        self, asker: _Asker, request: StoreRequest, replies: _Replies
+    ) -> StoreReply | None:
+        """The reply; None for one that waits."""
+        operation, keys = request.operation, request.keys
+        if operation not in ("wait", "check") and len(keys) != 1:
+            return StoreReply(error=f"{operation} takes one key, got {list(keys)}")
+        match operation:
+            case "set":
+                self._put(keys[0], request.value, replies)
+                return StoreReply()
+            case "get" | "wait":
+                return self._find(asker, request)
+            case "add":
+                return self._add(keys[0], request.amount, replies)
+            case "check":
+                return StoreReply(count=all(key in self._values for key in keys))
+            case "delete":
+                return StoreReply(count=self._delete(keys[0]))
+
+    def _find(self, asker: _Asker, request: StoreRequest) -> StoreReply | None:
+        missing = {key for key in request.keys if key not in self._values}
+        if not missing:
+            return self._found(request)
+        if self._closed:
+            return StoreReply(error=_missing(self._closed, request, missing))
+        wait = _Wait(asker, request, missing)
+        for key in request.keys:
+            self._waits[key].add(wait)
+        late_s = self._clock.now_s() + request.timeout_s
+        heapq.heappush(self._by_deadline, (late_s, next(self._order), wait))
+        return None
+
+    def _found(self, request: StoreRequest) -> StoreReply:
+        is_get = request.operation == "get"
+        return StoreReply(value=self._values[request.keys[0]] if is_get else "")
+
+    def _add(self, key: str, amount: int, replies: _Replies) -> StoreReply:
         try:
-            number = int(base64.b64decode(self._values.get(key, "MA=="))) + amount
+            total = int(base64.b64decode(self._values.get(key, "MA=="))) + amount
         except (ValueError, binascii.Error):
             return StoreReply(error=f"add to {key}: its value is not a number")
-        self._put(key, base64.b64encode(str(number).encode()).decode())
-        return StoreReply(number=number)
+        self._put(key, base64.b64encode(str(total).encode()).decode(), replies)
+        return StoreReply(count=total)
 
-    def _put(self, key: str, value: str) -> None:
+    def _put(self, key: str, value: str, replies: _Replies) -> None:
         self._values[key] = value
-        for wait in self._waits.get(key, ()):
+        for wait in [*self._waits.get(key, ())]:
             wait.missing.discard(key)
             if not wait.missing:
-                wait.changed.notify()
+                self._end(wait, "", replies)
 
     def _delete(self, key: str) -> bool:
         for wait in self._waits.get(key, ()):
             wait.missing.add(key)
         return self._values.pop(key, None) is not None
 
-    def _end(self, key: str, why: str) -> None:
-        for wait in self._waits[key]:
-            wait.ended = why
-            wait.changed.notify()
+    def _end_all(self, key: str, why: str, replies: _Replies) -> None:
+        for wait in [*self._waits.get(key, ())]:
+            self._end(wait, why, replies)
 
-    def _await_keys(self, request: StoreRequest) -> str:
-        """Empty once all keys exist, else why they do not."""
-        missing = {key for key in request.keys if key not in self._values}
-        if not missing:
-            return ""
-        wait = _Wait(missing, threading.Condition(self._lock), self._closed)
-        for key in request.keys:
-            self._waits[key].add(wait)
-        try:
-            wait.changed.wait_for(lambda: wait.ended or not wait.missing, request.timeout_s)
-        finally:
-            for key in request.keys:
-                self._forget_wait(key, wait)
-        if not wait.missing:
-            return ""
-        why = wait.ended or f"waited {request.timeout_s:g} s"
-        return f"{why}; missing keys {[key for key in request.keys if key in wait.missing]}"
+    def _end(self, wait: _Wait, why: str, replies: _Replies) -> None:
+        wait.ended = True
+        for key in wait.request.keys:
+            self._waits[key].discard(wait)
+            if not self._waits[key]:
+                del self._waits[key]
+        if why:
+            reply = StoreReply(error=_missing(why, wait.request, wait.missing))
+        else:
+            reply = self._found(wait.request)
+        _answer(wait.asker, reply, replies)
 
-    def _forget_wait(self, key: str, wait: _Wait) -> None:
-        self._waits[key].discard(wait)
-        if not self._waits[key]:
-            del self._waits[key]
+
+def _missing(why: str, request: StoreRequest, missing: set[str]) -> str:
+    return f"{why}; missing keys {[key for key in request.keys if key in missing]}"
+
+
+def _answer(asker: _Asker, reply: StoreReply, replies: _Replies) -> None:
+    numbered = reply.model_copy(update={"number": asker.number})
+    replies[asker.channel].append(Part(encode(numbered), who=asker.worker))
+
+
+def _post(replies: _Replies) -> None:
+    for channel, parts in replies.items():
+        channel.post(parts)

@@ -42,13 +42,13 @@ class Left:
     avoided: set[str] = field(default_factory=set)
     saved: list[m.Saved] = field(default_factory=list)
     requests: int = 0
-    _sent: defaultdict[int, list[m.ToWorker]] = field(default_factory=lambda: defaultdict(list))
+    _sent: defaultdict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))
     _heard: dict[int, int] = field(default_factory=dict)
 
     def conversations(self) -> dict[int, Conversation]:
         """With each worker that was connected."""
         return {
-            worker: Conversation(self._heard.get(worker, 0), self._sent[worker])
+            worker: Conversation(worker, self._heard.get(worker, 0), self._sent[worker])
             for worker in self.core.agents.present()
         }
 
@@ -77,8 +77,9 @@ class Left:
     def _note(self, action: a.Action) -> None:
         match action:
             case a.Send():
+                data = m.encode(action.message)
                 for worker in action.workers:
-                    self._sent[worker].append(action.message)
+                    self._sent[worker].append(data)
             case a.Launch():
                 self.nodes.update((each.agent, each.seat.node) for each in action.agents)
             case a.StartAgent():

@@ -2,8 +2,9 @@
 
 The workers of a launch (`launch.py`) boot at once and alone; when all have booted the agent has a
 short-lived child meet the rendezvous over MPI (`joiner_process`), gives each worker its id and the
-coordinator's address. The first time it then opens a control channel of its own. Whatever ends the
-agent ends its workers; one worker's end does not touch the others.
+coordinator's address. The first time it then opens the control channel of this node: over it goes
+what its workers and the coordinator say to each other, too, gathered into few frames. Whatever ends
+the agent ends its workers; one worker's end does not touch the others.
 
 With --stay it takes further launches over that channel, until it is told to end, or no coordinator
 has talked to it for `deadlines.coordinator_s`; started without slots, it meets at once, for itself.
@@ -53,7 +54,9 @@ from liver_hpc.node.launch import EXIT_FAILED, Around, Launch
 from liver_hpc.node.workers import WARNINGS, BootError, WorkerPlan, workers_environment
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.base import Answer
+from liver_hpc.rendezvous.channel import ITSELF
 from liver_hpc.rendezvous.conversation import Line
+from liver_hpc.rendezvous.local import Said, Way
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.secret import read_secret
 
@@ -62,7 +65,14 @@ EXIT_COORDINATOR_GONE = 89
 
 _WARM_MODULE = "liver_hpc.worker.warm"
 
-News = Answer | m.AnyMessage | LiverError
+GATHER_S = 0.002
+"""What workers say waits for so long for what the others say, unless all have said something."""
+BEATS = 4
+"""So many signs of life in `deadlines.heartbeat_s`."""
+
+Told = list[tuple[int, bytes]]
+"""What the coordinator has said: to which worker, or ITSELF; nothing when a connection breaks."""
+News = Answer | Told | LiverError
 
 log = logging.getLogger(__name__)
 
@@ -107,9 +117,14 @@ class Agent:
             self._selector,
             self._in_thread,
             self._tell_of,
+            self._relay,
             self._cold,
         )
         self._launches: dict[str, Launch] = {}
+        self._launch_of: dict[int, Launch] = {}  # workers that have an id, and live
+        self._said_since: set[int] = set()  # who has said something that waits for the others
+        self._flush_by: Deadline | None = None
+        self._beat_by = Deadline.after(self._clock, self._limits.heartbeat_s / BEATS, "a beat")
         self._code = 0  # the worst of the launches that have ended
         self._warms = config.workers.warm and not plan.stand_in
         self._warm: WarmProcess | None = None
@@ -178,7 +193,8 @@ class Agent:
     def _turn(self) -> None:
         """Waits for the next events and deals with them. Raises SystemExit."""
         limits = [launch.remaining_s() for launch in self._launches.values()]
-        limits.append(None if self._alone is None else self._alone.remaining_s())
+        for deadline in (self._alone, self._flush_by, self._beat_by if self._line else None):
+            limits.append(None if deadline is None else deadline.remaining_s())
         ready = self._selector.select(min((s for s in limits if s is not None), default=None))
         self._awake()  # a signal says more than the ends that it may have led to
         for key, _ in ready:
@@ -187,6 +203,7 @@ class Agent:
                     key.data()
                 except BootError as error:
                     self._launches[error.launch].fail(error)
+        self._flush_what_is_due()
 
     def _in_thread(self, launch: str, name: str, work: Callable[[], Answer]) -> None:
         """Does it in a thread: signals and workers' ends are not to wait. Its result is news of a
@@ -233,7 +250,9 @@ class Agent:
             return
         if code is None:
             return
-        del self._launches[name]
+        launch_ended = self._launches.pop(name)
+        for worker in [w for w, its in self._launch_of.items() if its is launch_ended]:
+            self._forget(worker)
         self._code = max(self._code, code)
         if self._plan.stays:
             log.info("launch %s ended with exit code %d", name, code)
@@ -294,28 +313,32 @@ class Agent:
             self._hear_of(*self._news.get())
 
     def _hear_of(self, launch: str, news: News) -> None:
-        if launch in self._launches and isinstance(news, Answer | LiverError):
+        if isinstance(news, list):
+            self._pass_on(news)
+        elif launch in self._launches:
             self._met(self._launches[launch], news)
         elif isinstance(news, LiverError) and not launch:
             log.info("the coordinator is gone: %s", news)
             self._alone = Deadline.after(self._clock, self._limits.exit_s, "workers to end")
-        elif not isinstance(news, Answer | LiverError):
-            self._told(news)
+            for each in self._launches.values():
+                each.stop(EXIT_COORDINATOR_GONE)
 
     def _met(self, launch: Launch, news: Answer | LiverError) -> None:
+        if isinstance(news, Answer):
+            line = self._line or self._open_line((news.control_host, news.control_port))
+            for worker in news.worker_ids:
+                line.add(worker)
+                self._launch_of[worker] = launch
         try:
             launch.met(news)
         except LiverError as error:
             launch.fail(error)
-            return
-        if isinstance(news, Answer) and self._line is None:
-            self._open_line((news.control_host, news.control_port))
 
-    def _open_line(self, address: tuple[str, int]) -> None:
+    def _open_line(self, address: tuple[str, int]) -> Line:
         """What is said from now on waits until the line stands."""
         limits, run = self._limits, RunDirectory(self._plan.first.run_directory)
         times_s = (limits.control_s, limits.coordinator_s)
-        self._line = Line(run, self._secret, self._call, self._clock, *times_s)
+        line = self._line = Line(run, self._secret, self._call, self._clock, *times_s)
         hello = m.AgentHello(
             agent=self._name,
             host=socket.gethostname(),
@@ -324,8 +347,9 @@ class Agent:
             step=os.environ.get("SLURM_STEP_ID", ""),
         )
         for message in (hello, *self._early):
-            self._line.send(message)
-        quiet_thread(partial(self._listen, self._line, address), "talk")
+            line.send(message)
+        quiet_thread(partial(self._listen, line, address), "talk")
+        return line
 
     def _listen(self, line: Line, address: tuple[str, int]) -> None:
         """In a thread of its own, until there is no coordinator any more."""
@@ -337,8 +361,49 @@ class Agent:
         except LiverError as error:
             self._tell_loop("", error)
 
-    def _call(self, heard: int, epoch: int) -> m.Calls:
-        return m.Calls(agent=self._name, heard=heard, epoch=epoch, launches=tuple(self._launches))
+    def _call(self) -> m.Calls:
+        return m.Calls(agent=self._name, launches=tuple(self._launches))
+
+    # ---- between the workers and the coordinator
+
+    def _relay(self, worker: int, said: Said) -> None:
+        """To the coordinator, with the next frame."""
+        assert self._line is not None, "workers have an id, so there is a line"
+        if said.way is Way.ONCE:
+            self._line.say(said.data, worker)
+            self._said_since.add(worker)
+        else:
+            self._line.tell(said.data, worker)
+        if said.way is Way.NOW:
+            self._flush_by = Deadline.after(self._clock, 0.0, "nothing")
+        elif said.way is Way.ONCE and self._flush_by is None:
+            self._flush_by = Deadline.after(self._clock, GATHER_S, "the other workers")
+
+    def _flush_what_is_due(self) -> None:
+        if self._line is None:
+            return
+        if self._beat_by.expired():
+            self._beat_by = Deadline.after(self._clock, self._limits.heartbeat_s / BEATS, "a beat")
+            self._line.beat()
+        elif self._flush_by is None or (
+            not self._flush_by.expired() and len(self._said_since) < len(self._launch_of)
+        ):
+            return
+        else:
+            self._line.flush()
+        self._flush_by = None
+        self._said_since.clear()
+
+    def _pass_on(self, told: Told) -> None:
+        """What the coordinator has said."""
+        for worker, data in told:
+            if worker == ITSELF:
+                self._told(m.decode(data))
+            elif worker in self._launch_of:
+                self._launch_of[worker].pass_on(worker, data)
+        if not told:
+            for launch in {*self._launch_of.values()}:
+                launch.pass_on(ITSELF, b"")
 
     def _signalled(self, signum: int) -> None:
         name = signal.Signals(signum).name
@@ -373,8 +438,16 @@ class Agent:
     def _tell_of(self, ended: m.WorkerEnded | m.LaunchEnded) -> None:
         if self._line is None:
             self._early.append(ended)
-        else:
-            self._line.send(ended)
+            return
+        self._line.send(ended)
+        if isinstance(ended, m.WorkerEnded):
+            self._forget(ended.worker)
+
+    def _forget(self, worker: int) -> None:
+        assert self._line is not None, "workers have an id, so there is a line"
+        self._line.forget(worker)
+        self._said_since.discard(worker)
+        del self._launch_of[worker]
 
 
 def parse_options(arguments: list[str] | None = None) -> AgentPlan:

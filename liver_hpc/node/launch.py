@@ -21,6 +21,7 @@ from liver_hpc.host.warm import WarmProcess
 from liver_hpc.node.workers import BootError, NodeWorkers, WorkerPlan
 from liver_hpc.protocol.messages import WorkerEnded
 from liver_hpc.rendezvous.base import Answer, Identity
+from liver_hpc.rendezvous.local import Said
 from liver_hpc.rendezvous.mpi.joiner import RendezvousLost, StuckInMpi, joiner_process, meet
 from liver_hpc.rendezvous.mpi.process import MpiProcess
 
@@ -45,7 +46,8 @@ class Around:
     """What the launches of an agent share.
 
     in_thread: does something, of which the launch is told. tell: what the coordinator is to know.
-    cold: the warm process is of no use any more, and why.
+    relay: what a worker says to the coordinator. cold: the warm process is of no use any more, and
+    why.
     """
 
     agent: str
@@ -55,6 +57,7 @@ class Around:
     selector: selectors.BaseSelector
     in_thread: Callable[[str, str, Callable[[], Answer]], None]
     tell: Callable[[WorkerEnded], None]
+    relay: Callable[[int, Said], None]
     cold: Callable[[str], None]
 
 
@@ -65,7 +68,9 @@ class Launch:
         self.plan = plan
         self.error = ""
         self._around = around
-        self._workers = NodeWorkers(plan, around.selector, self._worker_ended, around.cold)
+        self._workers = NodeWorkers(
+            plan, around.selector, self._worker_ended, around.relay, around.cold
+        )
         self._joiner: MpiProcess | None = None  # once its workers are started
         self._meets = False
         self._met = False
@@ -111,6 +116,11 @@ class Launch:
         log.info("met the rendezvous: workers %s", list(news.worker_ids))
         self._met = True
         self._workers.hand_out(news)
+
+    def pass_on(self, worker: int, data: bytes) -> None:
+        """What the coordinator tells one of its workers; to all without data, which says that the
+        connection to it has broken."""
+        self._workers.pass_on(worker, data)
 
     def fail(self, error: LiverError) -> None:
         """It cannot go on; nothing new to one that ends already."""

@@ -19,6 +19,7 @@ from liver_hpc.host.child import Child, Command, end_all, new_mark
 from liver_hpc.host.process import clean_environment
 from liver_hpc.host.warm import ForkRefused, WarmProcess
 from liver_hpc.rendezvous.base import Answer
+from liver_hpc.rendezvous.local import BOOTED, AgentsEnd, Said
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """By these Slurm announces the end of a node, to the agent and maybe to all below it."""
@@ -27,8 +28,6 @@ WORKER_WORDS = 4
 """So many words of a worker's command are Python and the module."""
 
 _LINE = "LIVER_AGENT_FD"
-_BOOTED = b"booted"
-_MAX_SAID_BYTES = 4096
 _REAP_S = 1.0
 _DEFAULTS = {
     # Several workers share a machine: two threads each would be slower than one.
@@ -77,12 +76,11 @@ class WorkerPlan:
 
 @dataclass
 class _Worker:
-    """One worker: its process, and the agent's end of a socket for whole messages, one each way.
-    number: its id, once it was told."""
+    """One worker: its process, and the agent's end of its line. number: its id, once it has one."""
 
     index: int
     process: Child
-    line: socket.socket
+    line: AgentsEnd
     booted: bool = False
     number: int | None = None
 
@@ -91,7 +89,8 @@ class NodeWorkers:
     """Registers what is to be waited for with `selector`, with a function to be called then.
 
     These raise BootError as long as no ids were handed out. From then on `report` is called for
-    every worker that ends, with its id and how it ended. All in one thread.
+    every worker that ends, with its id and how it ended, and before that `relay` for what it says:
+    with its id. All in one thread.
 
     cold: called with the reason where a warm process does not fork. polite: the signal by which
     workers are asked to end.
@@ -102,11 +101,13 @@ class NodeWorkers:
         plan: WorkerPlan,
         selector: selectors.BaseSelector,
         report: Callable[[int, str], None],
+        relay: Callable[[int, Said], None],
         cold: Callable[[str], None],
     ) -> None:
         self._plan = plan
         self._selector = selector
         self._report = report
+        self._relay = relay
         self._cold = cold
         self.polite = signal.SIGHUP if plan.sheltered else signal.SIGTERM
         self._mark = new_mark()
@@ -133,18 +134,22 @@ class NodeWorkers:
         """Tells every worker its id and where the coordinator listens."""
         for worker, number in zip(self._workers, answer.worker_ids, strict=True):
             worker.number = number
-            told = {"worker": number, "host": answer.control_host, "port": answer.control_port}
-            with worker.line:
-                try:
-                    worker.line.send(json.dumps(told).encode())
-                except BrokenPipeError:
-                    log.error("worker %d does not listen", worker.index)
+            told = {"worker": number, "host": answer.control_host}
+            self._write(worker, json.dumps(told).encode())
+
+    def pass_on(self, number: int, data: bytes) -> None:
+        """What the coordinator tells a worker, by id, if it is one of these; to all without data,
+        which says that the connection has broken."""
+        for worker in self._workers:
+            if worker.number is not None and (worker.number == number or not data):
+                self._write(worker, data)
 
     def tell_to_end(self) -> None:
         """Asks the living to end; from then on nothing is said of them."""
         self._ending = True
         for worker in self._workers:
-            self._heard_of(worker.line)
+            if worker.number is None:
+                self._heard_of(worker.line)
             worker.process.send_signal(self.polite)
 
     def end(self, exit_s: float) -> None:
@@ -161,8 +166,8 @@ class NodeWorkers:
     # ---- one worker
 
     def _spawn(self, index: int, warm: WarmProcess | None) -> _Worker:
-        line, workers_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        line.setblocking(False)
+        ours, workers_end = socket.socketpair()
+        line = AgentsEnd(ours)
         with workers_end:
             worker = _Worker(index, self._process(index, workers_end.fileno(), warm), line)
         self._selector.register(line, selectors.EVENT_READ, partial(self._listen, worker))
@@ -192,32 +197,51 @@ class NodeWorkers:
             return Child(command)
 
     def _listen(self, worker: _Worker) -> None:
-        """Takes what a worker says of its boot: that it is done, or why it failed."""
-        said = b""
-        with contextlib.suppress(BlockingIOError):  # it has ended, what it started holds the line
-            said = worker.line.recv(_MAX_SAID_BYTES)
-        self._heard_of(worker.line)
-        worker.booted = said == _BOOTED
+        """Takes what a worker says: first that it has booted, or why it has not."""
+        said = worker.line.read()
+        if worker.line.ended:
+            self._heard_of(worker.line)
         if not worker.booted:
-            why = f"failed in boot: {said.decode(errors='replace')}" if said else "ended in boot"
-            raise BootError(self._plan.launch, self._obituary(worker, why))
+            first = said.pop(0).data if said else b""
+            worker.booted = first == BOOTED
+            if not worker.booted and (first or worker.line.ended):
+                told = first.decode(errors="replace")
+                why = f"failed in boot: {told}" if told else "ended in boot"
+                raise BootError(self._plan.launch, self._obituary(worker, why))
+        if worker.number is not None:
+            for each in said:
+                self._relay(worker.number, each)
+
+    def _write(self, worker: _Worker, data: bytes) -> None:
+        if not worker.line.write(data):
+            self._wait_for(worker, selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def _wait_for(self, worker: _Worker, events: int) -> None:
+        with contextlib.suppress(KeyError, ValueError):  # it has ended
+            self._selector.modify(worker.line, events, partial(self._listen_and_flush, worker))
+
+    def _listen_and_flush(self, worker: _Worker) -> None:
+        if worker.line.flush():
+            self._selector.modify(worker.line, selectors.EVENT_READ, partial(self._listen, worker))
+        self._listen(worker)
 
     def _ended(self, worker: _Worker) -> None:
         code = worker.process.exit_code()
         if code is None:
             return
         self._heard_of(worker.process)
+        if worker.number is not None or not self._ending:
+            self._listen(worker)  # its last words
+        self._heard_of(worker.line)
         if self._ending:
             return
         if worker.number is None:
-            if not worker.booted:
-                self._listen(worker)  # it may have said why
             raise BootError(self._plan.launch, self._obituary(worker, "ended in boot"))
         log.info("worker %d ended: %s", worker.index, worker.process.how())
         name = self._plan.log_of(worker.index).name
         self._report(worker.number, f"{worker.process.how()}; see logs/{name}")
 
-    def _heard_of(self, waited_for: socket.socket | Child) -> None:
+    def _heard_of(self, waited_for: AgentsEnd | Child) -> None:
         """Nothing more is to be heard of it."""
         with contextlib.suppress(KeyError, ValueError):  # it is not waited for
             self._selector.unregister(waited_for)

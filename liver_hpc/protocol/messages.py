@@ -122,30 +122,35 @@ class _InWorld(_OfWorker, _OfWorld):
     """What one worker says about one world."""
 
 
-# ---- worker -> coordinator
+# ---- agent -> coordinator, and its answer
 
 
 class Calls(Message, type="calls"):
-    """What each connection of a worker, or of an agent, to a coordinator begins with; answered with
-    Hears, or with Exit where the caller is of no use (any more).
+    """What each connection of an agent to a coordinator begins with; answered with Hears, or with
+    Exit where the agent is of no use (any more).
 
-    heard: the number of the last message that the caller has taken. epoch: the newest coordinator
-    that it has heard of. launches: those that run under an agent.
+    heard: the number of the last message that the agent has taken for itself; workers: those that
+    it has taken for its workers, by worker. epoch: the newest coordinator that it has heard of.
+    launches: those that run under it.
     """
 
-    worker: int | None = None
-    agent: str = ""
+    agent: str
     heard: int = 0
+    workers: dict[int, int] = {}
     epoch: int = 0
     launches: tuple[str, ...] = ()
 
 
 class Hears(Message, type="hears"):
-    """From coordinator `epoch`, which has taken the caller's messages up to `heard`: first, and now
-    and then, so that the caller need not keep them."""
+    """From coordinator `epoch`, which has taken the agent's messages up to `heard`, and those of
+    workers that it knows up to `workers`."""
 
     heard: int
     epoch: int
+    workers: dict[int, int] = {}
+
+
+# ---- worker -> coordinator
 
 
 class Hello(_OfWorker, type="hello"):
@@ -583,8 +588,10 @@ class Reply(Message, type="reply"):
 
 
 class StoreRequest(Message, type="store"):
-    """One operation of torch's Store interface; `value` is base64."""
+    """One operation of torch's Store interface; `value` is base64. number: which of the worker's
+    requests it is; a connection that breaks loses them."""
 
+    number: int = 0
     operation: Literal["set", "get", "add", "wait", "check", "delete"]
     keys: tuple[str, ...]
     value: str = ""
@@ -593,10 +600,12 @@ class StoreRequest(Message, type="store"):
 
 
 class StoreReply(Message, type="store_reply"):
-    """`error` is empty on success; a timed-out wait lists the keys that never came."""
+    """To request `number`; what it asked for is in `value` or `count`. `error` is empty on success;
+    a timed-out wait lists the keys that never came."""
 
-    value: str = ""
     number: int = 0
+    value: str = ""
+    count: int = 0
     error: str = ""
 
 

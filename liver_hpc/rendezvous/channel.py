@@ -1,9 +1,10 @@
 """The control channel: protocol messages over an authenticated TCP connection, and its server.
 
-A message is its length, of four bytes, two numbers of eight (`Numbered`), its JSON, and its seal;
-nothing that arrives is ever unpickled. Before the first one both sides prove that they hold the
-secret, from which the seals come (`rendezvous/handshake.py`). A server that has no room hangs up
-before its proof, and the client tries again.
+What is sent at once is a frame: its length and the number of its parts, of four bytes each; of
+each part whose it is, two numbers (`Part`) and its length; the parts, each a message as JSON; and a
+seal. Nothing that arrives is ever unpickled. Before the first frame both sides prove that they hold
+the secret, from which the seals come (`rendezvous/handshake.py`). A server that has no room hangs
+up before its proof, and the client tries again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,9 +43,22 @@ from liver_hpc.rendezvous.handshake import (
     welcome,
 )
 
-__all__ = ["Channel", "ChannelClosed", "ChannelRefused", "ControlServer", "Numbered", "connect"]
+__all__ = [
+    "Channel",
+    "ChannelClosed",
+    "ChannelRefused",
+    "ControlServer",
+    "Numbered",
+    "Part",
+    "connect",
+]
 
 MAX_MESSAGE_BYTES = 16 * 2**20
+"""Of all messages of a frame."""
+MOST_WAITING_BYTES = 4 * MAX_MESSAGE_BYTES
+"""What may wait for a peer that does not read, where the sender does not."""
+ITSELF = -1
+"""Who has said a part, or is to be told it: not one of an agent's workers, but the peer."""
 STALL_S = 30.0
 """The longest that a peer may stand still within a message, in either direction."""
 HANDSHAKE_S = 5.0
@@ -53,7 +68,10 @@ TELL_S = 1.0
 MOST_STRANGERS = 512
 """So many may be about to prove the secret; one more takes the place of the first of them."""
 
-_HEAD = struct.Struct("!IQQ")
+_HEAD = struct.Struct("!II")
+_PART = struct.Struct("!qQQI")
+_SAME_AGAIN = 2**32 - 1
+"""In the place of a length: the message of the part before."""
 _QUEUE = 4096
 _AGAIN_S = 0.1
 _TCP_OPTIONS = {
@@ -67,9 +85,20 @@ _CLOSE_S = 5.0
 _log = logging.getLogger(__name__)
 
 
+class Part(NamedTuple):
+    """A message as it is sent. number: its own in its conversation (`conversation.py`), 0 for one
+    that has none. heard: the number up to which the sender has taken what was sent to it. who: the
+    worker whose conversation that is, by id, or ITSELF. Without data it only says what was heard.
+    """
+
+    data: bytes
+    number: int = 0
+    heard: int = 0
+    who: int = ITSELF
+
+
 class Numbered(NamedTuple):
-    """A message as it came. number: its own in its conversation (`conversation.py`), 0 for one that
-    has none. heard: the number up to which the sender has taken what was sent to it."""
+    """A part with its message."""
 
     message: AnyMessage
     number: int
@@ -93,6 +122,10 @@ class Channel:
         self._state = threading.Lock()
         self._reading = threading.Lock()
         self._writing = threading.Lock()
+        self._came: deque[Part] = deque()
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._writer: threading.Thread | None = None  # as long as something waits
         self._closed_because: str | None = None
 
     def fileno(self) -> int:
@@ -109,19 +142,86 @@ class Channel:
             raise ProtocolError(
                 f"{message.type} to {self.peer}: {len(data)} bytes, at most {MAX_MESSAGE_BYTES}"
             )
-        head = _HEAD.pack(len(data), number, heard)
-        self._write(lambda: head + data + self._seal.next(head, data))
+        self._write(lambda: self._frame([Part(data, number, heard)]))
 
     def _write(self, made: Callable[[], bytes]) -> None:
         """made: called once it is this message's turn."""
         try:
             with self._writing:
-                self._socket.sendall(made())
+                if self._writer is not None:
+                    self._wait(made())
+                else:
+                    self._socket.sendall(made())
             return
         except OSError as error:
             reason = _reason(error)
         self.close(reason)
         raise self._closed_error()
+
+    def post(self, parts: Sequence[Part]) -> None:
+        """Sends parts without waiting for a peer that does not read: they wait for it then. Who
+        receives from the channel is told of its end, nobody here. From any thread."""
+        reason = ""
+        for frame in _frames(parts):
+            with self._writing:
+                if self._closed_because is not None:
+                    return
+                data = self._frame(frame)
+                if self._writer is None:
+                    try:
+                        sent = self._socket.send(data, socket.MSG_DONTWAIT)
+                    except BlockingIOError:
+                        sent = 0
+                    except OSError as error:
+                        sent, reason = len(data), _reason(error)
+                    data = data[sent:]
+                if data:
+                    self._wait(data)
+                if self._waiting_bytes > MOST_WAITING_BYTES:
+                    reason = f"has not read {self._waiting_bytes} bytes"
+            if reason:
+                self.close(reason)
+
+    def _frame(self, parts: Sequence[Part]) -> bytes:
+        """Sealed, so in the order in which frames are sent."""
+        heads, datas, before = [], [], None
+        for data, number, heard, who in parts:
+            length = _SAME_AGAIN if data and data is before else len(data)
+            heads.append(_PART.pack(who, number, heard, length))
+            if length != _SAME_AGAIN:
+                datas.append(data)
+            before = data
+        body = b"".join(heads + datas)
+        head = _HEAD.pack(len(body), len(parts))
+        return head + body + self._seal.next(head, body)
+
+    def _wait(self, data: bytes) -> None:
+        """With the lock held: somebody else is to write it."""
+        self._waiting.append(data)
+        self._waiting_bytes += len(data)
+        if self._writer is None:
+            self._writer = threading.Thread(
+                target=self._write_what_waits, name=f"write-{self.peer}", daemon=True
+            )
+            self._writer.start()
+
+    def _write_what_waits(self) -> None:
+        reason = ""
+        while True:
+            with self._writing:
+                if reason or not self._waiting:
+                    self._waiting.clear()
+                    self._waiting_bytes, self._writer = 0, None
+                    break
+                data = self._waiting.popleft()
+            try:
+                self._socket.sendall(data)
+            except OSError as error:
+                reason = _reason(error)
+            with self._writing:
+                self._waiting_bytes -= len(data)
+        if reason:
+            self.close(reason)
 
     def receive(self, timeout_s: float | None = None) -> AnyMessage:
         """The next message, whatever its number; see `receive_numbered`."""
@@ -133,28 +233,48 @@ class Channel:
         Raises DeadlineError after `timeout_s`, and ChannelClosed at the end of the channel, which
         is also what a message that is none leads to.
         """
+        while not self._came:
+            self._came.extend(part for part in self.receive_parts(timeout_s) if part.data)
+        part = self._came.popleft()
+        return Numbered(self.open(part), part.number, part.heard)
+
+    def open(self, part: Part) -> AnyMessage:
+        """Its message. Raises ChannelClosed where it is none."""
+        try:
+            return decode(part.data)
+        except ValidationError as error:
+            first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        reason = f"not a message ({len(part.data)} bytes): {where}: {first['msg']}"
+        _log.warning("closing the channel to %s: %s", self.peer, reason)
+        self.close(reason)
+        raise self._closed_error()
+
+    def receive_parts(self, timeout_s: float | None = None) -> list[Part]:
+        """The parts of the next frame, or those that are left of one. Raises as
+        `receive_numbered`."""
+        if self._came:
+            left, self._came = list(self._came), deque()
+            return left
         try:
             with self._reading:
                 if not self._is_readable(timeout_s):
                     raise DeadlineError(f"waited {timeout_s:g} s for a message from {self.peer}")
                 head = self._read(_HEAD.size)
-                size, number, heard = _HEAD.unpack(head)
-                data = self._read(size) if size <= MAX_MESSAGE_BYTES else b""
-                seal = self._read(SEAL_BYTES) if size <= MAX_MESSAGE_BYTES else b""
-                sealed = bool(seal) and hmac.compare_digest(seal, self._their_seal.next(head, data))
+                size, count = _HEAD.unpack(head)
+                heads_bytes = count * _PART.size
+                fits = heads_bytes <= size <= MAX_MESSAGE_BYTES + heads_bytes
+                body = self._read(size) if fits and heads_bytes <= MAX_MESSAGE_BYTES else b""
+                seal = self._read(SEAL_BYTES) if body or not size else b""
+                sealed = bool(seal) and hmac.compare_digest(seal, self._their_seal.next(head, body))
             if sealed:
-                return Numbered(decode(data), number, heard)
+                return list(_parts(body, count))
             reason = f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES}"
             if seal:
                 reason = "a message that was changed, repeated or left out on its way"
                 _log.warning("closing the channel to %s: %s", self.peer, reason)
         except (OSError, EOFError) as error:
             reason = _reason(error)
-        except ValidationError as error:
-            first = error.errors(include_input=False, include_url=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            reason = f"not a message ({size} bytes): {where}: {first['msg']}"
-            _log.warning("closing the channel to %s: %s", self.peer, reason)
         self.close(reason)
         raise self._closed_error()
 
@@ -167,6 +287,10 @@ class Channel:
         with contextlib.suppress(OSError):  # the peer may have ended it already
             self._socket.shutdown(socket.SHUT_RDWR)
         # A descriptor may only go when no thread sits in it: its number is soon somebody else's.
+        with self._writing:
+            writer = self._writer
+        if writer is not None and writer is not threading.current_thread():
+            writer.join()
         with self._reading, self._writing:
             self._socket.close()
 
@@ -382,6 +506,27 @@ def _connect_once(address: tuple[str, int], secret: bytes, deadline: Deadline) -
             raise type(error)(f"{place}: {error}") from None
         unless_met.pop_all()
     return Channel(connected, deadline.waits_for, key, CLIENT)
+
+
+def _frames(parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
+    """Parts in the order given, as many together as a frame may have."""
+    begun, num_bytes = 0, 0
+    for at, part in enumerate(parts):
+        if at > begun and num_bytes + len(part.data) > MAX_MESSAGE_BYTES:
+            yield parts[begun:at]
+            begun, num_bytes = at, 0
+        num_bytes += len(part.data)
+    yield parts[begun:]
+
+
+def _parts(body: bytes, count: int) -> Iterator[Part]:
+    """Of a frame whose seal is right."""
+    at, data = count * _PART.size, b""
+    for who, number, heard, length in _PART.iter_unpack(body[:at]):
+        if length != _SAME_AGAIN:
+            data = body[at : at + length]
+            at += length
+        yield Part(data, number, heard, who)
 
 
 def _reason(error: Exception) -> str:

@@ -1,25 +1,27 @@
-"""What a worker or an agent and its coordinator say to each other, which outlives connections.
+"""What agents and workers and the coordinator say to each other, which outlives connections.
 
-Each end numbers what it sends, and keeps it until the other one has said that it is safe there. A
-connection that breaks is made again, and what may have been lost is said again: each message is
-taken once, and in order. The one who calls is the worker or the agent (`Line`); on the other end
-may be another coordinator by then, which knows from the run's journal what was said.
+Each has a conversation of its own with the coordinator; those of a node share the agent's
+connection. Each end numbers what it sends, and keeps it until the other one has said that it is
+safe there. A connection that breaks is made again, and what may have been lost is said again: each
+message is taken once, and in order. The one who calls is the agent (`Line`); on the other end may
+be another coordinator by then, which knows from the run's journal what was said.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from liver_hpc.clock import Clock, Deadline
 from liver_hpc.errors import DeadlineError, LiverError, ProtocolError
-from liver_hpc.protocol.messages import AnyMessage, Calls, Exit, Hears
+from liver_hpc.protocol.messages import AnyMessage, Calls, Exit, Hears, encode
 from liver_hpc.rendezvous.channel import (
+    ITSELF,
     Channel,
     ChannelClosed,
     ChannelRefused,
-    Numbered,
+    Part,
     connect,
 )
 from liver_hpc.run.directory import CoordinatorAddress, RunDirectory
@@ -30,90 +32,79 @@ _AGAIN_S = 0.2
 
 
 class Conversation:
-    """One end. Any thread may send; without a connection, what is sent is kept.
+    """One end. It makes the parts that somebody else sends; used by one thread at a time.
 
-    heard: the number of the other end's last message that was taken before; None where that is not
-    known, and the first number that comes is right. said: what this end has sent before.
+    who: the worker it is about, or ITSELF. heard: the number of the other end's last message that
+    was taken before; None where nothing is known of what was said before on either side, and the
+    first number that comes is right. said: what this end has sent before.
     """
 
-    def __init__(self, heard: int | None = 0, said: Iterable[AnyMessage] = ()) -> None:
+    def __init__(
+        self, who: int = ITSELF, heard: int | None = 0, said: Iterable[bytes] = ()
+    ) -> None:
+        self.who = who
         self.heard = heard
+        self._goes_on = heard is None
         self._safe = heard or 0
         self._kept = deque(enumerate(said, start=1))
         self._last = len(self._kept)
-        self._lock = threading.RLock()
-        self._channel: Channel | None = None
 
-    def send(self, message: AnyMessage) -> None:
-        """Sends it now, or when there is a connection. Raises ProtocolError for one that is too
-        long."""
-        with self._lock:
-            self._kept.append((self._last + 1, message))
-            try:
-                self._write(message, self._last + 1)
-            except ProtocolError:
-                self._kept.pop()
-                raise
-            self._last += 1
+    def say(self, data: bytes) -> Part:
+        """A message that reaches the other end once."""
+        self._last += 1
+        self._kept.append((self._last, data))
+        return Part(data, self._last, self._safe, self.who)
 
-    def tell(self, message: AnyMessage) -> None:
-        """Sends what may be lost; nothing where there is no connection."""
-        with self._lock:
-            self._write(message, 0)
+    def tell(self, data: bytes = b"") -> Part:
+        """A message that may be lost; without one, what is safe here."""
+        return Part(data, 0, self._safe, self.who)
 
-    def resume(self, channel: Channel, heard: int) -> None:
-        """Goes on over another connection, whose other end has taken all up to `heard`."""
-        with self._lock:
-            self._channel = channel
-            for number, message in tuple(self._kept):
-                if number > heard:
-                    self._write(message, number)
+    def resume(self, heard: int) -> Iterator[Part]:
+        """What is to be said again over another connection, whose other end has taken all up to
+        `heard`."""
+        if self._goes_on:  # behind what another one has said
+            self._goes_on = False
+            kept = [data for _, data in self._kept]
+            self._kept, self._last = deque(enumerate(kept, start=heard + 1)), heard + len(kept)
+        for number, data in self._kept:
+            if number > heard:
+                yield Part(data, number, self._safe, self.who)
 
-    def take(self, came: Numbered) -> bool:
+    def take(self, came: Part) -> bool:
         """Whether what came is new. Raises ProtocolError where something before it is missing."""
-        with self._lock:
-            while self._kept and self._kept[0][0] <= came.heard:
-                self._kept.popleft()
-            if came.number == 0:
-                return True
-            if self.heard is not None:
-                if came.number <= self.heard:
-                    return False
-                if came.number != self.heard + 1:
-                    raise ProtocolError(f"wanted message {self.heard + 1}, got {came.number}")
-            self.heard = came.number
-            return True
+        while self._kept and self._kept[0][0] <= came.heard:
+            self._kept.popleft()
+        if came.number == 0:
+            return bool(came.data)
+        if self.heard is not None:
+            if came.number <= self.heard:
+                return False
+            if came.number != self.heard + 1:
+                raise ProtocolError(f"wanted message {self.heard + 1}, got {came.number}")
+        self.heard = came.number
+        return True
 
     def is_safe(self, number: int) -> bool:
         """What was taken up to here need not be kept at the other end, which is told with the next
-        message; whether that is news."""
-        with self._lock:
-            news = number > self._safe
-            self._safe = max(self._safe, number)
+        part; whether that is news."""
+        news = number > self._safe
+        self._safe = max(self._safe, number)
         return news
-
-    def _write(self, message: AnyMessage, number: int) -> None:
-        if self._channel is not None:
-            try:
-                self._channel.send(message, number, self._safe)
-            except ChannelClosed:  # who receives from it finds out why
-                self._channel = None
 
 
 class Line:
-    """A caller's end: a worker's or an agent's. Any thread may send, one receives, which makes the
-    connection again where it breaks.
+    """An agent's end, for itself and for its workers. Any thread may send, one receives, which
+    makes the connection again where it breaks.
 
-    was_open: whether a coordinator has ever answered. call: what a connection begins with, from the
-    number of what was heard and the newest coordinator's. coordinator_s: how long it goes on
-    without a coordinator.
+    was_open: whether a coordinator has ever answered. call: what a connection begins with, but for
+    the numbers. coordinator_s: how long it goes on without a coordinator.
     """
 
     def __init__(
         self,
         run: RunDirectory,
         secret: bytes,
-        call: Callable[[int, int], Calls],
+        call: Callable[[], Calls],
         clock: Clock,
         control_s: float,
         coordinator_s: float,
@@ -125,9 +116,14 @@ class Line:
         self._clock = clock
         self._control_s = control_s
         self._coordinator_s = coordinator_s
-        self._conversation = Conversation()
+        self._saying = threading.RLock()
+        self._conversations = {ITSELF: Conversation()}
+        self._to_send: list[Part] = []
+        self._owed: set[int] = set()  # whose parts were taken, which the coordinator is to hear
         self._epoch = 0
         self._channel: Channel | None = None
+        self._stands = False
+        self._broken: ChannelClosed | None = None
         self._closing = threading.Event()
         self._told: Exit | None = None
         self._look_at_s = 0.0
@@ -142,33 +138,82 @@ class Line:
         except (ChannelClosed, DeadlineError) as error:
             self._call_again(error)
 
+    # ---- what is sent
+
+    def add(self, worker: int) -> None:
+        """A conversation that begins."""
+        with self._saying:
+            self._conversations[worker] = Conversation(worker)
+
+    def forget(self, worker: int) -> None:
+        """One that is over; what it has said may be lost."""
+        with self._saying:
+            self._conversations.pop(worker, None)
+            self._owed.discard(worker)
+
     def send(self, message: AnyMessage) -> None:
-        """It reaches the coordinator, or the one after it, once."""
-        self._conversation.send(message)
+        """Of the agent's own; it reaches the coordinator, or the one after it, once."""
+        self.say(encode(message))
+        self.flush()
 
-    def tell(self, message: AnyMessage) -> None:
-        """It may be lost."""
-        self._conversation.tell(message)
+    def say(self, data: bytes, who: int = ITSELF) -> None:
+        """As `send`; it goes with the next `flush`."""
+        with self._saying:
+            part = self._conversations[who].say(data)
+            if self._stands:  # else the next connection begins with it
+                self._to_send.append(part)
 
-    def receive(self, timeout_s: float | None = None) -> AnyMessage:
-        """The next message; None waits until there is one or no coordinator any more.
+    def tell(self, data: bytes, who: int) -> None:
+        """It may be lost; it goes with the next `flush`, if there is a connection."""
+        with self._saying:
+            if self._stands and who in self._conversations:
+                self._to_send.append(self._conversations[who].tell(data))
+
+    def flush(self) -> None:
+        """Sends what waits, in one frame."""
+        with self._saying:
+            parts, self._to_send = self._to_send, []
+            told = {part.who for part in parts}
+            owed, self._owed = self._owed - told, set()
+            parts += [self._conversations[who].tell() for who in owed]
+            if parts and self._channel is not None and self._stands:
+                self._channel.post(parts)
+
+    def beat(self) -> None:
+        """Sends a sign of life, and what is safe."""
+        with self._saying:
+            if self._stands:
+                self._to_send.append(self._conversations[ITSELF].tell())
+        self.flush()
+
+    # ---- what comes
+
+    def receive(self, timeout_s: float | None = None) -> list[tuple[int, bytes]]:
+        """What comes next that is new: to whom, and the message; nothing where the connection has
+        broken, which the next call makes again. None waits until there is something or no
+        coordinator any more.
 
         Raises DeadlineError after `timeout_s`, not counting what a new connection takes, and
         ChannelClosed where no coordinator has come for `coordinator_s`, the run has ended, or this
         end was closed.
         """
         limit_s = LOOK_S if timeout_s is None else timeout_s
+        if self._broken is not None:
+            self._call_again(self._broken)
+            self._broken = None
         while True:
             if self._told is not None:
-                return self._told
+                return [(ITSELF, encode(self._told))]
             assert self._channel is not None, "open comes first"
             try:
-                came = self._channel.receive_numbered(limit_s)
-                if self._conversation.take(came) and not isinstance(came.message, Hears):
-                    self._conversation.is_safe(came.number)
-                    return came.message
+                came = self._take(self._channel.receive_parts(limit_s))
+                if came:
+                    return came
             except ChannelClosed as error:
-                self._call_again(error)
+                with self._saying:
+                    self._stands, self._to_send = False, []
+                self._broken = error
+                return []
             except DeadlineError:
                 self._look_for_another()
                 if timeout_s is not None:
@@ -181,6 +226,17 @@ class Line:
             self._channel.close()
 
     # ---- in the thread that receives
+
+    def _take(self, parts: list[Part]) -> list[tuple[int, bytes]]:
+        came = []
+        with self._saying:
+            for part in parts:
+                conversation = self._conversations.get(part.who)
+                if conversation is not None and conversation.take(part):
+                    came.append((part.who, part.data))
+                    if part.number and conversation.is_safe(part.number):
+                        self._owed.add(part.who)
+        return came
 
     def _look_for_another(self) -> None:
         """A coordinator that stands still keeps its connections; another one is in the file."""
@@ -223,8 +279,12 @@ class Line:
         """Raises ChannelClosed, ChannelRefused, DeadlineError."""
         deadline = Deadline.after(self._clock, limit_s, "the coordinator's control channel")
         channel = connect(address, self._secret, limit_s, deadline.waits_for)
+        with self._saying:
+            heard = {who: each.heard or 0 for who, each in self._conversations.items()}
+        about_itself = heard.pop(ITSELF)
+        numbers = {"heard": about_itself, "workers": heard, "epoch": self._epoch}
         try:
-            channel.send(self._call(self._conversation.heard or 0, self._epoch))
+            channel.send(self._call().model_copy(update=numbers))
             answer = channel.receive(deadline.remaining_s())
         except (ChannelClosed, DeadlineError):
             channel.close()
@@ -240,4 +300,16 @@ class Line:
         if self._closing.is_set():
             channel.close()
         if isinstance(answer, Hears):
-            self._conversation.resume(channel, answer.heard)
+            self._resume(channel, answer)
+
+    def _resume(self, channel: Channel, answer: Hears) -> None:
+        """Workers' words come first: an agent speaks of their end."""
+        with self._saying:
+            parts: list[Part] = []
+            for who, conversation in self._conversations.items():
+                if who != ITSELF:
+                    parts += conversation.resume(answer.workers.get(who, 0))
+            parts += self._conversations[ITSELF].resume(answer.heard)
+            self._stands = True
+            if parts:
+                channel.post(parts)

@@ -21,7 +21,7 @@ import struct
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError
 
-GREETING = b"liver_hpc wire 4\0"
+GREETING = b"liver_hpc wire 5\0"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 ANSWER_BYTES = len(GREETING) + NONCE_BYTES + PROOF_BYTES

@@ -21,10 +21,9 @@ from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.recipes.specs import load_workers_recipe
-from liver_hpc.rendezvous.channel import ChannelClosed, connect
-from liver_hpc.rendezvous.conversation import Line
+from liver_hpc.rendezvous.channel import ChannelClosed
+from liver_hpc.rendezvous.local import Way, WorkersEnd
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.secret import read_secret
 from liver_hpc.worker.holder import LeftWorld
 from liver_hpc.worker.trainer import Trainer
 from liver_hpc.world import megatron, rehearsed
@@ -37,8 +36,8 @@ from liver_hpc.world.world import World
 log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
-EXIT_COORDINATOR_GONE = 4
-"""Exit status of a worker that no coordinator has talked to for `deadlines.coordinator_s`."""
+EXIT_AGENT_GONE = 4
+"""Exit status of a worker whose agent has closed its line."""
 
 
 class Worker:
@@ -49,8 +48,7 @@ class Worker:
     """
 
     _worker: int
-    _address: tuple[str, int]
-    _line: Line
+    _line: WorkersEnd
     _trainer: Trainer
 
     def __init__(self, run_directory: Path, layout: Layout, device: Device) -> None:
@@ -59,7 +57,6 @@ class Worker:
         imported_s, started_s = process_age_s(), clock.now_s()
         self._run = RunDirectory(run_directory)
         self._config = config = self._run.config()
-        self._secret = read_secret(self._run.secret_path)
         self._device = device
         self._recipe = recipe = load_workers_recipe(config, run_directory)
         recipe.open(run_directory)
@@ -79,19 +76,10 @@ class Worker:
             "rehearsal": self._booted_s - opened_s,
         }
 
-    def serve(self, worker: int, address: tuple[str, int]) -> NoReturn:
-        """Serves the coordinator at `address` until it says Exit, which ends the process."""
-        self._worker, self._address = worker, address
-        limits = self._config.deadlines
-        self._line = Line(
-            self._run,
-            self._secret,
-            lambda heard, epoch: m.Calls(worker=worker, heard=heard, epoch=epoch),
-            self._clock,
-            limits.control_s,
-            limits.coordinator_s,
-        )
-        self._line.open(address)
+    def serve(self, worker: int, coordinator: str, line: WorkersEnd) -> NoReturn:
+        """Serves the coordinator, on the host `coordinator`, at the other end of the line until it
+        says Exit, which ends the process."""
+        self._worker, self._line = worker, line
         install_sentinel(worker)
         self._trainer = Trainer(
             WorkerContext(
@@ -99,7 +87,7 @@ class Worker:
                 config=self._config,
                 recipe=self._recipe,
                 device=self._device,
-                network=Network(self._device, address_towards(address[0])),
+                network=Network(self._device, address_towards(coordinator)),
                 clock=self._clock,
                 send=self._send,
                 open_store=self._open_store,
@@ -183,30 +171,19 @@ class Worker:
         self._device.return_free_memory()
 
     def _open_store(self) -> ControlStore:
-        """At the coordinator that there is: another one knows nothing of the store."""
-        limits, found = self._config.deadlines, self._run.coordinator()
-        address = self._address if found is None else (found.host, found.port)
-        waits_for = "the coordinator's store"
-        channel = connect(address, self._secret, limits.control_s, waits_for)
-        return ControlStore(channel, limits.prepare_s)
+        return ControlStore(self._line.ask, self._config.deadlines.prepare_s)
 
     def _send(self, message: m.FromWorker) -> None:
-        if isinstance(message, m.Progress):
-            self._line.tell(message)
-        else:
-            self._line.send(message)
-
-    def _coordinator_gone(self, error: ChannelClosed) -> NoReturn:
-        log.error("the coordinator is gone: %s", error)
-        leave(EXIT_COORDINATOR_GONE)
+        self._line.send(message, Way.LATER if isinstance(message, m.Progress) else Way.ONCE)
 
     def _serve_control(self) -> None:
-        """The control thread; a worker that no longer hears any coordinator must not train on."""
+        """The control thread; a worker that is out of its agent's sight must not train on."""
         try:
             while True:
                 self._listen()
         except ChannelClosed as error:
-            self._coordinator_gone(error)
+            log.error("the agent is gone: %s", error)
+            leave(EXIT_AGENT_GONE)
         except Exception:
             log.exception("the control thread failed")
             leave(EXIT_FAILED)
@@ -217,7 +194,7 @@ class Worker:
         try:
             message = self._line.receive(self._config.deadlines.heartbeat_s / 4)
         except DeadlineError:
-            self._line.tell(m.Heartbeat(worker=self._worker, step=self._trainer.step))
+            self._line.send(m.Heartbeat(worker=self._worker, step=self._trainer.step), Way.LATER)
             return
         if isinstance(message, m.Exit):
             log.info("exit: %s", message.reason)

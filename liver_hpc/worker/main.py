@@ -23,10 +23,10 @@ from liver_hpc.cluster.network import (
     worker_network_environment,
 )
 from liver_hpc.config.load import load_run
-from liver_hpc.errors import LiverError
 from liver_hpc.host.process import collector_paused, take_core
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import put_first_on_path
+from liver_hpc.rendezvous.local import BOOTED, WorkersEnd
 
 if TYPE_CHECKING:
     from liver_hpc.worker.control import Worker
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 EXIT_FAILED = 1
 _MOST_SAID = 1000
 """Characters of its error that a worker hands its agent."""
-_MOST_TOLD_BYTES = 4096
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -50,18 +49,16 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     )
     quieten()
     try:
-        with socket.socket(fileno=int(os.environ["LIVER_AGENT_FD"])) as agent:
-            try:
-                worker = _boot(options.run_directory, Layout.parse(options.layout))
-            except Exception as error:
-                why = " ".join(f"{type(error).__name__}: {error}".split())
-                agent.send(why[:_MOST_SAID].encode())
-                raise
-            agent.send(b"booted")
-            told = json.loads(agent.recv(_MOST_TOLD_BYTES) or "null")
-        if told is None:
-            raise LiverError("the agent closed before it gave this worker an id")
-        worker.serve(int(told["worker"]), (told["host"], int(told["port"])))
+        line = WorkersEnd(socket.socket(fileno=int(os.environ["LIVER_AGENT_FD"])))
+        try:
+            worker = _boot(options.run_directory, Layout.parse(options.layout))
+        except Exception as error:
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            line.send_bytes(why[:_MOST_SAID].encode())
+            raise
+        line.send_bytes(BOOTED)
+        told = json.loads(line.receive_bytes())
+        worker.serve(int(told["worker"]), told["host"], line)
     except Exception:
         log.exception("worker failed")
         logging.shutdown()

@@ -54,7 +54,7 @@ class Driver:
         agent = (sys.executable, str(run_directory / "agent.py"))
         self.launcher = slurm_launcher(run_directory, config, commands, self.pool.use, agent)
         secret = read_secret(run_directory / "secret")
-        connections = ConnectionServer(Inbox(), StoreService(), control_s=10.0)
+        connections = ConnectionServer(Inbox(), StoreService(SystemClock()), control_s=10.0)
         self.server = ControlServer(CONTROL_ADDRESS, secret, connections.handle)
         host, port = self.server.address
         epoch = claim_epoch(run_directory)

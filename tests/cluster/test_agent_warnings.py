@@ -34,11 +34,11 @@ CONTROL_ADDRESS = "10.77.0.1"
 
 # Boots at once and has a child of its own; both note every 50 ms that they live.
 WORKER = """
-import json, os, subprocess, sys, time
+import json, os, struct, subprocess, sys, time
 rank, directory = os.environ["LIVER_LOCAL_RANK"], sys.argv[1]
 agent = int(os.environ["LIVER_AGENT_FD"])
-os.write(agent, b"booted")
-told = json.loads(os.read(agent, 4096))
+os.write(agent, struct.pack("!IB", 6, 0) + b"booted")
+told = json.loads(os.read(agent, struct.unpack("!IB", os.read(agent, 5))[0]))
 loop = "while :; do touch $0; sleep 0.05; done"
 subprocess.Popen(["/bin/sh", "-c", loop, f"{directory}/child-{rank}"])
 while True:

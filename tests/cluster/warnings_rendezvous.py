@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.protocol.messages import AnyMessage, Exit
+from liver_hpc.protocol.messages import AnyMessage, Exit, Hears
 from liver_hpc.rendezvous.base import Answer
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
 from liver_hpc.rendezvous.mpi.network import MpiNetwork
@@ -32,6 +32,8 @@ class Listener:
 
     def serve(self, channel: Channel) -> None:
         self.channels.append(channel)
+        channel.receive()  # its call
+        channel.send(Hears(heard=0, epoch=1))
         try:
             while True:
                 self._note(channel.receive())

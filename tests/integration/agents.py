@@ -44,27 +44,31 @@ DEADLINES = DeadlineSection(boot_s=20.0, meet_s=20.0, exit_s=1.0, coordinator_s=
 
 # Says that it has booted, reads its line, notes what it was given; then does as argv says.
 WORKER = """
-import json, os, signal, subprocess, sys, threading
+import json, os, signal, struct, subprocess, sys, threading
 from pathlib import Path
 directory, then = Path(sys.argv[1]), sys.argv[2]
 rank, agent = os.environ["LIVER_LOCAL_RANK"], int(os.environ["LIVER_AGENT_FD"])
+def say(data):
+    os.write(agent, struct.pack("!IB", len(data), 0) + data)
+def hear():
+    return os.read(agent, struct.unpack("!IB", os.read(agent, 5))[0])
 if then in ("boot fails", "slot 1 fails") and rank == "1":
     sys.exit(3)
 if then == "slot 1 hangs" and rank == "1":
     threading.Event().wait()
 if then == "boot is refused" and rank == "1":
-    os.write(agent, b"PlanError: no")
+    say(b"PlanError: no")
     sys.exit(1)
 if then == "talks" and rank == "1":
-    os.write(agent, b"hello there")
+    say(b"hello there")
 if then in ("stubborn", "never boots"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN if then == "stubborn" else signal.SIG_DFL)
     (directory / f"boots-{os.getpid()}").touch()
     threading.Event().wait()
 if then.startswith("boot fails") or then == "talks":
     threading.Event().wait()
-os.write(agent, b"booted")
-line = os.read(agent, 4096)
+say(b"booted")
+line = hear()
 note = {"told": json.loads(line), "pid": os.getpid(), "environment": dict(os.environ)}
 if then == "deaf":
     for signum in (signal.SIGHUP, signal.SIGTERM):

@@ -17,22 +17,10 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.channel import Channel
 from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.events import AgentEnded, Seat
+from tests.memory_channel import MemoryChannel
 from tests.memory_launcher import MemoryLauncher
 
 EXIT_S = 5.0
-
-
-class Line:
-    """An agent's channel, as far as it is sent to."""
-
-    def __init__(self) -> None:
-        self.sent: list[m.AnyMessage] = []
-
-    def send(self, message: m.AnyMessage, number: int = 0, heard: int = 0) -> None:
-        self.sent.append(message)
-
-    def close(self, reason: str = "") -> None:
-        pass
 
 
 class Book:
@@ -50,13 +38,17 @@ class Book:
     def launch(self, name: str, node: str = "n1", slots: tuple[int, ...] = (0,)) -> None:
         self.agents.launch(LaunchAgent(name, Seat(node, slots), Layout(1, 1, 1)))
 
-    def listens(self, agent: str) -> list[m.AnyMessage]:
+    def listens(self, agent: str) -> MemoryChannel:
         """What an agent is sent from now on."""
-        line = Line()
+        channel = MemoryChannel()
         assert self.agents.expects(agent)
-        self.registry.connect(agent, cast(Channel, line), heard=0, epoch=1)
-        line.sent.clear()
-        return line.sent
+        self.registry.connect(cast(Channel, channel), m.Calls(agent=agent), epoch=1)
+        channel.posted.clear()
+        return channel
+
+    def sent(self, channel: MemoryChannel) -> list[m.AnyMessage]:
+        self.registry.flush()
+        return [message for _, message in channel.messages]
 
     def ended(self) -> list[Any]:
         return list(self.agents.ended())
@@ -77,7 +69,7 @@ def test_a_later_launch_goes_to_the_agent_that_stays_on_the_node(book: Book) -> 
     book.launch("a1", slots=(2, 3))
     book.launch("a2", node="n2")
     assert book.started == ["a0", "a2"]
-    assert sent == [m.StartWorkers(launch="a1", slots=(2, 3), layout="tp1 pp1 dp1")]
+    assert book.sent(sent) == [m.StartWorkers(launch="a1", slots=(2, 3), layout="tp1 pp1 dp1")]
 
 
 def test_before_an_agent_can_be_told_another_one_is_started(book: Book) -> None:
@@ -94,7 +86,7 @@ def test_agents_that_do_not_stay_get_no_second_launch(tmp_path: Path) -> None:
     book.agents.end("a0", "of no more use")
     book.agents.kill("a1")
     assert book.started == ["a0", "a1"]
-    assert sent == [m.Exit(reason="of no more use")]
+    assert book.sent(sent) == [m.Exit(reason="of no more use")]
     assert book.ended() == [AgentEnded("a1", KILLED, "")]
 
 
@@ -134,7 +126,7 @@ def test_one_launch_is_ended_and_the_others_are_not(book: Book) -> None:
     book.launch("a1")
     book.agents.end("a1", "of no more use")
     book.agents.kill("a1")
-    assert sent[1:] == [
+    assert book.sent(sent)[1:] == [
         m.EndWorkers(launch="a1", reason="of no more use"),
         m.EndWorkers(launch="a1", reason="it has not ended by itself", at_once=True),
     ]
@@ -171,8 +163,8 @@ def test_a_node_that_goes_back_is_left_by_its_agent(book: Book) -> None:
     other = book.listens("a1")
     book.agents.heard(said("a0"))
     book.agents.give_back("n1")
-    assert sent == [m.Exit(reason="nothing is launched here any more")]
-    assert other == []
+    assert book.sent(sent) == [m.Exit(reason="nothing is launched here any more")]
+    assert book.sent(other) == []
     assert book.agents.leaving()
     book.launch("a2")  # the node was granted again at once
     assert book.started == ["a0", "a1", "a2"]
@@ -186,7 +178,8 @@ def test_at_the_end_all_agents_are_told(book: Book) -> None:
     book.launch("a1", node="n2")
     lines = [book.listens("a0"), book.listens("a1")]
     book.agents.dismiss_all()
-    assert [[type(message) for message in line] for line in lines] == [[m.Exit], [m.Exit]]
+    got = [[type(message) for message in book.sent(line)] for line in lines]
+    assert got == [[m.Exit], [m.Exit]]
 
 
 def test_warnings_of_an_agent_count_as_long_as_it_is_there(book: Book) -> None:
@@ -210,9 +203,9 @@ def test_launches_wait_for_an_agent_that_comes(book: Book) -> None:
     assert book.started == ["a0"]
     sent = book.listens("a0")
     book.agents.listens("a0")
-    assert [message.launch for message in sent] == ["a2", "a3"]  # type: ignore[union-attr]
+    assert [message.launch for message in book.sent(sent)] == ["a2", "a3"]  # type: ignore[union-attr]
     book.launch("a4")
-    assert len(sent) == 3
+    assert len(book.sent(sent)) == 3
 
 
 def test_an_agent_that_does_not_come_fails_its_launches(book: Book) -> None:

@@ -21,21 +21,35 @@ from liver_hpc.coordinator.connections import (
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.protocol.messages import (
     AgentHello,
-    AnyMessage,
     Calls,
     Exit,
     Hears,
+    Hello,
     Proceed,
     Stop,
+    StoreReply,
+    StoreRequest,
     Warned,
+    decode,
+    encode,
 )
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer, Numbered, connect
+from liver_hpc.rendezvous.channel import (
+    ITSELF,
+    Channel,
+    ChannelClosed,
+    ControlServer,
+    Part,
+    connect,
+)
+from liver_hpc.rendezvous.conversation import Conversation
+from tests.memory_channel import MemoryChannel
 
 pytestmark = pytest.mark.timeout(30)
 
 E = TypeVar("E", bound=InboxEvent)
 SECRET = b"s" * 32
 CALLS = Calls(agent="a7", launches=("a7",))
+BOOTED = Hello(worker=4, pid=18, host="n1", booted_s=0.0)
 HELLO = AgentHello(agent="a7", host="n1", pid=17, job="5", step="2")
 
 
@@ -44,7 +58,7 @@ class Caller:
 
     def __init__(self) -> None:
         self.inbox = Inbox()
-        connections = ConnectionServer(self.inbox, StoreService(), control_s=5.0)
+        connections = ConnectionServer(self.inbox, StoreService(FakeClock()), control_s=5.0)
         self.server = ControlServer("127.0.0.1", SECRET, connections.handle)
         self.channel: Channel = connect(self.server.address, SECRET, 5.0, "the coordinator")
 
@@ -66,31 +80,45 @@ def caller() -> Iterator[Caller]:
 def test_what_an_agent_does_is_news_in_the_order_in_which_it_happens(caller: Caller) -> None:
     warned = Warned(agent="a7", signal="TERM", at_s=3.0)
     caller.channel.send(CALLS)
-    for number, message in enumerate((HELLO, warned), start=1):
-        caller.channel.send(message, number, heard=0)
+    parts = [Part(encode(HELLO), 1), Part(encode(BOOTED), 1, who=4), Part(b"", heard=2, who=4)]
+    caller.channel.post(parts)
+    caller.channel.send(warned, 2, heard=0)
     called = caller.next(Called)
     assert called.calls == CALLS
-    assert caller.next(Said) == Said(called.channel, Numbered(HELLO, 1, 0))
-    assert caller.next(Said) == Said(called.channel, Numbered(warned, 2, 0))
+    assert caller.next(Said) == Said(
+        called.channel, tuple(zip(parts, (HELLO, BOOTED, None), strict=True))
+    )
+    assert caller.next(Said).came == ((Part(encode(warned), 2), warned),)
     caller.channel.close()
     closed = caller.next(Closed)
     assert closed.channel is called.channel
     assert "agent a7: closed by the other side" in closed.reason
 
 
-def test_a_worker_is_told_apart_by_its_call(caller: Caller) -> None:
-    caller.channel.send(Calls(worker=4))
-    called = caller.next(Called)
-    assert called.calls.worker == 4
-    called.channel.close()
-    assert "worker 4: closed on this side" in caller.next(Closed).reason
+def test_what_workers_ask_of_the_store_goes_there_and_is_answered_over_the_same_line(
+    caller: Caller,
+) -> None:
+    caller.channel.send(CALLS)
+    caller.next(Called)
+    asked = [
+        Part(encode(StoreRequest(number=n, operation=name, keys=("k",), value="MQ==")), who=w)
+        for n, name, w in ((5, "get", 4), (7, "set", 6))
+    ]
+    caller.channel.post(asked)
+    got = caller.channel.receive_parts(5.0)
+    assert [(part.who, decode(part.data)) for part in got] == [
+        (4, StoreReply(number=5, value="MQ==")),
+        (6, StoreReply(number=7)),
+    ]
+    caller.channel.close()
+    caller.next(Closed)
 
 
 def test_the_loop_reaches_the_agent_by_its_channel(caller: Caller) -> None:
     caller.channel.send(CALLS)
     called = caller.next(Called)
     registry = PeerRegistry(FakeClock())
-    registry.connect("a7", called.channel, heard=0, epoch=2)
+    registry.connect(called.channel, called.calls, epoch=2)
     registry.send(("a7",), Stop())
     registry.drop("a7", "over")
     got = [caller.channel.receive(5.0) for _ in range(3)]
@@ -117,7 +145,7 @@ def test_many_agents_at_once_are_each_their_own(caller: Caller) -> None:
 
 def test_who_never_speaks_is_no_event() -> None:
     inbox = Inbox()
-    connections = ConnectionServer(inbox, StoreService(), control_s=0.05)
+    connections = ConnectionServer(inbox, StoreService(FakeClock()), control_s=0.05)
     server = ControlServer("127.0.0.1", SECRET, connections.handle)
     silent = connect(server.address, SECRET, 5.0, "the coordinator")
     with pytest.raises(ChannelClosed):
@@ -129,81 +157,118 @@ def test_who_never_speaks_is_no_event() -> None:
 # ---- the registry
 
 
-class Line:
-    """A channel's end that keeps what is sent."""
-
-    def __init__(self, broken: bool = False) -> None:
-        self.sent: list[AnyMessage] = []
-        self.broken = broken
-        self.closed = False
-
-    def send(self, message: AnyMessage, number: int = 0, heard: int = 0) -> None:
-        if self.broken:
-            raise ChannelClosed("closed")
-        self.sent.append(message)
-
-    def close(self, reason: str = "") -> None:
-        self.closed = True
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
 
 
-def test_silence_is_noticed_of_each_worker_by_itself() -> None:
-    clock, lines = FakeClock(), [cast(Channel, Line()) for _ in range(2)]
-    registry = PeerRegistry(clock)
-    for worker, line in enumerate(lines):
-        registry.connect(worker, line, heard=0, epoch=1)
+@pytest.fixture
+def registry(clock: FakeClock) -> PeerRegistry:
+    """Agents "a" with the workers 0 and 1, and "b" with 2; nobody is connected."""
+    made = PeerRegistry(clock)
+    for worker, agent in enumerate("aab"):
+        made.add(worker, agent)
+    return made
+
+
+def connect_to(registry: PeerRegistry, agent: str, heard: int = 0, **workers: int) -> MemoryChannel:
+    """workers: by name, as w0."""
+    channel = MemoryChannel()
+    known = {int(name[1:]): number for name, number in workers.items()}
+    calls = Calls(agent=agent, heard=heard, workers=known)
+    registry.connect(cast(Channel, channel), calls, epoch=1)
+    return channel
+
+
+def lost(registry: PeerRegistry, channel: MemoryChannel) -> None:
+    registry.lost(cast(Channel, channel), "the link is down")
+
+
+def test_silence_is_noticed_of_each_by_itself(registry: PeerRegistry, clock: FakeClock) -> None:
+    channel = connect_to(registry, "a", w0=0, w1=0)
     clock.advance(20.0)
-    assert registry.peer_at(lines[0]) == 0
+    assert registry.agent_at(cast(Channel, channel)) == "a"
+    assert registry.take(0, Part(b"{}"))
     clock.advance(20.0)
-    assert registry.silent_workers(30.0) == [1]
+    assert registry.silent(30.0) == [1]
+    clock.advance(20.0)
+    assert registry.silent(30.0) == ["a", 0, 1]
+    assert registry.workers_of("a") == [0, 1]
     registry.excuse_all()
-    assert registry.silent_workers(30.0) == []
+    assert registry.silent(30.0) == []
 
 
-def test_a_message_reaches_all_that_can_be_reached() -> None:
-    registry, lines = PeerRegistry(FakeClock()), [Line(), Line(broken=True), Line()]
-    for worker, line in enumerate(lines):
-        registry.connect(worker, cast(Channel, line), heard=0, epoch=1)
-    registry.drop(2, "enough")
+def test_what_is_sent_to_all_goes_in_one_frame_to_each_agent(registry: PeerRegistry) -> None:
+    a, b = connect_to(registry, "a", w0=0, w1=0), connect_to(registry, "b", w2=0)
+    frames = a.frames
     registry.send((0, 1, 2, 9), Stop())
-    hears = Hears(heard=0, epoch=1)
-    assert [line.sent for line in lines] == [[hears, Stop()], [], [hears, Exit(reason="enough")]]
-    assert (lines[2].closed, registry.workers) == (True, [0, 1])
-    assert registry.peer_at(cast(Channel, lines[2])) is None
+    registry.send(("a",), Exit(reason="enough"))
+    registry.flush()
+    assert a.messages[1:] == [(0, Stop()), (1, Stop()), (ITSELF, Exit(reason="enough"))]
+    assert b.messages[1:] == [(2, Stop())]
+    assert a.frames == frames + 1
 
 
-def test_what_is_sent_to_one_who_is_away_waits_until_he_calls_again() -> None:
-    clock = FakeClock()
-    registry, first, second = PeerRegistry(clock), Line(), Line()
-    registry.connect(0, cast(Channel, first), heard=0, epoch=1)
+def test_who_is_dropped_is_told_to_go(registry: PeerRegistry) -> None:
+    a, b = connect_to(registry, "a", w0=0, w1=0), connect_to(registry, "b", w2=0)
+    registry.drop(1, "enough")
+    registry.drop("b", "over")
+    registry.flush()
+    assert a.messages[1:] == [(1, Exit(reason="enough"))]
+    assert b.messages[1:] == [(ITSELF, Exit(reason="over"))]
+    assert (a.closed, b.closed) == (False, True)
+    assert registry.workers == [0, 2]
+    assert registry.agent_at(cast(Channel, b)) is None
+
+
+def test_what_is_sent_to_one_who_is_away_waits_until_its_agent_calls_again(
+    registry: PeerRegistry, clock: FakeClock
+) -> None:
+    first = connect_to(registry, "a", w0=0)
     registry.send((0,), Stop())
-    assert registry.lost(cast(Channel, first), "the link is down") == 0
-    assert registry.away() == {0: "the link is down"}
-    assert registry.silent_workers(0.0) == []
+    registry.flush()
+    lost(registry, first)
+    assert registry.away() == dict.fromkeys(("a", 0, 1), "the link is down")
+    assert registry.silent(0.0) == []
     registry.send((0,), Proceed(generation=0))
     clock.advance(3.0)
-    assert registry.away_s(0) == 3.0
-    registry.connect(0, cast(Channel, second), heard=1, epoch=1)
-    assert second.sent == [Hears(heard=0, epoch=1), Proceed(generation=0)]
-    assert registry.away() == {}
-    assert registry.lost(cast(Channel, first), "late") is None
+    assert registry.away_s(0) == registry.away_s("a") == 3.0
+    second = connect_to(registry, "a", w0=1)
+    hears = Hears(heard=0, epoch=1, workers={0: 0})
+    assert second.messages == [(ITSELF, hears), (0, Proceed(generation=0))]
+    assert registry.away() == {1: "the link is down"}  # its agent did not speak of it
+    lost(registry, first)  # late
+    assert registry.away() == {1: "the link is down"}
 
 
-def test_who_calls_again_is_not_heard_on_his_former_connection() -> None:
-    registry, first, second = PeerRegistry(FakeClock()), Line(), Line()
-    registry.connect(0, cast(Channel, first), heard=0, epoch=1)
-    assert registry.take(0, Numbered(Stop(), 1, 0))
-    registry.connect(0, cast(Channel, second), heard=0, epoch=1)
+def test_who_calls_again_is_not_heard_on_his_former_connection(registry: PeerRegistry) -> None:
+    first = connect_to(registry, "a", w0=0)
+    assert registry.take(0, Part(b"{}", 1))
+    second = connect_to(registry, "a", w0=0)
     assert first.closed
-    assert registry.peer_at(cast(Channel, first)) is None
-    assert second.sent == [Hears(heard=1, epoch=1)]
-    assert not registry.take(0, Numbered(Stop(), 1, 0))  # said again
+    assert registry.agent_at(cast(Channel, first)) is None
+    assert second.messages == [(ITSELF, Hears(heard=0, epoch=1, workers={0: 1}))]
+    assert not registry.take(0, Part(b"{}", 1))  # said again
 
 
-def test_who_has_said_something_is_told_once_that_it_is_safe() -> None:
-    registry, line = PeerRegistry(FakeClock()), Line()
-    registry.connect(0, cast(Channel, line), heard=0, epoch=3)
-    assert registry.take(0, Numbered(Stop(), 1, 0))
+def test_a_worker_that_nobody_knows_is_told_to_go(registry: PeerRegistry) -> None:
+    channel = connect_to(registry, "a", w0=0, w7=3)
+    assert channel.messages[1:] == [(7, Exit(reason="it is not expected"))]
+    assert registry.workers == [0, 1, 2]
+
+
+def test_orders_go_on_behind_those_of_another_coordinator(registry: PeerRegistry) -> None:
+    registry.remember("c", Conversation(heard=None))
+    registry.send(("c",), Stop())
+    channel = connect_to(registry, "c", heard=4)
+    assert [part.number for part in channel.posted] == [0, 5]
+
+
+def test_who_has_said_something_is_told_once_that_it_is_safe(registry: PeerRegistry) -> None:
+    channel = connect_to(registry, "a", w0=0)
+    assert registry.take(0, Part(b"{}", 1))
     registry.is_safe(0, 1)
     for _ in range(2):
-        registry.tell_what_is_safe(3)
-    assert line.sent == [Hears(heard=0, epoch=3), Hears(heard=1, epoch=3)]
+        registry.tell_what_is_safe()
+    told = [(part.who, part.heard) for part in channel.posted[1:]]
+    assert told == [(0, 1), (ITSELF, 0)]  # and a sign of life

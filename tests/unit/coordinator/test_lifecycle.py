@@ -97,7 +97,7 @@ def test_a_first_worker_that_does_not_come_fails_the_run(make: Start, fault: Fau
 
 def test_a_run_whose_worker_refused_to_boot_says_why(make: Start) -> None:
     run = make(begin=False)
-    run.cluster.faults.fail_at(1, Phase.BOOT, Fault.DIE)
+    run.cluster.fallen_agents["a0"] = 87
     log = run.directory / "logs" / "agent-a0.log"
     log.parent.mkdir(exist_ok=True)
     why = "worker 1 of agent a0 failed in boot: PlanError: no (exit code 1)"

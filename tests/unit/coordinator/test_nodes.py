@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import time
 from typing import Any
 
 import pytest
 
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
-from liver_hpc.rendezvous.channel import Channel, connect
 from liver_hpc.run.agents import TERMINATED
 from liver_hpc.run.events import EndNear, NodeGone
 from liver_hpc.run.outcome import Outcome
 from tests.fakes import Fault
-from tests.unit.coordinator.live import LIMIT_S, SECRET, LiveRun, Start
+from tests.unit.coordinator.live import Start
 from tests.unit.coordinator.nodes import LONG_S, MAIN, POLICY, SPARE, burst, grown, on_two_nodes
 
 pytestmark = pytest.mark.timeout(60)
@@ -316,44 +313,14 @@ def test_the_end_of_an_allocation_that_may_not_be_queued_again_is_a_stop(make: S
         assert told.checkpoint == str(run.directory / "checkpoints")
 
 
-def agents_own_line(run: LiveRun, agent: str) -> Channel:
-    where = json.loads((run.directory / "coordinator.json").read_text())
-    line = connect((where["host"], where["port"]), SECRET, LIMIT_S, "the coordinator")
-    line.send(m.Calls(agent=agent))
-    line.send(m.AgentHello(agent=agent, host="test", pid=1), number=1)
-    return line
-
-
 def test_a_signal_of_an_agent_is_brought_before_the_pool(make: Start) -> None:
     run = on_two_nodes(make)
-    line = agents_own_line(run, "a1")
-    line.send(m.Warned(agent="a1", signal="TERM", at_s=1.0), number=2)
+    run.cluster.agents["a1"].say(m.Warned(agent="a1", signal="TERM", at_s=1.0))
     run.until(lambda: run.cluster.pool.signals == [("n2", "SIGTERM")], "the pool to hear of it")
-    line.close()
-
-
-def test_an_agent_that_does_not_say_how_its_worker_ended_does_not_delay_the_end(
-    make: Start,
-) -> None:
-    run = on_two_nodes(make)
-    agents = {run.coordinator.core.agents.agent_of(worker): worker for worker in (0, 1)}
-    line = agents_own_line(run, "a1")
-    run.until(lambda: "a1" in run.coordinator._registry, "the agent's line")
-    run.cluster.workers[agents["a1"]].channel.close()
-    run.until(lambda: run.coordinator._registry.away(), "the end of its worker to be noticed")
-    began_s = time.monotonic()
-    run.cluster.workers[agents["a0"]].channel.close()
-    assert run.outcome().state == "failed"
-    assert time.monotonic() - began_s < run.coordinator._config.deadlines.exit_s / 2
-    line.close()
 
 
 def test_an_agent_says_how_its_worker_ended(make: Start) -> None:
     run = on_two_nodes(make)
-    agent, lost = "a1", next(w for w in (0, 1) if run.coordinator.core.agents.node_of(w) == "n2")
-    line = agents_own_line(run, agent)
-    run.until(lambda: agent in run.coordinator._registry, "the agent's line")
-    run.cluster.workers[lost].channel.close()
-    line.send(m.WorkerEnded(agent=agent, worker=lost, how="signal 9"))
+    lost = next(w for w in (0, 1) if run.coordinator.core.agents.node_of(w) == "n2")
+    run.cluster.agents["a1"].say(m.WorkerEnded(agent="a1", worker=lost, how="signal 9"))
     assert run.outcome().reason == f"worker {lost} lost: signal 9"
-    line.close()

@@ -3,160 +3,158 @@
 from __future__ import annotations
 
 import base64
-import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import pytest
 
+from liver_hpc.clock import FakeClock
 from liver_hpc.coordinator.store import StoreService
-from liver_hpc.protocol.messages import StoreReply, StoreRequest
+from liver_hpc.protocol.messages import StoreReply, StoreRequest, decode
+from liver_hpc.rendezvous.channel import Part
 
 
 def text(value: str) -> str:
     return base64.b64encode(value.encode()).decode()
 
 
-class Waiter:
-    """A request in a thread of its own."""
+class Asker:
+    """One at the other end of a channel, who asks and keeps the replies."""
 
-    def __init__(self, store: StoreService, request: StoreRequest) -> None:
-        self.reply: StoreReply | None = None
-        self._thread = threading.Thread(target=self._run, args=(store, request), daemon=True)
-        self._thread.start()
+    def __init__(self, store: StoreService) -> None:
+        self._store = store
+        self._number = 0
+        self.replies: dict[int, StoreReply] = {}
+        self.frames = 0
 
-    def _run(self, store: StoreService, request: StoreRequest) -> None:
-        self.reply = store.perform(request)
+    def post(self, parts: Sequence[Part]) -> None:
+        self.frames += 1
+        for part in parts:
+            reply = decode(part.data)
+            assert isinstance(reply, StoreReply)
+            self.replies[reply.number] = reply
 
-    def result(self) -> StoreReply:
-        self._thread.join(10.0)
-        assert self.reply is not None, "the wait goes on"
-        return self.reply
+    def begin(self, operation: str, *keys: str, **fields: object) -> int:
+        """The number of a request, which may wait."""
+        self._number += 1
+        asked = {"number": self._number, "operation": operation, "keys": keys, **fields}
+        self._store.ask(self, [(3, StoreRequest.model_validate(asked))])
+        return self._number
+
+    def __call__(self, operation: str, *keys: str, **fields: object) -> StoreReply:
+        return self.replies[self.begin(operation, *keys, **fields)]
 
 
 @pytest.fixture
-def store() -> Iterator[StoreService]:
-    store = StoreService()
-    yield store
-    store.close()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
-def ask(store: StoreService, operation: str, *keys: str, **fields: object) -> StoreReply:
-    request = {"operation": operation, "keys": keys, **fields}
-    return store.perform(StoreRequest.model_validate(request))
+@pytest.fixture
+def store(clock: FakeClock) -> StoreService:
+    return StoreService(clock)
 
 
-def test_set_and_get(store: StoreService) -> None:
-    assert ask(store, "set", "a", value=text("1")) == StoreReply()
-    assert ask(store, "get", "a").value == text("1")
+@pytest.fixture
+def ask(store: StoreService) -> Asker:
+    return Asker(store)
 
 
-def test_add_counts_and_its_value_reads_as_decimal_text(store: StoreService) -> None:
-    assert ask(store, "add", "n", amount=3).number == 3
-    assert ask(store, "add", "n", amount=-1).number == 2
-    assert ask(store, "get", "n").value == text("2")
-    ask(store, "set", "n", value=text("40"))
-    assert ask(store, "add", "n", amount=2).number == 42
+def test_set_and_get(ask: Asker) -> None:
+    assert ask("set", "a", value=text("1")).error == ""
+    assert ask("get", "a").value == text("1")
+
+
+def test_add_counts_and_its_value_reads_as_decimal_text(ask: Asker) -> None:
+    assert ask("add", "n", amount=3).count == 3
+    assert ask("add", "n", amount=-1).count == 2
+    assert ask("get", "n").value == text("2")
+    ask("set", "n", value=text("40"))
+    assert ask("add", "n", amount=2).count == 42
 
 
 @pytest.mark.parametrize("value", [text("x"), "!!", ""])
-def test_add_to_what_is_no_number_is_an_error(store: StoreService, value: str) -> None:
-    ask(store, "set", "n", value=value)
-    assert ask(store, "add", "n", amount=1).error == "add to n: its value is not a number"
+def test_add_to_what_is_no_number_is_an_error(ask: Asker, value: str) -> None:
+    ask("set", "n", value=value)
+    assert ask("add", "n", amount=1).error == "add to n: its value is not a number"
 
 
-def test_check_wants_all_keys(store: StoreService) -> None:
-    ask(store, "set", "a")
-    assert ask(store, "check", "a").number == 1
-    assert ask(store, "check", "a", "b").number == 0
+def test_check_wants_all_keys(ask: Asker) -> None:
+    ask("set", "a")
+    assert ask("check", "a").count == 1
+    assert ask("check", "a", "b").count == 0
 
 
-def test_delete_says_whether_there_was_one(store: StoreService) -> None:
-    ask(store, "set", "a")
-    assert ask(store, "delete", "a").number == 1
-    assert ask(store, "delete", "a").number == 0
+def test_delete_says_whether_there_was_one(ask: Asker) -> None:
+    ask("set", "a")
+    assert ask("delete", "a").count == 1
+    assert ask("delete", "a").count == 0
 
 
-def test_an_operation_on_one_key_refuses_several(store: StoreService) -> None:
-    assert ask(store, "get", "a", "b").error == "get takes one key, got ['a', 'b']"
+def test_an_operation_on_one_key_refuses_several(ask: Asker) -> None:
+    assert ask("get", "a", "b").error == "get takes one key, got ['a', 'b']"
 
 
-def test_a_wait_ends_when_its_last_key_comes_and_holds_nobody_up(store: StoreService) -> None:
-    request = StoreRequest(operation="wait", keys=("a", "b"), timeout_s=10.0)
-    waiters = [Waiter(store, request) for _ in range(3)]
-    ask(store, "set", "a")
-    assert ask(store, "check", "a").number == 1
-    ask(store, "add", "b", amount=1)
-    assert [waiter.result().error for waiter in waiters] == ["", "", ""]
+def test_a_wait_ends_when_its_last_key_comes(ask: Asker) -> None:
+    waits = [ask.begin("wait", "a", "b", timeout_s=10.0) for _ in range(3)]
+    ask("set", "a")
+    assert not set(waits) & ask.replies.keys()
+    frames = ask.frames
+    ask("add", "b", amount=1)
+    assert [ask.replies[number].error for number in waits] == ["", "", ""]
+    assert ask.frames == frames + 1
 
 
-def test_a_get_waits_for_its_key(store: StoreService) -> None:
-    waiter = Waiter(store, StoreRequest(operation="get", keys=("a",), timeout_s=10.0))
-    ask(store, "set", "a", value=text("late"))
-    assert waiter.result().value == text("late")
+def test_a_get_waits_for_its_key(ask: Asker) -> None:
+    number = ask.begin("get", "a", timeout_s=10.0)
+    ask("set", "a", value=text("late"))
+    assert ask.replies[number].value == text("late")
 
 
-def test_a_wait_that_times_out_lists_the_missing_keys(store: StoreService) -> None:
-    ask(store, "set", "b")
-    reply = ask(store, "wait", "a", "b", "c", timeout_s=0.05)
-    assert reply.error == "waited 0.05 s; missing keys ['a', 'c']"
-    assert "missing keys ['a']" in ask(store, "get", "a", timeout_s=0.0).error
-
-
-def test_forget_drops_a_generations_keys_and_ends_its_waits(store: StoreService) -> None:
-    for key in ("g1/a", "g1/b", "g10/a", "g2/a"):
-        ask(store, "set", key)
-    waiter = Waiter(store, StoreRequest(operation="wait", keys=("g1/z",), timeout_s=10.0))
-    other = Waiter(store, StoreRequest(operation="wait", keys=("g2/z",), timeout_s=10.0))
-    while len(store._waits) < 2:  # both have to be waiting
-        threading.Event().wait(0.001)
-    store.forget("g1/")
-    assert waiter.result().error == "the keys under g1/ are gone; missing keys ['g1/z']"
-    kept = [key for key in ("g1/a", "g1/b", "g10/a", "g2/a") if ask(store, "check", key).number]
-    assert kept == ["g10/a", "g2/a"]
-    ask(store, "set", "g2/z")
-    assert other.result().error == ""
-
-
-def test_a_key_that_is_deleted_meanwhile_is_waited_for_again(store: StoreService) -> None:
-    waiter = Waiter(store, StoreRequest(operation="wait", keys=("a", "b"), timeout_s=10.0))
-    while not store._waits:
-        threading.Event().wait(0.001)
-    ask(store, "set", "a")
-    ask(store, "delete", "a")
-    ask(store, "set", "b")
-    assert waiter.reply is None
-    ask(store, "set", "a")
-    assert waiter.result().error == ""
+def test_a_wait_that_times_out_lists_the_missing_keys(
+    ask: Asker, store: StoreService, clock: FakeClock
+) -> None:
+    ask("set", "b")
+    number = ask.begin("wait", "a", "b", "c", timeout_s=5.0)
+    later = ask.begin("get", "a", timeout_s=6.0)
+    clock.advance(5.0)
+    store.expire()
+    assert ask.replies[number].error == "waited 5 s; missing keys ['a', 'c']"
+    assert later not in ask.replies
+    clock.advance(1.0)
+    store.expire()
+    assert "missing keys ['a']" in ask.replies[later].error
     assert not store._waits, "nothing is left of a wait that has ended"
 
 
-def test_a_wait_is_not_woken_for_the_keys_of_others(
-    store: StoreService, monkeypatch: pytest.MonkeyPatch
+def test_forget_drops_a_generations_keys_and_ends_its_waits(
+    ask: Asker, store: StoreService
 ) -> None:
-    """Workers by the thousand wait at once: each of them woken for every key is their square."""
-    woken = 0
-    notify = threading.Condition.notify
-
-    def counted(self: threading.Condition, n: int = 1) -> None:
-        nonlocal woken
-        woken += 1
-        notify(self, n)
-
-    waiters = [
-        Waiter(store, StoreRequest(operation="get", keys=(f"k{n}",), timeout_s=10.0))
-        for n in range(20)
-    ]
-    while len(store._waits) < len(waiters):
-        threading.Event().wait(0.001)
-    monkeypatch.setattr(threading.Condition, "notify", counted)
-    for n in range(20):
-        ask(store, "set", f"k{n}", value=text(str(n)))
-    monkeypatch.undo()
-    assert [waiter.result().value for waiter in waiters] == [text(str(n)) for n in range(20)]
-    assert woken <= 2 * len(waiters), "one each, and the threads' own ends"
+    for key in ("g1/a", "g1/b", "g10/a", "g2/a"):
+        ask("set", key)
+    gone, other = (ask.begin("wait", f"{g}/z", timeout_s=10.0) for g in ("g1", "g2"))
+    store.forget("g1/")
+    assert ask.replies[gone].error == "the keys under g1/ are gone; missing keys ['g1/z']"
+    kept = [key for key in ("g1/a", "g1/b", "g10/a", "g2/a") if ask("check", key).count]
+    assert kept == ["g10/a", "g2/a"]
+    ask("set", "g2/z")
+    assert ask.replies[other].error == ""
 
 
-def test_close_ends_every_wait(store: StoreService) -> None:
-    waiter = Waiter(store, StoreRequest(operation="wait", keys=("a",), timeout_s=10.0))
+def test_a_key_that_is_deleted_meanwhile_is_waited_for_again(
+    ask: Asker, store: StoreService
+) -> None:
+    number = ask.begin("wait", "a", "b", timeout_s=10.0)
+    ask("set", "a")
+    ask("delete", "a")
+    ask("set", "b")
+    assert number not in ask.replies
+    ask("set", "a")
+    assert ask.replies[number].error == ""
+    assert not store._waits, "nothing is left of a wait that has ended"
+
+
+def test_close_ends_every_wait(ask: Asker, store: StoreService) -> None:
+    number = ask.begin("wait", "a", timeout_s=10.0)
     store.close()
-    assert "the coordinator is shutting down" in waiter.result().error
+    assert "the coordinator is shutting down" in ask.replies[number].error
+    assert "the coordinator is shutting down" in ask("wait", "a", timeout_s=10.0).error

@@ -80,7 +80,6 @@ class MortalRun(LiveRun):
         self.config = config
         self.cluster.directory = RunDirectory(directory)
         self.cluster.coordinator_s = COORDINATOR_S
-        self.cluster.agents_talk = True
 
     def _run(self) -> None:
         while True:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from liver_hpc.clock import SystemClock
 from liver_hpc.config.load import dump_run
 from liver_hpc.coordinator.connections import ConnectionServer, Inbox
 from liver_hpc.coordinator.store import StoreService
@@ -35,7 +36,7 @@ def run_directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(run_directory: Path) -> Iterator[ControlServer]:
     secret = bytes.fromhex((run_directory / "secret").read_text(encoding="ascii"))
-    connections = ConnectionServer(Inbox(), StoreService(), control_s=0.2)
+    connections = ConnectionServer(Inbox(), StoreService(SystemClock()), control_s=0.2)
     server = ControlServer("127.0.0.1", secret, connections.handle)
     yield server
     server.close()
@@ -78,7 +79,7 @@ def test_it_goes_over_to_the_next_coordinator(run_directory: Path, server: Contr
     announce(run_directory, server)
     kept = Kept(run_directory)
     secret = bytes.fromhex((run_directory / "secret").read_text(encoding="ascii"))
-    connections = ConnectionServer(Inbox(), StoreService(), control_s=5.0)
+    connections = ConnectionServer(Inbox(), StoreService(SystemClock()), control_s=5.0)
     another = ControlServer("127.0.0.1", secret, connections.handle)
     assert not kept.ended.wait(0.2)
     server.close()

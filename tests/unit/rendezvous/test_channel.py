@@ -23,13 +23,21 @@ import pytest
 
 from liver_hpc.errors import DeadlineError, LiverError, ProtocolError
 from liver_hpc.host.process import raise_descriptor_limit
-from liver_hpc.protocol.messages import AnyMessage, Heartbeat, Reply, StatusRequest, StopRequest
+from liver_hpc.protocol.messages import (
+    AnyMessage,
+    Heartbeat,
+    Reply,
+    StatusRequest,
+    StopRequest,
+    encode,
+)
 from liver_hpc.rendezvous import channel as channel_module
 from liver_hpc.rendezvous.channel import (
     Channel,
     ChannelClosed,
     ChannelRefused,
     ControlServer,
+    Part,
     connect,
 )
 from liver_hpc.rendezvous.handshake import (
@@ -157,6 +165,54 @@ def test_many_threads_may_send_at_once() -> None:
     assert steps == {worker: list(range(50)) for worker in range(4)}
 
 
+def test_parts_of_several_arrive_in_one_frame_what_they_share_once() -> None:
+    frames: queue.SimpleQueue[list[Part]] = queue.SimpleQueue()
+
+    def collect(channel: Channel) -> None:
+        while True:
+            frames.put(channel.receive_parts())
+
+    long, beat = b"x" * 100_000, encode(BEAT)
+    parts = [Part(long, 3, 1, who=4), Part(long, 9, 2, who=5), Part(b"", heard=7), Part(beat, 1)]
+    with serving(collect) as server, connected(server) as channel:
+        sent = mock.Mock(wraps=channel._socket.send)
+        with mock.patch.object(channel, "_socket", mock.Mock(wraps=channel._socket, send=sent)):
+            channel.post(parts)
+        assert frames.get(timeout=5.0) == parts
+        assert len(sent.call_args.args[0]) < 1.1 * len(long)
+
+
+def test_what_is_posted_to_one_who_does_not_read_waits_for_it() -> None:
+    reads, heard = threading.Event(), queue.SimpleQueue[int]()
+
+    def slow(channel: Channel) -> None:
+        reads.wait(10)
+        while True:
+            heard.put(channel.receive_parts()[0].number)
+
+    with serving(slow) as server, connected(server) as channel:
+        began_s = time.monotonic()
+        for number in range(20):
+            channel.post([Part(b"x" * 2**20, number)])
+        channel.send(BEAT, number=20)
+        assert time.monotonic() - began_s < 5.0
+        assert channel._writer is not None
+        reads.set()
+        assert [heard.get(timeout=5.0) for _ in range(21)] == [*range(21)]
+
+
+def test_who_never_reads_what_is_posted_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "MOST_WAITING_BYTES", 2**20)
+    release = threading.Event()
+    with serving(lambda channel: [release.wait(10), None][1]) as server:
+        with connected(server) as channel:
+            for _ in range(20):
+                channel.post([Part(b"x" * 2**20)])
+            with pytest.raises(ChannelClosed, match="has not read"):
+                channel.receive(5.0)
+        release.set()
+
+
 def test_too_long_a_message_is_refused_by_its_sender_and_the_channel_lives() -> None:
     with serving() as server, connected(server) as channel:
         with pytest.raises(ProtocolError, match="at most 16777216"):
@@ -241,7 +297,7 @@ def test_a_peer_that_stands_still_within_a_message_is_given_up(
     release, ended = threading.Event(), threading.Event()
 
     def stall(channel: Channel) -> None:
-        channel._socket.sendall(struct.pack("!IQQ", 100, 0, 0) + b"only this")
+        channel._socket.sendall(struct.pack("!II", 100, 1) + b"only this")
         release.wait(10)
         ended.set()
 
@@ -612,11 +668,9 @@ def test_what_is_no_message_closes_that_channel_alone(
     with serving() as server, connected(server) as other:
         channel = connect(server.address, SECRET, 5.0, "the server")
         if junk == "too long":
-            channel._socket.sendall(struct.pack("!IQQ", channel_module.MAX_MESSAGE_BYTES + 1, 0, 0))
+            channel._socket.sendall(struct.pack("!II", channel_module.MAX_MESSAGE_BYTES + 99, 1))
         else:
-            size = struct.pack("!IQQ", len(data[junk]), 0, 0)
-            sealed = size + data[junk] + channel._seal.next(size, data[junk])
-            channel._write(lambda: sealed)
+            channel.post([Part(data[junk])])
         with pytest.raises(ChannelClosed):
             channel.receive(5.0)
         other.send(BEAT)
@@ -685,8 +739,8 @@ class Relay:
         frames: list[bytes] = []
         with contextlib.suppress(OSError, struct.error):
             while True:
-                head = source.recv(20, socket.MSG_WAITALL)
-                size = struct.unpack("!IQQ", head)[0] + SEAL_BYTES
+                head = source.recv(8, socket.MSG_WAITALL)
+                size = struct.unpack("!II", head)[0] + SEAL_BYTES
                 frames.append(head + source.recv(size, socket.MSG_WAITALL))
                 for frame in self._change(of_client, frames):
                     sink.sendall(frame)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.errors import DeadlineError, ProtocolError
-from liver_hpc.protocol.messages import AnyMessage, Calls, Exit, Finished, Hears, Heartbeat
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer, Numbered
+from liver_hpc.protocol.messages import Calls, Exit, Finished, Hears, encode
+from liver_hpc.rendezvous.channel import ITSELF, Channel, ChannelClosed, ControlServer, Part
 from liver_hpc.rendezvous.conversation import Conversation, Line
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
@@ -27,21 +27,8 @@ SECRET = b"s" * 32
 LIMIT_S = 5.0
 
 
-def said(step: int) -> Finished:
-    return Finished(worker=3, step=step)
-
-
-class Wire:
-    """A channel's end in memory, which breaks after so many messages."""
-
-    def __init__(self, lasts: int = 10**6) -> None:
-        self.sent: list[Numbered] = []
-        self.lasts = lasts
-
-    def send(self, message: AnyMessage, number: int = 0, heard: int = 0) -> None:
-        if len(self.sent) >= self.lasts:
-            raise ChannelClosed("it is broken")
-        self.sent.append(Numbered(message, number, heard))
+def said(step: int) -> bytes:
+    return encode(Finished(worker=3, step=step))
 
 
 @given(st.lists(st.integers(0, 6), max_size=12), st.integers(0, 2**32))
@@ -52,36 +39,42 @@ def test_whatever_breaks_each_message_is_taken_once_and_in_order(
     drawn, ours, theirs, taken = random.Random(seed), Conversation(), Conversation(), []
     number = 0
     for lasts in [*lasting, 10**6]:
-        wire = Wire(lasts)
-        ours.resume(wire, theirs.heard or 0)  # type: ignore[arg-type]
+        sent = [*ours.resume(theirs.heard or 0)]
         for _ in range(drawn.randrange(5)):
             number += 1
-            ours.send(said(number))
-        arrived = wire.sent[: drawn.randint(0, len(wire.sent))] if lasts < 10**6 else wire.sent
-        taken += [each.message for each in arrived if theirs.take(each)]
-        ours.take(Numbered(Hears(heard=0, epoch=1), 0, drawn.randint(0, theirs.heard or 0)))
+            sent.append(ours.say(said(number)))
+        arrived = sent[: drawn.randint(0, min(len(sent), lasts))] if lasts < 10**6 else sent
+        taken += [each.data for each in arrived if theirs.take(each)]
+        ours.take(Part(b"", 0, drawn.randint(0, theirs.heard or 0)))
     assert taken == [said(each) for each in range(1, number + 1)]
 
 
 def test_what_is_safe_at_the_other_end_is_kept_no_longer() -> None:
-    ours, wire = Conversation(said=[said(1), said(2)]), Wire()
-    ours.send(said(3))
-    assert ours.take(Numbered(Hears(heard=2, epoch=1), 0, 2))
-    ours.resume(wire, 0)  # type: ignore[arg-type]
-    assert wire.sent == [Numbered(said(3), 3, 0)]
+    ours = Conversation(who=3, said=[said(1), said(2)])
+    ours.say(said(3))
+    assert not ours.take(Part(b"", heard=2))
+    assert [*ours.resume(0)] == [Part(said(3), 3, 0, 3)]
     assert ours.is_safe(4)
     assert not ours.is_safe(4)
-    ours.tell(Heartbeat(worker=3, step=1))
-    assert wire.sent[-1] == Numbered(Heartbeat(worker=3, step=1), 0, 4)
+    assert ours.tell(b"a beat") == Part(b"a beat", 0, 4, 3)
+    assert ours.tell() == Part(b"", 0, 4, 3)
 
 
 def test_a_gap_is_an_error() -> None:
     ours = Conversation(heard=4)
     with pytest.raises(ProtocolError, match="wanted message 5, got 6"):
-        ours.take(Numbered(said(1), 6, 0))
-    unknown = Conversation(heard=None)
-    assert unknown.take(Numbered(said(1), 6, 0))
-    assert not unknown.take(Numbered(said(1), 6, 0))
+        ours.take(Part(said(1), 6))
+
+
+def test_one_that_goes_on_with_what_another_began_takes_its_numbers_from_the_other_end() -> None:
+    ours = Conversation(heard=None)
+    assert ours.take(Part(said(1), 6))
+    assert not ours.take(Part(said(1), 6))
+    for step in (1, 2):
+        ours.say(said(step))
+    assert [part.number for part in ours.resume(heard=5)] == [6, 7]
+    assert ours.say(said(3)).number == 8
+    assert [part.number for part in ours.resume(heard=7)] == [8]
 
 
 # ---- lines
@@ -95,7 +88,7 @@ class Coordinator:
         self.heard = heard
         self.exits = exits
         self.calls: queue.Queue[Calls] = queue.Queue()
-        self.came: queue.Queue[Numbered] = queue.Queue()
+        self.came: queue.Queue[Part] = queue.Queue()
         self.channels: list[Channel] = []
         self.server = ControlServer("127.0.0.1", SECRET, self._serve)
         host, port = self.server.address
@@ -108,35 +101,48 @@ class Coordinator:
         if self.exits:
             channel.send(Exit(reason="not expected"))
         else:
-            channel.send(Hears(heard=self.heard, epoch=self.epoch))
+            workers = dict.fromkeys(calls.workers, self.heard)
+            channel.send(Hears(heard=self.heard, epoch=self.epoch, workers=workers))
         self.channels.append(channel)
         self.calls.put(calls)
         while True:
-            came = channel.receive_numbered()
-            self.heard = max(self.heard, came.number)
-            self.came.put(came)
+            for came in channel.receive_parts():
+                self.heard = max(self.heard, came.number)
+                self.came.put(came)
+
+    def hears(self) -> tuple[int, bytes, int]:
+        """Who has said what, with which number."""
+        part = self.came.get(timeout=LIMIT_S)
+        return part.who, part.data, part.number
 
 
 class Called:
-    """A worker's line, and a thread that hears it. how: why it ended."""
+    """An agent's line, and a thread that hears it. how: why it ended."""
 
     def __init__(self, run: RunDirectory, coordinator_s: float = LIMIT_S) -> None:
-        def call(heard: int, epoch: int) -> Calls:
-            return Calls(worker=3, heard=heard, epoch=epoch)
-
-        self.line = Line(run, SECRET, call, SystemClock(), LIMIT_S, coordinator_s)
-        self.heard: queue.Queue[AnyMessage] = queue.Queue()
+        call = Calls(agent="a0", launches=("a0",))
+        self.line = Line(run, SECRET, lambda: call, SystemClock(), LIMIT_S, coordinator_s)
+        self.line.add(3)
+        self.heard: queue.Queue[tuple[int, bytes]] = queue.Queue()
         self.how = ""
+        self.broken = 0
         self.ended = threading.Event()
 
     def open(self, coordinator: Coordinator) -> None:
         self.line.open(coordinator.server.address)
         threading.Thread(target=self._listen, daemon=True).start()
 
+    def say(self, step: int, worker: int = 3) -> None:
+        self.line.say(said(step), worker)
+        self.line.flush()
+
     def _listen(self) -> None:
         try:
             while True:
-                self.heard.put(self.line.receive())
+                came = self.line.receive()
+                self.broken += not came
+                for each in came:
+                    self.heard.put(each)
         except ChannelClosed as error:
             self.how = str(error)
         self.ended.set()
@@ -157,21 +163,47 @@ def called(run: RunDirectory) -> Iterator[Called]:
 def test_a_line_goes_on_with_the_next_coordinator(run: RunDirectory, called: Called) -> None:
     first = Coordinator(run, 1)
     called.open(first)
-    assert first.calls.get(timeout=LIMIT_S) == Calls(worker=3, heard=0, epoch=0)
-    called.line.send(said(1))
-    assert first.came.get(timeout=LIMIT_S).message == said(1)
-    first.channels[0].send(said(9), number=1)
-    assert called.heard.get(timeout=LIMIT_S) == said(9)
+    want = Calls(agent="a0", launches=("a0",), workers={3: 0})
+    assert first.calls.get(timeout=LIMIT_S) == want
+    called.say(1)
+    assert first.hears() == (3, said(1), 1)
+    first.channels[0].post([Part(said(9), 1, who=3)])
+    assert called.heard.get(timeout=LIMIT_S) == (3, said(9))
     first.server.close()
-    called.line.send(said(2))
+    called.say(2)
+    called.line.send(Exit(reason="own"))
     second = Coordinator(run, 2, heard=0)  # it knows of nothing that was said
-    assert second.calls.get(timeout=LIMIT_S) == Calls(worker=3, heard=1, epoch=1)
-    got = [second.came.get(timeout=LIMIT_S) for _ in range(2)]
-    assert [(each.message, each.number) for each in got] == [(said(1), 1), (said(2), 2)]
-    second.channels[0].send(said(9), number=1)  # it had heard that
-    second.channels[0].send(said(10), number=2)
-    assert called.heard.get(timeout=LIMIT_S) == said(10)
+    want = want.model_copy(update={"workers": {3: 1}, "epoch": 1})
+    assert second.calls.get(timeout=LIMIT_S) == want
+    got = [second.hears() for _ in range(3)]
+    own = (ITSELF, encode(Exit(reason="own")), 1)
+    assert got == [(3, said(1), 1), (3, said(2), 2), own]  # the agent's own words are the last
+    second.channels[0].post([Part(said(9), 1, who=3)])  # it had heard that
+    second.channels[0].post([Part(said(10), 2, who=3), Part(said(11), 1, who=8)])
+    assert called.heard.get(timeout=LIMIT_S) == (3, said(10))
+    assert called.broken == 1
+    called.line.beat()
+    assert (3, 2) in {(part.who, part.heard) for part in (second.came.get() for _ in range(2))}
+    assert called.heard.empty()  # of a worker that is not there
     second.server.close()
+
+
+def test_what_is_said_goes_in_one_frame(run: RunDirectory, called: Called) -> None:
+    coordinator = Coordinator(run, 1)
+    called.open(coordinator)
+    coordinator.calls.get(timeout=LIMIT_S)
+    called.line.add(4)
+    called.line.say(said(1), 3)
+    called.line.tell(b"beat", 4)
+    called.line.tell(b"nobody's", 5)
+    assert coordinator.came.empty()
+    called.line.flush()
+    assert [coordinator.hears() for _ in range(2)] == [(3, said(1), 1), (4, b"beat", 0)]
+    called.line.forget(4)
+    called.line.tell(b"forgotten", 4)
+    called.say(2)
+    assert coordinator.hears() == (3, said(2), 2)
+    coordinator.server.close()
 
 
 def test_a_connection_that_breaks_is_made_again(run: RunDirectory, called: Called) -> None:
@@ -180,8 +212,8 @@ def test_a_connection_that_breaks_is_made_again(run: RunDirectory, called: Calle
     coordinator.calls.get(timeout=LIMIT_S)
     coordinator.channels[0].close("a link")
     assert coordinator.calls.get(timeout=LIMIT_S).epoch == 1
-    called.line.send(said(1))
-    assert coordinator.came.get(timeout=LIMIT_S).message == said(1)
+    called.say(1)
+    assert coordinator.hears() == (3, said(1), 1)
     coordinator.server.close()
 
 
@@ -205,7 +237,7 @@ def test_an_older_coordinator_is_not_believed(run: RunDirectory, called: Called)
 def test_who_is_not_expected_is_told_to_exit(run: RunDirectory, called: Called) -> None:
     coordinator = Coordinator(run, 1, exits=True)
     called.line.open(coordinator.server.address)
-    assert called.line.receive(LIMIT_S) == Exit(reason="not expected")
+    assert called.line.receive(LIMIT_S) == [(ITSELF, encode(Exit(reason="not expected")))]
     coordinator.server.close()
 
 
