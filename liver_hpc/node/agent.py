@@ -61,7 +61,7 @@ from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.secret import read_secret
 
 EXIT_COORDINATOR_GONE = 89
-"""The coordinator is gone, and workers had to be ended."""
+"""There is no coordinator any more; workers that lived were ended."""
 
 _WARM_MODULE = "liver_hpc.worker.warm"
 
@@ -130,7 +130,6 @@ class Agent:
         self._warm: WarmProcess | None = None
         self._line: Line | None = None  # once it has met
         self._early: list[m.WorkerEnded | m.LaunchEnded] = []  # before that
-        self._alone: Deadline | None = None  # once there is no coordinator any more
 
     def run(self) -> int:
         """The agent's exit code, or SystemExit with it where the agent is told to stop."""
@@ -138,11 +137,6 @@ class Agent:
             self._watch_parent()
             self._begin(self._plan.first)
             while self._goes_on():
-                alone = self._alone
-                if alone is not None and alone.expired():
-                    living = [w for launch in self._launches.values() for w in launch.living()]
-                    log.warning("workers %s go on without a coordinator", living)
-                    return EXIT_COORDINATOR_GONE
                 self._turn()
             return self._code
         finally:
@@ -152,7 +146,7 @@ class Agent:
         """Does what follows from what has happened; whether there is more to wait for."""
         for name, launch in list(self._launches.items()):
             self._look_at(name, launch)
-        stays = self._plan.stays and self._line is not None and self._alone is None
+        stays = self._plan.stays and self._line is not None
         return stays or bool(self._launches)
 
     def _end_all(self) -> None:
@@ -193,7 +187,7 @@ class Agent:
     def _turn(self) -> None:
         """Waits for the next events and deals with them. Raises SystemExit."""
         limits = [launch.remaining_s() for launch in self._launches.values()]
-        for deadline in (self._alone, self._flush_by, self._beat_by if self._line else None):
+        for deadline in (self._flush_by, self._beat_by if self._line else None):
             limits.append(None if deadline is None else deadline.remaining_s())
         ready = self._selector.select(min((s for s in limits if s is not None), default=None))
         self._awake()  # a signal says more than the ends that it may have led to
@@ -318,10 +312,7 @@ class Agent:
         elif launch in self._launches:
             self._met(self._launches[launch], news)
         elif isinstance(news, LiverError) and not launch:
-            log.info("the coordinator is gone: %s", news)
-            self._alone = Deadline.after(self._clock, self._limits.exit_s, "workers to end")
-            for each in self._launches.values():
-                each.stop(EXIT_COORDINATOR_GONE)
+            self._stop(f"the coordinator is gone: {news}", EXIT_COORDINATOR_GONE)
 
     def _met(self, launch: Launch, news: Answer | LiverError) -> None:
         if isinstance(news, Answer):
@@ -408,7 +399,7 @@ class Agent:
     def _signalled(self, signum: int) -> None:
         name = signal.Signals(signum).name
         line = self._line
-        heard = line is not None and line.was_open and self._alone is None
+        heard = line is not None and line.was_open
         if signum not in self._warnings or line is None or not heard:
             self._stop(f"stopped by {name}", 128 + signum)
         log.info("warned by %s", name)

@@ -181,6 +181,7 @@ class Run:
         self.directory = directory
         self.mark = mark
         self.launchers: list[Launcher] = []
+        self._next_worker = 4
         config = RunConfig(
             train=TrainSection(steps=1, global_batch=8),
             workers=WorkersSection(initial=2, max=8),
@@ -217,7 +218,8 @@ class Run:
         self.launchers.append(launcher)
         return launcher
 
-    def answer(self, who: Identity, first_worker: int = 4) -> Answer:
+    def answer(self, who: Identity) -> Answer:
+        first_worker, self._next_worker = self._next_worker, self._next_worker + who.workers
         return Answer(
             worker_ids=tuple(range(first_worker, first_worker + who.workers)),
             control_host=self.control[0],

@@ -52,7 +52,7 @@ def end(run: Run) -> int:
 def test_a_further_launch_meets_and_works_and_both_end_by_themselves(run: Run) -> None:
     staying(run)
     order(run, "a1", 2, 3)
-    assert [note["told"]["worker"] for note in run.notes((2, 3))] == [4, 5]  # type: ignore[index]
+    assert [note["told"]["worker"] for note in run.notes((2, 3))] == [5, 6]  # type: ignore[index]
     assert len(run.coordinator.said(AgentHello)) == 1
     os.kill(pid_in(run, 0), signal.SIGINT)
     (first,) = run.coordinator.wait_heard(LaunchEnded)

@@ -164,7 +164,7 @@ def test_a_worker_that_listens_to_nobody_is_killed(run: Run, options: tuple[str,
 
 
 @pytest.mark.parametrize("from_the_start", [True, False], ids=["never there", "gone"])
-def test_without_a_coordinator_workers_get_their_time_to_end_then_are_ended(
+def test_without_a_coordinator_the_agent_ends_and_all_its_workers(
     run: Run, from_the_start: bool
 ) -> None:
     if from_the_start:
@@ -178,29 +178,8 @@ def test_without_a_coordinator_workers_get_their_time_to_end_then_are_ended(
     assert run.wait_ended(run.launchers[0]) == EXIT_COORDINATOR_GONE
     log = run.log("agent-a0")
     assert "the coordinator is gone: " in log
-    assert "workers [0, 1] go on without a coordinator" in log
+    assert ": ending workers [0, 1]" in log
     assert run.alive() == []
-
-
-def test_workers_that_notice_by_themselves_end_by_themselves(run: Run) -> None:
-    run.set_deadline("exit_s", 20.0)
-    at_work(run, "works")
-    pids = [note["pid"] for note in run.notes()]
-    run.coordinator.close()
-    wait_for(lambda: "the coordinator is gone" in run.log("agent-a0"), "the agent to notice")
-    for pid in pids:
-        assert isinstance(pid, int)
-        os.kill(pid, signal.SIGINT)
-    assert run.wait_ended(run.launchers[0]) == 128 + signal.SIGINT
-    assert "go on without" not in run.log("agent-a0")
-
-
-def test_a_warning_without_a_coordinator_ends_the_agent(run: Run) -> None:
-    agent = at_work(run, "works")
-    run.coordinator.close()
-    wait_for(lambda: "the coordinator is gone" in run.log("agent-a0"), "the agent to notice")
-    os.kill(agent, signal.SIGTERM)
-    assert run.wait_ended(run.launchers[0]) == 128 + signal.SIGTERM
 
 
 @WITH

@@ -31,6 +31,7 @@ class _Armed:
 
     aborted = None
     bounded = False
+    generation = 1
 
     def __init__(self) -> None:
         self.armed = threading.Event()
