@@ -58,11 +58,11 @@ class HandoffMachine:
         self._deadlines = deadlines
         self._clock = clock
         self._nodes_of = nodes_of
-        self._history: deque[str] = deque(maxlen=HISTORY_EVENTS)
+        self._history: deque[tuple[Phase, Event]] = deque(maxlen=HISTORY_EVENTS)
 
     def handle(self, event: Event) -> list[Action]:
         """The answer to one event; ProtocolError when the present phase does not allow it."""
-        self._history.append(f"{self.phase}: {str(event)[:EVENT_TEXT_LENGTH]!r}")
+        self._history.append((self.phase, event))
         handler = _TABLE.get((self.phase, type(event)))
         if handler is None:
             raise self._unexpected(f"{type(event).__name__} in phase {self.phase}")
@@ -153,9 +153,10 @@ class HandoffMachine:
         saved = now.saved if now.saved is not None and now.saved.step == scalars.step else None
         if saved is not None and saved.problem:
             return self._abort(f"the way back cannot be written: {saved.problem}")
+        if len(now.scalars) < len(now.source_workers) or (bounded and saved is None):
+            return []
         told = now.participants if bounded else now.new_workers
-        all_stand = len(now.scalars) == len(now.source_workers)
-        if not told or not all_stand or (bounded and saved is None):
+        if not told:
             return []
         if bounded:
             now.freed = True
@@ -384,7 +385,8 @@ class HandoffMachine:
         return ProtocolError(f"handoff: unexpected {what}; {self._story()}")
 
     def _story(self) -> str:
-        return "events so far: " + " | ".join(self._history)
+        told = (f"{phase}: {str(event)[:EVENT_TEXT_LENGTH]!r}" for phase, event in self._history)
+        return "events so far: " + " | ".join(told)
 
 
 Handler = Callable[[HandoffMachine, Any], list[Action]]

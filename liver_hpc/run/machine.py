@@ -60,10 +60,11 @@ class Run(Lifecycle):
 
     def _settle(self, event: e.Event) -> None:
         """What follows from the event for nodes, launches and handoffs. A step changes none of
-        that, nor does an evaluation, unless the run file asks for something after it, and there are
-        many of them."""
+        that, nor does an evaluation, unless the run file asks for something after it, nor what one
+        of many workers says in a handoff that goes on, and there are many of them."""
         of_training = isinstance(event, m.StepDone | m.Evaluated | m.Verified | m.Saved)
-        if self._state is ENDED or (of_training and not self.elastic.queue.waiting):
+        of_attempt = isinstance(event, m.OfAttempt | m.Transports) and not self.handoffs.idle
+        if self._state is ENDED or of_attempt or (of_training and not self.elastic.queue.waiting):
             return
         if self._state is STARTING and self._may_launch and not self._launched:
             self._launch_first()
@@ -76,7 +77,8 @@ class Run(Lifecycle):
                 self._stop(to_disk.reason, checkpoint=True, then=Ending.RESTART)
             elif self.handoffs.idle and not catching_up:
                 self.standbys.look_after(self.world.rank_map.layout)
-        if self._may_launch:
+        comes = isinstance(event, m.Hello | e.AgentMet | e.AgentListens)
+        if self._may_launch and not (comes and self._state is STARTING):
             self.elastic.look_after_nodes()
 
     # ---- the start
