@@ -16,6 +16,7 @@ from liver_hpc.layout.tensors import EXP_AVG, PARAMETER, ModelSpec, TensorSpec
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.recipes.base import NoOptions, Recipe
+from liver_hpc.run.codec import RECORDS, rows_of
 from liver_hpc.run.entries import Entry, Event, decode, encode
 from liver_hpc.run.events import JournalFailed
 from liver_hpc.run.journal import Journal, Written
@@ -133,8 +134,9 @@ class WorkerScript:
         if fault is Fault.VOTE_NO:
             return [vote.model_copy(update={"ok": False, "reason": "told to"})]
         side = "sent" if vote.sent else "received"
-        value = f"{WRONG_DIGEST}{self.worker:08x}"
-        wrong = getattr(vote, side)[0].model_copy(update={"value": value})
+        first = getattr(vote, side)[0]
+        values = f"{WRONG_DIGEST}{self.worker:08x}{first.values[16:]}"
+        wrong = first.model_copy(update={"values": values})
         return [vote.model_copy(update={side: (wrong, *getattr(vote, side)[1:])})]
 
     def aborted_message(self, generation: int) -> m.Aborted:
@@ -201,9 +203,9 @@ class WorkerScript:
     def _good_vote(self) -> m.Vote:
         sent, received = (
             tuple(
-                m.PairDigest(peer=peer, kind=kind, value=f"{FULL_DIGEST:016x}")
-                for peer in peers
+                m.PairDigests(kind=kind, peers=peers, values=f"{FULL_DIGEST:016x}" * len(peers))
                 for kind in (PARAMETER, EXP_AVG)
+                if peers
             )
             for peers in self._peers()
         )
@@ -356,10 +358,11 @@ class JournalRecords:
     def _rows(self, kind: type[Any], table: str) -> list[Any]:
         rows = TypeAdapter(kind)
         return [
-            rows.validate_python(action["row"])
+            rows.validate_python(row)
             for entry in self.entries
             for action in entry.actions
-            if action["type"] == "record" and action["table"] == table
+            if action["type"] in RECORDS and action["table"] == table
+            for row in rows_of(action)
         ]
 
     @property

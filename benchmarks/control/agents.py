@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing.connection import Connection
+from typing import Any
 
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
@@ -64,7 +65,7 @@ def play(line: Connection, secret: bytes, agents: int, crossing: Crossing) -> No
     them."""
     selector = selectors.DefaultSelector()
     for _ in range(agents):
-        agent = _started(*line.recv(), secret)
+        agent = _started(line.recv(), secret)
         selector.register(agent.channel, selectors.EVENT_READ, agent)
     while agents:
         for key, _ in selector.select():
@@ -75,7 +76,8 @@ def play(line: Connection, secret: bytes, agents: int, crossing: Crossing) -> No
                 agents -= 1
 
 
-def _started(name: str, answer: Answer, secret: bytes) -> Agent:
+def _started(start: tuple[str, Answer], secret: bytes) -> Agent:
+    name, answer = start
     address = (answer.control_host, answer.control_port)
     agent = Agent(name, connect(address, secret, CONNECT_S, "the coordinator"))
     agent.channel.send(m.Calls(agent=name, launches=(name,)))
@@ -217,7 +219,7 @@ def _say_crossed(agent: Agent, worker: Worker, crossing: Crossing) -> None:
     scalars = m.ScalarState(
         step=worker.step, consumed_samples=worker.step, optimizer_step=0, loss_scale=1.0, seed=1
     )
-    about = {"worker": worker.number, "generation": worker.generation}
+    about: dict[str, Any] = {"worker": worker.number, "generation": worker.generation}
     agent.say(worker, m.AtBoundary(**about, scalars=scalars, last_step_ended_s=1.0))
     agent.say(worker, _vote(worker, crossing))
 
@@ -226,10 +228,10 @@ def _vote(worker: Worker, crossing: Crossing) -> bytes:
     """As text: models of thousands of digests would take longer here than at the coordinator."""
 
     def told(way: int) -> str:
+        peers = _peers(worker, crossing, way)
+        values = DIGEST * len(peers)
         return ",".join(
-            f'{{"peer":{peer},"kind":"{kind}","value":"{DIGEST}"}}'
-            for peer in _peers(worker, crossing, way)
-            for kind in crossing.kinds
+            f'{{"kind":"{kind}","peers":{peers},"values":"{values}"}}' for kind in crossing.kinds
         )
 
     return (
@@ -240,7 +242,7 @@ def _vote(worker: Worker, crossing: Crossing) -> bytes:
 
 
 def _say_stepped(agent: Agent, worker: Worker) -> None:
-    about = {"worker": worker.number, "generation": worker.generation}
+    about: dict[str, Any] = {"worker": worker.number, "generation": worker.generation}
     agent.say(worker, m.FirstStep(**about, started_s=1.0, ended_s=2.0))
     released = m.Released(**about, file_descriptors=99, resident_bytes=10**9, released_s=1.0)
     agent.say(worker, released)

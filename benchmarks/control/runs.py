@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import psutil
 
 from benchmarks.control.agents import Crossing, play
-from benchmarks.planner.cases import MODEL, NODE_WORKERS, nodes_of
 from benchmarks.gpt_spec import gpt_spec
+from benchmarks.planner.cases import MODEL, NODE_WORKERS, nodes_of
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.launcher import LaunchedAgent, Launcher
 from liver_hpc.cluster.pool import NodePool
@@ -189,7 +189,7 @@ class ManyWorkers:
         poll_until(lambda: self._coordinator.core.state is TRAINING, late)
         self.boot_s = time.perf_counter() - began_s
         where = json.loads((directory / COORDINATOR_FILE).read_text())
-        self._port = where["port"]
+        self._port: int = where["port"]
         address = (where["host"], self._port)
         self._operator = connect(address, SECRET, LIMIT_S, "the coordinator")
 
@@ -241,7 +241,7 @@ class ManyWorkers:
         """Connections to the coordinator's port but for the operator's."""
         mine = psutil.Process().net_connections("tcp")
         ours = [one for one in mine if one.laddr.port == self._port]
-        return sum(one.status == psutil.CONN_ESTABLISHED for one in ours) - 1
+        return len([one for one in ours if one.status == psutil.CONN_ESTABLISHED]) - 1
 
     def _ask(self, request: ResizeRequest | StopRequest) -> None:
         self._operator.send(request)

@@ -233,12 +233,10 @@ class _Workers:
         return []
 
     def _vote(self, worker: int) -> m.Vote:
-        def told(peers: Iterable[int]) -> tuple[m.PairDigest, ...]:
-            return tuple(
-                m.PairDigest(peer=peer, kind=kind, value="0" * 16)
-                for peer in peers
-                for kind in self._kinds
-            )
+        def told(peers: Iterable[int]) -> tuple[m.PairDigests, ...]:
+            of = tuple(peers)
+            values = "0" * 16 * len(of)
+            return tuple(m.PairDigests(kind=kind, peers=of, values=values) for kind in self._kinds)
 
         return m.Vote(
             worker=worker,

@@ -260,10 +260,15 @@ def _told(
     }
 
 
-def _pair_digests(digests: Iterable[Mapping[tuple[int, str], int]]) -> tuple[m.PairDigest, ...]:
+def _pair_digests(digests: Iterable[Mapping[tuple[int, str], int]]) -> tuple[m.PairDigests, ...]:
     """The digests of all parts, as a vote tells them."""
+    of_kinds: dict[str, dict[int, int]] = defaultdict(dict)
+    for each in digests:
+        for (peer, kind), value in sorted(each.items()):
+            of_kinds[kind][peer] = value
     return tuple(
-        m.PairDigest(peer=peer, kind=kind, value=f"{value:016x}")
-        for each in digests
-        for (peer, kind), value in sorted(each.items())
+        m.PairDigests(
+            kind=kind, peers=tuple(told), values="".join(f"{v:016x}" for v in told.values())
+        )
+        for kind, told in of_kinds.items()
     )

@@ -9,10 +9,11 @@ it is, as the strings "NaN", "Infinity" and "-Infinity".
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from liver_hpc.layout.coordinates import Layout, RankMap
 
@@ -71,16 +72,27 @@ class ClassDigest(_Frozen):
     value: str
 
 
-class PairDigest(_Frozen):
-    """Sum over the boxes of one kind of state that crossed between two workers, modulo 2**64.
+class PairDigests(_Frozen):
+    """Sums over the boxes of one kind of state that crossed between the teller and each of `peers`,
+    modulo 2**64.
 
-    `peer` is the worker at the other end, or the teller itself for what it copied within its own
-    memory; `value` is 16 hex digits.
+    A peer is the worker at the other end, or the teller itself for what it copied within its own
+    memory; `values` has 16 hex digits for each.
     """
 
-    peer: int
     kind: str
-    value: str
+    peers: tuple[int, ...]
+    values: str
+
+    @model_validator(mode="after")
+    def _has_as_many(self) -> PairDigests:
+        if len(self.values) != 16 * len(self.peers):
+            raise ValueError(f"wanted 16 digits for each of {len(self.peers)} peers")
+        return self
+
+    def items(self) -> Iterator[tuple[int, str]]:
+        for number, peer in enumerate(self.peers):
+            yield peer, self.values[16 * number : 16 * (number + 1)]
 
 
 class HeldSnapshot(_Frozen):
@@ -234,8 +246,8 @@ class Vote(_InWorld, type="vote"):
     ok: bool
     reason: str = ""
     spec: str = ""
-    sent: tuple[PairDigest, ...] = ()
-    received: tuple[PairDigest, ...] = ()
+    sent: tuple[PairDigests, ...] = ()
+    received: tuple[PairDigests, ...] = ()
     source: tuple[ClassDigest, ...] = ()
     target: tuple[ClassDigest, ...] = ()
     started_s: float | None = None

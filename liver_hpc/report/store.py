@@ -9,6 +9,7 @@ from typing import Any
 
 from liver_hpc.errors import ConfigError
 from liver_hpc.report.hdf5 import failure_text, read_hdf5, write_hdf5
+from liver_hpc.run.codec import RECORDS, rows_of
 from liver_hpc.run.entries import COORDINATOR_STARTED, JOURNAL_FILE, STEP_DONE, read_entries
 from liver_hpc.run.records import TABLES, RunRecords, StepRecord
 
@@ -53,8 +54,8 @@ def read_journal(path: Path) -> RunRecords:
             elif kind == COORDINATOR_STARTED:
                 attributes = event["attributes"]
             for action in actions:
-                if action["type"] == "record" and (name := action["table"]) in TABLES:
-                    tables[name].append(_record(TABLES[name], action["row"]))
+                if action["type"] in RECORDS and (name := action["table"]) in TABLES:
+                    tables[name] += (_record(TABLES[name], row) for row in rows_of(action))
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path}, entry {number}: {error}; another version of liver_hpc wrote it"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.actions import Send as Send
@@ -133,6 +135,21 @@ class Record:
 
 
 @dataclass(frozen=True)
+class RecordAll:
+    """Rows of one table of the metrics, of many workers or of their pairs: what each field has in
+    each of them."""
+
+    kind: type[Row]
+    columns: Mapping[str, Sequence[Any]]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> RecordAll:
+        """Of at least one row."""
+        kind = type(rows[0])
+        return cls(kind, {f.name: [getattr(row, f.name) for row in rows] for f in fields(kind)})
+
+
+@dataclass(frozen=True)
 class StepPhase:
     """The step that was just done was no undisturbed one; see `records.StepRecord.phase`."""
 
@@ -189,6 +206,7 @@ Action = (
     | ForgetGeneration
     | Remember
     | Record
+    | RecordAll
     | StepPhase
     | Note
     | Log

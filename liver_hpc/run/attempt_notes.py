@@ -15,7 +15,6 @@ from liver_hpc.protocol.events import Event, Requested, StateSaved, WorkerLost
 from liver_hpc.run.records import (
     CrossingRecord,
     ReconfigurationRecord,
-    TrafficRecord,
     WorkerPhaseRecord,
 )
 
@@ -121,21 +120,36 @@ class AttemptNotes:
             pause_s=self.pause_s(),
             stayers_file_descriptors=max((each.file_descriptors for each in stayers), default=0),
             stayers_resident_bytes=max((each.resident_bytes for each in stayers), default=0),
-            bytes_between_nodes=sum(
-                sent.bytes
-                for sent in self.traffic()
-                if node_of(sent.sender) != node_of(sent.receiver)
-            ),
+            bytes_between_nodes=self._bytes_between(node_of),
             checkpointed_s=self.saved_s.get(step, math.nan),
             spares=len(self.request.here),
         )
 
-    def traffic(self) -> list[TrafficRecord]:
-        return [
-            TrafficRecord(self.generation, worker, receiver, num_bytes)
-            for worker, message in sorted(self.said(m.Prepared).items())
+    def _bytes_between(self, node_of: Callable[[int], str]) -> int:
+        """Bytes that go to another node."""
+        sent = self.said(m.Prepared)
+        nodes = {worker: node_of(worker) for worker in {*sent, *self.target_workers}}
+        return sum(
+            num_bytes
+            for worker, message in sent.items()
             for receiver, num_bytes in message.bytes_to.items()
-        ]
+            if nodes[worker] != nodes[receiver]
+        )
+
+    @property
+    def target_workers(self) -> tuple[int, ...]:
+        return self.target.workers if self.target is not None else ()
+
+    def traffic(self) -> dict[str, list[int]]:
+        """The columns of `TrafficRecord`: who sends how much to whom, by sender."""
+        sent = sorted(self.said(m.Prepared).items())
+        receivers = [receiver for _, message in sent for receiver in message.bytes_to]
+        return {
+            "generation": [self.generation] * len(receivers),
+            "sender": [worker for worker, message in sent for _ in message.bytes_to],
+            "receiver": receivers,
+            "bytes": [num for _, message in sent for num in message.bytes_to.values()],
+        }
 
     def crossings(self) -> list[CrossingRecord]:
         """Where the time of each worker that voted went. By worker."""
@@ -177,20 +191,24 @@ class AttemptNotes:
         A phase that a worker began and never ended has a NaN for its end.
         """
         source = self.request.source.rank_map.workers
-        target = self.target.workers if self.target is not None else ()
+        target = self.target_workers
+        ended_s = self._ended_s()
+        last_ended_s = max(ended_s.values(), default=math.nan)
         return [
             WorkerPhaseRecord(self.generation, worker, node_of(worker), *span)
             for worker in sorted({*source, *target, *self.said(m.Hello)})
-            for span in self._spans(worker)
+            for span in self._spans(worker, ended_s, last_ended_s)
         ]
 
-    def _spans(self, worker: int) -> Iterator[Span]:
+    def _spans(
+        self, worker: int, source_ended_s: Mapping[int, float], last_ended_s: float
+    ) -> Iterator[Span]:
         hello = self.said(m.Hello).get(worker)
         if hello is not None:
             yield "boot", hello.booted_s - sum(hello.boot_timings_s.values()), hello.booted_s
         if self.target is not None:
             yield from self._prepare(worker)
-            yield from self._cross(worker)
+            yield from self._cross(worker, source_ended_s, last_ended_s)
 
     def _prepare(self, worker: int) -> Iterator[Span]:
         began_s, message = self.entered_s[Phase.PREPARE], self.said(m.Prepared).get(worker)
@@ -203,12 +221,13 @@ class AttemptNotes:
         yield "prepare", began_s, alone_until_s
         yield "connect", alone_until_s, ended_s
 
-    def _cross(self, worker: int) -> Iterator[Span]:
+    def _cross(
+        self, worker: int, source_ended_s: Mapping[int, float], last_ended_s: float
+    ) -> Iterator[Span]:
         """From the boundary on; to a joiner nothing moves before the last worker stands there."""
-        source_ended_s = self._ended_s()
         if not source_ended_s:
             return
-        moving_s = source_ended_s.get(worker, max(source_ended_s.values()))
+        moving_s = source_ended_s.get(worker, last_ended_s)
         vote, first = self.said(m.Vote).get(worker), self.said(m.FirstStep).get(worker)
         began_s = vote.started_s if vote is not None else None
         yield "transfer", moving_s, math.nan if began_s is None else began_s
@@ -239,7 +258,7 @@ class AttemptNotes:
 
     def _stays(self, worker: int) -> bool:
         both = (self.request.source.rank_map, self.target)
-        return all(world is not None and worker in world.workers for world in both)
+        return all(w is not None and w.coordinate_of(worker) is not None for w in both)
 
     def _entered_s(self, phase: Phase) -> float:
         return self.entered_s.get(phase, math.nan)

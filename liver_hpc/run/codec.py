@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.run.actions import Action, Record
+from liver_hpc.run.actions import Action, Record, RecordAll
 from liver_hpc.run.entries import Entry
 from liver_hpc.run.events import Event, Memory
 from liver_hpc.run.records import TABLES
+
+RECORD_ALL = "record_all"
+RECORDS = ("record", RECORD_ALL)
 
 _TABLES = {kind: name for name, kind in TABLES.items()}
 
@@ -28,9 +31,25 @@ def name_of(kind: type) -> str:
 def encode(item: Event | Action) -> dict[str, Any]:
     """Plain values, with a `type` to be known by."""
     if isinstance(item, Record):
-        row = to_jsonable_python(item.row)
-        return {"type": "record", "table": _TABLES[type(item.row)], "row": row}
-    return {"type": name_of(type(item)), **to_jsonable_python(item)}
+        return {"type": "record", "table": _TABLES[type(item.row)], "row": _plain(item.row)}
+    if isinstance(item, RecordAll):
+        columns = _plain(item.columns)
+        return {"type": RECORD_ALL, "table": _TABLES[item.kind], "columns": columns}
+    return {"type": name_of(type(item)), **_plain(item)}
+
+
+def _plain(value: Any) -> Any:
+    return to_jsonable_python(value, inf_nan_mode="strings")
+
+
+def rows_of(action: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows that a record, or one of many, has for its table."""
+    if action["type"] == RECORD_ALL:
+        columns = action["columns"]
+        for values in zip(*columns.values(), strict=True):
+            yield dict(zip(columns, values, strict=True))
+    else:
+        yield action["row"]
 
 
 _EVENTS = {name_of(kind): TypeAdapter[Event](kind) for kind in get_args(Event)}

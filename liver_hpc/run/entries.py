@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
+
+from pydantic_core import to_json
 
 from liver_hpc.errors import ConfigError
 
@@ -30,7 +31,6 @@ STEPS_DROPPED = "steps_dropped"
 
 _READ_BYTES = 2**20
 _CRC_BYTES = len(b',"crc":"1a2b3c4d"}\n')
-_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 Event = Mapping[str, Any]
 
@@ -55,27 +55,14 @@ class Entry(NamedTuple):
 def encode(
     number: int, at_s: float, event: Event, actions: Sequence[Event] = (), said: int = 0
 ) -> bytes:
-    """The entry's line. Raises TypeError for what JSON does not know."""
+    """The entry's line. Raises ValueError for what JSON does not know."""
     document: dict[str, Any] = {"n": number, "t": at_s, "event": event}
     if actions:
         document["actions"] = actions
     if said:
         document["said"] = said
-    try:
-        text = _ENCODER.encode(document)
-    except ValueError:
-        text = _ENCODER.encode(_spelled(document))
-    body = text[:-1].encode("ascii")
+    body = to_json(document, inf_nan_mode="strings")[:-1]
     return b'%s,"crc":"%08x"}\n' % (body, crc32(body))
-
-
-def _spelled(value: Any) -> Any:
-    """Every float that is not finite as its word."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {name: _spelled(inner) for name, inner in value.items()}
-    return [*map(_spelled, value)] if isinstance(value, list | tuple) else value
 
 
 def read_entries(path: Path) -> Iterator[Entry]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any
 
 from liver_hpc.clock import Deadline
 from liver_hpc.config.schema import RunConfig
@@ -28,7 +27,15 @@ from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.machine import HandoffMachine
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run import events as e
-from liver_hpc.run.actions import Action, End, Ending, ForgetGeneration, Log, Note, Record
+from liver_hpc.run.actions import (
+    Action,
+    End,
+    Ending,
+    ForgetGeneration,
+    Log,
+    Note,
+    Record,
+)
 from liver_hpc.run.agents import Agents
 from liver_hpc.run.decide import Estimates, Place
 from liver_hpc.run.elastic import ElasticPolicy
@@ -98,7 +105,7 @@ class Lifecycle:
             config.workers.standby,
             agents_apart=workers_per_agent is not None,
         )
-        self.recorder = RunRecorder(self._record, self._clock, self.agents.node_of)
+        self.recorder = RunRecorder(self._out.append, self._clock, self.agents.node_of)
         nodes = HeldNodes(self.agents, workers_per_agent)
         self.handoffs = Handoffs(
             HandoffMachine(config.limits, self._clock.present, self.agents.nodes_of),
@@ -114,7 +121,7 @@ class Lifecycle:
                 RequestQueue(config, check_layout),
                 nodes,
                 Estimates(LayoutPolicy(config, model), estimator, model, place),
-                NoticeBook(self._record),
+                NoticeBook(lambda row: self._out.append(Record(row))),
             ),
             self.handoffs,
             self._out,
@@ -158,9 +165,6 @@ class Lifecycle:
     def _story(self) -> str:
         lines = (f"{state}: {str(event)[:EVENT_TEXT_LENGTH]!r}" for state, event in self._history)
         return "events so far: " + " | ".join(lines)
-
-    def _record(self, row: Any) -> None:
-        self._out.append(Record(row))
 
     def _note(self, text: str) -> None:
         self._out.append(Note(text))

@@ -11,8 +11,14 @@ from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Event, Requested
 from liver_hpc.protocol.messages import Evaluated, Progress, StepDone, Transports
+from liver_hpc.run.actions import Record, RecordAll
 from liver_hpc.run.attempt_notes import AttemptNotes
-from liver_hpc.run.records import EvaluationRecord, NetworkRecord, ReconfigurationRecord, Row
+from liver_hpc.run.records import (
+    EvaluationRecord,
+    NetworkRecord,
+    ReconfigurationRecord,
+    TrafficRecord,
+)
 
 
 class RunRecorder:
@@ -20,7 +26,7 @@ class RunRecorder:
 
     def __init__(
         self,
-        add: Callable[[Row], None],
+        add: Callable[[Record | RecordAll], None],
         clock: Clock,
         node_of: Callable[[int], str] = lambda worker: "",
     ) -> None:
@@ -62,7 +68,7 @@ class RunRecorder:
         self.last_evaluation = EvaluationRecord(
             done.step, done.generation, done.loss, done.batches, done.started_s, done.ended_s
         )
-        self._add(self.last_evaluation)
+        self._add(Record(self.last_evaluation))
 
     def connected(self, message: Transports) -> None:
         """A worker says what its collectives use; recorded once all of its world have said so."""
@@ -75,14 +81,13 @@ class RunRecorder:
         self.transports[message.generation] = tuple(kinds)
         for kind in kinds:
             users = [each for each in told.values() if kind in each.kinds]
-            self._add(
-                NetworkRecord(
-                    generation=message.generation,
-                    transport=kind,
-                    hosts=",".join(sorted({each.host for each in users})),
-                    detail=" | ".join(sorted({f"{each.host}: {each.detail}" for each in users})),
-                )
+            record = NetworkRecord(
+                generation=message.generation,
+                transport=kind,
+                hosts=",".join(sorted({each.host for each in users})),
+                detail=" | ".join(sorted({f"{each.host}: {each.detail}" for each in users})),
             )
+            self._add(Record(record))
 
     def attempt_begins(self, request: Requested, notice_s: float) -> None:
         """From here on steps count as disturbed; `notice_s` is when the request was made."""
@@ -102,9 +107,13 @@ class RunRecorder:
         assert notes is not None
         record = notes.record(ended, now_s, self.steps_done, self._node_of)
         phases = notes.worker_phases(self._node_of)
-        rows: list[Row] = [record, *notes.traffic(), *phases, *notes.crossings()]
-        for row in rows:
-            self._add(row)
+        self._add(Record(record))
+        traffic = notes.traffic()
+        if traffic["bytes"]:
+            self._add(RecordAll(TrafficRecord, traffic))
+        for rows in (phases, notes.crossings()):
+            if rows:
+                self._add(RecordAll.of(rows))
         self._wake = ("release" if ended.outcome == "completed" else "prepare", now_s)
         self.completed += ended.outcome == "completed"
         self.aborted += ended.outcome != "completed"

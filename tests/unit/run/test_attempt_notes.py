@@ -144,7 +144,11 @@ def test_traffic_is_what_the_workers_say_they_send() -> None:
     notes = noted()
     for worker in (2, 1, 0):
         prepare(notes, worker, 17.0)
-    assert [(t.sender, t.receiver, t.bytes) for t in notes.traffic()] == [(0, 2, 30), (1, 2, 30)]
+    sent = notes.traffic()
+    assert [*zip(sent["sender"], sent["receiver"], sent["bytes"], strict=True)] == [
+        (0, 2, 30),
+        (1, 2, 30),
+    ]
 
 
 def test_bytes_by_receiver_survive_the_wire() -> None:

@@ -14,7 +14,7 @@ from liver_hpc.run import actions as a
 from liver_hpc.run import entries
 from liver_hpc.run import events as e
 from liver_hpc.run.actions import Ending
-from liver_hpc.run.codec import encode, name_of
+from liver_hpc.run.codec import encode, name_of, rows_of
 from liver_hpc.run.events import (
     EndNear,
     Node,
@@ -37,7 +37,7 @@ from tests.unit.report.rows import reconfiguration, recovery
 from tests.unit.run.replay import decode_event, plain
 
 SCALARS = m.ScalarState(step=3, consumed_samples=24, optimizer_step=3, loss_scale=1.0, seed=7)
-PAIR = m.PairDigest(peer=1, kind="main", value="00000000000000ff")
+PAIR = m.PairDigests(kind="main", peers=(1,), values="00000000000000ff")
 DIGEST = m.ClassDigest(kind="main", tp_replicated=True, multi_stage=False, value="00000000000000ff")
 HELD = m.HeldSnapshot(
     generation=1,
@@ -123,6 +123,7 @@ RECORDS: list[Row] = [
 ACTIONS: list[a.Action] = [
     a.Launch((a.LaunchAgent("a0", Seat("n1", (0, 1)), Layout(2, 1, 2)),)),
     a.Admit("a0", (0, 1)),
+    a.RecordAll.of([TrafficRecord(1, 0, 1, 10), TrafficRecord(1, 1, 0, 20)]),
     a.TurnAway("a0", "not expected"),
     a.EndAgent("a0", "of no more use"),
     a.KillAgent("a0"),
@@ -181,6 +182,15 @@ def test_every_action_is_written_as_plain_values(action: a.Action) -> None:
     assert through_a_journal(e.Tick(), [action]).actions == [plain(values)]
     assert plain(plain(values)) == plain(values)
     assert values["type"] == name_of(type(action))
+
+
+def test_rows_of_many_are_written_by_column_and_come_back() -> None:
+    rows = [WorkerPhaseRecord(1, worker, "n1", "boot", 1.0, math.nan) for worker in range(3)]
+    values = encode(a.RecordAll.of(rows))
+    assert (values["table"], values["columns"]["worker"]) == ("worker_phases", [0, 1, 2])
+    back = [*rows_of(plain(values))]
+    assert back == [plain(encode(a.Record(row)))["row"] for row in rows]
+    assert [*rows_of(encode(a.Record(rows[0])))] == [encode(a.Record(rows[0]))["row"]]
 
 
 def test_a_row_is_written_with_its_table() -> None:

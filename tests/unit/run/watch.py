@@ -157,7 +157,7 @@ class Watch:
     def _voted(self, vote: m.Vote) -> None:
         """Of what the played workers report all is well, or one digest is a `WRONG_DIGEST`."""
         digests = (*vote.sent, *vote.received)
-        right = not any(digest.value.startswith(WRONG_DIGEST) for digest in digests)
+        right = not any(told.values.startswith(WRONG_DIGEST) for told in digests)
         if vote.ok and right:
             self._yes.add((vote.generation, vote.worker))
 
