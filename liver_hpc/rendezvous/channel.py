@@ -264,9 +264,10 @@ class Channel:
                 size, count = _HEAD.unpack(head)
                 heads_bytes = count * _PART.size
                 fits = heads_bytes <= size <= MAX_MESSAGE_BYTES + heads_bytes
-                body = self._read(size) if fits and heads_bytes <= MAX_MESSAGE_BYTES else b""
-                seal = self._read(SEAL_BYTES) if body or not size else b""
-                sealed = bool(seal) and hmac.compare_digest(seal, self._their_seal.next(head, body))
+                fits = fits and heads_bytes <= MAX_MESSAGE_BYTES
+                rest = self._read(size + SEAL_BYTES) if fits else b""
+                body, seal = rest[:size], rest[size:]
+                sealed = fits and hmac.compare_digest(seal, self._their_seal.next(head, body))
             if sealed:
                 return list(_parts(body, count))
             reason = f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES}"

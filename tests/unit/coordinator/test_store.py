@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -23,15 +23,20 @@ class Asker:
     def __init__(self, store: StoreService) -> None:
         self._store = store
         self._number = 0
-        self.replies: dict[int, StoreReply] = {}
+        self._replies: dict[int, StoreReply] = {}
         self.frames = 0
+
+    @property
+    def replies(self) -> dict[int, StoreReply]:
+        self._store.flush()
+        return self._replies
 
     def post(self, parts: Sequence[Part]) -> None:
         self.frames += 1
         for part in parts:
             reply = decode(part.data)
             assert isinstance(reply, StoreReply)
-            self.replies[reply.number] = reply
+            self._replies[reply.number] = reply
 
     def begin(self, operation: str, *keys: str, **fields: object) -> int:
         """The number of a request, which may wait."""
@@ -41,7 +46,8 @@ class Asker:
         return self._number
 
     def __call__(self, operation: str, *keys: str, **fields: object) -> StoreReply:
-        return self.replies[self.begin(operation, *keys, **fields)]
+        number = self.begin(operation, *keys, **fields)
+        return self.replies[number]
 
 
 @pytest.fixture
@@ -50,8 +56,10 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def store(clock: FakeClock) -> StoreService:
-    return StoreService(clock)
+def store(clock: FakeClock) -> Iterator[StoreService]:
+    made = StoreService(clock, gather_s=1000.0)  # a test says when
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -101,7 +109,7 @@ def test_a_wait_ends_when_its_last_key_comes(ask: Asker) -> None:
     frames = ask.frames
     ask("add", "b", amount=1)
     assert [ask.replies[number].error for number in waits] == ["", "", ""]
-    assert ask.frames == frames + 1
+    assert ask.frames == frames + 1  # with that of who has added
 
 
 def test_a_get_waits_for_its_key(ask: Asker) -> None:
