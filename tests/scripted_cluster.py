@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from liver_hpc.cluster.pool import NodePool
 from liver_hpc.coordinator.connections import InboxClosed
 from liver_hpc.errors import DeadlineError, MeetingError, ProtocolError
 from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.node.agent import GATHER_S
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.base import Answer, Identity
@@ -39,7 +41,7 @@ class WorkersLine:
     def send(self, message: m.FromWorker) -> None:
         if not self._closed:
             self._agent.line.say(m.encode(message), self._worker)
-            self._agent.line.flush()
+            self._agent.said.set()
 
     def put(self, data: bytes) -> None:
         self._came.put(data)
@@ -167,6 +169,8 @@ class ScriptedAgent:
         self.name = request.agent
         self._cluster = cluster
         self._request = request
+        self.said = threading.Event()
+        self._over = False
         self._launches: set[str] = set()
         self._workers: dict[int, ScriptedWorker] = {}
         self.line = Line(
@@ -189,7 +193,16 @@ class ScriptedAgent:
         with contextlib.suppress(ProtocolError):
             self.line.send(message)
 
+    def _gather(self) -> None:
+        """What workers say goes together, as that of real agents does."""
+        while not self._over:
+            self.said.wait()
+            self.said.clear()
+            time.sleep(GATHER_S)
+            self.line.flush()
+
     def _serve(self, answer: Answer) -> int:
+        self._cluster.in_thread(self._gather)
         self.say(m.AgentHello(agent=self.name, host="test", pid=1))
         try:
             if self._request.seat.slots:
@@ -209,6 +222,8 @@ class ScriptedAgent:
         finally:
             for played in self._workers.values():
                 played.channel.close()
+            self._over = True
+            self.said.set()
             self.line.close()
 
     def _obey(self, order: m.AnyMessage) -> None:

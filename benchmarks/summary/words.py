@@ -88,6 +88,13 @@ FIGURES: dict[str, dict[str, str]] = {
         "booted worker's",
         "handoff_peak_over_max_world_both": "the same where both worlds are held",
     },
+    "control": {
+        "handoff_control_s": "control path of a handoff of 4,096 workers on 512 nodes, which answer "
+        "at once, s",
+        "handoff_control_cpu_s": "CPU time of the coordinator in it, s",
+        "coordinator_sockets": "connections to the coordinator, over the number of agents",
+        "growth_1024_to_4096": "time for 4,096 workers over that for 1,024",
+    },
     "planner": {
         "plan_s_1024": "seconds in which one worker of 1,024 plans a handoff of a 405B model",
         "plan_s_16384": "the same of 16,384",

@@ -38,7 +38,7 @@ from liver_hpc.coordinator.store import StoreService
 from liver_hpc.coordinator.takeover import Left
 from liver_hpc.errors import LiverError, ProtocolError
 from liver_hpc.protocol import messages as m
-from liver_hpc.rendezvous.channel import ITSELF, Channel, ChannelClosed, ControlServer
+from liver_hpc.rendezvous.channel import ITSELF, Channel, ChannelClosed, ControlServer, Part
 from liver_hpc.rendezvous.conversation import Conversation
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
@@ -108,7 +108,7 @@ class Coordinator:
         )
         self._journal = services.open_journal(self._inbox.put)
         self._held: deque[tuple[int, list[a.Action]]] = deque()
-        self._unsafe: deque[tuple[int, Peer, int]] = deque()  # entries, and whose words they are
+        self._unsafe: deque[tuple[int, int, int]] = deque()  # entries, and whose words they are
         self._next_request = 0 if left is None else left.requests
         self._journal_failed = False
         self._hang_up: Sequence[Callable[[], None]] = ()
@@ -322,9 +322,9 @@ class Coordinator:
 
     # ---- the core
 
-    def _feed(self, event: e.Event | None, said: tuple[Peer, int] | None = None) -> None:
+    def _feed(self, event: e.Event | None, said: Sequence[tuple[int, int]] = ()) -> None:
         """What has happened, if anything, into the core; what that decides is performed once the
-        journal has it. said: whose words it is, and their number."""
+        journal has it. said: which workers' words it is, and their numbers."""
         if event is None:
             return
         at_s = self._clock.now_s()
@@ -333,9 +333,9 @@ class Coordinator:
         if isinstance(event, e.Tick) and not actions:
             return
         encoded = [encode(each) for each in actions]
-        number = self._journal.append(at_s, encode(event), encoded, said[1] if said else 0)
-        if said is not None:
-            self._unsafe.append((number, *said))
+        own = said[0][1] if len(said) == 1 else 0
+        number = self._journal.append(at_s, encode(event), encoded, own)
+        self._unsafe.extend((number, *word) for word in said)
         if actions:
             self._held.append((number, actions))
         if self._journal_failed:
@@ -370,27 +370,50 @@ class Coordinator:
         self._agents.called(calls.agent, calls.launches)
 
     def _said(self, said: Said) -> None:
+        """What has come at once; what workers say of a handoff is one event."""
         agent = self._registry.agent_at(said.channel)
         if agent is None:
             return  # somebody who was struck off
+        together: list[tuple[m.OfAttempt | m.Transports, int]] = []
         for part, message in said.came:
             peer = agent if part.who == ITSELF else part.who
-            if peer not in self._registry and not self._is_first_word(peer, agent, message):
+            if not self._is_new(peer, agent, part, message) or message is None:
                 continue
-            try:
-                if not self._registry.take(peer, part) or message is None:
-                    continue  # it was said before
-            except ProtocolError as error:
-                log.error("%s: %s", said.channel.peer, error)
-                self._registry.drop(peer, str(error))
-                if isinstance(peer, int):
-                    self._worker_gone(peer, str(error))
+            if isinstance(message, m.OfAttempt | m.Transports) and message.worker == peer:
+                self._log_times(message)
+                together.append((message, part.number))
                 continue
+            self._feed_together(together)
             if isinstance(peer, int):
                 self._worker_said(peer, message, part.number)
             else:
                 self._registry.is_safe(peer, part.number)
                 self._agent_said(peer, message)
+        self._feed_together(together)
+
+    def _is_new(self, peer: Peer, agent: str, part: Part, message: m.AnyMessage | None) -> bool:
+        """Whether a part is to be looked at; of who breaks the rules nothing is any more."""
+        if peer not in self._registry and not self._is_first_word(peer, agent, message):
+            return False
+        try:
+            return self._registry.take(peer, part)
+        except ProtocolError as error:
+            log.error("agent %s: %s", agent, error)
+            self._registry.drop(peer, str(error))
+            if isinstance(peer, int):
+                self._worker_gone(peer, str(error))
+            return False
+
+    def _feed_together(self, said: list[tuple[m.OfAttempt | m.Transports, int]]) -> None:
+        """Once; the list is empty afterwards."""
+        if len(said) == 1:
+            ((message, number),) = said
+            self._feed(message, ((message.worker, number),))
+        elif said:
+            messages, numbers = zip(*said, strict=True)
+            words = tuple((message.worker, number) for message, number in said)
+            self._feed(e.SaidTogether(messages, numbers), words)
+        said.clear()
 
     def _is_first_word(self, peer: Peer, agent: str, message: m.AnyMessage | None) -> bool:
         """Of a worker that is expected, whose conversation begins; another one is told to go."""
@@ -430,10 +453,6 @@ class Coordinator:
         if getattr(message, "worker", None) != worker:
             self._feed(e.ShellFailed(f"worker {worker} sent {message}"))
             return
-        timings_s = getattr(message, "timings_s", {})
-        if timings_s:
-            took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in timings_s.items())
-            log.info("worker %d %s: %s", worker, message.type, took)
         match message:
             case m.Heartbeat():
                 pass
@@ -444,12 +463,12 @@ class Coordinator:
             case m.Hello():
                 took = ", ".join(f"{part} {s:.2f} s" for part, s in message.boot_timings_s.items())
                 log.info("worker %d on %s has booted: %s", worker, message.host, took)
-                self._feed(message, (worker, number))
+                self._feed(message, ((worker, number),))
             case m.Saved() | m.Restored() | m.NotRestored():
-                self._feed(message, (worker, number))
+                self._feed(message, ((worker, number),))
                 self._saved_or_restored(message)
             case _ if isinstance(message, e.FromWorker):
-                self._feed(message, (worker, number))
+                self._feed(message, ((worker, number),))
             case _:
                 self._feed(e.ShellFailed(f"worker {worker}: unexpected {message.type}"))
 
@@ -469,6 +488,12 @@ class Coordinator:
     def _worker_gone(self, worker: int, reason: str) -> None:
         self._registry.drop(worker, reason)
         self._feed(e.WorkerGone(worker, reason))
+
+    def _log_times(self, message: m.OfAttempt | m.Transports) -> None:
+        timings_s = getattr(message, "timings_s", {})
+        if timings_s:
+            took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in timings_s.items())
+            log.info("worker %d %s: %s", message.worker, message.type, took)
 
     # ---- checkpoints
 

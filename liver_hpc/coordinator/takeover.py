@@ -63,6 +63,9 @@ class Left:
         if entry.said:
             self._heard[entry.event["worker"]] = entry.said
         match event:
+            case e.SaidTogether():
+                said = zip(event.messages, event.numbers, strict=True)
+                self._heard.update({message.worker: number for message, number in said})
             case e.AgentListens():
                 self.listening[event.agent] = event
             case e.OperatorAsked():

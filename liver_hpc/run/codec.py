@@ -12,7 +12,7 @@ from pydantic_core import to_jsonable_python
 from liver_hpc.errors import ConfigError
 from liver_hpc.run.actions import Action, Record, RecordAll
 from liver_hpc.run.entries import Entry
-from liver_hpc.run.events import Event, Memory
+from liver_hpc.run.events import Event, Memory, SaidTogether
 from liver_hpc.run.records import TABLES
 
 RECORD_ALL = "record_all"
@@ -35,6 +35,12 @@ def encode(item: Event | Action) -> dict[str, Any]:
     if isinstance(item, RecordAll):
         columns = _plain(item.columns)
         return {"type": RECORD_ALL, "table": _TABLES[item.kind], "columns": columns}
+    if isinstance(item, SaidTogether):
+        return {
+            "type": "said_together",
+            "messages": [encode(each) for each in item.messages],
+            "numbers": list(item.numbers),
+        }
     return {"type": name_of(type(item)), **_plain(item)}
 
 

@@ -281,9 +281,21 @@ FromWorker = (
     | m.OfRecovery
     | m.Unprotected
 )
+
+
+@dataclass(frozen=True)
+class SaidTogether:
+    """What workers of one node have said at once of a handoff: one event for the journal, as many
+    for the core. numbers: of each message among all of its worker's."""
+
+    messages: tuple[m.OfAttempt | m.Transports, ...]
+    numbers: tuple[int, ...]
+
+
 PoolEvent = NodeGranted | NodeWarned | NodeGone | EndNear | PoolNote
 Event = (
     FromWorker
+    | SaidTogether
     | PoolEvent
     | CoordinatorStarted
     | TookOver

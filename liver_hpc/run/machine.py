@@ -42,6 +42,13 @@ class Run(Lifecycle):
         before_s, self._clock.at_s = self._clock.at_s, at_s
         if isinstance(event, e.TookOver):
             self._clock.present.absent_since_s = before_s
+        for each in event.messages if isinstance(event, e.SaidTogether) else (event,):
+            self._handle(each)
+        actions = list(self._out)
+        self._out.clear()
+        return actions
+
+    def _handle(self, event: e.Event) -> None:
         state = self.state
         if not isinstance(event, e.Tick):  # of which the journal leaves out most
             self._history.append((state, event))
@@ -54,9 +61,6 @@ class Run(Lifecycle):
                 raise ProtocolError(f"{type(event).__name__} while {state}; {self._story()}")
         except LiverError as error:
             self._fail(str(error))
-        actions = list(self._out)
-        self._out.clear()
-        return actions
 
     def _settle(self, event: e.Event) -> None:
         """What follows from the event for nodes, launches and handoffs. A step changes none of

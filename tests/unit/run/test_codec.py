@@ -22,6 +22,7 @@ from liver_hpc.run.events import (
     NodeGranted,
     NodeWarned,
     PoolNote,
+    SaidTogether,
     Seat,
 )
 from liver_hpc.run.records import (
@@ -109,6 +110,7 @@ EVENTS: list[e.Event] = [
     m.Halted(worker=0, generation=1, held=(HELD,)),
     m.Refilled(worker=0, generation=2, scalars=SCALARS, digests=(DIGEST,), shares={"main": "0f"}),
     m.Unprotected(worker=0, generation=1, reason="a connection is gone"),
+    SaidTogether((m.Aborted(worker=0, generation=1), m.Aborted(worker=1, generation=1)), (7, 3)),
 ]  # fmt: skip
 RECORDS: list[Row] = [
     reconfiguration(),
