@@ -89,7 +89,7 @@ FIGURES: dict[str, dict[str, str]] = {
         "handoff_peak_over_max_world_both": "the same where both worlds are held",
     },
     "control": {
-        "handoff_control_s": "control path of a handoff of 4,096 workers on 512 nodes, which answer "
+        "handoff_control_s": "control path of a handoff of 4,096 workers on 512 nodes that answer "
         "at once, s",
         "handoff_control_cpu_s": "CPU time of the coordinator in it, s",
         "coordinator_sockets": "connections to the coordinator, over the number of agents",

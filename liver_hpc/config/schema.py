@@ -232,6 +232,7 @@ class DeadlineSection(Section):
     control_s: Seconds = 30.0
     coordinator_s: Seconds = 120.0
     heartbeat_s: Seconds = 30.0
+    step_s: Seconds | None = None
     exit_s: Seconds = 10.0
 
     @property

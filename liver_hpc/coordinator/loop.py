@@ -34,6 +34,7 @@ from liver_hpc.coordinator.connections import (
     Said,
 )
 from liver_hpc.coordinator.performer import Performer, Services
+from liver_hpc.coordinator.progress import Progress
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.coordinator.takeover import Left
 from liver_hpc.errors import LiverError, ProtocolError
@@ -102,6 +103,7 @@ class Coordinator:
             config.deadlines.exit_s,
             stay=config.workers.warm,
         )
+        self._progress = Progress(config, services.clock)
         self._checkpoints = Checkpoints(config, services.recipe, run_directory, services.clock)
         self._performer = Performer(
             services, self._registry, self._agents, self._store, self._checkpoints
@@ -290,6 +292,7 @@ class Coordinator:
             # It was this process that stood still (a suspended machine, a slow disk): what was
             # sent meanwhile has not been read yet, and no deadline has passed before it is.
             self._registry.excuse_all()
+            self._progress.moved()
             return
         self._store.expire()
         self._look_at_agents()
@@ -297,6 +300,7 @@ class Coordinator:
         self._feed(e.Tick())
         if self._inbox.empty():  # else the heartbeat may be in there
             self._look_at_the_silent()
+            self._look_at_progress()
 
     def _look_at_the_silent(self) -> None:
         """A machine may vanish without closing its sockets."""
@@ -309,6 +313,13 @@ class Coordinator:
             else:
                 for worker in self._registry.workers_of(peer):
                     self._worker_gone(worker, f"its agent {peer} is {reason}")
+
+    def _look_at_progress(self) -> None:
+        held_up = self._progress.held_up(self.core)
+        self._feed(held_up)
+        if held_up is not None and self._config.deadlines.step_s is not None:
+            for worker in held_up.workers:
+                self._worker_gone(worker, f"it holds the others up: {held_up.text}")
 
     def _look_at_agents(self) -> None:
         """Tells the core of agents that have ended, and of a rendezvous that nobody can come to."""
@@ -406,6 +417,8 @@ class Coordinator:
 
     def _feed_together(self, said: list[tuple[m.OfAttempt | m.Transports, int]]) -> None:
         """Once; the list is empty afterwards."""
+        if said:
+            self._progress.moved()
         if len(said) == 1:
             ((message, number),) = said
             self._feed(message, ((message.worker, number),))
@@ -453,9 +466,11 @@ class Coordinator:
         if getattr(message, "worker", None) != worker:
             self._feed(e.ShellFailed(f"worker {worker} sent {message}"))
             return
+        if isinstance(message, m.Heartbeat):
+            self._progress.beat(message)
+            return
+        self._progress.moved()
         match message:
-            case m.Heartbeat():
-                pass
             case m.Progress():
                 self.core.handoffs.progress(message)
             case m.Hello() if not self.core.expects(worker):

@@ -286,7 +286,12 @@ class Failed(_InWorld, type="failed"):
 
 
 class Heartbeat(_OfWorker, type="heartbeat"):
+    """A sign of life, whatever the thread that trains does. stands: where that is, its innermost
+    functions first. waits: whether it waits for other workers there."""
+
     step: int
+    stands: str = ""
+    waits: bool = False
 
 
 class Finished(_OfWorker, type="finished"):

@@ -258,6 +258,14 @@ class JournalFailed:
 
 
 @dataclass(frozen=True)
+class HeldUp:
+    """No step is done, as some workers do something else than the others, which wait for them."""
+
+    workers: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
 class ShellFailed:
     """Something outside of the core went wrong that the run cannot go on after."""
 
@@ -314,6 +322,7 @@ Event = (
     | CheckpointWritten
     | CheckpointFailed
     | JournalFailed
+    | HeldUp
     | ShellFailed
     | Tick
 )

@@ -428,6 +428,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
             e.CheckpointWritten: Run._checkpoint_written,
             e.CheckpointFailed: Run._checkpoint_failed,
             e.JournalFailed: Run._journal_failed,
+            e.HeldUp: lambda run, event: run._note(event.text),
             e.ShellFailed: lambda run, event: run._fail(event.reason),
             e.Tick: Run._tick,
             m.Hello: Run._hello,

@@ -25,6 +25,7 @@ from liver_hpc.rendezvous.channel import ChannelClosed
 from liver_hpc.rendezvous.local import Way, WorkersEnd
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.worker.holder import LeftWorld
+from liver_hpc.worker.standing import main_thread_stands
 from liver_hpc.worker.trainer import Trainer
 from liver_hpc.world import megatron, rehearsed
 from liver_hpc.world.context import FAILURES, WorkerContext
@@ -194,7 +195,11 @@ class Worker:
         try:
             message = self._line.receive(self._config.deadlines.heartbeat_s / 4)
         except DeadlineError:
-            self._line.send(m.Heartbeat(worker=self._worker, step=self._trainer.step), Way.LATER)
+            stands, waits = main_thread_stands()
+            beat = m.Heartbeat(
+                worker=self._worker, step=self._trainer.step, stands=stands, waits=waits
+            )
+            self._line.send(beat, Way.LATER)
             return
         if isinstance(message, m.Exit):
             log.info("exit: %s", message.reason)

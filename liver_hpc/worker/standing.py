@@ -1,0 +1,49 @@
+"""Where a worker's main thread stands: who holds the others up is not who waits for them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+_FRAMES = 3
+_WAITS = (
+    "/torch/distributed/",
+    "/megatron/core/distributed/",
+    "/megatron/core/pipeline_parallel/p2p_communication.py",
+    "/megatron/core/tensor_parallel/",
+    "/liver_hpc/handoff/",
+    "/liver_hpc/transport/",
+    "/liver_hpc/world/",
+    "/liver_hpc/worker/",
+)
+"""Whose innermost function is there waits for other workers, or for the device, which does."""
+
+
+class Standing(NamedTuple):
+    """text: the innermost functions, the first first. waits: as far as the stack shows."""
+
+    text: str
+    waits: bool
+
+
+def main_thread_stands() -> Standing:
+    """Of this process."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = [*islice(_outwards(frame), _FRAMES)]
+    text = " < ".join(
+        f"{Path(each.f_code.co_filename).name}:{each.f_lineno} in {each.f_code.co_name}"
+        for each in frames
+    )
+    inner = frames[0].f_code.co_filename if frames else ""
+    return Standing(text, any(place in inner for place in _WAITS))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
