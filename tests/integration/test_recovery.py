@@ -25,6 +25,7 @@ from tests.integration.runs import (
     watch,
     worst_difference,
 )
+from tests.integration.stuck import AT_STEP
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("unhurried_steps")]
 
@@ -121,6 +122,25 @@ def test_a_source_worker_that_is_killed_in_a_handoff_costs_that_and_a_step(
     assert records.reconfigurations[0].outcome == "failed"
     assert records.recoveries[0].steps_redone <= 1
     assert "1" in records.recoveries[0].lost.split(",")
+
+
+def test_a_worker_whose_data_does_not_come_is_named_and_gone_on_without(
+    tmp_path: Path, quiet: RunRecords
+) -> None:
+    """It lives, and sends signs of life, while the other one waits for it."""
+    deadlines = {"step_s": 3.0, "heartbeat_s": 4.0}
+    recipe = "tests.integration.stuck:StuckGPT"
+    run = start(config_of(tmp_path, {"dp": 2}, 2, recipe=recipe, deadlines=deadlines))
+    records = recovered(run, quiet)
+    (recovery,) = records.recoveries
+    assert (recovery.lost, recovery.step) == ("1", AT_STEP)
+    (held_up,) = (
+        entry.event
+        for entry in read_entries(run.path / JOURNAL_FILE)
+        if entry.event["type"] == "held_up"
+    )
+    assert held_up["workers"] == [1]
+    assert " in batch" in held_up["text"]
 
 
 def test_a_standby_takes_the_place_of_a_lost_worker_at_once(
