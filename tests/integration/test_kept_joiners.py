@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
-import psutil
 import pytest
 
 from liver_hpc.cli.client import request
-from liver_hpc.cli.submission import checked_run, new_run
-from liver_hpc.config.schema import RunConfig
-from liver_hpc.coordinator.connections import Control
-from liver_hpc.coordinator.main import run_coordinator, services_of
-from liver_hpc.coordinator.performer import Services
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
 from liver_hpc.protocol.status import StatusSnapshot
-from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.events import Node
+from tests.integration.nodes import on_nodes, workers_of
 from tests.integration.runs import (
     ENDLESS,
     processes_of,
@@ -31,7 +21,6 @@ from tests.integration.runs import (
     wait_until,
     watch,
 )
-from tests.scripted_cluster import ScriptedPool
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -39,10 +28,6 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIVER_TEST_STEP_S", "0.1")
-
-
-def workers_of(run: RunDirectory) -> set[psutil.Process]:
-    return {each for each in processes_of(run) if "liver_hpc.worker.main" in each.cmdline()}
 
 
 def called_off(times: int, *spares: int) -> Callable[[StatusSnapshot], bool]:
@@ -83,20 +68,6 @@ def test_joiners_of_a_handoff_that_was_called_off_join_by_the_next_one(
     assert (third.outcome, third.digest_equal) == ("completed", True)
     assert third.boot_ended_s - third.notice_s < 0.2
     wait_until(lambda: not processes_of(run), 20.0, "the run's processes to end")
-
-
-def on_nodes(config: RunConfig, **slots: int) -> tuple[RunDirectory, ScriptedPool, Thread]:
-    """A run whose coordinator is in this process; each node is this machine."""
-    run = new_run(*checked_run(config))
-    pool = ScriptedPool([Node(name, "main", slots=number) for name, number in slots.items()])
-
-    def build(*arguments: Any) -> Services:
-        return replace(services_of(*arguments), pool=pool)
-
-    coordinator = Thread(target=run_coordinator, args=(run.path, Control(), build), daemon=True)
-    coordinator.start()
-    wait_until(lambda: run.coordinator() is not None, 60.0, "the coordinator to listen")
-    return run, pool, coordinator
 
 
 def test_a_standby_takes_the_seat_of_a_worker_whose_node_is_taken_away(tmp_path: Path) -> None:
