@@ -136,6 +136,9 @@ class LiveRun:
                 played.channel.close()
             self._thread.join(LIMIT_S)
             assert not self._thread.is_alive(), "the coordinator still runs"
+        for agent in self.cluster.agents.values():
+            agent.line.close()
+        self.cluster.join(LIMIT_S)
 
     def fail_leaves(self, number: int) -> None:
         """The run believes that so many handoffs away from nodes have failed."""
