@@ -35,6 +35,7 @@ from liver_hpc.run.actions import (
     Log,
     Note,
     Record,
+    RecordAll,
 )
 from liver_hpc.run.agents import Agents
 from liver_hpc.run.decide import Estimates, Place
@@ -105,7 +106,7 @@ class Lifecycle:
             config.workers.standby,
             agents_apart=workers_per_agent is not None,
         )
-        self.recorder = RunRecorder(self._out.append, self._clock, self.agents.node_of)
+        self.recorder = RunRecorder(self._record, self._clock, self.agents.node_of)
         nodes = HeldNodes(self.agents, workers_per_agent)
         self.handoffs = Handoffs(
             HandoffMachine(config.limits, self._clock.present, self.agents.nodes_of),
@@ -121,7 +122,7 @@ class Lifecycle:
                 RequestQueue(config, check_layout),
                 nodes,
                 Estimates(LayoutPolicy(config, model), estimator, model, place),
-                NoticeBook(lambda row: self._out.append(Record(row))),
+                NoticeBook(lambda row: self._record(Record(row))),
             ),
             self.handoffs,
             self._out,
@@ -165,6 +166,9 @@ class Lifecycle:
     def _story(self) -> str:
         lines = (f"{state}: {str(event)[:EVENT_TEXT_LENGTH]!r}" for state, event in self._history)
         return "events so far: " + " | ".join(lines)
+
+    def _record(self, rows: Record | RecordAll) -> None:
+        self._out.append(rows)
 
     def _note(self, text: str) -> None:
         self._out.append(Note(text))

@@ -173,7 +173,7 @@ def test_a_failing_disk_is_told_once_and_its_recovery_too(rig: Rig) -> None:
 
 def test_what_json_does_not_know_is_refused_and_takes_no_number(rig: Rig) -> None:
     with pytest.raises(ValueError, match="Unable to serialize"):
-        rig.journal.append(1.0, {"type": "begun", "path": Path("x")})
+        rig.journal.append(1.0, {"type": "begun", "what": object()})
     assert rig.journal.append(1.0, BEGUN) == 0
 
 
