@@ -86,6 +86,12 @@ def _submissions(config: RunConfig) -> list[str]:
         _indented([shlex.join(sbatch_words([], script))]),
     ]
     slurm = config.cluster.slurm
+    alone = [part.name for part in slurm.components if part.nodes == 1]
+    if alone and len(slurm.components) > 1:
+        parts += [
+            f"# one node only: {', '.join(alone)}; when any node is lost, Slurm cancels all of a",
+            "#   heterogeneous job of which a component has one node; with two or more the run goes on",
+        ]
     if (burst := slurm.burst) is not None:
         request = Request(burst.nodes_per_request, burst.time_min)
         options = burst_options(slurm, burst, request, f"{run.name}-burst-{TOKEN}", run)

@@ -255,7 +255,9 @@ _OWN_OPTIONS = {
     "time": "cluster.timeout_min, or time_min of a burst",
 }
 """Options of sbatch that liver gives itself, and the key that says what it gives."""
-_KEYLESS = re.compile("array|comment|error|hold|open-mode|output|parsable|test-only|wait|wrap")
+_KEYLESS = re.compile(
+    "array|comment|error|hold|no-kill|open-mode|output|parsable|test-only|wait|wrap"
+)
 """More of them, of which no key says anything."""
 
 

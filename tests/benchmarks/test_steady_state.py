@@ -65,6 +65,7 @@ def test_interference_is_told_of_handoffs_with_and_without_joiners() -> None:
         assert found[f"{prefix}cost_steps"].median == pytest.approx(0.75)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(360)
 def test_both_sides_train_the_same(tmp_path: Path) -> None:
     assert main(["--quick", "--json", str(tmp_path / "r.json")]) == 0

@@ -65,6 +65,7 @@ def test_a_run_goes_on_where_its_time_ended_on_the_nodes_that_are_left(
         each_step_once(run.records())
 
 
+@pytest.mark.long
 def test_a_script_of_ones_own_goes_on_likewise_and_a_refused_request_delays_nothing(
     run_cluster: SlurmCluster,
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_killed_coordinator_is_followed_by_another_one_and_no_step_is_lost(
         assert run.records().steps[-1].step >= status["step"] + 5
 
 
+@pytest.mark.long
 def test_a_run_that_was_stopped_goes_on_in_a_new_job(run_cluster: SlurmCluster) -> None:
     """From the checkpoint of its last step."""
     with slurm_run(run_cluster, "resumed", burst_nodes=0) as run:

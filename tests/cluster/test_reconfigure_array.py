@@ -14,6 +14,7 @@ from tests.cluster.harness import REPOSITORY, SlurmCluster
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.mark.long
 def test_every_cell_is_a_task_whose_rows_make_one_result(slurm_cluster: SlurmCluster) -> None:
     sweep = yaml.safe_load((REPOSITORY / "configs/bench/local.yaml").read_text())
     directory = slurm_cluster.shared / "array"

@@ -128,8 +128,16 @@ def test_fences_say_what_they_are(page: Path) -> None:
     assert [f"{b.where}: {problem}" for b in blocks for problem in breaches(b)] == []
 
 
+LONG = [ROOT / "docs" / "how-to" / f"{name}.md" for name in ("experts", "megatron-lm", "own-model")]
+"""Their blocks train for minutes, as tests of these subjects do, too."""
+
+
 @pytest.mark.timeout(1200)
-@each_page
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.long) if page in LONG else page for page in PAGES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_blocks_are_so(page: Path, directory: Path) -> None:
     for block in blocks_in(page.read_text(encoding="utf-8"), page):
         if name := block.named("file"):

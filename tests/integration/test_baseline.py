@@ -72,6 +72,7 @@ def uninterrupted(
     return {record.step: record for record in read_run(run.path).steps}
 
 
+@pytest.mark.long
 def test_training_goes_on_as_if_nothing_had_happened(
     restarted: RunRecords, uninterrupted: dict[int, StepRecord]
 ) -> None:

@@ -118,6 +118,7 @@ def test_what_is_too_large_for_this_machine_is_told_before_anything_is_trained(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 def test_an_interleaved_pipeline_is_the_same_model(tmp_path: Path) -> None:
     config = run_config(tmp_path, 10, layouts={2: {"pp": 2, "vpp": 2}}, train={"global_batch": 4})
     said: list[str] = []
@@ -133,7 +134,10 @@ def gated(tmp_path: Path, kind: str) -> RunConfig:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "equal"), [("RightGated", True), ("WrongGated", False)])
+@pytest.mark.parametrize(
+    ("kind", "equal"),
+    [pytest.param("RightGated", True, marks=pytest.mark.long), ("WrongGated", False)],
+)
 def test_blocks_that_are_declared_as_one_are_found(
     kind: str, equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

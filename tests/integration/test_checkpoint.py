@@ -115,7 +115,14 @@ def test_the_outcome_of_a_stop_says_where_the_checkpoint_is(stopped: RunDirector
     assert outcome.reason == f"an operator's request; checkpoint of step {outcome.step} in {path}"
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 1}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2},
+        *(pytest.param(each, marks=pytest.mark.long) for each in ({"dp": 2}, {"pp": 2}, {"dp": 1})),
+    ],
+    ids=str,
+)
 def test_a_run_that_stopped_with_a_checkpoint_goes_on_in_any_layout(
     copied: RunDirectory, quiet: RunRecords, layout: dict[str, int]
 ) -> None:
@@ -160,6 +167,7 @@ def test_a_run_of_another_model_is_refused(copied: RunDirectory) -> None:
     assert "is of another model: 'embedding.word_embeddings.weight' is" in outcome.reason
 
 
+@pytest.mark.long
 def test_dropout_and_bf16_go_on_bit_equal(tmp_path: Path) -> None:
     """Saved at four workers, by the run file's own rhythm, and killed; twice, in one layout."""
     model = {"dropout": 0.1, "dtype": "bf16"}
@@ -206,6 +214,7 @@ def test_checkpoints_and_handoffs_at_the_same_boundaries(tmp_path: Path, quiet: 
     assert newest.index.generation == 2
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unhurried_steps")
 def test_a_worker_killed_while_it_writes_leaves_the_checkpoint_before(
     tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch

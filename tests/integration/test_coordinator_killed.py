@@ -96,7 +96,7 @@ MOMENTS = (
     "released:before",
     "released:after",
 )
-IN_CI = ("prepared:after", "first_step:before")
+IN_CI = ("prepared:after",)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def test_a_joiner_that_is_killed_costs_the_attempt_and_the_next_resize_succeeds(
     assert worst_difference(losses(records), losses(quiet)) <= 1e-4
 
 
+@pytest.mark.long
 def test_a_run_whose_loss_is_no_number_goes_on_to_its_last_step(tmp_path: Path) -> None:
     """What it means is training's to say; a handoff in its midst is as any other."""
     steps, notices = 40, [{"at_step": FIRST_STEP + 1, "layout": {"tp": 2}}]

@@ -57,6 +57,7 @@ def _check_that_no_evaluation_counts_as_lost_or_as_a_step(elastic: RunRecords) -
         assert not any(begin < crossing[1] and crossing[0] < end for begin, end in spans)
 
 
+@pytest.mark.long
 def test_what_a_stop_left_out_is_made_up_for_and_nothing_is_done_twice(tmp_path: Path) -> None:
     run = start(run_config(tmp_path, ENDLESS, eval={"every_steps": 1, "steps": 1}))
     watch(run, lambda status: status.step >= 3, 120.0)

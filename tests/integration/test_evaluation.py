@@ -73,6 +73,7 @@ def evaluated(process: WorkerProcess, cases: Sequence[Case]) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_loss_is_the_same_in_every_layout_and_nothing_changes(tmp_path: Path) -> None:
     of_first, *of_others = run_workers(evaluated, 4, tmp_path, list(CASES.values()))

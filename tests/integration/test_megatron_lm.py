@@ -23,6 +23,7 @@ from tests.integration.runs import (
     finish,
     start,
     stop_and_read,
+    wait_until,
     watch,
     worst_difference,
 )
@@ -100,6 +101,8 @@ def changed(config: RunConfig) -> RunRecords:
     run = start(config)
     wanted = len(config.notices)
     watch(run, lambda status: status.handoffs_done + status.handoffs_aborted == wanted, 200.0)
+    # The status may come before the journal is written.
+    wait_until(lambda: len(read_run(run.path).reconfigurations) == wanted, 10.0, f"{run}'s journal")
     last = read_run(run.path).reconfigurations[-1].step
     watch(run, lambda status: status.step >= last + BEHIND, 60.0)
     return stop_and_read(run)
@@ -120,6 +123,7 @@ def fixed(config: RunConfig, steps: int) -> RunRecords:
             WITH_EXPERTS,
             [{"dp": 2, "ep": 2}, {"pp": 2}, {"cp": 2, "ep": 2}],
             id="experts",
+            marks=pytest.mark.long,
         ),
     ],
 )

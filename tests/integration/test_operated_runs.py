@@ -29,6 +29,7 @@ from tests.integration.runs import (
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("unhurried_steps")]
 
 
+@pytest.mark.long
 def test_dropout_follows_the_samples_through_a_replacement_and_changes_of_pp_and_dp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +107,7 @@ def test_nothing_is_left_where_no_coordinator_comes_back(tmp_path: Path, busy: b
         wait_until(lambda: not processes_of(run), 20.0, f"processes {processes_of(run)}")
 
 
+@pytest.mark.long
 def test_twenty_handoffs_in_a_row_leak_neither_descriptors_nor_memory(tmp_path: Path) -> None:
     """The stayers of the 20th handoff hold what they held after the 5th."""
     cycle = [{"pp": 2, "dp": 2}, {"dp": 4}, {"tp": 2, "dp": 2}]

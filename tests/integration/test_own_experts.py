@@ -23,6 +23,7 @@ def test_it_has_fewer_than_40_lines() -> None:
     assert len([line for line in recipe_of_page(PAGE).splitlines() if line.strip()]) < 40
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_it_trains_and_every_axis_changes_live(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

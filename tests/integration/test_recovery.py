@@ -82,7 +82,7 @@ def recovered(run: RunDirectory, quiet: RunRecords, times: int = 1) -> RunRecord
         ({"dp": 2}, 2, 1),
         pytest.param({"tp": 2}, 2, 0, marks=pytest.mark.long),
         pytest.param({"pp": 2}, 2, 1, marks=pytest.mark.long),
-        ({"pp": 2, "dp": 2}, 4, 2),
+        pytest.param({"pp": 2, "dp": 2}, 4, 2, marks=pytest.mark.long),
         pytest.param({"tp": 2, "dp": 2}, 4, 3, marks=pytest.mark.long),
     ],
 )

@@ -67,7 +67,7 @@ def test_a_worker_killed_while_it_writes_leaves_nothing_half(saved: RunDirectory
     assert {name for name in names(directory) if name.startswith(("iter", "."))} == kept
 
 
-@pytest.mark.parametrize("damage", ["truncated", "a byte"])
+@pytest.mark.parametrize("damage", ["truncated", pytest.param("a byte", marks=pytest.mark.long)])
 def test_a_damaged_checkpoint_is_set_aside(copied: RunDirectory, damage: str) -> None:
     """The run goes on by itself from the one before, in another layout."""
     directory = copied.path / "checkpoints"

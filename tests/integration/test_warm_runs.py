@@ -61,6 +61,7 @@ def test_one_agent_imports_once_and_forks_all_workers_and_executes_when_it_canno
     wait_until(lambda: not processes_of(run), 20.0, "the run's processes to end")
 
 
+@pytest.mark.long
 def test_a_recipe_that_starts_a_thread_is_executed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_recipe_that_starts_a_thread_is_executed(
     assert f"{EXECUTED}the warm process: it has 2 threads" in log
 
 
+@pytest.mark.long
 def test_without_warm_processes_every_launch_has_an_agent_of_its_own(tmp_path: Path) -> None:
     run = start(run_config(tmp_path, ENDLESS, workers={"warm": False}))
     watch(run, lambda status: status.step >= 1, 60.0)

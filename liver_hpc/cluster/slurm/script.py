@@ -75,7 +75,8 @@ def burst_script(cluster: ClusterSection) -> str:
 
 def job_options(cluster: ClusterSection, run: RunDirectory) -> list[Options]:
     """sbatch's options of each component. Those of the whole job are repeated in each, those of
-    the batch process stand in the first alone."""
+    the batch process stand in the first alone. The job survives the loss of a node, as far as Slurm
+    lets it: of a heterogeneous one while each component has another node."""
     slurm = cluster.slurm
     batch_process = {
         "output": _log_pattern(run.jobs_path, "%j_0_log.out"),  # submitit looks for it there
@@ -88,6 +89,7 @@ def job_options(cluster: ClusterSection, run: RunDirectory) -> list[Options]:
         "comment": f"liver run {run.path}",
         "time": cluster.timeout_min,
         "requeue" if slurm.requeue else "no-requeue": True,
+        "no-kill": True,
         "account": slurm.account,
         "qos": slurm.qos,
     }

@@ -28,6 +28,7 @@ from tests.benchmarks.transitions.faulty import (
 CHOSEN = ("experts, untied", "experts, untied, bf16", "overlap")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_transitions_of_several_models_are_bit_equal_and_train_on_as_the_source_does() -> None:

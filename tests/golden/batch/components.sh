@@ -7,6 +7,7 @@
 #SBATCH --comment="liver run /shared/runs/big-20260102-030405"
 #SBATCH --time=240
 #SBATCH --no-requeue
+#SBATCH --no-kill
 #SBATCH --account=lab
 #SBATCH --qos=high
 #SBATCH --nodes=2
@@ -22,6 +23,7 @@
 #SBATCH --comment="liver run /shared/runs/big-20260102-030405"
 #SBATCH --time=240
 #SBATCH --no-requeue
+#SBATCH --no-kill
 #SBATCH --account=lab
 #SBATCH --qos=low
 #SBATCH --nodes=1

@@ -7,6 +7,7 @@
 #SBATCH --comment="liver run /shared/it's 100% \"mine\" $HOME # no/run-1"
 #SBATCH --time=240
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 

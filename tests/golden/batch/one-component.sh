@@ -7,6 +7,7 @@
 #SBATCH --comment="liver run /shared/runs/big-20260102-030405"
 #SBATCH --time=240
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 
