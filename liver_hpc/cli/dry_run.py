@@ -89,8 +89,8 @@ def _submissions(config: RunConfig) -> list[str]:
     alone = [part.name for part in slurm.components if part.nodes == 1]
     if alone and len(slurm.components) > 1:
         parts += [
-            f"# one node only: {', '.join(alone)}; when any node is lost, Slurm cancels all of a job",
-            "#   of which a component has one node; with two or more in each the run goes on",
+            f"# one node only: {', '.join(alone)}; when any node is lost, Slurm cancels all of",
+            "#   a job of which a component has one node; with two or more in each the run goes on",
         ]
     if (burst := slurm.burst) is not None:
         request = Request(burst.nodes_per_request, burst.time_min)
