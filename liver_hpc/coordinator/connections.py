@@ -384,13 +384,15 @@ class PeerRegistry:
         self._to_send.setdefault(agent, []).append(_told_to_go(worker, reason))
 
     def drop(self, peer: Peer, reason: str) -> None:
-        """Tells a peer to end, and talks to it no more."""
+        """Tells a peer to end, and talks to it no more. A worker may not hear it, so its agent is
+        told, too, as soon as that can be."""
         if self._conversations.pop(peer, None) is None:
             return
         if isinstance(peer, int):
-            agent = self._agents.pop(peer, None)
+            agent = self._agents.pop(peer, "")
             if agent in self._channels:
                 self.turn_away(agent, peer, reason)
+            self.send((agent,), m.EndWorker(worker=peer, reason=reason))
         elif (channel := self._channels.pop(peer, None)) is not None:
             del self._at[channel]
             channel.post([*self._to_send.pop(peer, []), Part(m.encode(m.Exit(reason=reason)))])

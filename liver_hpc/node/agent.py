@@ -418,6 +418,10 @@ class Agent:
                 if message.launch in self._launches:
                     log.info("told to end launch %s: %s", message.launch, message.reason)
                     self._launches[message.launch].stop(0, message.at_once)
+            case m.EndWorker():
+                if message.worker in self._launch_of:
+                    log.warning("told to kill worker %d: %s", message.worker, message.reason)
+                    self._launch_of[message.worker].kill(message.worker)
             case _:
                 log.warning("the coordinator: unexpected %s", message.type)
 

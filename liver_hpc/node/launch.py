@@ -122,6 +122,10 @@ class Launch:
         connection to it has broken."""
         self._workers.pass_on(worker, data)
 
+    def kill(self, worker: int) -> None:
+        """One of its workers, by id."""
+        self._workers.kill(worker)
+
     def fail(self, error: LiverError) -> None:
         """It cannot go on; nothing new to one that ends already."""
         if self._code is not None:

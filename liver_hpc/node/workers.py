@@ -144,6 +144,12 @@ class NodeWorkers:
             if worker.number is not None and (worker.number == number or not data):
                 self._write(worker, data)
 
+    def kill(self, number: int) -> None:
+        """One of them, by id; its end is reported as any other."""
+        for worker in self._workers:
+            if worker.number == number:
+                worker.process.send_signal(signal.SIGKILL)
+
     def tell_to_end(self) -> None:
         """Asks the living to end; from then on nothing is said of them."""
         self._ending = True

@@ -513,6 +513,13 @@ class EndWorkers(Message, type="end_workers"):
     at_once: bool = False
 
 
+class EndWorker(Message, type="end_worker"):
+    """Kill a worker that was struck off, if it lives: it may stand still, and hear nothing."""
+
+    worker: int
+    reason: str
+
+
 # ---- agent -> coordinator
 
 
@@ -638,7 +645,7 @@ ToWorker = (
     Begin | Proceed | Halt | Refill | Prepare | Rehearse | Arm | Boundary | Verdict | Abort | Resume
     | Exit | Stop
 )  # fmt: skip
-ToAgent = StartWorkers | EndWorkers | Exit
+ToAgent = StartWorkers | EndWorkers | EndWorker | Exit
 FromAgent = AgentHello | Warned | WorkerEnded | LaunchEnded | KeeperHello
 FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
 AnyMessage = (

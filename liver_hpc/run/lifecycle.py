@@ -23,7 +23,7 @@ from liver_hpc.layout.policy import LayoutPolicy
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Ended
-from liver_hpc.protocol.events import WorldRef
+from liver_hpc.protocol.events import WorkerLost, WorldRef
 from liver_hpc.protocol.machine import HandoffMachine
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run import events as e
@@ -136,6 +136,7 @@ class Lifecycle:
             ended=self._recovery_ended,
         )
         self._stop_later: tuple[str, bool, Ending] | None = None
+        self._broken_off: tuple[m.Broken, Deadline] | None = None  # in a handoff
         self.standbys = Standbys(config, self._clock, nodes, self._out)
         self._resumed: e.Resumed | None = None
         self._verification = Verification()
@@ -248,8 +249,23 @@ class Lifecycle:
         if self._state is not TRAINING or world is None or not self.recoveries.possible(world):
             self._fail(reason)
             return
-        self._state = RECOVERING
+        self._state, self._broken_off = RECOVERING, None
         self.recoveries.begin(world, reason, self.recorder.steps_done)
+
+    def _look_at_broken_off(self) -> None:
+        """A step that failed in a handoff is a lost world, too, where the end of a peer that would
+        explain it has not become known."""
+        if self._broken_off is None or not self._broken_off[1].expired():
+            return
+        message, deadline = self._broken_off
+        world = self.handoffs.committed_world or self.world
+        if world is None or message.generation != world.generation:
+            return
+        reason = f"{message.reason}, and no peer has ended within {deadline.limit_s:g} s"
+        if self.handoffs.attempt is None:
+            self._lost_world(f"worker {message.worker}: {reason}")
+        else:
+            self.handoffs.feed(WorkerLost(message.worker, reason))
 
     def _misses_evaluation(self, step: int) -> bool:
         validation = self.config.eval

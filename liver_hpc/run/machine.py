@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, get_args
 
+from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError, ProtocolError, RequestRefused
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.events import WorkerLost
@@ -240,7 +241,13 @@ class Run(Lifecycle):
     def _of_attempt(self, message: m.OfAttempt) -> None:
         ours = self.world is not None and message.generation == self.world.generation
         if isinstance(message, m.Failed) and ours:
-            self._fail(f"worker {message.worker}: {message.reason}")
+            reason = f"worker {message.worker}: {message.reason}"
+            if self._state is RECOVERING:
+                self._out.append(Log(f"{reason}; that world is let go"))
+            elif self.handoffs.attempt is not None and self.recoveries.possible(self.world):
+                self.handoffs.feed(WorkerLost(message.worker, message.reason))
+            else:
+                self._lost_world(reason)
             return
         if isinstance(message, m.Aborted):
             self.agents.cleared(message.worker)
@@ -255,6 +262,10 @@ class Run(Lifecycle):
             self._start_failed(reason)
         elif self.handoffs.attempt is not None:
             self._out.append(Log(f"{reason}; its peer's end, if it is that, comes next"))
+            if self._broken_off is None or self._broken_off[0].generation < message.generation:
+                limit_s = self._limits.heartbeat_s
+                known = Deadline.after(self._clock.present, limit_s, "the end of a peer")
+                self._broken_off = message, known
         elif message.generation == self.world.generation:
             self._lost_world(reason)
 
@@ -363,6 +374,7 @@ class Run(Lifecycle):
         if self._state is not ENDED:
             self.handoffs.tick()
             self.recoveries.tick()
+            self._look_at_broken_off()
         for worker in self.agents.reap():
             self._lost(worker, "did not end by itself")
         if self._state is ENDED or self._deadline is None or not self._deadline.expired():

@@ -11,6 +11,7 @@ from liver_hpc.layout.coordinates import Layout
 from liver_hpc.node.launch import EXIT_BOOT
 from liver_hpc.protocol.messages import (
     AgentHello,
+    EndWorker,
     EndWorkers,
     Exit,
     LaunchEnded,
@@ -106,6 +107,20 @@ def test_one_launch_is_ended_by_order_and_killed_if_it_does_not_listen(
     assert (said in run.log("agent-a0")) == (not at_once)
     assert kept in run.alive()
     assert len(run.alive()) == 2
+
+
+def test_a_worker_that_stands_still_is_killed_by_order_and_its_neighbour_is_not(run: Run) -> None:
+    staying(run)
+    order(run, "a1", 1, 2)
+    still, neighbour = pid_in(run, 1), pid_in(run, 2)
+    os.kill(still, signal.SIGSTOP)
+    (told,) = (note["told"] for note in run.notes((1,)))
+    ends = EndWorker(worker=told["worker"], reason="silent for 4 s")  # type: ignore[index]
+    run.coordinator.channels["a0"].send(ends)
+    (ended,) = run.coordinator.wait_heard(WorkerEnded)
+    assert (ended.worker, ended.how) == (ends.worker, "signal 9; see logs/worker-a1-0.log")
+    assert neighbour in run.alive()
+    assert still not in run.alive()
 
 
 def test_a_workers_end_and_a_warning_are_told_by_the_one_agent(run: Run) -> None:

@@ -22,6 +22,7 @@ from liver_hpc.coordinator.store import StoreService
 from liver_hpc.protocol.messages import (
     AgentHello,
     Calls,
+    EndWorker,
     Exit,
     Hears,
     Hello,
@@ -209,12 +210,13 @@ def test_what_is_sent_to_all_goes_in_one_frame_to_each_agent(registry: PeerRegis
     assert a.frames == frames + 1
 
 
-def test_who_is_dropped_is_told_to_go(registry: PeerRegistry) -> None:
+def test_who_is_dropped_is_told_to_go_and_its_agent_to_kill_it(registry: PeerRegistry) -> None:
     a, b = connect_to(registry, "a", w0=0, w1=0), connect_to(registry, "b", w2=0)
     registry.drop(1, "enough")
     registry.drop("b", "over")
     registry.flush()
-    assert a.messages[1:] == [(1, Exit(reason="enough"))]
+    kill = EndWorker(worker=1, reason="enough")
+    assert a.messages[1:] == [(1, Exit(reason="enough")), (ITSELF, kill)]
     assert b.messages[1:] == [(ITSELF, Exit(reason="over"))]
     assert (a.closed, b.closed) == (False, True)
     assert registry.workers == [0, 2]

@@ -54,7 +54,8 @@ Task = Callable[[], None]
 
 
 class Play:
-    """One schedule. `entries` is its journal: times, events, and what came of them."""
+    """One schedule. `entries` is its journal: times, events, and what came of them. frozen: workers
+    that stand still, mute ones, and will hear later what they are told now."""
 
     def __init__(self, scene: Scene, choices: Choices, compare_ticks: bool = True) -> None:
         self.scene = scene
@@ -77,6 +78,7 @@ class Play:
         self.workers: dict[int, PlayedWorker] = {}
         self.faults = PlannedFaults()
         self.registered: set[int] = set()
+        self.frozen: set[int] = set()
         self.journal_error = ""
         self.launches_fail = self.rogue = False
         self._slow_journal = False
@@ -205,6 +207,8 @@ class Play:
             if agent.says:
                 yield lambda agent=agent: self._hear_agent(agent)  # type: ignore[misc]
         for number in self.workers:
+            if number in self.frozen:
+                continue
             if self._down[number]:
                 yield lambda number=number: self._deliver(number)  # type: ignore[misc]
             if self._up[number]:
@@ -320,7 +324,8 @@ class Play:
     def _cross_joiners(self) -> None:
         for worker in [*self.workers.values()]:
             arrives = worker.armed and worker.joins and worker.doing == "nothing"
-            if arrives and worker.generation in self._crossed and not worker.dead:
+            able = not worker.dead and worker.worker not in self.frozen
+            if arrives and worker.generation in self._crossed and able:
                 self._says(worker, worker.cross())
 
     def wait(self, seconds: float) -> None:

@@ -24,6 +24,7 @@ DEADLINES = {
     "transfer_s": 12.0,
     "release_s": 6.0,
     "exit_s": 2.0,
+    "heartbeat_s": 3.0,
 }
 LONGEST_WAIT_S = 45.0
 """More than any one deadline, or two that are counted together."""
