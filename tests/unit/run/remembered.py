@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
-from types import FunctionType, MethodType
+from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,7 +15,7 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.run.lifecycle import EventClock
 
 IMMUTABLE = (str, int, float, bool, bytes, type(None), Enum, BaseModel, frozenset, type)
-NOT_STATE = (EventClock, FunctionType, MethodType, RunConfig)
+NOT_STATE = (EventClock, BuiltinMethodType, FunctionType, MethodType, RunConfig)
 Freeze = Callable[[Any, dict[int, int]], Any]
 
 
