@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from liver_hpc.run.lifecycle import RunState
 from tests.unit.run.choices import Choices
 from tests.unit.run.endings import comes_to_rest
-from tests.unit.run.faults import FAULTS, PHASES, REFILLING, WORKERS, HALTING, reach, turn, victims
+from tests.unit.run.faults import FAULTS, HALTING, PHASES, REFILLING, WORKERS, reach, turn, victims
 from tests.unit.run.play import Play
 from tests.unit.run.scenes import SCENES
 
