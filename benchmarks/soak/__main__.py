@@ -40,21 +40,20 @@ LAYOUTS: Mapping[int, Sequence[Mapping[str, int]]] = {
 UNDISTURBED, OTHER = {2: [{"dp": 2}]}, {2: [{"tp": 2}]}
 
 METHOD = {
-    "run": "a small GPT, fp32, one worker a node, four nodes of this machine of which the first one "
-    "is never struck; snapshots every step, a checkpoint every 100; steps take at least "
+    "run": "a small GPT, fp32, one worker a node, four nodes of this machine of which the first is "
+    "never struck; snapshots every step, a checkpoint every 100; steps take at least "
     f"{PAUSE_S:g} s, so that joiners have room beside them",
     "events": "2 to 7 s after one another, drawn with a fixed seed: grants, warnings (6 to 30 s), "
-    "SIGKILL of a worker, of an agent, of all of a node, SIGSTOP of a worker or an agent for 0.5 to "
-    "8 s (deadlines.heartbeat_s 3), SIGKILL of the coordinator with another one 0.2 to 3 s later. "
-    "They overlap with handoffs and with each other, but for losses: one strikes a world that has "
-    "done 4 steps, so that copies of all its state are there",
+    "SIGKILL of a worker, of an agent, of all of a node, SIGSTOP of a worker or an agent for 0.5 "
+    "to 8 s (deadlines.heartbeat_s 3), SIGKILL of the coordinator with another one 0.2 to 3 s "
+    "later. They overlap with handoffs and with each other, but for losses: one strikes a world "
+    "that has done 4 steps, so that copies of all its state are there",
     "wrong_digests": "handoffs that were completed without equal digests",
     "hangs": f"times at which no step was done for {HANG_S:g} s",
     "lost_steps_beyond_copies": "steps that were done again, less one for each loss",
-    "growth": "of the first node's worker and agent (one process each, unless the run itself "
-    "replaced it; the one seen most), between the first and the last quarter of what was seen of it "
-    f"from event {SETTLED_EVENTS} on in the layout in which it was seen most, of memory that is its "
-    "alone; medians",
+    "growth": "of the first node's worker and agent, from event "
+    f"{SETTLED_EVENTS} on: of the process, and of a worker's layout, that was seen most; the last "
+    "quarter of what was seen of it against the first, medians; memory that is its alone",
     "loss": "largest relative difference of a step's loss to that of an undisturbed run of dp2; "
     "over another layout: over the same of an undisturbed run of tp2",
 }
@@ -188,7 +187,7 @@ def result(
 def growth(log: Log, records: RunRecords) -> dict[str, float]:
     """Per cent of memory, and descriptors and threads, of each kind of process."""
     layouts = {each.generation: each.layout for each in run_figures(records).generations}
-    figures = {}
+    figures = dict[str, float]()
     for kind, held in log.held.items():
         groups = defaultdict[tuple[int, str], list[Held]](list)
         for each in held:
@@ -207,7 +206,7 @@ def _grown(first: Sequence[Held], last: Sequence[Held]) -> dict[str, float]:
     if not first:
         return {"memory_growth_percent": math.nan, "descriptors_more": math.nan}
     before, after = (
-        [statistics.median(getattr(each, name) for each in some) for name in _TOLD]
+        [statistics.median(float(getattr(each, name)) for each in some) for name in _TOLD]
         for some in (first, last)
     )
     return {

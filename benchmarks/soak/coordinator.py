@@ -68,6 +68,11 @@ def _event(kind: str, node: str, *times: float) -> PoolEvent:
     return NodeGone(node, "its time was up")
 
 
+def _name(event: PoolEvent) -> str:
+    assert isinstance(event, NodeGranted | NodeWarned | NodeGone)
+    return event.node.name if isinstance(event, NodeGranted) else event.node
+
+
 def _append(path: Path, line: str) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
@@ -93,7 +98,7 @@ class BookedNodes(NodePool):
     def start(self, tell: Callable[[PoolEvent], None], adopt: bool = False) -> None:
         last: dict[str, PoolEvent] = {}
         for event in self._book.news():
-            last[event.node.name if isinstance(event, NodeGranted) else event.node] = event
+            last[_name(event)] = event
         for name, event in last.items():
             if isinstance(event, NodeWarned) and not adopt:
                 tell(_event("granted", name))

@@ -200,9 +200,9 @@ class Storm:
         found = []
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
-            if str(self.run.path) in words and "--agent" in words:
-                if words[words.index("--agent") + 1] in names and _is_agent(process):
-                    found.append(process)
+            name = words[words.index("--agent") + 1] if "--agent" in words else ""
+            if str(self.run.path) in words and name in names and _is_agent(process):
+                found.append(process)
         return found
 
     def _workers_elsewhere(self) -> list[int]:
