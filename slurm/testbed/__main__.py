@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     limit.add_argument("node")
     limit.add_argument("--rate", default="", help="such as 100mbit, in each direction")
     limit.add_argument("--delay", default="", help="such as 1ms, in each direction")
+    limit.add_argument("--down", action="store_true", help="nothing passes; nobody hears of it")
     return top
 
 
@@ -103,7 +104,8 @@ def perform(arguments: argparse.Namespace) -> None:
         case "start-controller":
             cluster.start_controller(place)
         case "limit":
-            cluster.limit(place, arguments.node, arguments.rate, arguments.delay)
+            bounds = (arguments.rate, arguments.delay, arguments.down)
+            cluster.limit(place, arguments.node, *bounds)
 
 
 def main() -> int:

@@ -142,16 +142,19 @@ def _check_node(settings: Settings, node: str) -> None:
         raise ClusterError(f"no node {node!r}; there are {', '.join(settings.node_names)}")
 
 
-def limit(place: Place, node: str, rate: str, delay: str) -> None:
+def limit(place: Place, node: str, rate: str, delay: str, down: bool = False) -> None:
     """Bounds a node's link, each direction by itself; empty texts take the bounds away.
 
-    rate: as tc has it, such as 100mbit; delay: such as 1ms, added to each direction.
+    rate: as tc has it, such as 100mbit; delay: such as 1ms, added to each direction. down: nothing
+    passes at all, as where a cable is out.
     """
     _check_node(place.settings(), node)
     with place.locked(LOCK_LIMIT_S):
         ends = ((CONTROL_HOST, hosts.cable_of(node)), (node, "eth0"))
         for host, device in ends:
             _limit_device(hosts.holder_of(place, host), device, rate, delay)
+        control = hosts.in_network_of(hosts.holder_of(place, CONTROL_HOST))
+        hosts.call(*control, "ip", "link", "set", hosts.cable_of(node), "down" if down else "up")
 
 
 def _limit_device(holder: Holder, device: str, rate: str, delay: str) -> None:
