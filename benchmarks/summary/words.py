@@ -69,6 +69,21 @@ FIGURES: dict[str, dict[str, str]] = {
         "copies_every_steps": "and the interval that was chosen, steps",
         "processes_left": "processes after a run's end",
     },
+    "soak": {
+        "events": "grants, warnings, deaths and stalls that befell one run at random",
+        "wrong_digests": "handoffs that were completed without equal digests",
+        "hangs": "times at which no step was done for a minute",
+        "lost_steps_beyond_copies": "steps done again, less one for each loss",
+        "recoveries": "worlds that were filled from memory",
+        "restarts_from_disk": "times at which the run began again from its checkpoint",
+        "worker_memory_growth_percent": "memory of a worker that was there all the time, from the "
+        "fiftieth event on",
+        "worker_descriptors_more": "its descriptors",
+        "loss_difference_over_another_layout": "largest difference of a step's loss to an "
+        "undisturbed run's, over that of an undisturbed run in another layout (fp32)",
+        "processes_left": "processes after the run's end",
+        "minutes": "all of it, undisturbed runs included",
+    },
     "script": {
         "throughput_ratio": "an unchanged Megatron-LM script: CPU seconds a token by torchrun over "
         "those of the elastic run between handoffs, of the processes that train",
