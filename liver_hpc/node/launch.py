@@ -103,7 +103,7 @@ class Launch:
             return self._code if self._ended() else None
         if not self._meets:
             self._look_at_boot()
-        elif self._met and not self._workers.living():
+        elif self._met and self._workers.all_over():
             return self.end(0.0)
         return None
 

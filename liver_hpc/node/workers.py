@@ -76,13 +76,15 @@ class WorkerPlan:
 
 @dataclass
 class _Worker:
-    """One worker: its process, and the agent's end of its line. number: its id, once it has one."""
+    """One worker: its process, and the agent's end of its line. number: its id, once it has one.
+    over: its end was heard of."""
 
     index: int
     process: Child
     line: AgentsEnd
     booted: bool = False
     number: int | None = None
+    over: bool = False
 
 
 class NodeWorkers:
@@ -125,6 +127,10 @@ class NodeWorkers:
 
     def living(self) -> list[int]:
         return [worker.index for worker in self._workers if worker.process.exit_code() is None]
+
+    def all_over(self) -> bool:
+        """Whether the end of each was heard of: with an id, all that it said was relayed before."""
+        return all(worker.over for worker in self._workers)
 
     def worst(self) -> int:
         """The highest exit code of those that have ended; for a death by signal n, 128 + n."""
@@ -235,6 +241,7 @@ class NodeWorkers:
         code = worker.process.exit_code()
         if code is None:
             return
+        worker.over = True
         self._heard_of(worker.process)
         if worker.number is not None or not self._ending:
             self._listen(worker)  # its last words
