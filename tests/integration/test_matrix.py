@@ -74,12 +74,9 @@ FAULTS = (
     "node stands still for ever",
 )
 IN_CI = {
-    ("idle", "staying", "worker cut off"),
     ("PREPARE", "leaving", "node vanishes"),
     ("TRANSFER", "joining", "worker stands still for ever"),
     ("vote:after", "staying", "agent killed"),
-    ("RELEASE", "leaving", "worker killed"),
-    ("ABORT", "joining", "agent stands still for ever"),
 }
 
 
