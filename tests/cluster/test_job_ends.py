@@ -49,6 +49,7 @@ def goes_on_where_it_was_saved(run: SlurmRun) -> None:
     assert saved == resumed
 
 
+@pytest.mark.long
 def test_a_run_goes_on_where_its_time_ended_on_the_nodes_that_are_left(
     run_cluster: SlurmCluster,
 ) -> None:

@@ -85,6 +85,7 @@ def test_the_job_of_a_failed_run_has_failed_and_the_run_can_go_on(site: Site) ->
     assert site.end() == f"run runs/{run.name}: stopped at step 7: asked to"
 
 
+@pytest.mark.long
 def test_a_job_that_may_not_be_queued_again_fails_when_its_window_was_too_short(
     site: Site,
 ) -> None:

@@ -30,7 +30,7 @@ STEP_S = "0.2"
 """What a step takes at least while joiners boot beside it."""
 STEP_REPEATED_S = 60.0
 """When slurmstepd says again that a step has ended, if slurmctld did not hear of it."""
-COMPARED_STEPS = 150
+COMPARED_STEPS = 100
 
 
 @pytest.fixture(scope="module")

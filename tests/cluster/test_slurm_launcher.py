@@ -168,7 +168,7 @@ def test_steps_outlive_a_killed_coordinator_and_belong_to_the_next_one(run: Driv
     wait_for(lambda: not living(run), 5.0, "the agents' processes to end")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_agent_lost_with_its_node_did_not_end_well(run: DrivenRun) -> None:
     launch(run, "a", node_of(run, "main"))
     node = node_of(run, "extra")
@@ -179,7 +179,7 @@ def test_an_agent_lost_with_its_node_did_not_end_well(run: DrivenRun) -> None:
     assert run.ask("alive", "a")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_agents_start_and_end_although_the_controller_is_away(run: DrivenRun) -> None:
     main, extra = node_of(run, "main"), node_of(run, "extra")
     for agent in ("a", "b"):

@@ -211,6 +211,7 @@ def test_the_end_of_the_own_time_is_told(slurm_cluster: SlurmCluster, name: str)
         assert run.told("NodeWarned") == []
 
 
+@pytest.mark.long
 def test_a_controller_that_is_away_changes_nothing(
     slurm_cluster: SlurmCluster, run: DrivenRun
 ) -> None:

@@ -115,6 +115,7 @@ def test_a_component_of_a_het_job_is_joined_while_the_first_one_works(
     assert hosts < {"n1", "n2", "n3"}
 
 
+@pytest.mark.long
 def test_a_killed_node_fails_its_step_and_comes_back(slurm_cluster: SlurmCluster) -> None:
     seen = fresh(slurm_cluster, "lost")
     note = f"touch {seen}/started; touch /tmp/before; exec sleep 300"

@@ -122,6 +122,7 @@ def test_processes_that_were_there_before_have_neither_to_start_nor_to_import(
     assert warm.launch_s + warm.import_s < 0.5 * (cold.launch_s + cold.import_s)
 
 
+@pytest.mark.long
 def test_a_slow_storage_makes_save_and_load_as_long_as_its_bytes_take(tmp_path: Path) -> None:
     around = Surroundings(storage_bytes_per_s=5e5)
     with RestartJob(new_run(tmp_path).path, around=around) as job:
@@ -145,6 +146,7 @@ def test_the_lost_time_is_that_of_the_recorded_steps(restarted: RunRecords) -> N
     assert restarted.baselines[0].lost_s == pytest.approx(lost_s, abs=0.05)
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_a_job_that_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

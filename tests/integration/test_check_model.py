@@ -134,9 +134,10 @@ def gated(tmp_path: Path, kind: str) -> RunConfig:
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "equal"),
-    [pytest.param("RightGated", True, marks=pytest.mark.long), ("WrongGated", False)],
+    [("RightGated", True), ("WrongGated", False)],
 )
 def test_blocks_that_are_declared_as_one_are_found(
     kind: str, equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -270,6 +270,7 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_run(
     assert by_step(records) == by_step(quiet)[: outcome.step]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unhurried_steps")
 def test_sigkill_of_the_coordinator_leaves_a_run_that_goes_on(
     tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch

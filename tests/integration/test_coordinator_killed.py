@@ -96,13 +96,10 @@ MOMENTS = (
     "released:before",
     "released:after",
 )
-IN_CI = ("prepared:after",)
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [each if each in IN_CI else pytest.param(each, marks=pytest.mark.long) for each in MOMENTS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_handoff_ends_in_one_of_its_worlds_whenever_the_coordinator_dies(
     moment: str, tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:

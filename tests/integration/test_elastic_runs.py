@@ -73,7 +73,7 @@ def test_a_run_whose_workers_are_replaced_is_bit_equal_to_one_whose_are_not(
     ("moment", "then"),
     [
         pytest.param("PREPARE", {"dp": 4}, marks=pytest.mark.long),
-        ("TRANSFER", {"pp": 2}),
+        pytest.param("TRANSFER", {"pp": 2}, marks=pytest.mark.long),
         pytest.param("FORWARD", {"pp": 2}, marks=pytest.mark.long),
     ],
 )

@@ -45,7 +45,10 @@ def grid() -> list[Layout]:
     "options",
     [
         model(shared_ffn_hidden=24, **BIAS) | {"layers": 4},
-        model("bf16", layer_freq=2) | {"layers": 4, "tied_embeddings": False},
+        pytest.param(
+            model("bf16", layer_freq=2) | {"layers": 4, "tied_embeddings": False},
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_every_seat_holds_what_the_derived_spec_says(options: dict[str, Any], device: Any) -> None:

@@ -26,7 +26,7 @@ def costs_measured(tmp_path: Path, **model: Any) -> LayerCosts:
 
 
 def test_an_output_layer_that_is_worth_many_layers_is_seen(tmp_path: Path) -> None:
-    costs = costs_measured(tmp_path, vocab_size=16384)
+    costs = costs_measured(tmp_path, vocab_size=65536)
     assert len(set(costs.layers)) == 1
     assert costs.output > 2 * costs.layers[0]
     assert costs.embedding > 0

@@ -48,6 +48,7 @@ def storm(pool: ScriptedPool, chance: Random) -> set[str]:
     return usable
 
 
+@pytest.mark.long
 def test_fifty_notices_within_a_minute_end_in_the_layout_that_the_nodes_left_can_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_copy_that_drifts_is_found_beside_a_step_and_ends_the_run(tmp_path: Pa
     assert "copies of the state differ after step 10: parameter (replicated" in outcome.reason
 
 
+@pytest.mark.long
 def test_a_lost_source_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
     run = start(run_config(tmp_path, ENDLESS))
     watch(run, lambda status: status.step >= 2, 60.0)

@@ -156,6 +156,7 @@ def test_a_standby_takes_the_place_of_a_lost_worker_at_once(
     assert not records.reconfigurations
 
 
+@pytest.mark.long
 def test_another_one_is_lost_while_the_next_world_is_filled(
     tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_worker_that_stands_still_is_lost_and_ends_once_it_wakes(
     assert not still.is_running()
 
 
+@pytest.mark.long
 def test_where_no_boundary_is_left_whole_it_goes_on_from_the_checkpoint(
     tmp_path: Path, quiet: RunRecords
 ) -> None:

@@ -22,7 +22,7 @@ from liver_hpc.run.actions import Ending
 from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord, RecoveryRecord
 from tests.unit.run.endings import schedule
 
-SCHEDULES = 3_000
+SCHEDULES = 1_500
 MANY_SCHEDULES = 40_000
 SEEN = ReconfigurationRecord | NoticeRecord
 
