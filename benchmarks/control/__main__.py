@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.control.runs import Handoff, ManyWorkers, crossing_of, layouts_of
 from benchmarks.harness import BenchmarkResult, Spread, parser, reported
 from benchmarks.planner.cases import NODE_WORKERS
-from liver_hpc.host.process import raise_descriptor_limit
+from liver_hpc.host.process import collect_seldom, raise_descriptor_limit
 
 WORKERS = 4096
 QUICK_WORKERS = 512
@@ -59,6 +59,7 @@ def _workers(text: str) -> int:
 
 def run(workers: int, repeats: int) -> BenchmarkResult:
     raise_descriptor_limit()
+    collect_seldom()
     sizes = (workers // SMALLER, workers)
     handoffs: dict[int, list[Handoff]] = {size: [] for size in sizes}
     with tempfile.TemporaryDirectory() as directory:

@@ -28,7 +28,7 @@ from liver_hpc.run.records import RunRecords
 EVENTS, QUICK_EVENTS = 200, 12
 SETTLED_EVENTS = 50
 """Before them whatever grows may grow: caches, pools, arenas."""
-PAUSE_S = 0.25
+PAUSE_S = 0.4
 SEED = 20
 FIXED_S = 1200.0
 LAYOUTS: Mapping[int, Sequence[Mapping[str, int]]] = {
@@ -43,9 +43,9 @@ METHOD = {
     "run": "a small GPT, fp32, one worker a node, four nodes of this machine of which the first is "
     "never struck; snapshots every step, a checkpoint every 100; steps take at least "
     f"{PAUSE_S:g} s, so that joiners have room beside them",
-    "events": "2 to 7 s after one another, drawn with a fixed seed: grants, warnings (6 to 30 s), "
-    "SIGKILL of a worker, of an agent, of all of a node, SIGSTOP of a worker or an agent for 0.5 "
-    "to 8 s (deadlines.heartbeat_s 3), SIGKILL of the coordinator with another one 0.2 to 3 s "
+    "events": "1.5 to 6 s after one another, drawn with a fixed seed: grants, warnings (6 to 30 "
+    "s), SIGKILL of a worker, of an agent, of all of a node, SIGSTOP of a worker or an agent for "
+    "0.5 to 8 s (deadlines.heartbeat_s 3), SIGKILL of the coordinator with another one 0.2 to 3 s "
     "later. They overlap with handoffs and with each other, but for losses: one strikes a world "
     "that has done 4 steps, so that copies of all its state are there",
     "wrong_digests": "handoffs that were completed without equal digests",
@@ -53,7 +53,7 @@ METHOD = {
     "lost_steps_beyond_copies": "steps that were done again, less one for each loss",
     "growth": "of the first node's worker and agent, from event "
     f"{SETTLED_EVENTS} on: of the process, and of a worker's layout, that was seen most; the last "
-    "quarter of what was seen of it against the first, medians; memory that is its alone",
+    "quarter of what was seen of it against the first, medians; resident memory without files",
     "loss": "largest relative difference of a step's loss to that of an undisturbed run of dp2; "
     "over another layout: over the same of an undisturbed run of tp2",
 }
@@ -66,7 +66,7 @@ def run_config(directory: Path, layouts: Mapping[int, Any], **sections: Any) -> 
         "runs_directory": str(directory / "runs"),
         "recipe": "benchmarks.soak.recipe:PacedGPT",
         "model": {
-            "layers": 4,
+            "layers": 2,
             "hidden": 64,
             "ffn_hidden": 128,
             "heads": 4,
@@ -76,7 +76,7 @@ def run_config(directory: Path, layouts: Mapping[int, Any], **sections: Any) -> 
         "data": {**text_data(directory / "data")},
         "optimizer": {"lr": 1e-3, "min_lr": 1e-4},
         "schedule": {"warmup_steps": 20, "decay_steps": 4000},
-        "train": {"steps": 1_000_000, "global_batch": 12, "micro_batch": 1},
+        "train": {"steps": 1_000_000, "global_batch": 12, "micro_batch": 2},
         "workers": {"initial": min(2, max(layouts)), "max": max(layouts)},
         "layouts": layouts,
         "cluster": {"kind": "local"},

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from benchmarks.processes import own_bytes
 from benchmarks.soak.coordinator import NodeBook
 from benchmarks.soak.journal import Tail
 from liver_hpc.cli.client import answers, stop
@@ -24,7 +25,7 @@ from liver_hpc.errors import DeadlineError, LiverError
 
 HOME, OTHERS = "n1", ("n2", "n3", "n4")
 """Nothing ever befalls the first node; its worker and its agent are those whose memory is told."""
-APART_S = (2.0, 7.0)
+APART_S = (1.5, 6.0)
 """From one event to the next."""
 WINDOW_S = (6.0, 30.0)
 STALL_S = (0.5, 8.0)
@@ -269,10 +270,11 @@ class Storm:
             return
         for kind, processes in self._of_home().items():
             for process in processes:
-                with contextlib.suppress(psutil.NoSuchProcess), process.oneshot():
-                    memory = process.memory_full_info().uss
-                    held = (process.pid, memory, process.num_fds(), process.num_threads())
-                    self.log.held[kind].append(Held(event, self._tail.generation, *held))
+                with contextlib.suppress(psutil.NoSuchProcess, OSError), process.oneshot():
+                    held = (process.num_fds(), process.num_threads())
+                    memory_bytes = own_bytes(process.pid)
+                    told = Held(event, self._tail.generation, process.pid, memory_bytes, *held)
+                    self.log.held[kind].append(told)
 
     def _of_home(self) -> dict[str, list[psutil.Process]]:
         agents = self._agents(HOME)

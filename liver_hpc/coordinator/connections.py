@@ -372,6 +372,7 @@ class PeerRegistry:
         for peer in peers:
             if (conversation := self._conversations.get(peer)) is not None:
                 self._put(peer, conversation.say(data))
+                self._owed.discard(peer)  # it says what is safe, too
 
     def flush(self) -> None:
         """What is sent to the peers at one connection goes in one frame."""

@@ -385,12 +385,12 @@ class Coordinator:
         agent = self._registry.agent_at(said.channel)
         if agent is None:
             return  # somebody who was struck off
-        together: list[tuple[m.OfAttempt | m.Transports, int]] = []
+        together: list[tuple[m.OfManyAtOnce, int]] = []
         for part, message in said.came:
             peer = agent if part.who == ITSELF else part.who
             if not self._is_new(peer, agent, part, message) or message is None:
                 continue
-            if isinstance(message, m.OfAttempt | m.Transports) and message.worker == peer:
+            if isinstance(message, m.OfManyAtOnce) and message.worker == peer:
                 self._log_times(message)
                 together.append((message, part.number))
                 continue
@@ -415,7 +415,7 @@ class Coordinator:
                 self._worker_gone(peer, str(error))
             return False
 
-    def _feed_together(self, said: list[tuple[m.OfAttempt | m.Transports, int]]) -> None:
+    def _feed_together(self, said: list[tuple[m.OfManyAtOnce, int]]) -> None:
         """Once; the list is empty afterwards."""
         if said:
             self._progress.moved()
@@ -504,7 +504,7 @@ class Coordinator:
         self._registry.drop(worker, reason)
         self._feed(e.WorkerGone(worker, reason))
 
-    def _log_times(self, message: m.OfAttempt | m.Transports) -> None:
+    def _log_times(self, message: m.OfManyAtOnce) -> None:
         timings_s = getattr(message, "timings_s", {})
         if timings_s:
             took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in timings_s.items())

@@ -27,7 +27,7 @@ from liver_hpc.coordinator.loop import Coordinator, new_core
 from liver_hpc.coordinator.performer import Services
 from liver_hpc.coordinator.takeover import Left, what_is_left
 from liver_hpc.errors import ConfigError
-from liver_hpc.host.process import raise_descriptor_limit
+from liver_hpc.host.process import collect_seldom, raise_descriptor_limit
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.recipes.specs import versions_of
 from liver_hpc.rendezvous.mpi.network import MpiNetwork
@@ -105,6 +105,7 @@ def run_coordinator(directory: Path, control: Control, build: Build = services_o
     coordinator has taken over, and leaves all to that one.
     """
     raise_descriptor_limit()
+    collect_seldom()
     with ExitStack() as stack:
         try:
             outcome = _run(directory, build, control, stack)

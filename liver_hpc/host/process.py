@@ -42,6 +42,12 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def collect_seldom() -> None:
+    """Lets cyclic garbage lie for longer: of a hundred thousand messages that all stay for a while
+    the collector would look through all again and again, and find next to nothing."""
+    gc.set_threshold(100_000, 50, 100)
+
+
 def take_core(place: int) -> None:
     """Keeps this process to one of the cores that the environment lists, if it does (`CORES`), with
     all threads and processes that it will start. Raises OSError for a core that it may not use."""

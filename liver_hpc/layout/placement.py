@@ -158,7 +158,8 @@ class _Gains:
     def problem(
         self, bins: Sequence[Sequence[int]], units: Sequence[Sequence[int]], slots: Sequence[int]
     ) -> Problem:
-        """Of seating units of the target's ranks where bins of the source's are; in bytes."""
+        """Of seating units of the target's ranks, of one size, where bins of the source's are; in
+        bytes."""
         overlap = self._overlap
         if overlap is None:
             nothing = csr_array((len(bins), len(units)))
@@ -174,9 +175,8 @@ class _Gains:
         sorts, held = _numbered(
             [frozenset(overlap.source_places[rank] for rank in ranks) for ranks in bins]
         )
-        shared = np.array(
-            [[overlap.parameters(places)[list(kind)].sum() for kind in needed] for places in held]
-        )
+        of_kinds = np.array(needed, np.int64).reshape(len(needed), len(units[0]) if units else 0)
+        shared = np.array([overlap.parameters(places)[of_kinds].sum(axis=1) for places in held])
         return Problem(kinds, sorts, np.array(slots), has @ self._state @ needs.T, shared)
 
 

@@ -29,10 +29,10 @@ class Attempt:
     """One attempt. `target` is None while it waits for joiners (BOOT).
 
     awaited: what the present phase still waits for; scalars: the state that each source worker
-    reported at the boundary; planned: the pairs (sender, receiver) between which state is to
-    cross; saved: what became of the newest checkpoint, in bounded memory; freed: workers were told
-    that it stands, and give the source's memory back; rebuild: the source's groups are gone;
-    reason: why it was aborted.
+    reported at the boundary; planned: to whom each worker is to send state; saved: what
+    became of the newest checkpoint, in bounded memory; freed: workers were told that it stands, and
+    give the source's memory back; rebuild: the source's groups are gone; reason: why it was
+    aborted.
     """
 
     request: Requested
@@ -44,7 +44,7 @@ class Attempt:
     scalars: dict[int, ScalarState] = field(default_factory=dict)
     votes: dict[int, Vote] = field(default_factory=dict)
     kept_groups: int = 0
-    planned: set[tuple[int, int]] = field(default_factory=set)
+    planned: dict[int, tuple[int, ...]] = field(default_factory=dict)
     saved: StateSaved | None = None
     freed: bool = False
     rebuild: bool = False

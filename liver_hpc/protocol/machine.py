@@ -104,7 +104,7 @@ class HandoffMachine:
         now = self._now
         self._take(event)
         now.kept_groups += event.kept_groups
-        now.planned |= {(event.worker, receiver) for receiver in event.bytes_to}
+        now.planned[event.worker] = tuple(event.bytes_to)
         if now.awaited:
             return []
         everybody = now.participants

@@ -635,6 +635,8 @@ class StoreReply(Message, type="store_reply"):
 
 OfAttempt = Prepared | AtBoundary | Vote | FirstStep | Released | Aborted | Failed
 """What workers say in the handoff attempt of their generation."""
+OfManyAtOnce = OfAttempt | Transports
+"""What all workers say in a handoff, at nearly the same time."""
 OfRecovery = Broken | Halted | Refilled
 """What workers say of a world that has lost one."""
 FromWorker = (

@@ -8,9 +8,9 @@ the state between them add up to the digest of that copy, whatever the layout.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,11 +110,11 @@ def disagreements(*sides: Side) -> list[str]:
     return found
 
 
-def mismatches(votes: Mapping[int, Vote], planned: Set[tuple[int, int]]) -> Iterator[str]:
+def mismatches(votes: Mapping[int, Vote], planned: Mapping[int, Collection[int]]) -> Iterator[str]:
     """How what arrived differs from what left, pair by pair, as text; nothing where all is equal.
 
-    votes: by worker. planned: the pairs (sender, receiver) between which state was to cross; a
-    pair of which nobody told a digest is a mismatch too.
+    votes: by worker. planned: to whom each worker was to send state; a pair of which nobody told a
+    digest is a mismatch too.
     """
     if _agree(votes, planned):
         return
@@ -138,21 +138,32 @@ def mismatches(votes: Mapping[int, Vote], planned: Set[tuple[int, int]]) -> Iter
                 way = f"from worker {sender} to {receiver}"
             yield f"{kind} {way}: {told[0]} left, {told[1]} arrived"
     told_of = {(sender, receiver) for sender, receiver, _ in left}
-    for sender, receiver in sorted(planned - told_of):
+    pairs = {(sender, receiver) for sender, to in planned.items() for receiver in to}
+    for sender, receiver in sorted(pairs - told_of):
         yield f"nobody told what crossed from worker {sender} to {receiver}"
 
 
-def _agree(votes: Mapping[int, Vote], planned: Set[tuple[int, int]]) -> bool:
+def _agree(votes: Mapping[int, Vote], planned: Mapping[int, Collection[int]]) -> bool:
     """Whether all is equal, of digests by the hundred thousand."""
     kinds: dict[str, int] = {}
-    left = _columns([(w, told) for w, vote in votes.items() for told in vote.sent], kinds)
-    arrived = _columns([(w, told) for w, vote in votes.items() for told in vote.received], kinds)
-    receivers, senders, *what = arrived
-    arrived = (senders, receivers, *what)
-    order, other = np.lexsort(left[:3]), np.lexsort(arrived[:3])
-    if not all(np.array_equal(a[order], b[other]) for a, b in zip(left, arrived, strict=True)):
+    by, to, left_kinds, left = _columns([(w, d) for w, v in votes.items() for d in v.sent], kinds)
+    receivers, senders, arrived_kinds, arrived = _columns(
+        [(w, d) for w, v in votes.items() for d in v.received], kinds
+    )
+    counts = [len(peers) for peers in planned.values()]
+    plans = np.repeat(np.fromiter(planned, np.int64, len(planned)), counts)
+    planned_to = np.fromiter(chain.from_iterable(planned.values()), np.int64, sum(counts))
+    all_ids = (by, to, receivers, senders, plans, planned_to)
+    workers = 1 + max((int(ids.max()) for ids in all_ids if ids.size), default=0)
+    sent = (by * workers + to) * len(kinds) + left_kinds
+    received = (senders * workers + receivers) * len(kinds) + arrived_kinds
+    order, other = sent.argsort(kind="stable"), received.argsort(kind="stable")
+    sent = sent[order]
+    if not np.array_equal(sent, received[other]) or not np.array_equal(left[order], arrived[other]):
         return False
-    return planned <= {*zip(senders.tolist(), receivers.tolist(), strict=True)}
+    crossed = np.append(sent // max(len(kinds), 1), -1)  # in order, but for the end
+    wanted = plans * workers + planned_to
+    return np.array_equal(crossed[crossed[:-1].searchsorted(wanted)], wanted)
 
 
 def _columns(
@@ -161,10 +172,11 @@ def _columns(
     """Who tells, of which peer, the kind's number, and the digest."""
     counts = [len(digests.peers) for _, digests in told]
     numbers = [kinds.setdefault(digests.kind, len(kinds)) for _, digests in told]
+    peers = chain.from_iterable(digests.peers for _, digests in told)
     values = bytes.fromhex("".join(digests.values for _, digests in told))
     return (
         np.repeat(np.array([worker for worker, _ in told], np.int64), counts),
-        np.fromiter((peer for _, digests in told for peer in digests.peers), np.int64),
+        np.fromiter(peers, np.int64, sum(counts)),
         np.repeat(np.array(numbers, np.int64), counts),
         np.frombuffer(values, ">u8"),
     )

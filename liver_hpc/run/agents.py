@@ -45,9 +45,10 @@ class Agent:
 
     def slots(self) -> set[int]:
         """Those that it holds: once it is of no more use, all of them until it has ended."""
-        free = self.gone if self.end_by is None else set()
-        freed = (slot for slot, w in zip(self.seat.slots, self.workers, strict=False) if w in free)
-        return {*self.seat.slots} - {*freed}
+        if not self.gone or self.end_by is not None:
+            return {*self.seat.slots}
+        at = zip(self.seat.slots, self.workers, strict=False)
+        return {*self.seat.slots} - {slot for slot, worker in at if worker in self.gone}
 
     def missing(self) -> str:
         if not self.workers:

@@ -296,7 +296,7 @@ class SaidTogether:
     """What workers of one node have said at once of a handoff: one event for the journal, as many
     for the core. numbers: of each message among all of its worker's."""
 
-    messages: tuple[m.OfAttempt | m.Transports, ...]
+    messages: tuple[m.OfManyAtOnce, ...]
     numbers: tuple[int, ...]
 
 

@@ -67,8 +67,8 @@ class Run(Lifecycle):
         """What follows from the event for nodes, launches and handoffs. A step changes none of
         that, nor does an evaluation, unless the run file asks for something after it, nor what one
         of many workers says in a handoff that goes on, and there are many of them."""
-        of_training = isinstance(event, m.StepDone | m.Evaluated | m.Verified | m.Saved)
-        of_attempt = isinstance(event, m.OfAttempt | m.Transports) and not self.handoffs.idle
+        of_training = isinstance(event, _OF_TRAINING)
+        of_attempt = isinstance(event, m.OfManyAtOnce) and not self.handoffs.idle
         if self._state is ENDED or of_attempt or (of_training and not self.elastic.queue.waiting):
             return
         if self._state is STARTING and self._may_launch and not self._launched:
@@ -399,6 +399,7 @@ class Run(Lifecycle):
 
 
 Handler = Callable[[Run, Any], None]
+_OF_TRAINING = (m.StepDone, m.Evaluated, m.Verified, m.Saved)
 OPEN = (STARTING, TRAINING, HANDING_OVER, RECOVERING, STOPPING)
 WITH_WORLD = (TRAINING, HANDING_OVER, RECOVERING, STOPPING)
 

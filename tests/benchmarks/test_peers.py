@@ -94,7 +94,7 @@ def test_a_peer_that_is_missing_is_a_row_that_says_so(monkeypatch: pytest.Monkey
     assert row["detail"].startswith("not installed: pip install no-such-package")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(150)
 def test_torchrun_joins_and_leaves_no_process(tmp_path: Path) -> None:
     trial = try_peer("torchrun", replace(QUICK, events=(JOIN,)), tmp_path)

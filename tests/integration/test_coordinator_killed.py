@@ -117,6 +117,7 @@ def test_a_handoff_ends_in_one_of_its_worlds_whenever_the_coordinator_dies(
         assert len(losses(records)) > step  # each once
 
 
+@pytest.mark.long
 def test_without_another_coordinator_workers_end_by_themselves(tmp_path: Path) -> None:
     """Whoever starts coordinators was killed, too."""
     run = start(run_config(tmp_path, ENDLESS, deadlines={"coordinator_s": 3.0}))

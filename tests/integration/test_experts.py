@@ -50,7 +50,13 @@ LAYOUTS = {
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("dense", "seq-bias-shared") else pytest.mark.long)
+        for name in MODELS
+    ],
+)
 def test_loss_and_gradient_norm_are_those_of_one_worker(name: str, tmp_path: Path) -> None:
     layers = {"layers": 4} if "pp2 dp2 ep2 vpp2" in LAYOUTS[name] else {}
     cases = [Case(layout, MODELS[name] | layers) for layout in LAYOUTS[name]]
@@ -141,7 +147,9 @@ def stayed(process: WorkerProcess, dtype: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("dtype", "close"), [("fp32", 1e-5), ("bf16", 0.02)])
+@pytest.mark.parametrize(
+    ("dtype", "close"), [pytest.param("fp32", 1e-5, marks=pytest.mark.long), ("bf16", 0.02)]
+)
 def test_experts_and_their_bias_move_between_layouts(
     dtype: str, close: float, tmp_path: Path
 ) -> None:

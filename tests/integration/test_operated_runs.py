@@ -90,7 +90,7 @@ def test_operators_resize_replace_and_stop_a_run(tmp_path: Path) -> None:
     assert all("lo/127.0.0.1" in record.detail for record in networks)
 
 
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.long), True])
 def test_nothing_is_left_where_no_coordinator_comes_back(tmp_path: Path, busy: bool) -> None:
     """Who would start another one is killed, too; also in the middle of a handoff, with joiners
     booting."""

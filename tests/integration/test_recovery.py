@@ -128,7 +128,7 @@ def test_a_worker_whose_data_does_not_come_is_named_and_gone_on_without(
     tmp_path: Path, quiet: RunRecords
 ) -> None:
     """It lives, and sends signs of life, while the other one waits for it."""
-    deadlines = {"step_s": 3.0, "heartbeat_s": 4.0}
+    deadlines = {"step_s": 3.0, "heartbeat_s": 8.0}
     recipe = "tests.integration.stuck:StuckGPT"
     run = start(config_of(tmp_path, {"dp": 2}, 2, recipe=recipe, deadlines=deadlines))
     records = recovered(run, quiet)
@@ -173,7 +173,7 @@ def test_another_one_is_lost_while_the_next_world_is_filled(
 def test_a_worker_that_stands_still_is_lost_and_ends_once_it_wakes(
     tmp_path: Path, quiet: RunRecords
 ) -> None:
-    run = start(config_of(tmp_path, {"dp": 2}, 2, deadlines={"heartbeat_s": 4.0}))
+    run = start(config_of(tmp_path, {"dp": 2}, 2, deadlines={"heartbeat_s": 8.0}))
     watch(run, lambda status: status.step >= 5, 150.0)
     still = psutil.Process(pid_of(run, 1))
     still.suspend()

@@ -48,12 +48,11 @@ def test_one_agent_imports_once_and_forks_all_workers_and_executes_when_it_canno
     assert {process.ppid() for process in (warm, *workers)} == {agent.pid}
     assert all(worker.create_time() > warm.create_time() for worker in workers)
     warm.kill()
+    wait_until(lambda: f"{EXECUTED}it has ended" in agent_logs(run)[0], 20.0, "the agent to know")
     request(run, ReplaceRequest(replace=0))
     watch(run, lambda status: status.handoffs_done == 2, 90.0)
     assert {*workers} & {*running(run, "liver_hpc.worker.main")}  # its end ended no worker
     records = stop_and_read(run)
-    (log,) = agent_logs(run)
-    assert f"{EXECUTED}it has ended" in log
     assert [(r.outcome, r.digest_equal) for r in records.reconfigurations] == [
         ("completed", True),
         ("completed", True),

@@ -98,7 +98,13 @@ def only_run() -> Path:
     return found[0] if found else Path("nowhere")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGINT, signal.SIGUSR2)),
+    ],
+)
 def test_outside_of_a_job_every_signal_stops_the_run(
     started: Callable[..., Here], number: signal.Signals
 ) -> None:

@@ -70,6 +70,7 @@ def test_a_dry_run_executes_none(here: Path, words: tuple[str, ...]) -> None:
     assert executed(here) == ""
 
 
+@pytest.mark.long
 def test_a_local_run_executes_none(here: Path) -> None:
     submit("--config", str(write_minimal(here)), "--no-follow")
     stop(find_run("latest", here / "runs"), timeout_s=LIMIT_S)
@@ -83,6 +84,7 @@ def test_a_recipe_of_ones_own_is_found_there_and_executes_none(here: Path) -> No
     assert executed(here) == ""
 
 
+@pytest.mark.long
 def test_a_recipe_of_ones_own_is_found_from_elsewhere(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
