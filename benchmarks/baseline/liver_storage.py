@@ -9,17 +9,19 @@ import torch.distributed as dist
 from benchmarks.baseline.storage import Storage
 from liver_hpc.checkpoint.index import (
     FORMAT_VERSION,
+    FURTHER_FILES,
     CheckpointIndex,
     Part,
     SavedModel,
     complete_checkpoints,
-    complete_path,
     partial_path,
     read_index,
     write_index,
+    written_part,
 )
-from liver_hpc.checkpoint.parts import read_parts, write_part
+from liver_hpc.checkpoint.torch_dist.parts import PartWriter, Peers, read
 from liver_hpc.clock import SystemClock
+from liver_hpc.config.megatron_checkpoint import iteration_path
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.files import flush_to_disk
 from liver_hpc.protocol.messages import ScalarState, WireRankMap
@@ -31,7 +33,7 @@ class LiverStorage(Storage):
 
     def save(self, world: World, small: ScalarState, directory: Path) -> None:
         partial = partial_path(directory, small.step, world.generation)
-        part = write_part(world.state, small.step, partial)
+        part = PartWriter(world, small, partial, _Barrier()).write(world.state)
         _told(directory, world.worker).write_text(part.model_dump_json(), encoding="utf-8")
         dist.barrier()
         if world.worker == 0:
@@ -42,10 +44,24 @@ class LiverStorage(Storage):
         found = complete_checkpoints(directory)
         if not found:
             raise CheckpointError(f"{directory} holds no complete checkpoint")
-        index = read_index(found[-1][1])
-        read_parts(world.state, index, found[-1][1])
-        world.load_scalar_state(index.scalars)
-        return index.scalars
+        scalars = read_index(found[-1][1]).scalars
+        read(world, found[-1][1])
+        world.load_scalar_state(scalars)
+        return scalars
+
+
+class _Barrier(Peers):
+    """Workers meet once each has written; whoever cannot write ends its process, and so the job."""
+
+    def __init__(self) -> None:
+        super().__init__(open_store=lambda: None, prefix="", limit_s=0.0)
+
+    def tell(self, rank: int, problem: str) -> None:
+        dist.barrier()
+
+    def problems(self, ranks: int) -> list[str]:
+        dist.barrier()
+        return []
 
 
 def _told(directory: Path, worker: int) -> Path:
@@ -56,7 +72,7 @@ def _told(directory: Path, worker: int) -> Path:
 def _commit(world: World, small: ScalarState, directory: Path) -> None:
     """Index of all parts, then name; raises OSError."""
     told = [_told(directory, worker) for worker in range(world.rank_map.layout.workers)]
-    parts = tuple(Part.model_validate_json(path.read_bytes()) for path in told)
+    partial = partial_path(directory, small.step, world.generation)
     index = CheckpointIndex(
         format_version=FORMAT_VERSION,
         run=world.recipe.config.name,
@@ -64,13 +80,12 @@ def _commit(world: World, small: ScalarState, directory: Path) -> None:
         generation=world.generation,
         scalars=small,
         rank_map=WireRankMap.of(world.rank_map),
-        parts=parts,
+        parts=tuple(Part.model_validate_json(path.read_bytes()) for path in told),
+        further=tuple(written_part(partial / name) for name in FURTHER_FILES),
         digests=(),
         model=SavedModel.of(world.recipe.spec),
         versions={},
-        spec=world.recipe.spec.only(world.rank_map.layout),
     )
-    partial = partial_path(directory, small.step, world.generation)
     write_index(partial, index)
-    partial.rename(complete_path(directory, small.step))
+    partial.rename(iteration_path(directory, small.step))
     flush_to_disk(directory)

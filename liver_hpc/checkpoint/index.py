@@ -1,10 +1,10 @@
 """A checkpoint's files: what they are called, and checkpoint.json, which makes them one.
 
-<directory>/step-00000123/checkpoint.json    this index, written last
-<directory>/step-00000123/rank-00000.h5      what rank 0 of the saved layout wrote
-<directory>/iter_0000123/                    the same in Megatron's format (torch_dist/files.py)
-<directory>/.step-00000130-g4.partial/       being written in generation 4, or of a killed run
-<directory>/damaged-step-00000125/           set aside by a run that went on from an earlier one
+<directory>/iter_0000123/                  a checkpoint in Megatron's format (torch_dist/files.py)
+<directory>/iter_0000123/checkpoint.json   this index, written last
+<directory>/iter_0000123/__0_0.distcp      what rank 0 of the saved layout wrote
+<directory>/.step-00000130-g4.partial/     being written in generation 4, or of a killed run
+<directory>/damaged-iter_0000125/          set aside by a run that went on from an earlier one
 """
 
 from __future__ import annotations
@@ -15,37 +15,31 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from liver_hpc.config.megatron_checkpoint import (
     COMMON_FILE,
     FORMAT_FILE,
     METADATA_FILE,
     TRACKER_FILE,
-    iteration_path,
 )
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.files import write_whole
 from liver_hpc.layout.tensors import ModelSpec, Role
 from liver_hpc.protocol.messages import ClassDigest, ScalarState, WireRankMap
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 INDEX_FILE = "checkpoint.json"
-Format = Literal["hdf5", "torch_dist"]
-_COMPLETE = re.compile(r"^(?:step-(?=\d{8})|iter_(?=\d{7}))(\d+)$")
-FURTHER_FILES: dict[Format, tuple[str, ...]] = {
-    "hdf5": (),
-    "torch_dist": (METADATA_FILE, COMMON_FILE, FORMAT_FILE),
-}
+FURTHER_FILES = (METADATA_FILE, COMMON_FILE, FORMAT_FILE)
 """What is in a checkpoint beside its ranks' files and the index."""
-_PARTIAL = re.compile(r"^\.step-\d{8,}(-g\d+)?\.(partial|replaced)$")
+_COMPLETE = re.compile(r"^iter_(\d{7,})$")
+_PARTIAL = re.compile(r"^\.step-\d{8,}-g\d+\.(partial|replaced)$")
 _READ_BYTES = 4 * 2**20
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Part(_Frozen):
@@ -57,11 +51,11 @@ class Part(_Frozen):
 
 
 class SavedTensor(_Frozen):
-    """A tensor of the model, as all layouts know it. role: the first checkpoints had but one."""
+    """A tensor of the model, as all layouts know it."""
 
     name: str
     shape: tuple[int, ...]
-    role: Role = "trained"
+    role: Role
 
 
 class SavedModel(_Frozen):
@@ -97,25 +91,21 @@ class CheckpointIndex(_Frozen):
     """checkpoint.json: one complete checkpoint.
 
     generation: of the world that was saved. parts, digests: in the order of the rank map's ranks;
-    digests are of all that a rank held, whether or not it was the one to write it. spec: who held
-    what of the model; the first checkpoints have none. further: files of the checkpoint that are of
-    no rank.
+    digests are of all that a rank held, whether or not it was the one to write it. further: files
+    of the checkpoint that are of no rank.
     """
 
     format_version: int
     run: str
     saved_s: float
     generation: int
-    # On the disk under the names of the first checkpoints, so that those can still be read.
-    scalars: ScalarState = Field(validation_alias="small", serialization_alias="small")
-    rank_map: WireRankMap = Field(validation_alias="roster", serialization_alias="roster")
+    scalars: ScalarState
+    rank_map: WireRankMap
     parts: tuple[Part, ...]
+    further: tuple[Part, ...]
     digests: tuple[tuple[ClassDigest, ...], ...]
     model: SavedModel
     versions: dict[str, str]
-    spec: ModelSpec | None = None
-    format: Format = "hdf5"
-    further: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,20 +116,14 @@ class Checkpoint:
     index: CheckpointIndex
 
 
-def complete_path(directory: Path, step: int, form: Format = "hdf5") -> Path:
-    if form == "torch_dist":
-        return iteration_path(directory, step)
-    return directory / f"step-{step:08d}"
-
-
 def partial_path(directory: Path, step: int, generation: int) -> Path:
     """Where a world writes: another one that comes to the same step writes elsewhere, also while
     somebody who was given up as lost still writes here."""
     return directory / f".step-{step:08d}-g{generation}.partial"
 
 
-def part_name(rank: int, form: Format = "hdf5") -> str:
-    return f"__{rank}_0.distcp" if form == "torch_dist" else f"rank-{rank:05d}.h5"
+def part_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
 
 
 def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:
@@ -196,7 +180,7 @@ def read_index(path: Path) -> CheckpointIndex:
 
 def write_index(path: Path, index: CheckpointIndex) -> None:
     """Puts the index into `path`, whole or not at all, and on the disk with its directory."""
-    text = index.model_dump_json(indent=1, by_alias=True) + "\n"
+    text = index.model_dump_json(indent=1) + "\n"
     write_whole(path / INDEX_FILE, text, sync=True)
 
 

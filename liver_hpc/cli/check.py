@@ -66,8 +66,6 @@ def local_workers_limit() -> int:
 def _check_checkpoints(section: CheckpointSection) -> Iterator[str]:
     """What a new run begins with is there, and where it saves it would not go on with another's."""
     load, directory = section.load, section.directory
-    if section.format != "torch_dist":
-        directory = None  # it makes one of its own there
     same = load is not None and directory is not None and load.resolve() == directory.resolve()
     try:
         if load is not None and loaded_checkpoint(load) is None and not same:

@@ -374,7 +374,6 @@ class CheckpointSection(Section):
 
     directory: Path | None = None
     load: Path | None = None
-    format: Literal["hdf5", "torch_dist"] = "hdf5"
     every_steps: PositiveInt | Literal["auto"] | None = "auto"
     cost: Annotated[float, Field(gt=0, le=1)] = 0.05
     keep: PositiveInt | None = 2

@@ -19,12 +19,10 @@ from liver_hpc.checkpoint.index import (
     INDEX_FILE,
     Checkpoint,
     CheckpointIndex,
-    Format,
     Part,
     SavedModel,
     checksum,
     complete_checkpoints,
-    complete_path,
     part_name,
     partial_path,
     read_index,
@@ -35,7 +33,7 @@ from liver_hpc.checkpoint.index import (
     written_part,
 )
 from liver_hpc.clock import Clock
-from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, loaded_checkpoint
+from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, iteration_path, loaded_checkpoint
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.files import flush_to_disk
@@ -156,7 +154,6 @@ class Checkpoints:
         self._config = config
         self._recipe = recipe
         self._clock = clock
-        self._format: Format = config.checkpoint.format
         self._pending: dict[tuple[int, int], dict[int, Saved]] = {}
         self._source: Checkpoint | Loaded | None = None
         self._restored: dict[int, Restored] = {}
@@ -265,7 +262,7 @@ class Checkpoints:
         """Of a damaged checkpoint; a job of Megatron's loads the one before it, then."""
         aside = set_aside(path)
         left = [step for step, _ in complete_checkpoints(self.directory)]
-        if self._format == "torch_dist" and left:
+        if left:
             track(self.directory, left[-1])
         return aside
 
@@ -295,7 +292,7 @@ class Checkpoints:
         self._remove_old()
         return e.CheckpointWritten(
             step=step,
-            path=str(complete_path(self.directory, step, self._format)),
+            path=str(iteration_path(self.directory, step)),
             largest_bytes=max(part.num_bytes for part in parts.values()),
             took_s=max(part.took_s for part in parts.values()),
             total_bytes=sum(part.num_bytes for part in parts.values()),
@@ -332,8 +329,8 @@ class Checkpoints:
         saved = [parts[worker] for worker in world.rank_map.workers]
         step = saved[0].scalars.step
         partial = partial_path(self.directory, step, world.generation)
-        final = complete_path(self.directory, step, self._format)
-        further = [partial / name for name in FURTHER_FILES[self._format]]
+        final = iteration_path(self.directory, step)
+        further = [partial / name for name in FURTHER_FILES]
         index = CheckpointIndex(
             format_version=FORMAT_VERSION,
             run=self._config.name,
@@ -342,14 +339,12 @@ class Checkpoints:
             scalars=saved[0].scalars,
             rank_map=WireRankMap.of(world.rank_map),
             parts=tuple(
-                Part(file=part_name(rank, self._format), num_bytes=m.num_bytes, checksum=m.checksum)
+                Part(file=part_name(rank), num_bytes=m.num_bytes, checksum=m.checksum)
                 for rank, m in enumerate(saved)
             ),
             digests=tuple(message.digests for message in saved),
             model=SavedModel.of(self._recipe.spec),
             versions=versions_of(RECORDED_PACKAGES),
-            spec=self._recipe.spec.only(world.rank_map.layout),
-            format=self._format,
             further=tuple(map(written_part, further)),
         )
         write_index(partial, index)
@@ -360,8 +355,7 @@ class Checkpoints:
             log.warning("%s is not of this run, and now called %s", final, set_aside(final))
         os.rename(partial, final)
         flush_to_disk(self.directory)
-        if self._format == "torch_dist":
-            track(self.directory, step)
+        track(self.directory, step)
 
     def _remove_old(self) -> None:
         """Leaves the newest ones; all where none of those is whole."""

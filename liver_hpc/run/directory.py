@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,17 +145,12 @@ def _make_new(runs: Path, stem: str) -> Path:
 
 
 def _link_checkpoints(run: RunDirectory, config: RunConfig) -> None:
-    """Makes a new directory whose name nobody can know before; the run directory has its name.
-
-    Megatron's checkpoints lie in the directory itself, as its --save means, which may be there.
-    """
+    """The run directory has its name; they lie in the directory itself, as Megatron's --save means,
+    which may be there."""
     assert config.checkpoint.directory is not None
-    directory = config.checkpoint.directory.expanduser().absolute()
-    shared = config.checkpoint.format == "torch_dist"
-    path = directory if shared else directory / f"{run.path.name}-{secrets.token_hex(8)}"
+    path = config.checkpoint.directory.expanduser().absolute()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=shared)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"checkpoint.directory: {path}: {error.strerror}") from error
     run.checkpoints_path.symlink_to(path, target_is_directory=True)
@@ -165,33 +159,23 @@ def _link_checkpoints(run: RunDirectory, config: RunConfig) -> None:
 def claim_checkpoints(run: RunDirectory, config: RunConfig) -> Path:
     """Where the run's checkpoints lie, looked at again before a coordinator reads or writes there.
 
-    Elsewhere, it must be a directory of this user; where it is the run's alone, it becomes nobody
-    else's to enter. Raises ConfigError when it is not.
+    Elsewhere, it must be a directory of this user, or of his a link to one. Raises ConfigError when
+    it is not.
     """
     link, elsewhere = run.checkpoints_path, config.checkpoint.directory
     if elsewhere is None:
         return link
-    if not os.path.lexists(link):  # a run that was made before there were links
-        known = elsewhere.expanduser().absolute() / run.path.name
-        if os.path.lexists(known):
-            link.symlink_to(known, target_is_directory=True)
-        else:
-            _link_checkpoints(run, config)
     if link.is_symlink():
-        _check_own(Path(os.readlink(link)), shared=config.checkpoint.format == "torch_dist")
+        _check_own(Path(os.readlink(link)))
     return link
 
 
-def _check_own(path: Path, shared: bool) -> None:
+def _check_own(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)  # where a scratch has been cleaned
-        status = path.lstat()
-        if not stat.S_ISDIR(status.st_mode):
-            raise ConfigError(f"checkpoint.directory: {path}: wanted a directory, not a link")
-        if whose(status):
-            raise ConfigError(f"checkpoint.directory: {path} {whose(status)}")
-        if not shared:
-            path.chmod(0o700)
+        for status in (path.lstat(), path.stat()):
+            if whose(status):
+                raise ConfigError(f"checkpoint.directory: {path} {whose(status)}")
     except OSError as error:
         raise ConfigError(f"checkpoint.directory: {path}: {error.strerror}") from error
 

@@ -184,7 +184,7 @@ class RankWriter:
     def __init__(self, path: Path, rank: int, about: Any = None) -> None:
         self._path, self._rank, self._about = path, rank, about
         self._written: list[Written] = []
-        self._file = (path / part_name(rank, "torch_dist")).open("wb")
+        self._file = (path / part_name(rank)).open("wb")
 
     def add(self, keys: Iterable[str], shape: tuple[int, ...], at: NBox, view: Any) -> None:
         """A box of a tensor of this shape, under one key or several, whose bytes are the same."""
@@ -211,7 +211,12 @@ class RankWriter:
 
     def _save(self, value: Any) -> tuple[int, int]:
         start = self._file.tell()
-        torch.save(value, self._file)
+        try:
+            torch.save(value, self._file)
+        except RuntimeError as error:  # torch says of a full disk that its archive is broken
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         return start, self._file.tell() - start
 
     def __enter__(self) -> RankWriter:
@@ -245,7 +250,7 @@ def write_table(path: Path, lists: Iterable[RankList]) -> None:
     for rank, one in enumerate(lists):
         files.append(path / _list_file(rank))
         for item in one.written:
-            info = _StorageInfo(part_name(rank, "torch_dist"), item.start, item.num_bytes)
+            info = _StorageInfo(part_name(rank), item.start, item.num_bytes)
             if item.shape is None:
                 keys[item.key] = metadata.BytesStorageMetadata()
                 places[metadata.MetadataIndex(item.key)] = info

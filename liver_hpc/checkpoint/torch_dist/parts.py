@@ -74,7 +74,7 @@ def write_part(
         for name, value in objects.items():
             file.add_object(name, value)
     flush_to_disk(partial)
-    return written_part(partial / part_name(rank, "torch_dist"))
+    return written_part(partial / part_name(rank))
 
 
 class PartWriter:

@@ -275,7 +275,6 @@ def shares(job: Owned) -> list[float]:
 def _checkpoints(job: Owned) -> _Values:
     if job["save"] is not None:
         yield ("checkpoint", "directory"), job["save"], job.source("save")
-        yield ("checkpoint", "format"), "torch_dist", job.source("save")
         yield ("checkpoint", "every_steps"), job["save_interval"], job.source("save_interval")
         yield ("checkpoint", "keep"), None, job.source("save")  # as Megatron removes none
     if loadable(job):
