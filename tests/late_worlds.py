@@ -314,7 +314,7 @@ class LateRun:
                 steps=1 << 30, seed=SEED, global_batch=1, verify_every_steps=None
             ),
             eval=None,
-            checkpoint=SimpleNamespace(every_steps=self.saves_every, format="hdf5", cost=1.0),
+            checkpoint=SimpleNamespace(every_steps=self.saves_every, cost=1.0),
             snapshots=SimpleNamespace(every_steps=None),
         )
         recipe: Any = SimpleNamespace(spec=TIED, initial=numbers, tokens=lambda: 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
@@ -161,12 +161,6 @@ class ModelSpec:
         held = (sorted(self.stages.items()), sorted(self.homes.items()), self.bucket_elements)
         known = (self.tensors, self.parameter_bytes, held)
         return hashlib.blake2b(repr(known).encode(), digest_size=8).hexdigest()
-
-    def only(self, layout: Layout) -> ModelSpec:
-        """As much of the spec as says what this layout's workers hold."""
-        stages = {key: self.stages[key] for key in [pipeline(layout)]}
-        homes = {ep: homes for ep, homes in self.homes.items() if ep == layout.ep}
-        return replace(self, stages=stages, homes=homes, refused={})
 
     def check_layout(self, layout: Layout) -> None:
         """Raises ConfigError where the model cannot be laid out so."""

@@ -36,7 +36,6 @@ class DiesWriting(RandomTokenGPT):
 
 def plant(worker: int, step: int, done: Path) -> None:
     """Wraps the writing of one box, in this process; `done` is a file that says it has happened."""
-    from liver_hpc.checkpoint.hdf5 import BoxesWriter
     from liver_hpc.checkpoint.parts import Save
     from liver_hpc.checkpoint.torch_dist.files import RankWriter
 
@@ -59,5 +58,4 @@ def plant(worker: int, step: int, done: Path) -> None:
         return dying_write
 
     Save.done = dying_save  # type: ignore[method-assign]
-    BoxesWriter.write = dying(BoxesWriter.write)  # type: ignore[method-assign]
     RankWriter.add = dying(RankWriter.add)  # type: ignore[method-assign]

@@ -45,7 +45,11 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
-    ("torch._utils", "_rebuild_tensor_v2"): vars(torch._utils)["_rebuild_tensor_v2"],
+    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
+    **{
+        ("torch._utils", name): vars(torch._utils)[name]
+        for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3")  # the later one of fp8
+    },
     ("torch.serialization", "_get_layout"): vars(torch.serialization)["_get_layout"],
     **{("builtins", name): getattr(builtins, name) for name in _PLAIN},
     **{

@@ -3,13 +3,19 @@ would."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from liver_hpc.checkpoint.index import partial_path
-from liver_hpc.checkpoint.parts import write_part
+from liver_hpc.checkpoint.copied import BoxView
+from liver_hpc.checkpoint.index import Part, partial_path
+from liver_hpc.checkpoint.torch_dist import parts as torch_dist
+from liver_hpc.checkpoint.torch_dist.contents import common_state, read_contents
+from liver_hpc.checkpoint.torch_dist.files import rank_lists, write_common, write_table
 from liver_hpc.clock import FakeClock
+from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.checkpoints import Checkpoints
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
@@ -18,6 +24,7 @@ from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import ClassDigest, Saved, ScalarState
 from liver_hpc.recipes.base import NoOptions
 from liver_hpc.run.events import CheckpointFailed, CheckpointWritten
+from liver_hpc.world.sharded import Sharded
 from liver_hpc.world.state import WorldState
 from tests.fakes import TinyRecipe, tiny_run
 from tests.unit.layout.models import rank_map
@@ -53,6 +60,52 @@ def empty(model: ModelSpec, layout: Layout, at: Coordinate) -> WorldState:
 
 def digests_of(state: WorldState) -> tuple[ClassDigest, ...]:
     return state.digests((PARAMETER, *state.model.optimizer_kinds))
+
+
+# ---- files
+
+
+def pieces_of(model: ModelSpec) -> dict[str, tuple[Sharded, ...]]:
+    """Each tensor lies whole under its own name."""
+    pieces = {}
+    for tensor in model.tensors:
+        whole = tuple((0, length) for length in tensor.shape)
+        pieces[tensor.name] = (Sharded(whole, tensor.name, tensor.shape, whole, False),)
+    return pieces
+
+
+_writing = threading.Lock()
+
+
+def write_part(state: BoxView, step: int, partial: Path) -> Part:
+    """The file of one rank; the last one makes a checkpoint of them, as rank 0 does that waits."""
+    group = {"is_expert_parallel": False}
+    part = torch_dist.write_part(state, pieces_of(state.model), partial, {}, [group])
+    ranks = state.layout.workers
+    with _writing:
+        if len(list(partial.glob("__*_0.json"))) == ranks:
+            write_table(partial, rank_lists(partial, ranks))
+            config = tiny_run()
+            write_common(
+                partial, common_state(config, state.layout, scalar_state(step), [group], {})
+            )
+    return part
+
+
+def read_state(state: WorldState, path: Path) -> None:
+    torch_dist.read_tensors(state, read_contents(path), pieces_of(state.model))
+
+
+class PlainWriter:
+    """A torch_dist.PartWriter of a world whose recipe has no module, and of which nobody waits."""
+
+    def __init__(self, _world: Any, scalars: ScalarState, partial: Path, _peers: Any) -> None:
+        self._step, self._partial = scalars.step, partial
+
+    def write(self, state: BoxView) -> Part:
+        return write_part(state, self._step, self._partial)
+
+    def fail(self, reason: str) -> None: ...
 
 
 class ModelOnly(TinyRecipe):
@@ -99,8 +152,8 @@ class Disk:
         return outcomes[-1]
 
     def steps(self) -> list[str]:
-        """Everything in the directory."""
-        return sorted(path.name for path in self.directory.iterdir())
+        """Everything in the directory, but what says which one a job of Megatron's loads."""
+        return sorted({path.name for path in self.directory.iterdir()} - {TRACKER_FILE})
 
 
 def restored_rank_map(layout: Layout) -> RankMap:

@@ -17,7 +17,6 @@ from liver_hpc.checkpoint.index import (
     newest_step,
     read_index,
 )
-from liver_hpc.checkpoint.parts import write_part
 from liver_hpc.coordinator import checkpoints as module
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.errors import CheckpointError
@@ -38,6 +37,7 @@ from tests.unit.checkpoint.disk import (
     filled,
     restored_rank_map,
     scalar_state,
+    write_part,
 )
 from tests.unit.layout.models import TIED
 
@@ -65,18 +65,18 @@ def test_a_checkpoint_is_complete_once_all_workers_have_saved(disk: Disk) -> Non
     longer = first.model_copy(update={"took_s": 1.5})
     assert disk.checkpoints.saved(longer, disk.world(TWO)) == CheckpointWritten(
         step=4,
-        path=str(disk.directory / "step-00000004"),
+        path=str(disk.directory / "iter_0000004"),
         largest_bytes=max(first.num_bytes, second.num_bytes),
         took_s=1.5,
         total_bytes=first.num_bytes + second.num_bytes,
     )
-    assert disk.steps() == ["step-00000004"]
+    assert disk.steps() == ["iter_0000004"]
     newest = newest_checkpoint(disk.directory)
     assert newest is not None
     index = newest.index
     assert (index.scalars, index.generation) == (scalar_state(4), 3)
     assert index.rank_map.rank_map() == disk.world(TWO).rank_map
-    assert [part.file for part in index.parts] == ["rank-00000.h5", "rank-00001.h5"]
+    assert [part.file for part in index.parts] == ["__0_0.distcp", "__1_0.distcp"]
     assert index.digests == (first.digests, second.digests)
     assert set(index.versions) == {"liver-hpc", "torch", "megatron-core"}
 
@@ -87,7 +87,7 @@ def test_workers_may_be_a_step_ahead_of_each_other(disk: Disk) -> None:
         disk.checkpoints.saved(disk.part(TWO, ahead, step), disk.world(TWO))
     for step in (4, 5):
         disk.checkpoints.saved(disk.part(TWO, behind, step), disk.world(TWO))
-    assert disk.steps() == ["step-00000004", "step-00000005"]
+    assert disk.steps() == ["iter_0000004", "iter_0000005"]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_parts_that_do_not_fit_together_leave_the_one_before(
     assert isinstance(failed, CheckpointFailed)
     assert failed.reason.startswith("checkpoint of step 8 given up: ")
     assert said in failed.reason
-    assert disk.steps() == ["step-00000004"]
+    assert disk.steps() == ["iter_0000004"]
     assert isinstance(disk.save(TWO, 9), CheckpointWritten)
 
 
@@ -160,7 +160,7 @@ def test_a_disk_on_which_the_index_cannot_be_written_costs_that_checkpoint(
         assert disk.save(TWO, 8) == CheckpointFailed(
             8, "checkpoint of step 8 given up: checkpoint.json: No space left on device"
         )
-    assert disk.steps() == ["step-00000004"]
+    assert disk.steps() == ["iter_0000004"]
 
 
 def test_a_world_that_ends_takes_its_unfinished_checkpoint_along(disk: Disk) -> None:
@@ -173,7 +173,7 @@ def test_a_world_that_ends_takes_its_unfinished_checkpoint_along(disk: Disk) -> 
         8,
         "checkpoint of step 8 given up: not all workers had written when their world ended",
     )
-    assert disk.steps() == ["step-00000004"]
+    assert disk.steps() == ["iter_0000004"]
     assert disk.checkpoints.saved(second, disk.world(TWO)) is None, "it came too late"
 
 
@@ -181,7 +181,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     disk = Disk(TIED, tmp_path, keep=2)
     for step in (2, 99, 100, 3_000_000_000):
         disk.save(TWO, step)
-    assert disk.steps() == ["step-00000100", "step-3000000000"]
+    assert disk.steps() == ["iter_0000100", "iter_3000000000"]
     newest = newest_checkpoint(disk.directory)
     assert newest is not None
     assert newest.index.scalars.step == 3_000_000_000
@@ -190,7 +190,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 def test_a_step_that_was_saved_in_a_life_before_is_saved_anew(disk: Disk) -> None:
     disk.save(TWO, 4)
     disk.save(Layout(2, 1, 1), 4)
-    assert disk.steps() == ["step-00000004"]
+    assert disk.steps() == ["iter_0000004"]
     newest = newest_checkpoint(disk.directory)
     assert newest is not None
     assert newest.index.rank_map.rank_map().layout == Layout(2, 1, 1)
@@ -199,10 +199,9 @@ def test_a_step_that_was_saved_in_a_life_before_is_saved_anew(disk: Disk) -> Non
 def test_what_a_killed_run_was_writing_is_cleared_away(disk: Disk) -> None:
     disk.save(TWO, 4)
     at = next(TWO.coordinates())
-    for name in (".step-00000008-g4.partial", ".step-00000008.partial"):  # the second of 0.1
-        write_part(filled(TIED, TWO, at), 8, disk.directory / name)
+    write_part(filled(TIED, TWO, at), 8, disk.directory / ".step-00000008-g4.partial")
     assert Disk(TIED, disk.run_directory).checkpoints.open() is not None
-    assert disk.steps() == ["step-00000004"]
+    assert disk.steps() == ["iter_0000004"]
 
 
 def test_a_new_run_has_none(disk: Disk) -> None:
@@ -211,10 +210,13 @@ def test_a_new_run_has_none(disk: Disk) -> None:
 
 def test_an_index_that_is_damaged_or_of_another_format_is_refused(disk: Disk) -> None:
     disk.save(TWO, 4)
-    path = disk.directory / "step-00000004"
+    path = disk.directory / "iter_0000004"
     index = json.loads((path / INDEX_FILE).read_text())
     for change, said in (
-        ({"format_version": FORMAT_VERSION + 1}, f"wanted format {FORMAT_VERSION}, got 2"),
+        (
+            {"format_version": FORMAT_VERSION + 1},
+            f"wanted format {FORMAT_VERSION}, got",
+        ),
         ({"parts": "none"}, "is damaged: parts: "),
     ):
         (path / INDEX_FILE).write_text(json.dumps(index | change))
@@ -257,24 +259,22 @@ def test_workers_that_restored_something_else_are_refused(disk: Disk, wrong: str
     assert isinstance(refused, ShellFailed)
     assert re.search(said, refused.reason)
     assert "its files are as they were written" in refused.reason
-    assert refused.reason.endswith(
-        f"to go on from step 4 remove {disk.directory / 'step-00000008'}"
-    )
+    assert refused.reason.endswith(f"to go on from step 4 remove {disk.directory / 'iter_0000008'}")
 
 
 # ---- damaged ones
 
 
 def delete_a_part(path: Path) -> None:
-    (path / "rank-00001.h5").unlink()
+    (path / "__1_0.distcp").unlink()
 
 
 def shorten_a_part(path: Path) -> None:
-    os.truncate(path / "rank-00000.h5", 100)
+    os.truncate(path / "__0_0.distcp", 100)
 
 
 def change_a_part(path: Path) -> None:
-    part = path / "rank-00000.h5"
+    part = path / "__0_0.distcp"
     part.write_bytes(part.read_bytes()[:-1] + b"x")
 
 
@@ -288,47 +288,45 @@ def test_of_a_damaged_one_the_run_goes_on_from_the_one_before(
 ) -> None:
     disk.save(TWO, 4)
     disk.save(TWO, 8)
-    damage(disk.directory / "step-00000008")
-    left = sorted(path.name for path in (disk.directory / "step-00000008").iterdir())
+    damage(disk.directory / "iter_0000008")
+    left = sorted(path.name for path in (disk.directory / "iter_0000008").iterdir())
     later = Disk(TIED, disk.run_directory)
     source = later.checkpoints.open()
     assert source is not None
-    assert source == Resumed(str(disk.directory / "step-00000004"), 4, 3, "tp1 pp1 dp2")
-    assert disk.steps() == ["damaged-step-00000008", "step-00000004"]
-    aside = disk.directory / "damaged-step-00000008"
+    assert source == Resumed(str(disk.directory / "iter_0000004"), 4, 3, "tp1 pp1 dp2")
+    assert disk.steps() == ["damaged-iter_0000008", "iter_0000004"]
+    aside = disk.directory / "damaged-iter_0000008"
     assert sorted(path.name for path in aside.iterdir()) == left, "it is kept as it was"
-    assert f"step-00000008 is damaged, and now called {aside}" in caplog.text
+    assert f"iter_0000008 is damaged, and now called {aside}" in caplog.text
 
     later.save(TWO, 8)
-    damage(disk.directory / "step-00000008")
+    damage(disk.directory / "iter_0000008")
     assert Disk(TIED, disk.run_directory).checkpoints.open() is not None
-    assert disk.steps() == ["damaged-step-00000008", "damaged-step-00000008-2", "step-00000004"]
+    assert disk.steps() == ["damaged-iter_0000008", "damaged-iter_0000008-2", "iter_0000004"]
 
 
 def test_damaged_ones_do_not_count_among_those_that_are_kept(disk: Disk) -> None:
     disk.save(TWO, 4)
     disk.save(TWO, 8)
-    delete_a_part(disk.directory / "step-00000008")
+    delete_a_part(disk.directory / "iter_0000008")
     later = Disk(TIED, disk.run_directory)
     later.checkpoints.open()
     for step in (9, 10, 11):
         later.save(TWO, step)
-    assert disk.steps() == ["damaged-step-00000008", "step-00000010", "step-00000011"]
+    assert disk.steps() == ["damaged-iter_0000008", "iter_0000010", "iter_0000011"]
     assert newest_step(disk.directory) == 11
 
 
 def test_where_all_are_damaged_the_run_does_not_begin_anew(disk: Disk) -> None:
     disk.save(TWO, 4)
     disk.save(TWO, 8)
-    delete_a_part(disk.directory / "step-00000004")
-    break_the_index(disk.directory / "step-00000008")
+    delete_a_part(disk.directory / "iter_0000004")
+    break_the_index(disk.directory / "iter_0000008")
     for _ in range(2):  # nor when it is tried again
-        said = (
-            r"step-00000008/.* is damaged: .*; .*step-00000004/rank-00001.h5 is missing.* no earl"
-        )
+        said = r"iter_0000008/.* is damaged: .*; .*iter_0000004/__1_0.distcp is missing.* no earl"
         with pytest.raises(CheckpointError, match=said):
             Disk(TIED, disk.run_directory).checkpoints.open()
-        assert disk.steps() == ["step-00000004", "step-00000008"]
+        assert disk.steps() == ["iter_0000004", "iter_0000008"]
 
 
 def test_one_whose_bytes_have_changed_is_set_aside_for_the_next_start(disk: Disk) -> None:
@@ -336,19 +334,17 @@ def test_one_whose_bytes_have_changed_is_set_aside_for_the_next_start(disk: Disk
     disk.save(TWO, 8)
     later = Disk(TIED, disk.run_directory).checkpoints
     later.open()
-    change_a_part(disk.directory / "step-00000008")
+    change_a_part(disk.directory / "iter_0000008")
     one = Layout(1, 1, 1)
     (at,) = one.coordinates()
     digests = digests_of(empty(TIED, one, at))
     message = Restored(worker=0, generation=0, scalars=scalar_state(8), digests=digests)
     refused = later.restored(message, restored_rank_map(one))
     assert isinstance(refused, CheckpointDamaged)
-    said = (
-        r"rank-00000.h5 has changed on the disk .* it is now .*damaged-step-00000008; the run goes"
-    )
+    said = r"__0_0.distcp has changed on the disk .* it is now .*damaged-iter_0000008; the run goes"
     assert re.search(said, refused.reason)
     assert refused.reason.endswith("the run goes on from step 4")
-    assert disk.steps() == ["damaged-step-00000008", "step-00000004"]
+    assert disk.steps() == ["damaged-iter_0000008", "iter_0000004"]
 
 
 @pytest.mark.parametrize("damage", [delete_a_part, change_a_part, None])
@@ -359,7 +355,7 @@ def test_one_that_a_worker_cannot_read_is_set_aside_where_its_files_have_changed
     disk.save(TWO, 8)
     later = Disk(TIED, disk.run_directory).checkpoints
     later.open()
-    path = disk.directory / "step-00000008"
+    path = disk.directory / "iter_0000008"
     if damage is not None:
         damage(path)
     rank_map = restored_rank_map(TWO)
@@ -370,8 +366,8 @@ def test_one_that_a_worker_cannot_read_is_set_aside_where_its_files_have_changed
     assert isinstance(refused, kind)
     assert refused.reason.startswith(f"{path}: worker 1: cannot be read; ")
     assert disk.steps() == [
-        "step-00000004" if damage is None else "damaged-step-00000008",
-        "step-00000008" if damage is None else "step-00000004",
+        "iter_0000004" if damage is None else "damaged-iter_0000008",
+        "iter_0000008" if damage is None else "iter_0000004",
     ]
 
 
@@ -379,24 +375,24 @@ def test_the_last_one_is_never_set_aside(disk: Disk) -> None:
     disk.save(TWO, 4)
     later = Disk(TIED, disk.run_directory).checkpoints
     later.open()
-    change_a_part(disk.directory / "step-00000004")
+    change_a_part(disk.directory / "iter_0000004")
     told = NotRestored(worker=0, generation=0, reason="cannot be read")
     refused = later.restored(told, restored_rank_map(TWO))
     assert isinstance(refused, ShellFailed)
-    assert "rank-00000.h5 has changed on the disk" in refused.reason
+    assert "__0_0.distcp has changed on the disk" in refused.reason
     assert refused.reason.endswith("there is no earlier checkpoint")
-    assert disk.steps() == ["step-00000004"]
+    assert disk.steps() == ["iter_0000004"]
 
 
 def test_parts_that_the_coordinator_does_not_see_make_no_checkpoint(disk: Disk) -> None:
     disk.save(TWO, 4)
     first, second = (disk.part(TWO, at, 8) for at in TWO.coordinates())
     disk.checkpoints.saved(first, disk.world(TWO))
-    (disk.directory / ".step-00000008-g3.partial" / "rank-00000.h5").unlink()
+    (disk.directory / ".step-00000008-g3.partial" / "__0_0.distcp").unlink()
     failed = disk.checkpoints.saved(second, disk.world(TWO))
     assert isinstance(failed, CheckpointFailed)
-    assert "rank-00000.h5 is missing" in failed.reason
-    assert disk.steps() == ["step-00000004"]
+    assert "__0_0.distcp is missing" in failed.reason
+    assert disk.steps() == ["iter_0000004"]
 
 
 def test_the_only_whole_one_is_not_removed(
@@ -409,12 +405,12 @@ def test_the_only_whole_one_is_not_removed(
 
     def damaging(directory: Path) -> None:
         flush(directory)
-        delete_a_part(directory / "step-00000008")
+        delete_a_part(directory / "iter_0000008")
 
     with monkeypatch.context() as patched:
         patched.setattr(module, "flush_to_disk", damaging)
         disk.save(TWO, 8)
-    assert disk.steps() == ["step-00000004", "step-00000008"]
-    assert "step-00000008/rank-00001.h5 is missing" in caplog.text
+    assert disk.steps() == ["iter_0000004", "iter_0000008"]
+    assert "iter_0000008/__1_0.distcp is missing" in caplog.text
     disk.save(TWO, 12)
-    assert disk.steps() == ["step-00000012"]
+    assert disk.steps() == ["iter_0000012"]

@@ -16,7 +16,6 @@ import torch
 from liver_hpc.checkpoint import saving
 from liver_hpc.checkpoint.copied import HostCopy
 from liver_hpc.checkpoint.index import part_name, partial_path
-from liver_hpc.checkpoint.parts import read_parts, write_part
 from liver_hpc.checkpoint.saving import LONGEST_S, SHORTEST_S, Saving, interval_s
 from liver_hpc.clock import Clock, FakeClock, SystemClock
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
@@ -29,13 +28,27 @@ from liver_hpc.run.events import CheckpointWritten
 from liver_hpc.transport.lane import InlineLane
 from tests.late_device import Machines
 from tests.late_worlds import SEED, LateRun, late_worlds
-from tests.unit.checkpoint.disk import Disk, digests_of, empty, filled, scalar_state
+from tests.unit.checkpoint.disk import (
+    Disk,
+    PlainWriter,
+    digests_of,
+    empty,
+    filled,
+    read_state,
+    scalar_state,
+    write_part,
+)
 from tests.unit.handoff.test_late_device import MOVED, TP
 from tests.unit.layout.models import TIED, UNTIED_BF16, rank_map
 from tests.unit.world.test_state import numbers
 
 ONE = Layout(1, 1, 1)
 WAIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _writes_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("liver_hpc.checkpoint.parts.PartWriter", PlainWriter)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -102,12 +115,13 @@ class Seat:
         )
         context: Any = SimpleNamespace(
             config=SimpleNamespace(
-                checkpoint=SimpleNamespace(format="hdf5", every_steps="auto", cost=0.05),
+                checkpoint=SimpleNamespace(every_steps="auto", cost=0.05),
                 deadlines=SimpleNamespace(collective_s=collective_s),
             ),
             clock=clock or SystemClock(),
             send=self.said.append,
             device=SimpleNamespace(enter=lambda: None, new_lane=InlineLane),
+            open_store=None,
             checkpoints=directory,
         )
         self.saving = Saving(context)
@@ -242,11 +256,11 @@ def test_a_disk_that_is_full_is_told_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device", "rank-00000.h5")
+        raise OSError(28, "No space left on device", "__0_0.distcp")
 
     seat = Seat(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr("liver_hpc.checkpoint.parts.BoxesWriter.write", full)
+        patched.setattr("liver_hpc.checkpoint.torch_dist.files.RankWriter.add", full)
         seat.saving.begin(seat.world, 4)
         seat.saving.taken()
         assert seat.told(1)[0].error == "No space left on device"
@@ -349,7 +363,7 @@ def differences(run: LateRun, tmp_path: Path) -> list[object]:
         assert newest is not None
         for at in TP.layout.coordinates():
             state = empty(TIED, TP.layout, at)
-            read_parts(state, newest.index, newest.path)
+            read_state(state, newest.path)
             rank = TP.layout.rank(at)
             if digests_of(state) != newest.index.digests[rank] or not after(state, outcome.step):
                 found.append((outcome.step, rank))

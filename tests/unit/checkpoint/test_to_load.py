@@ -9,6 +9,7 @@ import pytest
 
 from liver_hpc.checkpoint.index import Checkpoint
 from liver_hpc.cli.check import _check_checkpoints
+from liver_hpc.config.megatron_checkpoint import tracked_step
 from liver_hpc.config.schema import CheckpointSection
 from liver_hpc.coordinator.checkpoints import Loaded, newest_checkpoint, to_load
 from liver_hpc.errors import CheckpointError
@@ -49,10 +50,15 @@ def test_a_runs_own_goes_first(tmp_path: Path, own: Checkpoint) -> None:
     assert of(own.path.parent, tmp_path, own) is None
 
 
-@pytest.mark.parametrize(("step", "loaded"), [(7, False), (8, False), (50, True)])
+@pytest.mark.parametrize(("step", "loaded"), [(7, False), (50, True)])
 def test_in_one_directory_the_newest_goes_first(own: Checkpoint, step: int, loaded: bool) -> None:
     path = checkpoint(own.path.parent, step, *FILES)
     assert of(own.path.parent, own.path.parent, own) == (Loaded(path, step) if loaded else None)
+
+
+def test_in_one_directory_its_own_is_none_of_another_job(own: Checkpoint) -> None:
+    assert tracked_step(own.path.parent) == 8
+    assert of(own.path.parent, own.path.parent, own) is None
 
 
 def test_the_same_directory_may_be_empty_at_first_and_no_other(tmp_path: Path) -> None:
@@ -68,10 +74,10 @@ def problems(**section: Any) -> list[str]:
 def test_submit_refuses_what_cannot_be_loaded_or_is_anothers(tmp_path: Path) -> None:
     (missing,) = problems(load=tmp_path)
     assert "has no checkpoint" in missing
-    assert problems(load=tmp_path, directory=tmp_path, format="torch_dist") == []
+    assert problems(load=tmp_path, directory=tmp_path) == []
     checkpoint(tmp_path, 50, *FILES)
     assert problems(load=tmp_path) == []
-    (other,) = problems(directory=tmp_path, format="torch_dist")
+    (other,) = problems(directory=tmp_path)
     assert "holds checkpoints of another run, the newest of step 50" in other
     checkpoint(tmp_path, 60, "mp_rank_00")
     (legacy,) = problems(load=tmp_path)
