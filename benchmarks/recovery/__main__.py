@@ -43,7 +43,7 @@ METHOD = {
     "a run of that layout that nothing happens to. Growing back comes after that (whole_s), as a "
     "handoff, whose cost is that of any other",
     "restart": "the same of a run that begins again from its checkpoint by itself, in its best "
-    "case: one is written after every step (checkpoint.format hdf5), page cache warm. Training "
+    "case: one is written after every step, page cache warm. Training "
     "stands still while they are written; that is left out. Copies that are taken beside redone "
     "steps slow them, and are in recovery",
     "whole": "from the signal to the end of the first step in the layout that there was",

@@ -18,6 +18,7 @@ Model = TypeVar("Model", bound=BaseModel)
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _NO_MORE = "there is no such key any more, leave it out"
 EARLIER = {
+    "checkpoint.format": f"{_NO_MORE}: checkpoints are in Megatron's format, torch_dist",
     "cluster.slurm.away_s": "this key is called 'unreachable_s' now",
     "cluster.slurm.mpi": f"{_NO_MORE}: nodes meet over MPI without a plugin of Slurm's",
     "metrics.flush_interval_s": f"{_NO_MORE}: every event goes to the journal at once",

@@ -9,12 +9,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import h5py
 import pytest
 
+from liver_hpc.checkpoint.torch_dist.files import Reader, read_table
 from liver_hpc.cli.client import stop
 from liver_hpc.cli.submission import resume_run
 from liver_hpc.config.load import dump_run
+from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.report.derive import run_figures
@@ -111,7 +112,7 @@ def test_the_outcome_of_a_stop_says_where_the_checkpoint_is(stopped: RunDirector
     outcome, path = stopped.outcome(), checkpoint_of(stopped)
     assert outcome is not None
     assert SAVED_AT <= outcome.step < STEPS
-    assert path.name == f"step-{outcome.step:08d}"
+    assert path.name == f"iter_{outcome.step:07d}"
     assert outcome.reason == f"an operator's request; checkpoint of step {outcome.step} in {path}"
 
 
@@ -141,12 +142,19 @@ def test_a_run_that_stopped_with_a_checkpoint_goes_on_in_any_layout(
 
 
 def test_a_file_in_which_a_byte_has_changed_is_refused_by_name(copied: RunDirectory) -> None:
-    path = checkpoint_of(copied) / "rank-00001.h5"
-    with h5py.File(path) as file:
-        group = file["exp_avg/decoder.layers.0.mlp.linear_fc1.weight"]
-        place = next(iter(group.values())).id.get_offset() + 5
+    path = checkpoint_of(copied) / "__1_0.distcp"
+    tensors = read_table(path.parent).tensors
+    places = [
+        place
+        for key, tensor in tensors.items()
+        if key.startswith("optimizer.state.exp_avg.")
+        for _, place in tensor.chunks
+        if place.file == path.name
+    ]
+    with Reader(path.parent) as reader:
+        value = reader.read(places[0]).numpy().tobytes()
     data = bytearray(path.read_bytes())
-    data[place] ^= 1
+    data[data.index(value, places[0].start) + 5] ^= 1
     path.write_bytes(data)
     before = len(read_run(copied.path).steps)
     go_on(copied, pp=2)
@@ -206,8 +214,8 @@ def test_checkpoints_and_handoffs_at_the_same_boundaries(tmp_path: Path, quiet: 
     names = {path.name for path in (run.path / "checkpoints").iterdir()}
     # The boundary at which a handoff went first is missing: its checkpoint came one step later.
     skipped = {first, second}
-    wanted = {f"step-{n:08d}" for n in range(1, outcome.step + 1) if n not in skipped}
-    assert names == wanted
+    wanted = {f"iter_{n:07d}" for n in range(1, outcome.step + 1) if n not in skipped}
+    assert names == wanted | {TRACKER_FILE}
     newest = newest_checkpoint(run.path / "checkpoints")
     assert newest is not None
     assert newest.index.rank_map.rank_map().layout.pp == 2

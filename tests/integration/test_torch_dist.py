@@ -22,7 +22,6 @@ RANKS = 4
 CALL_S = 120.0
 BF16 = {"dtype": "bf16", "tied_embeddings": False}
 MOE = {"experts": {"number": 4, "topk": 2}}
-OURS = {"checkpoint": {"format": "torch_dist"}}
 
 # A job that saves, a world of ours that loads that and saves, a job that loads this.
 CHAINS = {
@@ -57,7 +56,7 @@ def through(process: WorkerProcess, chains: list[Any], directory: str) -> list[A
 
     found = []
     for number, (saved, layout, _loading) in enumerate(chains):
-        recipe = recipe_of(saved.model, **OURS)
+        recipe = recipe_of(saved.model)
         recipe.spec = derived(recipe, layout, saved.layout)
         install_sentinel(process.worker)
         sizes = Layout.parse(layout)

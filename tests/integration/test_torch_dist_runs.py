@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(400)
 
 EVERY, STEPS = 4, 12
 DIES_AT = 8
-FORMAT = {"format": "torch_dist", "every_steps": EVERY, "keep": 2}
+SAVING = {"every_steps": EVERY, "keep": 2}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
         patched.setenv("LIVER_TEST_DIES_WRITING", f"1:{DIES_AT}")
         patched.setenv("LIVER_TEST_STEP_S", "0.1")
         config = short_run(
-            tmp_path_factory.mktemp("saved"), STEPS, recipe=FAULTY, checkpoint=FORMAT
+            tmp_path_factory.mktemp("saved"), STEPS, recipe=FAULTY, checkpoint=SAVING
         )
         run = start(config)
         finish(run)

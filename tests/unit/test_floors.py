@@ -54,7 +54,7 @@ ONLY_IN = {
     ),
     "megatron": ("recipes", "world"),
     "mpi4py": ("rendezvous",),
-    "h5py": ("report", "checkpoint"),
+    "h5py": ("report",),
     "matplotlib": ("report.drawings", "report.page"),
     "submitit": ("cli", "cluster"),
     "rich": ("cli", "report"),

@@ -127,7 +127,7 @@ def test_a_run_without_a_checkpoint_does_not(launches: Launches) -> None:
 
 def test_a_run_whose_checkpoint_is_damaged_does_not(launches: Launches) -> None:
     run = ended()
-    next((run.path / "checkpoints").glob("step-*/rank-*.h5")).unlink()
+    next((run.path / "checkpoints").glob("iter_*/__*.distcp")).unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         resume_run(run)
     assert (launches.runs, run.outcome()) == ([], STOPPED)
@@ -137,7 +137,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     launches: Launches,
 ) -> None:
     run = ended(steps=(3, 7))
-    next((run.path / "checkpoints").glob("step-00000007/rank-*.h5")).unlink()
+    next((run.path / "checkpoints").glob("iter_0000007/__*.distcp")).unlink()
     assert resume_run(run) == 3
 
 

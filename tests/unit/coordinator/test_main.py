@@ -13,10 +13,11 @@ from typing import Any, cast
 
 import pytest
 
-from liver_hpc.checkpoint.index import INDEX_FILE, complete_path
+from liver_hpc.checkpoint.index import INDEX_FILE
 from liver_hpc.cli.client import request
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.load import dump_run
+from liver_hpc.config.megatron_checkpoint import iteration_path
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator import main as module
 from liver_hpc.coordinator.connections import Control
@@ -120,7 +121,7 @@ class Ends:
     def run(self) -> Outcome:
         outcome, saved = self.ends.pop(0)
         if saved is not None:
-            path = complete_path(self._directory / "checkpoints", saved)
+            path = iteration_path(self._directory / "checkpoints", saved)
             path.mkdir(parents=True)
             (path / INDEX_FILE).touch()
         return outcome

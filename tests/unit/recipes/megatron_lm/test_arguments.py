@@ -100,7 +100,6 @@ def test_the_schedule_in_samples_to_the_last_digit(
         ("--eval-interval 50 --eval-iters 0", "eval", None),
         ("--save /ckpt --save-interval 20", "checkpoint.directory", "/ckpt"),
         ("--save /ckpt --persistent-save-interval 20", "checkpoint.every_steps", 20),
-        ("--save /ckpt --save-interval 20", "checkpoint.format", "torch_dist"),
     ],
 )
 def test_one_key(more: str, key: str, value: object) -> None:
