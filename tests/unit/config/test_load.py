@@ -107,7 +107,7 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
         ("qqq=4", "unknown key (valid keys here: checkpoint, cluster, data, deadlines, eval, "),
         ("layouts.2.0.xq=4", "valid keys here: cp, dp, ep, pp, sequence_parallel, tp, vpp"),
         ("layouts.2.0.ep=4", "layout tp1 pp1 dp2 ep4: ep must divide dp x cp, which is 2"),
-        ("checkpoint.format=hdf5", "there is no such key any more, leave it out: checkpoints are in"),
+        ("checkpoint.format=hdf5", "there is no such key any more, leave it out: checkp"),
         ("cluster.slurm.away_s=5", "away_s=5: this key is called 'unreachable_s' now"),
         ("cluster.slurm.mpi=pmi2", "mpi=pmi2: there is no such key any more, leave it "
          "out: nodes meet over MPI without a plugin of Slurm's"),
