@@ -86,7 +86,6 @@ KEYS: Mapping[KeyPath, tuple[str, ...]] = {
     ("eval", "every_steps"): ("eval_interval",),
     ("eval", "steps"): ("eval_iters",),
     ("checkpoint", "directory"): ("save",),
-    ("checkpoint", "format"): ("save",),
     ("checkpoint", "every_steps"): ("save_interval",),
     ("checkpoint", "keep"): ("save",),
     ("checkpoint", "load"): ("load",),
