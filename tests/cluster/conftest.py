@@ -79,7 +79,7 @@ def run_cluster(
 
 @pytest.fixture
 def site(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> Site:
-    return Site(slurm_cluster, slurm_cluster.shared / request.node.name)
+    return Site(slurm_cluster, slurm_cluster.fresh(request.node.name))
 
 
 @pytest.fixture(autouse=True)

@@ -65,8 +65,8 @@ class DrivenRun:
     def __init__(self, cluster: SlurmCluster, name: str, slurm: dict[str, Any]) -> None:
         self.cluster = cluster
         self.commands = commands_of(cluster)
-        self.path = cluster.shared / name
-        (self.path / "logs").mkdir(parents=True)
+        self.path = cluster.fresh(name)
+        (self.path / "logs").mkdir()
         section = {
             "poll_s": 0.5,
             "end_window_s": 5.0,

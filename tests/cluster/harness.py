@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,11 @@ class SlurmCluster:
     @property
     def place(self) -> Place:
         return Place(self.name, STATE_ROOT)
+
+    def fresh(self, name: str) -> Path:
+        """An empty directory on all nodes; each call makes another one, as a test may be tried
+        again."""
+        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.shared))
 
     def up(self, nodes: int, limit_s: float = 110.0) -> None:
         options = ["--nodes", str(nodes), "--grace-s", str(self.grace_s)]

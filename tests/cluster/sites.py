@@ -34,7 +34,6 @@ class Site:
     def __init__(self, cluster: SlurmCluster, directory: Path) -> None:
         self.cluster = cluster
         self.directory = directory
-        directory.mkdir()
         sitecustomize_in(directory, REPOSITORY)
         self.environment = [f"PYTHONPATH={directory}:{REPOSITORY}", f"VIRTUAL_ENV={sys.prefix}"]
         self.write_run()

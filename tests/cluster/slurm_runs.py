@@ -69,6 +69,15 @@ class Jobs:
         options = ("--job-name=other", "--output=/dev/null", "--wrap=exec sleep 3000")
         return self.cluster.run(*words, *options).strip()
 
+    @contextmanager
+    def occupying(self, node: str) -> Iterator[str]:
+        """The same, until the block's end."""
+        job = self.occupy(node)
+        try:
+            yield job
+        finally:
+            self.end(job)
+
     def runs(self, job: str) -> bool:
         return "RUNNING" in self.cluster.run("squeue", "-h", "-j", job, "-o", "%T")
 
@@ -214,6 +223,14 @@ class SlurmRun:
             return bool(status["handoff"]) and status["handoff"]["phase"] in phases
 
         return self.wait(f"{phases}", there, BOOT_S)
+
+    def wait_notices(self, kind: str, number: int) -> list[NoticeRecord]:
+        """Those of a kind, once so many are over."""
+        try:
+            wait_for(lambda: len(self.notices(kind)) >= number, 30.0, f"{number} notices: {kind}")
+        except DeadlineError as error:
+            raise AssertionError(f"{error}; {self.records().notices}\n{self.log()}") from error
+        return self.notices(kind)
 
     def wait_log(self, text: str, limit_s: float = 60.0) -> None:
         """Until the coordinator's log has it."""

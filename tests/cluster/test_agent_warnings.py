@@ -109,7 +109,7 @@ def start_agent(cluster: SlurmCluster, directory: Path, job: str) -> subprocess.
 
 @pytest.fixture
 def stage(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> Iterator[Stage]:
-    directory = slurm_cluster.shared / request.node.name
+    directory = slurm_cluster.fresh(request.node.name)
     prepare(directory)
     job = slurm_cluster.run(
         *("sbatch", "--parsable", "-p", "preempt", "-N1", "-w", "n1", "--no-requeue"),

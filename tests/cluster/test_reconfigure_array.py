@@ -17,8 +17,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.mark.long
 def test_every_cell_is_a_task_whose_rows_make_one_result(slurm_cluster: SlurmCluster) -> None:
     sweep = yaml.safe_load((REPOSITORY / "configs/bench/local.yaml").read_text())
-    directory = slurm_cluster.shared / "array"
-    directory.mkdir()
+    directory = slurm_cluster.fresh("array")
     data = {"text": "python-stdlib", "max_text_bytes": 1 << 20, "directory": str(directory)}
     sweep["directory"] = str(directory)
     sweep["run"]["data"] = data

@@ -62,26 +62,24 @@ def test_a_run_grows_onto_burst_nodes_and_leaves_one_in_its_grace_time_and_in_bo
     assert (grown.source, grown.target) == ("tp1 pp1 dp2", "tp2 pp1 dp2")
     assert "nodes granted" in grown.notice
     node = run.nodes_of("burst")[-1]
-    other = run.jobs.occupy(node)
-    run.wait_workers(3)
-    notice = the_notice(run, "preempted", node)
-    assert notice.outcome == "in time"
-    assert notice.left_s < notice.deadline_s
-    assert math.isfinite(notice.returned_s)
-    wait_for(lambda: run.jobs.runs(other), 20.0, "the other job to run")
-    run.jobs.end(other)
+    known = len(run.notices("preempted"))
+    with run.jobs.occupying(node) as other:
+        run.wait_workers(3)
+        notice = the_notice(run, "preempted", node)
+        assert notice.outcome == "in time"
+        assert notice.left_s < notice.deadline_s
+        assert math.isfinite(notice.returned_s)
+        wait_for(lambda: run.jobs.runs(other), 20.0, "the other job to run")
 
     before = run.wait_phase("BOOT", "PREPARE")
     assert run.holds(before, node)
-    other = run.jobs.occupy(node)
-    run.wait(f"{node} to be left", lambda status: not run.holds(status, node), 30.0)
-    after = run.wait_workers(3)
-    assert (after["workers"], after["generation"]) == (before["workers"], before["generation"])
-    wait_for(lambda: len(run.notices("preempted")) == 2, 30.0, "the second notice to be over")
-    notices = run.notices("preempted")
-    assert [(notice.node, notice.outcome) for notice in notices] == [(node, "in time")] * 2
-    assert "nodes granted" in run.attempts("aborted")[0].notice
-    run.jobs.end(other)
+    with run.jobs.occupying(node):
+        run.wait(f"{node} to be left", lambda status: not run.holds(status, node), 30.0)
+        after = run.wait_workers(3)
+        assert (after["workers"], after["generation"]) == (before["workers"], before["generation"])
+        first, second = run.wait_notices("preempted", known + 2)[known:]
+        assert (first.node, first.outcome) == (second.node, second.outcome) == (node, "in time")
+        assert "nodes granted" in run.attempts("aborted")[0].notice
 
 
 def test_a_node_is_left_and_training_goes_on_while_slurmctld_is_gone(run: SlurmRun) -> None:

@@ -81,7 +81,7 @@ def test_a_cancelled_component_is_warned_of_and_then_gone(
         run.start()
         (extra,) = run.told("NodeGranted", allocation="extra")
         node = extra["node"]["name"]
-        stands = slurm_cluster.shared / f"{name}-stands"
+        stands = slurm_cluster.fresh(name) / "stands"
         words = ("sh", "-c", IGNORES_TERM, str(stands))
         slurm_cluster.start("srun", f"--jobid={leader}", "--het-group=1", *words)
         wait_for(stands.exists, 20.0, "the step")

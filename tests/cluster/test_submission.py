@@ -50,7 +50,7 @@ class OddlyNamedRun(RunDirectory):
 
 @pytest.fixture
 def run(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> RunDirectory:
-    directory = slurm_cluster.shared / request.node.name
+    directory = slurm_cluster.fresh(request.node.name)
     made = OddlyNamedRun(directory / """it's "this" run, \\ # $HOME""")
     made.jobs_path.mkdir(parents=True)
     return made

@@ -31,13 +31,6 @@ def script(cluster: SlurmCluster, name: str, text: str) -> str:
     return str(path)
 
 
-def fresh(cluster: SlurmCluster, name: str) -> Path:
-    """An empty directory on all nodes."""
-    path = cluster.shared / name
-    path.mkdir()
-    return path
-
-
 def test_every_node_is_a_host_of_its_own(slurm_cluster: SlurmCluster) -> None:
     printed = slurm_cluster.run("srun", "-N3", "hostname")
     assert sorted(printed.split()) == ["n1", "n2", "n3"]
@@ -46,7 +39,7 @@ def test_every_node_is_a_host_of_its_own(slurm_cluster: SlurmCluster) -> None:
 def test_tmp_and_shm_are_the_nodes_own_and_the_shared_directory_is_common(
     slurm_cluster: SlurmCluster,
 ) -> None:
-    common = fresh(slurm_cluster, "common")
+    common = slurm_cluster.fresh("common")
     touch = f"touch /tmp/own-$(hostname) /dev/shm/own-$(hostname) {common}/$(hostname)"
     slurm_cluster.run("srun", "-N3", "sh", "-c", touch)
     seen = slurm_cluster.run("srun", "-N3", "sh", "-c", "echo $(hostname): /tmp/own* /dev/shm/own*")
@@ -71,7 +64,7 @@ def test_fake_gpus_are_given_out(slurm_cluster: SlurmCluster) -> None:
 def test_a_stable_job_preempts_with_sigterm_at_the_start_of_the_grace_time(
     slurm_cluster: SlurmCluster,
 ) -> None:
-    seen = fresh(slurm_cluster, "preempted")
+    seen = slurm_cluster.fresh("preempted")
     # It notes the warning and stays as long as it may.
     step = f"trap 'test -e {seen}/warned || touch {seen}/warned' TERM; touch {seen}/$(hostname)"
     body = script(slurm_cluster, "step.sh", f"{step}\nwhile :; do sleep 0.1; done\n")
@@ -91,7 +84,7 @@ def test_a_stable_job_preempts_with_sigterm_at_the_start_of_the_grace_time(
 def test_a_component_of_a_het_job_is_joined_while_the_first_one_works(
     slurm_cluster: SlurmCluster,
 ) -> None:
-    seen = fresh(slurm_cluster, "het")
+    seen = slurm_cluster.fresh("het")
     wait = f"hostname > {seen}/first; until test -e {seen}/end; do sleep 0.05; done"
     first = script(slurm_cluster, "first.sh", f"{wait}; touch {seen}/first-ended\n")
     join = "srun --het-group=1 sh -c"
@@ -117,7 +110,7 @@ def test_a_component_of_a_het_job_is_joined_while_the_first_one_works(
 
 @pytest.mark.long
 def test_a_killed_node_fails_its_step_and_comes_back(slurm_cluster: SlurmCluster) -> None:
-    seen = fresh(slurm_cluster, "lost")
+    seen = slurm_cluster.fresh("lost")
     note = f"touch {seen}/started; touch /tmp/before; exec sleep 300"
     step = slurm_cluster.start("srun", "-w", "n2", "sh", "-c", note)
     wait_for((seen / "started").exists, 15.0, "the step on n2")
@@ -134,7 +127,7 @@ def test_a_killed_node_fails_its_step_and_comes_back(slurm_cluster: SlurmCluster
 
 
 def test_jobs_outlive_a_controller_that_is_killed(slurm_cluster: SlurmCluster) -> None:
-    seen = fresh(slurm_cluster, "outlived")
+    seen = slurm_cluster.fresh("outlived")
     count = f"touch {seen}/started; until test -e {seen}/go; do sleep 0.1; done; hostname"
     step = slurm_cluster.start("srun", "-w", "n2", "sh", "-c", count)
     wait_for((seen / "started").exists, 15.0, "the step on n2")
@@ -181,7 +174,7 @@ def transfer_s(cluster: SlurmCluster, name: str) -> float:
     """Seconds that 5 MB take from n1 to the control host."""
     program = cluster.shared / "transfer.py"
     program.write_text(TRANSFER, encoding="utf-8")
-    ready = cluster.shared / name
+    ready = cluster.fresh(name) / "ready"
     taker = cluster.start("python3", str(program), "take", str(ready))
     wait_for(ready.exists, 10.0, "the taker of the bytes")
     cluster.run("srun", "-w", "n1", "python3", str(program), "give", str(ready))
