@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -95,10 +96,12 @@ def test_a_node_is_left_and_training_goes_on_while_slurmctld_is_gone(run: SlurmR
     finally:
         run.cluster.testbed("start-controller")
     # Slurm keeps it until it is told once more that the step there has ended.
-    run.jobs.occupy(node)
-    run.wait_log("controller answers again")
-    run.wait(f"{node} to be given back", lambda status: not run.holds(status, node), 60.0)
-    assert the_notice(run, "operator", node).outcome == "in time"
+    with ExitStack() as failing:
+        failing.enter_context(run.jobs.occupying(node))
+        run.wait_log("controller answers again")
+        run.wait(f"{node} to be given back", lambda status: not run.holds(status, node), 60.0)
+        assert the_notice(run, "operator", node).outcome == "in time"
+        failing.pop_all()  # the run stays without that node
 
 
 def test_a_drained_node_is_left_and_taken_again(run: SlurmRun) -> None:
