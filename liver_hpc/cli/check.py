@@ -201,6 +201,18 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
         name = "train.steps" if schedule.decay_steps is None else "schedule.decay_steps"
         warmup = f"schedule.warmup_steps is {schedule.warmup_steps:g}"
         yield f"{warmup}, wanted less than {name}, {decay:g}"
+    tail = schedule.wsd_decay_steps
+    if (schedule.style == "WSD") != (tail is not None):
+        given = "not given" if tail is None else f"{tail:g}"
+        yield (
+            f"schedule.wsd_decay_steps is {given}, wanted with schedule.style WSD, and only with "
+            f"it; schedule.style is {schedule.style}"
+        )
+    elif tail is not None and tail > decay - schedule.warmup_steps:
+        yield (
+            f"schedule.wsd_decay_steps is {tail:g}, wanted at most what comes after the warm-up, "
+            f"{decay - schedule.warmup_steps:g}"
+        )
     if schedule.style != "constant" and optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr is {optimizer.min_lr:g}, more than optimizer.lr {optimizer.lr:g}"
 

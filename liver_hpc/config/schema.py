@@ -77,11 +77,14 @@ class OptimizerSection(Section):
 
 class ScheduleSection(Section):
     """Learning rate as a function of the step alone (Megatron's OptimizerParamScheduler). Steps may
-    be broken: jobs that count samples have such."""
+    be broken: jobs that count samples have such. WSD (warm-up, stable, decay) decays in the last
+    `wsd_decay_steps` of `decay_steps`, in `wsd_decay_style`."""
 
-    style: Literal["constant", "linear", "cosine"] = "cosine"
+    style: Literal["constant", "linear", "cosine", "WSD"] = "cosine"
     warmup_steps: Annotated[float, Field(ge=0)] = 0
     decay_steps: Annotated[float, Field(gt=0)] | None = None
+    wsd_decay_steps: Annotated[float, Field(gt=0)] | None = None
+    wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
 
 
 class BlendSection(Section):

@@ -69,6 +69,8 @@ def build_scheduler(recipe: Recipe, chained: Any) -> OptimizerParamScheduler:
         lr_warmup_steps=schedule.warmup_steps,
         lr_decay_steps=schedule.decay_steps or recipe.config.train.steps,
         lr_decay_style=schedule.style,
+        wsd_decay_steps=schedule.wsd_decay_steps,
+        lr_wsd_decay_style=schedule.wsd_decay_style,
         start_wd=options.weight_decay,
         end_wd=options.weight_decay,
         wd_incr_steps=0,

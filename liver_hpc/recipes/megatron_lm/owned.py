@@ -33,6 +33,9 @@ NUMBERS: Mapping[str, tuple[Callable[[str], Any], Any]] = {
     "lr_decay_style": (str, "linear"),
     "lr_decay_iters": (int, None),
     "lr_decay_samples": (int, None),
+    "lr_wsd_decay_style": (str, "exponential"),
+    "lr_wsd_decay_iters": (int, None),
+    "lr_wsd_decay_samples": (int, None),
     "lr_warmup_iters": (int, 0),
     "lr_warmup_samples": (int, 0),
     "lr_warmup_fraction": (float, None),
@@ -83,6 +86,8 @@ KEYS: Mapping[KeyPath, tuple[str, ...]] = {
         "lr_warmup_samples",
         "lr_warmup_fraction",
     ),
+    ("schedule", "wsd_decay_steps"): ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    ("schedule", "wsd_decay_style"): ("lr_wsd_decay_style",),
     ("eval", "every_steps"): ("eval_interval",),
     ("eval", "steps"): ("eval_iters",),
     ("checkpoint", "directory"): ("save",),
@@ -166,8 +171,8 @@ def _missing(job: Owned) -> Iterator[str]:
 
 
 def _contradictory(job: Owned) -> Iterator[str]:
-    samples = ("lr_decay_samples", "lr_warmup_samples")
-    iters = ("lr_decay_iters", "lr_warmup_iters")
+    samples = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+    iters = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
     pairs = [("train_iters", other) for other in ("train_samples", *samples)]
     pairs += [("train_samples", other) for other in iters]
     pairs += [("lr_warmup_fraction", other) for other in ("lr_warmup_iters", "lr_warmup_samples")]
@@ -176,6 +181,8 @@ def _contradictory(job: Owned) -> Iterator[str]:
             yield f"{flag(one)} and {flag(other)} do not go together, as in Megatron"
     if job["overlap_param_gather"] and not job["overlap_grad_reduce"]:
         yield "--overlap-param-gather wants --overlap-grad-reduce, as Megatron does"
+    if job["lr_decay_style"] == "WSD" and not any(job[name] for name in _WSD_LENGTHS):
+        yield "--lr-decay-style WSD wants --lr-wsd-decay-iters or --lr-wsd-decay-samples"
     if job["lr"] is not None and job["min_lr"] > job["lr"]:
         yield f"--min-lr {job['min_lr']:g} is more than --lr {job['lr']:g}"
 
@@ -230,6 +237,9 @@ def _unit(job: Owned) -> tuple[str, int]:
     return ("samples", 1) if job["train_iters"] is None else ("iters", job["global_batch_size"])
 
 
+_WSD_LENGTHS = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
+
+
 def _schedule(job: Owned) -> _Values:
     (unit, _), batch, samples = _unit(job), job["global_batch_size"], schedule_in_samples(job)
     decay, warmup = f"lr_decay_{unit}", f"lr_warmup_{unit}"
@@ -242,6 +252,12 @@ def _schedule(job: Owned) -> _Values:
     warmup_samples = samples["lr_warmup_steps"]
     with_batch = used if warmup_samples else ()
     yield ("schedule", "warmup_steps"), warmup_samples / batch, job.source(*warmed_by, *with_batch)
+    if job["lr_decay_style"] == "WSD":
+        tail, scale = f"lr_wsd_decay_{unit}", _unit(job)[1]
+        steps = job[tail] * scale / batch
+        yield ("schedule", "wsd_decay_steps"), steps, job.source(tail, *used)
+        style = "lr_wsd_decay_style"
+        yield ("schedule", "wsd_decay_style"), job[style], job.source(style)
 
 
 def _evaluation(job: Owned) -> _Values:

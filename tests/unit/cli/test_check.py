@@ -72,6 +72,14 @@ def test_all_problems_are_told_at_once() -> None:
          "schedule.warmup_steps is 10, wanted less than train.steps, 10"),
         ({"schedule": {"warmup_steps": 5, "decay_steps": 5}},
          "schedule.warmup_steps is 5, wanted less than schedule.decay_steps, 5"),
+        ({"schedule": {"style": "WSD"}},
+         "schedule.wsd_decay_steps is not given, wanted with schedule.style WSD, and only with it; "
+         "schedule.style is WSD"),
+        ({"schedule": {"wsd_decay_steps": 2}},
+         "schedule.wsd_decay_steps is 2, wanted with schedule.style WSD, and only with it; "
+         "schedule.style is cosine"),
+        ({"schedule": {"style": "WSD", "wsd_decay_steps": 8.5, "warmup_steps": 2}},
+         "schedule.wsd_decay_steps is 8.5, wanted at most what comes after the warm-up, 8"),
         ({"optimizer": {"lr": 1e-4, "min_lr": 1e-3}},
          "optimizer.min_lr is 0.001, more than optimizer.lr 0.0001"),
     ],

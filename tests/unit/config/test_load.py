@@ -125,7 +125,7 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
         ("train.steps=", "wanted a whole number, got nothing"),
         ("train.global_batch=-8", "wanted a number more than 0, got -8"),
         ("optimizer.beta1=1", "wanted a number less than 1, got 1"),
-        ("schedule.style=cos", "wanted one of 'constant', 'linear' or 'cosine', got 'cos'"),
+        ("schedule.style=cos", "wanted one of 'constant', 'linear', 'cosine' or 'WSD', got 'cos'"),
         ("cluster.kind=pbs", "wanted one of 'auto', 'local' or 'slurm', got 'pbs'"),
         ("name=a/b", "wanted text that matches"),
         ("name=5", "wanted text, got 5"),

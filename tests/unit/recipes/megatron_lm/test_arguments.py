@@ -67,6 +67,22 @@ def test_the_schedule_in_steps(
 
 
 @pytest.mark.parametrize(
+    ("job", "more", "steps", "style"),
+    [
+        (JOB, "--lr-wsd-decay-iters 100", 100, "exponential"),
+        (SAMPLES, "--lr-wsd-decay-samples 100 --lr-wsd-decay-style minus_sqrt", 12.5, "minus_sqrt"),
+    ],
+)
+def test_a_schedule_that_is_stable_and_then_decays(
+    job: str, more: str, steps: float, style: str
+) -> None:
+    found = values(f"--lr-decay-style WSD {more}", job)
+    assert found["schedule.style"] == "WSD"
+    assert found["schedule.wsd_decay_steps"] == steps
+    assert found["schedule.wsd_decay_style"] == style
+
+
+@pytest.mark.parametrize(
     ("job", "more", "warmup", "decay", "whole"),
     [
         (JOB, "--lr-warmup-iters 10 --lr-decay-iters 800", 80, 6400, 8000),
@@ -166,6 +182,8 @@ def test_a_checkpoint_is_loaded_where_there_is_one(tmp_path: Path) -> None:
         (f"{JOB} --lr-warmup-fraction .1 --lr-warmup-iters 8", "--lr-warmup-fraction and"),
         (f"{JOB} --min-lr 1", "--min-lr 1 is more than --lr 0.001"),
         (f"{JOB} --overlap-param-gather", "wants --overlap-grad-reduce"),
+        (f"{JOB} --lr-decay-style WSD", "WSD wants --lr-wsd-decay-iters or"),
+        (f"{JOB} --lr-decay-style WSD --lr-wsd-decay-samples 8", "--train-iters and --lr-wsd"),
         (f"{JOB} --lr high", "--lr: invalid float value: 'high'"),
         (f"stray {JOB}", "wanted an option such as --num-layers, got 'stray'"),
     ],
