@@ -135,6 +135,8 @@ class TrainSection(Section):
 
     `verify_every_steps`: after so many steps all copies of the state are compared, by digest,
     beside the next step; a run whose copies differ fails.
+
+    `read_ahead`: so many micro-batches are read before they are computed, beside training; 0: none.
     """
 
     steps: PositiveInt
@@ -144,6 +146,7 @@ class TrainSection(Section):
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     bucket_elements: PositiveInt = 40_000_000
+    read_ahead: NonNegativeInt = 4
     verify_every_steps: PositiveInt | None = None
 
     @model_validator(mode="after")

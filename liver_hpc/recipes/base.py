@@ -125,11 +125,19 @@ class Recipe(ABC):
         """The `train.global_batch` samples of global batch `step`, as cheap handles such as
         indices; a function of the step alone."""
 
+    def fetch(self, samples: Sequence[Any], layout: Layout, at: Coordinate) -> Any:
+        """What `loss` gets of a micro-batch's samples, on the worker that sits at `at`: reads them
+        from where they lie. Not collective; draws no random numbers, leaves the device alone.
+
+        Where a recipe has its own, it is called `train.read_ahead` micro-batches ahead, in a
+        thread beside training; for validation in the thread that computes. By default it gives
+        the samples as they are.
+        """
+        return samples
+
     @abstractmethod
-    def loss(
-        self, model: MegatronModule, samples: Sequence[Any]
-    ) -> tuple[torch.Tensor, LossFunction]:
-        """Runs the forward of one micro-batch.
+    def loss(self, model: MegatronModule, samples: Any) -> tuple[torch.Tensor, LossFunction]:
+        """Runs the forward of one micro-batch; samples: as `fetch` gives them.
 
         Returns the stage's output tensor, and the function that turns the last stage's output
         into (mean loss over the micro-batch, {"loss": detached mean}). With context parallelism

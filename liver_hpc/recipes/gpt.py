@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.stages import stage_layers
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe, megatron_sizes
@@ -266,22 +266,24 @@ class GPT(Recipe):
 
     # ---- one micro-batch
 
-    def loss(
-        self, model: MegatronModule, samples: Sequence[Any]
-    ) -> tuple[torch.Tensor, LossFunction]:
+    def fetch(self, samples: Sequence[Any], layout: Layout, at: Coordinate) -> Any:
+        """(tokens, labels, masks), each [micro batch, seq_length]."""
+        import torch
+
+        if self._samples is None:
+            raise ConfigError("the recipe's data is not open")
+        read = zip(*(self._samples.sample(int(i)) for i in samples), strict=True)
+        return tuple(torch.stack(parts) for parts in read)
+
+    def loss(self, model: MegatronModule, samples: Any) -> tuple[torch.Tensor, LossFunction]:
         import torch
         from megatron.core.utils import get_attr_wrapped_model
 
         from liver_hpc.recipes.local_attention import share_of_sequence
 
-        if self._samples is None:
-            raise ConfigError("the recipe's data is not open")
         device = next(model.parameters()).device
-        tokens, labels, masks = (
-            torch.stack(parts).to(device)
-            for parts in zip(*(self._samples.sample(int(i)) for i in samples), strict=True)
-        )  # each [micro batch, seq_length]
-        positions = torch.arange(tokens.shape[1], device=device).expand(len(samples), -1)
+        tokens, labels, masks = (part.to(device) for part in samples)
+        positions = torch.arange(tokens.shape[1], device=device).expand(len(tokens), -1)
         counted = masks.sum()  # of whole samples
         cp_group = get_attr_wrapped_model(model, "pg_collection").cp
         tokens, labels, masks, positions = share_of_sequence(

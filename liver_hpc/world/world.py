@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from liver_hpc.world.device import Device
 from liver_hpc.world.evaluate import undisturbed
 from liver_hpc.world.forget import forget
 from liver_hpc.world.groups import GroupBook
+from liver_hpc.world.read_ahead import ReadAhead
 from liver_hpc.world.rehearsed import Shapes
 from liver_hpc.world.state import HeldTensor, WorldState
 from liver_hpc.world.thread import MicroBatch
@@ -121,6 +123,12 @@ class World:
         self.device = device
         self.worker = worker
         self.taken: frozenset[int] = frozenset()
+        reads = type(recipe).fetch is not Recipe.fetch
+        self._ahead = ReadAhead(
+            partial(recipe.fetch, layout=rank_map.layout, at=at),
+            recipe.config.train.read_ahead if reads else 0,
+        )
+        self._next: tuple[int, list[MicroBatch]] = (-1, [])  # a step, and what it computes
         self._allocating = untouched if hollow else nullcontext
         self.book = GroupBook(generation, worker, device)
         try:
@@ -265,6 +273,7 @@ class World:
         The world must not be used any more. Peers that are blocked in a collective of one of its
         groups fail promptly, because nothing here holds the group's connections any longer.
         """
+        self._ahead.close()
         _free_gradients(self.chunks)
         forget(self.chunks, self.groups)
         self.book.close()
@@ -285,7 +294,21 @@ class World:
             self._clear_gradients()
         self._gradients_are_clear = False
         self.optimizer.zero_grad()
+        if most is None:
+            return self._compute(self._of_step(step))
         return self._compute(self._micro_batches(self.recipe.batch(step), step)[:most])
+
+    def _of_step(self, step: int) -> list[MicroBatch]:
+        """What it computes here; it and what the next step does begin to be read."""
+        known, found = self._next
+        if known != step:
+            found = self._micro_batches(self.recipe.batch(step), step)
+            self._ahead.want(found)
+        following = step + 1
+        if following < self.recipe.config.train.steps:
+            self._next = following, self._micro_batches(self.recipe.batch(following), following)
+            self._ahead.want(self._next[1])
+        return found
 
     def evaluate(self, numbers: Iterable[int]) -> float:
         """The mean loss over validation batches, by their numbers. Changes nothing of the state.
@@ -305,14 +328,14 @@ class World:
     ) -> Gradients:
         """Takes micro-batches through Megatron's schedule. Collective."""
         config, layout = self.recipe.config.train, self.rank_map.layout
-        iterators = [iter(micro_batches) for _ in self.chunks]
+        iterators = itertools.tee(self._ahead.read(micro_batches), len(self.chunks))
         losses: list[Reported] = []
         try:
             masks = dropout.masks_of_samples(layout, self.at, self.chunks)
             with thread.groups_in_use(self.groups), masks:
                 self._schedule(
                     forward_step_func=partial(self._forward, losses=losses),
-                    data_iterator=iterators if layout.vpp > 1 else iterators[0],
+                    data_iterator=[*iterators] if layout.vpp > 1 else iterators[0],
                     model=self.chunks,
                     num_microbatches=len(micro_batches),
                     micro_batch_size=config.micro_batch,
@@ -329,15 +352,15 @@ class World:
         return Gradients(loss_sum, sum(weights) if layout.cp_rank(self.at) == 0 else 0.0)
 
     def _forward(
-        self, micro_batches: Iterator[MicroBatch], model: Any, losses: list[Reported]
+        self, micro_batches: Iterator[tuple[MicroBatch, Any]], model: Any, losses: list[Reported]
     ) -> tuple[Any, Any]:
         """Megatron's forward step: the next micro-batch goes through a chunk. Raises TransferError
         where nobody wants that any more: the next collective may be far."""
         if self.book.aborted:
             raise TransferError(f"the groups of generation {self.generation} were aborted")
-        micro_batch = next(micro_batches)
+        micro_batch, samples = next(micro_batches)
         thread.compute(micro_batch)
-        output, loss_function = self.recipe.loss(model, micro_batch.samples)
+        output, loss_function = self.recipe.loss(model, samples)
         thread.recall_in_backward(output)
 
         def weighted(stage_output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

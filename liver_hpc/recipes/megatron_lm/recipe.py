@@ -12,7 +12,7 @@ from liver_hpc.config.completion import Derived
 from liver_hpc.config.problems import KeyPath
 from liver_hpc.config.schema import AUTO, RunConfig
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe
 from liver_hpc.recipes.megatron_lm import checkout
 from liver_hpc.recipes.megatron_lm.arguments import derived_from, notes_of, scheduled
@@ -135,7 +135,18 @@ class Pretrain(Recipe):
     def validation_batch(self, number: int) -> Sequence[Any]:
         return [sample._replace(of_validation=True) for sample in self.batch(number)]
 
-    def _fetch(self, sample: Sample) -> Any:
+    def fetch(self, samples: Sequence[Any], layout: Layout, at: Coordinate) -> Any:
+        """Of the first tensor-parallel rank at either end of the pipeline, which Megatron's scripts
+        read on. What another one wants is read as it asks."""
+        ahead = at.tp == 0 and at.pp in (0, layout.pp - 1)
+        return samples, self._collated(samples) if ahead else None
+
+    def _collated(self, samples: Sequence[Any]) -> Any:
+        from torch.utils.data import default_collate
+
+        return default_collate([self._sample(sample) for sample in samples])
+
+    def _sample(self, sample: Sample) -> Any:
         if self._datasets is None:
             raise ConfigError("the recipe's data is not open")
         found = self._datasets.validation if sample.of_validation else self._datasets.train
@@ -160,18 +171,16 @@ class Pretrain(Recipe):
 
     # ---- one micro-batch
 
-    def loss(
-        self, model: MegatronModule, samples: Sequence[Any]
-    ) -> tuple[torch.Tensor, LossFunction]:
+    def loss(self, model: MegatronModule, samples: Any) -> tuple[torch.Tensor, LossFunction]:
         """The script's own forward step, which takes a batch where it wants one: Megatron's first
         tensor-parallel rank reads it, and passes it on."""
-        from torch.utils.data import default_collate
-
         from liver_hpc.recipes.megatron_lm.losses import mean_of
         from liver_hpc.world import thread
 
+        samples, batch = samples
+
         def batches() -> Any:
-            yield default_collate([self._fetch(sample) for sample in samples])
+            yield self._collated(samples) if batch is None else batch
 
         groups = thread.here.groups
         captured, args = self.script.captured_of(groups), self.script.arguments_of(groups)
