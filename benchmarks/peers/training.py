@@ -62,7 +62,9 @@ class Training:
         tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
         self.recipe = load_run_recipe(config, directory)
         self.recipe.open(directory)
-        self.module = filled_module(self.recipe, Layout(1, 1, dist.get_world_size()))
+        self._layout = Layout(1, 1, dist.get_world_size())
+        self._at = self._layout.coordinate(dist.get_rank())
+        self.module = filled_module(self.recipe, self._layout)
         options = config.optimizer
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(),
@@ -93,7 +95,8 @@ class Training:
         for number, part in enumerate(parts):
             is_last = number == len(parts) - 1
             with nullcontext() if is_last else _unsynchronised(model):
-                output, mean_loss = self.recipe.loss(model, part)
+                read = self.recipe.fetch(part, self._layout, self._at)
+                output, mean_loss = self.recipe.loss(model, read)
                 loss, _ = mean_loss(output)
                 (loss / len(parts)).backward()  # type: ignore[no-untyped-call]
             total += loss.detach() / len(parts)

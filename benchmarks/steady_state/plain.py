@@ -56,6 +56,7 @@ class _Loop:
     """Model, optimizer and scheduler as a training script of Megatron's makes them."""
 
     def __init__(self, recipe: Recipe, layout: Layout, device: Any) -> None:
+        import torch
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -63,6 +64,7 @@ class _Loop:
         self._device = device
         self._dp_rank = parallel_state.get_data_parallel_rank()
         self._dp = layout.dp
+        self._layout, self._at = layout, layout.coordinate(torch.distributed.get_rank())
         self._dp_group = parallel_state.get_data_parallel_group()
         self._model = _wrapped(filled_module(recipe, layout).to(device))
         self._optimizer, self._scheduler = _optimizer_of(recipe.config, self._model)
@@ -92,7 +94,8 @@ class _Loop:
     def _micro_batches(self, step: int, count: int) -> Iterator[Sequence[Any]]:
         size, batch = self._recipe.config.train.micro_batch, self._recipe.batch(step)
         for number in range(self._dp_rank, count * self._dp, self._dp):
-            yield batch[number * size : (number + 1) * size]
+            samples = batch[number * size : (number + 1) * size]
+            yield self._recipe.fetch(samples, self._layout, self._at)
 
     def _mean_loss(self, outputs: list[dict[str, Any]]) -> float:
         import torch
