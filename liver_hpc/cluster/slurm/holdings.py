@@ -236,7 +236,7 @@ class Holdings:
         """An agent on the node got `signal`; `jobs` is Slurm's answer about the job after that,
         None where it gave none."""
         held = self.of(node)
-        if held is None:
+        if held is None or held.returning:  # that the job ends may be our own doing by now
             return []
         if jobs is None:
             return self._unexplained(held, node, at_s)

@@ -124,6 +124,18 @@ def test_a_job_that_ends_at_once_is_cancelled(held: Holdings, info: JobInfo | No
     )
 
 
+@pytest.mark.parametrize("info", [None, replace(BURST, state="COMPLETING"), BURST])
+def test_a_signal_that_is_explained_after_its_job_was_given_back_is_no_news(
+    held: Holdings, info: JobInfo | None
+) -> None:
+    """The poll saw the preemption first, and nothing held the run there."""
+    taken = replace(BURST, ends_s=1_006.0)
+    assert observe(held, taken) == warned("n4 n5", "preempted", 1_000.0, 1_006.0)
+    held.give_back("n4")
+    held.give_back("n5")
+    assert signalled(held, "n4", "SIGTERM", 1_000.1, info) == []
+
+
 def test_a_step_that_is_cancelled_alone_costs_its_node_alone(held: Holdings) -> None:
     assert signalled(held, "n2", "SIGTERM", 1_000.0, EXTRA) == warned(
         "n2", "cancelled", 1_000.0, 1_000.0 + KILL_S
