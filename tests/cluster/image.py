@@ -59,7 +59,7 @@ def _python(image: Path) -> None:
     executable = Path(sys.executable).resolve()
     _link(str(executable), image / executable.relative_to("/"))
     stdlib = Path(sysconfig.get_path("stdlib"))
-    ignored = shutil.ignore_patterns("site-packages", "test", "__pycache__", "idlelib", "tkinter")
+    ignored = shutil.ignore_patterns("site-packages", "test", "idlelib", "tkinter")
     _tree(stdlib, image / stdlib.relative_to("/"), ignored)
     for library in (base / "lib").glob("libpython3*.so*"):
         _link(str(library), there / "lib" / library.name)
