@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from liver_hpc import __version__
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.coordinator.connections import InboxClosed
@@ -176,7 +177,9 @@ class ScriptedAgent:
         self.line = Line(
             cluster.directory,
             cluster.secret,
-            lambda: m.Calls(agent=self.name, launches=tuple(sorted(self._launches))),
+            lambda: m.Calls(
+                agent=self.name, version=__version__, launches=tuple(sorted(self._launches))
+            ),
             SystemClock(),
             5.0,
             cluster.coordinator_s,

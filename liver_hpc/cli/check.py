@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from liver_hpc.cluster.network import node_facts, worker_network_environment
+from liver_hpc.cluster.slurm.container import needed_in_image
 from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, loaded_checkpoint, tracked_step
 from liver_hpc.config.schema import (
@@ -248,6 +249,8 @@ def _check_network(network: NetworkSection) -> Iterator[str]:
 
 
 def _check_machine(config: RunConfig) -> Iterator[str]:
+    if config.cluster.slurm.container is not None:
+        yield "cluster.slurm.container: a run on this machine starts no container; it wants Slurm"
     most, limit, cores = config.workers.max, local_workers_limit(), os.cpu_count() or 1
     if most > limit:
         yield (
@@ -265,6 +268,10 @@ def _check_machine(config: RunConfig) -> Iterator[str]:
 
 def _check_slurm(config: RunConfig) -> Iterator[str]:
     slurm = config.cluster.slurm
+    if slurm.container is not None:
+        for path in needed_in_image(config, config.runs_directory):
+            if {*":,"} & {*str(path)}:
+                yield f"cluster.slurm.container: {path} cannot be mounted: it has ':' or ',' in it"
     for index, component in enumerate(slurm.components):
         where = f"cluster.slurm.components.{index}"
         earlier = [other.name for other in slurm.components[:index]]

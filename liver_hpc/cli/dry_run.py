@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from liver_hpc.cli.check import wished_layout
+from liver_hpc.cluster.launcher import AGENT_MODULE
 from liver_hpc.cluster.slurm.burst import Request
 from liver_hpc.cluster.slurm.commands import sbatch_words
+from liver_hpc.cluster.slurm.container import step_words
+from liver_hpc.cluster.slurm.holdings import Allocation
+from liver_hpc.cluster.slurm.launcher import srun_words
 from liver_hpc.cluster.slurm.script import (
     BURST_SCRIPT,
     RUN_SCRIPT,
@@ -32,6 +36,7 @@ from liver_hpc.run.directory import RunDirectory
 
 STAMP = "DATE-TIME"
 TOKEN = "TOKEN"
+JOB, NODE, AGENT = "JOB", "NODE", "AGENT"
 """In the place of what a launch makes up."""
 _WIDEST = 80
 """Characters of a value in a table."""
@@ -86,6 +91,8 @@ def _submissions(config: RunConfig) -> list[str]:
         _indented([shlex.join(sbatch_words([], script))]),
     ]
     slurm = config.cluster.slurm
+    if slurm.container is not None or slurm.step_options:
+        parts += ["# each node's agent is started by", _indented([_agent_line(config, run)])]
     alone = [part.name for part in slurm.components if part.nodes == 1]
     if alone and len(slurm.components) > 1:
         parts += [
@@ -102,6 +109,14 @@ def _submissions(config: RunConfig) -> list[str]:
             _indented([shlex.join(sbatch_words(options, script, [str(run)]))]),
         ]
     return parts
+
+
+def _agent_line(config: RunConfig, run: Path) -> str:
+    """How the step of an agent begins, on a node of the first component."""
+    part, step = config.cluster.slurm.components[0], step_words(config, run)
+    held = Allocation(part.name, JOB, (), 0, gpus_per_node=part.gpus_per_node)
+    words = [*srun_words(held, AGENT, NODE), *step.options, *step.python, AGENT_MODULE]
+    return f"{shlex.join(words)} ..."
 
 
 def _file(path: Path, text: str) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from liver_hpc import __version__
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.child import Child, Command, Foreign, started_as
@@ -52,7 +53,8 @@ def last_words(run_directory: Path, agent: str) -> str:
 
 def agent_options(launch: LaunchAgent, run_directory: Path, stay: bool) -> list[str]:
     """The agent's command line after the program. stay: it is to take further launches."""
-    words = ["--run-directory", str(run_directory), "--agent", launch.agent]
+    words = ["--version", __version__, "--run-directory", str(run_directory)]
+    words += ["--agent", launch.agent]
     slots = ",".join(map(str, launch.seat.slots))
     words += ["--layout", str(launch.layout), "--slots", slots]
     return [*words, "--stay"] if stay else words

@@ -265,6 +265,16 @@ _KEYLESS = re.compile(
     "array|comment|error|hold|no-kill|open-mode|output|parsable|test-only|wait|wrap"
 )
 """More of them, of which no key says anything."""
+_OWN_STEP_OPTIONS = {
+    "container-image": "cluster.slurm.container.image",
+    "container-mounts": "cluster.slurm.container.mounts",
+    "gpus-per-node": "gpus_per_node of a component or a burst",
+}
+"""The same of srun, where it starts an agent."""
+_KEYLESS_OF_STEPS = re.compile(
+    "cpu-bind|error|het-group|immediate|input|job-name|jobid|kill-on-bad-exit|mpi|multi-prog"
+    "|no-kill|nodelist|nodes|ntasks|ntasks-per-node|output|overlap|unbuffered|verbose|wait"
+)
 
 
 def _plain(text: str) -> str:
@@ -282,6 +292,30 @@ def _option(name: str) -> str:
     return name
 
 
+def _step_option(name: str) -> str:
+    if name in _OWN_STEP_OPTIONS:
+        raise ValueError(f"liver gives --{name} itself; its key is {_OWN_STEP_OPTIONS[name]}")
+    if _KEYLESS_OF_STEPS.fullmatch(name):
+        raise ValueError(f"liver gives --{name} itself to the steps of agents")
+    return name
+
+
+def _runtime_option(word: str) -> str:
+    if not word.startswith("-"):
+        raise ValueError(f"wanted one word as --rocm or --env=NAME=VALUE, got {word!r}")
+    return _plain(word)
+
+
+def _mount(text: str) -> str:
+    paths = _plain(text).split(":")
+    if len(paths) > 2 or "," in text or not all(path.startswith("/") for path in paths):
+        raise ValueError(
+            f"wanted /PATH or /PATH:/PATH_IN_IMAGE without commas, got {text!r}; other words of a "
+            "runtime's mounts go into options"
+        )
+    return text
+
+
 def _option_value(value: str | int | bool) -> str | int | bool:
     if value is False:
         raise ValueError("wanted a value, or true for none; leave it out instead")
@@ -294,6 +328,11 @@ SbatchOptions = dict[
     Annotated[str | int | bool, AfterValidator(_option_value)],
 ]
 """Further options of sbatch by their long names, without dashes; true means without a value."""
+StepOptions = dict[
+    Annotated[str, Field(pattern=r"^[a-z][a-z-]*$"), AfterValidator(_step_option)],
+    Annotated[str | int | bool, AfterValidator(_option_value)],
+]
+"""The same of srun, for the steps of agents."""
 
 
 class ComponentSection(Section):
@@ -330,6 +369,21 @@ class BurstSection(Section):
     options: SbatchOptions = {}
 
 
+class ContainerSection(Section):
+    """The image that agents and workers run in; the coordinator runs on the host.
+
+    `image` is what the runtime takes for one: a path, a URL, a name. What the run file's own keys
+    name is mounted without being listed in `mounts`. `options` are the runtime's: of `srun` for
+    pyxis, of `apptainer exec` and of `ch-run`.
+    """
+
+    runtime: Literal["pyxis", "apptainer", "charliecloud"]
+    image: PlainText
+    mounts: list[Annotated[str, AfterValidator(_mount)]] = []
+    python: PlainText = "python3"
+    options: list[Annotated[str, AfterValidator(_runtime_option)]] = []
+
+
 class SlurmSection(Section):
     """How the run uses a Slurm cluster."""
 
@@ -339,6 +393,8 @@ class SlurmSection(Section):
     burst: BurstSection | None = None
     setup: list[str] = []
     python: PlainText | None = None
+    step_options: StepOptions = {}
+    container: ContainerSection | None = None
     requeue: bool = True
     end_window_s: Seconds = 120.0
     poll_s: Seconds = 5.0

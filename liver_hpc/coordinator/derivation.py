@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from liver_hpc import __version__
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.launcher import Launcher
 from liver_hpc.config.schema import RunConfig
@@ -38,7 +39,8 @@ log = logging.getLogger(__name__)
 def task_words(run_directory: Path) -> list[str]:
     """What runs in the place of an agent, after the program."""
     directory = run_directory.absolute()
-    return [DERIVE_MODULE, str(directory / "run.yaml"), str(directory / DERIVED_FILE)]
+    files = [str(directory / "run.yaml"), str(directory / DERIVED_FILE)]
+    return [DERIVE_MODULE, *files, "--version", __version__]
 
 
 def checked_recipe(

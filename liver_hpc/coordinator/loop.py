@@ -38,6 +38,7 @@ from liver_hpc.coordinator.progress import Progress
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.coordinator.takeover import Left
 from liver_hpc.errors import LiverError, ProtocolError
+from liver_hpc.host.version import version_fault
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.channel import ITSELF, Channel, ChannelClosed, ControlServer, Part
 from liver_hpc.rendezvous.conversation import Conversation
@@ -368,10 +369,13 @@ class Coordinator:
     def _called(self, channel: Channel, calls: m.Calls) -> None:
         if calls.epoch > self._epoch:
             raise Superseded(self._epoch)
+        refused = version_fault(calls.version, f"agent {calls.agent}")
         if not self._agents.expects(calls.agent) and calls.agent not in self._registry:
-            log.warning("%s is not expected", channel.peer)
+            refused = "it is not expected"
+        if refused:
+            log.error("%s is told to end: %s", channel.peer, refused)
             with suppress(ChannelClosed):
-                channel.send(m.Exit(reason="it is not expected"))
+                channel.send(m.Exit(reason=refused))
             channel.close()
             return
         for worker in calls.workers:

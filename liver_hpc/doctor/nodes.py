@@ -16,7 +16,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.script import python_words
+from liver_hpc.cluster.slurm.container import step_words
 from liver_hpc.doctor.checks import Check, Level, Order, Result, failed, passed, skipped, warned
 from liver_hpc.doctor.probe import ANSWER, ASKERS_TOKEN, Said, versions
 from liver_hpc.errors import DeadlineError, LiverError
@@ -50,11 +50,15 @@ class Nodes:
     answers.
 
     words: its command. When this process ends, it gets SIGTERM and the end of its input.
-    directory: the doctor's own, in the runs directory. names: the nodes', once they have greeted.
+    directory: the doctor's own, in the runs directory. versions: of this host, those that the
+    nodes must have too. names: the nodes', once they have greeted.
     """
 
-    def __init__(self, words: Sequence[str], count: int, directory: Path) -> None:
+    def __init__(
+        self, words: Sequence[str], count: int, directory: Path, versions: Mapping[str, str]
+    ) -> None:
         self.directory = directory
+        self.versions = versions
         self.names: list[str] = []
         self._count = count
         self._requests = 0
@@ -159,10 +163,10 @@ def nodes_of(order: Order) -> Iterator[tuple[Nodes, str]]:
     name, around = f"liver-doctor-{secrets.token_hex(4)}", os.environ.get("SLURM_JOB_ID", "")
     count = order.nodes or int(os.environ["SLURM_JOB_NUM_NODES"])
     with own_directory(order.runs_directory) as directory:
-        probe = ["-P", "-m", "liver_hpc.doctor.probe", str(directory)]
-        probe += [order.config.network.model_dump_json()]
-        words = [*_srun(order, count, name, around), *python_words(order.config.cluster), *probe]
-        nodes = Nodes(words, count, directory)
+        step = step_words(order.config, directory)
+        words = [*_srun(order, count, name, around), *step.options, *step.python]
+        words += ["liver_hpc.doctor.probe", str(directory), order.config.network.model_dump_json()]
+        nodes = Nodes(words, count, directory, _versions_wanted(order))
         try:
             greetings = _greetings(nodes, order, name)
             nodes.names = sorted(greetings)
@@ -171,6 +175,15 @@ def nodes_of(order: Order) -> Iterator[tuple[Nodes, str]]:
             nodes.close()
             if not around:
                 order.commands.cancel_named(name)
+
+
+def _versions_wanted(order: Order) -> dict[str, str]:
+    """What an environment has that is shared by all hosts, this one among them, which may have the
+    core alone; of an image that it is of the same liver_hpc."""
+    own = versions()
+    if order.slurm.container is not None:
+        return {"liver_hpc": own["liver_hpc"]}
+    return {package: version for package, version in own.items() if version != "none"}
 
 
 def _srun(order: Order, count: int, name: str, around: str) -> list[str]:
@@ -277,7 +290,7 @@ _LINK = "see that nodes reach each other on the interface above; name another in
 _MOUNT = "put it on a file system that all nodes mount"
 
 NODE_CHECKS: tuple[Check[Nodes], ...] = (
-    Check("versions", lambda nodes: nodes.each("same_versions", wanted=versions())),
+    Check("versions", lambda nodes: nodes.each("same_versions", wanted=nodes.versions)),
     Check("locked memory", lambda nodes: nodes.each("locked_memory")),
     Check("interfaces", lambda nodes: nodes.each("interfaces")),
     Check("shared directory", _shared, (), _MOUNT),

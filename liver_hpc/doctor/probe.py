@@ -87,17 +87,19 @@ def versions() -> dict[str, str]:
 
 
 def same_versions(node: Node, wanted: dict[str, str]) -> Result:
-    """wanted: those of the asking host."""
+    """wanted: of the asking host, those that have to be the same here."""
     own = versions()
-    listed = ", ".join(f"{package} {version}" for package, version in own.items())
     wrong = [
-        f"{package} is {version}, there {wanted[package]}"
+        f"{package} is {version}, there {wanted.get(package, 'none')}"
         for package, version in own.items()
-        if version == "none" or version != wanted[package]
+        if version == "none" or version != wanted.get(package, version)
     ]
     if not wrong:
-        return passed(f"{listed}, as on the asking host")
-    advice = "use one environment with all of it on a file system that all nodes share"
+        listed = ", ".join(f"{package} {version}" for package, version in own.items())
+        return passed(f"{listed}; as on the asking host: {', '.join(wanted)}")
+    advice = (
+        "use one environment with all of it on a file system that all nodes share, or one image"
+    )
     return failed(f"not as on the asking host: {'; '.join(wrong)}", advice)
 
 

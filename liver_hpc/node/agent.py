@@ -42,12 +42,14 @@ from typing import NoReturn
 
 import psutil
 
+from liver_hpc import __version__
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.launcher import agent_log
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
 from liver_hpc.host.child import Command
 from liver_hpc.host.process import quiet_thread
+from liver_hpc.host.version import version_fault
 from liver_hpc.host.warm import WarmProcess
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.node.launch import EXIT_FAILED, Around, Launch
@@ -82,11 +84,13 @@ class AgentPlan:
     """What an agent is told when it starts.
 
     first: the launch that it is started for, which has its name. stays: it takes others too.
-    stand_in: what is started in a worker's place, in tests.
+    version: of the coordinator's liver_hpc. stand_in: what is started in a worker's place, in
+    tests.
     """
 
     first: WorkerPlan
     stays: bool
+    version: str
     stand_in: tuple[str, ...]
 
 
@@ -353,7 +357,7 @@ class Agent:
             self._tell_loop("", error)
 
     def _call(self) -> m.Calls:
-        return m.Calls(agent=self._name, launches=tuple(self._launches))
+        return m.Calls(agent=self._name, version=__version__, launches=tuple(self._launches))
 
     # ---- between the workers and the coordinator
 
@@ -448,6 +452,7 @@ class Agent:
 def parse_options(arguments: list[str] | None = None) -> AgentPlan:
     """Reads the command line; exits with a usage message when it is wrong."""
     parser = argparse.ArgumentParser(prog="liver_hpc.node.agent", description=__doc__)
+    parser.add_argument("--version", required=True, help="the coordinator's liver_hpc")
     parser.add_argument("--run-directory", type=Path, required=True)
     parser.add_argument("--agent", required=True, help="this agent's name, used once in a run")
     parser.add_argument("--layout", required=True, help="what they rehearse, as tp2 pp1 dp2")
@@ -465,7 +470,7 @@ def parse_options(arguments: list[str] | None = None) -> AgentPlan:
     directory, stand_in = given.run_directory.absolute(), tuple(given.worker_command or ())
     command = stand_in or _worker_command(directory, given.layout)
     first = WorkerPlan(directory, given.agent, given.slots, command, given.warnings)
-    return AgentPlan(first, given.stay, stand_in)
+    return AgentPlan(first, given.stay, given.version, stand_in)
 
 
 def _worker_command(run_directory: Path, layout: str) -> tuple[str, ...]:
@@ -495,6 +500,10 @@ def main() -> NoReturn:
     """Runs the agent and exits with its code."""
     plan = parse_options()
     _log_to(plan.first.run_directory, plan.first.launch)
+    if fault := version_fault(plan.version, "its coordinator"):
+        # Before the run file is read, whose keys may be others.
+        log.error("%s", fault)
+        sys.exit(EXIT_FAILED)
     try:
         code = Agent(plan).run()
     except Exception:

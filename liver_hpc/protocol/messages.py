@@ -143,10 +143,11 @@ class Calls(Message, type="calls"):
 
     heard: the number of the last message that the agent has taken for itself; workers: those that
     it has taken for its workers, by worker. epoch: the newest coordinator that it has heard of.
-    launches: those that run under it.
+    launches: those that run under it. version: of its liver_hpc.
     """
 
     agent: str
+    version: str = ""
     heard: int = 0
     workers: dict[int, int] = {}
     epoch: int = 0

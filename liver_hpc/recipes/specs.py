@@ -11,6 +11,7 @@ import importlib.metadata
 import inspect
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -33,6 +34,7 @@ SPEC_FILE = "spec.json"
 DERIVE_MODULE = "liver_hpc.worker.derive"
 CANNOT_DERIVE = "the spec of its model cannot be derived"
 _VERSIONS = ("liver-hpc", "torch", "megatron-core")
+_WORKERS_LIBRARY = re.compile(r"No module named '(torch|megatron|einops)\b")
 
 
 Derive = Callable[[RunConfig], ModelSpec]
@@ -163,4 +165,6 @@ def asked_of_model(
         finally:
             child.end(0.0)
         said = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        if _WORKERS_LIBRARY.search(said):
+            said += "; pip install 'liver_hpc[worker]' brings it"
         return answer.read(found, config, f"{cannot}: {said or f'exit code {code}'}")

@@ -13,11 +13,13 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from liver_hpc import __version__
 from liver_hpc.config.load import load_run
 from liver_hpc.config.megatron_checkpoint import loaded_checkpoint
 from liver_hpc.config.schema import AUTO, RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.host.files import write_whole
+from liver_hpc.host.version import version_fault
 from liver_hpc.layout.candidates import layouts_to_derive
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.tensors import ModelSpec
@@ -33,7 +35,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="liver_hpc.worker.derive", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("derived", type=Path)
+    parser.add_argument("--version", default=__version__, help="the asking host's liver_hpc")
     options = parser.parse_args()
+    if fault := version_fault(options.version, "the host that asks"):
+        # Before the run file is read, whose keys may be others.
+        refused = Answer[ModelSpec](refused=fault)
+        write_whole(options.derived, refused.model_dump_json())
+        return 0
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the login node's devices are not ours
     warnings.simplefilter("ignore")
     config = load_run(options.run)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import IO
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
@@ -32,6 +33,8 @@ ACCOUNTING_PROGRAMS = {
     "mariadb-install-db": "mariadb-server-core",
     "my_print_defaults": "mariadb-client-core",  # mariadb-install-db calls it
 }
+# What steps may run in an image with.
+CONTAINER_PROGRAMS = {"ch-run": "charliecloud"}
 INSTALL_LIMIT_S = 300.0
 INSTALL_LOCK = "/run/slurm-testbed-install.lock"
 # Slurm's daemons are in sbin, which is not on everybody's path.
@@ -49,21 +52,22 @@ def program(name: str) -> str:
     return found
 
 
-def missing_packages(accounting: bool = False) -> list[str]:
-    wanted = PROGRAMS | (ACCOUNTING_PROGRAMS if accounting else {})
+def missing_packages(further: Mapping[str, str] = {}) -> list[str]:
+    """further: programs that are wanted beside those of every cluster, as of all functions here."""
+    wanted = {**PROGRAMS, **further}
     missing = {
         package for name, package in wanted.items() if not shutil.which(name, path=SYSTEM_PATH)
     }
     return sorted(missing)
 
 
-def why_not(accounting: bool = False) -> str:
+def why_not(further: Mapping[str, str] = {}) -> str:
     """Why this machine can hold no cluster, or an empty text."""
     if not sys.platform.startswith("linux"):
         return f"a test cluster needs Linux's namespaces; this is {sys.platform}"
     if os.geteuid() != 0:
         return "a test cluster needs root (namespaces, munge, several slurmd); run it as root"
-    missing = missing_packages(accounting)
+    missing = missing_packages(further)
     if missing and not shutil.which("apt-get"):
         return (
             f"missing here: {', '.join(missing)}; there is no apt-get to install them with: "
@@ -75,18 +79,18 @@ def why_not(accounting: bool = False) -> str:
     return ""
 
 
-def install_missing(accounting: bool = False) -> None:
+def install_missing(further: Mapping[str, str] = {}) -> None:
     """Installs what is missing; raises ClusterError with apt's last words."""
-    reason = why_not(accounting)
+    reason = why_not(further)
     if reason:
         raise ClusterError(reason)
-    if not missing_packages(accounting):
+    if not missing_packages(further):
         return
     # Not all of apt's own locks are waited for by it.
     with open(os.open(INSTALL_LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "w") as lock:
         deadline = Deadline.after(SystemClock(), 2 * INSTALL_LIMIT_S, "another installation to end")
         poll_until(lambda: _locked(lock), deadline, interval_s=0.5)
-        _install(accounting)
+        _install(further)
 
 
 def _locked(file: IO[str]) -> bool:
@@ -97,16 +101,16 @@ def _locked(file: IO[str]) -> bool:
     return True
 
 
-def _install(accounting: bool) -> None:
-    missing = missing_packages(accounting)
+def _install(further: Mapping[str, str]) -> None:
+    missing = missing_packages(further)
     if not missing:
         return  # somebody else was faster
     print(f"installing {', '.join(missing)}", file=sys.stderr, flush=True)
     words = _apt("install", *missing)
-    if missing_packages(accounting):
+    if missing_packages(further):
         _apt("update")
         words = _apt("install", *missing)
-    if left := missing_packages(accounting):
+    if left := missing_packages(further):
         raise ClusterError(f"apt-get could not install {', '.join(left)}:\n{words}")
 
 

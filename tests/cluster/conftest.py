@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
@@ -37,13 +37,23 @@ def slurm_here(pytestconfig: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def accounting_here(slurm_here: None, pytestconfig: pytest.Config) -> None:
     """The same for slurmdbd and its database, which are installed here where they are missing."""
+    _install(pytestconfig, "accounting", packages.ACCOUNTING_PROGRAMS)
+
+
+@pytest.fixture(scope="session")
+def charliecloud_here(slurm_here: None, pytestconfig: pytest.Config) -> None:
+    """The same for Charliecloud."""
+    _install(pytestconfig, "containers", packages.CONTAINER_PROGRAMS)
+
+
+def _install(config: pytest.Config, what: str, programs: Mapping[str, str]) -> None:
     try:
-        packages.install_missing(accounting=True)
+        packages.install_missing(programs)
     except ClusterError as error:
         if os.environ.get("CI") == "true":
-            pytest.fail(f"the tests of accounting must run under CI: {error}")
-        pytestconfig.stash[REASON] = f"those of accounting: {error}"
-        pytest.skip(f"no accounting: {error}")
+            pytest.fail(f"the tests of {what} must run under CI: {error}")
+        config.stash[REASON] = f"those of {what}: {error}"
+        pytest.skip(f"no {what}: {error}")
 
 
 def pytest_terminal_summary(

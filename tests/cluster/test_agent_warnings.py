@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from liver_hpc import __version__
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import (
@@ -98,7 +99,7 @@ def prepare(directory: Path) -> None:
 
 def start_agent(cluster: SlurmCluster, directory: Path, job: str) -> subprocess.Popen[str]:
     worker = [sys.executable, "-c", WORKER, str(directory)]
-    words = ["--run-directory", str(directory), "--agent", "a0"]
+    words = ["--version", __version__, "--run-directory", str(directory), "--agent", "a0"]
     words += ["--layout", "dp2", "--slots", "1,3", "--warnings"]
     return cluster.start(
         *("env", f"{MARK}={directory}", "srun", f"--jobid={job}", "--overlap", "--mpi=none"),

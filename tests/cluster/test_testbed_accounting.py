@@ -92,10 +92,10 @@ def test_slurm_conf_names_slurmdbd_only_where_it_is_wanted() -> None:
 def test_packages_that_cannot_be_had_are_named_with_apts_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packages, "why_not", lambda accounting: "")
+    monkeypatch.setattr(packages, "why_not", lambda further: "")
     monkeypatch.setattr(packages, "ACCOUNTING_PROGRAMS", {"no-such-database": "no-such-package"})
     monkeypatch.setattr(packages, "_apt", lambda *_: "E: Temporary failure resolving 'deb.debian'")
     with pytest.raises(ClusterError) as raised:
-        packages.install_missing(accounting=True)
+        packages.install_missing(packages.ACCOUNTING_PROGRAMS)
     assert "apt-get could not install no-such-package:\nE: Temporary failure" in str(raised.value)
     assert "no-such-package" not in packages.missing_packages()

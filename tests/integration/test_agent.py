@@ -11,8 +11,9 @@ import pytest
 
 from liver_hpc.cluster.launcher import KILLED, Launcher, last_words, local_launcher
 from liver_hpc.errors import LiverError
+from liver_hpc.host.version import version_fault
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.node.launch import EXIT_BOOT, EXIT_NOT_MET
+from liver_hpc.node.launch import EXIT_BOOT, EXIT_FAILED, EXIT_NOT_MET
 from liver_hpc.rendezvous.base import Identity, Refusal
 from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.events import Seat
@@ -78,6 +79,16 @@ def test_memory_launcher_starts_and_ends_agents_as_told() -> None:
 
 
 # ---- an agent's life
+
+
+def test_an_agent_of_another_release_ends_before_it_starts_a_worker(run: Run) -> None:
+    run.open_rendezvous()
+    (run.directory / "run.yaml").write_text("a_key_of_its_time: 1\n")
+    launcher = run.launcher("ends", options=["--version", "0.0.1"])
+    launcher.launch(request())
+    assert run.wait_ended(launcher) == EXIT_FAILED
+    assert last_words(run.directory, "a0") == version_fault("0.0.1", "its coordinator")
+    assert [*(run.directory / "logs").glob("worker-*")] == []
 
 
 def test_workers_get_their_ids_their_environment_and_their_logs(

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from liver_hpc import __version__
 from liver_hpc.node.launch import EXIT_BOOT, EXIT_NOT_MET, EXIT_RENDEZVOUS_LOST, EXIT_STUCK
 from liver_hpc.protocol.messages import AgentHello
 from liver_hpc.rendezvous.base import Answer, Identity
@@ -113,7 +114,8 @@ def test_the_joiner_gets_no_secret_and_is_gone_once_the_agent_has_met(run: Run) 
 def test_a_process_manager_around_the_agent_is_not_asked(run: Run) -> None:
     """As under srun --mpi=pmi2, or in a world of several tasks."""
     agent = [sys.executable, "-m", "liver_hpc.node.agent", "--run-directory", str(run.directory)]
-    work = ["--agent", "a0", "--slots", "0,1", "--layout", "tp1 pp1 dp2", *run.options("ends")]
+    agent += ["--version", __version__, "--agent", "a0"]
+    work = ["--slots", "0,1", "--layout", "tp1 pp1 dp2", *run.options("ends")]
     foreign = {
         "PMI_FD": "99",
         "PMI_RANK": "3",

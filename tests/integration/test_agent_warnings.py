@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+from liver_hpc import __version__
 from liver_hpc.node.agent import EXIT_COORDINATOR_GONE
 from liver_hpc.protocol.messages import AgentHello, Exit, Warned, WorkerEnded
 from tests.integration.agents import WORKER, Run, command_line, request, wait_for
@@ -80,7 +81,7 @@ def test_a_signal_to_the_whole_tree_is_a_warning_and_ends_nothing(run: Run, name
 
 def test_workers_do_not_mind_signals_from_their_first_moment_on(run: Run) -> None:
     run.open_rendezvous()
-    agent = ["--agent", "a0", "--slots", "0,1", "--layout", "dp2", "--warnings"]
+    agent = ["--version", __version__, "--agent", "a0", "--slots", "0,1", "--layout", "dp2"]
     line = [
         sys.executable,
         "-m",
@@ -88,6 +89,7 @@ def test_workers_do_not_mind_signals_from_their_first_moment_on(run: Run) -> Non
         "--run-directory",
         str(run.directory),
         *agent,
+        "--warnings",
     ]
     with subprocess.Popen([*line, *run.options("works")]) as process:
         struck: set[int] = set()

@@ -16,8 +16,8 @@ from pathlib import Path
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.launcher import AGENT_MODULE, KILLED, LaunchedAgent, Launcher, agent_options
 from liver_hpc.cluster.slurm.commands import RUNNING, SlurmCommands
+from liver_hpc.cluster.slurm.container import step_words
 from liver_hpc.cluster.slurm.holdings import Allocation
-from liver_hpc.cluster.slurm.script import python_words
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.host.child import Command
@@ -65,16 +65,16 @@ def slurm_launcher(
     its own, goes to logs/srun-NAME.log of the run directory.
     """
     slurm, directory = config.cluster.slurm, run_directory.absolute()
-    python = (*python_words(config.cluster), "-m")
-    program = program or (*python, AGENT_MODULE)
+    step = step_words(config, directory)
+    program = program or (*step.python, AGENT_MODULE)
 
     def prepare(launch: LaunchAgent) -> Step:
         held, name = use(launch.seat.node), f"liver-{launch.agent}"
         agent = [*program, *agent_options(launch, directory, config.workers.warm), "--warnings"]
-        agent = [*python, *task] if task else agent
+        agent = [*step.python, *task] if task else agent
         command = Command(
             f"srun of agent {launch.agent}",
-            [*srun_words(held, name, launch.seat.node), *agent],
+            [*srun_words(held, name, launch.seat.node), *step.options, *agent],
             orphan_signal=None,  # the agent ends it, if no other coordinator takes over
             log=directory / "logs" / f"srun-{launch.agent}.log",
             apart="session",

@@ -119,9 +119,13 @@ def burst_options(
         "qos": slurm.qos,
         **_resources(part),
     }
+    return option_words(_given(options))
+
+
+def option_words(options: Mapping[str, str | int | bool]) -> list[str]:
+    """As they stand on a command line."""
     return [
-        f"--{name}" if value is True else f"--{name}={value}"
-        for name, value in _given(options).items()
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
     ]
 
 

@@ -24,6 +24,22 @@ def on_slurm(*components: dict[str, Any], timeout_min: int = 60, **slurm: Any) -
     return minimal(cluster={"kind": "slurm", "timeout_min": timeout_min, "slurm": section})
 
 
+def test_what_a_container_cannot_be_given_is_named(tmp_path: Path) -> None:
+    container = {"runtime": "apptainer", "image": "/image"}
+    config = on_slurm({**MAIN, "workers_per_node": 2}, container=container)
+    named = {"runs_directory": tmp_path / "runs,here"}
+    assert problems(config.model_copy(update=named)) == [
+        f"cluster.slurm.container: {tmp_path}/runs,here cannot be mounted: it has ':' or ',' in it"
+    ]
+
+
+def test_a_container_wants_slurm() -> None:
+    container = {"runtime": "apptainer", "image": "/image"}
+    said = "cluster.slurm.container: a run on this machine starts no container; it wants Slurm"
+    slurm = {"container": container}
+    assert problems(minimal(cluster={"kind": "local", "slurm": slurm})) == [said]
+
+
 def test_a_right_run_passes() -> None:
     options = {"constraint": "ib&a100", "mem": 0, "exclusive": True}
     extra = {"name": "extra", "join": "asked", "options": options}

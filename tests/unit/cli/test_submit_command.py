@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,6 +11,7 @@ import pytest
 
 from liver_hpc.cli import submission
 from liver_hpc.cli.dry_run import describe_run
+from liver_hpc.cluster.launcher import AGENT_MODULE
 from liver_hpc.config.load import parse_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
@@ -114,6 +116,22 @@ def test_dry_run_prints_what_slurm_would_get(
     shown = capsys.readouterr().out.replace(str(tmp_path), "/shared")
     golden.check("batch/dry-run.txt", shown[shown.index("# /shared/runs/run-DATE-TIME/") :])
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["programs", "run.yaml"]
+
+
+def test_dry_run_prints_how_an_agent_starts_in_its_image(
+    login_node: None, tmp_path: Path, capsys: Captured
+) -> None:
+    slurm = {**SLURM, "container": {"runtime": "charliecloud", "image": "/images/liver"}}
+    path = write_minimal(tmp_path, cluster={"kind": "auto", "slurm": slurm})
+    assert liver("submit", "--config", str(path), "--dry-run") == 0
+    shown = capsys.readouterr().out.partition("# each node's agent is started by\n")[2]
+    line = shlex.split(shown.splitlines()[0])
+    run = tmp_path / "runs" / "run-DATE-TIME"
+    assert line[1:4] == ["srun", "--jobid=JOB", "--job-name=AGENT"]
+    at = line.index("ch-run")
+    mount, *rest = line[at + 1 :]
+    assert mount == f"--bind={run}:{run}"
+    assert rest[-7:] == ["/images/liver", "--", "python3", "-P", "-m", AGENT_MODULE, "..."]
 
 
 def test_dry_run_prints_the_run_and_makes_nothing(tmp_path: Path, capsys: Captured) -> None:

@@ -17,6 +17,7 @@ from liver_hpc.config.schema import (
     BurstSection,
     ClusterSection,
     ComponentSection,
+    ContainerSection,
     DataSection,
     EvalSection,
     LayoutSection,
@@ -34,6 +35,7 @@ OPTIONAL = {
     "data": DataSection,
     "eval": EvalSection,
     "cluster.slurm.burst": BurstSection,
+    "cluster.slurm.container": ContainerSection,
     "model.layer_times": LayerTimes,
 }
 """Sections that the file shows although null is their default."""
@@ -124,7 +126,9 @@ def test_every_key_has_a_comment(configs: Path) -> None:
      ("slurm.yaml", "slurm")],
 )  # fmt: skip
 def test_the_shipped_files_pass_all_checks(configs: Path, name: str, kind: str) -> None:
-    config = load_run(configs / name, [f"cluster.kind={kind}"])
+    container = "cluster.slurm.container=null"  # is Slurm's alone
+    overrides = [f"cluster.kind={kind}", *([container] if kind == "local" else [])]
+    config = load_run(configs / name, overrides)
     check_run(config, gpt_recipe(config))
 
 

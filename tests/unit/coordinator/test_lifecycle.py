@@ -8,6 +8,7 @@ import stat
 
 import pytest
 
+from liver_hpc import __version__
 from liver_hpc.errors import DeadlineError, MeetingError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
@@ -155,6 +156,20 @@ def test_an_agent_that_is_not_expected_is_refused(make: Start) -> None:
         run.cluster.rendezvous.meet(Identity(agent="a9", host="h", pid=1, workers=1), SECRET)
     with pytest.raises(MeetingError, match="agent a0 has met already"):
         run.cluster.rendezvous.meet(Identity(agent="a0", host="h", pid=1, workers=2), SECRET)
+
+
+@pytest.mark.parametrize("theirs", ["0.0.1", ""])
+def test_an_agent_of_another_release_is_told_to_end(make: Start, theirs: str) -> None:
+    """As one that a coordinator of another release has left."""
+    run = make()
+    where = json.loads((run.directory / "coordinator.json").read_text())
+    agent = connect((where["host"], where["port"]), SECRET, LIMIT_S, "the coordinator")
+    agent.send(m.Calls(agent="a0", version=theirs, launches=("a0",)))
+    fault = f"liver_hpc is {__version__} here, and {theirs or 'an earlier one'} for agent a0: "
+    told = agent.receive(LIMIT_S)
+    assert isinstance(told, m.Exit)
+    assert told.reason.startswith(fault)
+    assert run.status()["state"] == "training"
 
 
 def test_a_second_connection_of_a_worker_is_turned_away(make: Start) -> None:

@@ -39,7 +39,9 @@ for probe in probes:
 
 def nodes_in(directory: Path, interface: str = "lo") -> Nodes:
     network = NetworkSection(interface=interface).model_dump_json()
-    nodes = Nodes([sys.executable, "-c", SRUN, str(directory), network], 2, directory)
+    nodes = Nodes(
+        [sys.executable, "-c", SRUN, str(directory), network], 2, directory, probe.versions()
+    )
     nodes.names = sorted(nodes.ask((), "hello", LIMIT_S))
     return nodes
 
@@ -76,6 +78,13 @@ def test_a_directory_of_one_host_alone(nodes: Nodes, tmp_path: Path) -> None:
     assert result.level is Level.FAIL
     assert f"n1, n2: {tmp_path}/runs as the asking host has it is not there" in result.found
     assert "all nodes mount" in result.advice
+
+
+def test_what_the_asking_host_lacks_or_an_image_has_of_its_own_is_no_fault(nodes: Nodes) -> None:
+    result = nodes.each("same_versions", wanted={"liver_hpc": probe.versions()["liver_hpc"]})
+    assert result.level is Level.PASS
+    assert f"torch {probe.versions()['torch']}" in result.found
+    assert "as on the asking host: liver_hpc" in result.found
 
 
 def test_what_one_node_lacks_is_told_of_it(nodes: Nodes) -> None:

@@ -51,7 +51,7 @@ with nodes.nodes_of(Order(RunConfig.model_construct(), nodes=1, commands=command
 
 
 def python(program: str, count: int = 1) -> Nodes:
-    return Nodes([sys.executable, "-c", program], count, Path())
+    return Nodes([sys.executable, "-c", program], count, Path(), {})
 
 
 def test_what_else_is_printed_and_answers_that_come_late_are_passed_over() -> None:

@@ -1,0 +1,71 @@
+"""Pure: what starts Python in the step of an agent, on the node itself or in an image.
+
+In the image run agents, all below them, and the task that derives a spec. None of them asks Slurm
+anything: the coordinator does, and it runs on the host, as what keeps a burst allocation does.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from liver_hpc.cluster.slurm.script import option_words, python_words
+from liver_hpc.config.schema import ContainerSection, RunConfig
+
+
+@dataclass(frozen=True)
+class StepWords:
+    """options: srun's, behind those that every step has. python: what starts Python, to which a
+    module is added."""
+
+    options: tuple[str, ...]
+    python: tuple[str, ...]
+
+
+def step_words(config: RunConfig, run_directory: Path) -> StepWords:
+    """Those of the steps of a run's agents. `run_directory` has the run's secret in it."""
+    slurm = config.cluster.slurm
+    options = tuple(option_words(slurm.step_options))
+    container = slurm.container
+    if container is None:
+        return StepWords(options, (*python_words(config.cluster), "-m"))
+    mounts = _mounts(container, config, run_directory)
+    python = (*shlex.split(container.python), "-P", "-m")
+    image, further = container.image, container.options
+    match container.runtime:
+        case "pyxis":
+            mounted = f"--container-mounts={','.join(mounts)}"
+            return StepWords((*options, f"--container-image={image}", mounted, *further), python)
+        case "apptainer":
+            binds = [f"--bind={mount}" for mount in mounts]
+            return StepWords(
+                options, ("apptainer", "exec", "--nv", *binds, *further, image, *python)
+            )
+        case "charliecloud":
+            binds = [f"--bind={mount}" for mount in mounts]
+            return StepWords(options, ("ch-run", *binds, *further, image, "--", *python))
+
+
+def _mounts(container: ContainerSection, config: RunConfig, run_directory: Path) -> list[str]:
+    """Those of the run file, then what the run needs at the same path, where they lack it."""
+    mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts]
+    there = [Path(mount.partition(":")[2]) for mount in mounts]
+    for path in needed_in_image(config, run_directory):
+        if not any(path.is_relative_to(each) for each in there):
+            mounts.append(f"{path}:{path}")
+            there.append(path)
+    return mounts
+
+
+def needed_in_image(config: RunConfig, run_directory: Path) -> Iterator[Path]:
+    """The directories that a run file's keys name, but for those that are a recipe's own."""
+    yield run_directory.absolute()
+    directories = [config.checkpoint.directory, config.checkpoint.load, config.own_recipe_directory]
+    if (data := config.data) is not None:
+        prefixes = [data.prefix, *(source.prefix for source in data.blend or ())]
+        directories += [prefix.parent for prefix in prefixes if prefix is not None]
+    for directory in directories:
+        if directory is not None:
+            yield directory.expanduser().absolute()

@@ -1,0 +1,122 @@
+"""How an agent's Python is started in an image, and what of the host is seen there."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from liver_hpc.cluster.slurm.container import step_words
+from liver_hpc.cluster.slurm.script import batch_script, burst_script, python_words
+from liver_hpc.config.load import parse_run
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import ConfigError
+from liver_hpc.run.directory import RunDirectory
+from tests.golden_files import Golden
+from tests.unit.config.runs import MINIMAL, minimal
+
+RUN = Path("/runs/a b")
+CONTAINERS: dict[str, dict[str, Any]] = {
+    "pyxis": {
+        "image": "nvcr.io#nvidia/pytorch:26.01",
+        "options": ["--no-container-mount-home", "--container-env=NCCL_DEBUG"],
+    },
+    "apptainer": {"image": "/images/liver.sif", "options": ["--cleanenv"], "python": "/venv/py -E"},
+    "charliecloud": {"image": "/images/liver", "options": ["--set-env"]},
+}
+
+
+def run_in(container: dict[str, Any] | None, **sections: Any) -> RunConfig:
+    slurm = {"container": container, "step_options": {"mem-bind": "local", "exact": True}}
+    sections = {"recipe": "liver_hpc.recipes.gpt:GPT", **sections}
+    return minimal(cluster={"kind": "slurm", "slurm": slurm}, **sections)
+
+
+def complaint(slurm: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        parse_run(yaml.safe_dump({**MINIMAL, "cluster": {"slurm": slurm}}))
+    return str(error.value)
+
+
+def mounts(mounted: list[str], **sections: Any) -> list[str]:
+    container = {"runtime": "charliecloud", "image": "/image", "mounts": mounted}
+    words = step_words(run_in(container, **sections), RUN).python
+    return [word.removeprefix("--bind=") for word in words if word.startswith("--bind=")]
+
+
+def test_every_runtimes_command_line(golden: Golden) -> None:
+    lines = []
+    for runtime, given in CONTAINERS.items():
+        container = {"runtime": runtime, "mounts": ["/scratch", "/home/me:/me"], **given}
+        step = step_words(run_in(container), RUN)
+        words = [*step.options, *step.python, "liver_hpc.node.agent"]
+        lines.append(f"# {runtime}\nsrun ... {shlex.join(words)} ...\n")
+    golden.check("slurm/containers.sh", "\n".join(lines))
+
+
+def test_without_one_the_nodes_own_python_is_started() -> None:
+    config = run_in(None)
+    step = step_words(config, RUN)
+    assert step.options == ("--mem-bind=local", "--exact")
+    assert step.python == (*python_words(config.cluster), "-m")
+
+
+def test_the_coordinator_and_the_keeper_of_burst_nodes_stay_on_the_host() -> None:
+    slurm = {"components": [{"name": "main"}], "burst": {"partition": "p", "max_nodes": 1}}
+    cluster = {"kind": "slurm", "slurm": slurm}
+    inside = {**slurm, "container": {"runtime": "apptainer", "image": "/images/liver.sif"}}
+    plain, contained = minimal(cluster=cluster), minimal(cluster={**cluster, "slurm": inside})
+    run = RunDirectory(RUN)
+    assert batch_script(contained.cluster, run) == batch_script(plain.cluster, run)
+    assert burst_script(contained.cluster) == burst_script(plain.cluster)
+
+
+def test_what_the_run_files_keys_name_is_mounted_where_it_is_not_yet(tmp_path: Path) -> None:
+    named = {
+        "recipe": "mine:Model",
+        "recipe_directory": "/code",
+        "checkpoint": {"directory": "/fast/checkpoints", "load": "/fast/old"},
+        "data": {"blend": [{"prefix": "/data/a/text"}, {"prefix": "/data/b/text"}]},
+    }
+    run = f"{RUN}:{RUN}"
+    further = ["/code:/code", "/data/a:/data/a", "/data/b:/data/b"]
+    assert mounts(["/fast", "/disks/d1:/data"], **named) == [
+        "/fast:/fast", "/disks/d1:/data", run, "/code:/code",
+    ]  # fmt: skip
+    assert mounts([], **named) == [
+        run, "/fast/checkpoints:/fast/checkpoints", "/fast/old:/fast/old", *further,
+    ]  # fmt: skip
+    assert mounts(["/runs"]) == ["/runs:/runs"]
+
+
+@pytest.mark.parametrize(
+    ("container", "said"),
+    [
+        ({"runtime": "docker"}, "runtime: wanted one of 'pyxis', 'apptainer' or 'charliecloud'"),
+        ({"image": " "}, "image: ' ' is empty or has control characters"),
+        ({"mounts": ["data"]}, "mounts.0: wanted /PATH or /PATH:/PATH_IN_IMAGE without commas"),
+        ({"mounts": ["/a:/b:ro"]}, "mounts.0: wanted /PATH or /PATH:/PATH_IN_IMAGE"),
+        ({"mounts": ["/a,/b"]}, "mounts.0: wanted /PATH or /PATH:/PATH_IN_IMAGE"),
+        ({"options": ["--env", "A=b"]}, "options.1: wanted one word as --rocm"),
+        ({"name": "x"}, "name: unknown key (valid keys here: image, mounts"),
+    ],
+)
+def test_what_is_wrong_is_told_by_its_key(container: dict[str, Any], said: str) -> None:
+    container = {"runtime": "apptainer", "image": "/image", **container}
+    assert f"cluster.slurm.container.{said}" in complaint({"container": container})
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("container-image", "its key is cluster.slurm.container.image"),
+        ("gpus-per-node", "its key is gpus_per_node of a component or a burst"),
+        ("mpi", "liver gives --mpi itself to the steps of agents"),
+        ("ntasks-per-node", "liver gives --ntasks-per-node itself"),
+    ],
+)
+def test_srun_options_that_are_not_the_users(option: str, said: str) -> None:
+    assert said in complaint({"step_options": {option: "x"}})
