@@ -323,6 +323,7 @@ class Coordinator:
 
     def _look_at_agents(self) -> None:
         """Tells the core of agents that have ended, and of a rendezvous that nobody can come to."""
+        self._agents.start_those_due()
         for ended in self._agents.ended():
             self._feed(ended)
         if self.core.awaits_joiners:

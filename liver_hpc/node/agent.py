@@ -44,6 +44,7 @@ import psutil
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.launcher import agent_log
+from liver_hpc.cluster.slurm.together import own_agent
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
 from liver_hpc.host.child import Command
@@ -446,13 +447,16 @@ class Agent:
 
 
 def parse_options(arguments: list[str] | None = None) -> AgentPlan:
-    """Reads the command line; exits with a usage message when it is wrong."""
+    """Reads the command line; exits with a usage message when it is wrong. Raises LiverError where
+    this node has no agent."""
     parser = argparse.ArgumentParser(prog="liver_hpc.node.agent", description=__doc__)
     parser.add_argument("--run-directory", type=Path, required=True)
-    parser.add_argument("--agent", required=True, help="this agent's name, used once in a run")
+    who = parser.add_mutually_exclusive_group(required=True)
+    who.add_argument("--agent", help="this agent's name, used once in a run")
+    who.add_argument("--together", type=Path, help="a file that says it, and its slots, by nodes")
     parser.add_argument("--layout", required=True, help="what they rehearse, as tp2 pp1 dp2")
     parser.add_argument(
-        "--slots", type=_slots, required=True, help="the node's places, one for each worker, as 2,3"
+        "--slots", type=_slots, default=(), help="the node's places, one for each worker, as 2,3"
     )
     parser.add_argument(
         "--warnings", action="store_true", help="TERM, USR1 and USR2 announce the end of the node"
@@ -464,7 +468,10 @@ def parse_options(arguments: list[str] | None = None) -> AgentPlan:
     given = parser.parse_args(arguments)
     directory, stand_in = given.run_directory.absolute(), tuple(given.worker_command or ())
     command = stand_in or _worker_command(directory, given.layout)
-    first = WorkerPlan(directory, given.agent, given.slots, command, given.warnings)
+    agent, slots = given.agent, given.slots
+    if given.together is not None:
+        agent, slots = own_agent(given.together, os.environ)
+    first = WorkerPlan(directory, agent, slots, command, given.warnings)
     return AgentPlan(first, given.stay, stand_in)
 
 

@@ -14,16 +14,10 @@ from pydantic import BaseModel, ValidationError
 
 from liver_hpc.clock import Clock
 from liver_hpc.cluster.slurm.burst import BurstPolicy
-from liver_hpc.cluster.slurm.commands import (
-    COMPLETING,
-    RUNNING,
-    ControllerUnreachable,
-    JobInfo,
-    SlurmCommands,
-    SlurmError,
-)
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.holdings import Allocation
 from liver_hpc.cluster.slurm.reaper import cancel_all
+from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo
 from liver_hpc.cluster.slurm.script import BURST_SCRIPT, burst_options, burst_script
 from liver_hpc.config.schema import BurstSection, RunConfig
 from liver_hpc.host.child import Child, Command

@@ -15,7 +15,8 @@ import threading
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.commands import COMPLETING, SlurmCommands
+from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.replies import COMPLETING
 from liver_hpc.errors import LiverError
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.epoch import newest_epoch

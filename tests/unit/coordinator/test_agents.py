@@ -36,7 +36,7 @@ class Book:
         )
 
     def launch(self, name: str, node: str = "n1", slots: tuple[int, ...] = (0,)) -> None:
-        self.agents.launch(LaunchAgent(name, Seat(node, slots), Layout(1, 1, 1)))
+        self.agents.launch([LaunchAgent(name, Seat(node, slots), Layout(1, 1, 1))])
 
     def listens(self, agent: str) -> MemoryChannel:
         """What an agent is sent from now on."""

@@ -10,7 +10,8 @@ import pytest
 
 from liver_hpc.clock import FakeClock
 from liver_hpc.cluster.slurm.burst_jobs import BurstJobs
-from liver_hpc.cluster.slurm.commands import ControllerUnreachable, JobInfo, SlurmCommands
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
+from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.config.schema import RunConfig
 from tests.slurm_answers import Answer
 

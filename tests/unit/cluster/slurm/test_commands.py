@@ -11,11 +11,11 @@ import pytest
 from liver_hpc.clock import FakeClock
 from liver_hpc.cluster.slurm.commands import (
     ControllerUnreachable,
-    JobInfo,
     SlurmCommands,
     SlurmError,
     run_command,
 )
+from liver_hpc.cluster.slurm.replies import JobInfo
 from tests.slurm_answers import Answer
 
 AWAY = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from liver_hpc.cluster.slurm.commands import JobInfo
 from liver_hpc.cluster.slurm.holdings import GIVEN_BACK, Allocation, Holdings
+from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.errors import LiverError
 from liver_hpc.run.events import EndNear, NodeGone, NodeGranted, NodeWarned, PoolEvent
 
