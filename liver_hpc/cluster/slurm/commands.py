@@ -152,7 +152,7 @@ class SlurmCommands:
         self._clock = clock or SystemClock()
         self._run = run
         self._hosts: dict[str, tuple[str, ...]] = {}
-        self._json: bool | None = None  # whether squeue speaks it, once that is known
+        self._version: list[str] = []  # once it is known
         self._pace = _Pace(self._clock, squeue_s)
 
     def once(self) -> SlurmCommands:
@@ -278,9 +278,9 @@ class SlurmCommands:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _speaks_json(self) -> bool:
-        if self._json is None:
-            self._json = speaks_json(self._call(["scontrol", "--version"]))
-        return self._json
+        if not self._version:
+            self._version.append(self._call(["scontrol", "--version"]))
+        return speaks_json(self._version[0])
 
     def _once(self, line: Sequence[str], fine: Sequence[str]) -> str:
         if line[0] == "squeue":
