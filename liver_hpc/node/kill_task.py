@@ -1,28 +1,20 @@
-"""`python -m liver_hpc.node.kill_task STEP`: kills this node's task of a step, of which Slurm can
-only kill all tasks together. What the task has started goes with it."""
+"""`python -m liver_hpc.node.kill_task STEP`: kills this node's task of a step, with all that it has
+started. Slurm itself can only kill all tasks of a step together."""
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 
-import psutil
-
 from liver_hpc.cluster.slurm.together import STEP_VARIABLE
+from liver_hpc.host.marks import kill_marked
 
-_TASK_VARIABLE = "SLURM_TASK_PID"
-"""In the environment of a task: its own process id. Its children inherit it."""
+_KILL_S = 5.0
 
 
-def main() -> int:
-    step = sys.argv[1]
-    for process in psutil.process_iter(["environ"]):
-        told = process.info["environ"] or {}  # None for somebody else's
-        if told.get(STEP_VARIABLE) == step and told.get(_TASK_VARIABLE) == str(process.pid):
-            os.kill(process.pid, signal.SIGKILL)
-    return 0
+def main() -> None:
+    # The step's srun, which goes on, has the variable too, and may run on this node.
+    kill_marked(STEP_VARIABLE, sys.argv[1], _KILL_S, spared="srun")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

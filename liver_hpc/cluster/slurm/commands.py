@@ -51,8 +51,8 @@ _UNREACHABLE = (
 _UNKNOWN_JOB = ("Invalid job id",)
 _OVER = (*_UNKNOWN_JOB, "already completing or completed", "Job/step already")
 
-SQUEUE_S = 1.0
-"""Sites ask users not to call squeue more often than this."""
+SQUEUE_S = 1.1
+"""Of one process: no two questions of squeue are ever seen within a second."""
 
 _log = logging.getLogger(__name__)
 

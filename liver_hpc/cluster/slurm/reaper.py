@@ -22,7 +22,7 @@ from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.epoch import newest_epoch
 
 _SETTLE_S = 2.0
-_LOOK_S = 0.2
+_LOOK_S = 1.0
 _CANCEL_S = 30.0
 
 log = logging.getLogger(__name__)

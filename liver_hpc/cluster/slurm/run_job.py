@@ -17,7 +17,7 @@ from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import Outcome
 
 JOB_FILE = "job.json"
-JOB_POLL_S = 0.5
+JOB_POLL_S = 1.0
 
 
 class OwnJob(BaseModel):

@@ -144,6 +144,7 @@ class Step:
         asked for the end of the step."""
         try:
             self._await_adopted()
+            self._hear()
         finally:
             self._all_ended(KILLED)
 
