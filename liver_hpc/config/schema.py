@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -290,6 +291,28 @@ SbatchOptions = dict[
 """Further options of sbatch by their long names, without dashes; true means without a value."""
 
 
+_GPUS = re.compile(r"[A-Za-z][\w.-]*:([1-9]\d*)", re.ASCII)
+
+
+def gpu_count(gpus: int | str) -> int:
+    """Of "h100:4" 4; of a number itself."""
+    return gpus if isinstance(gpus, int) else int(gpus.rpartition(":")[2])
+
+
+def checked_gpus(gpus: object) -> int | str:
+    """As Slurm takes them. Raises ValueError for what is no number of GPUs, with or without their
+    type."""
+    if type(gpus) is int and gpus >= 0:
+        return gpus
+    if isinstance(gpus, str) and _GPUS.fullmatch(gpus):
+        return gpus
+    raise ValueError(f"wanted a number of GPUs, or TYPE:NUMBER such as h100:4; got {gpus!r}")
+
+
+Gpus = Annotated[int | str, BeforeValidator(checked_gpus)]
+"""GPUs of a node: how many, or TYPE:NUMBER as Slurm's --gpus-per-node takes it."""
+
+
 class ComponentSection(Section):
     """One component of the heterogeneous job: nodes of one kind, held from start to end.
 
@@ -302,7 +325,7 @@ class ComponentSection(Section):
     nodes: PositiveInt = 1
     workers_per_node: PositiveInt | None = None
     join: Literal["auto", "asked"] = "auto"
-    gpus_per_node: NonNegativeInt = 0
+    gpus_per_node: Gpus = 0
     cpus_per_node: PositiveInt | None = None
     options: SbatchOptions = {}
 
@@ -315,7 +338,7 @@ class BurstSection(Section):
     min_nodes: NonNegativeInt = 0
     nodes_per_request: PositiveInt = 1
     workers_per_node: PositiveInt | None = None
-    gpus_per_node: NonNegativeInt = 0
+    gpus_per_node: Gpus = 0
     cpus_per_node: PositiveInt | None = None
     time_min: PositiveInt = 60
     node_hours: Annotated[float, Field(gt=0)] | None = None
@@ -333,7 +356,7 @@ class SlurmSection(Section):
     burst: BurstSection | None = None
     setup: list[str] = []
     python: PlainText | None = None
-    requeue: bool = True
+    requeue: bool | Literal["expedite"] = True
     end_window_s: Seconds = 120.0
     poll_s: Seconds = 5.0
     command_s: Seconds = 30.0
@@ -351,7 +374,7 @@ class ClusterSection(Section):
 
     def slots(self, part: ComponentSection | BurstSection) -> int:
         """Workers that one node of a component or of a burst allocation takes."""
-        return part.workers_per_node or self.workers_per_node or part.gpus_per_node or 1
+        return part.workers_per_node or self.workers_per_node or gpu_count(part.gpus_per_node) or 1
 
 
 class PolicySection(Section):

@@ -50,7 +50,7 @@ class Allocation:
     nodes: tuple[str, ...]
     slots: int
     het: tuple[str, int] | None = None
-    gpus_per_node: int = 0
+    gpus_per_node: int | str = 0
     partition: str = ""
     own: bool = False
     burst: bool = False

@@ -2,7 +2,7 @@
 sbatch --parsable '/runs/a b%/batch.sh'
 
 # a burst request
-sbatch --parsable --job-name=run-burst-1 --partition=preempt --nodes=2 --time=60 --no-requeue --no-kill '--output=/runs/a b%%/logs/burst-%j.log' --open-mode=append --export=ALL --account=physics --qos=cheap --ntasks-per-node=1 --cpus-per-task=32 --gpus-per-node=8 '--constraint=ib&gold' --exclusive '/runs/a b%/burst.sbatch' '/runs/a b%'
+sbatch --parsable --job-name=run-burst-1 --partition=preempt --nodes=2 --time=60 --no-requeue --no-kill '--output=/runs/a b%%/logs/burst-%j.log' --open-mode=append --export=ALL --account=physics --qos=cheap --ntasks-per-node=1 --cpus-per-task=32 --gpus-per-node=h100:8 '--constraint=ib&gold' --exclusive '/runs/a b%/burst.sbatch' '/runs/a b%'
 
 # a plain burst request
 sbatch --parsable --job-name=run-burst-2 --partition=preempt --nodes=1 --time=5 --no-requeue --no-kill '--output=/runs/a b%%/logs/burst-%j.log' --open-mode=append --export=ALL --ntasks-per-node=1 '/runs/a b%/burst.sbatch' '/runs/a b%'
@@ -11,7 +11,7 @@ sbatch --parsable --job-name=run-burst-2 --partition=preempt --nodes=1 --time=5 
 srun --jobid=12 --job-name=liver-a0 --nodelist=n1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --verbose --immediate=5 --mpi=none
 
 # a component's step, with accelerators
-srun --jobid=12 --het-group=1 --job-name=liver-a1 --nodelist=n2,n3 --nodes=2 --ntasks=2 --ntasks-per-node=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --verbose --immediate=5 --mpi=none --gpus-per-node=4
+srun --jobid=12 --het-group=1 --job-name=liver-a1 --nodelist=n2,n3 --nodes=2 --ntasks=2 --ntasks-per-node=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --verbose --immediate=5 --mpi=none --gpus-per-node=h100:4
 
 # the end of a job
 scancel 12

@@ -21,7 +21,7 @@ SCRIPT = RUN / "burst.sbatch"
 PART = BurstSection(
     partition="preempt",
     max_nodes=4,
-    gpus_per_node=8,
+    gpus_per_node="h100:8",
     cpus_per_node=32,
     options={"constraint": "ib&gold", "exclusive": True, "qos": "cheap"},
 )
@@ -37,7 +37,7 @@ LINES = {
     ),
     "a step of one agent": srun_words(Allocation("main", "12", ("n1",), 1), "liver-a0", ["n1"]),
     "a component's step, with accelerators": srun_words(
-        Allocation("extra", "13", ("n2", "n3"), 1, ("12", 1), gpus_per_node=4),
+        Allocation("extra", "13", ("n2", "n3"), 1, ("12", 1), gpus_per_node="h100:4"),
         "liver-a1",
         ["n2", "n3"],
     ),
