@@ -27,6 +27,7 @@ from liver_hpc.host.process import collector_paused, take_core
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import put_first_on_path
 from liver_hpc.rendezvous.local import BOOTED, WorkersEnd
+from liver_hpc.worker.ranks import PLACE_VARIABLE
 
 if TYPE_CHECKING:
     from liver_hpc.worker.control import Worker
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _boot(run_directory: Path, layout: Layout) -> Worker:
-    place = int(os.environ.get("LIVER_LOCAL_RANK", "0"))
+    place = int(os.environ.get(PLACE_VARIABLE, "0"))
     take_core(place)
     _choose_network(run_directory)
     put_first_on_path(load_run(run_directory / "run.yaml"))
