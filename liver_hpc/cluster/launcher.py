@@ -29,6 +29,9 @@ from liver_hpc.run.events import Seat
 KILLED = 137
 """Exit code of an agent that was killed (128 + SIGKILL, as shells count)."""
 
+EXIT_UNHEALTHY = 90
+"""Exit code of an agent whose node has failed `cluster.health_check`; its last error says how."""
+
 AGENT_MODULE = "liver_hpc.node.agent"
 
 _SWEEP_S = 20.0

@@ -170,13 +170,15 @@ class WorkersSection(Section):
     """How many workers the run starts with and may ever have, and how they start.
 
     With `warm`, a process on each node imports what workers need, and forks them. `standby`: so
-    many more are booted and rehearsed in free slots, for the next handoff that wants any.
+    many more are booted and rehearsed in free slots, for the next handoff that wants any. `bind`:
+    whether a worker keeps to the CPUs that are next to its GPU.
     """
 
     initial: PositiveInt
     max: PositiveInt
     warm: bool = True
     standby: NonNegativeInt = 0
+    bind: Literal["auto", "none"] = "auto"
 
     @model_validator(mode="after")
     def _ordered(self) -> WorkersSection:
@@ -222,6 +224,7 @@ class DeadlineSection(Section):
     wait for its word.
     """
 
+    health_s: Seconds = 60.0
     boot_s: Seconds = 180.0
     meet_s: Seconds = 30.0
     prepare_s: Seconds = 180.0
@@ -365,11 +368,12 @@ class SlurmSection(Section):
 
 class ClusterSection(Section):
     """Where workers run; `auto` means Slurm where `sbatch` is found and components are given, else
-    local processes."""
+    local processes. `health_check`: a shell command that runs on a node before that is used."""
 
     kind: Literal["auto", "local", "slurm"] = "auto"
     workers_per_node: PositiveInt | None = None
     timeout_min: PositiveInt = 60
+    health_check: PlainText | None = None
     slurm: SlurmSection = SlurmSection()
 
     def slots(self, part: ComponentSection | BurstSection) -> int:
@@ -493,11 +497,14 @@ class RunConfig(Section):
 
     @property
     def limits(self) -> DeadlineSection:
-        """The deadlines of this run: before a boundary an evaluation may come."""
-        if self.eval is None:
-            return self.deadlines
-        boundary_s = self.deadlines.boundary_s + self.deadlines.evaluation_s
-        return self.deadlines.model_copy(update={"boundary_s": boundary_s})
+        """The deadlines of this run: before a boundary an evaluation may come, and before a boot
+        a check of the node."""
+        given, more = self.deadlines, {}
+        if self.eval is not None:
+            more["boundary_s"] = given.boundary_s + given.evaluation_s
+        if self.cluster.health_check is not None:
+            more["boot_s"] = given.boot_s + given.health_s
+        return given.model_copy(update=more)
 
     @property
     def layout_table(self) -> LayoutTable:

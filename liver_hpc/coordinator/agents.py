@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from liver_hpc.clock import Clock, Deadline
-from liver_hpc.cluster.launcher import KILLED, Launcher, NotLaunched, last_words
+from liver_hpc.cluster.launcher import EXIT_UNHEALTHY, KILLED, Launcher, NotLaunched, last_words
 from liver_hpc.coordinator.connections import PeerRegistry
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
@@ -56,6 +56,7 @@ class NodeAgents:
         self._coming: dict[str, list[m.StartWorkers]] = {}  # agents, and what they will be told
         self._leaving: set[str] = set()  # agents that were told to end
         self._killed: dict[str, Deadline] = {}  # launches
+        self._unhealthy: dict[str, str] = {}  # nodes, and what is wrong with them
 
     def start(self, agent: str, node: str) -> None:
         """An agent without a launch on a node where none is. Those of the nodes that come within
@@ -242,14 +243,21 @@ class NodeAgents:
             code = self._launcher.exit_code(agent)
             if code is None:
                 continue
-            del self._nodes[agent]
+            node = self._nodes.pop(agent)
             self._leaving.discard(agent)
             self._coming.pop(agent, None)
             said = last_words(self._run_directory, agent)
+            if code == EXIT_UNHEALTHY:
+                self._unhealthy[node] = said
             for launch in [each for each, its in self._agent_of.items() if its == agent]:
                 self._strike_off(launch, code, said)
         ended, self._ended = self._ended, []
         yield from ended
+
+    def unhealthy(self) -> dict[str, str]:
+        """Nodes that have failed their check since the last call, and how."""
+        found, self._unhealthy = self._unhealthy, {}
+        return found
 
     def _strike_off(self, launch: str, exit_code: int, said: str) -> None:
         del self._agent_of[launch]

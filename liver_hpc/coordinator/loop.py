@@ -326,6 +326,8 @@ class Coordinator:
         self._agents.start_those_due()
         for ended in self._agents.ended():
             self._feed(ended)
+        for node, why in self._agents.unhealthy().items():
+            self._services.pool.reject(node, why)
         if self.core.awaits_joiners:
             try:
                 self._services.rendezvous.check()

@@ -18,8 +18,8 @@ Until then, or with --warnings, it ends with its parent. Later a coordinator's e
 another one may come.
 
 Exit codes: the workers' worst one (128 + n for signal n), 0 when told to end by the coordinator,
-128 + n when ended by signal n (which also stands for the end of the parent), and those of
-`launch.py` and below.
+128 + n when ended by signal n (which also stands for the end of the parent), EXIT_UNHEALTHY where
+`cluster.health_check` fails before anything else is done, and those of `launch.py` and below.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from typing import NoReturn
 import psutil
 
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.cluster.launcher import agent_log
+from liver_hpc.cluster.launcher import EXIT_UNHEALTHY, agent_log
 from liver_hpc.cluster.slurm.together import own_agent
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
@@ -51,6 +51,7 @@ from liver_hpc.host.child import Command
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.host.warm import WarmProcess
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.node.health import Unhealthy, check_health
 from liver_hpc.node.launch import EXIT_FAILED, Around, Launch
 from liver_hpc.node.workers import WARNINGS, BootError, WorkerPlan, workers_environment
 from liver_hpc.protocol import messages as m
@@ -73,7 +74,14 @@ BEATS = 4
 
 Told = list[tuple[int, bytes]]
 """What the coordinator has said: to which worker, or ITSELF; nothing when a connection breaks."""
-News = Answer | Told | LiverError
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """The node has passed its check."""
+
+
+News = Answer | Told | Healthy | LiverError
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +129,8 @@ class Agent:
             self._relay,
             self._cold,
         )
+        self._health_check = config.cluster.health_check
+        self._checking = False
         self._launches: dict[str, Launch] = {}
         self._launch_of: dict[int, Launch] = {}  # workers that have an id, and live
         self._said_since: set[int] = set()  # who has said something that waits for the others
@@ -136,7 +146,11 @@ class Agent:
         """The agent's exit code, or SystemExit with it where the agent is told to stop."""
         try:
             self._watch_parent()
-            self._begin(self._plan.first)
+            if self._health_check is None:
+                self._begin(self._plan.first)
+            else:
+                self._checking = True
+                self._in_thread("", "health", partial(self._check_health, self._health_check))
             while self._goes_on():
                 self._turn()
             return self._code
@@ -148,7 +162,12 @@ class Agent:
         for name, launch in list(self._launches.items()):
             self._look_at(name, launch)
         stays = self._plan.stays and self._line is not None
-        return stays or bool(self._launches)
+        return stays or self._checking or bool(self._launches)
+
+    def _check_health(self, command: str) -> Healthy:
+        log_path = self._plan.first.run_directory / "logs" / f"health-{self._name}.log"
+        check_health(command, log_path, self._limits.health_s)
+        return Healthy()
 
     def _end_all(self) -> None:
         for launch in self._launches.values():
@@ -200,7 +219,7 @@ class Agent:
                     self._launches[error.launch].fail(error)
         self._flush_what_is_due()
 
-    def _in_thread(self, launch: str, name: str, work: Callable[[], Answer]) -> None:
+    def _in_thread(self, launch: str, name: str, work: Callable[[], Answer | Healthy]) -> None:
         """Does it in a thread: signals and workers' ends are not to wait. Its result is news of a
         launch, or of none."""
 
@@ -310,6 +329,13 @@ class Agent:
     def _hear_of(self, launch: str, news: News) -> None:
         if isinstance(news, list):
             self._pass_on(news)
+        elif isinstance(news, Healthy):
+            log.info("the node is well")
+            self._checking = False
+            self._begin(self._plan.first)
+        elif isinstance(news, Unhealthy):
+            log.error("%s", news)
+            sys.exit(EXIT_UNHEALTHY)
         elif launch in self._launches:
             self._met(self._launches[launch], news)
         elif isinstance(news, LiverError) and not launch:

@@ -270,6 +270,17 @@ class Holdings:
                 events += held.warn(NODE_HOURS, now_s, deadline_s)
         return events
 
+    def reject(self, node: str, why: str) -> list[PoolEvent]:
+        """Nothing of the run is ever to be on the node; a burst allocation without any other goes
+        back."""
+        held = self.of(node)
+        if held is None:
+            return []
+        gone = held.remove(node, why)
+        if held.burst and held.given_back >= set(held.nodes):
+            held.returning = GIVEN_BACK
+        return [gone]
+
     def give_back(self, node: str) -> None:
         """Nothing of the run is on the node any more.
 

@@ -109,6 +109,12 @@ class SlurmPool(NodePool):
             self._holdings.give_back(node)
         self._wake.set()
 
+    def reject(self, node: str, why: str) -> None:
+        self._burst.reject(node)
+        with self._lock:
+            self._tell_all(self._holdings.reject(node, why))
+        self._wake.set()
+
     def avoid(self, node: str) -> None:
         self._burst.avoided |= {node}
 

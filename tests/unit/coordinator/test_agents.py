@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from liver_hpc.clock import FakeClock
-from liver_hpc.cluster.launcher import KILLED, NotLaunched
+from liver_hpc.cluster.launcher import EXIT_UNHEALTHY, KILLED, NotLaunched
 from liver_hpc.coordinator.agents import GATHER_S, NodeAgents
 from liver_hpc.coordinator.connections import PeerRegistry
 from liver_hpc.errors import LiverError
@@ -275,3 +275,19 @@ def test_an_agent_that_cannot_be_started_leaves_it_to_the_launch(book: Book) -> 
     book.come()
     with pytest.raises(LiverError, match="closed"):
         book.launch("a1")
+
+
+def test_a_node_that_is_not_well_is_told_with_what_its_agent_said(
+    book: Book, tmp_path: Path
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "agent-a0.log").write_text("12:00 ERROR [agent a0] no GPU\n")
+    book.agents.start("a0", "n1")
+    book.come()
+    book.launch("a1")
+    book.launch("a2", node="n2")
+    book.launcher.end("a0", EXIT_UNHEALTHY)
+    book.launcher.end("a2", 87)
+    assert book.ended() == [AgentEnded("a1", EXIT_UNHEALTHY, "no GPU"), AgentEnded("a2", 87, "")]
+    assert book.agents.unhealthy() == {"n1": "no GPU"}
+    assert book.agents.unhealthy() == {}
