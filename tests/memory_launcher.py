@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from liver_hpc.cluster.launcher import KILLED, LaunchedAgent, Launcher
-from liver_hpc.host.child import Command
 from liver_hpc.run.actions import LaunchAgent
 
 
@@ -13,7 +12,7 @@ class MemoryLauncher(Launcher):
     """`start` is called for every request, and `end` plays a death."""
 
     def __init__(self, start: Callable[[LaunchAgent], None] = lambda request: None) -> None:
-        super().__init__(lambda request: _Played(lambda: start(request)))
+        super().__init__(lambda requests: [_Played(each, start) for each in requests])
 
     def adopt(self, agent: str, node: str, host: str, pid: int) -> bool:
         """The other coordinator had this very launcher."""
@@ -22,20 +21,23 @@ class MemoryLauncher(Launcher):
     def end(self, agent: str, exit_code: int) -> None:
         """The agent ends by itself, unless it has ended before."""
         if self.alive(agent):
-            self._known(agent).exit_code = exit_code
+            self._known(agent).has_ended(exit_code)
 
 
 class _Played(LaunchedAgent):
-    def __init__(self, begin: Callable[[], None]) -> None:
-        super().__init__("played", Command("nothing", []), exit_s=0.0)
+    def __init__(self, request: LaunchAgent, begin: Callable[[LaunchAgent], None]) -> None:
+        super().__init__(request.agent)
+        self._request = request
         self._begin = begin
 
     def start(self) -> None:
-        self._begin()
+        self._begin(self._request)
+
+    def adopt(self, host: str, pid: int) -> bool:
+        return self.exit_code is None
 
     def kill(self) -> None:
-        if self.exit_code is None:
-            self.exit_code = KILLED
+        self.has_ended(KILLED)
 
     def join(self, limit_s: float) -> bool:
         return self.exit_code is not None

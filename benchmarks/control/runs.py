@@ -25,7 +25,6 @@ from liver_hpc.coordinator.connections import Control
 from liver_hpc.coordinator.loop import Coordinator
 from liver_hpc.coordinator.performer import Services
 from liver_hpc.errors import LiverError
-from liver_hpc.host.child import Command
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.placement import first_rank_map, place
 from liver_hpc.layout.plan import transfer_plan
@@ -98,11 +97,14 @@ class _Launched(LaunchedAgent):
     """An agent that is simulated: it ends when the coordinator says so."""
 
     def __init__(self, launch: LaunchAgent, begin: Callable[[LaunchAgent], None]) -> None:
-        super().__init__(launch.agent, Command("nothing", []), exit_s=0.0)
+        super().__init__(launch.agent)
         self._launch, self._begin = launch, begin
 
     def start(self) -> None:
         self._begin(self._launch)
+
+    def adopt(self, host: str, pid: int) -> bool:
+        return False
 
     def kill(self) -> None:
         self.exit_code = 0
@@ -210,7 +212,7 @@ class ManyWorkers:
         services = Services(
             clock=SystemClock(),
             recipe=_NoModel(config),
-            launcher=Launcher(lambda launch: _Launched(launch, meeting.launch)),
+            launcher=Launcher(lambda new: [_Launched(one, meeting.launch) for one in new]),
             rendezvous=meeting,
             pool=_Nodes(self.agents),
             open_journal=self._open_journal,

@@ -92,7 +92,7 @@ def _submissions(config: RunConfig) -> list[str]:
     ]
     slurm = config.cluster.slurm
     if slurm.container is not None or slurm.step_options:
-        parts += ["# each node's agent is started by", _indented([_agent_line(config, run)])]
+        parts += ["# agents that start together are started by", _indented([_agent_line(config, run)])]
     alone = [part.name for part in slurm.components if part.nodes == 1]
     if alone and len(slurm.components) > 1:
         parts += [
@@ -115,7 +115,7 @@ def _agent_line(config: RunConfig, run: Path) -> str:
     """How the step of an agent begins, on a node of the first component."""
     part, step = config.cluster.slurm.components[0], step_words(config, run)
     held = Allocation(part.name, JOB, (), 0, gpus_per_node=part.gpus_per_node)
-    words = [*srun_words(held, AGENT, NODE), *step.options, *step.python, AGENT_MODULE]
+    words = [*srun_words(held, AGENT, [NODE]), *step.options, *step.python, AGENT_MODULE]
     return f"{shlex.join(words)} ..."
 
 

@@ -164,7 +164,7 @@ def _doctor_options(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=_count, metavar="N", help="also examine N nodes: takes them for a minute")
     add("--partition", metavar="P", help="take them from this partition")
     add("--account", metavar="A", help="take them on this account")
-    add("--gpus-per-node", type=_count, metavar="G", help="take nodes with GPUs, for NCCL")
+    add("--gpus-per-node", type=_gpus, metavar="G", help="take nodes with GPUs, for NCCL")
     add("--grant-s", type=_seconds, metavar="S", help="wait at most this long for the nodes")
     _directory(parser, "where runs are to be (default: runs)", None)
     add("--json", action="store_true", help="one JSON object a line")
@@ -185,6 +185,17 @@ def _value(wanted: str, kind: Callable[[str], Any], least: float) -> Callable[[s
 
 
 _count = _value("a whole number of at least 1", int, 1)
+
+
+def _gpus(text: str) -> int | str:
+    from liver_hpc.config.schema import checked_gpus
+
+    try:
+        return checked_gpus(int(text) if text.isdecimal() else text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 _worker_id = _value("a worker id such as 3", int, 0)
 _seconds = _value("a number of seconds above 0", float, sys.float_info.min)
 

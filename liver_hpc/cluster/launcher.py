@@ -12,6 +12,7 @@ import logging
 import socket
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,9 @@ from liver_hpc.run.events import Seat
 
 KILLED = 137
 """Exit code of an agent that was killed (128 + SIGKILL, as shells count)."""
+
+EXIT_UNHEALTHY = 90
+"""Exit code of an agent whose node has failed `cluster.health_check`; its last error says how."""
 
 AGENT_MODULE = "liver_hpc.node.agent"
 
@@ -60,49 +64,62 @@ def agent_options(launch: LaunchAgent, run_directory: Path, stay: bool) -> list[
     return [*words, "--stay"] if stay else words
 
 
-class LaunchedAgent:
-    """An agent, or what stands for it here: a thread waits for its end, another one kills it.
+class NotLaunched(LiverError):
+    """Agents that could not be started; those that were to be started with them run."""
 
-    exit_s: how long it may take to end once it is told to. exit_code: None as long as anything of
-    it is left.
-    """
+    def __init__(self, agents: Sequence[str], why: str) -> None:
+        super().__init__(why)
+        self.agents = tuple(agents)
 
-    def __init__(self, agent: str, command: Command, exit_s: float) -> None:
+
+class LaunchedAgent(ABC):
+    """An agent, or what stands for it here. exit_code: None as long as anything of it is left."""
+
+    def __init__(self, agent: str) -> None:
         self.agent = agent
         self.exit_code: int | None = None
-        self._command = command
-        self._exit_s = exit_s
-        self._child: Child
-        self._killed = threading.Event()
         self._ended = threading.Event()
 
+    @abstractmethod
     def start(self) -> None:
-        """Does not wait until it has booted. Raises LiverError."""
-        self._spawn()
-        self._run_thread("keep", self._keep)
+        """Does not wait until it has booted. Raises LiverError, OSError."""
 
+    @abstractmethod
     def adopt(self, host: str, pid: int) -> bool:
         """Takes over what another process has started; false where it has ended."""
-        if not self._find(host, pid):
-            return False
-        self._run_thread("keep", self._keep)
-        return True
 
+    @abstractmethod
     def kill(self) -> None:
         """Has it end, whatever state it is in; does not wait. Idempotent."""
-        if not self._killed.is_set() and not self._ended.is_set():
-            self._killed.set()
-            self._run_thread("kill", self._end)
 
     def join(self, limit_s: float) -> bool:
         """Whether it has ended, after at most so many seconds."""
         return self._ended.wait(limit_s)
 
-    def _spawn(self) -> None:
-        self._child = Child(self._command)
+    def has_ended(self, code: int) -> None:
+        """Nothing of it is left; said once."""
+        if self.exit_code is None:
+            self.exit_code = code
+            self._ended.set()
+            _log.info("agent %s ended with exit code %d", self.agent, code)
 
-    def _find(self, host: str, pid: int) -> bool:
-        """Whether process `pid` of `host` is it."""
+
+class LocalAgent(LaunchedAgent):
+    """A child of this process, or one that was left by another: a thread waits for its end, another
+    one kills it. exit_s: how long it may take to end once it is told to."""
+
+    def __init__(self, agent: str, command: Command, exit_s: float) -> None:
+        super().__init__(agent)
+        self._command = command
+        self._exit_s = exit_s
+        self._child: Child
+        self._killed = threading.Event()
+
+    def start(self) -> None:
+        self._child = Child(self._command)
+        self._run_thread("keep", self._keep)
+
+    def adopt(self, host: str, pid: int) -> bool:
         if host != socket.gethostname() or not _runs(pid, ("--agent", self.agent)):
             return False
         try:
@@ -110,26 +127,24 @@ class LaunchedAgent:
             self._child = Child(command, Foreign(pid))
         except (LiverError, OSError):  # it has ended meanwhile
             return False
+        self._run_thread("keep", self._keep)
         return True
 
-    def _bury(self) -> int:
-        """Returns the exit code once nothing of the agent is left. Raises LiverError."""
-        code = self._child.wait()
-        self._child.end(0.0)
-        return code
-
-    def _end(self) -> None:
-        """Raises LiverError."""
-        self._child.end(self._exit_s)
+    def kill(self) -> None:
+        if not self._killed.is_set() and not self._ended.is_set():
+            self._killed.set()
+            self._run_thread("kill", self._end)
 
     def _keep(self) -> None:
         code = KILLED
         try:
-            code = self._bury()
+            code = self._child.wait()
+            self._child.end(0.0)
         finally:
-            self.exit_code = code
-            self._ended.set()
-            _log.info("agent %s ended with exit code %d", self.agent, code)
+            self.has_ended(code)
+
+    def _end(self) -> None:
+        self._child.end(self._exit_s)
 
     def _run_thread(self, name: str, act: Callable[[], None]) -> None:
         def run() -> None:
@@ -141,43 +156,56 @@ class LaunchedAgent:
         threading.Thread(target=run, name=f"{name}-{self.agent}", daemon=True).start()
 
 
+Prepare = Callable[[Sequence[LaunchAgent]], Sequence[LaunchedAgent]]
+FindLeft = Callable[[str, str], LaunchedAgent | None]
+
+
 class Launcher:
     """Starts agents, tells whether they still run, and ends them. An agent's name is used once.
 
-    prepare: makes an agent that has not started; raises LiverError when it never could. close_s:
-    how long killed agents may take to end.
+    prepare: makes the agents of launches, which have not started; raises LiverError when one of
+    them never could. close_s: how long killed agents may take to end. find_left: by its name and
+    node, an agent that another coordinator has launched, to be adopted; else it is as new.
     """
 
     def __init__(
-        self, prepare: Callable[[LaunchAgent], LaunchedAgent], close_s: float = 0.0
+        self, prepare: Prepare, close_s: float = 0.0, find_left: FindLeft | None = None
     ) -> None:
         self._prepare = prepare
+        self._find_left = find_left or _prepare_alone(prepare)
         self._close_s = close_s
         self._agents: dict[str, LaunchedAgent] = {}
         self._closed = False
 
-    def launch(self, launch: LaunchAgent) -> None:
-        """Starts an agent; does not wait until it has booted.
+    def launch(self, *launches: LaunchAgent) -> None:
+        """Starts agents; does not wait until they have booted.
 
-        Raises LiverError, OSError when that is impossible or its name was used before.
+        Raises NotLaunched when that is impossible for some, or a name was used before.
         """
+        names = [launch.agent for launch in launches]
         if self._closed:
-            raise LiverError("the launcher is closed")
-        if launch.agent in self._agents:
-            raise LiverError(f"agent {launch.agent!r} was launched before; a name is used once")
-        agent = self._agents[launch.agent] = self._prepare(launch)
+            raise NotLaunched(names, "the launcher is closed")
+        if used := [name for name in names if name in self._agents]:
+            again = f"agent {used[0]!r} was launched before; a name is used once"
+            raise NotLaunched(names, again)
         try:
-            agent.start()
-        except (LiverError, OSError):
-            del self._agents[launch.agent]
-            raise
+            agents = self._prepare(launches)
+        except (LiverError, OSError) as error:
+            raise NotLaunched(names, str(error)) from error
+        for number, agent in enumerate(agents):
+            self._agents[agent.agent] = agent
+            try:
+                agent.start()
+            except (LiverError, OSError) as error:
+                del self._agents[agent.agent]
+                raise NotLaunched([one.agent for one in agents[number:]], str(error)) from error
 
     def adopt(self, agent: str, node: str, host: str, pid: int) -> bool:
         """Takes over an agent that another coordinator has launched on a node and whose process is,
         or was, `pid` on `host`; false where it has ended. Raises LiverError for a node that is not
         held any more."""
-        found = self._prepare(LaunchAgent(agent, Seat(node, ()), Layout(1, 1, 1)))
-        if not found.adopt(host, pid):
+        found = self._find_left(agent, node)
+        if found is None or not found.adopt(host, pid):
             return False
         self._agents[agent] = found
         return True
@@ -214,6 +242,14 @@ class Launcher:
         return self._agents[agent]
 
 
+def _prepare_alone(prepare: Prepare) -> FindLeft:
+    def find_left(agent: str, node: str) -> LaunchedAgent:
+        (found,) = prepare([LaunchAgent(agent, Seat(node, ()), Layout(1, 1, 1))])
+        return found
+
+    return find_left
+
+
 def _runs(pid: int, words: Sequence[str]) -> bool:
     """Whether it is a process with these words on its command line, one behind the other."""
     try:
@@ -238,12 +274,14 @@ def local_launcher(
     run directory.
     """
 
-    def prepare(launch: LaunchAgent) -> LaunchedAgent:
+    def prepared(launch: LaunchAgent) -> LaunchedAgent:
         options = [*agent_options(launch, run_directory, stay), *further_options]
         words = [sys.executable, "-P", "-m", *(task or [AGENT_MODULE, *options])]
         log = agent_log(run_directory, launch.agent)
         name = f"agent {launch.agent}"
         command = Command(name, words, orphan_signal=None, log=log, apart="session")
-        return LaunchedAgent(launch.agent, command, exit_s)
+        return LocalAgent(launch.agent, command, exit_s)
 
-    return Launcher(prepare, close_s=exit_s + _SWEEP_S)
+    return Launcher(
+        lambda launches: [prepared(each) for each in launches], close_s=exit_s + _SWEEP_S
+    )

@@ -35,6 +35,10 @@ class NodePool:
         What can be returned of its allocation is; NodeGone follows where that is so.
         """
 
+    def reject(self, node: str, why: str) -> None:
+        """The node is not well: it is given back, NodeGone follows, and it is not asked for again
+        for a while."""
+
     def avoid(self, node: str) -> None:
         """An operator wants the run off this node: it is not asked for again."""
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -175,13 +176,15 @@ class WorkersSection(Section):
     """How many workers the run starts with and may ever have, and how they start.
 
     With `warm`, a process on each node imports what workers need, and forks them. `standby`: so
-    many more are booted and rehearsed in free slots, for the next handoff that wants any.
+    many more are booted and rehearsed in free slots, for the next handoff that wants any. `bind`:
+    whether a worker keeps to the CPUs that are next to its GPU.
     """
 
     initial: PositiveInt
     max: PositiveInt
     warm: bool = True
     standby: NonNegativeInt = 0
+    bind: Literal["auto", "none"] = "auto"
 
     @model_validator(mode="after")
     def _ordered(self) -> WorkersSection:
@@ -227,6 +230,7 @@ class DeadlineSection(Section):
     wait for its word.
     """
 
+    health_s: Seconds = 60.0
     boot_s: Seconds = 180.0
     meet_s: Seconds = 30.0
     prepare_s: Seconds = 180.0
@@ -335,6 +339,28 @@ StepOptions = dict[
 """The same of srun, for the steps of agents."""
 
 
+_GPUS = re.compile(r"[A-Za-z][\w.-]*:([1-9]\d*)", re.ASCII)
+
+
+def gpu_count(gpus: int | str) -> int:
+    """Of "h100:4" 4; of a number itself."""
+    return gpus if isinstance(gpus, int) else int(gpus.rpartition(":")[2])
+
+
+def checked_gpus(gpus: object) -> int | str:
+    """As Slurm takes them. Raises ValueError for what is no number of GPUs, with or without their
+    type."""
+    if type(gpus) is int and gpus >= 0:
+        return gpus
+    if isinstance(gpus, str) and _GPUS.fullmatch(gpus):
+        return gpus
+    raise ValueError(f"wanted a number of GPUs, or TYPE:NUMBER such as h100:4; got {gpus!r}")
+
+
+Gpus = Annotated[int | str, BeforeValidator(checked_gpus)]
+"""GPUs of a node: how many, or TYPE:NUMBER as Slurm's --gpus-per-node takes it."""
+
+
 class ComponentSection(Section):
     """One component of the heterogeneous job: nodes of one kind, held from start to end.
 
@@ -347,7 +373,7 @@ class ComponentSection(Section):
     nodes: PositiveInt = 1
     workers_per_node: PositiveInt | None = None
     join: Literal["auto", "asked"] = "auto"
-    gpus_per_node: NonNegativeInt = 0
+    gpus_per_node: Gpus = 0
     cpus_per_node: PositiveInt | None = None
     options: SbatchOptions = {}
 
@@ -360,7 +386,7 @@ class BurstSection(Section):
     min_nodes: NonNegativeInt = 0
     nodes_per_request: PositiveInt = 1
     workers_per_node: PositiveInt | None = None
-    gpus_per_node: NonNegativeInt = 0
+    gpus_per_node: Gpus = 0
     cpus_per_node: PositiveInt | None = None
     time_min: PositiveInt = 60
     node_hours: Annotated[float, Field(gt=0)] | None = None
@@ -395,7 +421,7 @@ class SlurmSection(Section):
     python: PlainText | None = None
     step_options: StepOptions = {}
     container: ContainerSection | None = None
-    requeue: bool = True
+    requeue: bool | Literal["expedite"] = True
     end_window_s: Seconds = 120.0
     poll_s: Seconds = 5.0
     command_s: Seconds = 30.0
@@ -404,16 +430,17 @@ class SlurmSection(Section):
 
 class ClusterSection(Section):
     """Where workers run; `auto` means Slurm where `sbatch` is found and components are given, else
-    local processes."""
+    local processes. `health_check`: a shell command that runs on a node before that is used."""
 
     kind: Literal["auto", "local", "slurm"] = "auto"
     workers_per_node: PositiveInt | None = None
     timeout_min: PositiveInt = 60
+    health_check: PlainText | None = None
     slurm: SlurmSection = SlurmSection()
 
     def slots(self, part: ComponentSection | BurstSection) -> int:
         """Workers that one node of a component or of a burst allocation takes."""
-        return part.workers_per_node or self.workers_per_node or part.gpus_per_node or 1
+        return part.workers_per_node or self.workers_per_node or gpu_count(part.gpus_per_node) or 1
 
 
 class PolicySection(Section):
@@ -532,11 +559,14 @@ class RunConfig(Section):
 
     @property
     def limits(self) -> DeadlineSection:
-        """The deadlines of this run: before a boundary an evaluation may come."""
-        if self.eval is None:
-            return self.deadlines
-        boundary_s = self.deadlines.boundary_s + self.deadlines.evaluation_s
-        return self.deadlines.model_copy(update={"boundary_s": boundary_s})
+        """The deadlines of this run: before a boundary an evaluation may come, and before a boot
+        a check of the node."""
+        given, more = self.deadlines, {}
+        if self.eval is not None:
+            more["boundary_s"] = given.boundary_s + given.evaluation_s
+        if self.cluster.health_check is not None:
+            more["boot_s"] = given.boot_s + given.health_s
+        return given.model_copy(update=more)
 
     @property
     def layout_table(self) -> LayoutTable:

@@ -8,11 +8,11 @@ on a node that is granted to a run that trains, an agent is started before there
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from liver_hpc.clock import Clock, Deadline
-from liver_hpc.cluster.launcher import KILLED, Launcher, last_words
+from liver_hpc.cluster.launcher import EXIT_UNHEALTHY, KILLED, Launcher, NotLaunched, last_words
 from liver_hpc.coordinator.connections import PeerRegistry
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
@@ -21,6 +21,9 @@ from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.events import AgentEnded, AgentListens, Seat
 
 log = logging.getLogger(__name__)
+
+GATHER_S = 0.3
+"""The nodes of one grant are told one by one; one srun starts agents on all of them."""
 
 
 class NodeAgents:
@@ -48,29 +51,67 @@ class NodeAgents:
         self._agent_of: dict[str, str] = {}  # of a launch that has not been seen to end
         self._ended: list[AgentEnded] = []
         self._nodes: dict[str, str] = {}  # of an agent
+        self._to_start: dict[str, str] = {}  # agents that are not started yet, and their nodes
+        self._start_by: Deadline | None = None
         self._coming: dict[str, list[m.StartWorkers]] = {}  # agents, and what they will be told
         self._leaving: set[str] = set()  # agents that were told to end
         self._killed: dict[str, Deadline] = {}  # launches
+        self._unhealthy: dict[str, str] = {}  # nodes, and what is wrong with them
 
     def start(self, agent: str, node: str) -> None:
-        """An agent without a launch on a node where none is; where that fails, a launch will show
-        it."""
-        if self._on(node) is None:
-            try:
-                self._launcher.launch(LaunchAgent(agent, Seat(node, ()), Layout(1, 1, 1)))
-            except (LiverError, OSError) as error:
-                log.warning("agent %s cannot be started on %s: %s", agent, node, error)
-            else:
-                self._nodes[agent], self._coming[agent] = node, []
+        """An agent without a launch on a node where none is. Those of the nodes that come within
+        GATHER_S of each other are started together."""
+        if self._on(node) is None and node not in self._to_start.values():
+            self._to_start[agent] = node
+            if self._start_by is None:
+                self._start_by = Deadline.after(self._clock, GATHER_S, "more nodes")
 
-    def launch(self, launch: LaunchAgent) -> None:
-        """Raises LiverError, OSError where that is impossible."""
+    def start_those_due(self) -> None:
+        """To be called again and again."""
+        if self._start_by is not None and self._start_by.expired():
+            self._start_gathered()
+
+    def _start_gathered(self) -> None:
+        """Where that fails, a launch will show it."""
+        gathered, self._to_start, self._start_by = self._to_start, {}, None
+        new = [
+            LaunchAgent(agent, Seat(its, ()), Layout(1, 1, 1)) for agent, its in gathered.items()
+        ]
+        try:
+            self._launch_new(new)
+        except NotLaunched as error:
+            log.warning("agents %s cannot be started: %s", list(error.agents), error)
+        self._coming.update({agent: [] for agent in gathered if agent in self._nodes})
+
+    def launch(self, launches: Sequence[LaunchAgent]) -> None:
+        """Raises NotLaunched where that is impossible for some."""
+        self._start_gathered()
+        new = [each for each in launches if not self._is_taken(each)]
+        try:
+            self._launch_new(new)
+        finally:
+            self._agent_of.update(
+                {each.agent: each.agent for each in new if each.agent in self._nodes}
+            )
+
+    def _launch_new(self, new: Sequence[LaunchAgent]) -> None:
+        """Starts agents together. Raises NotLaunched for some of them."""
+        lost: tuple[str, ...] = ()
+        try:
+            if new:
+                self._launcher.launch(*new)
+        except NotLaunched as error:
+            lost = error.agents
+            raise
+        finally:
+            its = {each.agent: each.seat.node for each in new}
+            self._nodes.update({agent: node for agent, node in its.items() if agent not in lost})
+
+    def _is_taken(self, launch: LaunchAgent) -> bool:
+        """Whether an agent that is on the node, or comes to it, gets the launch."""
         agent = self._on(launch.seat.node)
         if agent is None:
-            self._launcher.launch(launch)
-            self._agent_of[launch.agent] = launch.agent
-            self._nodes[launch.agent] = launch.seat.node
-            return
+            return False
         log.info("agent %s: its workers are started by %s, which is there", launch.agent, agent)
         self._agent_of[launch.agent] = agent
         order = m.StartWorkers(
@@ -80,6 +121,7 @@ class NodeAgents:
             self._coming[agent].append(order)
         else:
             self._registry.send((agent,), order)
+        return True
 
     def listens(self, agent: str) -> None:
         """An agent's channel stands: it gets the launches that came before."""
@@ -146,10 +188,12 @@ class NodeAgents:
 
     def give_back(self, node: str) -> None:
         """Nothing of the run is to be left there."""
+        self._to_start = {agent: its for agent, its in self._to_start.items() if its != node}
         self._dismiss([agent for agent, its in self._nodes.items() if its == node])
 
     def dismiss_all(self) -> None:
         """Nothing is launched any more."""
+        self._to_start.clear()
         self._dismiss(list(self._nodes))
 
     def _dismiss(self, agents: list[str]) -> None:
@@ -199,14 +243,21 @@ class NodeAgents:
             code = self._launcher.exit_code(agent)
             if code is None:
                 continue
-            del self._nodes[agent]
+            node = self._nodes.pop(agent)
             self._leaving.discard(agent)
             self._coming.pop(agent, None)
             said = last_words(self._run_directory, agent)
+            if code == EXIT_UNHEALTHY:
+                self._unhealthy[node] = said
             for launch in [each for each, its in self._agent_of.items() if its == agent]:
                 self._strike_off(launch, code, said)
         ended, self._ended = self._ended, []
         yield from ended
+
+    def unhealthy(self) -> dict[str, str]:
+        """Nodes that have failed their check since the last call, and how."""
+        found, self._unhealthy = self._unhealthy, {}
+        return found
 
     def _strike_off(self, launch: str, exit_code: int, said: str) -> None:
         del self._agent_of[launch]

@@ -324,8 +324,11 @@ class Coordinator:
 
     def _look_at_agents(self) -> None:
         """Tells the core of agents that have ended, and of a rendezvous that nobody can come to."""
+        self._agents.start_those_due()
         for ended in self._agents.ended():
             self._feed(ended)
+        for node, why in self._agents.unhealthy().items():
+            self._services.pool.reject(node, why)
         if self.core.awaits_joiners:
             try:
                 self._services.rendezvous.check()

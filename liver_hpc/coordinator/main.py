@@ -84,16 +84,18 @@ def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePoo
     from liver_hpc.cluster.slurm.holdings import own_allocations
     from liver_hpc.cluster.slurm.launcher import slurm_launcher
     from liver_hpc.cluster.slurm.pool import SlurmPool
+    from liver_hpc.cluster.slurm.squeue import Squeue
 
     slurm = config.cluster.slurm
     commands = SlurmCommands(slurm.command_s, slurm.unreachable_s)
     own = own_allocations(os.environ, config, commands.hostnames)
-    pool = SlurmPool(config, commands, own, run_directory, SystemClock())
+    squeue = Squeue(commands, slurm.command_s)
+    pool = SlurmPool(config, commands, squeue, own, run_directory, SystemClock())
     task = slurm_launcher(
-        run_directory, config, commands, lambda node: own[0], task=task_words(run_directory)
+        run_directory, config, squeue, lambda node: own[0], task=task_words(run_directory)
     )
     recipe = checked_recipe(config, run_directory, task, own[0].nodes[0])
-    return slurm_launcher(run_directory, config, commands, pool.use), pool, recipe
+    return slurm_launcher(run_directory, config, squeue, pool.use), pool, recipe
 
 
 def run_coordinator(directory: Path, control: Control, build: Build = services_of) -> Outcome:

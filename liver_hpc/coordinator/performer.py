@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from liver_hpc.clock import Clock
-from liver_hpc.cluster.launcher import Launcher
+from liver_hpc.cluster.launcher import Launcher, NotLaunched
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.coordinator.agents import NodeAgents
 from liver_hpc.coordinator.checkpoints import Checkpoints
 from liver_hpc.coordinator.connections import Asked, InboxClosed, Met, PeerRegistry
 from liver_hpc.coordinator.store import StoreService
-from liver_hpc.errors import LiverError, MeetingError
+from liver_hpc.errors import MeetingError
 from liver_hpc.layout.placement import place
 from liver_hpc.protocol.messages import Reply
 from liver_hpc.recipes.base import Recipe
@@ -133,12 +133,11 @@ class Performer:
         return None
 
     def _launch(self, launch: a.Launch) -> LaunchFailed | None:
-        names = tuple(each.agent for each in launch.agents)
-        for position, each in enumerate(launch.agents):
-            try:
-                self._agents.launch(each)
-            except (LiverError, OSError) as error:
-                return LaunchFailed(names, names[position:], str(error))
+        try:
+            self._agents.launch(launch.agents)
+        except NotLaunched as error:
+            names = tuple(each.agent for each in launch.agents)
+            return LaunchFailed(names, error.agents, str(error))
         return None
 
     def _admit(self, admit: a.Admit) -> None:

@@ -31,7 +31,7 @@ class Order:
     nodes: int = 0
     partition: str | None = None
     account: str | None = None
-    gpus_per_node: int = 0
+    gpus_per_node: int | str = 0
     grant_s: float = 120.0
     derive: Derive = derive_spec
     commands: SlurmCommands = field(

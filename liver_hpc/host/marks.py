@@ -19,17 +19,20 @@ from liver_hpc.errors import DeadlineError
 _AGAIN_S = 0.02
 
 
-def marked_processes(name: str, value: str) -> list[int]:
-    """Living processes of this user that were started with `name=value` in the environment."""
+def marked_processes(name: str, value: str, spared: str = "") -> list[int]:
+    """Living processes of this user that were started with `name=value` in the environment; not
+    those of a program that is `spared`."""
     return [
         process.pid
-        for process in psutil.process_iter(["environ"])
+        for process in psutil.process_iter(["environ", "name"])
         if (process.info["environ"] or {}).get(name) == value  # None for somebody else's
+        and process.info["name"] != spared
     ]
 
 
-def kill_marked(name: str, value: str, limit_s: float) -> list[int]:
-    """Kills all marked processes, and what they start meanwhile, until there is none.
+def kill_marked(name: str, value: str, limit_s: float, spared: str = "") -> list[int]:
+    """Kills all marked processes, and what they start meanwhile, until there is none but those of
+    a program that is `spared`.
 
     Returns whom it killed. Raises DeadlineError when some still live after `limit_s` (stuck in
     the kernel).
@@ -37,7 +40,7 @@ def kill_marked(name: str, value: str, limit_s: float) -> list[int]:
     deadline = Deadline.after(SystemClock(), limit_s, "killed processes to end")
     pause = threading.Event()
     killed: set[int] = set()
-    while found := marked_processes(name, value):
+    while found := marked_processes(name, value, spared):
         if deadline.expired():
             raise DeadlineError(f"waited {limit_s:g} s for killed processes {found} to end")
         killed.update(found)

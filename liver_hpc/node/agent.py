@@ -18,8 +18,8 @@ Until then, or with --warnings, it ends with its parent. Later a coordinator's e
 another one may come.
 
 Exit codes: the workers' worst one (128 + n for signal n), 0 when told to end by the coordinator,
-128 + n when ended by signal n (which also stands for the end of the parent), and those of
-`launch.py` and below.
+128 + n when ended by signal n (which also stands for the end of the parent), EXIT_UNHEALTHY where
+`cluster.health_check` fails before anything else is done, and those of `launch.py` and below.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ import psutil
 
 from liver_hpc import __version__
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.cluster.launcher import agent_log
+from liver_hpc.cluster.launcher import EXIT_UNHEALTHY, agent_log
+from liver_hpc.cluster.slurm.together import own_agent
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
 from liver_hpc.host.child import Command
@@ -52,6 +53,7 @@ from liver_hpc.host.process import quiet_thread
 from liver_hpc.host.version import version_fault
 from liver_hpc.host.warm import WarmProcess
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.node.health import Unhealthy, check_health
 from liver_hpc.node.launch import EXIT_FAILED, Around, Launch
 from liver_hpc.node.workers import WARNINGS, BootError, WorkerPlan, workers_environment
 from liver_hpc.protocol import messages as m
@@ -74,7 +76,14 @@ BEATS = 4
 
 Told = list[tuple[int, bytes]]
 """What the coordinator has said: to which worker, or ITSELF; nothing when a connection breaks."""
-News = Answer | Told | LiverError
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """The node has passed its check."""
+
+
+News = Answer | Told | Healthy | LiverError
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +133,8 @@ class Agent:
             self._relay,
             self._cold,
         )
+        self._health_check = config.cluster.health_check
+        self._checking = False
         self._launches: dict[str, Launch] = {}
         self._launch_of: dict[int, Launch] = {}  # workers that have an id, and live
         self._said_since: set[int] = set()  # who has said something that waits for the others
@@ -139,7 +150,11 @@ class Agent:
         """The agent's exit code, or SystemExit with it where the agent is told to stop."""
         try:
             self._watch_parent()
-            self._begin(self._plan.first)
+            if self._health_check is None:
+                self._begin(self._plan.first)
+            else:
+                self._checking = True
+                self._in_thread("", "health", partial(self._check_health, self._health_check))
             while self._goes_on():
                 self._turn()
             return self._code
@@ -151,7 +166,12 @@ class Agent:
         for name, launch in list(self._launches.items()):
             self._look_at(name, launch)
         stays = self._plan.stays and self._line is not None
-        return stays or bool(self._launches)
+        return stays or self._checking or bool(self._launches)
+
+    def _check_health(self, command: str) -> Healthy:
+        log_path = self._plan.first.run_directory / "logs" / f"health-{self._name}.log"
+        check_health(command, log_path, self._limits.health_s)
+        return Healthy()
 
     def _end_all(self) -> None:
         for launch in self._launches.values():
@@ -203,7 +223,7 @@ class Agent:
                     self._launches[error.launch].fail(error)
         self._flush_what_is_due()
 
-    def _in_thread(self, launch: str, name: str, work: Callable[[], Answer]) -> None:
+    def _in_thread(self, launch: str, name: str, work: Callable[[], Answer | Healthy]) -> None:
         """Does it in a thread: signals and workers' ends are not to wait. Its result is news of a
         launch, or of none."""
 
@@ -313,6 +333,13 @@ class Agent:
     def _hear_of(self, launch: str, news: News) -> None:
         if isinstance(news, list):
             self._pass_on(news)
+        elif isinstance(news, Healthy):
+            log.info("the node is well")
+            self._checking = False
+            self._begin(self._plan.first)
+        elif isinstance(news, Unhealthy):
+            log.error("%s", news)
+            sys.exit(EXIT_UNHEALTHY)
         elif launch in self._launches:
             self._met(self._launches[launch], news)
         elif isinstance(news, LiverError) and not launch:
@@ -450,14 +477,17 @@ class Agent:
 
 
 def parse_options(arguments: list[str] | None = None) -> AgentPlan:
-    """Reads the command line; exits with a usage message when it is wrong."""
+    """Reads the command line; exits with a usage message when it is wrong. Raises LiverError where
+    this node has no agent."""
     parser = argparse.ArgumentParser(prog="liver_hpc.node.agent", description=__doc__)
     parser.add_argument("--version", required=True, help="the coordinator's liver_hpc")
     parser.add_argument("--run-directory", type=Path, required=True)
-    parser.add_argument("--agent", required=True, help="this agent's name, used once in a run")
+    who = parser.add_mutually_exclusive_group(required=True)
+    who.add_argument("--agent", help="this agent's name, used once in a run")
+    who.add_argument("--together", type=Path, help="a file that says it, and its slots, by nodes")
     parser.add_argument("--layout", required=True, help="what they rehearse, as tp2 pp1 dp2")
     parser.add_argument(
-        "--slots", type=_slots, required=True, help="the node's places, one for each worker, as 2,3"
+        "--slots", type=_slots, default=(), help="the node's places, one for each worker, as 2,3"
     )
     parser.add_argument(
         "--warnings", action="store_true", help="TERM, USR1 and USR2 announce the end of the node"
@@ -469,7 +499,10 @@ def parse_options(arguments: list[str] | None = None) -> AgentPlan:
     given = parser.parse_args(arguments)
     directory, stand_in = given.run_directory.absolute(), tuple(given.worker_command or ())
     command = stand_in or _worker_command(directory, given.layout)
-    first = WorkerPlan(directory, given.agent, given.slots, command, given.warnings)
+    agent, slots = given.agent, given.slots
+    if given.together is not None:
+        agent, slots = own_agent(given.together, os.environ)
+    first = WorkerPlan(directory, agent, slots, command, given.warnings)
     return AgentPlan(first, given.stay, given.version, stand_in)
 
 

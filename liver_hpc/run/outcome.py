@@ -36,7 +36,7 @@ class Outcome:
 
     def goes_on(self, config: RunConfig) -> bool:
         """Whether the run goes on in the job that is queued again."""
-        return self.state == "requeue" and config.cluster.slurm.requeue
+        return self.state == "requeue" and bool(config.cluster.slurm.requeue)
 
     @property
     def is_last(self) -> bool:

@@ -29,7 +29,7 @@ class Standbys:
     ) -> None:
         self._wanted = config.workers.standby
         self._policy = config.policy
-        self._boot_s = config.deadlines.boot_s + config.deadlines.meet_s
+        self._boot_s = config.limits.boot_s + config.limits.meet_s
         self._clock = clock
         self._nodes = nodes
         self._agents = nodes.agents

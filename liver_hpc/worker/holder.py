@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 from liver_hpc.checkpoint.saving import Saving
@@ -13,6 +14,7 @@ from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.snapshot.keeping import Snapshots
+from liver_hpc.worker.ranks import PLACE_VARIABLE, rank_environment
 from liver_hpc.worker.refilling import Refilling
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.world import World
@@ -48,8 +50,17 @@ class WorldHolder:
         self._owes_evaluation = False
         self._step_begins_s = 0.0
 
+    def _tell_ranks(self, rank_map: RankMap) -> None:
+        """In the environment, where a user's code reads them, of the world whose steps come next;
+        a leaver has none there."""
+        context, place = self._context, int(os.environ.get(PLACE_VARIABLE, "0"))
+        if context.worker in rank_map.workers:
+            slurm = context.config.cluster.kind == "slurm"
+            os.environ.update(rank_environment(rank_map, context.worker, place, slurm))
+
     def _build(self, rank_map: RankMap, generation: int) -> World:
         context = self._context
+        self._tell_ranks(rank_map)
         world = World(context.recipe, rank_map, context.worker, generation, context.device)
         self._making = world
         if context.config.handoff.warm_up:

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -23,10 +24,12 @@ from liver_hpc.cluster.network import (
     worker_network_environment,
 )
 from liver_hpc.config.load import load_run
-from liver_hpc.host.process import collector_paused, take_core
+from liver_hpc.host.affinity import bind_process, local_cpus, share_of_cpus
+from liver_hpc.host.process import CORES, collector_paused, take_core
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import put_first_on_path
 from liver_hpc.rendezvous.local import BOOTED, WorkersEnd
+from liver_hpc.worker.ranks import PLACE_VARIABLE
 
 if TYPE_CHECKING:
     from liver_hpc.worker.control import Worker
@@ -67,18 +70,33 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _boot(run_directory: Path, layout: Layout) -> Worker:
-    place = int(os.environ.get("LIVER_LOCAL_RANK", "0"))
+    place = int(os.environ.get(PLACE_VARIABLE, "0"))
     take_core(place)
     _choose_network(run_directory)
-    put_first_on_path(load_run(run_directory / "run.yaml"))
+    config = load_run(run_directory / "run.yaml")
+    put_first_on_path(config)
     with collector_paused():
-        from liver_hpc.world.device import open_device
+        from liver_hpc.world.device import gpu_addresses, open_device
 
         # Before megatron is imported: where there is no CUDA, the device brings the stand-in.
         device = open_device(place)
+        if config.workers.bind == "auto" and not os.environ.get(CORES):
+            _stay_near(gpu_addresses(), place)
         from liver_hpc.worker.control import Worker
 
     return Worker(run_directory, layout, device)
+
+
+def _stay_near(gpus: Sequence[str], place: int) -> None:
+    """Keeps this process to its share of the CPUs that are next to its GPU, where the kernel says
+    which these are."""
+    if not gpus:
+        return
+    near = [local_cpus(address) for address in gpus]
+    cpus = share_of_cpus(place % len(gpus), near, os.sched_getaffinity(0))
+    if cpus:
+        bind_process(cpus)
+        log.info("bound to CPUs %s, next to GPU %s", sorted(cpus), gpus[place % len(gpus)])
 
 
 def _choose_network(run_directory: Path) -> None:

@@ -76,6 +76,7 @@ class Trainer(WorldHolder):
     def join(self, session: Session) -> bool:
         """Takes a joiner in: PREPARE, then the crossing. False when called off: nothing of it is
         left here, and another attempt may come. Raises LiverError where something is."""
+        self._tell_ranks(session.target)
         self._prepare(session)
         crossed = None
         try:
@@ -336,6 +337,7 @@ class Trainer(WorldHolder):
             scalars=source.scalar_state(self.step),
             last_step_ended_s=ended_s,
         )
+        self._tell_ranks(session.target)  # the target's first step is in the crossing
         try:
             crossed = Crossing(session, session.prepared, source).run(boundary)
         except HandoffAborted as aborted:
@@ -382,6 +384,7 @@ class Trainer(WorldHolder):
         The world is rebuilt where its groups may hold half a collective of the target's first step.
         """
         log.info("generation %d called off at the boundary: %s", session.generation, abort.reason)
+        self._tell_ranks(session.source)
         assert session.prepared is not None
         held: WorldState | None = None
         scalars = source.scalar_state(self.step)

@@ -122,6 +122,17 @@ def open_device(local_rank: int) -> Device:
     return Device(torch.device("cpu"))
 
 
+def gpu_addresses() -> list[str]:
+    """Of each GPU that this process sees, where it is on the PCI bus, such as "0000:65:00.0"; none
+    where there is no GPU, or torch does not say."""
+    gpus = range(torch.cuda.device_count())
+    found: list[Any] = [torch.cuda.get_device_properties(gpu) for gpu in gpus]
+    try:
+        return [f"{g.pci_domain_id:04x}:{g.pci_bus_id:02x}:{g.pci_device_id:02x}.0" for g in found]
+    except AttributeError:
+        return []
+
+
 class Network:
     """Opens group backends, and knows which transport each of them uses.
 

@@ -20,6 +20,7 @@ from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.holdings import own_allocations
 from liver_hpc.cluster.slurm.launcher import slurm_launcher
 from liver_hpc.cluster.slurm.pool import SlurmPool
+from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.config.load import load_run
 from liver_hpc.coordinator.connections import ConnectionServer, Inbox
 from liver_hpc.coordinator.store import StoreService
@@ -50,9 +51,10 @@ class Driver:
         slurm = config.cluster.slurm
         commands = SlurmCommands(slurm.command_s, slurm.unreachable_s)
         own = own_allocations(environment, config, commands.hostnames)
-        self.pool = SlurmPool(config, commands, own, run_directory, SystemClock())
+        squeue = Squeue(commands, slurm.command_s)
+        self.pool = SlurmPool(config, commands, squeue, own, run_directory, SystemClock())
         agent = (sys.executable, str(run_directory / "agent.py"))
-        self.launcher = slurm_launcher(run_directory, config, commands, self.pool.use, agent)
+        self.launcher = slurm_launcher(run_directory, config, squeue, self.pool.use, agent)
         secret = read_secret(run_directory / "secret")
         connections = ConnectionServer(Inbox(), StoreService(SystemClock()), control_s=10.0)
         self.server = ControlServer(CONTROL_ADDRESS, secret, connections.handle)
@@ -70,8 +72,12 @@ class Driver:
     def tell(self, event: PoolEvent) -> None:
         say(type(event).__name__, **asdict(event))
 
-    def launch(self, agent: str, node: str) -> None:
-        self.launcher.launch(LaunchAgent(agent, Seat(node, (0,)), Layout(1, 1, 1)))
+    def launch(self, *agents: tuple[str, str]) -> None:
+        """Together: names, and their nodes."""
+        layout = Layout(1, 1, 1)
+        self.launcher.launch(
+            *(LaunchAgent(name, Seat(node, (0,)), layout) for name, node in agents)
+        )
 
     def close(self) -> None:
         self.launcher.close()

@@ -309,6 +309,7 @@ def slurm_run(
     name: str,
     burst_nodes: int = 1,
     more: dict[str, Any] | None = None,
+    health_check: str | None = None,
     **slurm: Any,
 ) -> Iterator[SlurmRun]:
     """A run that is not submitted yet: two nodes of its own, and so many burst nodes.
@@ -323,6 +324,7 @@ def slurm_run(
         "layouts": {workers: layouts for workers, layouts in LAYOUTS.items() if workers <= most},
         "cluster": {"kind": "slurm", "workers_per_node": 1, "timeout_min": 20, "slurm": section},
     }
+    sections["cluster"]["health_check"] = health_check
     run = SlurmRun(cluster, name, sections | (more or {}))
     try:
         yield run

@@ -167,3 +167,31 @@ def test_no_accounting_was_needed(run_cluster: SlurmCluster) -> None:
     done = run_cluster.attempt(words, limit_s=30.0)
     assert done.returncode != 0
     assert "accounting storage is disabled" in done.stdout + done.stderr
+
+
+def test_a_burst_node_that_is_not_well_goes_back_and_another_one_is_used(
+    run_cluster: SlurmCluster,
+) -> None:
+    """Which of the two it is tells Slurm first; the check knows only its name."""
+    check = "test $SLURMD_NODENAME != n4 || { echo GPU 3 has fallen off; exit 9; }"
+    with slurm_run(run_cluster, "checked", 2, health_check=check) as run:
+        run.submit()
+        run.wait_workers(3)
+        run.wait_log("node n4 is gone: ")
+        run.wait_steps(5)
+        assert "fails its health check (exit code 9): GPU 3 has fallen off" in run.log()
+        assert run.nodes_of("burst") == ["n3"]
+        run.stop()
+        run.nothing_is_left()
+
+
+def test_a_run_does_not_start_on_a_node_that_is_not_well(run_cluster: SlurmCluster) -> None:
+    check = "test $SLURMD_NODENAME != n2 || { echo no scratch; exit 1; }"
+    with slurm_run(run_cluster, "unwell", 0, health_check=check) as run:
+        run.submit()
+        wait_for(lambda: run.directory.outcome() is not None, 120.0, "the run to fail")
+        outcome = run.directory.outcome()
+        assert outcome is not None
+        assert outcome.state == "failed"
+        assert "fails its health check (exit code 1): no scratch" in outcome.reason
+        run.nothing_is_left()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from liver_hpc.cluster.launcher import KILLED
@@ -26,11 +28,14 @@ AGENT = """
 import json, os, pathlib, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 here = pathlib.Path(sys.argv[0]).parent
-name = sys.argv[sys.argv.index("--agent") + 1]
+together = json.loads(pathlib.Path(sys.argv[sys.argv.index("--together") + 1]).read_text())
+own = together[os.environ["SLURMD_NODENAME"]]
+name = own["agent"]
 child = subprocess.Popen(["setsid", "sleep", "611", ])
 seen = {
     "host": os.uname().nodename, "words": sys.argv[1:], "pid": os.getpid(),
     "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "job": os.environ.get("SLURM_JOB_ID"),
+    "slots": own["slots"], "task": os.environ.get("SLURM_PROCID"),
     "pmi": [name for name in os.environ if name.startswith("PMI")],
 }
 (here / f"{name}.new").write_text(json.dumps(seen))
@@ -58,13 +63,30 @@ def run(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> Iterator
     wait_for(lambda: not living(run), 10.0, "the agents' processes to end")
 
 
+@pytest.fixture
+def both(slurm_cluster: SlurmCluster, request: pytest.FixtureRequest) -> Iterator[DrivenRun]:
+    """A job of two nodes."""
+    slurm = {"components": [{**MAIN, "nodes": 2}]}
+    with driven(slurm_cluster, request.node.name, slurm) as run:
+        (run.path / "agent.py").write_text(AGENT, encoding="utf-8")
+        run.submit(("--partition=stable", "--time=10", "--no-kill", "--nodes=2"))
+        run.start()
+        yield run
+    wait_for(lambda: not living(run), 10.0, "the agents' processes to end")
+
+
 def living(run: DrivenRun) -> list[str]:
     """What lives of the run's agents: their names, and "child" for every child of theirs."""
     script = str(run.path / "agent.py")
-    lines = [process.info["cmdline"] for process in processes_with(script, "--agent")]
     # srun has the same words on its command line, further behind
-    agents = [line[line.index("--agent") + 1] for line in lines if line[1] == script]
-    return sorted([*agents, *("child" for _ in processes_with("sleep", "611"))])
+    agents = [each for each in processes_with(script) if each.info["cmdline"][1] == script]
+    return sorted([*map(name_of, agents), *("child" for _ in processes_with("sleep", "611"))])
+
+
+def name_of(agent: psutil.Process) -> str:
+    words = agent.info["cmdline"]
+    together = json.loads(Path(words[words.index("--together") + 1]).read_text(encoding="utf-8"))
+    return str(together[agent.environ()["SLURMD_NODENAME"]]["agent"])
 
 
 def node_of(run: DrivenRun, allocation: str) -> str:
@@ -73,17 +95,17 @@ def node_of(run: DrivenRun, allocation: str) -> str:
 
 def launch(run: DrivenRun, agent: str, node: str) -> dict[str, Any]:
     """Starts an agent; what it sees."""
-    run.ask("launch", agent, node)
+    run.ask("launch", [agent, node])
     return came_up(run, agent)
 
 
 def came_up(run: DrivenRun, agent: str, limit_s: float = 15.0) -> dict[str, Any]:
     path = run.path / f"{agent}.up"
-    log = run.path / "logs" / f"srun-{agent}.log"
     try:
         wait_for(path.exists, limit_s, f"agent {agent}")
     except Exception as error:
-        raise AssertionError(f"{error}: {log.read_text(encoding='utf-8')}") from error
+        logs = [log.read_text(encoding="utf-8") for log in (run.path / "logs").glob("*.log")]
+        raise AssertionError("\n".join([str(error), *logs])) from error
     seen = json.loads(path.read_text(encoding="utf-8"))
     assert isinstance(seen, dict)
     return seen
@@ -113,7 +135,7 @@ def test_agents_start_beside_each_other_and_see_the_whole_node(run: DrivenRun) -
     for agent, node in (("a", main), ("b", main), ("c", extra), ("d", extra)):
         seen = launch(run, agent, node)
         assert (seen["host"], seen["gpus"], seen["pmi"]) == (node, "0,1", [])
-        assert seen["words"][-4:] == ["--slots", "0", "--stay", "--warnings"]
+        assert (seen["words"][-2:], seen["slots"]) == (["--warnings", "--stay"], [0])
     assert launch(run, "e", burst)["host"] == burst
     assert step_names(run) == {"liver-a", "liver-b", "liver-c", "liver-d", "liver-e"}
     end(run, "c", 0)
@@ -142,7 +164,7 @@ def test_a_killed_agent_is_gone_with_all_it_started_and_others_stay(run: DrivenR
 
 
 def test_an_agent_that_is_killed_at_once_never_comes_up_later(run: DrivenRun) -> None:
-    run.ask("launch", "a", node_of(run, "extra"))
+    run.ask("launch", ["a", node_of(run, "extra")])
     run.ask("kill", "a")
     assert ended(run, "a") != 0
     assert step_names(run) == set()
@@ -168,6 +190,56 @@ def test_steps_outlive_a_killed_coordinator_and_belong_to_the_next_one(run: Driv
     wait_for(lambda: not living(run), 5.0, "the agents' processes to end")
 
 
+def test_agents_on_all_nodes_of_an_allocation_are_one_step(both: DrivenRun) -> None:
+    first, second = (event["node"]["name"] for event in both.told("NodeGranted"))
+    both.ask("launch", ["a", first], ["b", second])
+    seen = {name: came_up(both, name) for name in ("a", "b")}
+    assert [seen["a"]["host"], seen["b"]["host"]] == [first, second]
+    assert {one["task"] for one in seen.values()} == {"0", "1"}
+    assert step_names(both) == {"liver-a"}
+    end(both, "a", 0)
+    assert ended(both, "a") == 0, "its end is told while the other one goes on"
+    assert both.ask("alive", "b")
+    assert launch(both, "c", first)["host"] == first
+    assert step_names(both) == {"liver-a", "liver-c"}
+    end(both, "b", 87)
+    assert ended(both, "b") == 87
+    assert step_names(both) == {"liver-c"}
+    both.ask("close")
+    assert step_names(both) == set()
+
+
+def test_one_agent_of_a_step_is_killed_and_the_others_are_adopted(both: DrivenRun) -> None:
+    first, second = (event["node"]["name"] for event in both.told("NodeGranted"))
+    both.ask("launch", ["a", first], ["b", second])
+    for name in ("a", "b"):
+        came_up(both, name)
+    both.ask("kill", "b")
+    assert ended(both, "b") == KILLED
+    assert both.ask("alive", "a")
+    wait_for(lambda: living(both) == ["a", "child"], 5.0, "the killed one to be gone")
+    both.kill()
+    both.start(adopt=True)
+    assert both.ask("adopt", "a", first)
+    assert not both.ask("adopt", "b", second), "its end is in the log"
+    end(both, "a", 87)
+    assert ended(both, "a") == 87
+    both.ask("close")
+
+
+@pytest.mark.long
+def test_the_others_of_a_step_outlive_the_loss_of_a_node(both: DrivenRun) -> None:
+    first, second = (event["node"]["name"] for event in both.told("NodeGranted"))
+    both.ask("launch", ["a", first], ["b", second])
+    for name in ("a", "b"):
+        came_up(both, name)
+    both.cluster.testbed("kill-node", second)
+    assert ended(both, "b", limit_s=80.0) == KILLED
+    assert both.ask("alive", "a")
+    end(both, "a", 0)
+    assert ended(both, "a") == 0
+
+
 @pytest.mark.long
 def test_an_agent_lost_with_its_node_did_not_end_well(run: DrivenRun) -> None:
     launch(run, "a", node_of(run, "main"))
@@ -188,7 +260,7 @@ def test_agents_start_and_end_although_the_controller_is_away(run: DrivenRun) ->
     try:
         end(run, "a", 0)
         run.ask("kill", "b")
-        run.ask("launch", "c", extra)
+        run.ask("launch", ["c", extra])
         assert ended(run, "a", limit_s=40.0) == 0
         assert living(run) == ["b", "child"], "only Slurm's controller can kill a step"
         assert run.ask("alive", "b")

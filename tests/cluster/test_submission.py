@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from liver_hpc.cluster.slurm.commands import JobInfo, SlurmCommands, SlurmError
+from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
+from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.cluster.slurm.submit import submit_call
 from liver_hpc.config.schema import ClusterSection
 from liver_hpc.run.directory import RunDirectory

@@ -206,6 +206,12 @@ class Run:
         network = NetworkSection(**given)  # type: ignore[arg-type]
         path.write_text(dump_run(config.model_copy(update={"network": network})))
 
+    def set_health_check(self, command: str) -> None:
+        path = self.directory / "run.yaml"
+        config = load_run(path)
+        cluster = config.cluster.model_copy(update={"health_check": command})
+        path.write_text(dump_run(config.model_copy(update={"cluster": cluster})))
+
     def options(self, then: str) -> list[str]:
         command = [sys.executable, "-c", WORKER, str(self.directory), then]
         return ["--worker-command", json.dumps(command)]

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from liver_hpc.cluster.launcher import KILLED, Launcher, last_words, local_launcher
+from liver_hpc.cluster.launcher import EXIT_UNHEALTHY, KILLED, Launcher, last_words, local_launcher
 from liver_hpc.errors import LiverError
 from liver_hpc.host.version import version_fault
 from liver_hpc.layout.coordinates import Layout
@@ -115,6 +115,23 @@ def test_workers_get_their_ids_their_environment_and_their_logs(
     log = run.log("agent-a0")
     assert "[agent a0] met the rendezvous: workers [4, 5]" in log
     assert "worker 1 ended: exit code 1" in log
+
+
+def test_a_node_is_checked_before_anything_starts_there(run: Run) -> None:
+    run.set_health_check(
+        f"test -e {run.directory}/well || {{ echo 'GPU 3 has fallen off'; exit 9; }}"
+    )
+    run.open_rendezvous()
+    launcher = run.launcher("ends")
+    launcher.launch(request())
+    assert run.wait_ended(launcher) == EXIT_UNHEALTHY
+    said = last_words(run.directory, "a0")
+    assert "fails its health check (exit code 9): GPU 3 has fallen off; see logs/health-a0" in said
+    assert run.notes(()) == []
+    (run.directory / "well").touch()
+    launcher.launch(request("a1"))
+    assert [note["told"]["worker"] for note in run.notes()] == [4, 5]  # type: ignore[index]
+    assert run.wait_ended(launcher, "a1") == 1
 
 
 def test_workers_take_the_slots_that_they_are_given(run: Run) -> None:

@@ -14,22 +14,18 @@ from pydantic import BaseModel, ValidationError
 
 from liver_hpc.clock import Clock
 from liver_hpc.cluster.slurm.burst import BurstPolicy
-from liver_hpc.cluster.slurm.commands import (
-    COMPLETING,
-    RUNNING,
-    ControllerUnreachable,
-    JobInfo,
-    SlurmCommands,
-    SlurmError,
-)
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.holdings import Allocation
 from liver_hpc.cluster.slurm.reaper import cancel_all
+from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo
 from liver_hpc.cluster.slurm.script import BURST_SCRIPT, burst_options, burst_script
 from liver_hpc.config.schema import BurstSection, RunConfig
 from liver_hpc.host.child import Child, Command
 from liver_hpc.run.outcome import write_private_json
 
 RECORD_FILE = "burst.json"
+REJECTED_S = 1800.0
+"""So long a node that has failed its health check is not asked for again."""
 
 _NONE = BurstSection(partition="none", max_nodes=1)
 """In the place of a section that the run file has not; it is never opened."""
@@ -72,6 +68,8 @@ class BurstJobs:
         note: Callable[[str], None],
     ) -> None:
         self._note = note
+        self._clock = clock
+        self._rejected: dict[str, float] = {}  # nodes, and until when
         self._slurm = config.cluster.slurm
         self._burst = self._slurm.burst or _NONE
         self._slots = config.cluster.slots(self._burst)
@@ -201,12 +199,18 @@ class BurstJobs:
             self.policy.submitted(job, request.nodes)
             log.info("asked for %d burst nodes: job %s", request.nodes, job)
 
+    def reject(self, node: str) -> None:
+        """The node is not well: no request gets it for REJECTED_S. From any thread."""
+        self._rejected |= {node: self._clock.now_s() + REJECTED_S}
+
     def _exclusion(self) -> list[str]:
         """sbatch's option for the nodes to avoid, and for those that the run file excludes."""
-        if not self.avoided:
+        now_s, rejected = self._clock.now_s(), self._rejected
+        avoided = {*self.avoided, *(node for node, until_s in rejected.items() if now_s < until_s)}
+        if not avoided:
             return []
         given = self._burst.options.get("exclude")
-        return [f"--exclude={','.join([*sorted(self.avoided), *([str(given)] if given else [])])}"]
+        return [f"--exclude={','.join([*sorted(avoided), *([str(given)] if given else [])])}"]
 
     def close(self) -> None:
         """Ends all burst jobs. Raises LiverError when that fails; the reaper does it then."""

@@ -4,6 +4,7 @@ controller does not answer. Nothing here decides anything.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
@@ -14,6 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from liver_hpc.clock import Clock, Deadline, SystemClock
+from liver_hpc.cluster.slurm.replies import (
+    JOB_FORMAT,
+    STEP_FORMAT,
+    JobInfo,
+    jobs_of_json,
+    jobs_of_lines,
+    speaks_json,
+    steps_of_lines,
+)
 from liver_hpc.errors import LiverError
 from liver_hpc.host.process import clean_environment
 
@@ -41,31 +51,8 @@ _UNREACHABLE = (
 _UNKNOWN_JOB = ("Invalid job id",)
 _OVER = (*_UNKNOWN_JOB, "already completing or completed", "Job/step already")
 
-_JOB_FORMAT = "%A|%i|%T|%r|%e|%N"
-_STEP_FORMAT = "%i|%j"  # a name may contain the separator: it comes last
-
-RUNNING = "RUNNING"
-COMPLETING = "COMPLETING"
-_QUEUED = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
-_LASTING = {*_QUEUED, "CONFIGURING", RUNNING, COMPLETING, "SUSPENDED", "STOPPED", "SIGNALING"}
-_LASTING |= {"STAGE_OUT", "RESIZING"}
-
-# Reasons for which a request would stay pending for ever.
-_HOPELESS = (
-    "BadConstraints",
-    "PartitionNodeLimit",
-    "PartitionTimeLimit",
-    "PartitionDown",
-    "PartitionInactive",
-    "InvalidAccount",
-    "InvalidQOS",
-    "AssocMaxNodePerJobLimit",
-    "QOSMaxNodePerJobLimit",
-    "JobHeldAdmin",
-    "JobHeldUser",
-    "JobLaunchFailure",
-    "launch failed",
-)
+SQUEUE_S = 1.1
+"""Of one process: no two questions of squeue are ever seen within a second."""
 
 _log = logging.getLogger(__name__)
 
@@ -80,45 +67,6 @@ class SlurmError(LiverError):
 
 class ControllerUnreachable(SlurmError):
     """The controller is busy or absent: whether the command was carried out is not known."""
-
-
-@dataclass(frozen=True)
-class JobInfo:
-    """A job, or one component of a het job under its own id.
-
-    het_leader: the het job's id; None for a plain job. state: in Slurm's long words, such as
-    "RUNNING". ends_s: when its time is up, epoch seconds; for a job under preemption, the end of
-    its grace time. None where that is open.
-    """
-
-    job_id: str
-    het_leader: str | None
-    state: str
-    reason: str
-    nodes: tuple[str, ...]
-    ends_s: float | None
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing of it is left on its nodes."""
-        return self.state not in _LASTING
-
-    @property
-    def queued(self) -> bool:
-        """Whether it has not started, or will start again."""
-        return self.state in _QUEUED
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether it is pending and will not start by waiting."""
-        return self.state == "PENDING" and self.reason.startswith(_HOPELESS)
-
-    def __str__(self) -> str:
-        """`queued as job 12: PENDING (Resources)`, `job 12 is RUNNING on n1`."""
-        if self.queued:
-            reason = f" ({self.reason})" if self.reason not in ("", "None") else ""
-            return f"queued as job {self.job_id}: {self.state}{reason}"
-        return f"job {self.job_id} is {self.state} on {','.join(self.nodes) or 'no node'}"
 
 
 @dataclass(frozen=True)
@@ -157,6 +105,26 @@ def run_command(
     )
 
 
+class _Pace:
+    """Lets callers go on one by one, `interval_s` after each other."""
+
+    def __init__(self, clock: Clock, interval_s: float) -> None:
+        self._clock = clock
+        self._interval_s = interval_s
+        self._next = Deadline.after(clock, 0.0, "nobody")
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        with self._lock:
+            turn_s = self._next.remaining_s()
+            self._next = Deadline.after(self._clock, turn_s + self._interval_s, "squeue's turn")
+        threading.Event().wait(turn_s)
+
+    def await_turn(self) -> None:
+        """Returns when the next one may go on, and is not the next one."""
+        threading.Event().wait(self._next.remaining_s())
+
+
 def sbatch_words(options: Sequence[str], script: Path, told: Sequence[str] = ()) -> list[str]:
     """The command line that submits `script`, which is told `told`."""
     return ["sbatch", "--parsable", *options, str(script), *told]
@@ -166,7 +134,8 @@ class SlurmCommands:
     """The cluster by its commands; any thread may call.
 
     command_s: the longest that one command may take. unreachable_s: how long a call is repeated
-    while the controller does not answer. Every call raises ControllerUnreachable when that was not
+    while the controller does not answer. squeue_s: between two questions of squeue there is so much
+    time at least, whoever asks. Every call raises ControllerUnreachable when that was not
     enough, and SlurmError when Slurm refuses.
     """
 
@@ -176,18 +145,27 @@ class SlurmCommands:
         unreachable_s: float,
         clock: Clock | None = None,
         run: CommandRunner = run_command,
+        squeue_s: float = SQUEUE_S,
     ) -> None:
         self._command_s = command_s
         self._unreachable_s = unreachable_s
         self._clock = clock or SystemClock()
         self._run = run
         self._hosts: dict[str, tuple[str, ...]] = {}
+        self._version: list[str] = []  # once it is known
+        self._pace = _Pace(self._clock, squeue_s)
 
-    def once(self, command_s: float | None = None) -> SlurmCommands:
-        """The same cluster, nothing repeated; `command_s` may be another."""
-        return SlurmCommands(command_s or self._command_s, 0.0, self._clock, self._run)
+    def once(self) -> SlurmCommands:
+        """The same cluster at the same pace, nothing repeated."""
+        same = copy.copy(self)
+        same._unreachable_s = 0.0
+        return same
 
     # ---- jobs
+
+    def await_squeue(self) -> None:
+        """Returns once squeue may be asked again."""
+        self._pace.await_turn()
 
     def sbatch(self, options: Sequence[str], script: Path, told: Sequence[str] = ()) -> str:
         """Submits `script`, which is told `told`; the job's id (a het job's leader)."""
@@ -224,28 +202,21 @@ class SlurmCommands:
         return self._squeue(f"--user={os.geteuid()}", f"--name={name}")
 
     def _squeue(self, *which: str) -> dict[str, JobInfo]:
-        asked = ["squeue", "--noheader", *which, f"--format={_JOB_FORMAT}"]
-        lines = self._call(asked, _UNKNOWN_JOB).splitlines()
-        found = [self._job_info(line) for line in lines if line.strip()]
-        return {job.job_id: job for job in found}
+        if self._speaks_json():
+            printed = self._call(["squeue", "--json", *which], _UNKNOWN_JOB)
+            return jobs_of_json(printed, self.hostnames) if printed.strip() else {}
+        asked = ["squeue", "--noheader", *which, f"--format={JOB_FORMAT}"]
+        return jobs_of_lines(self._call(asked, _UNKNOWN_JOB), self.hostnames)
 
-    def _job_info(self, line: str) -> JobInfo:
-        fields = line.strip().split("|")
-        if len(fields) != 6:
-            raise LiverError(f"squeue: wanted 6 fields, got {line!r}")
-        job_id, shown, state, reason, end, nodes = fields
-        leader, plus, _ = shown.partition("+")
-        ends_s = float(end) if end.isdecimal() and int(end) > 0 else None
-        het_leader = leader if plus else None
-        return JobInfo(job_id, het_leader, state, reason, self.hostnames(nodes), ends_s)
+    def steps(self, jobs: Sequence[str]) -> dict[str, list[str]]:
+        """The ids, such as "123.4", of these jobs' steps that have not ended, by the steps' names;
+        a component is asked for by its own id."""
+        which = ["--noheader", "--steps", f"--jobs={','.join(jobs)}", f"--format={STEP_FORMAT}"]
+        return steps_of_lines(self._call(["squeue", *which], _UNKNOWN_JOB)) if jobs else {}
 
-    def steps(self, job: str, name: str) -> list[str]:
-        """The ids, such as "123.4", of a job's steps of this name that have not ended; a component
-        is asked for by its own id."""
-        asked = ["squeue", "--noheader", "--steps", f"--jobs={job}", f"--format={_STEP_FORMAT}"]
-        lines = self._call(asked, _UNKNOWN_JOB).splitlines()
-        found = [line.strip().partition("|") for line in lines]
-        return [step_id for step_id, _, its_name in found if its_name == name]
+    def run_step(self, words: Sequence[str]) -> None:
+        """Runs an srun to its end, which has to be near."""
+        self._call(words)
 
     # ---- the cluster
 
@@ -306,7 +277,14 @@ class SlurmCommands:
                 threading.Event().wait(min(pause_s, patience.remaining_s()))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    def _speaks_json(self) -> bool:
+        if not self._version:
+            self._version.append(self._call(["scontrol", "--version"]))
+        return speaks_json(self._version[0])
+
     def _once(self, line: Sequence[str], fine: Sequence[str]) -> str:
+        if line[0] == "squeue":
+            self._pace.wait()
         try:
             done = self._run(line, self._command_s)
         except subprocess.TimeoutExpired:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from liver_hpc.cluster.slurm.script import option_words, python_words
 from liver_hpc.config.schema import ContainerSection, RunConfig
 
 
-@dataclass(frozen=True)
-class StepWords:
+class StepWords(NamedTuple):
     """options: srun's, behind those that every step has. python: what starts Python, to which a
     module is added."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from liver_hpc.cluster.slurm.commands import COMPLETING, RUNNING, JobInfo
+from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.run.events import (
@@ -50,7 +50,7 @@ class Allocation:
     nodes: tuple[str, ...]
     slots: int
     het: tuple[str, int] | None = None
-    gpus_per_node: int = 0
+    gpus_per_node: int | str = 0
     partition: str = ""
     own: bool = False
     burst: bool = False
@@ -269,6 +269,17 @@ class Holdings:
             if held.burst and not held.warned:
                 events += held.warn(NODE_HOURS, now_s, deadline_s)
         return events
+
+    def reject(self, node: str, why: str) -> list[PoolEvent]:
+        """Nothing of the run is ever to be on the node; a burst allocation without any other goes
+        back."""
+        held = self.of(node)
+        if held is None:
+            return []
+        gone = held.remove(node, why)
+        if held.burst and held.given_back >= set(held.nodes):
+            held.returning = GIVEN_BACK
+        return [gone]
 
     def give_back(self, node: str) -> None:
         """Nothing of the run is on the node any more.

@@ -11,13 +11,15 @@ from pathlib import Path
 from liver_hpc.clock import Clock, Deadline
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.cluster.slurm.burst_jobs import BurstJobs
-from liver_hpc.cluster.slurm.commands import ControllerUnreachable, JobInfo, SlurmCommands
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
 from liver_hpc.cluster.slurm.holdings import GIVEN_BACK, Allocation, Holdings
+from liver_hpc.cluster.slurm.replies import JobInfo
+from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.run.events import PoolEvent, PoolNote
 
-_ANSWER_S = 2.0
+_ANSWER_S = 2.5
 """How long a warning may wait for Slurm's word before the worst is assumed."""
 _KILL_WAIT_S = 30.0
 """Slurm's default, where it does not say."""
@@ -35,13 +37,14 @@ class SlurmPool(NodePool):
 
     One thread polls, submits and cancels; a second one finds out what signals mean, so that a
     controller that does not answer holds up none of them. While it does not answer nothing
-    changes; what was to be done is done when it answers again.
+    changes; what was to be done is done when it answers again. squeue: asked by the launcher too.
     """
 
     def __init__(
         self,
         config: RunConfig,
         commands: SlurmCommands,
+        squeue: Squeue,
         own: Sequence[Allocation],
         run_directory: Path,
         clock: Clock,
@@ -50,6 +53,7 @@ class SlurmPool(NodePool):
         self._drain_window_s = config.policy.drain_window_s
         self._commands = commands
         self._once = commands.once()
+        self._squeue = squeue
         self._own = own
         self._clock = clock
         self._burst = BurstJobs(config, commands, run_directory, clock, self._note)
@@ -103,6 +107,12 @@ class SlurmPool(NodePool):
     def give_back(self, node: str) -> None:
         with self._lock:
             self._holdings.give_back(node)
+        self._wake.set()
+
+    def reject(self, node: str, why: str) -> None:
+        self._burst.reject(node)
+        with self._lock:
+            self._tell_all(self._holdings.reject(node, why))
         self._wake.set()
 
     def avoid(self, node: str) -> None:
@@ -181,7 +191,7 @@ class SlurmPool(NodePool):
     def _poll(self, with_nodes: bool) -> None:
         with self._lock:
             jobs, nodes = self._holdings.jobs, self._holdings.node_names()
-        self._observe(self._once.jobs([*jobs, *self._burst.policy.pending]))
+        self._observe(self._squeue.jobs([*jobs, *self._burst.policy.pending]))
         if with_nodes and nodes:
             states = self._once.node_states(nodes)
             with self._lock:
@@ -223,21 +233,20 @@ class SlurmPool(NodePool):
     # ---- the explaining thread
 
     def _explain(self) -> None:
-        commands = self._commands.once(_ANSWER_S)
         while not self._ending.is_set():
             came = [self._warnings.get()]
             while not self._warnings.empty():
                 came.append(self._warnings.get())
-            self._explain_all(commands, [warning for warning in came if warning is not None])
+            self._explain_all([warning for warning in came if warning is not None])
 
-    def _explain_all(self, commands: SlurmCommands, warnings: list[_Warning]) -> None:
+    def _explain_all(self, warnings: list[_Warning]) -> None:
         """Asks one question for all: their windows are too short for one each."""
         with self._lock:
             held = {node: self._holdings.of(node) for node, _, _ in warnings}
         asked = {node: one.job for node, one in held.items() if one is not None}
         jobs: dict[str, JobInfo] | None = None
         try:
-            jobs = commands.jobs(sorted(set(asked.values())))
+            jobs = self._squeue.jobs(sorted(set(asked.values())), urgent_s=_ANSWER_S)
         except LiverError as error:
             _log.warning("what signals on %s mean is not known: %s", sorted(asked), error)
         with self._lock:

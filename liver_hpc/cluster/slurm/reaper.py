@@ -15,13 +15,14 @@ import threading
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.commands import COMPLETING, SlurmCommands
+from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.replies import COMPLETING
 from liver_hpc.errors import LiverError
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.epoch import newest_epoch
 
 _SETTLE_S = 2.0
-_LOOK_S = 0.2
+_LOOK_S = 1.0
 _CANCEL_S = 30.0
 
 log = logging.getLogger(__name__)

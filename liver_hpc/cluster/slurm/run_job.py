@@ -9,14 +9,15 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.commands import ControllerUnreachable, JobInfo, SlurmCommands
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
+from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.errors import LiverError
 from liver_hpc.host.files import write_whole
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import Outcome
 
 JOB_FILE = "job.json"
-JOB_POLL_S = 0.5
+JOB_POLL_S = 1.0
 
 
 class OwnJob(BaseModel):

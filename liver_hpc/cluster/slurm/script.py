@@ -88,7 +88,8 @@ def job_options(cluster: ClusterSection, run: RunDirectory) -> list[Options]:
         "job-name": run.path.name,
         "comment": f"liver run {run.path}",
         "time": cluster.timeout_min,
-        "requeue" if slurm.requeue else "no-requeue": True,
+        # From 25.11 on: at once, and on the nodes that it had where they are well.
+        "requeue" if slurm.requeue else "no-requeue": slurm.requeue or True,
         "no-kill": True,
         "account": slurm.account,
         "qos": slurm.qos,

@@ -2,16 +2,16 @@
 sbatch --parsable '/runs/a b%/batch.sh'
 
 # a burst request
-sbatch --parsable --job-name=run-burst-1 --partition=preempt --nodes=2 --time=60 --no-requeue --no-kill '--output=/runs/a b%%/logs/burst-%j.log' --open-mode=append --export=ALL --account=physics --qos=cheap --ntasks-per-node=1 --cpus-per-task=32 --gpus-per-node=8 '--constraint=ib&gold' --exclusive '/runs/a b%/burst.sbatch' '/runs/a b%'
+sbatch --parsable --job-name=run-burst-1 --partition=preempt --nodes=2 --time=60 --no-requeue --no-kill '--output=/runs/a b%%/logs/burst-%j.log' --open-mode=append --export=ALL --account=physics --qos=cheap --ntasks-per-node=1 --cpus-per-task=32 --gpus-per-node=h100:8 '--constraint=ib&gold' --exclusive '/runs/a b%/burst.sbatch' '/runs/a b%'
 
 # a plain burst request
 sbatch --parsable --job-name=run-burst-2 --partition=preempt --nodes=1 --time=5 --no-requeue --no-kill '--output=/runs/a b%%/logs/burst-%j.log' --open-mode=append --export=ALL --ntasks-per-node=1 '/runs/a b%/burst.sbatch' '/runs/a b%'
 
-# an agent's step
-srun --jobid=12 --job-name=liver-a0 --nodelist=n1 --nodes=1 --ntasks=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --unbuffered --immediate=5 --mpi=none
+# a step of one agent
+srun --jobid=12 --job-name=liver-a0 --nodelist=n1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --verbose --immediate=5 --mpi=none
 
 # a component's step, with accelerators
-srun --jobid=12 --het-group=1 --job-name=liver-a1 --nodelist=n2 --nodes=1 --ntasks=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --unbuffered --immediate=5 --mpi=none --gpus-per-node=4
+srun --jobid=12 --het-group=1 --job-name=liver-a1 --nodelist=n2,n3 --nodes=2 --ntasks=2 --ntasks-per-node=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --verbose --immediate=5 --mpi=none --gpus-per-node=h100:4
 
 # the end of a job
 scancel 12
@@ -32,7 +32,7 @@ squeue --noheader --jobs=12,15 '--format=%A|%i|%T|%r|%e|%N'
 squeue --noheader --user=1000 --name=run-burst-1 '--format=%A|%i|%T|%r|%e|%N'
 
 # a job's steps
-squeue --noheader --steps --jobs=12 '--format=%i|%j'
+squeue --noheader --steps --jobs=12,13 '--format=%i|%j'
 
 # states of nodes
 sinfo --noheader --Node --nodes=n1,n2 '--Format=NodeList:|,StateComplete:|'

@@ -115,6 +115,8 @@ def test_values_that_cannot_stand_on_a_line_of_sbatch(
         ({"gpus_per_node": 4}, None, 4),
         ({"gpus_per_node": 4}, 2, 2),
         ({"gpus_per_node": 4, "workers_per_node": 3}, 2, 3),
+        ({"gpus_per_node": "h100:4"}, None, 4),
+        ({"gpus_per_node": "a100_3g.20gb:2"}, 1, 1),
     ],
 )
 def test_slots_of_a_node(
@@ -123,6 +125,14 @@ def test_slots_of_a_node(
     section = {"components": [{"name": "main", **component}]}
     cluster = minimal(cluster={"workers_per_node": workers_per_node, "slurm": section}).cluster
     assert cluster.slots(cluster.slurm.components[0]) == slots
+
+
+@pytest.mark.parametrize("gpus", [-1, True, "h100", "h100:0", "4", "h100:4,a100:2", ":4", 1.5])
+def test_gpus_are_a_number_or_a_type_and_a_number(tmp_path: Path, gpus: object) -> None:
+    section = {"kind": "slurm", "slurm": {"components": [{"name": "main", "gpus_per_node": gpus}]}}
+    wanted = r"cluster.slurm.components.0.gpus_per_node: wanted .*got "
+    with pytest.raises(ConfigError, match=wanted):
+        load_run(write_minimal(tmp_path, cluster=section))
 
 
 def test_only_a_slurm_run_needs_components() -> None:

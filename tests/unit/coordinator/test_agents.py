@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from liver_hpc.clock import FakeClock
-from liver_hpc.cluster.launcher import KILLED
-from liver_hpc.coordinator.agents import NodeAgents
+from liver_hpc.cluster.launcher import EXIT_UNHEALTHY, KILLED, NotLaunched
+from liver_hpc.coordinator.agents import GATHER_S, NodeAgents
 from liver_hpc.coordinator.connections import PeerRegistry
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
@@ -36,7 +36,7 @@ class Book:
         )
 
     def launch(self, name: str, node: str = "n1", slots: tuple[int, ...] = (0,)) -> None:
-        self.agents.launch(LaunchAgent(name, Seat(node, slots), Layout(1, 1, 1)))
+        self.agents.launch([LaunchAgent(name, Seat(node, slots), Layout(1, 1, 1))])
 
     def listens(self, agent: str) -> MemoryChannel:
         """What an agent is sent from now on."""
@@ -49,6 +49,11 @@ class Book:
     def sent(self, channel: MemoryChannel) -> list[m.AnyMessage]:
         self.registry.flush()
         return [message for _, message in channel.messages]
+
+    def come(self) -> None:
+        """No more nodes come for a while."""
+        self.clock.advance(GATHER_S)
+        self.agents.start_those_due()
 
     def ended(self) -> list[Any]:
         return list(self.agents.ended())
@@ -223,13 +228,66 @@ def test_an_agent_that_does_not_come_fails_its_launches(book: Book) -> None:
 
 def test_a_node_that_goes_back_before_its_agent_has_come(book: Book) -> None:
     book.agents.start("a0", "n1")
+    book.come()
     book.agents.give_back("n1")
     assert not book.launcher.alive("a0")
+    book.agents.start("a1", "n2")
+    book.agents.give_back("n2")  # before it was even started
+    book.come()
+    assert book.started == ["a0"]
     assert book.ended() == []
+
+
+def test_agents_on_the_nodes_of_one_grant_are_started_together(book: Book) -> None:
+    together: list[int] = []
+    launch = book.launcher.launch
+    book.launcher.launch = lambda *new: (together.append(len(new)), launch(*new))[1]  # type: ignore[method-assign]
+    for number in range(8):
+        book.agents.start(f"a{number}", f"n{number}")
+        book.clock.advance(GATHER_S / 10)
+        book.agents.start_those_due()
+    assert together == []
+    book.come()
+    assert together == [8]
+    book.agents.launch(
+        [LaunchAgent(f"b{n}", Seat(f"n{n}", (0,)), Layout(1, 1, 1)) for n in range(6, 12)]
+    )
+    assert together == [8, 4], "the others go to the agents that come"
+
+
+def test_of_launches_that_fail_those_that_run_are_known(book: Book) -> None:
+    book.launch("a0")
+
+    def refuse(*new: LaunchAgent) -> None:
+        raise NotLaunched(["a2"], "no such node")
+
+    book.launcher.launch = refuse  # type: ignore[method-assign]
+    launches = [LaunchAgent(name, Seat(name, (0,)), Layout(1, 1, 1)) for name in ("a1", "a2")]
+    with pytest.raises(NotLaunched, match="no such node"):
+        book.agents.launch(launches)
+    assert book.agents.expects("a1")
+    assert not book.agents.expects("a2")
 
 
 def test_an_agent_that_cannot_be_started_leaves_it_to_the_launch(book: Book) -> None:
     book.launcher.close()
     book.agents.start("a0", "n1")
+    book.come()
     with pytest.raises(LiverError, match="closed"):
         book.launch("a1")
+
+
+def test_a_node_that_is_not_well_is_told_with_what_its_agent_said(
+    book: Book, tmp_path: Path
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "agent-a0.log").write_text("12:00 ERROR [agent a0] no GPU\n")
+    book.agents.start("a0", "n1")
+    book.come()
+    book.launch("a1")
+    book.launch("a2", node="n2")
+    book.launcher.end("a0", EXIT_UNHEALTHY)
+    book.launcher.end("a2", 87)
+    assert book.ended() == [AgentEnded("a1", EXIT_UNHEALTHY, "no GPU"), AgentEnded("a2", 87, "")]
+    assert book.agents.unhealthy() == {"n1": "no GPU"}
+    assert book.agents.unhealthy() == {}

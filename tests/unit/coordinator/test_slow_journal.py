@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from liver_hpc.cluster.launcher import NotLaunched
 from liver_hpc.coordinator.connections import Met
-from liver_hpc.errors import LiverError, MeetingError
+from liver_hpc.errors import MeetingError
 from liver_hpc.rendezvous.base import Identity
 from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.entries import Event
@@ -56,8 +57,8 @@ def test_an_agent_is_killed_only_where_it_was_launched(
         core = run.coordinator.core
         run.until(lambda: not core.handoffs.idle, "the run to grow")
 
-        def fails(launch: LaunchAgent) -> None:
-            raise LiverError("the node is away")
+        def fails(*launches: LaunchAgent) -> None:
+            raise NotLaunched([each.agent for each in launches], "the node is away")
 
         monkeypatch.setattr(run.cluster.launcher, "launch", fails)
         run.cluster.pool.warn("burst3", window_s=20.0)

@@ -65,3 +65,12 @@ def test_kills_them_all_although_they_ignore_sigterm(mark: str) -> None:
 def test_where_nothing_lives_nothing_is_killed(mark: str) -> None:
     spawn(mark, "exit 0").wait()
     assert kill_marked(MARK, mark, 5.0) == []
+
+
+def test_a_program_may_be_spared(mark: str) -> None:
+    process = spawn(mark, "sleep 60 & exec tail -f /dev/null")
+    wait_for(mark, 2)
+    assert len(kill_marked(MARK, mark, 5.0, spared="tail")) == 1
+    assert marked_processes(MARK, mark) == [process.pid]
+    process.kill()
+    process.wait(5.0)

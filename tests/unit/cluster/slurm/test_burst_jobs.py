@@ -9,8 +9,9 @@ from subprocess import TimeoutExpired
 import pytest
 
 from liver_hpc.clock import FakeClock
-from liver_hpc.cluster.slurm.burst_jobs import BurstJobs
-from liver_hpc.cluster.slurm.commands import ControllerUnreachable, JobInfo, SlurmCommands
+from liver_hpc.cluster.slurm.burst_jobs import REJECTED_S, BurstJobs
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
+from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.config.schema import RunConfig
 from tests.slurm_answers import Answer
 
@@ -48,7 +49,7 @@ def cluster() -> Cluster:
 
 
 def burst_jobs(cluster: Cluster, clock: FakeClock, run_directory: Path) -> BurstJobs:
-    commands = SlurmCommands(5.0, 0.0, clock, cluster)
+    commands = SlurmCommands(5.0, 0.0, clock, cluster, squeue_s=0.0)
     return BurstJobs(CONFIG, commands, run_directory, clock, cluster.notes.append)
 
 
@@ -119,6 +120,24 @@ def test_a_node_that_was_drained_is_not_asked_for_again(cluster: Cluster, jobs: 
     jobs.act()
     (asked,) = [words for words in cluster.asked if words[0] == "sbatch"]
     assert "--exclude=n3,n4" in asked
+
+
+def test_a_node_that_was_not_well_is_not_asked_for_again_soon(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    clock = FakeClock()
+    jobs = burst_jobs(cluster, clock, tmp_path)
+    jobs.policy.want(1)
+    jobs.reject("n5")
+    jobs.avoided |= {"n4"}
+    cluster.answers["sbatch"] = Answer(0, "8\n")
+    jobs.act()
+    clock.advance(REJECTED_S)
+    jobs.policy.ended("8", by_us=True)
+    jobs.act()
+    asked = [words for words in cluster.asked if words[0] == "sbatch"]
+    excluded = [word for words in asked for word in words if word.startswith("--exclude")]
+    assert excluded == ["--exclude=n4,n5", "--exclude=n4"]
 
 
 def test_a_node_that_is_drained_no_longer_is_asked_for_again(

@@ -21,7 +21,7 @@ SCRIPT = RUN / "burst.sbatch"
 PART = BurstSection(
     partition="preempt",
     max_nodes=4,
-    gpus_per_node=8,
+    gpus_per_node="h100:8",
     cpus_per_node=32,
     options={"constraint": "ib&gold", "exclusive": True, "qos": "cheap"},
 )
@@ -35,11 +35,14 @@ LINES = {
     "a plain burst request": sbatch_words(
         burst_options(SlurmSection(), PLAIN, Request(1, 5), "run-burst-2", RUN), SCRIPT, [str(RUN)]
     ),
-    "an agent's step": srun_words(Allocation("main", "12", ("n1",), 1), "liver-a0", "n1"),
+    "a step of one agent": srun_words(Allocation("main", "12", ("n1",), 1), "liver-a0", ["n1"]),
     "a component's step, with accelerators": srun_words(
-        Allocation("extra", "13", ("n2",), 1, ("12", 1), gpus_per_node=4), "liver-a1", "n2"
+        Allocation("extra", "13", ("n2", "n3"), 1, ("12", 1), gpus_per_node="h100:4"),
+        "liver-a1",
+        ["n2", "n3"],
     ),
 }
+VERSION = "slurm 22.05.8\n"
 CALLS = {
     "the end of a job": lambda slurm: slurm.cancel("12"),
     "a step's signal": lambda slurm: slurm.cancel("12.3", "KILL"),
@@ -47,7 +50,7 @@ CALLS = {
     "a requeue": lambda slurm: slurm.requeue("12"),
     "some jobs": lambda slurm: slurm.jobs(["12", "15"]),
     "jobs of a name": lambda slurm: slurm.named("run-burst-1"),
-    "a job's steps": lambda slurm: slurm.steps("12", "liver-a0"),
+    "a job's steps": lambda slurm: slurm.steps(["12", "13"]),
     "states of nodes": lambda slurm: slurm.node_states(["n1", "n2"]),
     "names of nodes": lambda slurm: slurm.hostnames("n[1-3]"),
     "partitions": lambda slurm: slurm.partitions(),
@@ -59,16 +62,34 @@ def test_every_command_line(golden: Golden) -> None:
     asked: list[Sequence[str]] = []
 
     def run(words: Sequence[str], limit_s: float) -> Answer:
+        if words == ["scontrol", "--version"]:
+            return Answer(0, VERSION)
         asked.append(words)
         return Answer(0, "KillWait = 30 sec" if words[-1] == "config" else "")
 
     for call in CALLS.values():
-        call(SlurmCommands(1.0, 0.0, run=run))
+        call(SlurmCommands(1.0, 0.0, run=run, squeue_s=0.0))
     every = LINES | dict(zip(CALLS, asked, strict=True))
     lines = [f"# {what}\n{shlex.join(line)}\n" for what, line in every.items()]
     golden.check(
         "slurm/command-lines.sh", "\n".join(lines).replace(f"--user={os.geteuid()}", "--user=1000")
     )
+
+
+def test_a_slurm_that_speaks_json_is_asked_for_it() -> None:
+    asked: list[Sequence[str]] = []
+
+    def run(words: Sequence[str], limit_s: float) -> Answer:
+        asked.append(words)
+        return Answer(0, "slurm 23.11.4\n" if "--version" in words else '{"jobs": []}')
+
+    slurm = SlurmCommands(1.0, 0.0, run=run, squeue_s=0.0)
+    assert slurm.jobs(["12"]) == slurm.named("run-burst-1") == {}
+    assert asked == [
+        ["scontrol", "--version"],
+        ["squeue", "--json", "--jobs=12"],
+        ["squeue", "--json", f"--user={os.geteuid()}", "--name=run-burst-1"],
+    ]
 
 
 def test_what_the_run_file_says_of_burst_nodes_wins() -> None:

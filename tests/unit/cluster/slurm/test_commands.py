@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import TimeoutExpired
@@ -11,11 +14,11 @@ import pytest
 from liver_hpc.clock import FakeClock
 from liver_hpc.cluster.slurm.commands import (
     ControllerUnreachable,
-    JobInfo,
     SlurmCommands,
     SlurmError,
     run_command,
 )
+from liver_hpc.cluster.slurm.replies import JobInfo
 from tests.slurm_answers import Answer
 
 AWAY = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
@@ -35,6 +38,8 @@ class Played:
 
     def __call__(self, words: Sequence[str], limit_s: float) -> Answer:
         self.asked.append(list(words))
+        if words == ["scontrol", "--version"]:
+            return Answer(0, "slurm 22.05.8\n")
         if words[:3] == ["scontrol", "show", "hostnames"]:
             assert words[3] == "n[2-3]"
             return Answer(0, "n2\nn3\n")
@@ -46,6 +51,38 @@ class Played:
 
 def commands(*answers: Answer | BaseException, unreachable_s: float = 0.0) -> SlurmCommands:
     return SlurmCommands(5.0, unreachable_s, FakeClock(), Played(*answers))
+
+
+class Recorded:
+    """A runner that notes when squeue was asked."""
+
+    def __init__(self) -> None:
+        self.at_s: list[float] = []
+
+    def __call__(self, words: Sequence[str], limit_s: float) -> Answer:
+        if words[0] == "squeue":
+            self.at_s.append(time.monotonic())
+        return Answer(0, "")
+
+
+def test_squeue_is_asked_at_a_pace_whoever_asks() -> None:
+    recorded = Recorded()
+    slurm = SlurmCommands(5.0, 0.0, run=recorded, squeue_s=0.2)
+    threads = [
+        threading.Thread(target=ask)
+        for ask in (
+            lambda: slurm.jobs(["1"]),
+            lambda: slurm.once().named("run"),
+            lambda: slurm.once().steps(["1"]),
+        )
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(recorded.at_s)]
+    assert len(gaps) == 2
+    assert min(gaps) > 0.15
 
 
 def test_jobs_of_a_het_job_come_by_their_own_ids() -> None:
@@ -74,7 +111,7 @@ def test_what_is_over_needs_no_cancelling() -> None:
 def test_an_absent_controller_is_asked_again(answer: Answer | BaseException) -> None:
     played = Played(answer, Answer(0, HET_JOB))
     assert len(SlurmCommands(5.0, 60.0, run=played).jobs(["1"])) == 3
-    assert len(played.asked) == 3  # two squeues, one hostnames
+    assert len(played.asked) == 4  # a version, two squeues, one hostnames
     with pytest.raises(
         ControllerUnreachable, match=r"squeue .*(Unable to contact|no answer in 5 s)"
     ):
@@ -97,8 +134,11 @@ def test_sbatch_gives_the_id_and_hands_over_the_words() -> None:
 
 def test_steps_and_node_states() -> None:
     listed = Answer(0, "2.1|liver-a\n1.batch|batch\n2.4|liver-a|b\n")
-    assert commands(listed).steps("1", "liver-a") == ["2.1"]
-    assert commands(listed).steps("1", "liver-a|b") == ["2.4"]
+    assert commands(listed).steps(["1", "2"]) == {
+        "liver-a": ["2.1"],
+        "batch": ["1.batch"],
+        "liver-a|b": ["2.4"],
+    }
     states = "n1|idle+drain|\nn1|idle+drain|\nn2|allocated|\n"
     assert commands(Answer(0, states)).node_states(["n1", "n2"]) == {
         "n1": "idle+drain",

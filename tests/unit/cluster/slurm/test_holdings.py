@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from liver_hpc.cluster.slurm.commands import JobInfo
 from liver_hpc.cluster.slurm.holdings import GIVEN_BACK, Allocation, Holdings
+from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.errors import LiverError
 from liver_hpc.run.events import EndNear, NodeGone, NodeGranted, NodeWarned, PoolEvent
 
@@ -196,6 +196,26 @@ def test_a_burst_job_goes_back_when_all_its_nodes_are_empty(held: Holdings) -> N
         held.use("n4")
     assert held.strike("9", "given back") == [NodeGone(n, "given back") for n in ("n4", "n5")]
     assert "9" not in held.jobs
+
+
+def test_a_node_that_is_not_well_is_gone_and_its_burst_job_goes_back_with_the_others(
+    held: Holdings,
+) -> None:
+    assert held.reject("n4", "no GPU") == [NodeGone("n4", "no GPU")]
+    assert held.reject("n4", "no GPU") == []
+    assert held.returning() == []
+    with pytest.raises(LiverError, match="'n4' is not held"):
+        held.use("n4")
+    held.give_back("n5")
+    assert [back.job for back in held.returning()] == ["9"]
+
+
+def test_a_burst_job_of_one_node_that_is_not_well_goes_back_at_once(held: Holdings) -> None:
+    held.enter(Allocation("burst-10", "10", ("n6",), 2, partition="preempt", burst=True))
+    held.reject("n6", "no GPU")
+    assert [back.job for back in held.returning()] == ["10"]
+    held.reject("n2", "no GPU")
+    assert [back.job for back in held.returning()] == ["10"], "a component is kept"
 
 
 def test_a_component_goes_back_only_when_slurm_takes_it_anyway(held: Holdings) -> None:

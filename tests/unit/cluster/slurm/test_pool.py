@@ -11,6 +11,7 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.holdings import Allocation
 from liver_hpc.cluster.slurm.pool import SlurmPool
+from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.run.events import NodeGranted, NodeWarned, PoolEvent, PoolNote
 from tests.slurm_answers import Answer
@@ -32,7 +33,7 @@ class Controller:
 
     def __init__(self) -> None:
         self.jobs = {n: f"{n}|1+{n - 1}|RUNNING|None|9999999999|n{n}" for n in (1, 2, 3)}
-        self.says = {"sbatch": "9\n"}
+        self.says = {"sbatch": "9\n"}  # of scontrol nothing, which is no version with JSON
         self.asked: list[list[str]] = []
         self.hold: Callable[[], None] = lambda: None
 
@@ -60,9 +61,10 @@ class Watched:
             }
         )
         clock = SystemClock()
-        commands = SlurmCommands(5.0, 0.0, clock, controller)
+        commands = SlurmCommands(5.0, 0.0, clock, controller, squeue_s=0.02)
         self.told: list[PoolEvent] = []
-        self.pool = SlurmPool(config, commands, own(), run_directory, clock)
+        squeue = Squeue(commands, 5.0)
+        self.pool = SlurmPool(config, commands, squeue, own(), run_directory, clock)
 
     def until(self, condition: Callable[[], object], waits_for: str) -> None:
         deadline = Deadline.after(SystemClock(), LIMIT_S, f"{waits_for}; told: {self.told}")

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.holdings import Allocation
 from liver_hpc.cluster.slurm.launcher import slurm_launcher, srun_words
+from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.events import Seat
+from tests.slurm_answers import Answer
 from tests.unit.config.runs import minimal
 
 HELD = Allocation("main", "12", ("n1",), 1)
 
 
-class NoSteps:
+def no_steps(words: Sequence[str], limit_s: float) -> Answer:
     """A Slurm that knows of no step any more."""
-
-    def once(self) -> NoSteps:
-        return self
-
-    def steps(self, job: str, name: str) -> list[str]:
-        return []
-
-    def jobs(self, jobs: list[str]) -> dict[str, Any]:
-        return {}
+    return Answer(0, "")
 
 
 def test_it_is_a_step_of_the_nodes_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,15 +35,13 @@ def test_it_is_a_step_of_the_nodes_python(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     cluster = {"kind": "slurm", "slurm": {"python": "/opt/image run python3"}}
     task = ["liver_hpc.worker.derive", "run.yaml", "derived.json"]
-    commands: Any = NoSteps()
-    launcher = slurm_launcher(
-        tmp_path, minimal(cluster=cluster), commands, lambda _: HELD, task=task
-    )
+    squeue = Squeue(SlurmCommands(5.0, 0.0, run=no_steps), 5.0)
+    launcher = slurm_launcher(tmp_path, minimal(cluster=cluster), squeue, lambda _: HELD, task=task)
     launcher.launch(LaunchAgent("derivation", Seat("n1", (0,)), Layout(1, 1, 1)))
     deadline = Deadline.after(SystemClock(), 20.0, "the task")
     poll_until(lambda: not launcher.alive("derivation"), deadline)
     launcher.close()
     words = (tmp_path / "words").read_text().splitlines()
-    step = srun_words(HELD, "liver-derivation", "n1")[1:]
+    step = srun_words(HELD, "liver-derivation", ["n1"])[1:]
     assert words == [*step, "/opt/image", "run", "python3", "-P", "-m", *task]
     assert launcher.exit_code("derivation") == 7

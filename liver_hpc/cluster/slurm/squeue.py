@@ -1,0 +1,107 @@
+"""One asker of squeue for all steps and jobs of a run: who comes while a question waits for its
+turn gets the same answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TypeVar
+
+from liver_hpc.cluster.slurm.commands import SQUEUE_S, SlurmCommands
+from liver_hpc.cluster.slurm.replies import JobInfo
+from liver_hpc.errors import DeadlineError, LiverError
+
+_TURNS = 3
+"""Jobs and steps are asked for in turn: so many commands at most come before an answer."""
+
+
+Found = TypeVar("Found")
+
+
+class _Kind(Enum):
+    JOBS = auto()
+    STEPS = auto()
+
+
+@dataclass
+class _Question:
+    """What is asked of squeue next, for all who wait for it."""
+
+    kind: _Kind
+    jobs: set[str]
+    jobs_found: Future[dict[str, JobInfo]] = field(default_factory=Future)
+    steps_found: Future[dict[str, list[str]]] = field(default_factory=Future)
+
+
+class Squeue:
+    """Any thread may ask. Every answer is of a question that was put after the call; nothing is
+    repeated.
+
+    commands: all of them, not repeated. command_s: the longest that one takes.
+    """
+
+    def __init__(self, commands: SlurmCommands, command_s: float) -> None:
+        self.commands = commands.once()
+        self._limit_s = _TURNS * (command_s + SQUEUE_S)
+        self._lock = threading.Lock()
+        self._waiting: list[_Question] = []
+        self._asks = False  # whether there is a thread that does
+
+    def jobs(self, ids: Sequence[str], urgent_s: float | None = None) -> dict[str, JobInfo]:
+        """As `SlurmCommands.jobs`. urgent_s: it comes before what else waits, and is not waited for
+        any longer. Raises LiverError."""
+        if not ids:
+            return {}
+        question = self._put(_Kind.JOBS, ids, urgent=urgent_s is not None)
+        found = self._answer(question.jobs_found, urgent_s or self._limit_s)
+        return {job: info for job, info in found.items() if {job, info.het_leader} & {*ids}}
+
+    def steps(self, job: str, name: str) -> list[str]:
+        """The ids of a job's steps of this name, which is used in no other job of the run. Raises
+        LiverError."""
+        found = self._answer(self._put(_Kind.STEPS, [job]).steps_found, self._limit_s)
+        return found.get(name, [])
+
+    @staticmethod
+    def _answer(answer: Future[Found], limit_s: float) -> Found:
+        try:
+            return answer.result(limit_s)
+        except TimeoutError:
+            raise DeadlineError(f"waited {limit_s:g} s for squeue") from None
+
+    def _put(self, kind: _Kind, jobs: Iterable[str], urgent: bool = False) -> _Question:
+        with self._lock:
+            question = next((each for each in self._waiting if each.kind is kind), None)
+            if question is None:
+                question = _Question(kind, set())
+                self._waiting.append(question)
+            if urgent:
+                self._waiting.sort(key=lambda each: each is not question)
+            question.jobs.update(jobs)
+            if not self._asks:
+                self._asks = True
+                threading.Thread(target=self._ask, name="squeue", daemon=True).start()
+        return question
+
+    def _ask(self) -> None:
+        """Until nobody waits."""
+        while True:
+            with self._lock:
+                self._asks = bool(self._waiting)
+                if not self._waiting:
+                    return
+            self.commands.await_squeue()  # meanwhile others may come
+            with self._lock:
+                question = self._waiting.pop(0)
+            jobs = sorted(question.jobs)
+            try:
+                if question.kind is _Kind.JOBS:
+                    question.jobs_found.set_result(self.commands.jobs(jobs))
+                else:
+                    question.steps_found.set_result(self.commands.steps(jobs))
+            except LiverError as error:
+                question.jobs_found.set_exception(error)
+                question.steps_found.set_exception(error)

@@ -1,0 +1,46 @@
+"""Whether a node is well: the run file's command says so, before anything is started there."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.host.child import Child, Command
+
+_LAST_LINES = 5
+_MOST_CHARACTERS = 500
+
+
+class Unhealthy(LiverError):
+    """The node has failed its check."""
+
+
+def check_health(command: str, log: Path, limit_s: float) -> None:
+    """Runs the command in a shell; what it prints goes to `log`. Raises Unhealthy where it fails,
+    or does not end in time, and then nothing of it is left."""
+    words = ["/bin/sh", "-c", command]
+    told = Command("health check", words, environment=os.environ, log=log, apart="group")
+    try:
+        child = Child(told)
+    except LiverError as error:
+        raise Unhealthy(f"node {socket.gethostname()}: {error}") from error
+    try:
+        code = child.wait(limit_s)
+        how = child.how()
+    except DeadlineError:
+        code, how = -1, f"no end in {limit_s:g} s (deadlines.health_s)"
+    finally:
+        child.end(0.0)
+    if code != 0:
+        said = " | ".join(_last_lines(log)) or "it said nothing"
+        raise Unhealthy(
+            f"node {socket.gethostname()} fails its health check ({how}): {said}; "
+            f"see logs/{log.name}"
+        )
+
+
+def _last_lines(log: Path) -> list[str]:
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    return text[-_MOST_CHARACTERS:].splitlines()[-_LAST_LINES:]
