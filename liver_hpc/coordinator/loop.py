@@ -376,7 +376,7 @@ class Coordinator:
         if not self._agents.expects(calls.agent) and calls.agent not in self._registry:
             refused = "it is not expected"
         if refused:
-            log.error("%s is told to end: %s", channel.peer, refused)
+            log.warning("%s is told to end: %s", channel.peer, refused)
             with suppress(ChannelClosed):
                 channel.send(m.Exit(reason=refused))
             channel.close()

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.cluster.harness import REPOSITORY
@@ -68,7 +69,7 @@ def _python(image: Path) -> None:
     (image / PYTHON.lstrip("/")).symlink_to(executable)
 
 
-def _tree(source: Path, target: Path, ignored: object) -> None:
+def _tree(source: Path, target: Path, ignored: Callable[[str, list[str]], set[str]] | None) -> None:
     shutil.copytree(
         source, target, symlinks=True, ignore=ignored, copy_function=_link, dirs_exist_ok=True
     )
