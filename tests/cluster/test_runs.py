@@ -169,6 +169,7 @@ def test_no_accounting_was_needed(run_cluster: SlurmCluster) -> None:
     assert "accounting storage is disabled" in done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_a_burst_node_that_is_not_well_goes_back_and_another_one_is_used(
     run_cluster: SlurmCluster,
 ) -> None:

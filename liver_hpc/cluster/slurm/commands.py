@@ -51,9 +51,6 @@ _UNREACHABLE = (
 _UNKNOWN_JOB = ("Invalid job id",)
 _OVER = (*_UNKNOWN_JOB, "already completing or completed", "Job/step already")
 
-SQUEUE_S = 1.1
-"""Of one process: no two questions of squeue are ever seen within a second."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -105,24 +102,28 @@ def run_command(
     )
 
 
-class _Pace:
-    """Lets callers go on one by one, `interval_s` after each other."""
+class Pace:
+    """Lets callers go on one by one, so much time after each other."""
 
-    def __init__(self, clock: Clock, interval_s: float) -> None:
-        self._clock = clock
-        self._interval_s = interval_s
-        self._next = Deadline.after(clock, 0.0, "nobody")
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+        self._clock = SystemClock()
+        self._next = Deadline.after(self._clock, 0.0, "nobody")
         self._lock = threading.Lock()
 
     def wait(self) -> None:
         with self._lock:
             turn_s = self._next.remaining_s()
-            self._next = Deadline.after(self._clock, turn_s + self._interval_s, "squeue's turn")
+            self._next = Deadline.after(self._clock, turn_s + self.interval_s, "squeue's turn")
         threading.Event().wait(turn_s)
 
     def await_turn(self) -> None:
         """Returns when the next one may go on, and is not the next one."""
         threading.Event().wait(self._next.remaining_s())
+
+
+SQUEUE_PACE = Pace(1.1)
+"""Of this process: no two questions of squeue are ever seen within a second, whoever asks."""
 
 
 def sbatch_words(options: Sequence[str], script: Path, told: Sequence[str] = ()) -> list[str]:
@@ -134,8 +135,7 @@ class SlurmCommands:
     """The cluster by its commands; any thread may call.
 
     command_s: the longest that one command may take. unreachable_s: how long a call is repeated
-    while the controller does not answer. squeue_s: between two questions of squeue there is so much
-    time at least, whoever asks. Every call raises ControllerUnreachable when that was not
+    while the controller does not answer. Every call raises ControllerUnreachable when that was not
     enough, and SlurmError when Slurm refuses.
     """
 
@@ -145,27 +145,29 @@ class SlurmCommands:
         unreachable_s: float,
         clock: Clock | None = None,
         run: CommandRunner = run_command,
-        squeue_s: float = SQUEUE_S,
     ) -> None:
         self._command_s = command_s
         self._unreachable_s = unreachable_s
         self._clock = clock or SystemClock()
         self._run = run
         self._hosts: dict[str, tuple[str, ...]] = {}
-        self._version: list[str] = []  # once it is known
-        self._pace = _Pace(self._clock, squeue_s)
+        self._json = False  # whether squeue is asked for it
 
     def once(self) -> SlurmCommands:
-        """The same cluster at the same pace, nothing repeated."""
+        """The same cluster, nothing repeated."""
         same = copy.copy(self)
         same._unreachable_s = 0.0
         return same
 
     # ---- jobs
 
+    def prefer_json(self) -> None:
+        """From now on squeue is asked for JSON, where this Slurm's is as wanted."""
+        self._json = speaks_json(self._call(["scontrol", "--version"]))
+
     def await_squeue(self) -> None:
         """Returns once squeue may be asked again."""
-        self._pace.await_turn()
+        SQUEUE_PACE.await_turn()
 
     def sbatch(self, options: Sequence[str], script: Path, told: Sequence[str] = ()) -> str:
         """Submits `script`, which is told `told`; the job's id (a het job's leader)."""
@@ -202,7 +204,7 @@ class SlurmCommands:
         return self._squeue(f"--user={os.geteuid()}", f"--name={name}")
 
     def _squeue(self, *which: str) -> dict[str, JobInfo]:
-        if self._speaks_json():
+        if self._json:
             printed = self._call(["squeue", "--json", *which], _UNKNOWN_JOB)
             return jobs_of_json(printed, self.hostnames) if printed.strip() else {}
         asked = ["squeue", "--noheader", *which, f"--format={JOB_FORMAT}"]
@@ -277,14 +279,9 @@ class SlurmCommands:
                 threading.Event().wait(min(pause_s, patience.remaining_s()))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _speaks_json(self) -> bool:
-        if not self._version:
-            self._version.append(self._call(["scontrol", "--version"]))
-        return speaks_json(self._version[0])
-
     def _once(self, line: Sequence[str], fine: Sequence[str]) -> str:
         if line[0] == "squeue":
-            self._pace.wait()
+            SQUEUE_PACE.wait()
         try:
             done = self._run(line, self._command_s)
         except subprocess.TimeoutExpired:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeVar
 
-from liver_hpc.cluster.slurm.commands import SQUEUE_S, SlurmCommands
+from liver_hpc.cluster.slurm.commands import SQUEUE_PACE, SlurmCommands
 from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.errors import DeadlineError, LiverError
 
@@ -45,7 +45,7 @@ class Squeue:
 
     def __init__(self, commands: SlurmCommands, command_s: float) -> None:
         self.commands = commands.once()
-        self._limit_s = _TURNS * (command_s + SQUEUE_S)
+        self._limit_s = _TURNS * (command_s + SQUEUE_PACE.interval_s)
         self._lock = threading.Lock()
         self._waiting: list[_Question] = []
         self._asks = False  # whether there is a thread that does

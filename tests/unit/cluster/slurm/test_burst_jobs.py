@@ -49,7 +49,7 @@ def cluster() -> Cluster:
 
 
 def burst_jobs(cluster: Cluster, clock: FakeClock, run_directory: Path) -> BurstJobs:
-    commands = SlurmCommands(5.0, 0.0, clock, cluster, squeue_s=0.0)
+    commands = SlurmCommands(5.0, 0.0, clock, cluster)
     return BurstJobs(CONFIG, commands, run_directory, clock, cluster.notes.append)
 
 

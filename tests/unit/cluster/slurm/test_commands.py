@@ -13,6 +13,7 @@ import pytest
 
 from liver_hpc.clock import FakeClock
 from liver_hpc.cluster.slurm.commands import (
+    SQUEUE_PACE,
     ControllerUnreachable,
     SlurmCommands,
     SlurmError,
@@ -38,8 +39,6 @@ class Played:
 
     def __call__(self, words: Sequence[str], limit_s: float) -> Answer:
         self.asked.append(list(words))
-        if words == ["scontrol", "--version"]:
-            return Answer(0, "slurm 22.05.8\n")
         if words[:3] == ["scontrol", "show", "hostnames"]:
             assert words[3] == "n[2-3]"
             return Answer(0, "n2\nn3\n")
@@ -65,15 +64,16 @@ class Recorded:
         return Answer(0, "")
 
 
-def test_squeue_is_asked_at_a_pace_whoever_asks() -> None:
+def test_squeue_is_asked_at_a_pace_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SQUEUE_PACE, "interval_s", 0.2)
     recorded = Recorded()
-    slurm = SlurmCommands(5.0, 0.0, run=recorded, squeue_s=0.2)
+    slurm = SlurmCommands(5.0, 0.0, run=recorded)
     threads = [
         threading.Thread(target=ask)
         for ask in (
             lambda: slurm.jobs(["1"]),
             lambda: slurm.once().named("run"),
-            lambda: slurm.once().steps(["1"]),
+            lambda: SlurmCommands(5.0, 0.0, run=recorded).steps(["1"]),
         )
     ]
     for thread in threads:
@@ -111,7 +111,7 @@ def test_what_is_over_needs_no_cancelling() -> None:
 def test_an_absent_controller_is_asked_again(answer: Answer | BaseException) -> None:
     played = Played(answer, Answer(0, HET_JOB))
     assert len(SlurmCommands(5.0, 60.0, run=played).jobs(["1"])) == 3
-    assert len(played.asked) == 4  # a version, two squeues, one hostnames
+    assert len(played.asked) == 3  # two squeues, one hostnames
     with pytest.raises(
         ControllerUnreachable, match=r"squeue .*(Unable to contact|no answer in 5 s)"
     ):

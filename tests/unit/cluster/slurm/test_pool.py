@@ -33,7 +33,7 @@ class Controller:
 
     def __init__(self) -> None:
         self.jobs = {n: f"{n}|1+{n - 1}|RUNNING|None|9999999999|n{n}" for n in (1, 2, 3)}
-        self.says = {"sbatch": "9\n"}  # of scontrol nothing, which is no version with JSON
+        self.says = {"sbatch": "9\n"}
         self.asked: list[list[str]] = []
         self.hold: Callable[[], None] = lambda: None
 
@@ -61,7 +61,7 @@ class Watched:
             }
         )
         clock = SystemClock()
-        commands = SlurmCommands(5.0, 0.0, clock, controller, squeue_s=0.02)
+        commands = SlurmCommands(5.0, 0.0, clock, controller)
         self.told: list[PoolEvent] = []
         squeue = Squeue(commands, 5.0)
         self.pool = SlurmPool(config, commands, squeue, own(), run_directory, clock)

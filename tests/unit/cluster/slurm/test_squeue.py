@@ -45,7 +45,7 @@ def controller() -> Controller:
 
 @pytest.fixture
 def squeue(controller: Controller) -> Squeue:
-    return Squeue(SlurmCommands(5.0, 0.0, run=controller, squeue_s=0.02), 5.0)
+    return Squeue(SlurmCommands(5.0, 0.0, run=controller), 5.0)
 
 
 @contextmanager
