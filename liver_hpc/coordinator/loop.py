@@ -163,7 +163,13 @@ class Coordinator:
         connections = ConnectionServer(self._inbox, self._store, control_s)
         address = control_address(self._config.network, self._config.cluster.kind)
         server = ControlServer(address, self._secret, connections.handle)
-        closes = (server.close, connections.settle, self._inbox.close, self._store.close)
+        closes = (
+            connections.close,
+            server.close,
+            connections.settle,
+            self._inbox.close,
+            self._store.close,
+        )
         for close in closes:
             stack.callback(close)
         self._hang_up = (self._performer.hang_up, *closes[::-1])
