@@ -54,6 +54,7 @@ class Agent:
     own: Conversation = field(default_factory=Conversation)
     workers: dict[int, Worker] = field(default_factory=dict)
     to_send: list[Part] = field(default_factory=list)
+    asked: list[tuple[int, m.StoreRequest]] = field(default_factory=list)
 
     def say(self, worker: Worker, message: m.Message | bytes) -> None:
         data = message if isinstance(message, bytes) else m.encode(message)  # type: ignore[arg-type]
@@ -92,6 +93,9 @@ def _started(start: tuple[str, Answer], secret: bytes) -> Agent:
 
 
 def _flush(agent: Agent) -> None:
+    if agent.asked:
+        agent.to_send.append(Part(m.encode(m.StoreAsks.of(agent.asked))))
+        agent.asked = []
     if agent.to_send:
         agent.channel.post(agent.to_send)
         agent.to_send = []
@@ -105,8 +109,12 @@ def _hear(agent: Agent, crossing: Crossing) -> bool:
         return False
     for part in parts:
         if part.who == ITSELF:
-            if part.data and isinstance(_decoded(part.data), m.Exit):
-                return False
+            match m.decode(part.data) if part.data else None:
+                case m.Exit():
+                    return False
+                case m.StoreAnswers(answers=answers):
+                    for worker, _ in (asker for each in answers for asker in each.askers):
+                        _answered(agent, agent.workers[worker], crossing)
             continue
         worker = agent.workers[part.who]
         if worker.conversation.take(part):
@@ -134,10 +142,6 @@ def _answer(agent: Agent, worker: Worker, message: m.AnyMessage, crossing: Cross
             worker.source, worker.target = _rank_map(message.source), _rank_map(message.target)
             worker.groups, worker.asked = [*_groups(worker)], 0
             _ask_store(agent, worker)
-        case m.StoreReply():
-            _ask_store(agent, worker)
-            if worker.asked > len(worker.groups):
-                _say_prepared(agent, worker, crossing)
         case m.Arm():
             _say_crossed(agent, worker, crossing)
         case m.Verdict():
@@ -151,16 +155,27 @@ def _answer(agent: Agent, worker: Worker, message: m.AnyMessage, crossing: Cross
             pass
 
 
+def _answered(agent: Agent, worker: Worker, crossing: Crossing) -> None:
+    """By the store."""
+    _ask_store(agent, worker)
+    if worker.asked > len(worker.groups):
+        _say_prepared(agent, worker, crossing)
+
+
 def _ask_store(agent: Agent, worker: Worker) -> None:
-    """The next request, if there is one."""
+    """The next request, if there is one; it goes with those of the others that have heard in the
+    same frame."""
     if worker.asked < len(worker.groups):
         key, sets = worker.groups[worker.asked]
         operation, value = ("set", NCCL_ID) if sets else ("get", "")
-        asked = (
-            f'{{"type":"store","number":{worker.asked + 1},"operation":"{operation}",'
-            f'"keys":["{key}"],"value":"{value}","timeout_s":60.0}}'
+        request = m.StoreRequest(
+            number=worker.asked + 1,
+            operation=operation,  # type: ignore[arg-type]
+            keys=(key,),
+            value=value,
+            timeout_s=60.0,
         )
-        agent.to_send.append(Part(asked.encode(), who=worker.number))
+        agent.asked.append((worker.number, request))
     worker.asked += 1
 
 

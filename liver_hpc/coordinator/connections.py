@@ -19,7 +19,7 @@ from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.base import Answer, Identity, Refusal
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed, Part
+from liver_hpc.rendezvous.channel import Channel, Part
 from liver_hpc.rendezvous.conversation import Conversation
 from liver_hpc.rendezvous.reading import Reader
 from liver_hpc.run.events import EndNear, JournalFailed, PoolEvent, StopSignalled
@@ -209,15 +209,12 @@ class ConnectionServer:
     def _hear(self, channel: Channel, parts: list[Part]) -> None:
         """What is for the store goes there from here."""
         came: list[tuple[Part, m.AnyMessage | None]] = []
-        asked: list[tuple[int, m.StoreRequest]] = []
         for part in parts:
             message = channel.open(part) if part.data else None
-            if isinstance(message, m.StoreRequest):
-                asked.append((part.who, message))
+            if isinstance(message, m.StoreAsks):
+                self._store.ask(channel, message)
             else:
                 came.append((part, message))
-        if asked:
-            self._store.ask(channel, asked)
         if came:
             self._inbox.put(Said(channel, tuple(came)))
 

@@ -9,7 +9,7 @@ it is, as the strings "NaN", "Infinity" and "-Infinity".
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
@@ -611,11 +611,9 @@ class Reply(Message, type="reply"):
 # ---- store: the key-value store from which process groups are built
 
 
-class StoreRequest(Message, type="store"):
-    """One operation of torch's Store interface; `value` is base64. number: which of the worker's
-    requests it is; a connection that breaks loses them."""
+class _StoreOperation(_Frozen):
+    """One operation of torch's Store interface; `value` is base64."""
 
-    number: int = 0
     operation: Literal["set", "get", "add", "wait", "check", "delete"]
     keys: tuple[str, ...]
     value: str = ""
@@ -623,14 +621,72 @@ class StoreRequest(Message, type="store"):
     timeout_s: float = 0.0
 
 
-class StoreReply(Message, type="store_reply"):
-    """To request `number`; what it asked for is in `value` or `count`. `error` is empty on success;
-    a timed-out wait lists the keys that never came."""
+class _StoreResult(_Frozen):
+    """What was asked for is in `value` or `count`. `error` is empty on success; a timed-out wait
+    lists the keys that never came."""
 
-    number: int = 0
     value: str = ""
     count: int = 0
     error: str = ""
+
+
+class StoreRequest(_StoreOperation, Message, type="store"):
+    """From a worker to its agent. number: which of the worker's requests it is; a connection that
+    breaks loses them."""
+
+    number: int = 0
+
+
+class StoreReply(_StoreResult, Message, type="store_reply"):
+    """From an agent to a worker: to request `number`."""
+
+    number: int = 0
+
+
+class StoreAsk(_StoreOperation):
+    """An operation that workers ask for. askers: each by its id, with the request's number."""
+
+    askers: tuple[tuple[int, int], ...]
+
+
+class StoreAnswer(_StoreResult):
+    """To those who asked for the same."""
+
+    askers: tuple[tuple[int, int], ...]
+
+
+class StoreAsks(Message, type="store_asks"):
+    """From an agent to the store: what its workers ask for at the same time, in order."""
+
+    asks: tuple[StoreAsk, ...]
+
+    @classmethod
+    def of(cls, requests: Iterable[tuple[int, StoreRequest]]) -> StoreAsks:
+        """Of requests by workers. What several want to see is asked for once."""
+        asks: dict[Any, tuple[StoreRequest, list[tuple[int, int]]]] = {}
+        for worker, request in requests:
+            looks = request.operation in ("get", "wait", "check")
+            same = (request.operation, request.keys, request.timeout_s) if looks else len(asks)
+            asks.setdefault(same, (request, []))[1].append((worker, request.number))
+        return cls(
+            asks=tuple(
+                StoreAsk(**request.model_dump(exclude={"type", "number"}), askers=tuple(askers))
+                for request, askers in asks.values()
+            )
+        )
+
+
+class StoreAnswers(Message, type="store_answers"):
+    """From the store to an agent, for its workers."""
+
+    answers: tuple[StoreAnswer, ...]
+
+    def replies(self) -> Iterator[tuple[int, StoreReply]]:
+        """To whom, and what."""
+        for answer in self.answers:
+            for worker, number in answer.askers:
+                result = answer.model_dump(exclude={"askers"})
+                yield worker, StoreReply(**result, number=number)
 
 
 OfAttempt = Prepared | AtBoundary | Vote | FirstStep | Released | Aborted | Failed
@@ -652,7 +708,7 @@ FromAgent = AgentHello | Warned | WorkerEnded | LaunchEnded | KeeperHello
 FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
 AnyMessage = (
     Calls | Hears | FromWorker | ToWorker | ToAgent | FromAgent | FromOperator | Reply | YourTurn
-    | StoreRequest | StoreReply
+    | StoreRequest | StoreReply | StoreAsks | StoreAnswers
 )  # fmt: skip
 
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(discriminator="type")])
