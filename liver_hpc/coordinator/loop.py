@@ -512,7 +512,7 @@ class Coordinator:
 
     def _log_times(self, message: m.OfManyAtOnce) -> None:
         timings_s = getattr(message, "timings_s", {})
-        if timings_s:
+        if timings_s and log.isEnabledFor(logging.INFO):
             took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in timings_s.items())
             log.info("worker %d %s: %s", message.worker, message.type, took)
 
