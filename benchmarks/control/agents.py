@@ -6,6 +6,7 @@ group one member sets NCCL's id, which the others get, one group after the other
 
 from __future__ import annotations
 
+import json
 import selectors
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -113,8 +114,8 @@ def _hear(agent: Agent, crossing: Crossing) -> bool:
                 case m.Exit():
                     return False
                 case m.StoreAnswers(answers=answers):
-                    for worker, _ in (asker for each in answers for asker in each.askers):
-                        _answered(agent, agent.workers[worker], crossing)
+                    for number, _ in (asker for each in answers for asker in each.askers):
+                        _answered(agent, agent.workers[number], crossing)
             continue
         worker = agent.workers[part.who]
         if worker.conversation.take(part):
@@ -243,10 +244,13 @@ def _vote(worker: Worker, crossing: Crossing) -> bytes:
     """As text: models of thousands of digests would take longer here than at the coordinator."""
 
     def told(way: int) -> str:
+        """Of the parameters, which have peers of their own, and of the optimizer's state."""
         peers = _peers(worker, crossing, way)
-        values = DIGEST * len(peers)
+        halves = [crossing.kinds[:1], crossing.kinds[1:]]
         return ",".join(
-            f'{{"kind":"{kind}","peers":{peers},"values":"{values}"}}' for kind in crossing.kinds
+            f'{{"kinds":{json.dumps(kinds)},"peers":{peers},'
+            f'"values":"{DIGEST * len(peers) * len(kinds)}"}}'
+            for kinds in halves
         )
 
     return (

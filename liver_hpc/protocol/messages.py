@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from itertools import product
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
@@ -73,26 +74,27 @@ class ClassDigest(_Frozen):
 
 
 class PairDigests(_Frozen):
-    """Sums over the boxes of one kind of state that crossed between the teller and each of `peers`,
-    modulo 2**64.
+    """Sums over the boxes of each of some kinds of state that crossed between the teller and each of
+    `peers`, modulo 2**64.
 
     A peer is the worker at the other end, or the teller itself for what it copied within its own
-    memory; `values` has 16 hex digits for each.
+    memory; `values` has 16 hex digits for each, kind by kind.
     """
 
-    kind: str
+    kinds: tuple[str, ...]
     peers: tuple[int, ...]
     values: str
 
     @model_validator(mode="after")
     def _has_as_many(self) -> PairDigests:
-        if len(self.values) != 16 * len(self.peers):
-            raise ValueError(f"wanted 16 digits for each of {len(self.peers)} peers")
+        if len(self.values) != 16 * len(self.kinds) * len(self.peers):
+            each = f"each of {len(self.peers)} peers and {len(self.kinds)} kinds"
+            raise ValueError(f"wanted 16 digits for {each}")
         return self
 
-    def items(self) -> Iterator[tuple[int, str]]:
-        for number, peer in enumerate(self.peers):
-            yield peer, self.values[16 * number : 16 * (number + 1)]
+    def items(self) -> Iterator[tuple[str, int, str]]:
+        for number, (kind, peer) in enumerate(product(self.kinds, self.peers)):
+            yield kind, peer, self.values[16 * number : 16 * (number + 1)]
 
 
 class HeldSnapshot(_Frozen):

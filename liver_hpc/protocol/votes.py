@@ -119,16 +119,16 @@ def mismatches(votes: Mapping[int, Vote], planned: Mapping[int, Collection[int]]
     if _agree(votes, planned):
         return
     left = {
-        (w, peer, told.kind): value
+        (w, peer, kind): value
         for w, vote in votes.items()
         for told in vote.sent
-        for peer, value in told.items()
+        for kind, peer, value in told.items()
     }
     arrived = {
-        (peer, w, told.kind): value
+        (peer, w, kind): value
         for w, vote in votes.items()
         for told in vote.received
-        for peer, value in told.items()
+        for kind, peer, value in told.items()
     }
     for sender, receiver, kind in sorted({*left, *arrived}):
         told = [known.get((sender, receiver, kind), "missing") for known in (left, arrived)]
@@ -170,16 +170,21 @@ def _columns(
     told: Sequence[tuple[int, PairDigests]], kinds: dict[str, int]
 ) -> tuple[NDArray[Any], ...]:
     """Who tells, of which peer, the kind's number, and the digest."""
-    counts = [len(digests.peers) for _, digests in told]
-    numbers = [kinds.setdefault(digests.kind, len(kinds)) for _, digests in told]
-    peers = chain.from_iterable(digests.peers for _, digests in told)
+    num_peers = np.array([len(digests.peers) for _, digests in told], np.int64)
+    num_kinds = np.array([len(digests.kinds) for _, digests in told], np.int64)
+    counts = num_peers * num_kinds
+    workers = np.repeat(np.array([worker for worker, _ in told], np.int64), counts)
+    of_kinds = chain.from_iterable(digests.kinds for _, digests in told)
+    numbers = [kinds.setdefault(kind, len(kinds)) for kind in of_kinds]
+    peers = np.fromiter(chain.from_iterable(d.peers for _, d in told), np.int64, num_peers.sum())
+    # Where in those two a digest's kind and peer stand: kind by kind, in each all peers.
+    within = np.arange(len(workers)) - np.repeat(np.cumsum(counts) - counts, counts)
+    kind, peer = np.divmod(within, np.repeat(num_peers, counts))
+    kind += np.repeat(np.cumsum(num_kinds) - num_kinds, counts)
+    peer += np.repeat(np.cumsum(num_peers) - num_peers, counts)
     values = bytes.fromhex("".join(digests.values for _, digests in told))
-    return (
-        np.repeat(np.array([worker for worker, _ in told], np.int64), counts),
-        np.fromiter(peers, np.int64, sum(counts)),
-        np.repeat(np.array(numbers, np.int64), counts),
-        np.frombuffer(values, ">u8"),
-    )
+    digests = np.frombuffer(values, ">u8").astype(np.uint64)
+    return workers, peers[peer], np.array(numbers, np.int64)[kind], digests
 
 
 def unlike(one: Side, other: Side) -> list[str]:

@@ -50,10 +50,11 @@ def _connected() -> tuple[socket.socket, socket.socket]:
 
 @pytest.fixture
 def heard() -> Iterator[Heard]:
+    before = {*threading.enumerate()}
     heard = Heard()
     yield heard
     heard.reader.close()
-    assert "reader" not in [thread.name for thread in threading.enumerate()]
+    assert {*threading.enumerate()} <= before
 
 
 def said(*workers: int) -> list[Part]:
