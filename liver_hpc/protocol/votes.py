@@ -155,15 +155,23 @@ def _agree(votes: Mapping[int, Vote], planned: Mapping[int, Collection[int]]) ->
     planned_to = np.fromiter(chain.from_iterable(planned.values()), np.int64, sum(counts))
     all_ids = (by, to, receivers, senders, plans, planned_to)
     workers = 1 + max((int(ids.max()) for ids in all_ids if ids.size), default=0)
-    sent = (by * workers + to) * len(kinds) + left_kinds
-    received = (senders * workers + receivers) * len(kinds) + arrived_kinds
-    order, other = sent.argsort(kind="stable"), received.argsort(kind="stable")
-    sent = sent[order]
-    if not np.array_equal(sent, received[other]) or not np.array_equal(left[order], arrived[other]):
+    limit = max(workers, len(kinds))
+    sent = _in_order(limit, by, to, left_kinds)
+    came = _in_order(limit, senders, receivers, arrived_kinds)
+    crossed = (by[sent], to[sent], left_kinds[sent], left[sent])
+    arrive = (senders[came], receivers[came], arrived_kinds[came], arrived[came])
+    if not all(map(np.array_equal, crossed, arrive)):
         return False
-    crossed = np.append(sent // max(len(kinds), 1), -1)  # in order, but for the end
+    pairs = np.append(crossed[0] * workers + crossed[1], -1)  # in order, but for the end
     wanted = plans * workers + planned_to
-    return np.array_equal(crossed[crossed[:-1].searchsorted(wanted)], wanted)
+    return np.array_equal(pairs[pairs[:-1].searchsorted(wanted)], wanted)
+
+
+def _in_order(limit: int, *keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """As the first key sorts them, then the second ...; all are below a limit. Numbers of two bytes
+    are sorted in a tenth of the time."""
+    small = np.min_scalar_type(limit)
+    return np.lexsort([key.astype(small) for key in reversed(keys)])
 
 
 def _columns(
