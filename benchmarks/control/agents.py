@@ -131,16 +131,23 @@ def _decoded(data: bytes) -> m.AnyMessage:
     return m.decode(data)
 
 
-@lru_cache(maxsize=8)
-def _rank_map(wire: m.WireRankMap) -> RankMap:
-    return wire.rank_map()
+_of_generation: dict[int, tuple[RankMap, RankMap]] = {}
+
+
+def _worlds(message: m.Prepare) -> tuple[RankMap, RankMap]:
+    """Source and target, made once for all workers."""
+    if message.generation not in _of_generation:
+        _of_generation.clear()
+        worlds = message.source.rank_map(), message.target.rank_map()
+        _of_generation[message.generation] = worlds
+    return _of_generation[message.generation]
 
 
 def _answer(agent: Agent, worker: Worker, message: m.AnyMessage, crossing: Crossing) -> None:
     match message:
         case m.Prepare():
             worker.generation = message.generation
-            worker.source, worker.target = _rank_map(message.source), _rank_map(message.target)
+            worker.source, worker.target = _worlds(message)
             worker.groups, worker.asked = [*_groups(worker)], 0
             _ask_store(agent, worker)
         case m.Arm():
@@ -204,9 +211,8 @@ def _groups(worker: Worker) -> Iterator[tuple[str, bool]]:
 def _peers(worker: Worker, crossing: Crossing, way: int) -> list[int]:
     """To whom a worker sends (way 1), or who sends to it (-1)."""
     assert worker.target is not None
-    members = worker.target.workers
-    at = worker.number
-    return [(at + way * (peer + 1)) % len(members) for peer in range(crossing.peers)]
+    members, first = len(worker.target.workers), worker.number + way
+    return [at % members for at in range(first, first + way * crossing.peers, way)]
 
 
 def _say_prepared(agent: Agent, worker: Worker, crossing: Crossing) -> None:
