@@ -27,7 +27,7 @@ class Posts(Protocol):
 
 @dataclass(eq=False)
 class _Wait:
-    """What waits for its keys. channel: where those are who ask. missing: keys that do not exist."""
+    """What waits for its keys. channel: to those who ask. missing: keys that do not exist."""
 
     channel: Posts
     asked: StoreAsk

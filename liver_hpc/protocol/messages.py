@@ -74,7 +74,7 @@ class ClassDigest(_Frozen):
 
 
 class PairDigests(_Frozen):
-    """Sums over the boxes of each of some kinds of state that crossed between the teller and each of
+    """Sums over the boxes of each of `kinds` of state that crossed between the teller and each of
     `peers`, modulo 2**64.
 
     A peer is the worker at the other end, or the teller itself for what it copied within its own

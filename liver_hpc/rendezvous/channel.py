@@ -295,7 +295,7 @@ class Channel:
         return bool(self._unread)
 
     def lend(self) -> None:
-        """From now on somebody looks at the descriptor, who has `take_back` called at its end; until
+        """From now on another one looks at the descriptor, and calls `take_back` at its end; until
         then `close` leaves it. Raises ChannelClosed."""
         with self._state:
             if self._closed_because is not None:
@@ -321,7 +321,7 @@ class Channel:
         self._free()
 
     def _free(self) -> None:
-        """A descriptor may only go when no thread sits in it: its number is soon somebody else's."""
+        """A descriptor may only go when no thread is in it: its number is soon somebody else's."""
         with self._writing:
             writer = self._writer
         if writer is not None and writer is not threading.current_thread():
@@ -415,7 +415,7 @@ class ControlServer:
         self._acceptor.start()
 
     def close(self) -> None:
-        """Stops listening, closes every channel that has a handler, and waits for these; idempotent.
+        """Stops listening, closes every channel that has a handler, waits for these; idempotent.
 
         May be called from within a handler.
         """
