@@ -203,7 +203,7 @@ class WorkerScript:
     def _good_vote(self) -> m.Vote:
         sent, received = (
             tuple(
-                m.PairDigests(kind=kind, peers=peers, values=f"{FULL_DIGEST:016x}" * len(peers))
+                m.PairDigests(kinds=(kind,), peers=peers, values=f"{FULL_DIGEST:016x}" * len(peers))
                 for kind in (PARAMETER, EXP_AVG)
                 if peers
             )

@@ -6,6 +6,7 @@ group one member sets NCCL's id, which the others get, one group after the other
 
 from __future__ import annotations
 
+import json
 import selectors
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class Agent:
     own: Conversation = field(default_factory=Conversation)
     workers: dict[int, Worker] = field(default_factory=dict)
     to_send: list[Part] = field(default_factory=list)
+    asked: list[tuple[int, m.StoreRequest]] = field(default_factory=list)
 
     def say(self, worker: Worker, message: m.Message | bytes) -> None:
         data = message if isinstance(message, bytes) else m.encode(message)  # type: ignore[arg-type]
@@ -92,6 +94,9 @@ def _started(start: tuple[str, Answer], secret: bytes) -> Agent:
 
 
 def _flush(agent: Agent) -> None:
+    if agent.asked:
+        agent.to_send.append(Part(m.encode(m.StoreAsks.of(agent.asked))))
+        agent.asked = []
     if agent.to_send:
         agent.channel.post(agent.to_send)
         agent.to_send = []
@@ -105,8 +110,12 @@ def _hear(agent: Agent, crossing: Crossing) -> bool:
         return False
     for part in parts:
         if part.who == ITSELF:
-            if part.data and isinstance(_decoded(part.data), m.Exit):
-                return False
+            match m.decode(part.data) if part.data else None:
+                case m.Exit():
+                    return False
+                case m.StoreAnswers(answers=answers):
+                    for number, _ in (asker for each in answers for asker in each.askers):
+                        _answered(agent, agent.workers[number], crossing)
             continue
         worker = agent.workers[part.who]
         if worker.conversation.take(part):
@@ -122,22 +131,25 @@ def _decoded(data: bytes) -> m.AnyMessage:
     return m.decode(data)
 
 
-@lru_cache(maxsize=8)
-def _rank_map(wire: m.WireRankMap) -> RankMap:
-    return wire.rank_map()
+_of_generation: dict[int, tuple[RankMap, RankMap]] = {}
+
+
+def _worlds(message: m.Prepare) -> tuple[RankMap, RankMap]:
+    """Source and target, made once for all workers."""
+    if message.generation not in _of_generation:
+        _of_generation.clear()
+        worlds = message.source.rank_map(), message.target.rank_map()
+        _of_generation[message.generation] = worlds
+    return _of_generation[message.generation]
 
 
 def _answer(agent: Agent, worker: Worker, message: m.AnyMessage, crossing: Crossing) -> None:
     match message:
         case m.Prepare():
             worker.generation = message.generation
-            worker.source, worker.target = _rank_map(message.source), _rank_map(message.target)
+            worker.source, worker.target = _worlds(message)
             worker.groups, worker.asked = [*_groups(worker)], 0
             _ask_store(agent, worker)
-        case m.StoreReply():
-            _ask_store(agent, worker)
-            if worker.asked > len(worker.groups):
-                _say_prepared(agent, worker, crossing)
         case m.Arm():
             _say_crossed(agent, worker, crossing)
         case m.Verdict():
@@ -151,16 +163,27 @@ def _answer(agent: Agent, worker: Worker, message: m.AnyMessage, crossing: Cross
             pass
 
 
+def _answered(agent: Agent, worker: Worker, crossing: Crossing) -> None:
+    """By the store."""
+    _ask_store(agent, worker)
+    if worker.asked > len(worker.groups):
+        _say_prepared(agent, worker, crossing)
+
+
 def _ask_store(agent: Agent, worker: Worker) -> None:
-    """The next request, if there is one."""
+    """The next request, if there is one; it goes with those of the others that have heard in the
+    same frame."""
     if worker.asked < len(worker.groups):
         key, sets = worker.groups[worker.asked]
         operation, value = ("set", NCCL_ID) if sets else ("get", "")
-        asked = (
-            f'{{"type":"store","number":{worker.asked + 1},"operation":"{operation}",'
-            f'"keys":["{key}"],"value":"{value}","timeout_s":60.0}}'
+        request = m.StoreRequest(
+            number=worker.asked + 1,
+            operation=operation,  # type: ignore[arg-type]
+            keys=(key,),
+            value=value,
+            timeout_s=60.0,
         )
-        agent.to_send.append(Part(asked.encode(), who=worker.number))
+        agent.asked.append((worker.number, request))
     worker.asked += 1
 
 
@@ -188,9 +211,8 @@ def _groups(worker: Worker) -> Iterator[tuple[str, bool]]:
 def _peers(worker: Worker, crossing: Crossing, way: int) -> list[int]:
     """To whom a worker sends (way 1), or who sends to it (-1)."""
     assert worker.target is not None
-    members = worker.target.workers
-    at = worker.number
-    return [(at + way * (peer + 1)) % len(members) for peer in range(crossing.peers)]
+    members, first = len(worker.target.workers), worker.number + way
+    return [at % members for at in range(first, first + way * crossing.peers, way)]
 
 
 def _say_prepared(agent: Agent, worker: Worker, crossing: Crossing) -> None:
@@ -228,10 +250,13 @@ def _vote(worker: Worker, crossing: Crossing) -> bytes:
     """As text: models of thousands of digests would take longer here than at the coordinator."""
 
     def told(way: int) -> str:
+        """Of the parameters, which have peers of their own, and of the optimizer's state."""
         peers = _peers(worker, crossing, way)
-        values = DIGEST * len(peers)
+        halves = [crossing.kinds[:1], crossing.kinds[1:]]
         return ",".join(
-            f'{{"kind":"{kind}","peers":{peers},"values":"{values}"}}' for kind in crossing.kinds
+            f'{{"kinds":{json.dumps(kinds)},"peers":{peers},'
+            f'"values":"{DIGEST * len(peers) * len(kinds)}"}}'
+            for kinds in halves
         )
 
     return (

@@ -235,8 +235,8 @@ class _Workers:
     def _vote(self, worker: int) -> m.Vote:
         def told(peers: Iterable[int]) -> tuple[m.PairDigests, ...]:
             of = tuple(peers)
-            values = "0" * 16 * len(of)
-            return tuple(m.PairDigests(kind=kind, peers=of, values=values) for kind in self._kinds)
+            values = "0" * 16 * len(of) * len(self._kinds)
+            return (m.PairDigests(kinds=tuple(self._kinds), peers=of, values=values),)
 
         return m.Vote(
             worker=worker,

@@ -12,15 +12,16 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, TypeVar
 
 from liver_hpc.clock import Clock, SystemClock
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.base import Answer, Identity, Refusal
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed, Part
+from liver_hpc.rendezvous.channel import Channel, Part
 from liver_hpc.rendezvous.conversation import Conversation
+from liver_hpc.rendezvous.reading import Reader
 from liver_hpc.run.events import EndNear, JournalFailed, PoolEvent, StopSignalled
 from liver_hpc.run.journal import Written
 from liver_hpc.run.outcome import Outcome
@@ -170,7 +171,8 @@ class Control:
 
 
 class ConnectionServer:
-    """Serves each connection in its own thread; touches nothing of the loop's but its inbox."""
+    """Serves each connection in its own thread, those of agents in one for all; touches nothing of
+    the loop's but its inbox."""
 
     def __init__(self, inbox: Inbox, store: StoreService, control_s: float) -> None:
         self._inbox = inbox
@@ -178,49 +180,41 @@ class ConnectionServer:
         self._control_s = control_s
         self._settled = threading.Condition()
         self._unsettled = 0  # operators' requests whose replies are not sent yet
+        self._agents = Reader(self._hear, lambda *ended: inbox.put(Closed(*ended)))
 
-    def handle(self, channel: Channel) -> None:
-        """Runs until the connection ends, which may raise ChannelClosed."""
+    def handle(self, channel: Channel) -> bool:
+        """Runs until the connection ends, which may raise ChannelClosed; or until it is one of an
+        agent, which others listen to: then True."""
         try:
             message = channel.receive(self._control_s)
         except DeadlineError as error:
             log.warning("%s: said nothing: %s", channel.peer, error)
-            return
+            return False
         while True:
             match message:
                 case m.Calls():
-                    self._listen(channel, message)
+                    channel.peer = f"agent {message.agent}"
+                    self._inbox.put(Called(channel, message))
+                    self._agents.add(channel)
+                    return True
                 case m.KeeperHello():  # its end and ours are all there is to know
                     channel.peer = f"keeper of job {message.job}"
                 case _ if isinstance(message, m.FromOperator):
                     self._reply(channel, message)
                 case _:
                     log.warning("%s: unexpected %s", channel.peer, message.type)
-                    return
+                    return False
             message = channel.receive()
-
-    def _listen(self, channel: Channel, calls: m.Calls) -> NoReturn:
-        channel.peer = f"agent {calls.agent}"
-        self._inbox.put(Called(channel, calls))
-        try:
-            while True:
-                self._hear(channel, channel.receive_parts())
-        except ChannelClosed as error:
-            self._inbox.put(Closed(channel, str(error)))
-            raise
 
     def _hear(self, channel: Channel, parts: list[Part]) -> None:
         """What is for the store goes there from here."""
         came: list[tuple[Part, m.AnyMessage | None]] = []
-        asked: list[tuple[int, m.StoreRequest]] = []
         for part in parts:
             message = channel.open(part) if part.data else None
-            if isinstance(message, m.StoreRequest):
-                asked.append((part.who, message))
+            if isinstance(message, m.StoreAsks):
+                self._store.ask(channel, message)
             else:
                 came.append((part, message))
-        if asked:
-            self._store.ask(channel, asked)
         if came:
             self._inbox.put(Said(channel, tuple(came)))
 
@@ -240,6 +234,10 @@ class ConnectionServer:
             with self._settled:
                 self._unsettled -= 1
                 self._settled.notify_all()
+
+    def close(self) -> None:
+        """Ends the agents' connections; the server that calls `handle` must be closed."""
+        self._agents.close()
 
     def settle(self) -> None:
         """Waits until the replies that the loop has given are sent. The inbox must be closed."""

@@ -164,7 +164,13 @@ class Coordinator:
         connections = ConnectionServer(self._inbox, self._store, control_s)
         address = control_address(self._config.network, self._config.cluster.kind)
         server = ControlServer(address, self._secret, connections.handle)
-        closes = (server.close, connections.settle, self._inbox.close, self._store.close)
+        closes = (
+            connections.close,
+            server.close,
+            connections.settle,
+            self._inbox.close,
+            self._store.close,
+        )
         for close in closes:
             stack.callback(close)
         self._hang_up = (self._performer.hang_up, *closes[::-1])
@@ -513,7 +519,7 @@ class Coordinator:
 
     def _log_times(self, message: m.OfManyAtOnce) -> None:
         timings_s = getattr(message, "timings_s", {})
-        if timings_s:
+        if timings_s and log.isEnabledFor(logging.INFO):
             took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in timings_s.items())
             log.info("worker %d %s: %s", message.worker, message.type, took)
 

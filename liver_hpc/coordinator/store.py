@@ -10,13 +10,12 @@ import binascii
 import heapq
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from liver_hpc.clock import Clock
-from liver_hpc.protocol.messages import StoreReply, StoreRequest, encode
+from liver_hpc.protocol.messages import StoreAnswer, StoreAnswers, StoreAsk, StoreAsks, encode
 from liver_hpc.rendezvous.channel import Part
 
 
@@ -26,32 +25,24 @@ class Posts(Protocol):
     def post(self, parts: list[Part]) -> None: ...
 
 
-class _Asker(NamedTuple):
-    """A worker, at the other end of an agent's connection, and which of its requests it is."""
-
-    channel: Posts
-    worker: int
-    number: int
-
-
 @dataclass(eq=False)
 class _Wait:
-    """A request that waits for its keys. missing: those that do not exist."""
+    """What waits for its keys. channel: to those who ask. missing: keys that do not exist."""
 
-    asker: _Asker
-    request: StoreRequest
+    channel: Posts
+    asked: StoreAsk
     missing: set[str]
     ended: bool = False
 
 
-_Replies = defaultdict[Posts, list[Part]]
+_Answers = defaultdict[Posts, list[StoreAnswer]]
 
 
 class StoreService:
     """No request holds up another one, or a thread: one that waits for keys is answered when the
     last of them comes. From any thread.
 
-    gather_s: so long replies wait for others to the same channel: one key often is what workers of
+    gather_s: so long answers wait for others to the same channel: one key often is what workers of
     all agents wait for.
     """
 
@@ -62,25 +53,24 @@ class StoreService:
         self._waits: defaultdict[str, set[_Wait]] = defaultdict(set)  # by key
         self._by_deadline: list[tuple[float, int, _Wait]] = []
         self._order = count()
-        self._replies: _Replies = defaultdict(list)
+        self._answers: _Answers = defaultdict(list)
         self._lock = threading.Lock()
         self._some = threading.Condition(self._lock)
         self._closed = ""
         self._closing = threading.Event()
         self._poster: threading.Thread | None = None  # from the first request on
 
-    def ask(self, channel: Posts, requests: Iterable[tuple[int, StoreRequest]]) -> None:
-        """What workers at the other end of a channel ask, in order; the replies are posted there.
+    def ask(self, channel: Posts, asked: StoreAsks) -> None:
+        """What workers at the other end of a channel ask, in order; the answers are posted there.
         `get` and `wait` may take up to `timeout_s`."""
         with self._lock:
             if self._poster is None and not self._closed:
                 self._poster = threading.Thread(target=self._post_all, name="store", daemon=True)
                 self._poster.start()
-            for worker, request in requests:
-                asker = _Asker(channel, worker, request.number)
-                reply = self._perform(asker, request)
-                if reply is not None:
-                    self._answer(asker, reply)
+            for each in asked.asks:
+                answer = self._perform(channel, each)
+                if answer is not None:
+                    self._answer(channel, answer)
 
     def expire(self) -> None:
         """Ends the waits whose time is over; to be called again and again."""
@@ -89,7 +79,7 @@ class StoreService:
             while self._by_deadline and self._by_deadline[0][0] <= now_s:
                 _, _, wait = heapq.heappop(self._by_deadline)
                 if not wait.ended:
-                    self._end(wait, f"waited {wait.request.timeout_s:g} s")
+                    self._end(wait, f"waited {wait.asked.timeout_s:g} s")
 
     def forget(self, prefix: str) -> None:
         """Drops every key that starts so, and ends the waits for such keys."""
@@ -112,63 +102,65 @@ class StoreService:
         self.flush()
 
     def flush(self) -> None:
-        """Posts the replies that there are."""
+        """Posts the answers that there are."""
         with self._lock:
-            replies, self._replies = self._replies, defaultdict(list)
-        for channel, parts in replies.items():
-            channel.post(parts)
+            answers, self._answers = self._answers, defaultdict(list)
+        for channel, those in answers.items():
+            channel.post([Part(encode(StoreAnswers(answers=tuple(those))))])
 
     def _post_all(self) -> None:
         while not self._closing.is_set():
             with self._lock:
-                self._some.wait_for(lambda: self._replies or self._closed)
+                self._some.wait_for(lambda: self._answers or self._closed)
             self._closing.wait(self._gather_s)
             self.flush()
 
     # ---- with the lock held
 
-    def _perform(self, asker: _Asker, request: StoreRequest) -> StoreReply | None:
-        """The reply; None for one that waits."""
-        operation, keys = request.operation, request.keys
+    def _perform(self, channel: Posts, asked: StoreAsk) -> StoreAnswer | None:
+        """The answer; None for what waits."""
+        operation, keys, askers = asked.operation, asked.keys, asked.askers
         if operation not in ("wait", "check") and len(keys) != 1:
-            return StoreReply(error=f"{operation} takes one key, got {list(keys)}")
+            return StoreAnswer(askers=askers, error=f"{operation} takes one key, got {list(keys)}")
         match operation:
             case "set":
-                self._put(keys[0], request.value)
-                return StoreReply()
+                self._put(keys[0], asked.value)
+                return StoreAnswer(askers=askers)
             case "get" | "wait":
-                return self._find(asker, request)
+                return self._find(channel, asked)
             case "add":
-                return self._add(keys[0], request.amount)
+                return self._add(asked)
             case "check":
-                return StoreReply(count=all(key in self._values for key in keys))
+                return StoreAnswer(askers=askers, count=all(key in self._values for key in keys))
             case "delete":
-                return StoreReply(count=self._delete(keys[0]))
+                return StoreAnswer(askers=askers, count=self._delete(keys[0]))
 
-    def _find(self, asker: _Asker, request: StoreRequest) -> StoreReply | None:
-        missing = {key for key in request.keys if key not in self._values}
+    def _find(self, channel: Posts, asked: StoreAsk) -> StoreAnswer | None:
+        missing = {key for key in asked.keys if key not in self._values}
         if not missing:
-            return self._found(request)
+            return self._found(asked)
         if self._closed:
-            return StoreReply(error=_missing(self._closed, request, missing))
-        wait = _Wait(asker, request, missing)
-        for key in request.keys:
+            return StoreAnswer(askers=asked.askers, error=_missing(self._closed, asked, missing))
+        wait = _Wait(channel, asked, missing)
+        for key in asked.keys:
             self._waits[key].add(wait)
-        late_s = self._clock.now_s() + request.timeout_s
+        late_s = self._clock.now_s() + asked.timeout_s
         heapq.heappush(self._by_deadline, (late_s, next(self._order), wait))
         return None
 
-    def _found(self, request: StoreRequest) -> StoreReply:
-        is_get = request.operation == "get"
-        return StoreReply(value=self._values[request.keys[0]] if is_get else "")
+    def _found(self, asked: StoreAsk) -> StoreAnswer:
+        value = self._values[asked.keys[0]] if asked.operation == "get" else ""
+        return StoreAnswer(askers=asked.askers, value=value)
 
-    def _add(self, key: str, amount: int) -> StoreReply:
+    def _add(self, asked: StoreAsk) -> StoreAnswer:
+        (key,), askers = asked.keys, asked.askers
         try:
-            total = int(base64.b64decode(self._values.get(key, "MA=="))) + amount
+            total = int(base64.b64decode(self._values.get(key, "MA=="))) + asked.amount
         except (ValueError, binascii.Error):
-            return StoreReply(error=f"add to {key}: its value is not a number")
+            error = f"add to {key}: its value is not a number"
+            return StoreAnswer(askers=askers, error=error)
         self._put(key, base64.b64encode(str(total).encode()).decode())
-        return StoreReply(count=total)
+        return StoreAnswer(askers=askers, count=total)
 
     def _put(self, key: str, value: str) -> None:
         self._values[key] = value
@@ -188,21 +180,20 @@ class StoreService:
 
     def _end(self, wait: _Wait, why: str) -> None:
         wait.ended = True
-        for key in wait.request.keys:
+        for key in wait.asked.keys:
             self._waits[key].discard(wait)
             if not self._waits[key]:
                 del self._waits[key]
         if why:
-            reply = StoreReply(error=_missing(why, wait.request, wait.missing))
+            error = _missing(why, wait.asked, wait.missing)
+            self._answer(wait.channel, StoreAnswer(askers=wait.asked.askers, error=error))
         else:
-            reply = self._found(wait.request)
-        self._answer(wait.asker, reply)
+            self._answer(wait.channel, self._found(wait.asked))
 
-    def _answer(self, asker: _Asker, reply: StoreReply) -> None:
-        numbered = reply.model_copy(update={"number": asker.number})
-        self._replies[asker.channel].append(Part(encode(numbered), who=asker.worker))
+    def _answer(self, channel: Posts, answer: StoreAnswer) -> None:
+        self._answers[channel].append(answer)
         self._some.notify()
 
 
-def _missing(why: str, request: StoreRequest, missing: set[str]) -> str:
-    return f"{why}; missing keys {[key for key in request.keys if key in missing]}"
+def _missing(why: str, asked: StoreAsk, missing: set[str]) -> str:
+    return f"{why}; missing keys {[key for key in asked.keys if key in missing]}"

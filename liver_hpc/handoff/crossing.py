@@ -261,14 +261,15 @@ def _told(
 
 
 def _pair_digests(digests: Iterable[Mapping[tuple[int, str], int]]) -> tuple[m.PairDigests, ...]:
-    """The digests of all parts, as a vote tells them."""
+    """The digests of all parts, as a vote tells them: of kinds with the same peers together."""
     of_kinds: dict[str, dict[int, int]] = defaultdict(dict)
     for each in digests:
         for (peer, kind), value in sorted(each.items()):
             of_kinds[kind][peer] = value
+    alike: dict[tuple[int, ...], dict[str, str]] = defaultdict(dict)
+    for kind, told in of_kinds.items():
+        alike[tuple(told)][kind] = "".join(f"{value:016x}" for value in told.values())
     return tuple(
-        m.PairDigests(
-            kind=kind, peers=tuple(told), values="".join(f"{v:016x}" for v in told.values())
-        )
-        for kind, told in of_kinds.items()
+        m.PairDigests(kinds=tuple(values), peers=peers, values="".join(values.values()))
+        for peers, values in alike.items()
     )

@@ -43,9 +43,10 @@ def raise_descriptor_limit() -> None:
 
 
 def collect_seldom() -> None:
-    """Lets cyclic garbage lie for longer: of a hundred thousand messages that all stay for a while
-    the collector would look through all again and again, and find next to nothing."""
-    gc.set_threshold(100_000, 50, 100)
+    """Lets cyclic garbage lie for longer: of the hundred thousands of
+    objects that thousands of workers' messages are for the length of a handoff the collector would
+    look through all, and find next to nothing."""
+    gc.set_threshold(500_000, 20, 100)
 
 
 def take_core(place: int) -> None:

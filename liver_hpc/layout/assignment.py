@@ -28,7 +28,7 @@ class Problem:
     kinds: NDArray[np.int64]
     sorts: NDArray[np.int64]
     slots: NDArray[np.int64]
-    own: csr_array
+    own: csr_array | NDArray[np.float64]
     shared: NDArray[np.float64]
 
     def solve(self) -> list[int | None]:
@@ -45,7 +45,8 @@ class Problem:
 
     def _pair_by_pair(self) -> list[int | None]:
         bins = np.repeat(np.arange(len(self.slots)), self.slots)
-        gains = self.own.toarray()[bins] + self.shared[np.ix_(self.sorts[bins], self.kinds)]
+        own = self.own.toarray() if isinstance(self.own, csr_array) else self.own
+        gains = own[bins] + self.shared[np.ix_(self.sorts[bins], self.kinds)]
         rows, columns = linear_sum_assignment(gains, maximize=True)
         chosen: list[int | None] = [None] * len(self.kinds)
         for row, column in zip(rows, columns, strict=True):
@@ -56,7 +57,7 @@ class Problem:
         """As a transport problem, whose edges are the pairs that `own` has, and those of sorts and
         kinds for the rest. Each row below sums within another one's, or they have nothing in
         common, so the corners of the feasible region are whole numbers."""
-        direct = self.own.tocoo()
+        direct = coo_array(self.own)
         at, unit = direct.coords
         sort, kind = (each.reshape(-1) for each in np.indices(self.shared.shape))
         gains = np.concatenate(

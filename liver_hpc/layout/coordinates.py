@@ -156,6 +156,10 @@ class RankMap:
     def worker_at(self, at: Coordinate) -> int:
         return self.workers[self.layout.rank(at)]
 
+    def __contains__(self, worker: int) -> bool:
+        """Whether a worker has a seat."""
+        return worker in self._ranks
+
     def coordinate_of(self, worker: int) -> Coordinate | None:
         """Where a worker sits; None when it is not in this rank map."""
         rank = self._ranks.get(worker)

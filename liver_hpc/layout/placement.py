@@ -9,7 +9,8 @@ a pipeline are next to each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -83,9 +84,8 @@ def _seated(
     bins = [held.get(node, []) for node in people]
     ranks = _ranks_on(gains, target, bins, [len(workers) for workers in people.values()])
     seated: dict[int, int] = {}
-    for workers, mine in zip(people.values(), ranks, strict=True):
-        each = [gains.ranks_of([worker]) for worker in workers]
-        problem = gains.problem(each, [[rank] for rank in mine], [1] * len(workers))
+    within = gains.within([*people.values()], ranks)
+    for workers, mine, problem in zip(people.values(), ranks, within, strict=True):
         for rank, number in zip(mine, problem.solve(), strict=True):
             assert number is not None, "there is a worker for every seat of its node"
             seated[rank] = workers[number]
@@ -178,6 +178,60 @@ class _Gains:
         of_kinds = np.array(needed, np.int64).reshape(len(needed), len(units[0]) if units else 0)
         shared = np.array([overlap.parameters(places)[of_kinds].sum(axis=1) for places in held])
         return Problem(kinds, sorts, np.array(slots), has @ self._state @ needs.T, shared)
+
+    def within(
+        self, workers: Sequence[Sequence[int]], ranks: Sequence[Sequence[int]]
+    ) -> Iterator[Problem]:
+        """Of seating each node's workers at its ranks of the target, node by node; in bytes."""
+        for node, own in enumerate(self._own_within(workers, ranks)):
+            kinds, needed = _numbered([self._place_of(rank) for rank in ranks[node]])
+            sorts, held = _numbered([self._places_of(worker) for worker in workers[node]])
+            shared = np.array([self._parameters(places)[needed] for places in held])
+            yield Problem(kinds, sorts, np.ones(len(own), np.int64), own, shared)
+
+    def _own_within(
+        self, workers: Sequence[Sequence[int]], ranks: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float64]]:
+        """[workers, ranks] of each node: what optimizer state they have in common."""
+        own = [np.zeros((len(us), len(seats))) for us, seats in zip(workers, ranks, strict=True)]
+        if self._overlap is None:
+            return own
+        state = self._state.tocoo()
+        held = [[self._ranks.get(worker, -1) for worker in each] for each in workers]
+        from_rank, to_rank = state.coords
+        at, row = (each[from_rank] for each in _whereabouts(held, state.shape[0]))
+        on, column = (each[to_rank] for each in _whereabouts(ranks, state.shape[1]))
+        (here,) = np.nonzero((at == on) & (at >= 0))
+        here = here[np.argsort(at[here], kind="stable")]
+        ends = np.cumsum(np.bincount(at[here], minlength=len(own)))
+        for block, of in zip(own, np.split(here, ends[:-1]), strict=True):
+            block[row[of], column[of]] = state.data[of]
+        return own
+
+    def _place_of(self, rank: int) -> int:
+        return self._overlap.target_places[rank] if self._overlap is not None else 0
+
+    def _places_of(self, worker: int) -> frozenset[int]:
+        """Where a worker of the source is; empty for any other."""
+        if self._overlap is None or worker not in self._ranks:
+            return frozenset()
+        return frozenset({self._overlap.source_places[self._ranks[worker]]})
+
+    def _parameters(self, places: frozenset[int]) -> NDArray[np.float64]:
+        return self._overlap.parameters(places) if self._overlap is not None else np.zeros(1)
+
+
+def _whereabouts(
+    groups: Sequence[Sequence[int]], members: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each member the number of its group, -1 where it is in none, and its place there."""
+    group, place = np.full(members + 1, -1), np.zeros(members + 1, np.int64)
+    everybody = np.fromiter(chain.from_iterable(groups), np.int64)
+    sizes = [len(each) for each in groups]
+    group[everybody] = np.repeat(np.arange(len(groups)), sizes)
+    place[everybody] = np.fromiter(chain.from_iterable(map(range, sizes)), np.int64)
+    group[-1] = -1  # where the unknown ones were put
+    return group[:-1], place[:-1]
 
 
 def _by_node(workers: Iterable[int], nodes: Nodes) -> dict[int, list[int]]:

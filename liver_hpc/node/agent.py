@@ -137,6 +137,7 @@ class Agent:
         self._checking = False
         self._launches: dict[str, Launch] = {}
         self._launch_of: dict[int, Launch] = {}  # workers that have an id, and live
+        self._asked: list[tuple[int, m.StoreRequest]] = []  # of the store, in this turn
         self._said_since: set[int] = set()  # who has said something that waits for the others
         self._flush_by: Deadline | None = None
         self._beat_by = Deadline.after(self._clock, self._limits.heartbeat_s / BEATS, "a beat")
@@ -391,19 +392,26 @@ class Agent:
     def _relay(self, worker: int, said: Said) -> None:
         """To the coordinator, with the next frame."""
         assert self._line is not None, "workers have an id, so there is a line"
-        if said.way is Way.ONCE:
-            self._line.say(said.data, worker)
-            self._said_since.add(worker)
-        else:
-            self._line.tell(said.data, worker)
-        if said.way is Way.NOW:
-            self._flush_by = Deadline.after(self._clock, 0.0, "nothing")
-        elif said.way is Way.ONCE and self._flush_by is None:
-            self._flush_by = Deadline.after(self._clock, GATHER_S, "the other workers")
+        match said.way:
+            case Way.ONCE:
+                self._line.say(said.data, worker)
+                self._said_since.add(worker)
+                if self._flush_by is None:
+                    self._flush_by = Deadline.after(self._clock, GATHER_S, "the other workers")
+            case Way.ASK:
+                request = m.decode(said.data)
+                assert isinstance(request, m.StoreRequest)
+                self._asked.append((worker, request))
+                self._flush_by = Deadline.after(self._clock, 0.0, "nothing")
+            case Way.LATER:
+                self._line.tell(said.data, worker)
 
     def _flush_what_is_due(self) -> None:
         if self._line is None:
             return
+        if self._asked:
+            self._line.tell(m.encode(m.StoreAsks.of(self._asked)), ITSELF)
+            self._asked.clear()
         if self._beat_by.expired():
             self._beat_by = Deadline.after(self._clock, self._limits.heartbeat_s / BEATS, "a beat")
             self._line.beat()
@@ -440,6 +448,10 @@ class Agent:
     def _told(self, message: m.AnyMessage) -> None:
         """By the coordinator."""
         match message:
+            case m.StoreAnswers():
+                for worker, reply in message.replies():
+                    if worker in self._launch_of:
+                        self._launch_of[worker].pass_on(worker, m.encode(reply))
             case m.Exit():
                 self._stop(f"told to end: {message.reason}", 0)
             case m.StartWorkers() if self._plan.stays and message.launch not in self._launches:

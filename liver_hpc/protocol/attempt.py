@@ -79,12 +79,12 @@ class Attempt:
         return tuple(w for w in self.target_workers if not self.trains_in_source(w))
 
     def trains_in_source(self, worker: int) -> bool:
-        return self.request.source.rank_map.coordinate_of(worker) is not None
+        return worker in self.request.source.rank_map
 
     def leaves(self, worker: int) -> bool:
         """Whether a worker of the source has no seat in the target."""
-        seated = self.target is not None and self.target.coordinate_of(worker) is not None
-        return self.trains_in_source(worker) and not seated
+        seated = self.target is not None and worker in self.target
+        return not seated and self.trains_in_source(worker)
 
     @property
     def waiting_workers(self) -> tuple[int, ...]:

@@ -9,8 +9,9 @@ it is, as the strings "NaN", "Infinity" and "-Infinity".
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from itertools import product
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
@@ -73,26 +74,27 @@ class ClassDigest(_Frozen):
 
 
 class PairDigests(_Frozen):
-    """Sums over the boxes of one kind of state that crossed between the teller and each of `peers`,
-    modulo 2**64.
+    """Sums over the boxes of each of `kinds` of state that crossed between the teller and each of
+    `peers`, modulo 2**64.
 
     A peer is the worker at the other end, or the teller itself for what it copied within its own
-    memory; `values` has 16 hex digits for each.
+    memory; `values` has 16 hex digits for each, kind by kind.
     """
 
-    kind: str
+    kinds: tuple[str, ...]
     peers: tuple[int, ...]
     values: str
 
     @model_validator(mode="after")
     def _has_as_many(self) -> PairDigests:
-        if len(self.values) != 16 * len(self.peers):
-            raise ValueError(f"wanted 16 digits for each of {len(self.peers)} peers")
+        if len(self.values) != 16 * len(self.kinds) * len(self.peers):
+            each = f"each of {len(self.peers)} peers and {len(self.kinds)} kinds"
+            raise ValueError(f"wanted 16 digits for {each}")
         return self
 
-    def items(self) -> Iterator[tuple[int, str]]:
-        for number, peer in enumerate(self.peers):
-            yield peer, self.values[16 * number : 16 * (number + 1)]
+    def items(self) -> Iterator[tuple[str, int, str]]:
+        for number, (kind, peer) in enumerate(product(self.kinds, self.peers)):
+            yield kind, peer, self.values[16 * number : 16 * (number + 1)]
 
 
 class HeldSnapshot(_Frozen):
@@ -612,11 +614,9 @@ class Reply(Message, type="reply"):
 # ---- store: the key-value store from which process groups are built
 
 
-class StoreRequest(Message, type="store"):
-    """One operation of torch's Store interface; `value` is base64. number: which of the worker's
-    requests it is; a connection that breaks loses them."""
+class _StoreOperation(_Frozen):
+    """One operation of torch's Store interface; `value` is base64."""
 
-    number: int = 0
     operation: Literal["set", "get", "add", "wait", "check", "delete"]
     keys: tuple[str, ...]
     value: str = ""
@@ -624,14 +624,72 @@ class StoreRequest(Message, type="store"):
     timeout_s: float = 0.0
 
 
-class StoreReply(Message, type="store_reply"):
-    """To request `number`; what it asked for is in `value` or `count`. `error` is empty on success;
-    a timed-out wait lists the keys that never came."""
+class _StoreResult(_Frozen):
+    """What was asked for is in `value` or `count`. `error` is empty on success; a timed-out wait
+    lists the keys that never came."""
 
-    number: int = 0
     value: str = ""
     count: int = 0
     error: str = ""
+
+
+class StoreRequest(_StoreOperation, Message, type="store"):
+    """From a worker to its agent. number: which of the worker's requests it is; a connection that
+    breaks loses them."""
+
+    number: int = 0
+
+
+class StoreReply(_StoreResult, Message, type="store_reply"):
+    """From an agent to a worker: to request `number`."""
+
+    number: int = 0
+
+
+class StoreAsk(_StoreOperation):
+    """An operation that workers ask for. askers: each by its id, with the request's number."""
+
+    askers: tuple[tuple[int, int], ...]
+
+
+class StoreAnswer(_StoreResult):
+    """To those who asked for the same."""
+
+    askers: tuple[tuple[int, int], ...]
+
+
+class StoreAsks(Message, type="store_asks"):
+    """From an agent to the store: what its workers ask for at the same time, in order."""
+
+    asks: tuple[StoreAsk, ...]
+
+    @classmethod
+    def of(cls, requests: Iterable[tuple[int, StoreRequest]]) -> StoreAsks:
+        """Of requests by workers. What several want to see is asked for once."""
+        asks: dict[Any, tuple[StoreRequest, list[tuple[int, int]]]] = {}
+        for worker, request in requests:
+            looks = request.operation in ("get", "wait", "check")
+            same = (request.operation, request.keys, request.timeout_s) if looks else len(asks)
+            asks.setdefault(same, (request, []))[1].append((worker, request.number))
+        return cls(
+            asks=tuple(
+                StoreAsk(**request.model_dump(exclude={"type", "number"}), askers=tuple(askers))
+                for request, askers in asks.values()
+            )
+        )
+
+
+class StoreAnswers(Message, type="store_answers"):
+    """From the store to an agent, for its workers."""
+
+    answers: tuple[StoreAnswer, ...]
+
+    def replies(self) -> Iterator[tuple[int, StoreReply]]:
+        """To whom, and what."""
+        for answer in self.answers:
+            for worker, number in answer.askers:
+                result = answer.model_dump(exclude={"askers"})
+                yield worker, StoreReply(**result, number=number)
 
 
 OfAttempt = Prepared | AtBoundary | Vote | FirstStep | Released | Aborted | Failed
@@ -653,7 +711,7 @@ FromAgent = AgentHello | Warned | WorkerEnded | LaunchEnded | KeeperHello
 FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
 AnyMessage = (
     Calls | Hears | FromWorker | ToWorker | ToAgent | FromAgent | FromOperator | Reply | YourTurn
-    | StoreRequest | StoreReply
+    | StoreRequest | StoreReply | StoreAsks | StoreAnswers
 )  # fmt: skip
 
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(discriminator="type")])

@@ -119,16 +119,16 @@ def mismatches(votes: Mapping[int, Vote], planned: Mapping[int, Collection[int]]
     if _agree(votes, planned):
         return
     left = {
-        (w, peer, told.kind): value
+        (w, peer, kind): value
         for w, vote in votes.items()
         for told in vote.sent
-        for peer, value in told.items()
+        for kind, peer, value in told.items()
     }
     arrived = {
-        (peer, w, told.kind): value
+        (peer, w, kind): value
         for w, vote in votes.items()
         for told in vote.received
-        for peer, value in told.items()
+        for kind, peer, value in told.items()
     }
     for sender, receiver, kind in sorted({*left, *arrived}):
         told = [known.get((sender, receiver, kind), "missing") for known in (left, arrived)]
@@ -155,31 +155,44 @@ def _agree(votes: Mapping[int, Vote], planned: Mapping[int, Collection[int]]) ->
     planned_to = np.fromiter(chain.from_iterable(planned.values()), np.int64, sum(counts))
     all_ids = (by, to, receivers, senders, plans, planned_to)
     workers = 1 + max((int(ids.max()) for ids in all_ids if ids.size), default=0)
-    sent = (by * workers + to) * len(kinds) + left_kinds
-    received = (senders * workers + receivers) * len(kinds) + arrived_kinds
-    order, other = sent.argsort(kind="stable"), received.argsort(kind="stable")
-    sent = sent[order]
-    if not np.array_equal(sent, received[other]) or not np.array_equal(left[order], arrived[other]):
+    limit = max(workers, len(kinds))
+    sent = _in_order(limit, by, to, left_kinds)
+    came = _in_order(limit, senders, receivers, arrived_kinds)
+    crossed = (by[sent], to[sent], left_kinds[sent], left[sent])
+    arrive = (senders[came], receivers[came], arrived_kinds[came], arrived[came])
+    if not all(map(np.array_equal, crossed, arrive)):
         return False
-    crossed = np.append(sent // max(len(kinds), 1), -1)  # in order, but for the end
+    pairs = np.append(crossed[0] * workers + crossed[1], -1)  # in order, but for the end
     wanted = plans * workers + planned_to
-    return np.array_equal(crossed[crossed[:-1].searchsorted(wanted)], wanted)
+    return np.array_equal(pairs[pairs[:-1].searchsorted(wanted)], wanted)
+
+
+def _in_order(limit: int, *keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """As the first key sorts them, then the second ...; all are below a limit. Numbers of two bytes
+    are sorted in a tenth of the time."""
+    small = np.min_scalar_type(limit)
+    return np.lexsort([key.astype(small) for key in reversed(keys)])
 
 
 def _columns(
     told: Sequence[tuple[int, PairDigests]], kinds: dict[str, int]
 ) -> tuple[NDArray[Any], ...]:
     """Who tells, of which peer, the kind's number, and the digest."""
-    counts = [len(digests.peers) for _, digests in told]
-    numbers = [kinds.setdefault(digests.kind, len(kinds)) for _, digests in told]
-    peers = chain.from_iterable(digests.peers for _, digests in told)
+    num_peers = np.array([len(digests.peers) for _, digests in told], np.int64)
+    num_kinds = np.array([len(digests.kinds) for _, digests in told], np.int64)
+    counts = num_peers * num_kinds
+    workers = np.repeat(np.array([worker for worker, _ in told], np.int64), counts)
+    of_kinds = chain.from_iterable(digests.kinds for _, digests in told)
+    numbers = [kinds.setdefault(kind, len(kinds)) for kind in of_kinds]
+    peers = np.fromiter(chain.from_iterable(d.peers for _, d in told), np.int64, num_peers.sum())
+    # Where in those two a digest's kind and peer stand: kind by kind, in each all peers.
+    within = np.arange(len(workers)) - np.repeat(np.cumsum(counts) - counts, counts)
+    kind, peer = np.divmod(within, np.repeat(num_peers, counts))
+    kind += np.repeat(np.cumsum(num_kinds) - num_kinds, counts)
+    peer += np.repeat(np.cumsum(num_peers) - num_peers, counts)
     values = bytes.fromhex("".join(digests.values for _, digests in told))
-    return (
-        np.repeat(np.array([worker for worker, _ in told], np.int64), counts),
-        np.fromiter(peers, np.int64, sum(counts)),
-        np.repeat(np.array(numbers, np.int64), counts),
-        np.frombuffer(values, ">u8"),
-    )
+    digests = np.frombuffer(values, ">u8").astype(np.uint64)
+    return workers, peers[peer], np.array(numbers, np.int64)[kind], digests
 
 
 def unlike(one: Side, other: Side) -> list[str]:

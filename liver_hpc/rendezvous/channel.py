@@ -72,6 +72,7 @@ _HEAD = struct.Struct("!II")
 _PART = struct.Struct("!qQQI")
 _SAME_AGAIN = 2**32 - 1
 """In the place of a length: the message of the part before."""
+_READ_BYTES = 2**16
 _QUEUE = 4096
 _AGAIN_S = 0.1
 _TCP_OPTIONS = {
@@ -123,10 +124,12 @@ class Channel:
         self._reading = threading.Lock()
         self._writing = threading.Lock()
         self._came: deque[Part] = deque()
+        self._unread = bytearray()  # what was read behind the frame before
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._writer: threading.Thread | None = None  # as long as something waits
         self._closed_because: str | None = None
+        self._is_lent = False
 
     def fileno(self) -> int:
         """For a selector: readable when there is something to receive, also the end."""
@@ -258,26 +261,52 @@ class Channel:
             return left
         try:
             with self._reading:
-                if not self._is_readable(timeout_s):
-                    raise DeadlineError(f"waited {timeout_s:g} s for a message from {self.peer}")
-                head = self._read(_HEAD.size)
-                size, count = _HEAD.unpack(head)
-                heads_bytes = count * _PART.size
-                fits = heads_bytes <= size <= MAX_MESSAGE_BYTES + heads_bytes
-                fits = fits and heads_bytes <= MAX_MESSAGE_BYTES
-                rest = self._read(size + SEAL_BYTES) if fits else b""
-                body, seal = rest[:size], rest[size:]
-                sealed = fits and hmac.compare_digest(seal, self._their_seal.next(head, body))
-            if sealed:
-                return list(_parts(body, count))
-            reason = f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES}"
-            if seal:
-                reason = "a message that was changed, repeated or left out on its way"
-                _log.warning("closing the channel to %s: %s", self.peer, reason)
-        except (OSError, EOFError) as error:
+                while (parts := self._next_frame()) is None:
+                    self._read_more(timeout_s)
+                return parts
+        except (OSError, EOFError, ProtocolError) as error:
             reason = _reason(error)
         self.close(reason)
         raise self._closed_error()
+
+    def receive_ready(self) -> list[list[Part]]:
+        """The parts of all frames that are there, without waiting for more. Raises ChannelClosed.
+
+        For a `Reader`, to which the channel is lent.
+        """
+        if self._closed_because is not None:
+            raise self._closed_error()
+        frames = [self.receive_parts()] if self._came else []
+        try:
+            with self._reading:
+                with contextlib.suppress(BlockingIOError):
+                    self._read_some(socket.MSG_DONTWAIT)
+                while (parts := self._next_frame()) is not None:
+                    frames.append(parts)
+        except (OSError, EOFError, ProtocolError) as error:
+            self.close(_reason(error))
+            if not frames:  # else the next call says it
+                raise self._closed_error() from None
+        return frames
+
+    @property
+    def within_frame(self) -> bool:
+        """Whether a frame has begun to come, and has not come whole."""
+        return bool(self._unread)
+
+    def lend(self) -> None:
+        """From now on another one looks at the descriptor, and calls `take_back` at its end; until
+        then `close` leaves it. Raises ChannelClosed."""
+        with self._state:
+            if self._closed_because is not None:
+                raise self._closed_error()
+            self._is_lent = True
+
+    def take_back(self) -> None:
+        """Closes a channel for good that was lent, once nobody looks at its descriptor."""
+        self._is_lent = False
+        self.close()
+        self._free()
 
     def close(self, reason: str = "closed on this side") -> None:
         """Ends the channel; a send or receive in another thread raises at once. Idempotent."""
@@ -285,9 +314,14 @@ class Channel:
             if self._closed_because is not None:
                 return
             self._closed_because = reason
-        with contextlib.suppress(OSError):  # the peer may have ended it already
-            self._socket.shutdown(socket.SHUT_RDWR)
-        # A descriptor may only go when no thread sits in it: its number is soon somebody else's.
+            with contextlib.suppress(OSError):  # the peer may have ended it already
+                self._socket.shutdown(socket.SHUT_RDWR)
+            if self._is_lent:  # who looks at it sees its end
+                return
+        self._free()
+
+    def _free(self) -> None:
+        """A descriptor may only go when no thread is in it: its number is soon somebody else's."""
         with self._writing:
             writer = self._writer
         if writer is not None and writer is not threading.current_thread():
@@ -295,21 +329,48 @@ class Channel:
         with self._reading, self._writing:
             self._socket.close()
 
-    def _is_readable(self, timeout_s: float | None) -> bool:
+    def _next_frame(self) -> list[Part] | None:
+        """Its parts, once all of it is read. Raises ProtocolError for one that is none."""
+        if len(self._unread) < _HEAD.size:
+            return None
+        head = bytes(self._unread[: _HEAD.size])
+        size, count = _HEAD.unpack(head)
+        heads_bytes = count * _PART.size
+        fits = heads_bytes <= size <= MAX_MESSAGE_BYTES + heads_bytes
+        if not fits or heads_bytes > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES}")
+        end = _HEAD.size + size
+        if len(self._unread) < end + SEAL_BYTES:
+            return None
+        with memoryview(self._unread) as read:
+            body, seal = bytes(read[_HEAD.size : end]), bytes(read[end : end + SEAL_BYTES])
+        del self._unread[: end + SEAL_BYTES]
+        if not hmac.compare_digest(seal, self._their_seal.next(head, body)):
+            reason = "a message that was changed, repeated or left out on its way"
+            _log.warning("closing the channel to %s: %s", self.peer, reason)
+            raise ProtocolError(reason)
+        return list(_parts(body, count))
+
+    def _read_more(self, timeout_s: float | None) -> None:
+        """With as few calls as can be. timeout_s: for a frame's first bytes."""
         if self._closed_because is not None:
             raise self._closed_error()
-        poll = select.poll()  # which takes no descriptor, and any number of one
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000))
+        if timeout_s is not None and not self._unread:
+            poll = select.poll()  # which takes no descriptor, and any number of one
+            poll.register(self._socket, select.POLLIN)
+            if not poll.poll(max(timeout_s, 0.0) * 1000):
+                raise DeadlineError(f"waited {timeout_s:g} s for a message from {self.peer}")
+        try:
+            self._read_some()
+        except BlockingIOError:
+            if self._unread:
+                raise
 
-    def _read(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            part = self._socket.recv(size - len(data), socket.MSG_WAITALL)
-            if not part:
-                raise EOFError
-            data += part
-        return data
+    def _read_some(self, flags: int = 0) -> None:
+        part = self._socket.recv(_READ_BYTES, flags)
+        if not part:
+            raise EOFError
+        self._unread += part
 
     def _closed_error(self) -> ChannelClosed:
         return ChannelClosed(f"connection to {self.peer}: {self._closed_because}")
@@ -330,11 +391,11 @@ class ControlServer:
     """Listens on `host` and runs `handle` for every authenticated channel in a thread of its own.
 
     A stranger, silent or talkative, is dropped after HANDSHAKE_S; it holds no thread, and
-    nobody else up. A channel is closed when its `handle` returns; ChannelClosed may simply be let
-    out of `handle`.
+    nobody else up. A channel is closed when its `handle` returns, unless it says True: then
+    somebody else has it. ChannelClosed may simply be let out of `handle`.
     """
 
-    def __init__(self, host: str, secret: bytes, handle: Callable[[Channel], None]) -> None:
+    def __init__(self, host: str, secret: bytes, handle: Callable[[Channel], bool | None]) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=_QUEUE)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
@@ -354,7 +415,7 @@ class ControlServer:
         self._acceptor.start()
 
     def close(self) -> None:
-        """Stops listening, closes every channel and waits for the handlers; idempotent.
+        """Stops listening, closes every channel that has a handler, waits for these; idempotent.
 
         May be called from within a handler.
         """
@@ -461,12 +522,14 @@ class ControlServer:
     # ---- in a thread of the channel's own
 
     def _serve(self, channel: Channel, proof: bytes) -> None:
+        is_kept: bool | None = False
         try:
             with contextlib.suppress(ChannelClosed):  # how a conversation usually ends
                 channel._write(lambda: proof)
-                self._handle(channel)
+                is_kept = self._handle(channel)
         finally:
-            channel.close()
+            if not is_kept:
+                channel.close()
             with self._changing:
                 del self._threads[threading.current_thread()]
 

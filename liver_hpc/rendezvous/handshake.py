@@ -52,11 +52,9 @@ class Seal:
 
     def next(self, *said: bytes) -> bytes:
         """The seal of the next message, whose bytes are given in parts; of SEAL_BYTES."""
-        sealed = hmac.new(self._key, _NUMBER.pack(self._number), "sha256")
-        for part in said:
-            sealed.update(part)
+        sealed = hmac.digest(self._key, b"".join((_NUMBER.pack(self._number), *said)), "sha256")
         self._number += 1
-        return sealed.digest()[:SEAL_BYTES]
+        return sealed[:SEAL_BYTES]
 
 
 def prove(secret: bytes, speaker: bytes, said: bytes) -> bytes:

@@ -1,7 +1,8 @@
 """The line between a worker and its node's agent: a socket that the worker has inherited.
 
 What goes over it is a length, how it is to be passed on (`Way`, of one byte), and that many bytes:
-a message for the coordinator, or for the worker, into which the agent does not look. From the agent
+a message for the coordinator, or for the worker, into which the agent does not look, or a request
+to the store and its reply, which it passes on with those of other workers. From the agent
 without bytes: the connection to the coordinator has broken.
 """
 
@@ -36,8 +37,8 @@ class Way(IntEnum):
 
     ONCE = 0
     """It reaches the coordinator, or the one after it, once."""
-    NOW = 1
-    """It may be lost."""
+    ASK = 1
+    """A request to the store, with what other workers ask for just now; it may be lost."""
     LATER = 2
     """It may be lost, and take a while."""
 
@@ -148,7 +149,7 @@ class WorkersEnd:
         answer = self._asked[number] = Future()
         answer.add_done_callback(lambda _: self._asked.pop(number, None))
         try:
-            self.send(request.model_copy(update={"number": number}), Way.NOW)
+            self.send(request.model_copy(update={"number": number}), Way.ASK)
         except ChannelClosed as error:
             answer.set_exception(error)
         return answer

@@ -215,6 +215,11 @@ class Agents:
                 taken.setdefault(agent.seat.node, set()).update(agent.slots())
         return taken
 
+    def nodes_in_use(self) -> set[str]:
+        """Those on which an agent has a slot."""
+        agents = self._agents.values()
+        return {each.seat.node for each in agents if not each.gone or each.slots()}
+
     def ending(self) -> bool:
         """Whether slots will soon be free: of agents that are of no more use, or of joiners that
         let their handoff go."""

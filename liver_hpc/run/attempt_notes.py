@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from liver_hpc.layout.coordinates import RankMap
@@ -127,14 +127,12 @@ class AttemptNotes:
 
     def _bytes_between(self, node_of: Callable[[int], str]) -> int:
         """Bytes that go to another node."""
-        sent = self.said(m.Prepared)
+        sent, total = self.said(m.Prepared), 0
         nodes = {worker: node_of(worker) for worker in {*sent, *self.target_workers}}
-        return sum(
-            num_bytes
-            for worker, message in sent.items()
-            for receiver, num_bytes in message.bytes_to.items()
-            if nodes[worker] != nodes[receiver]
-        )
+        for worker, message in sent.items():
+            node = nodes[worker]
+            total += sum(num for to, num in message.bytes_to.items() if nodes[to] != node)
+        return total
 
     @property
     def target_workers(self) -> tuple[int, ...]:
@@ -185,8 +183,9 @@ class AttemptNotes:
             ended_s=first.ended_s if first is not None else math.nan,
         )
 
-    def worker_phases(self, node_of: Callable[[int], str]) -> list[WorkerPhaseRecord]:
-        """What each worker did when: who waited for whom. By worker and in order of time.
+    def worker_phases(self, node_of: Callable[[int], str]) -> dict[str, tuple[Any, ...]]:
+        """What each worker did when: who waited for whom. By worker and in order of time; the
+        columns of `WorkerPhaseRecord`.
 
         A phase that a worker began and never ended has a NaN for its end.
         """
@@ -194,11 +193,15 @@ class AttemptNotes:
         target = self.target_workers
         ended_s = self._ended_s()
         last_ended_s = max(ended_s.values(), default=math.nan)
-        return [
-            WorkerPhaseRecord(self.generation, worker, node_of(worker), *span)
+        rows = [
+            (self.generation, worker, node, *span)
             for worker in sorted({*source, *target, *self.said(m.Hello)})
+            for node in (node_of(worker),)
             for span in self._spans(worker, ended_s, last_ended_s)
         ]
+        names = [field.name for field in fields(WorkerPhaseRecord)]
+        columns = zip(*rows, strict=True) if rows else [()] * len(names)
+        return dict(zip(names, columns, strict=True))
 
     def _spans(
         self, worker: int, source_ended_s: Mapping[int, float], last_ended_s: float
@@ -258,7 +261,7 @@ class AttemptNotes:
 
     def _stays(self, worker: int) -> bool:
         both = (self.request.source.rank_map, self.target)
-        return all(w is not None and w.coordinate_of(worker) is not None for w in both)
+        return all(world is not None and worker in world for world in both)
 
     def _entered_s(self, phase: Phase) -> float:
         return self.entered_s.get(phase, math.nan)

@@ -29,17 +29,16 @@ def name_of(kind: type) -> str:
 
 
 def encode(item: Event | Action) -> dict[str, Any]:
-    """Plain values, with a `type` to be known by."""
+    """What `entries.encode` makes the JSON of, with a `type` to be known by."""
     if isinstance(item, Record):
         return {"type": "record", "table": _TABLES[type(item.row)], "row": _plain(item.row)}
     if isinstance(item, RecordAll):
-        columns = _plain(item.columns)
-        return {"type": RECORD_ALL, "table": _TABLES[item.kind], "columns": columns}
+        return {"type": RECORD_ALL, "table": _TABLES[item.kind], "columns": item.columns}
     if isinstance(item, SaidTogether):
         return {
             "type": "said_together",
-            "messages": [encode(each) for each in item.messages],
-            "numbers": list(item.numbers),
+            "messages": item.messages,
+            "numbers": item.numbers,
         }
     return {"type": name_of(type(item)), **_plain(item)}
 

@@ -64,9 +64,9 @@ class HeldNodes(dict[str, HeldNode]):
 
     def note_idle(self, now_s: float) -> None:
         """Notes since when nodes are idle."""
-        taken = self.agents.taken()
+        in_use = self.agents.nodes_in_use()
         for name, held in self.items():
-            if taken.get(name):
+            if name in in_use:
                 held.idle_since_s, held.given_back = None, False
             elif held.idle_since_s is None:
                 held.idle_since_s = now_s
@@ -134,12 +134,12 @@ class HeldNodes(dict[str, HeldNode]):
     def steady_slots(self, with_burst: bool) -> int:
         """Slots on usable nodes that are used, or would be without being asked for, but for those
         that were given back; 0 where there is no bound."""
-        taken = self.agents.taken()
+        in_use = self.agents.nodes_in_use()
         return sum(
             node.slots or 0
             for node in self.usable()
             if (with_burst or not node.burst)
-            and (node.automatic or node.name in taken)
+            and (node.automatic or node.name in in_use)
             and not self[node.name].given_back
         )
 

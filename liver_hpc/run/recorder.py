@@ -18,6 +18,7 @@ from liver_hpc.run.records import (
     NetworkRecord,
     ReconfigurationRecord,
     TrafficRecord,
+    WorkerPhaseRecord,
 )
 
 
@@ -111,9 +112,10 @@ class RunRecorder:
         traffic = notes.traffic()
         if traffic["bytes"]:
             self._add(RecordAll(TrafficRecord, traffic))
-        for rows in (phases, notes.crossings()):
-            if rows:
-                self._add(RecordAll.of(rows))
+        if phases["worker"]:
+            self._add(RecordAll(WorkerPhaseRecord, phases))
+        if crossings := notes.crossings():
+            self._add(RecordAll.of(crossings))
         self._wake = ("release" if ended.outcome == "completed" else "prepare", now_s)
         self.completed += ended.outcome == "completed"
         self.aborted += ended.outcome != "completed"

@@ -28,10 +28,11 @@ from liver_hpc.protocol.messages import (
     Hello,
     Proceed,
     Stop,
+    StoreAnswers,
+    StoreAsks,
     StoreReply,
     StoreRequest,
     Warned,
-    decode,
     encode,
 )
 from liver_hpc.rendezvous.channel import (
@@ -59,8 +60,8 @@ class Caller:
 
     def __init__(self) -> None:
         self.inbox = Inbox()
-        connections = ConnectionServer(self.inbox, StoreService(FakeClock()), control_s=5.0)
-        self.server = ControlServer("127.0.0.1", SECRET, connections.handle)
+        self.connections = ConnectionServer(self.inbox, StoreService(FakeClock()), control_s=5.0)
+        self.server = ControlServer("127.0.0.1", SECRET, self.connections.handle)
         self.channel: Channel = connect(self.server.address, SECRET, 5.0, "the coordinator")
 
     def next(self, kind: type[E]) -> E:
@@ -75,6 +76,7 @@ def caller() -> Iterator[Caller]:
     yield made
     made.channel.close()
     made.server.close()
+    made.connections.close()
     assert made.inbox.get(0.0) is None  # nothing that nobody looked at
 
 
@@ -102,13 +104,15 @@ def test_what_workers_ask_of_the_store_goes_there_and_is_answered_over_the_same_
     caller.channel.send(CALLS)
     caller.next(Called)
     asked = [
-        Part(encode(StoreRequest(number=n, operation=name, keys=("k",), value="MQ==")), who=w)
-        for n, name, w in ((5, "get", 4), (7, "set", 6))
+        (w, StoreRequest(number=n, operation=name, keys=("k",), value="MQ=="))
+        for w, n, name in ((4, 5, "get"), (6, 7, "set"), (8, 1, "get"))
     ]
-    caller.channel.post(asked)
-    got = caller.channel.receive_parts(5.0)
-    assert [(part.who, decode(part.data)) for part in got] == [
+    caller.channel.send(StoreAsks.of(asked))
+    got = caller.channel.receive(5.0)
+    assert isinstance(got, StoreAnswers)
+    assert [*got.replies()] == [
         (4, StoreReply(number=5, value="MQ==")),
+        (8, StoreReply(number=1, value="MQ==")),
         (6, StoreReply(number=7)),
     ]
     caller.channel.close()

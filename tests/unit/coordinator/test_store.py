@@ -9,7 +9,7 @@ import pytest
 
 from liver_hpc.clock import FakeClock
 from liver_hpc.coordinator.store import StoreService
-from liver_hpc.protocol.messages import StoreReply, StoreRequest, decode
+from liver_hpc.protocol.messages import StoreAnswers, StoreAsks, StoreReply, StoreRequest, decode
 from liver_hpc.rendezvous.channel import Part
 
 
@@ -34,15 +34,15 @@ class Asker:
     def post(self, parts: Sequence[Part]) -> None:
         self.frames += 1
         for part in parts:
-            reply = decode(part.data)
-            assert isinstance(reply, StoreReply)
-            self._replies[reply.number] = reply
+            answers = decode(part.data)
+            assert isinstance(answers, StoreAnswers)
+            self._replies |= {reply.number: reply for _, reply in answers.replies()}
 
     def begin(self, operation: str, *keys: str, **fields: object) -> int:
         """The number of a request, which may wait."""
         self._number += 1
         asked = {"number": self._number, "operation": operation, "keys": keys, **fields}
-        self._store.ask(self, [(3, StoreRequest.model_validate(asked))])
+        self._store.ask(self, StoreAsks.of([(3, StoreRequest.model_validate(asked))]))
         return self._number
 
     def __call__(self, operation: str, *keys: str, **fields: object) -> StoreReply:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.messages import Reply, StepDone, decode, encode
 from liver_hpc.protocol.status import StatusSnapshot
 
@@ -95,3 +96,39 @@ def test_a_step_whose_time_or_count_is_not_finite_is_refused() -> None:
         fields = step_done().model_dump() | {name: math.inf}
         with pytest.raises(ValidationError):
             decode(json.dumps(fields).encode())
+
+
+def test_what_several_want_to_see_of_the_store_is_asked_for_once_and_told_to_each() -> None:
+    def asked(number: int, operation: str, key: str, **fields: object) -> m.StoreRequest:
+        values = {"number": number, "operation": operation, "keys": (key,), **fields}
+        return m.StoreRequest.model_validate(values)
+
+    together = m.StoreAsks.of(
+        [
+            (0, asked(7, "get", "a", timeout_s=5.0)),
+            (1, asked(7, "get", "b", timeout_s=5.0)),
+            (2, asked(9, "get", "a", timeout_s=5.0)),
+            (3, asked(1, "get", "a", timeout_s=6.0)),
+            (0, asked(8, "add", "n", amount=2)),
+            (1, asked(8, "add", "n", amount=2)),
+        ]
+    )
+    assert [(each.operation, each.keys, each.askers) for each in together.asks] == [
+        ("get", ("a",), ((0, 7), (2, 9))),
+        ("get", ("b",), ((1, 7),)),
+        ("get", ("a",), ((3, 1),)),
+        ("add", ("n",), ((0, 8),)),
+        ("add", ("n",), ((1, 8),)),
+    ]
+    assert [each.amount for each in together.asks] == [0, 0, 0, 2, 2]
+    answers = m.StoreAnswers(
+        answers=(
+            m.StoreAnswer(askers=((0, 7), (2, 9)), value="MQ=="),
+            m.StoreAnswer(askers=((1, 8),), count=4),
+        )
+    )
+    assert [*answers.replies()] == [
+        (0, m.StoreReply(number=7, value="MQ==")),
+        (2, m.StoreReply(number=9, value="MQ==")),
+        (1, m.StoreReply(number=8, count=4)),
+    ]

@@ -10,6 +10,7 @@ from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Requested, StateSaved, WorkerLost, WorldRef
 from liver_hpc.run.attempt_notes import AttemptNotes
+from liver_hpc.run.records import WorkerPhaseRecord
 
 TIMINGS_S = {
     "parameters/wire": 0.25,
@@ -75,7 +76,8 @@ def cross(notes: AttemptNotes) -> None:
 
 
 def spans(notes: AttemptNotes) -> dict[tuple[int, str], tuple[float, float]]:
-    found = notes.worker_phases(lambda worker: f"n{worker}")
+    columns = notes.worker_phases(lambda worker: f"n{worker}")
+    found = [WorkerPhaseRecord(*row) for row in zip(*columns.values(), strict=True)]
     assert {(each.worker, each.node) for each in found} <= {(0, "n0"), (1, "n1"), (2, "n2")}
     return {
         (each.worker, each.phase): (round(each.started_s, 6), round(each.ended_s, 6))

@@ -38,7 +38,7 @@ from tests.unit.report.rows import reconfiguration, recovery
 from tests.unit.run.replay import decode_event, plain
 
 SCALARS = m.ScalarState(step=3, consumed_samples=24, optimizer_step=3, loss_scale=1.0, seed=7)
-PAIR = m.PairDigests(kind="main", peers=(1,), values="00000000000000ff")
+PAIR = m.PairDigests(kinds=("main",), peers=(1,), values="00000000000000ff")
 DIGEST = m.ClassDigest(kind="main", tp_replicated=True, multi_stage=False, value="00000000000000ff")
 HELD = m.HeldSnapshot(
     generation=1,
