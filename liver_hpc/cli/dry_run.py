@@ -92,7 +92,10 @@ def _submissions(config: RunConfig) -> list[str]:
     ]
     slurm = config.cluster.slurm
     if slurm.container is not None or slurm.step_options:
-        parts += ["# agents that start together are started by", _indented([_agent_line(config, run)])]
+        parts += [
+            "# agents that start together are started by",
+            _indented([_agent_line(config, run)]),
+        ]
     alone = [part.name for part in slurm.components if part.nodes == 1]
     if alone and len(slurm.components) > 1:
         parts += [

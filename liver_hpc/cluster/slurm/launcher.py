@@ -11,6 +11,7 @@ from liver_hpc import __version__
 from liver_hpc.cluster.launcher import AGENT_MODULE, LaunchedAgent, Launcher
 from liver_hpc.cluster.slurm.container import step_words
 from liver_hpc.cluster.slurm.holdings import Allocation
+from liver_hpc.cluster.slurm.script import python_words
 from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.cluster.slurm.step import Step, StepPlan
 from liver_hpc.cluster.slurm.together import (
@@ -58,7 +59,7 @@ def slurm_launcher(
         return [*words, "--stay"] if config.workers.warm else words
 
     def step(name: str, agents: Mapping[str, str], held: Allocation, words: Sequence[str]) -> Step:
-        kill = [*python, _KILL_MODULE, name]
+        kill = [*python_words(config.cluster), "-m", _KILL_MODULE, name]  # sees into images
         plan = StepPlan(
             name,
             held.job,
@@ -71,7 +72,7 @@ def slurm_launcher(
                 log=directory / "logs" / f"srun-{name.removeprefix(_PREFIX)}.log",
                 apart="session",
             ),
-            lambda nodes: [*srun_words(held, f"{name}-kill", nodes), *step_options, *kill],
+            lambda nodes: [*srun_words(held, f"{name}-kill", nodes), *kill],
         )
         return Step(plan, squeue, slurm.unreachable_s)
 
