@@ -124,6 +124,10 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
         lines["recovered"] = f"{times} from memory; {again} steps were done again"
     if records.evaluations:
         lines["validation"] = _validation(records.evaluations, figures.evaluation_s)
+    if records.metrics:
+        last = {metric.name: metric.value for metric in records.metrics}
+        values = (f"{name} {number_text(value)}" for name, value in sorted(last.items()))
+        lines["metrics"] = f"{', '.join(values)}; the last values"
     diverged = [step.step for step in records.steps if not step.is_finite]
     if diverged:
         steps = "1 step" if len(diverged) == 1 else f"{len(diverged)} steps"

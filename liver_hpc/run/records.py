@@ -38,6 +38,20 @@ class StepRecord:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
+@dataclass(frozen=True, slots=True)
+class MetricRecord:
+    """One value that the recipe told beside the loss of a step; see `Recipe.loss`.
+
+    step, generation: as of the step. name: as the recipe has it. value: the mean over the global
+    batch.
+    """
+
+    step: int
+    generation: int
+    name: str
+    value: float
+
+
 @dataclass(frozen=True)
 class EvaluationRecord:
     """One evaluation.
@@ -287,6 +301,7 @@ class RunRecords:
     crossings: list[CrossingRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     recoveries: list[RecoveryRecord] = field(default_factory=list)
+    metrics: list[MetricRecord] = field(default_factory=list)
 
 
 Row = (
@@ -299,7 +314,7 @@ Row = (
     | NetworkRecord
     | EvaluationRecord
 )
-"""What the core records; steps are in the journal as they were told."""
+"""What the core records; steps and metrics are in the journal as they were told."""
 
 TABLES: dict[str, type[Any]] = {
     name: get_args(kind)[0]
