@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from liver_hpc.errors import ConfigError
 from liver_hpc.report.hdf5 import failure_text, read_hdf5, write_hdf5
+from liver_hpc.report.holdings import HoldingsFold
 from liver_hpc.run.codec import RECORDS, rows_of
 from liver_hpc.run.entries import (
     COORDINATOR_STARTED,
@@ -63,11 +64,18 @@ class RecordsFold:
     """A run's records, entry by entry of its journal."""
 
     def __init__(self) -> None:
-        self.records = RunRecords([], [], [], {})
+        self._records = RunRecords([], [], [], {})
+        self.held = HoldingsFold()
+
+    @property
+    def records(self) -> RunRecords:
+        """So far; its lists grow with what is taken, but for holdings and placements."""
+        held = self.held
+        return replace(self._records, holdings=held.records, placements=held.placements)
 
     def take(self, entry: Entry) -> None:
         """Raises ConfigError where a record lacks a field."""
-        records, event = self.records, entry.event
+        records, event = self._records, entry.event
         try:
             kind = event["type"]
             if kind == STEP_DONE:
@@ -80,6 +88,7 @@ class RecordsFold:
                 if action["type"] in RECORDS and (name := action["table"]) in TABLES:
                     rows = (_record(TABLES[name], row) for row in rows_of(action))
                     getattr(records, name).extend(rows)
+            self.held.take(entry)
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"entry {entry.number}: {error}; another version of liver_hpc wrote it"
