@@ -46,7 +46,7 @@ def tracked(
         return
     command = Command(
         "tracking",
-        [sys.executable, "-m", "liver_hpc.tracking.main", str(run_directory)],
+        [sys.executable, "-P", "-m", "liver_hpc.tracking.main", str(run_directory)],
         orphan_signal=None,  # it tells the rest, and ends: its input has ended
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
