@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import partial
@@ -104,6 +104,12 @@ def sheets(figures: RunFigures, records: RunRecords) -> list[Sheet]:
         for title, (columns, rows) in tables.items()
         if rows
     ]
+
+
+def trace_sheet(strategies: Sequence[Mapping[str, Any]]) -> Sheet:
+    """What each strategy comes to under a trace."""
+    rows = [[column.cell(row) for column in _STRATEGIES] for row in strategies]
+    return Sheet("What the trace would have cost", _STRATEGIES, rows)
 
 
 def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
@@ -325,6 +331,22 @@ _HOURS = (
     _words("partition", "partition", text=lambda name: name or NOTHING),
     _words("node", "node"),
     *(_figure(name, f"{name}_h") for name in ("held", "training", "waiting", "lost")),
+)
+
+
+def _of(name: str, key: str, text: Callable[[Any], str] = number_text) -> Column:
+    return Column(name, lambda row: text(row[key]))
+
+
+_STRATEGIES = (
+    Column("strategy", lambda row: row["strategy"], is_text=True),
+    Column("goodput", lambda row: f"{row['goodput']:.1%}"),
+    _of("tokens", "tokens", lambda value: f"{value:.4g}"),
+    _of("worker-h\nheld", "held_h"),
+    _of("worker-h\nlost", "lost_h"),
+    _of("tokens for\na worker-h", "tokens_per_hour", lambda value: f"{value:.4g}"),
+    _of("changes", "changes", str),
+    _of("too late", "late", str),
 )
 _STAGES = ("save", "stop", "launch", "import", "groups", "load", "first_step", "total")
 _RESTARTS = (
