@@ -24,7 +24,7 @@ from liver_hpc.report.traces import (
 )
 from liver_hpc.run.records import RunRecords
 
-LIVE, RESTART, STABLE = "live", "restart from a checkpoint", "no preemptible nodes"
+LIVE, RESTART, STABLE = "live", "restart", "none preemptible"
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,7 @@ def _restart(figures: RunFigures, records: RunRecords) -> tuple[float, str]:
     first_s = records.steps[0].started_s if records.steps else math.nan
     if not first_s > granted_s:
         raise ConfigError("--trace wants a run whose start is recorded: a restart is judged by it")
-    return (
-        first_s - granted_s,
-        "its start, from the nodes' grant to the first step: it saves nothing",
-    )
+    return first_s - granted_s, "its start, from the grant of nodes to a first step; nothing saved"
 
 
 def _gaps_s(records: RunRecords) -> list[float]:

@@ -109,7 +109,7 @@ def sheets(figures: RunFigures, records: RunRecords) -> list[Sheet]:
 def trace_sheet(strategies: Sequence[Mapping[str, Any]]) -> Sheet:
     """What each strategy comes to under a trace."""
     rows = [[column.cell(row) for column in _STRATEGIES] for row in strategies]
-    return Sheet("What the trace would have cost", _STRATEGIES, rows)
+    return Sheet("What the trace would have cost; hours of workers", _STRATEGIES, rows)
 
 
 def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
@@ -342,11 +342,11 @@ _STRATEGIES = (
     Column("strategy", lambda row: row["strategy"], is_text=True),
     Column("goodput", lambda row: f"{row['goodput']:.1%}"),
     _of("tokens", "tokens", lambda value: f"{value:.4g}"),
-    _of("worker-h\nheld", "held_h"),
-    _of("worker-h\nlost", "lost_h"),
-    _of("tokens for\na worker-h", "tokens_per_hour", lambda value: f"{value:.4g}"),
+    _of("held\nh", "held_h"),
+    _of("lost\nh", "lost_h"),
+    _of("tokens\nan hour", "tokens_per_hour", lambda value: f"{value:.4g}"),
     _of("changes", "changes", str),
-    _of("too late", "late", str),
+    _of("too\nlate", "late", str),
 )
 _STAGES = ("save", "stop", "launch", "import", "groups", "load", "first_step", "total")
 _RESTARTS = (

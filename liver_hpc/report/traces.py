@@ -10,6 +10,7 @@ import csv
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from liver_hpc.errors import ConfigError
@@ -163,7 +164,7 @@ def read_trace(path: Path) -> Trace:
             f"{path}, row {len(rows)}: wanted the end, with 0 workers, after 0 s, got {end}"
         )
     there = first.workers
-    for number, (before, event) in enumerate(zip(events, between, strict=False), start=2):
+    for number, (before, event) in enumerate(pairwise(events), start=2):
         there += event.workers
         if event.at_s < before.at_s:
             raise ConfigError(f"{path}, row {number}: it is earlier than the row before it")

@@ -86,7 +86,7 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
         ("at_s,workers,warning_s\n0,2,\n9,1,\n", "row 2: wanted the end"),
         ("at_s,workers,warning_s\n0,2,\n", "row 1: wanted the end"),
         ("at_s,workers,warning_s\n0,2,\n8,2,\n7,2,\n9,0,\n", "row 3: it is earlier"),
-        ("at_s,workers,warning_s\n0,2,\n8,2,\n7,0,\n", "row 3: wanted the end"),
+        ("at_s,workers,warning_s\n0,2,\n8,2,\n7,0,\n", "row 3: it is earlier"),
         ("at_s,workers,warning_s\n0,2,\n5,-2,1\n9,0,\n", "row 2: 0 workers are left; the 2"),
         ("at_s,workers,warning_s\n0,2,\n5,2,-1\n9,0,\n", "row 2: wanted finite times"),
     ],
