@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from liver_hpc.protocol.messages import WireRankMap
-from liver_hpc.run.entries import COORDINATOR_STARTED, Entry
+from liver_hpc.run.entries import COORDINATOR_STARTED, STEP_DONE, Entry
 from liver_hpc.run.records import HoldingRecord, PlacementRecord
 
 RANK_MAPS = {"begin": "rank_map", "refill": "rank_map", "prepare": "target"}
@@ -62,6 +62,9 @@ class HoldingsFold:
     def take(self, entry: Entry) -> None:
         """Raises KeyError where an event lacks a field."""
         event, at_s = entry.event, entry.at_s
+        if event["type"] == STEP_DONE:  # of which there may be a million
+            self._last_s = at_s
+            return
         match event["type"]:
             case str(kind) if kind == COORDINATOR_STARTED:
                 self._started(event["attributes"])

@@ -8,6 +8,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from liver_hpc.errors import ConfigError
 from liver_hpc.report.hdf5 import failure_text, read_hdf5, write_hdf5
 from liver_hpc.report.holdings import HoldingsFold
@@ -89,7 +91,7 @@ class RecordsFold:
                     rows = (_record(TABLES[name], row) for row in rows_of(action))
                     getattr(records, name).extend(rows)
             self.held.take(entry)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValidationError) as error:
             raise ConfigError(
                 f"entry {entry.number}: {error}; another version of liver_hpc wrote it"
             ) from None
