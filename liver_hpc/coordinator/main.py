@@ -140,11 +140,14 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         return coordinator.core.identity() if coordinator is not None else "start"
 
     stack.enter_context(_logging_to(directory / "logs" / "coordinator.log", identity))
+    memory = _memory(directory)
+    # It reads the journal, which must be one that can be gone on with.
     watched = stack.enter_context(tracked(config, directory, control.note))
     checkpoints = RunDirectory(directory).checkpoints_path
     in_vain, furthest = 0, -1
     while True:
-        memory = coordinator.core.memory if coordinator is not None else _memory(directory)
+        if coordinator is not None:
+            memory = coordinator.core.memory
         services = watched(build(config, directory, secret))
         left = _left(journal, config, services) if coordinator is None else None
         coordinator = Coordinator(config, directory, secret, services, control, left or memory)

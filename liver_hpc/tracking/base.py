@@ -13,16 +13,22 @@ from liver_hpc.config.schema import TrackingSection
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "openmetrics": "prometheus_client"}
 """What each tracker is written with; an extra of this package has its name."""
 
+LOSS = "train/loss"
+
 
 @dataclass(frozen=True)
 class Point:
     """Values at one place of the course of training. step: how many steps are done. at_s: epoch
-    seconds. again: these steps had been done before, and are done again."""
+    seconds."""
 
     step: int
     at_s: float
     values: Mapping[str, float]
-    again: bool = False
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it tells of a training step; others stand beside one."""
+        return LOSS in self.values
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,19 @@ from liver_hpc.report.store import RecordsFold
 from liver_hpc.report.wording import layout_text
 from liver_hpc.run.codec import rows_of
 from liver_hpc.run.entries import COORDINATOR_STARTED, STEP_DONE, Entry
-from liver_hpc.tracking.base import Mark, Point
+from liver_hpc.tracking.base import LOSS, Mark, Point
 
 RECIPES = "metrics/"
 """Before the name of each metric of the recipe."""
 
 
 class Course:
-    """fold: what is recorded so far. step: how many steps are done."""
+    """fold: what is recorded so far. step: how many steps are done; furthest: at most so far."""
 
     def __init__(self) -> None:
         self.fold = RecordsFold()
         self.step = 0
-        self._furthest = 0
+        self.furthest = 0
 
     def take(self, entry: Entry) -> Iterator[Point | Mark]:
         """What follows from an entry. Raises ConfigError for one that cannot be understood."""
@@ -41,7 +41,7 @@ class Course:
                 self.step = event["step"] + 1
                 took_s = event["ended_s"] - event["started_s"]
                 values = {
-                    "train/loss": float(event["loss"]),
+                    LOSS: float(event["loss"]),
                     "train/grad_norm": float(event["grad_norm"]),
                     "train/learning_rate": float(event["learning_rate"]),
                     "train/step_s": took_s,
@@ -51,13 +51,11 @@ class Course:
                 }
                 told = event.get("metrics", {})
                 values |= {f"{RECIPES}{name}": float(value) for name, value in told.items()}
-                again = self.step <= self._furthest
-                self._furthest = max(self._furthest, self.step)
-                yield Point(self.step, event["ended_s"], values, again)
+                self.furthest = max(self.furthest, self.step)
+                yield Point(self.step, event["ended_s"], values)
             case "evaluated":
                 values = {"validation/loss": float(event["loss"])}
-                again = event["step"] < self._furthest
-                yield Point(event["step"], event["ended_s"], values, again)
+                yield Point(event["step"], event["ended_s"], values)
 
     def _marks(self, entry: Entry) -> Iterator[Mark]:
         event = entry.event

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.config.load import load_run
@@ -25,7 +25,7 @@ from liver_hpc.errors import LiverError
 from liver_hpc.host.files import file_lock, write_whole
 from liver_hpc.report.derive import RunFigures, run_figures
 from liver_hpc.run.entries import JOURNAL_FILE, Entry
-from liver_hpc.run.outcome import open_log
+from liver_hpc.run.outcome import open_log, write_private_json
 from liver_hpc.tracking.base import Mark, Point, Tracker, wanted_by
 from liver_hpc.tracking.course import Course
 from liver_hpc.tracking.tail import Tail
@@ -42,6 +42,16 @@ GOODPUT_S = 30.0
 """So often the goodput is derived for trackers, and at the end."""
 
 
+class Stands(NamedTuple):
+    """How far a tracker was told of the journal that began at `journal_s`: up to an entry, with so
+    many steps done then, and at most before."""
+
+    journal_s: float = 0.0
+    entry: int = -1
+    step: int = 0
+    furthest: int = 0
+
+
 class Following:
     """A run's journal, told to its trackers. Each goes on where the file of its name in
     `tracking/` says: no entry is told twice but those that it had not confirmed."""
@@ -55,10 +65,10 @@ class Following:
         self._course = Course()
         self._lock = threading.Lock()  # of the course
         self._clock = SystemClock()
-        self._marks: list[Mark] = []
         self._last = -1
+        self._journal_s = 0.0
         self._trackers: dict[str, Tracker] = {}
-        self._pending = wanted_by(config.tracking)
+        self._wanted = wanted_by(config.tracking)
         self._told_s = self._clock.now_s()
         self._run_id = ""
 
@@ -71,20 +81,25 @@ class Following:
         """Reads the journal up to now, and opens each tracker where it stands."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
         self._run_id = _run_id(self._directory, self._config.name)
-        come = {name: _read(_stands(self._directory, name)) for name in self._pending}
-        waiting: dict[str, list[Point | Mark]] = {name: [] for name in self._pending}
-        told: dict[str, list[Mark]] = {name: [] for name in self._pending}
+        stands = {name: _read(_stands(self._directory, name)) for name in self._wanted}
+        marks: list[Mark] = []
+        closed = [*self._wanted]
+
+        def open_at(name: str) -> None:
+            closed.remove(name)
+            self._do(name, partial(self._open, name, [*marks], stands[name]))
+
         for entry in self._tail.entries():
             for what in self._taken(entry):
-                for name in self._pending:
-                    if entry.last > come[name][0]:
-                        waiting[name].append(what)
-                    elif isinstance(what, Mark):
-                        told[name].append(what)
-        for name in self._pending:
-            self._do(name, partial(self._open, name, told[name], come[name][1]))
-            for what in waiting[name]:
-                self._tell(name, what)
+                for name in self._wanted:
+                    if entry.last > self._come(stands[name]):
+                        if name in closed:
+                            open_at(name)
+                        self._tell(name, what)
+                if isinstance(what, Mark):
+                    marks.append(what)
+        for name in [*closed]:
+            open_at(name)
         self._confirm()
 
     def look(self, last: bool = False) -> None:
@@ -109,20 +124,25 @@ class Following:
 
     # ---- one tracker
 
-    def _open(self, name: str, told: list[Mark], step: int) -> None:
+    def _come(self, stands: Stands) -> int:
+        """The last entry that a tracker was told of; of a damaged journal, which was set aside and
+        another one begun, none."""
+        return stands.entry if stands.journal_s == self._journal_s else -1
+
+    def _open(self, name: str, told: list[Mark], stands: Stands) -> None:
         section = getattr(self._config.tracking, name)
         match name:
             case "tensorboard":
                 from liver_hpc.tracking.tensorboard import TensorBoard
 
                 path = section.directory or self._run_directory / "tensorboard"
-                self._trackers[name] = TensorBoard(path, told, step, self._clock.now_s())
+                self._trackers[name] = TensorBoard(path, told, stands.step, self._clock.now_s())
             case "wandb":
                 from liver_hpc.tracking.weights_and_biases import WeightsAndBiases
 
                 facts = {"run_directory": self._run_directory.name, "name": self._config.name}
                 self._trackers[name] = WeightsAndBiases(
-                    section, self._directory, self._run_id, facts, told, step
+                    section, self._directory, self._run_id, facts, told, stands.furthest
                 )
             case _:
                 from liver_hpc.tracking.openmetrics import OpenMetrics
@@ -140,10 +160,11 @@ class Following:
         """Flushes, and notes how far each has come."""
         for name in [*self._trackers]:
             self._do(name, self._trackers[name].flush)
-        stands = json.dumps({"entry": self._last, "step": self._course.step}) + "\n"
+        course = self._course
+        stands = Stands(self._journal_s, self._last, course.step, course.furthest)
         for name, tracker in self._trackers.items():
             if tracker.keeps:
-                write_whole(_stands(self._directory, name), stands, mode=0o600)
+                write_private_json(_stands(self._directory, name), stands._asdict())
 
     def _do(self, name: str, work: Callable[[], None]) -> None:
         """What a library raises is nobody's concern but its tracker's, which is told of no more."""
@@ -157,6 +178,8 @@ class Following:
     def _taken(self, entry: Entry) -> list[Point | Mark]:
         with self._lock:
             found = [*self._course.take(entry)]
+        if entry.number == 0:
+            self._journal_s = entry.at_s
         self._last = entry.last
         return found
 
@@ -174,13 +197,11 @@ def _stands(directory: Path, name: str) -> Path:
     return directory / f"{name}-stands.json"
 
 
-def _read(path: Path) -> tuple[int, int]:
-    """The last entry that a tracker was told of, and the steps that were done then."""
+def _read(path: Path) -> Stands:
     try:
-        stands: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return int(stands["entry"]), int(stands["step"])
+        return Stands(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        return -1, 0
+        return Stands()
 
 
 def follow(run_directory: Path, wake: int, say: Callable[[str], None]) -> None:

@@ -61,7 +61,7 @@ class OpenMetrics(Tracker):
             self._changed = True
             if isinstance(what, Point):
                 self._step = what.step
-                if "train/loss" in what.values:  # a metric may be told at some steps alone
+                if what.is_step:  # a metric may be told at some steps alone
                     kept = self._newest.items()
                     self._newest = {k: v for k, v in kept if not k.startswith(RECIPES)}
                 self._newest.update(what.values)

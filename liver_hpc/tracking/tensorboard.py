@@ -42,7 +42,7 @@ class TensorBoard(Tracker):
         if isinstance(what, Mark):
             self._mark(what)
             return
-        if what.again and what.step <= self._written:  # once for steps that follow each other
+        if what.is_step and what.step <= self._written:  # of steps done again the first
             self._begin(what.step, what.at_s)
         self._written = max(self._written, what.step)
         values = [Summary.Value(tag=k, simple_value=value) for k, value in what.values.items()]

@@ -25,10 +25,10 @@ class WeightsAndBiases(Tracker):
         run_id: str,
         facts: dict[str, Any],
         before: list[Mark],
-        step: int,
+        furthest: int,
     ) -> None:
-        """Goes on after `step` steps. The key and the mode are those of the environment. facts: of
-        the run, for its page. before: marks that were told."""
+        """The key and the mode are those of the environment. facts: of the run, for its page.
+        before: marks that were told. furthest: the most steps that were done when it was told."""
         directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=section.project,
@@ -42,7 +42,7 @@ class WeightsAndBiases(Tracker):
         )
         self._marks = list(before)
         self._counts = Counter(f"events/{mark.kind}" for mark in before)
-        self._step = step
+        self._furthest = furthest
 
     def take(self, what: Point | Mark) -> None:
         if isinstance(what, Mark):
@@ -50,8 +50,8 @@ class WeightsAndBiases(Tracker):
             self._counts[f"events/{what.kind}"] += 1
             self._run.summary.update(dict(self._counts))
             self._run.summary["events/last"] = f"step {what.step}: {what.text}"
-        elif what.step >= self._step and not what.again:
-            self._step = what.step
+        elif what.step > self._furthest or (what.step == self._furthest and not what.is_step):
+            self._furthest = what.step
             self._run.log(dict(what.values), step=what.step)
 
     def flush(self) -> None:

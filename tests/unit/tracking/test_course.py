@@ -56,11 +56,11 @@ def test_an_evaluation_stands_at_the_steps_that_were_done() -> None:
     assert point == Point(2, 9.0, {"validation/loss": 3.5})
 
 
-def test_steps_that_are_done_again_are_marked() -> None:
+def test_a_recovery_is_marked_where_it_was_noticed() -> None:
     steps = [step_done(n) for n in (0, 1, 2)]
     lost = ({"type": "refilled"}, [recorded("recoveries", recovery(step=1, steps_redone=2))])
     told = course_of(STARTED, *steps, lost, *(step_done(n, 1) for n in (1, 2, 3)))
-    assert [what.again for what in told if isinstance(what, Point)] == [0, 0, 0, 1, 1, 0]
+    assert [what.step for what in told if isinstance(what, Point)] == [1, 2, 3, 2, 3, 4]
     (mark,) = (what for what in told if isinstance(what, Mark))
     assert (mark.kind, mark.step) == ("recovery", 3)
     assert "back to step 1, 2 steps to do again" in mark.text

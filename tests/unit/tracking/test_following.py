@@ -19,7 +19,7 @@ from liver_hpc.report.derive import run_figures
 from liver_hpc.report.store import read_run
 from liver_hpc.run.entries import Entry
 from liver_hpc.tracking.base import Mark, Point, Tracker, missing_packages
-from liver_hpc.tracking.main import Following
+from liver_hpc.tracking.main import Following, Stands
 from tests.unit.tracking.told import STARTED, append, entries, step_done
 
 
@@ -54,7 +54,7 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> list[Listening]:
     """Each that is opened, with where it goes on."""
     opened: list[Listening] = []
 
-    def open_one(self: Following, name: str, told: list[Mark], step: int) -> None:
+    def open_one(self: Following, name: str, told: list[Mark], stands: Stands) -> None:
         opened.append(Listening())
         self._trackers[name] = opened[-1]
 
@@ -80,6 +80,20 @@ def test_each_process_goes_on_where_the_one_before_it_was(
     assert [each.steps for each in listening] == [[1, 2], [3, 4, 5]]
     assert all(each.closed for each in listening)
     assert said == []
+
+
+def test_another_journal_is_told_from_its_beginning(
+    tmp_path: Path, listening: list[Listening]
+) -> None:
+    """The one before was damaged, and is set aside."""
+    for first_s, numbers in ((0.0, (0, 1, 2)), (5000.0, (1, 2))):
+        (tmp_path / "journal.jsonl").unlink(missing_ok=True)
+        begun = entries(STARTED)[0]._replace(at_s=first_s)
+        append(tmp_path, [begun, *steps(*numbers)])
+        following = Following(tmp_path, config_of(tensorboard={}), pytest.fail)
+        following.open()
+        following.close()
+    assert [each.steps for each in listening] == [[1, 2, 3], [2, 3]]
 
 
 def test_one_that_fails_is_named_once_and_told_of_no_more(

@@ -33,8 +33,8 @@ def texts(path: Path, kind: str) -> list[tuple[int, str]]:
     return [(each.step, each.tensor_proto.string_val[0].decode()) for each in found]
 
 
-def point(step: int, loss: float, again: bool = False) -> Point:
-    return Point(step, 1000.0 + step, {"train/loss": loss}, again)
+def point(step: int, loss: float) -> Point:
+    return Point(step, 1000.0 + step, {"train/loss": loss})
 
 
 def test_values_and_marks_are_read_back(tmp_path: Path) -> None:
@@ -52,8 +52,9 @@ def test_steps_done_again_take_the_place_of_the_first_and_marks_stay(tmp_path: P
     for step in (1, 2, 3):
         board.take(point(step, float(step)))
     board.take(Mark(3, 1003.5, "recovery", "back to step 1"))
-    for step, again in ((2, True), (3, True), (4, False)):
-        board.take(point(step, 10.0 * step, again))
+    board.take(Point(3, 1003.6, {"run/goodput": 0.5}))
+    for step in (2, 3, 4):
+        board.take(point(step, 10.0 * step))
     board.close()
     assert losses(tmp_path) == [(1, 1.0), (2, 20.0), (3, 30.0), (4, 40.0)]
     assert texts(tmp_path, "recovery") == [(3, "back to step 1")]
