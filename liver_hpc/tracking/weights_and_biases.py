@@ -62,3 +62,4 @@ class WeightsAndBiases(Tracker):
         if rows:
             self._run.log({"events": wandb.Table(columns=COLUMNS, data=rows)})
         self._run.finish()
+        wandb.teardown()  # once its own process has ended, the files are whole
