@@ -54,7 +54,8 @@ class OpenMetrics(Tracker):
             (section.host, section.port), secret.hex(), self.text, CONTENT_TYPE_LATEST
         )
         host, port = self._endpoint.address
-        write_private_json(directory / ADDRESS_FILE, {"host": host, "port": port})
+        self._address_path = directory / ADDRESS_FILE
+        write_private_json(self._address_path, {"host": host, "port": port})
 
     def take(self, what: Point | Mark) -> None:
         with self._lock:
@@ -70,6 +71,7 @@ class OpenMetrics(Tracker):
         """Who asks gets the newest."""
 
     def close(self) -> None:
+        self._address_path.unlink(missing_ok=True)
         self._endpoint.close()
 
     def text(self) -> bytes:

@@ -147,6 +147,7 @@ def test_openmetrics_says_what_the_report_says(tmp_path: Path) -> None:
     with urllib.request.urlopen(request, timeout=10.0) as answer:
         text = answer.read().decode()
     following.close()
+    assert not (tmp_path / "tracking" / "openmetrics.json").exists()
     families = {each.name: each for each in parser.text_string_to_metric_families(text)}
     values = {name: each.samples[0].value for name, each in families.items()}
     assert (values["liver_steps_done"], values["liver_train_loss"]) == (3, pytest.approx(3.8))
