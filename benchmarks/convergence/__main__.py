@@ -14,7 +14,7 @@ from benchmarks.models import text_data
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.report.derive import ABORTED, COMPLETED
+from liver_hpc.report.worlds import ABORTED, COMPLETED
 from liver_hpc.run.records import RunRecords
 
 LAYOUTS = tuple(map(Layout.parse, ("tp2 dp2", "pp2 dp2", "dp4", "tp2", "pp2", "dp2")))

@@ -1,15 +1,11 @@
-"""Traces of events, and what they cost a job of either kind. Pure.
+"""Traces of events. Pure; what they cost a job is in `liver_hpc/report/traces.py`.
 
-Events alternate: workers join, and are warned of their end. A job that is busy answering one
-answers all that came meanwhile at once, with its next change.
+Events alternate: workers join, and are warned of their end.
 """
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 DAY_S = 86_400.0
 LIVER_EVENTS_A_DAY = 47
@@ -28,33 +24,3 @@ def poisson_trace(events_a_day: float, length_s: float, seed: int) -> list[float
     while (at_s := at_s + draw.expovariate(events_a_day / DAY_S)) < length_s:
         found.append(at_s)
     return found
-
-
-@dataclass(frozen=True)
-class Cost:
-    """One answer to an event. lost_s: training stands still, or is slower by as much in sum.
-    busy_s: from its begin until the next one can begin; at least lost_s."""
-
-    lost_s: float
-    busy_s: float
-
-
-def answers(trace_s: Sequence[float], costs: Sequence[Cost]) -> Iterator[tuple[float, Cost]]:
-    """When each change that a trace leads to begins, and its cost; costs are taken in turn, again
-    and again."""
-    free_s, number = 0.0, 0
-    for index, at_s in enumerate(trace_s):
-        begun_s = max(at_s, free_s)
-        if index + 1 < len(trace_s) and trace_s[index + 1] <= begun_s:
-            continue  # the next one has come before this could be answered
-        cost = costs[number % len(costs)]
-        free_s, number = begun_s + cost.busy_s, number + 1
-        yield begun_s, cost
-
-
-def goodput(trace_s: Sequence[float], length_s: float, costs: Sequence[Cost]) -> float:
-    """The share of `length_s` in which training makes progress, 0 to 1."""
-    lost_s = math.fsum(
-        min(cost.lost_s, max(0.0, length_s - begun_s)) for begun_s, cost in answers(trace_s, costs)
-    )
-    return 1.0 - lost_s / length_s

@@ -21,8 +21,9 @@ from benchmarks.processes import living
 from benchmarks.soak.recipe import PAUSE
 from benchmarks.soak.storm import HANG_S, Held, Log, Storm
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.report.derive import COMPLETED, run_figures
+from liver_hpc.report.derive import run_figures
 from liver_hpc.report.store import read_run
+from liver_hpc.report.worlds import COMPLETED
 from liver_hpc.run.records import RunRecords
 
 EVENTS, QUICK_EVENTS = 200, 12

@@ -23,6 +23,7 @@ from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.recipes.text_data import text_files
+from liver_hpc.tracking.base import missing_packages
 
 SMALLEST_BUCKET_BYTES = 65_536
 """Below this, messages cost more than the bytes in them."""
@@ -51,6 +52,7 @@ def check_run(config: RunConfig, recipe: Recipe | None, found: Sequence[str] = (
         *_check_data(config.data),
         *_check_checkpoints(config.checkpoint),
         *_check_network(config.network),
+        *missing_packages(config.tracking),
     ]
     if config.cluster.kind == "local":
         problems += _check_machine(config)

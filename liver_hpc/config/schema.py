@@ -500,6 +500,34 @@ class MetricsSection(Section):
     reserve_bytes: NonNegativeInt = 16 * 2**20
 
 
+class TensorBoardSection(Section):
+    """Event files; null: in `tensorboard/` of the run directory."""
+
+    directory: Path | None = None
+
+
+class WandbSection(Section):
+    """Weights & Biases; its key, and whether it is online, are the environment's."""
+
+    project: PlainText
+    entity: PlainText | None = None
+
+
+class OpenMetricsSection(Section):
+    """An endpoint `/metrics`, for who has the token; port 0: one that is free."""
+
+    host: PlainText = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+
+
+class TrackingSection(Section):
+    """Where a run is followed beside `liver status`; null: not there."""
+
+    tensorboard: TensorBoardSection | None = None
+    wandb: WandbSection | None = None
+    openmetrics: OpenMetricsSection | None = None
+
+
 AUTO: Literal["auto"] = "auto"
 
 LayoutTable = dict[PositiveInt, list[LayoutSection]]
@@ -543,6 +571,7 @@ class RunConfig(Section):
     snapshots: SnapshotSection = SnapshotSection()
     network: NetworkSection = NetworkSection()
     metrics: MetricsSection = MetricsSection()
+    tracking: TrackingSection = TrackingSection()
 
     @field_validator("layouts", mode="before")
     @classmethod

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -22,7 +24,7 @@ from liver_hpc.rendezvous.base import Answer, Identity, Refusal
 from liver_hpc.rendezvous.channel import Channel, Part
 from liver_hpc.rendezvous.conversation import Conversation
 from liver_hpc.rendezvous.reading import Reader
-from liver_hpc.run.events import EndNear, JournalFailed, PoolEvent, StopSignalled
+from liver_hpc.run.events import EndNear, JournalFailed, PoolEvent, PoolNote, StopSignalled
 from liver_hpc.run.journal import Written
 from liver_hpc.run.outcome import Outcome
 
@@ -146,6 +148,7 @@ class Control:
         self.steps_done = 0
         self.outcome: Outcome | None = None
         self._said: list[StopSignalled | EndNear] = []
+        self._notes: deque[str] = deque()
         self._inbox: Inbox | None = None
 
     def reach(self, inbox: Inbox) -> None:
@@ -154,6 +157,7 @@ class Control:
         self._inbox = inbox
         for event in tuple(self._said):
             inbox.put(event)
+        self._pass_notes_on()
 
     def stop(self, why: str) -> None:
         """The run is to stop at its next step boundary."""
@@ -163,6 +167,17 @@ class Control:
         """The coordinator's job ends at `deadline_s` (epoch): state to disk, to go on in another
         job."""
         self._say(EndNear(reason, SystemClock().now_s(), deadline_s))
+
+    def note(self, text: str) -> None:
+        """Something that an operator would want to see, once."""
+        self._notes.append(text)
+        self._pass_notes_on()
+
+    def _pass_notes_on(self) -> None:
+        if self._inbox is not None:
+            with suppress(IndexError):  # until there is none
+                while True:
+                    self._inbox.put(PoolNote(self._notes.popleft()))
 
     def _say(self, event: StopSignalled | EndNear) -> None:
         self._said.append(event)

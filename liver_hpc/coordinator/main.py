@@ -26,6 +26,7 @@ from liver_hpc.coordinator.derivation import checked_recipe, task_words
 from liver_hpc.coordinator.loop import Coordinator, new_core
 from liver_hpc.coordinator.performer import Services
 from liver_hpc.coordinator.takeover import Left, what_is_left
+from liver_hpc.coordinator.tracking import tracked
 from liver_hpc.errors import ConfigError
 from liver_hpc.host.process import collect_seldom, raise_descriptor_limit
 from liver_hpc.recipes.base import Recipe
@@ -142,11 +143,15 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         return coordinator.core.identity() if coordinator is not None else "start"
 
     stack.enter_context(_logging_to(directory / "logs" / "coordinator.log", identity))
+    memory = _memory(directory)
+    # It reads the journal, which must be one that can be gone on with.
+    watched = stack.enter_context(tracked(config, directory, control.note))
     checkpoints = RunDirectory(directory).checkpoints_path
     in_vain, furthest = 0, -1
     while True:
-        memory = coordinator.core.memory if coordinator is not None else _memory(directory)
-        services = build(config, directory, secret)
+        if coordinator is not None:
+            memory = coordinator.core.memory
+        services = watched(build(config, directory, secret))
         left = _left(journal, config, services) if coordinator is None else None
         coordinator = Coordinator(config, directory, secret, services, control, left or memory)
         resumed = newest_step(checkpoints)

@@ -181,7 +181,8 @@ class Hello(_OfWorker, type="hello"):
 
 
 class StepDone(_InWorld, type="step_done"):
-    """From rank 0 of the world that trains, after every step."""
+    """From rank 0 of the world that trains, after every step. metrics: what the recipe told beside
+    the loss."""
 
     step: int
     loss: Measured
@@ -190,6 +191,7 @@ class StepDone(_InWorld, type="step_done"):
     tokens: int
     started_s: float
     ended_s: float
+    metrics: dict[str, Measured] = {}
 
 
 class Evaluated(_InWorld, type="evaluated"):

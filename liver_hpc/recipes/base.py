@@ -143,7 +143,9 @@ class Recipe(ABC):
         into (mean loss over the micro-batch, {"loss": detached mean}). With context parallelism
         each rank gives its share, of which the mean is the sum. Where the second has "tokens", the
         number of tokens that this mean is over, of whole samples, the step's loss is the mean over
-        tokens.
+        tokens. Whatever else the second has is a metric of the step, recorded by its name: a mean
+        that is treated as the loss is, or two values, a sum and what the mean of it is over, of
+        this rank's share, as in the reports of Megatron's scripts. Validation leaves metrics out.
         """
 
     def validation_batch(self, number: int) -> Sequence[Any]:

@@ -25,6 +25,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baselines", type=Path, metavar="FILE", help="compare with a benchmark's result (JSON)"
     )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="what a trace of events (CSV) would have cost, by the run's own costs",
+    )
 
 
 def report(run_directory: Path, options: argparse.Namespace) -> None:
@@ -33,8 +39,10 @@ def report(run_directory: Path, options: argparse.Namespace) -> None:
     if options.baselines is not None and options.html is None and options.png is None:
         raise ConfigError("--baselines is drawn: it needs --html or --png")
     if not (options.html or options.png or options.hdf5):
-        show(run_directory, as_json=options.json)
+        show(run_directory, as_json=options.json, trace=options.trace)
         return
+    if options.trace is not None:
+        raise ConfigError("--trace prints; it does not go with --html, --png or --hdf5")
     if options.json:
         raise ConfigError("--json prints; it does not go with --html, --png or --hdf5")
     records = _records(run_directory)
@@ -47,15 +55,21 @@ def report(run_directory: Path, options: argparse.Namespace) -> None:
             write_hdf5(options.hdf5, records)
 
 
-def show(run_directory: Path, as_json: bool = False) -> None:
-    """The tables, or everything as JSON. Raises ConfigError when the records are unreadable."""
+def show(run_directory: Path, as_json: bool = False, trace: Path | None = None) -> None:
+    """The tables, or everything as JSON; of a trace what that would have cost. Raises ConfigError
+    when the records are unreadable, or the trace is."""
     from rich.console import Console
 
-    from liver_hpc.report.report import print_report, report_json
+    from liver_hpc.report.replayed import compared
+    from liver_hpc.report.report import print_report, print_trace, report_json
 
     records = _records(run_directory)
+    replayed = None if trace is None else compared(trace, records)
     if as_json:
-        print(json.dumps(report_json(records), indent=1))
+        more = {} if replayed is None else {"trace": replayed}
+        print(json.dumps(report_json(records) | more, indent=1))
+    elif replayed is not None:
+        print_trace(replayed, Console())
     else:
         print_report(records, Console())
 

@@ -1,20 +1,27 @@
 """What a run's reconfigurations cost, from its records alone. Pure; a figure that cannot be known
-is NaN.
-
-The median of a generation is that of its undisturbed steps; where it has none, that of all but its
-first step, and a flag says so; where it has no other step either, NaN.
+is NaN. The medians of worlds are those of `worlds.py`.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from liver_hpc.report.critical_path import CriticalPath, critical_path
+from liver_hpc.report.hours import WorkerHours, worker_hours
+from liver_hpc.report.worlds import (
+    ABORTED,
+    COMPLETED,
+    GenerationFigures,
+    finite_sum,
+    ratio,
+    took_s,
+    useful_step_s,
+    worlds_of,
+)
 from liver_hpc.run.records import (
     CrossingRecord,
     EvaluationRecord,
@@ -25,22 +32,8 @@ from liver_hpc.run.records import (
     StepRecord,
 )
 
-COMPLETED = "completed"
-ABORTED = "aborted"
 _TIMES = [f.name for f in fields(ReconfigurationRecord) if f.name.endswith("_s")]
 _TIMES.remove("pause_s")
-
-
-@dataclass(frozen=True)
-class GenerationFigures:
-    """What one world did. layout is empty where no record names it."""
-
-    generation: int
-    layout: str
-    steps: int
-    median_step_s: float
-    median_is_disturbed: bool
-    tokens_per_s: float
 
 
 @dataclass(frozen=True)
@@ -125,7 +118,7 @@ class RunFigures:
 
     steps counts each step once; missing_steps were done but not recorded. wall_s: start of the
     first recorded step to the end of the last. evaluation_s: of all evaluations within. goodput:
-    between 0 and 1; an evaluation is useful, once.
+    between 0 and 1; an evaluation is useful, once. hours: of workers, held and what became of them.
     """
 
     generations: tuple[GenerationFigures, ...]
@@ -150,10 +143,12 @@ class RunFigures:
     goodput: float
     evaluations: int
     evaluation_s: float
+    hours: WorkerHours
 
 
 def run_figures(records: RunRecords) -> RunFigures:
-    worlds = _worlds(records)
+    worlds = worlds_of(records)
+    useful_s = useful_step_s(records.steps, worlds)
     attempts = _attempts(records, worlds)
     completed = [attempt for attempt in attempts if attempt.completed]
     done = {step.step: step for step in records.steps}
@@ -163,7 +158,7 @@ def run_figures(records: RunRecords) -> RunFigures:
         ended_s = max(step.ended_s for step in records.steps)
         wall_s = ended_s - min(step.started_s for step in records.steps)
         within = [each for each in records.evaluations if each.started_s < ended_s]
-        evaluated_s = {each.step: _took_s(each) for each in within}
+        evaluated_s = {each.step: took_s(each) for each in within}
     return RunFigures(
         generations=tuple(worlds.values()),
         reconfigurations=attempts,
@@ -174,83 +169,25 @@ def run_figures(records: RunRecords) -> RunFigures:
         completed=len(completed),
         aborted=len(attempts) - len(completed),
         wall_s=wall_s,
-        pause_s=_sum(attempt.pause_s for attempt in attempts),
-        cost_s=_sum(attempt.cost_s for attempt in attempts),
-        lost_s=_sum(attempt.lost_s for attempt in attempts),
-        slowdown_s=_sum(attempt.slowdown_s for attempt in attempts),
+        pause_s=finite_sum(attempt.pause_s for attempt in attempts),
+        cost_s=finite_sum(attempt.cost_s for attempt in attempts),
+        lost_s=finite_sum(attempt.lost_s for attempt in attempts),
+        slowdown_s=finite_sum(attempt.slowdown_s for attempt in attempts),
         bytes_moved=sum(attempt.bytes_moved for attempt in completed),
         bytes_local=sum(attempt.bytes_local for attempt in completed),
         bytes_between_nodes=sum(attempt.bytes_between_nodes for attempt in completed),
         spares=sum(attempt.spares for attempt in completed),
         tokens=tokens,
-        tokens_per_s=_ratio(tokens, wall_s),
-        goodput=_ratio(
-            _useful_s(records.steps, done.values(), worlds) + _sum(evaluated_s.values()), wall_s
+        tokens_per_s=ratio(tokens, wall_s),
+        goodput=ratio(
+            finite_sum(useful_s[step.generation] for step in done.values())
+            + finite_sum(evaluated_s.values()),
+            wall_s,
         ),
         evaluations=len(records.evaluations),
-        evaluation_s=_sum(evaluated_s.values()),
+        evaluation_s=finite_sum(evaluated_s.values()),
+        hours=worker_hours(records, useful_s),
     )
-
-
-# ---- worlds
-
-
-def _worlds(records: RunRecords) -> dict[int, GenerationFigures]:
-    by_generation: dict[int, list[StepRecord]] = defaultdict(list)
-    for step in records.steps:
-        by_generation[step.generation].append(step)
-    worlds, layouts = {}, _layouts(records.reconfigurations, records.recoveries)
-    for generation, steps in sorted(by_generation.items()):
-        quiet_s = [_took_s(step) for step in steps if step.phase == ""]
-        known_s = quiet_s or [_took_s(step) for step in steps if step.phase != "first"]
-        median_s = statistics.median(known_s) if known_s else math.nan
-        worlds[generation] = GenerationFigures(
-            generation=generation,
-            layout=layouts.get(generation, ""),
-            steps=len(steps),
-            median_step_s=median_s,
-            median_is_disturbed=not quiet_s,
-            tokens_per_s=_ratio(statistics.median(s.tokens for s in steps), median_s),
-        )
-    return worlds
-
-
-def _took_s(step: StepRecord | EvaluationRecord) -> float:
-    return step.ended_s - step.started_s
-
-
-def _layouts(
-    attempts: Sequence[ReconfigurationRecord], recoveries: Sequence[RecoveryRecord]
-) -> dict[int, str]:
-    """By generation."""
-    layouts: dict[int, str] = {}
-    for recovery in recoveries:
-        layouts.setdefault(recovery.source_generation, recovery.source)
-        layouts.setdefault(recovery.generation, recovery.target)
-    for attempt in attempts:
-        layouts.setdefault(attempt.source_generation, attempt.source)
-        if attempt.outcome == COMPLETED:
-            layouts.setdefault(attempt.generation, attempt.target)
-    for attempt in attempts:
-        # An aborted attempt may leave the source world to be built anew, under the next number.
-        if attempt.outcome == ABORTED:
-            layouts.setdefault(attempt.generation + 1, attempt.source)
-    return layouts
-
-
-def _useful_s(
-    steps: Iterable[StepRecord], done: Iterable[StepRecord], worlds: Mapping[int, GenerationFigures]
-) -> float:
-    """Each step at the median of its world; where that has none, of its layout's other worlds."""
-    quiet_s: dict[str, list[float]] = defaultdict(list)
-    for step in steps:
-        if step.phase == "":
-            quiet_s[worlds[step.generation].layout].append(_took_s(step))
-    useful_s = {generation: world.median_step_s for generation, world in worlds.items()}
-    for generation, world in worlds.items():
-        if world.median_is_disturbed and world.layout and quiet_s[world.layout]:
-            useful_s[generation] = statistics.median(quiet_s[world.layout])
-    return _sum(useful_s[step.generation] for step in done)
 
 
 # ---- reconfigurations
@@ -277,9 +214,9 @@ def _attempts(
             ReconfigurationFigures(
                 **vars(record),
                 cost_s=lost_s + slowdown_s,
-                cost_steps=_ratio(lost_s + slowdown_s, median_s),
+                cost_steps=ratio(lost_s + slowdown_s, median_s),
                 lost_s=lost_s,
-                lost_steps=0.0 if lost_s == 0 else _ratio(lost_s, median_s),
+                lost_steps=0.0 if lost_s == 0 else ratio(lost_s, median_s),
                 slowdown_s=slowdown_s,
                 reconfiguration_s=record.first_step_ended_s - record.notice_s,
                 median_is_disturbed=any(worlds[each].median_is_disturbed for each in used),
@@ -323,13 +260,13 @@ def _slowdown_s(
     0 then waited for at the boundary belongs to the steps before it; what it waited for after the
     target's first step is in the lost time already.
     """
-    slow_s = [_took_s(step) - worlds[step.generation].median_step_s for step in disturbed]
+    slow_s = [took_s(step) - worlds[step.generation].median_step_s for step in disturbed]
     stopped_s, first_ended_s = record.source_last_step_ended_s, record.first_step_ended_s
     for step in disturbed:
         last = step.generation == record.source_generation and step.step == record.step - 1
         if last and step.ended_s <= stopped_s:
             aside = (e for e in evaluations if step.ended_s <= e.started_s < stopped_s)
-            slow_s.append(stopped_s - step.ended_s - sum(map(_took_s, aside)))
+            slow_s.append(stopped_s - step.ended_s - sum(map(took_s, aside)))
         if step.generation == record.generation and step.step == record.step + 1:
             slow_s.append(-max(0.0, first_ended_s - step.started_s))
     return math.fsum(slow_s)
@@ -424,11 +361,3 @@ def _begun_again_s(steps: Iterable[StepRecord]) -> list[float]:
             found.append(step.started_s)
         done.add(step.step)
     return found
-
-
-def _sum(values: Iterable[float]) -> float:
-    return math.fsum(value for value in values if math.isfinite(value))
-
-
-def _ratio(value: float, base: float) -> float:
-    return value / base if base > 0 else math.nan

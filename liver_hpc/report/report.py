@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from liver_hpc.report.derive import run_figures
-from liver_hpc.report.tables import Cell, Sheet, remarks, sheets, summary_lines
+from liver_hpc.report.tables import Cell, Sheet, remarks, sheets, summary_lines, trace_sheet
+from liver_hpc.report.wording import duration_text, number_text
 from liver_hpc.run.records import TABLES, RunRecords
 
 NAMING = ("kind", "node", "allocation", "generation", "outcome", "action")
@@ -27,8 +29,8 @@ def report_json(records: RunRecords) -> dict[str, Any]:
     """All records with all that is derived from them; a figure that is not known is None.
 
     Keys: attributes, summary, generations, steps, reconfigurations, recoveries, notices, baselines,
-    networks, worker_phases, traffic, crossings, evaluations. Lengths of time are in seconds, points
-    in time in seconds since the epoch.
+    networks, worker_phases, traffic, crossings, evaluations, metrics, holdings, placements.
+    Lengths of time are in seconds, points in time in seconds since the epoch.
     """
     figures = run_figures(records)
     summary = asdict(figures)
@@ -86,6 +88,22 @@ def print_report(records: RunRecords, console: Console) -> None:
         console.print()
     for note in notes:
         console.print(_text(note))
+
+
+def print_trace(replayed: Mapping[str, Any], console: Console) -> None:
+    """What a trace would have cost each strategy, and which costs that was judged by."""
+    costs = {
+        name: f"{number_text(replayed[name]['lost_s'])} s lost in "
+        f"{number_text(replayed[name]['busy_s'])} s"
+        for name in ("grow", "shrink", "restart")
+    }
+    costs["restart"] += f": {replayed['restart_is']}"
+    grid = _grid()
+    grid.add_row("trace", f"{replayed['events']} events in {duration_text(replayed['length_s'])}")
+    for name, text in costs.items():
+        grid.add_row(name, Text(text))
+    console.print(grid)
+    console.print(_fitting(trace_sheet(replayed["strategies"]), console))
 
 
 def _fitting(sheet: Sheet, console: Console) -> RenderableType:

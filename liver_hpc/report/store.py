@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from liver_hpc.errors import ConfigError
 from liver_hpc.report.hdf5 import failure_text, read_hdf5, write_hdf5
+from liver_hpc.report.holdings import HoldingsFold
 from liver_hpc.run.codec import RECORDS, rows_of
-from liver_hpc.run.entries import COORDINATOR_STARTED, JOURNAL_FILE, STEP_DONE, read_entries
-from liver_hpc.run.records import TABLES, RunRecords, StepRecord
+from liver_hpc.run.entries import (
+    COORDINATOR_STARTED,
+    JOURNAL_FILE,
+    STEP_DONE,
+    Entry,
+    read_entries,
+)
+from liver_hpc.run.records import TABLES, MetricRecord, RunRecords, StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -43,24 +53,48 @@ def read_journal(path: Path) -> RunRecords:
 
     Raises ConfigError for a damaged journal, and where a record lacks a field.
     """
-    tables: dict[str, list[Any]] = {name: [] for name in TABLES}
-    attributes: dict[str, str] = {}
-    steps = tables["steps"]
-    for number, _, event, actions, _ in read_entries(path):
+    fold = RecordsFold()
+    for entry in read_entries(path):
+        try:
+            fold.take(entry)
+        except ConfigError as error:
+            raise ConfigError(f"{path}, {error}") from None
+    return fold.records
+
+
+class RecordsFold:
+    """A run's records, entry by entry of its journal."""
+
+    def __init__(self) -> None:
+        self._records = RunRecords([], [], [], {})
+        self.held = HoldingsFold()
+
+    @property
+    def records(self) -> RunRecords:
+        """So far; its lists grow with what is taken, but for holdings and placements."""
+        held = self.held
+        return replace(self._records, holdings=held.records, placements=held.placements)
+
+    def take(self, entry: Entry) -> None:
+        """Raises ConfigError where a record lacks a field."""
+        records, event = self._records, entry.event
         try:
             kind = event["type"]
             if kind == STEP_DONE:
-                steps.append(_step(event, actions))
+                records.steps.append(_step(event, entry.actions))
+                records.metrics.extend(_metrics(event))
             elif kind == COORDINATOR_STARTED:
-                attributes = event["attributes"]
-            for action in actions:
+                records.attributes.clear()
+                records.attributes.update(event["attributes"])
+            for action in entry.actions:
                 if action["type"] in RECORDS and (name := action["table"]) in TABLES:
-                    tables[name] += (_record(TABLES[name], row) for row in rows_of(action))
-        except (KeyError, TypeError) as error:
+                    rows = (_record(TABLES[name], row) for row in rows_of(action))
+                    getattr(records, name).extend(rows)
+            self.held.take(entry)
+        except (KeyError, TypeError, ValidationError) as error:
             raise ConfigError(
-                f"{path}, entry {number}: {error}; another version of liver_hpc wrote it"
+                f"entry {entry.number}: {error}; another version of liver_hpc wrote it"
             ) from None
-    return RunRecords(attributes=attributes, **tables)
 
 
 def _step(event: dict[str, Any], actions: list[dict[str, Any]]) -> StepRecord:
@@ -77,6 +111,12 @@ def _step(event: dict[str, Any], actions: list[dict[str, Any]]) -> StepRecord:
         event["ended_s"],
         phases[0] if phases else "",
     )
+
+
+def _metrics(event: dict[str, Any]) -> Iterator[MetricRecord]:
+    """Earlier releases have none."""
+    for name, value in event.get("metrics", {}).items():
+        yield MetricRecord(event["step"], event["generation"], name, float(value))
 
 
 def _record(kind: type[Any], row: dict[str, Any]) -> Any:

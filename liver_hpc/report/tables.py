@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import partial
@@ -13,14 +13,14 @@ from operator import attrgetter
 from typing import Any
 
 from liver_hpc.report.derive import (
-    ABORTED,
-    COMPLETED,
     NoticeFigures,
     PhaseFigures,
     ReconfigurationFigures,
     RunFigures,
 )
+from liver_hpc.report.hours import HoursFigures, WorkerHours
 from liver_hpc.report.wording import NOTHING, bytes_text, duration_text, layout_text, number_text
+from liver_hpc.report.worlds import ABORTED, COMPLETED
 from liver_hpc.run.records import BaselineRecord, EvaluationRecord, NetworkRecord, RunRecords
 
 DETAIL_LENGTH = 300
@@ -96,6 +96,7 @@ def sheets(figures: RunFigures, records: RunRecords) -> list[Sheet]:
         ),
         "Workers that were lost; seconds": (_RECOVERIES, figures.recoveries),
         "Nodes": (_NOTICES, figures.notices),
+        f"{figures.hours.unit} of nodes": (_HOURS, _by_node(figures.hours)),
         "Checkpoint and restart, seconds in each phase": (_RESTARTS, records.baselines),
     }
     return [
@@ -103,6 +104,12 @@ def sheets(figures: RunFigures, records: RunRecords) -> list[Sheet]:
         for title, (columns, rows) in tables.items()
         if rows
     ]
+
+
+def trace_sheet(strategies: Sequence[Mapping[str, Any]]) -> Sheet:
+    """What each strategy comes to under a trace."""
+    rows = [[column.cell(row) for column in _STRATEGIES] for row in strategies]
+    return Sheet("What the trace would have cost; hours of workers", _STRATEGIES, rows)
 
 
 def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
@@ -118,12 +125,21 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
         "goodput": NOTHING if math.isnan(figures.goodput) else f"{figures.goodput:.1%}",
         "handoffs": f"{figures.completed} completed, {figures.aborted} aborted",
     }
+    hours = figures.hours
+    if hours.nodes:
+        parts = ("training", "waiting", "lost")
+        texts = (f"{part} {number_text(getattr(hours.total, f'{part}_h'))}" for part in parts)
+        lines[hours.unit] = f"{number_text(hours.total.held_h)} held: {', '.join(texts)}"
     if figures.recoveries:
         again = sum(each.record.steps_redone for each in figures.recoveries)
         times = "once" if len(figures.recoveries) == 1 else f"{len(figures.recoveries)} times"
         lines["recovered"] = f"{times} from memory; {again} steps were done again"
     if records.evaluations:
         lines["validation"] = _validation(records.evaluations, figures.evaluation_s)
+    if records.metrics:
+        last = {metric.name: metric.value for metric in records.metrics}
+        values = (f"{name} {number_text(value)}" for name, value in sorted(last.items()))
+        lines["metrics"] = f"{', '.join(values)}; the last values"
     diverged = [step.step for step in records.steps if not step.is_finite]
     if diverged:
         steps = "1 step" if len(diverged) == 1 else f"{len(diverged)} steps"
@@ -155,6 +171,17 @@ def _validation(evaluations: Sequence[EvaluationRecord], took_s: float) -> str:
     number = len(evaluations)
     times = "1 evaluation" if number == 1 else f"{number} evaluations"
     return f"{words}; {times} in {duration_text(took_s)}"
+
+
+def _by_node(hours: WorkerHours) -> Sequence[HoursFigures]:
+    """Each partition, then its nodes; nothing of a run on one machine, whose sum says it all."""
+    if len(hours.nodes) < 2:
+        return ()
+    found = []
+    for partition in hours.partitions:
+        found.append(replace(partition, node="all"))
+        found += [each for each in hours.nodes if each.partition == partition.partition]
+    return found
 
 
 def remarks(figures: RunFigures) -> list[Cell]:
@@ -299,6 +326,27 @@ _NOTICES = (
     _figure("lost\nsteps", "lost_steps"),
     _figure("steps\nagain", "repeated_steps", str),
     Column("outcome", _notice_outcome, is_text=True),
+)
+_HOURS = (
+    _words("partition", "partition", text=lambda name: name or NOTHING),
+    _words("node", "node"),
+    *(_figure(name, f"{name}_h") for name in ("held", "training", "waiting", "lost")),
+)
+
+
+def _of(name: str, key: str, text: Callable[[Any], str] = number_text) -> Column:
+    return Column(name, lambda row: text(row[key]))
+
+
+_STRATEGIES = (
+    Column("strategy", lambda row: row["strategy"], is_text=True),
+    Column("goodput", lambda row: f"{row['goodput']:.1%}"),
+    _of("tokens", "tokens", lambda value: f"{value:.4g}"),
+    _of("held\nh", "held_h"),
+    _of("lost\nh", "lost_h"),
+    _of("tokens\nan hour", "tokens_per_hour", lambda value: f"{value:.4g}"),
+    _of("changes", "changes", str),
+    _of("too\nlate", "late", str),
 )
 _STAGES = ("save", "stop", "launch", "import", "groups", "load", "first_step", "total")
 _RESTARTS = (

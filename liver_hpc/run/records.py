@@ -38,6 +38,20 @@ class StepRecord:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
+@dataclass(frozen=True, slots=True)
+class MetricRecord:
+    """One value that the recipe told beside the loss of a step; see `Recipe.loss`.
+
+    step, generation: as of the step. name: as the recipe has it. value: the mean over the global
+    batch.
+    """
+
+    step: int
+    generation: int
+    name: str
+    value: float
+
+
 @dataclass(frozen=True)
 class EvaluationRecord:
     """One evaluation.
@@ -165,6 +179,37 @@ class NoticeRecord:
 
 
 @dataclass(frozen=True)
+class HoldingRecord:
+    """One node for as long as it was held without a break; of a machine with any number of slots
+    one worker for as long as it was there.
+
+    node: its name. allocation: what it came with: a component, or a burst allocation. partition:
+    that of Slurm, where the run file names it. slots: how many workers it takes. granted_s: when
+    the run had it. returned_s: when it had it no longer, NaN while it has.
+    """
+
+    node: str
+    allocation: str
+    partition: str
+    slots: int
+    granted_s: float
+    returned_s: float
+
+
+@dataclass(frozen=True)
+class PlacementRecord:
+    """How many workers of a world sit on one node.
+
+    generation: the world. layout: as "tp2 pp1 dp2". node: its name. workers: how many.
+    """
+
+    generation: int
+    layout: str
+    node: str
+    workers: int
+
+
+@dataclass(frozen=True)
 class WorkerPhaseRecord:
     """What one worker did in one phase of a handoff attempt; between two of them it trained on in
     the source, or waited. A time that was never reached is NaN.
@@ -287,6 +332,9 @@ class RunRecords:
     crossings: list[CrossingRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     recoveries: list[RecoveryRecord] = field(default_factory=list)
+    metrics: list[MetricRecord] = field(default_factory=list)
+    holdings: list[HoldingRecord] = field(default_factory=list)
+    placements: list[PlacementRecord] = field(default_factory=list)
 
 
 Row = (
@@ -299,7 +347,7 @@ Row = (
     | NetworkRecord
     | EvaluationRecord
 )
-"""What the core records; steps are in the journal as they were told."""
+"""What the core records; all else is in the journal as it was told, or happened."""
 
 TABLES: dict[str, type[Any]] = {
     name: get_args(kind)[0]

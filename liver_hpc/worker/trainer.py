@@ -275,6 +275,7 @@ class Trainer(WorldHolder):
                 tokens=context.config.train.global_batch * context.recipe.tokens(),
                 started_s=started_s,
                 ended_s=ended_s,
+                metrics=dict(result.metrics),
             )
         )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,16 @@ from liver_hpc.layout.batch import share_of
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import Recipe
-from liver_hpc.world import buffers, dropout, experts, megatron, optimizer, rehearsed, thread
+from liver_hpc.world import (
+    buffers,
+    dropout,
+    experts,
+    megatron,
+    metrics,
+    optimizer,
+    rehearsed,
+    thread,
+)
 from liver_hpc.world.derive import Derivation, build_chunks
 from liver_hpc.world.device import Device
 from liver_hpc.world.evaluate import undisturbed
@@ -40,9 +49,6 @@ from liver_hpc.world.state import HeldTensor, WorldState
 from liver_hpc.world.thread import MicroBatch
 from liver_hpc.world.untouched import untouched
 from liver_hpc.world.verified import verified_tensors
-
-Reported = dict[str, torch.Tensor]
-"""What a recipe tells of a micro-batch; see `Recipe.loss`."""
 
 
 class Flags(NamedTuple):
@@ -59,7 +65,7 @@ class Flags(NamedTuple):
 @dataclass(frozen=True)
 class StepResult:
     """What all workers of a world know after a step. ready, stop, snapshot, checkpoint: how many
-    raised that flag. snapshot_steps: summed."""
+    raised that flag. snapshot_steps: summed. metrics: what the recipe told beside the loss."""
 
     loss: float
     grad_norm: float
@@ -69,6 +75,7 @@ class StepResult:
     snapshot: int = 0
     snapshot_steps: float = 0.0
     checkpoint: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,10 +83,11 @@ class Gradients:
     """What a pass over micro-batches gave on this worker: the sum of their losses, each times what
     it weighs, and the sum of what they weigh: 1, or its tokens where the recipe tells them. Both
     are 0 except on the last stage's first tensor-parallel rank; what they weigh is on the first
-    context-parallel rank alone."""
+    context-parallel rank alone. metrics: the same two sums of whatever else the recipe told."""
 
     loss_sum: float
     weight: float
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @cache
@@ -154,6 +162,7 @@ class World:
         self._scheduler = optimizer.build_scheduler(self.recipe, self.optimizer)
         self._schedule = self._build_schedule()
         self._gradients_are_clear = True  # as megatron allocates them
+        self._metrics: tuple[str, ...] = ()  # names that all workers know
         self.refresh_state()
 
     def _build_chunks(self) -> list[DistributedDataParallel]:
@@ -329,7 +338,7 @@ class World:
         """Takes micro-batches through Megatron's schedule. Collective."""
         config, layout = self.recipe.config.train, self.rank_map.layout
         iterators = itertools.tee(self._ahead.read(micro_batches), len(self.chunks))
-        losses: list[Reported] = []
+        losses: list[metrics.Reported] = []
         try:
             masks = dropout.masks_of_samples(layout, self.at, self.chunks)
             with thread.groups_in_use(self.groups), masks:
@@ -349,10 +358,15 @@ class World:
         weights = [float(reported.get("tokens", 1)) for reported in losses]
         loss_sum = sum(r["loss"].item() * w for r, w in zip(losses, weights, strict=True))
         # With context parallelism each rank has its share of every loss.
-        return Gradients(loss_sum, sum(weights) if layout.cp_rank(self.at) == 0 else 0.0)
+        counted = layout.cp_rank(self.at) == 0
+        told = metrics.summed(losses, weights, counted)
+        return Gradients(loss_sum, sum(weights) if counted else 0.0, told)
 
     def _forward(
-        self, micro_batches: Iterator[tuple[MicroBatch, Any]], model: Any, losses: list[Reported]
+        self,
+        micro_batches: Iterator[tuple[MicroBatch, Any]],
+        model: Any,
+        losses: list[metrics.Reported],
     ) -> tuple[Any, Any]:
         """Megatron's forward step: the next micro-batch goes through a chunk. Raises TransferError
         where nobody wants that any more: the next collective may be far."""
@@ -366,7 +380,7 @@ class World:
         def weighted(stage_output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss, reported = loss_function(stage_output)
             if not micro_batch.padding:
-                losses.append(reported)
+                losses.append(metrics.kept(reported))
             return (loss if micro_batch.weight == 1.0 else loss * micro_batch.weight), reported
 
         return output, weighted
@@ -406,16 +420,26 @@ class World:
         return gradients, self.update(step)
 
     def agree(self, gradients: Gradients, update: tuple[float, float], flags: Flags) -> StepResult:
-        """Ends a step: one reduction gives all workers the mean loss and the raised flags.
-        Collective.
+        """Ends a step: one reduction gives all workers the mean loss, the metrics and the raised
+        flags. A metric that is new to some takes two more, once in a world. Collective.
 
         The caller reads its flags just before, so that a flag raised while the step runs counts
         at this step's end and not at the next one's.
         """
-        loss_sum, weight, *told = self._summed(
-            gradients.loss_sum, gradients.weight, *map(float, flags)
+        told, group = gradients.metrics, self.groups.intra_dist_opt
+        loss_sum, weight, new, ready, stop, snapshot, snapshot_steps, checkpoint, *sums = (
+            self._summed(
+                gradients.loss_sum,
+                gradients.weight,
+                not told.keys() <= {*self._metrics},
+                *map(float, flags),
+                *metrics.in_order(told, self._metrics),
+            )
         )
-        ready, stop, snapshot, snapshot_steps, checkpoint = told
+        if new:
+            names = metrics.names_of_all(told, group, self.device.torch_device)
+            self._metrics = tuple(sorted(names.union(self._metrics)))
+            sums = self._summed(*metrics.in_order(told, self._metrics))
         return StepResult(
             loss_sum / weight,
             *update,
@@ -424,6 +448,7 @@ class World:
             snapshot=int(snapshot),
             snapshot_steps=snapshot_steps,
             checkpoint=int(checkpoint),
+            metrics=metrics.means(self._metrics, sums),
         )
 
     def _summed(self, *numbers: float) -> list[float]:

@@ -46,8 +46,8 @@ FOLDERS = ("benchmarks", "configs", "docs", "liver_hpc", "slurm", "tests")
 BLOCK_S = 300.0
 
 OUTSIDE = {
-    "cd", "export", "git", "pip", "python3", "sacct", "salloc", "sbatch", "scancel", "scontrol",
-    "sinfo", "squeue", "srun", "ssh", "tail", "ulimit",
+    "cat", "cd", "curl", "export", "git", "pip", "python3", "sacct", "salloc", "sbatch", "scancel",
+    "scontrol", "sinfo", "squeue", "srun", "ssh", "tail", "tensorboard", "ulimit",
 }  # fmt: skip
 """Commands that are not ours, of which no more is known than that they exist somewhere."""
 

@@ -1,24 +1,36 @@
-"""A recipe that notes the rank that a user's code finds in the environment. Loaded by workers."""
+"""A GPT on random tokens that tells metrics beside its loss. Loaded by workers."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from liver_hpc.layout.coordinates import Coordinate, Layout
 from tests.integration.random_tokens import RandomTokenGPT
-
-NOTES = "LIVER_TEST_RANKS"
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class TellingGPT(RandomTokenGPT):
-    """RandomTokenGPT that writes a line for every loss: its step, and what NAMES say."""
+    """numbers: the mean number of a sample, a mean. squares: of their squares, as a sum and a
+    count. rare: of micro-batches with the first sample of a batch alone."""
 
-    def loss(self, model: Any, samples: Sequence[Any]) -> tuple[Any, Any]:
-        step = int(samples[0]) // self.config.train.global_batch
-        told = [os.environ.get(name, "") for name in NAMES]
-        with (Path(os.environ[NOTES]) / str(os.getpid())).open("a") as notes:
-            print(step, *told, file=notes)
-        return super().loss(model, samples)
+    def fetch(self, samples: Sequence[Any], layout: Layout, at: Coordinate) -> Any:
+        return samples, super().fetch(samples, layout, at)
+
+    def loss(self, model: Any, samples: Any) -> Any:
+        import torch
+
+        samples, read = samples
+        output, mean_loss = super().loss(model, read)
+        # Each context-parallel rank has its share of a mean, and of a sum and its count.
+        shares = model.module.pg_collection.cp.size()
+        numbers = torch.tensor([float(each) for each in samples])
+
+        def telling(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            mean, told = mean_loss(losses)
+            counted = torch.tensor([(numbers**2).sum() / shares, len(samples) / shares])
+            metrics = {"numbers": numbers.mean() / shares, "squares": counted}
+            if 0 in samples:
+                metrics["rare"] = numbers.mean() / shares + 1.0 / shares
+            return mean, told | metrics | {"same": mean.detach()}
+
+        return output, telling

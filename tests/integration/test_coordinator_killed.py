@@ -73,7 +73,8 @@ def test_killed_three_times_and_once_in_a_handoff_the_run_has_the_same_losses(
     tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(DEATHS, "vote:after")
-    run = start(run_config(tmp_path, ENDLESS, notices=GROWS, recipe=MORTAL))
+    tracking = {"tensorboard": {}}
+    run = start(run_config(tmp_path, ENDLESS, notices=GROWS, recipe=MORTAL, tracking=tracking))
     watch(run, lambda status: status.step >= 3, 100.0)
     await_next(run, kill(run))
     watch(run, lambda status: status.handoffs_done == 1, 100.0)
@@ -83,6 +84,20 @@ def test_killed_three_times_and_once_in_a_handoff_the_run_has_the_same_losses(
     watch(run, lambda status: status.step >= step + 10, 60.0)
     records = ended_well(run, quiet)
     assert [row.outcome for row in records.reconfigurations] == ["completed"]
+    check_followed(run, records)
+
+
+def check_followed(run: RunDirectory, records: RunRecords) -> None:
+    """TensorBoard was told each step once, and the handoff, by one coordinator's process after the
+    other; none failed."""
+    board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = board.EventAccumulator(str(run.path / "tensorboard"), size_guidance={board.SCALARS: 0})
+    reader.Reload()
+    told = [(each.step, each.value) for each in reader.Scalars("train/loss")]
+    assert told == [(row.step + 1, pytest.approx(row.loss)) for row in records.steps]
+    assert len(reader.Tensors("events/handoff")) >= 1
+    assert len([*(run.path / "tensorboard").iterdir()]) >= 2
+    assert "ERROR" not in (run.path / "logs" / "tracking.log").read_text()
 
 
 MOMENTS = (

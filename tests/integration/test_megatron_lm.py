@@ -137,6 +137,9 @@ def test_handoffs_change_neither_losses_nor_validation(
     compared = elastic.reconfigurations[-1].step + BEHIND
     quiet = fixed(config(words, layouts), compared)
     found = losses(elastic)[:compared]
+    told = [(each.name, each.step, each.value) for each in elastic.metrics]
+    wanted = [("lm loss", each.step, pytest.approx(each.loss)) for each in elastic.steps]
+    assert told == wanted  # what the script reports
     assert worst_difference(found[:60], losses(quiet)) <= 1e-5
     assert worst_difference(found, losses(quiet)) <= 1e-3
     validated = {each.step: each.loss for each in elastic.evaluations}

@@ -51,11 +51,13 @@ ROWS = {
     "liver_hpc.worker.main": ("gloo's, one for each group", "gloo's, of snapshots"),
     "liver_hpc.rendezvous.mpi.endpoint accept": ("MPI's, of the acceptor",),
     "liver_hpc.rendezvous.mpi.endpoint connect": ("MPI's, of a joiner",),
+    "liver_hpc.tracking.main": ("`/metrics`, ours",),
     "submitit.core._submit": ("control server, ours", "queue of the rendezvous, ours"),
 }
 """The rows of the table by what is on the command line of who listens there."""
 COORDINATOR = "submitit.core._submit"
 WORKER = "liver_hpc.worker.main"
+METRICS = "liver_hpc.tracking.main"
 TABLE = Path(__file__).parents[2] / "docs/explanation/security.md"
 GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 300, b"\x16\x03\x01" + bytes(500)]
 NUMBERS = [struct.pack("<q", number) for number in range(64)]
@@ -150,6 +152,18 @@ def attack_ours(address: tuple[str, int], secret: bytes) -> int:
         said = heard(one)
         assert said[greeting:] in (b"", bytes(PROOF_BYTES))  # no proof, and no reply
     return came + 1
+
+
+def attack_metrics(address: tuple[str, int], token: str) -> None:
+    """No token, a wrong one, garbage, silence: nothing is learned. Then who has it comes."""
+    for said in (*GARBAGE, b"GET /metrics HTTP/1.1\r\nAuthorization: Bearer 0\r\n\r\n"):
+        with stranger(address, said) as one:
+            assert re.fullmatch(rb"(HTTP/1.1 40[01] [^:]*:(?s:.*)\r\n\r\n)?", heard(one))
+    with stranger(address) as silent, stranger(address, b"GET /me") as half:
+        assert heard(silent) == heard(half) == b""
+    asked = f"GET /metrics HTTP/1.1\r\nAuthorization: Bearer {token}\r\n\r\n"
+    with stranger(address, asked.encode()) as owner:
+        assert b"liver_steps_done{" in heard(owner)
 
 
 def attack_in_between(
@@ -247,8 +261,11 @@ def resized(run: RunDirectory, besiegers: Besiegers) -> RunRecords:
 def test_strangers_at_every_port_change_nothing(tmp_path: Path, quiet: RunRecords) -> None:
     """Ours refuse and count them; MPI's acceptor may be replaced; gloo's take nobody once their
     group has met. A handoff afterwards, with others at the ports of the new groups, succeeds."""
-    run = start(run_config(tmp_path, ENDLESS, recipe=BESIEGED, snapshots={"every_steps": 1}))
+    sections = {"snapshots": {"every_steps": 1}, "tracking": {"openmetrics": {}}}
+    run = start(run_config(tmp_path, ENDLESS, recipe=BESIEGED, **sections))
     watch(run, lambda status: status.step >= 5, 150.0)
+    token = run.path / "tracking" / "openmetrics-token"
+    wait_until(token.with_name("openmetrics.json").exists, 60.0, "the endpoint of metrics")
     secret, came = read_secret(run.secret_path), 0
     ports = ports_of(run)
     rows = [row for row in TABLE.read_text().splitlines() if row.startswith("| ")]
@@ -257,13 +274,16 @@ def test_strangers_at_every_port_change_nothing(tmp_path: Path, quiet: RunRecord
         for name in ROWS[port.role]:
             assert any(row.startswith(f"| {name}") for row in rows), name
     found = Counter(port.role for port in ports)
-    assert found == {COORDINATOR: 2, "liver_hpc.rendezvous.mpi.endpoint accept": 1, WORKER: 4}
+    acceptor = "liver_hpc.rendezvous.mpi.endpoint accept"
+    assert found == {COORDINATOR: 2, acceptor: 1, WORKER: 4, METRICS: 1}
     control = run.coordinator()
     assert control is not None
 
     for role, address in ports:
         if role == COORDINATOR:
             came += attack_ours(address, secret)
+        elif role == METRICS:
+            attack_metrics(address, token.read_text().strip())
         elif role == WORKER:
             with pytest.raises(TimeoutError):
                 socket.create_connection(address, timeout=0.5)

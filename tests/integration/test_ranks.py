@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.elastic import elastic_run
-from tests.integration.telling import NOTES
+from tests.integration.noting_ranks import NOTES
 
 pytestmark = [
     pytest.mark.long,
@@ -23,7 +23,7 @@ def test_rank_and_world_size_are_those_of_the_world_that_takes_the_step(
     notes.mkdir()
     monkeypatch.setenv(NOTES, str(notes))
     notices = [{"at_step": 3, "layout": {"dp": 4}}, {"at_step": 6, "layout": {"dp": 2}}]
-    run = elastic_run(tmp_path, notices, recipe="tests.integration.telling:TellingGPT")
+    run = elastic_run(tmp_path, notices, recipe="tests.integration.noting_ranks:NotingGPT")
     of_generation = {r.generation: len(r.target_workers.split(",")) for r in run.reconfigurations}
     sizes = {step.step: of_generation.get(step.generation, 2) for step in run.steps}
     assert {*sizes.values()} == {2, 4}

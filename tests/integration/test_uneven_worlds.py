@@ -16,6 +16,8 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from tests.integration.processes import WorkerProcess, run_workers
 from tests.integration.random_tokens import RandomTokenGPT, tiny_recipe
 from tests.integration.runs import worst_difference
+from tests.integration.telling import TellingGPT
+from tests.integration.worlds import Case, connected, recipe_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -107,3 +109,37 @@ def test_without_their_weights_uneven_batches_would_give_another_gradient(tmp_pa
     alone, shared = answers[0]
     assert shared[0][0] == pytest.approx(alone[0][0], rel=EQUAL)  # losses are counted one by one
     assert worst_difference(shared[:1], alone[:1]) > 1e-3
+
+
+def metrics_of(process: WorkerProcess, layouts: list[str]) -> list[list[dict[str, float]]]:
+    """Metrics, and the loss, of two steps in each layout; empty where this worker has no seat."""
+    from liver_hpc.world.world import Flags
+
+    found = []
+    for generation, layout in enumerate(layouts):
+        recipe = recipe_of(Case(layout, {}, {"global_batch": 4}, TellingGPT), process.worker)
+        with connected(process, recipe, layout, generation) as world:
+            steps = range(0 if world is None else 2)
+            results = [world.agree(*world.train_step(step), Flags()) for step in steps]
+            found.append([{**result.metrics, "loss": result.loss} for result in results])
+    return found
+
+
+def test_metrics_are_the_same_in_every_layout_and_known_to_all(tmp_path: Path) -> None:
+    """Whether batches are even, whether samples are split, and whoever has the last stage."""
+    layouts = ["dp1", "dp3", "tp2 pp2", "pp2 cp2"]
+    answers = run_workers(metrics_of, 4, tmp_path, layouts)
+    for number, text in enumerate(layouts):
+        for answer in answers[: Layout.parse(text).workers]:
+            first, second = answer[number]
+            told = {name: pytest.approx(value) for name, value in first.items()}
+            assert told == {
+                "numbers": 1.5,
+                "squares": 3.5,
+                "rare": 1.0,
+                "same": first["loss"],
+                "loss": answers[0][0][0]["loss"],
+            }
+            assert (second["numbers"], second["squares"]) == (5.5, pytest.approx(31.5))
+            assert "rare" not in second
+            assert second["same"] == pytest.approx(second["loss"])

@@ -31,6 +31,7 @@ FLOORS = {
     "liver_hpc.checkpoint": 6,
     "liver_hpc.handoff": 6,
     "liver_hpc.snapshot": 6,
+    "liver_hpc.tracking": 6,
     "liver_hpc.report": 4,
     "liver_hpc.worker": 7,
     "liver_hpc.node": 7,
@@ -58,6 +59,9 @@ ONLY_IN = {
     "matplotlib": ("report.drawings", "report.page"),
     "submitit": ("cli", "cluster"),
     "rich": ("cli", "report"),
+    "tensorboard": ("tracking",),
+    "wandb": ("tracking",),
+    "prometheus_client": ("tracking",),
 }
 
 ALLOWED = {

@@ -17,18 +17,27 @@ def mean_of(loss_function: Callable[[torch.Tensor], Any]) -> LossFunction:
     (mean, report).
 
     The mean is over the tokens of whole samples: with context parallelism each rank counts those of
-    its share, and the counts are summed over the group, in which this is collective.
+    its share, and the counts are summed over the group, in which this is collective. What the
+    report has are metrics: (sum, number of tokens), of this rank's share, or a mean that the
+    script has taken over all ranks itself.
     """
 
     def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss, *counted, _report = loss_function(output)
-        if not counted:
-            return loss, {"loss": loss.detach().clone()}
-        tokens = counted[0].detach().clone()
+        loss, *counted, report = loss_function(output)
         group = thread.here.groups.cp
+        metrics = {name: _metric(value, group.size()) for name, value in (report or {}).items()}
+        if not counted:
+            return loss, metrics | {"loss": loss.detach().clone()}
+        tokens = counted[0].detach().clone()
         if group.size() > 1:
             dist.all_reduce(tokens, group=group)
         mean = loss / tokens.clamp(min=1)
-        return mean, {"loss": mean.detach().clone(), "tokens": tokens}
+        return mean, metrics | {"loss": mean.detach().clone(), "tokens": tokens}
 
     return mean_loss
+
+
+def _metric(value: Any, shares: int) -> torch.Tensor:
+    """Of a mean each context-parallel rank has all, and is asked for its share."""
+    held = torch.as_tensor(value).detach().flatten()
+    return held if held.numel() == 2 else held / shares

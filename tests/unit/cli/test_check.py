@@ -88,6 +88,16 @@ def test_keys_that_do_not_fit_together(sections: dict[str, Any], said: str) -> N
     assert said in problems(minimal(**sections))
 
 
+def test_a_tracker_whose_package_is_missing_is_told_with_what_brings_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("liver_hpc.tracking.base.find_spec", lambda name: None)
+    assert problems(minimal(tracking={"tensorboard": {}})) == [
+        "tracking.tensorboard: this Python lacks the package tensorboard; "
+        "pip install 'liver_hpc[tensorboard]'"
+    ]
+
+
 def test_layouts_are_held_against_the_memory() -> None:
     """The fullest of two replicas holds more than the fuller half of a split model."""
     half = sum(fullest_worker(TIED, Layout(2, 1, 1)).values())

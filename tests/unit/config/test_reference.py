@@ -22,7 +22,10 @@ from liver_hpc.config.schema import (
     EvalSection,
     LayoutSection,
     NoticeSection,
+    OpenMetricsSection,
     RunConfig,
+    TensorBoardSection,
+    WandbSection,
     WorkersSection,
 )
 from liver_hpc.recipes.completion import load_users_run
@@ -37,6 +40,9 @@ OPTIONAL = {
     "cluster.slurm.burst": BurstSection,
     "cluster.slurm.container": ContainerSection,
     "model.layer_times": LayerTimes,
+    "tracking.tensorboard": TensorBoardSection,
+    "tracking.wandb": WandbSection,
+    "tracking.openmetrics": OpenMetricsSection,
 }
 """Sections that the file shows although null is their default."""
 ANY_VALUE = {"data.text", "data.split"}
@@ -125,7 +131,11 @@ def test_every_key_has_a_comment(configs: Path) -> None:
     [("demo.yaml", "local"), ("reference.yaml", "local"), ("reference.yaml", "slurm"),
      ("slurm.yaml", "slurm")],
 )  # fmt: skip
-def test_the_shipped_files_pass_all_checks(configs: Path, name: str, kind: str) -> None:
+def test_the_shipped_files_pass_all_checks(
+    configs: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all trackers are installed."""
+    monkeypatch.setattr("liver_hpc.tracking.base.find_spec", lambda name: object())
     container = "cluster.slurm.container=null"  # is Slurm's alone
     overrides = [f"cluster.kind={kind}", *([container] if kind == "local" else [])]
     config = load_run(configs / name, overrides)

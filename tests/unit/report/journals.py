@@ -26,8 +26,10 @@ def _events(records: RunRecords) -> Events:
     for step in records.steps:
         event = {"type": "step_done", "worker": 0, **asdict(step)}
         phase = event.pop("phase")
+        told = {m.name: m.value for m in records.metrics if m.step == step.step}
+        event |= {"metrics": told} if told else {}
         yield event, [{"type": "step_phase", "phase": phase}] if phase else []
-    for table in TABLES.keys() - {"steps"}:
+    for table in TABLES.keys() - {"steps", "metrics"}:
         for record in getattr(records, table):
             row = {"type": "record", "table": table, "row": asdict(record)}
             yield {"type": "heard"}, [{"type": "told", "worker": 3}, row]

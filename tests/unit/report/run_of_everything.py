@@ -6,6 +6,7 @@ import math
 
 from liver_hpc.run.records import (
     CrossingRecord,
+    MetricRecord,
     NoticeRecord,
     ReconfigurationRecord,
     RunRecords,
@@ -50,6 +51,7 @@ def everything() -> RunRecords:
         worker_phases=phases,
         traffic=traffic,
         crossings=crossings,
+        metrics=[MetricRecord(n, 0, name, n / 10) for n in (3, 4) for name in ("a", "lm loss")],
         evaluations=[evaluation(step=20 * n, loss=4.5 - n / 10) for n in (1, 2, 3)],
     )
 

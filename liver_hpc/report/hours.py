@@ -1,0 +1,165 @@
+"""Worker-hours: what of the run's nodes was held, trained with, waited, and was lost. Pure.
+
+One slot of a node that is held for an hour is a worker-hour; where workers have a GPU each, a
+GPU-hour. A worker has a seat from the first step of its world to the first step of the next one;
+what of that no step or evaluation is worth, each counted once at its world's median, is lost:
+handoffs, recoveries, restarts, steps that were done again, and steps that were slow. A slot without
+a seat waits: it boots, stands by, or is idle.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from liver_hpc.report.worlds import finite_sum, took_s
+from liver_hpc.run.records import HoldingRecord, PlacementRecord, RunRecords
+
+HOUR_S = 3600.0
+_WITH_GPUS = re.compile(r"^\s*gpus_per_node: [1-9]", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class HoursFigures:
+    """Of one node in one partition, or of all: held_h is the sum of the other three."""
+
+    node: str
+    partition: str
+    held_h: float
+    training_h: float
+    waiting_h: float
+    lost_h: float
+
+
+@dataclass(frozen=True)
+class WorkerHours:
+    """Of the run: of all nodes, by partition, and by node. unit: "GPU-hours" or "worker-hours"."""
+
+    unit: str
+    total: HoursFigures
+    partitions: tuple[HoursFigures, ...]
+    nodes: tuple[HoursFigures, ...]
+
+
+class _Seated(NamedTuple):
+    """A world's time. worth: the share of it that its steps and evaluations are worth."""
+
+    generation: int
+    from_s: float
+    until_s: float
+    worth: float
+
+
+def worker_hours(records: RunRecords, useful_s: Mapping[int, float]) -> WorkerHours:
+    """useful_s: what a step of each world is worth. What is held still, is until the last time
+    that the records know."""
+    by_node: dict[tuple[str, str], list[HoldingRecord]] = defaultdict(list)
+    for holding in records.holdings:
+        by_node[holding.partition or holding.allocation, holding.node].append(holding)
+    until_s = _until_s(records)
+    worlds = [*_seated(records, useful_s)]
+    seats = _seats([world.generation for world in worlds], records.placements)
+    nodes = []
+    for (partition, node), holdings in sorted(by_node.items()):
+        spans = [(each.granted_s, _or(each.returned_s, until_s)) for each in holdings]
+        held_s = sum(
+            each.slots * (to_s - from_s)
+            for each, (from_s, to_s) in zip(holdings, spans, strict=True)
+        )
+        merged, seated_s, trained_s = _merged(spans), 0.0, 0.0
+        for world in worlds:
+            there_s = sum(
+                max(0.0, min(to_s, world.until_s) - max(from_s, world.from_s))
+                for from_s, to_s in merged
+            )
+            there_s *= seats[world.generation].get(node, 0)
+            seated_s += there_s
+            trained_s += there_s * world.worth
+        nodes.append(_figures(node, partition, held_s, seated_s, trained_s))
+    names = sorted({each.partition for each in nodes})
+    partitions = [_added([n for n in nodes if n.partition == name], name) for name in names]
+    return WorkerHours(unit_of(records), _added(nodes, ""), tuple(partitions), tuple(nodes))
+
+
+def unit_of(records: RunRecords) -> str:
+    """What a worker-hour is called."""
+    nccl = any(not each.transport.startswith("gloo") for each in records.networks)
+    asked = _WITH_GPUS.search(records.attributes.get("config", "")) is not None
+    return "GPU-hours" if nccl or asked else "worker-hours"
+
+
+def _figures(
+    node: str, partition: str, held_s: float, seated_s: float, trained_s: float
+) -> HoursFigures:
+    held_s = max(held_s, seated_s)  # a seat may outlive the notice of its node's end
+    values = (held_s, trained_s, held_s - seated_s, seated_s - trained_s)
+    return HoursFigures(node, partition, *(value / HOUR_S for value in values))
+
+
+def _added(nodes: Sequence[HoursFigures], partition: str) -> HoursFigures:
+    names = ("held_h", "training_h", "waiting_h", "lost_h")
+    sums = {name: sum(getattr(each, name) for each in nodes) for name in names}
+    return HoursFigures("", partition, **sums)
+
+
+def _seated(records: RunRecords, useful_s: Mapping[int, float]) -> Iterator[_Seated]:
+    """Worlds that have done a step, in order."""
+    begun_s: dict[int, float] = {}
+    for step in records.steps:
+        begun_s.setdefault(step.generation, step.started_s)
+    worth_s: dict[int, float] = defaultdict(float)
+    for step in {step.step: step for step in records.steps}.values():
+        worth_s[step.generation] += finite_sum([useful_s[step.generation]])
+    for evaluation in {each.step: each for each in records.evaluations}.values():
+        worth_s[evaluation.generation] += took_s(evaluation)
+    order = [*begun_s.items(), (-1, max(_last_ends_s(records), default=0.0))]
+    for (generation, from_s), (_, until_s) in pairwise(order):
+        length_s = until_s - from_s
+        worth = min(1.0, worth_s[generation] / length_s) if length_s > 0 else 0.0
+        yield _Seated(generation, from_s, until_s, worth)
+
+
+def _seats(
+    generations: Iterable[int], placements: Iterable[PlacementRecord]
+) -> dict[int, dict[str, int]]:
+    """Workers of each world by node. A world that was built anew after an abort has those of the
+    one before it."""
+    known: dict[int, dict[str, int]] = defaultdict(dict)
+    for row in placements:
+        known[row.generation][row.node] = row.workers
+    found, last = {}, dict[str, int]()
+    for generation in generations:
+        last = found[generation] = known.get(generation, last)
+    return found
+
+
+def _until_s(records: RunRecords) -> float:
+    known = _last_ends_s(records)
+    for holding in records.holdings:
+        known += [holding.granted_s, _or(holding.returned_s, 0.0)]
+    return max(known, default=0.0)
+
+
+def _last_ends_s(records: RunRecords) -> list[float]:
+    """Of the last step and the last evaluation."""
+    steps, evaluations = records.steps[-1:], records.evaluations[-1:]
+    return [*(each.ended_s for each in steps), *(each.ended_s for each in evaluations)]
+
+
+def _or(time_s: float, else_s: float) -> float:
+    return time_s if time_s == time_s else else_s  # NaN is not equal to itself
+
+
+def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same times without overlaps."""
+    merged: list[tuple[float, float]] = []
+    for from_s, to_s in sorted(spans):
+        if merged and from_s <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], to_s)
+        else:
+            merged.append((from_s, to_s))
+    return merged

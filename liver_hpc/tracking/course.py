@@ -1,0 +1,104 @@
+"""The course of a run as trackers are told it: of each entry of the journal. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from liver_hpc.errors import ConfigError
+from liver_hpc.report.store import RecordsFold
+from liver_hpc.report.wording import layout_text
+from liver_hpc.run.codec import rows_of
+from liver_hpc.run.entries import COORDINATOR_STARTED, STEP_DONE, Entry
+from liver_hpc.tracking.base import LOSS, Mark, Point
+
+RECIPES = "metrics/"
+"""Before the name of each metric of the recipe."""
+
+
+class Course:
+    """fold: what is recorded so far. step: how many steps are done; furthest: at most so far."""
+
+    def __init__(self) -> None:
+        self.fold = RecordsFold()
+        self.step = 0
+        self.furthest = 0
+
+    def take(self, entry: Entry) -> Iterator[Point | Mark]:
+        """What follows from an entry. Raises ConfigError for one that cannot be understood."""
+        self.fold.take(entry)
+        try:
+            yield from self._points(entry)
+            yield from self._marks(entry)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"entry {entry.number}: {error}") from error
+
+    def _points(self, entry: Entry) -> Iterator[Point]:
+        event, held = entry.event, self.fold.held
+        match event["type"]:
+            case str(kind) if kind == STEP_DONE:
+                self.step = event["step"] + 1
+                took_s = event["ended_s"] - event["started_s"]
+                values = {
+                    LOSS: float(event["loss"]),
+                    "train/grad_norm": float(event["grad_norm"]),
+                    "train/learning_rate": float(event["learning_rate"]),
+                    "train/step_s": took_s,
+                    "train/tokens_per_s": event["tokens"] / took_s if took_s > 0 else math.nan,
+                    "run/workers": held.workers_of(event["generation"]),
+                    "run/nodes": held.nodes,
+                }
+                told = event.get("metrics", {})
+                values |= {f"{RECIPES}{name}": float(value) for name, value in told.items()}
+                self.furthest = max(self.furthest, self.step)
+                yield Point(self.step, event["ended_s"], values)
+            case "evaluated":
+                values = {"validation/loss": float(event["loss"])}
+                yield Point(event["step"], event["ended_s"], values)
+
+    def _marks(self, entry: Entry) -> Iterator[Mark]:
+        event = entry.event
+        match event["type"]:
+            case str(kind) if kind == COORDINATOR_STARTED:
+                resumed = event.get("resumed")
+                if resumed is not None:
+                    self.step = resumed["step"]
+                    yield self._mark(
+                        entry, "run", f"goes on from the checkpoint of step {self.step}"
+                    )
+            case "took_over":
+                yield self._mark(entry, "run", f"coordinator {event['epoch']} took over")
+        for action in entry.actions:
+            if action["type"] == "record" and (say := _SAID.get(action["table"])) is not None:
+                kind, text = say(next(rows_of(action)))
+                yield self._mark(entry, kind, text)
+            elif action["type"] == "end":
+                yield self._mark(entry, "run", f"{action['state']}: {action['reason']}")
+
+    def _mark(self, entry: Entry, kind: str, text: str) -> Mark:
+        return Mark(self.step, entry.at_s, kind, text)
+
+
+def _handoff(row: Mapping[str, Any]) -> tuple[str, str]:
+    text = f"{layout_text(row['source'])} -> {layout_text(row['target'])}: {row['outcome']}"
+    if math.isfinite(pause_s := float(row["pause_s"])):
+        text += f", pause {pause_s:.3f} s"
+    return "handoff", "; ".join(filter(None, (text, row["notice"], row["detail"])))
+
+
+def _recovery(row: Mapping[str, Any]) -> tuple[str, str]:
+    return "recovery", (
+        f"{layout_text(row['source'])} -> {layout_text(row['target'])}, back to step "
+        f"{row['step']}, {row['steps_redone']} steps to do again: {row['reason']}"
+    )
+
+
+def _notice(row: Mapping[str, Any]) -> tuple[str, str]:
+    where = f" {row['node']}" if row["node"] else ""
+    return "notice", "; ".join(
+        filter(None, (f"{row['kind']}{where}: {row['outcome']}", row["action"]))
+    )
+
+
+_SAID = {"reconfigurations": _handoff, "recoveries": _recovery, "notices": _notice}

@@ -1,0 +1,180 @@
+"""A run's figures in the text format of OpenMetrics."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from liver_hpc.config.schema import OpenMetricsSection
+from liver_hpc.report.derive import RunFigures
+from liver_hpc.run.outcome import write_private_json
+from liver_hpc.run.secret import create_secret, read_secret
+from liver_hpc.tracking.base import Mark, Point, Tracker
+from liver_hpc.tracking.course import RECIPES
+from liver_hpc.tracking.endpoint import Endpoint
+
+ADDRESS_FILE = "openmetrics.json"
+TOKEN_FILE = "openmetrics-token"
+SHARE = 20.0
+"""Figures are as old as this many times what deriving them takes."""
+
+
+class OpenMetrics(Tracker):
+    """Answers with what is newest. figures: derives them, from any thread."""
+
+    keeps = False
+
+    def __init__(
+        self,
+        section: OpenMetricsSection,
+        directory: Path,
+        run_name: str,
+        figures: Callable[[], RunFigures],
+    ) -> None:
+        """Makes the token in `directory` where there is none, and tells there where it listens."""
+        token = directory / TOKEN_FILE
+        secret = read_secret(token) if token.exists() else create_secret(token)
+        self._run_name = run_name
+        self._figures = figures
+        self._lock = threading.Lock()
+        self._newest: dict[str, float] = {}
+        self._step = 0
+        self._changed = True
+        self._text = b""
+        self._next_s = 0.0
+        self._endpoint = Endpoint(
+            (section.host, section.port), secret.hex(), self.text, CONTENT_TYPE_LATEST
+        )
+        host, port = self._endpoint.address
+        self._address_path = directory / ADDRESS_FILE
+        write_private_json(self._address_path, {"host": host, "port": port})
+
+    def take(self, what: Point | Mark) -> None:
+        with self._lock:
+            self._changed = True
+            if isinstance(what, Point):
+                self._step = what.step
+                if what.is_step:  # a metric may be told at some steps alone
+                    kept = self._newest.items()
+                    self._newest = {k: v for k, v in kept if not k.startswith(RECIPES)}
+                self._newest.update(what.values)
+
+    def flush(self) -> None:
+        """Who asks gets the newest."""
+
+    def close(self) -> None:
+        self._address_path.unlink(missing_ok=True)
+        self._endpoint.close()
+
+    def text(self) -> bytes:
+        """The answer, from any thread."""
+        with self._lock:
+            if self._changed and time.monotonic() >= self._next_s:
+                self._changed = False
+                begun_s = time.monotonic()
+                families = [*self._of_points(), *of_figures(self._figures())]
+                self._text = exposed(families, self._run_name)
+                now_s = time.monotonic()
+                self._next_s = now_s + SHARE * (now_s - begun_s)
+            return self._text
+
+    def _of_points(self) -> Iterator[Metric]:
+        yield gauge("liver_steps_done", "Training steps that are done.", self._step)
+        values = self._newest
+        for name, about in _OF_POINTS.items():
+            if name in values:
+                yield gauge(f"liver_{name.replace('/', '_')}", about, values[name])
+        told = {k.removeprefix(RECIPES): v for k, v in values.items() if k.startswith(RECIPES)}
+        if told:
+            about = "What the recipe told beside the loss of the last step."
+            family = GaugeMetricFamily("liver_metric", about, labels=["name"])
+            for name, value in told.items():
+                family.add_metric([name], value)
+            yield family
+
+
+_OF_POINTS = {
+    "train/loss": "Loss of the last step.",
+    "train/grad_norm": "Gradient norm of the last step.",
+    "train/learning_rate": "Learning rate of the last step.",
+    "train/step_s": "What the last step took, in seconds.",
+    "train/tokens_per_s": "Tokens a second of the last step.",
+    "validation/loss": "Loss of the last evaluation.",
+    "run/workers": "Workers of the world that trains.",
+    "run/nodes": "Nodes that are held.",
+}
+
+
+def exposed(families: list[Metric], run_name: str) -> bytes:
+    """As text, each sample with the run's name."""
+    for family in families:
+        family.samples = [
+            sample._replace(labels={"run": run_name, **sample.labels}) for sample in family.samples
+        ]
+    registry = CollectorRegistry()
+    registry.register(_Ready(families))
+    return bytes(generate_latest(registry))  # type: ignore[no-untyped-call]
+
+
+class _Ready:
+    """What prometheus_client collects from."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def of_figures(figures: RunFigures) -> Iterator[Metric]:
+    """What the report derives. A figure that is not known is left out."""
+    for name, about, value in (
+        ("liver_goodput_ratio", "Share of time in which training made progress.", figures.goodput),
+        ("liver_last_pause_seconds", "Pause of the last handoff.", _last_pause_s(figures)),
+    ):
+        if math.isfinite(value):
+            yield gauge(name, about, value)
+    # Sums that later steps may correct downwards are no counters.
+    for name, about, value in (
+        ("liver_lost_seconds", "Lost time of all handoffs.", figures.lost_s),
+        ("liver_slowdown_seconds", "Slowdown of all handoffs.", figures.slowdown_s),
+        ("liver_pause_seconds", "Pauses of all handoffs.", figures.pause_s),
+        ("liver_tokens", "Tokens that were trained with, each once.", figures.tokens),
+    ):
+        yield gauge(name, about, value)
+    about = "Recoveries from memory."
+    yield CounterMetricFamily("liver_recoveries", about, value=len(figures.recoveries))
+    outcomes = Counter(attempt.outcome for attempt in figures.reconfigurations)
+    family = CounterMetricFamily("liver_handoffs", "Handoffs by outcome.", labels=["outcome"])
+    for outcome in sorted({"completed", "aborted", *outcomes}):
+        family.add_metric([outcome], outcomes[outcome])
+    yield family
+    if figures.hours.nodes:
+        yield _hours(figures)
+
+
+def _hours(figures: RunFigures) -> Metric:
+    about = f"{figures.hours.unit} by what they were used for; they add up to what is held."
+    family = GaugeMetricFamily("liver_worker_hours", about, labels=["partition", "node", "use"])
+    for row in figures.hours.nodes:
+        uses = {"training": row.training_h, "waiting": row.waiting_h, "lost": row.lost_h}
+        for use, hours in uses.items():
+            family.add_metric([row.partition, row.node, use], hours)
+    return family
+
+
+def _last_pause_s(figures: RunFigures) -> float:
+    known = [each.pause_s for each in figures.reconfigurations if math.isfinite(each.pause_s)]
+    return known[-1] if known else math.nan
+
+
+def gauge(name: str, about: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, about, value=value)

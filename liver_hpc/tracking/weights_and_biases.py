@@ -1,0 +1,65 @@
+"""Weights & Biases: one run id for as long as the run directory lives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from liver_hpc.config.schema import WandbSection
+from liver_hpc.tracking.base import Mark, Point, Tracker
+
+COLUMNS: list[str | int] = ["step", "time", "kind", "what"]
+
+
+class WeightsAndBiases(Tracker):
+    """A step is told once: of those that are done again, which give the same, the first time stays,
+    and a mark says so. Marks are counted in the summary, and a table at the end has them all."""
+
+    def __init__(
+        self,
+        section: WandbSection,
+        directory: Path,
+        run_id: str,
+        facts: dict[str, Any],
+        before: list[Mark],
+        furthest: int,
+    ) -> None:
+        """The key and the mode are those of the environment. facts: of the run, for its page.
+        before: marks that were told. furthest: the most steps that were done when it was told."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=section.project,
+            entity=section.entity,
+            id=run_id,
+            name=run_id,
+            dir=directory,
+            config=facts,
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+        )
+        self._marks = list(before)
+        self._counts = Counter(f"events/{mark.kind}" for mark in before)
+        self._furthest = furthest
+
+    def take(self, what: Point | Mark) -> None:
+        if isinstance(what, Mark):
+            self._marks.append(what)
+            self._counts[f"events/{what.kind}"] += 1
+            self._run.summary.update(dict(self._counts))
+            self._run.summary["events/last"] = f"step {what.step}: {what.text}"
+        elif what.step > self._furthest or (what.step == self._furthest and not what.is_step):
+            self._furthest = what.step
+            self._run.log(dict(what.values), step=what.step)
+
+    def flush(self) -> None:
+        """Its own process sends, or writes, what it was told."""
+
+    def close(self) -> None:
+        rows = [[mark.step, mark.at_s, mark.kind, mark.text] for mark in self._marks]
+        if rows:
+            self._run.log({"events": wandb.Table(columns=COLUMNS, data=rows)})
+        self._run.finish()
+        wandb.teardown()  # once its own process has ended, the files are whole

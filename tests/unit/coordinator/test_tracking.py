@@ -1,0 +1,92 @@
+"""The process beside the coordinator: woken, heard, ended; and nothing where nobody wants it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from liver_hpc.clock import SystemClock
+from liver_hpc.config.load import dump_run
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.coordinator.performer import Services
+from liver_hpc.coordinator.tracking import Watched, tracked
+from liver_hpc.run.epoch import Superseded
+from liver_hpc.run.journal import Journal
+from tests.unit.tracking.told import STARTED, entries, step_done
+
+pytest.importorskip("tensorboard")
+
+
+def config_of(run_directory: Path, **tracking: Any) -> RunConfig:
+    values = {"train": {"steps": 9, "global_batch": 2}, "workers": {"initial": 1, "max": 1}}
+    config = RunConfig.model_validate({**values, "layouts": {1: {"dp": 1}}, "tracking": tracking})
+    (run_directory / "run.yaml").write_text(dump_run(config))
+    return config
+
+
+def recorded(run_directory: Path, watched: Watched) -> None:
+    """Three steps, with a journal that wakes the process."""
+    nothing: Any = None
+    services = Services(
+        clock=SystemClock(),
+        recipe=nothing,
+        launcher=nothing,
+        rendezvous=nothing,
+        open_journal=lambda tell: Journal(run_directory / "journal.jsonl", tell, 0),
+    )
+    journal = watched(services).open_journal(lambda told: None)
+    for entry in entries(STARTED, *(step_done(number) for number in range(3))):
+        journal.append(entry.at_s, entry.event)
+    journal.close(10.0)
+
+
+def children() -> list[psutil.Process]:
+    mine = psutil.Process().children(recursive=True)
+    return [each for each in mine if "liver_hpc.tracking.main" in each.cmdline()]
+
+
+def test_nobody_is_started_where_nothing_is_wanted(tmp_path: Path) -> None:
+    with tracked(config_of(tmp_path), tmp_path, pytest.fail) as watched:
+        services = object()
+        assert watched(services) is services  # type: ignore[arg-type]
+        assert children() == []
+
+
+def test_it_is_told_all_before_it_ends(tmp_path: Path) -> None:
+    config = config_of(tmp_path, tensorboard={})
+    with tracked(config, tmp_path, pytest.fail) as watched:
+        assert len(children()) == 1
+        recorded(tmp_path, watched)
+    assert children() == []
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    assert [each.step for each in reader.Scalars("train/loss")] == [1, 2, 3]
+    stands = json.loads((tmp_path / "tracking" / "tensorboard-stands.json").read_text())
+    assert (stands["entry"], stands["step"]) == (3, 3)
+
+
+def test_one_that_fails_is_noted_once_and_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = config_of(tmp_path, tensorboard={"directory": str(tmp_path / "file" / "in it")})
+    notes: list[str] = []
+    with tracked(config, tmp_path, notes.append) as watched:
+        recorded(tmp_path, watched)
+    (note,) = notes
+    assert note.startswith("tracking.tensorboard has failed: NotADirectoryError: ")
+    assert children() == []
+
+
+def test_where_another_coordinator_has_taken_over_it_is_killed(tmp_path: Path) -> None:
+    config = config_of(tmp_path, tensorboard={})
+    begun_s = time.monotonic()
+    with pytest.raises(Superseded), tracked(config, tmp_path, pytest.fail):
+        raise Superseded(1)
+    assert time.monotonic() - begun_s < 10.0
+    assert children() == []

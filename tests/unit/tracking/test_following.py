@@ -1,0 +1,235 @@
+"""A journal that grows, told to trackers by one process after the other."""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+import struct
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liver_hpc.config.load import dump_run, load_run
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.report.derive import run_figures
+from liver_hpc.report.store import read_run
+from liver_hpc.run.entries import Entry
+from liver_hpc.tracking.base import Mark, Point, Tracker, missing_packages
+from liver_hpc.tracking.main import Following, Stands
+from tests.unit.tracking.told import STARTED, append, entries, step_done
+
+
+class Listening(Tracker):
+    def __init__(self) -> None:
+        self.told: list[Point | Mark] = []
+        self.closed = False
+
+    def take(self, what: Point | Mark) -> None:
+        if isinstance(what, Point) and what.step == 13:
+            raise OSError("no space left")
+        self.told.append(what)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+    @property
+    def steps(self) -> list[int]:
+        return [each.step for each in self.told if "train/loss" in getattr(each, "values", {})]
+
+
+def config_of(**tracking: Any) -> RunConfig:
+    values = {"train": {"steps": 9, "global_batch": 2}, "workers": {"initial": 1, "max": 1}}
+    return RunConfig.model_validate({**values, "layouts": {1: {"dp": 1}}, "tracking": tracking})
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> list[Listening]:
+    """Each that is opened, with where it goes on."""
+    opened: list[Listening] = []
+
+    def open_one(self: Following, name: str, told: list[Mark], stands: Stands) -> None:
+        opened.append(Listening())
+        self._trackers[name] = opened[-1]
+
+    monkeypatch.setattr(Following, "_open", open_one)
+    return opened
+
+
+def steps(*numbers: int) -> list[Entry]:
+    return entries(*(step_done(number) for number in numbers))
+
+
+def test_each_process_goes_on_where_the_one_before_it_was(
+    tmp_path: Path, listening: list[Listening]
+) -> None:
+    said: list[str] = []
+    append(tmp_path, entries(STARTED))
+    for first, more in ((1, (0, 1)), (3, (2, 3, 4))):
+        following = Following(tmp_path, config_of(tensorboard={}), said.append)
+        following.open()
+        append(tmp_path, steps(*more), first)
+        following.look(last=True)
+        following.close()
+    assert [each.steps for each in listening] == [[1, 2], [3, 4, 5]]
+    assert all(each.closed for each in listening)
+    assert said == []
+
+
+def test_another_journal_is_told_from_its_beginning(
+    tmp_path: Path, listening: list[Listening]
+) -> None:
+    """The one before was damaged, and is set aside."""
+    for first_s, numbers in ((0.0, (0, 1, 2)), (5000.0, (1, 2))):
+        (tmp_path / "journal.jsonl").unlink(missing_ok=True)
+        begun = entries(STARTED)[0]._replace(at_s=first_s)
+        append(tmp_path, [begun, *steps(*numbers)])
+        following = Following(tmp_path, config_of(tensorboard={}), pytest.fail)
+        following.open()
+        following.close()
+    assert [each.steps for each in listening] == [[1, 2, 3], [2, 3]]
+
+
+def test_one_that_fails_is_named_once_and_told_of_no_more(
+    tmp_path: Path, listening: list[Listening]
+) -> None:
+    said: list[str] = []
+    append(tmp_path, [*entries(STARTED), *steps(*range(15))])
+    following = Following(tmp_path, config_of(tensorboard={}), said.append)
+    following.open()
+    following.look(last=True)
+    following.close()
+    assert said == ["tracking.tensorboard has failed: OSError: no space left"]
+    assert listening[0].steps == [*range(1, 13)]
+    assert not listening[0].closed
+
+
+def test_a_line_that_is_not_whole_waits_for_its_end(
+    tmp_path: Path, listening: list[Listening]
+) -> None:
+    append(tmp_path, [*entries(STARTED), *steps(0, 1)])
+    journal = tmp_path / "journal.jsonl"
+    whole = journal.read_bytes()
+    journal.write_bytes(whole[:-5])
+    following = Following(tmp_path, config_of(tensorboard={}), print)
+    following.open()
+    assert listening[0].steps == [1]
+    journal.write_bytes(whole)
+    following.look()
+    assert listening[0].steps == [1, 2]
+
+
+def test_openmetrics_says_what_the_report_says(tmp_path: Path) -> None:
+    parser = pytest.importorskip("prometheus_client.openmetrics.parser")
+    told = [
+        STARTED,
+        step_done(0, metrics={"accuracy": 0.5}),
+        step_done(1),
+        step_done(2, ended_s=104),
+    ]
+    append(tmp_path, entries(*told))
+    following = Following(tmp_path, config_of(openmetrics={}), pytest.fail)
+    following.open()
+    token = tmp_path / "tracking" / "openmetrics-token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    where = json.loads((tmp_path / "tracking" / "openmetrics.json").read_text())
+    assert where["host"] == "127.0.0.1"
+    request = urllib.request.Request(
+        f"http://{where['host']}:{where['port']}/metrics",
+        headers={"Authorization": f"Bearer {token.read_text().strip()}"},
+    )
+    with urllib.request.urlopen(request, timeout=10.0) as answer:
+        text = answer.read().decode()
+    following.close()
+    assert not (tmp_path / "tracking" / "openmetrics.json").exists()
+    families = {each.name: each for each in parser.text_string_to_metric_families(text)}
+    values = {name: each.samples[0].value for name, each in families.items()}
+    assert (values["liver_steps_done"], values["liver_train_loss"]) == (3, pytest.approx(3.8))
+    assert "liver_metric" not in values  # the last step had none
+    goodput = run_figures(read_run(tmp_path)).goodput
+    assert values["liver_goodput_ratio"] == pytest.approx(goodput)
+    assert 0 < goodput < 1
+    assert all(
+        sample.labels["run"] == tmp_path.name
+        for each in families.values()
+        for sample in each.samples
+    )
+    assert {s.labels["outcome"]: s.value for s in families["liver_handoffs"].samples} == {
+        "aborted": 0,
+        "completed": 0,
+    }
+    assert not any(math.isnan(value) for value in values.values())
+
+
+def test_a_package_that_is_missing_is_named_with_what_brings_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("liver_hpc.tracking.base.find_spec", lambda name: None)
+    config = config_of(wandb={"project": "p"}, openmetrics={})
+    assert [*missing_packages(config.tracking)] == [
+        "tracking.wandb: this Python lacks the package wandb; pip install 'liver_hpc[wandb]'",
+        "tracking.openmetrics: this Python lacks the package prometheus_client; "
+        "pip install 'liver_hpc[openmetrics]'",
+    ]
+    assert [*missing_packages(config_of().tracking)] == []
+
+
+def test_weights_and_biases_has_one_run_and_each_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline, over a second start that does steps again."""
+    pytest.importorskip("wandb", reason="W&B is not installed; pip install 'liver_hpc[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = config_of(wandb={"project": "p"})
+    (tmp_path / "run.yaml").write_text(dump_run(config))
+    append(tmp_path, entries(STARTED))
+    resumed = STARTED | {"resumed": {"step": 2}}
+    starts = ((1, steps(0, 1, 2)), (4, [*entries(resumed), *steps(2, 3)]))
+    for first, more in starts:
+        following = Following(tmp_path, load_run(tmp_path / "run.yaml"), pytest.fail)
+        following.open()
+        append(tmp_path, more, first)
+        following.look(last=True)
+        following.close()
+    files = sorted((tmp_path / "tracking" / "wandb").glob("offline-run-*/*.wandb"))
+    run_id = (tmp_path / "tracking" / "run-id").read_text().strip()
+    assert [path.name for path in files] == [f"run-{run_id}.wandb"] * 2
+    assert [_steps_of(path) for path in files] == [[1, 2, 3], [4]]
+
+
+BLOCK_BYTES, FILE_HEAD_BYTES, HEAD = 32768, 7, struct.Struct("<IHB")
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    """W&B's files are logs of LevelDB: records in blocks, in one piece or in several."""
+    data, at, record = path.read_bytes(), FILE_HEAD_BYTES, b""
+    while at + HEAD.size <= len(data):
+        if BLOCK_BYTES - at % BLOCK_BYTES < HEAD.size:
+            at += BLOCK_BYTES - at % BLOCK_BYTES
+            continue
+        _, size, kind = HEAD.unpack_from(data, at)
+        at += HEAD.size
+        record += data[at : at + size]
+        at += size
+        if kind in (1, 4):  # whole, or its last piece
+            yield record
+            record = b""
+
+
+def _steps_of(path: Path) -> list[int]:
+    """Of the losses in one of W&B's files."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for data in _records(path):
+        record = Record.FromString(data)
+        keys = {item.key or "/".join(item.nested_key) for item in record.history.item}
+        if "train/loss" in keys:
+            found.append(record.history.step.num)
+    return found

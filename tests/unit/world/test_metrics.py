@@ -1,0 +1,44 @@
+"""What a recipe tells beside its loss, and what it comes to."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from liver_hpc.errors import PlanError
+from liver_hpc.world.metrics import in_order, kept, means, summed
+
+
+def test_means_weigh_as_the_loss_does_and_sums_by_what_they_are_over() -> None:
+    told = [
+        {"loss": torch.tensor(9.0), "a": torch.tensor(1.0), "b": torch.tensor([6.0, 4.0])},
+        {"loss": torch.tensor(9.0), "a": torch.tensor(4.0), "b": torch.tensor([9.0, 1.0])},
+    ]
+    sums = summed(told, [1.0, 2.0], counted=True)
+    assert sums == {"a": (9.0, 3.0), "b": (15.0, 5.0)}
+    assert means(["a", "b", "c"], in_order(sums, ["a", "b", "c"])) == {"a": 3.0, "b": 3.0}
+
+
+def test_a_share_of_a_sequence_counts_what_a_mean_is_over_once() -> None:
+    told = [{"a": torch.tensor(1.0), "b": torch.tensor([6.0, 4.0])}]
+    assert summed(told, [8.0], counted=False) == {"a": (8.0, 0.0), "b": (6.0, 4.0)}
+
+
+def test_what_is_not_finite_is_told_as_it_is() -> None:
+    sums = summed([{"a": torch.tensor(math.nan)}], [1.0], counted=True)
+    assert math.isnan(means(["a"], in_order(sums, ["a"]))["a"])
+
+
+def test_neither_a_mean_nor_a_sum_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match=r"metric .a. of the recipe: wanted a mean, .* got 3"):
+        summed([{"a": torch.ones(3)}], [1.0], counted=True)
+
+
+def test_a_view_of_the_loss_stays_what_it_was() -> None:
+    loss = torch.tensor([2.0])
+    told = kept({"loss": loss, "view": loss.view(1), "number": 3.0})  # type: ignore[dict-item]
+    loss.mul_(5)
+    assert (float(told["view"]), float(told["number"])) == (2.0, 3.0)
+    assert told["loss"] is loss
