@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from liver_hpc.errors import ConfigError
 from liver_hpc.report.hdf5 import failure_text, read_hdf5, write_hdf5
-from liver_hpc.run.codec import RECORDS, rows_of
+from liver_hpc.run.codec import RECORDS, record_of, rows_of
 from liver_hpc.run.entries import COORDINATOR_STARTED, JOURNAL_FILE, STEP_DONE, read_entries
 from liver_hpc.run.records import TABLES, RunRecords, StepRecord
 
@@ -55,7 +54,7 @@ def read_journal(path: Path) -> RunRecords:
                 attributes = event["attributes"]
             for action in actions:
                 if action["type"] in RECORDS and (name := action["table"]) in TABLES:
-                    tables[name] += (_record(TABLES[name], row) for row in rows_of(action))
+                    tables[name] += (record_of(TABLES[name], row) for row in rows_of(action))
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path}, entry {number}: {error}; another version of liver_hpc wrote it"
@@ -77,8 +76,3 @@ def _step(event: dict[str, Any], actions: list[dict[str, Any]]) -> StepRecord:
         event["ended_s"],
         phases[0] if phases else "",
     )
-
-
-def _record(kind: type[Any], row: dict[str, Any]) -> Any:
-    known = {f.name: f.type for f in fields(kind) if f.name in row}
-    return kind(**{n: float(row[n]) if t == "float" else row[n] for n, t in known.items()})

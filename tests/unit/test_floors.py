@@ -58,6 +58,7 @@ ONLY_IN = {
     "matplotlib": ("report.drawings", "report.page"),
     "submitit": ("cli", "cluster"),
     "rich": ("cli", "report"),
+    "argcomplete": ("cli",),
 }
 
 ALLOWED = {
