@@ -73,6 +73,7 @@ def lines_of(path: Path, following: Following | None) -> Iterator[str]:
     another file in its place, that one's too."""
     offset, number = 0, -1
     while True:
+        rest = b""
         try:
             with path.open("rb") as file:
                 status = path.stat()
@@ -81,10 +82,13 @@ def lines_of(path: Path, following: Following | None) -> Iterator[str]:
                 file.seek(offset)
                 while line := file.readline():
                     if not line.endswith(b"\n") and following is not None:
-                        break  # its rest comes
+                        rest = line  # more of it comes
+                        break
                     offset = file.tell()
                     yield line.decode(errors="replace").rstrip("\n")
         except FileNotFoundError:
             pass
         if following is None or not following():
+            if rest:
+                yield rest.decode(errors="replace")
             return

@@ -119,8 +119,8 @@ class _Files:
         if self.problem:
             return replace(run, state=DAMAGED, reason=self.problem)
         if (world := self.world) is not None:
-            shape = {"layout": world.layout, "workers": world.workers}
-            run = replace(run, step=world.step, steps=world.steps, **shape)
+            run = replace(run, layout=world.layout, workers=world.workers)
+            run = replace(run, step=world.step, steps=world.steps)
         if self.outcome is not None:
             state, reason = self.outcome.state, self.outcome.reason
             return replace(run, state=state, reason=reason, step=self.outcome.step)

@@ -163,16 +163,21 @@ def _init_options(parser: argparse.ArgumentParser) -> None:
     add("--data", metavar="DATA", help=f"of gpt: {text} (default: python-stdlib)")
     add("--script", metavar="FILE", help="of megatron-lm: the script that trains")
     add("--args", metavar="FILE", help="of megatron-lm: a file with the script's arguments")
-    add("--steps", type=_count, metavar="N", help="of gpt: length of the run (default: 1000)")
-    add("--batch", type=_count, metavar="N", help="of gpt: samples of a step (default: 8)")
-    add("--workers", type=_count, metavar="N", help="workers at the start (default: 2)")
+    add("--steps", type=positive, metavar="N", help="of gpt: length of the run (default: 1000)")
+    add(
+        "--batch",
+        type=positive,
+        metavar="N",
+        help="of gpt: samples of a step (default: 8, or more)",
+    )
+    add("--workers", type=positive, metavar="N", help="workers at the start (default: 2)")
     text = "workers that the run may ever have (default: twice as many)"
-    add("--max-workers", type=_count, metavar="N", help=text)
+    add("--max-workers", type=positive, metavar="N", help=text)
     add("--cluster", choices=("local", "slurm"), help="where it runs (default: local)")
     add("--partition", metavar="P", help="of slurm: that of the nodes that are held throughout")
     text = "of slurm: where preemptible nodes come from (default: none are used)"
     add("--burst-partition", metavar="P", help=text)
-    add("--gpus-per-node", type=_count, metavar="G", help="of slurm: GPUs, a worker on each")
+    add("--gpus-per-node", type=positive, metavar="G", help="of slurm: GPUs, a worker on each")
     add("--defaults", action="store_true", help="ask nothing, also in a terminal")
     add("--force", action="store_true", help="write over a file that is there")
 
@@ -220,7 +225,7 @@ def _operator_options(of_run: Callable[[str, str], argparse.ArgumentParser]) -> 
     resize = of_run("resize", "give a running job another shape")
     add = resize.add_mutually_exclusive_group(required=True).add_argument
     add("--layout", metavar="tp=A,pp=B,dp=C", help="the layout to change to")
-    add("--workers", type=_count, metavar="N", help="take the preferred layout of N workers")
+    add("--workers", type=positive, metavar="N", help="take the preferred layout of N workers")
     replace = of_run("replace", "put a fresh worker in the place of another")
     replace.add_argument("--worker", type=_worker_id, required=True, metavar="W", help="its id")
     drain = of_run("drain", "leave a node live, so that it can be taken away")
@@ -237,10 +242,10 @@ def _operator_options(of_run: Callable[[str, str], argparse.ArgumentParser]) -> 
 def _doctor_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _run_file(parser, required=False)
-    add("--nodes", type=_count, metavar="N", help="also examine N nodes: takes them for a minute")
+    add("--nodes", type=positive, metavar="N", help="also examine N nodes: takes them for a minute")
     add("--partition", metavar="P", help="take them from this partition")
     add("--account", metavar="A", help="take them on this account")
-    add("--gpus-per-node", type=_count, metavar="G", help="take nodes with GPUs, for NCCL")
+    add("--gpus-per-node", type=positive, metavar="G", help="take nodes with GPUs, for NCCL")
     add("--grant-s", type=_seconds, metavar="S", help="wait at most this long for the nodes")
     _directory(parser, "where runs are to be (default: runs)", None)
     _json(parser, "one JSON object a line")
@@ -266,7 +271,7 @@ def _value(wanted: str, kind: Callable[[str], Any], least: float) -> Callable[[s
     return value
 
 
-_count = _value("a whole number of at least 1", int, 1)
+positive = _value("a whole number of at least 1", int, 1)
 _worker_id = _value("a worker id such as 3", int, 0)
 _step = _value("a number of steps", int, 0)
 _seconds = _value("a number of seconds above 0", float, sys.float_info.min)

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 from pydantic import TypeAdapter, ValidationError
@@ -269,14 +269,15 @@ def process_lives(pid: int) -> bool:
 
 
 @cache
-def _adapter(kind: type[Kind]) -> TypeAdapter[Kind]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     """Making one takes longer than reading the files of ten runs."""
     return TypeAdapter(kind)
 
 
 def _read(path: Path, kind: type[Kind]) -> Kind | None:
     try:
-        return _adapter(kind).validate_json(path.read_bytes())
+        found: Kind = _adapter(kind).validate_json(path.read_bytes())
+        return found
     except FileNotFoundError:
         return None
     except PermissionError as error:
