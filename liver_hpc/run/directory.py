@@ -276,7 +276,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def _read(path: Path, kind: type[Kind]) -> Kind | None:
     try:
-        found: Kind = _adapter(kind).validate_json(path.read_bytes())
+        adapter = _adapter(kind)  # type: ignore[arg-type]  # mypy takes no generic type for hashable
+        found: Kind = adapter.validate_json(path.read_bytes())
         return found
     except FileNotFoundError:
         return None

@@ -130,9 +130,9 @@ def _in_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_in_terminal")
 def test_in_a_terminal_what_no_flag_says_is_asked(capsys: Captured) -> None:
-    asked = Asked("gpt", "", "slurm?", "slurm", "big", "", "four", "4", "", "700", "")
+    asked = Asked("gpt", "", "", "700", "", "slurm?", "slurm", "big", "", "four", "4")
     init_module.init(new_parser().parse_args(["init", "--workers", "8"]), asked)
-    assert asked.questions[2] == "Where it runs (local, slurm)"
+    assert asked.questions[5] == "Where it runs (local, slurm)"
     assert "Workers at the start" not in asked.questions
     found = yaml.safe_load(Path("run.yaml").read_text())
     assert found["train"] == {"steps": 700, "global_batch": 16}
