@@ -11,9 +11,11 @@ from typing import Any
 from liver_hpc.report.wording import NOTHING, bytes_text, duration_text, layout_text
 from liver_hpc.run.codec import RECORDS, record_of, rows_of
 from liver_hpc.run.entries import COORDINATOR_STARTED, STEP_DONE, Entry
+from liver_hpc.run.observation import WOULD_HAVE
 from liver_hpc.run.records import (
     TABLES,
     NoticeRecord,
+    ObservationRecord,
     ReconfigurationRecord,
     RecoveryRecord,
 )
@@ -22,8 +24,9 @@ from liver_hpc.run.records import (
 @dataclass(frozen=True)
 class RunEvent:
     """One line. at_s: epoch seconds. step: how many were done. kind: "start", "asked",
-    "checkpoint", "note", "reconfiguration", "recovery" or "notice". text: for people. data: what
-    programs read; of the last three kinds, the columns of their tables in the metrics."""
+    "checkpoint", "note", "reconfiguration", "recovery", "notice" or "observation". text: for
+    people. data: what programs read; of the last four kinds the columns of their tables in the
+    metrics."""
 
     at_s: float
     step: int
@@ -57,9 +60,11 @@ def events_of(entries: Iterable[Entry]) -> Iterator[RunEvent]:
 
 def _of_action(action: Mapping[str, Any], entry: Entry, step: int) -> Iterator[RunEvent]:
     kind = action["type"]
-    # What is noted of a checkpoint stands in its event.
-    if kind == "note" and entry.event.get("type") not in _TOLD_ALREADY:
-        yield RunEvent(entry.at_s, step, "note", action["text"])
+    # What is noted of a checkpoint stands in its event, of an observation in its record.
+    if kind == "note":
+        told = entry.event.get("type") in _TOLD_ALREADY or action["text"].startswith(WOULD_HAVE)
+        if not told:
+            yield RunEvent(entry.at_s, step, "note", action["text"])
     elif kind == "answer":
         answer = "done" if action["ok"] else "refused"
         yield RunEvent(entry.at_s, step, "note", f"operator: {answer}: {action['text']}")
@@ -127,6 +132,11 @@ def _notice(record: NoticeRecord) -> str:
     return f"{about}: {record.outcome}" + (f"; {record.action}" if record.action else "")
 
 
+def _observation(record: ObservationRecord) -> str:
+    ends = f"from {layout_text(record.source)} to {layout_text(record.target)}"
+    return f"{WOULD_HAVE} gone {ends} ({record.notice}); {record.instead}"
+
+
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds < 1 else duration_text(seconds) or NOTHING
 
@@ -143,4 +153,5 @@ _RECORDS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "reconfigurations": ("reconfiguration", _reconfiguration),
     "recoveries": ("recovery", _recovery),
     "notices": ("notice", _notice),
+    "observations": ("observation", _observation),
 }

@@ -27,8 +27,8 @@ def report_json(records: RunRecords) -> dict[str, Any]:
     """All records with all that is derived from them; a figure that is not known is None.
 
     Keys: attributes, summary, generations, steps, reconfigurations, recoveries, notices, baselines,
-    networks, worker_phases, traffic, crossings, evaluations. Lengths of time are in seconds, points
-    in time in seconds since the epoch.
+    networks, worker_phases, traffic, crossings, evaluations, observations. Lengths of time are in
+    seconds, points in time in seconds since the epoch.
     """
     figures = run_figures(records)
     summary = asdict(figures)

@@ -96,6 +96,7 @@ def sheets(figures: RunFigures, records: RunRecords) -> list[Sheet]:
         ),
         "Workers that were lost; seconds": (_RECOVERIES, figures.recoveries),
         "Nodes": (_NOTICES, figures.notices),
+        "What the run would have done": (_OBSERVATIONS, records.observations),
         "Checkpoint and restart, seconds in each phase": (_RESTARTS, records.baselines),
     }
     return [
@@ -299,6 +300,15 @@ _NOTICES = (
     _figure("lost\nsteps", "lost_steps"),
     _figure("steps\nagain", "repeated_steps", str),
     Column("outcome", _notice_outcome, is_text=True),
+)
+_OBSERVATIONS = (
+    _figure("after\nsteps", "step", str),
+    _words("notice", "notice", may_wrap=True),
+    _words("from", "source", text=layout_text),
+    _words("to", "target", text=layout_text),
+    _figure("ready\ns", "ready_s"),
+    _figure("cost\ns", "cost_s"),
+    _words("instead", "instead"),
 )
 _STAGES = ("save", "stop", "launch", "import", "groups", "load", "first_step", "total")
 _RESTARTS = (
