@@ -7,6 +7,7 @@ import math
 from liver_hpc.run.records import (
     CrossingRecord,
     NoticeRecord,
+    ObservationRecord,
     ReconfigurationRecord,
     RunRecords,
     StepRecord,
@@ -50,6 +51,22 @@ def everything() -> RunRecords:
         worker_phases=phases,
         traffic=traffic,
         crossings=crossings,
+        observations=[
+            ObservationRecord(
+                180.0, 60, "nodes granted", SHAPES[3], SHAPES[1], "", 4.0, 1.5, "stays as it is"
+            ),
+            ObservationRecord(
+                181.0,
+                61,
+                f"leaving {HOSTILE}: preempted",
+                SHAPES[3],
+                SHAPES[0],
+                HOSTILE,
+                math.nan,
+                0.25,
+                "to disk",
+            ),
+        ],
         evaluations=[evaluation(step=20 * n, loss=4.5 - n / 10) for n in (1, 2, 3)],
     )
 
