@@ -77,7 +77,7 @@ def _is_as_large_as_it_can_be(play: Play, used: set[str]) -> None:
     counts = [
         count for count in play.scene.config.worker_counts if count <= play.scene.config.workers.max
     ]
-    fit = [count for count in counts if count <= min(room, elastic.queue.bound)]
+    fit = [count for count in counts if count <= min(room, elastic.queue.ceiling)]
     free = elastic.nodes.free_slots() or 0  # a slot is free again once its whole agent has ended
     if fit and max(fit) > workers:
         assert max(fit) - workers > free, f"{workers} workers, and {max(fit)} would fit"

@@ -126,12 +126,6 @@ SCENES = (
         (WIDE1, WIDE2),
         (burst(3), SPARE),
     ),
-    Scene(
-        "observes",
-        _config(layouts=ANY_NUMBER, cluster=_slurm(3), policy={**POLICY, "observe": True}),
-        (WIDE1, N2),
-        (burst(3, 2), burst(4), SPARE),
-    ),
 )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from liver_hpc.protocol import messages as m
 from liver_hpc.run import actions as a
@@ -15,19 +17,24 @@ from liver_hpc.run.lifecycle import RunState
 from liver_hpc.run.observation import WOULD_HAVE
 from liver_hpc.run.records import ObservationRecord
 from tests.unit.run.choices import Choices
+from tests.unit.run.endings import forsaken, replays
 from tests.unit.run.play import Play
 from tests.unit.run.scenes import SCENES, Scene, burst
+from tests.unit.run.storm import storm
 
 LONG_S = 100_000.0
 """A window in which any handoff could be done."""
 TWO_NODES, MACHINE, WIDE_NODES = SCENES[:3]
 
 
+def observed(scene: Scene) -> Scene:
+    policy = scene.config.policy.model_copy(update={"observe": True})
+    return replace(scene, config=scene.config.model_copy(update={"policy": policy}))
+
+
 def observing(scene: Scene = WIDE_NODES) -> Play:
     """Two workers that train, in a run that only observes."""
-    policy = scene.config.policy.model_copy(update={"observe": True})
-    config = scene.config.model_copy(update={"policy": policy})
-    play = Play(replace(scene, config=config), Choices(b""))
+    play = Play(observed(scene), Choices(b""))
     play.begin()
     play.settle()
     assert play.run.state is RunState.TRAINING
@@ -202,6 +209,20 @@ def test_a_restart_has_as_many_workers_as_it_began_with_or_was_asked_for(
         run.handle(e.NodeGranted(node), play.now_s)
     run.handle(e.LaunchAllowed(), play.now_s)
     assert run.first_layout.workers == workers
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=25, phases=(Phase.generate,))
+@given(st.binary(min_size=300, max_size=600))
+def test_whatever_comes_is_answered_and_the_same_again(data: bytes) -> None:
+    """Nodes, requests, faults and time in any order; and no handoff is the policy's own idea."""
+    play = Play(observed(WIDE_NODES), Choices(data))
+    play.begin()
+    play.settle()
+    storm(play)
+    forsaken(play)
+    replays(play)
+    ideas = [row.notice for row in play.watch.records if "operator" not in row.notice]
+    assert not ideas or play.run.elastic.queue.asked is not None
 
 
 def test_without_the_key_nothing_of_it_is_said() -> None:
