@@ -69,7 +69,7 @@ liver doctor --config run.yaml --nodes 2 --partition gpu
 liver check-model --config run.yaml
 liver check-model --config run.yaml --times
 """,
-    "schema": "liver schema > liver-schema.json\n",
+    "schema": "liver schema\n",
 }
 
 

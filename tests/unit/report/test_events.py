@@ -14,7 +14,7 @@ from liver_hpc.report.events import RunEvent, events_of
 from liver_hpc.run.codec import encode
 from liver_hpc.run.entries import Entry
 from liver_hpc.run.events import CheckpointWritten, OperatorAsked, TookOver
-from liver_hpc.run.records import NoticeRecord
+from liver_hpc.run.records import NoticeRecord, ObservationRecord
 from tests.unit.report.rows import reconfiguration, recovery
 
 
@@ -116,6 +116,16 @@ def test_a_recovery_and_a_node() -> None:
     )
     text = text_of({"type": "any"}, row("notices", notice))
     assert text == "node n4, preempted: in time; live to dp2"
+
+
+def test_what_would_have_been_done_is_told_once() -> None:
+    record = ObservationRecord(
+        1.0, 5, "nodes granted", "tp1 pp1 dp2", "tp1 pp1 dp4", "", 2.0, 0.5, "stays as it is"
+    )
+    note = {"type": "note", "text": "would have begun something; stays as it is"}
+    (found,) = told({"type": "tick"}, row("observations", record), note)
+    assert found.text == "would have gone from dp2 to dp4 (nodes granted); stays as it is"
+    assert (found.kind, found.data["cost_s"]) == ("observation", 0.5)
 
 
 def test_tables_of_workers_and_of_later_releases_are_left_out() -> None:
