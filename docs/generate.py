@@ -3,6 +3,7 @@
 | page | made from |
 | --- | --- |
 | run-file.md | the schema's types and defaults, the comments of configs/reference.yaml |
+| run-file.schema.json | the same |
 | commands.md | the parser of `liver` |
 | metrics.md | the records of liver_hpc/run/records.py and their docstrings |
 | megatron-lm-arguments.md | the tables of liver_hpc/recipes/megatron_lm |
@@ -15,29 +16,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-import yaml
-
-from liver_hpc.cli.main import new_parser
+from docs.markdown import table, unit
+from docs.run_file import editor_schema, run_file
+from liver_hpc.cli.options import EXAMPLES, new_parser
 from liver_hpc.config.problems import key_text
-from liver_hpc.config.schema import RunConfig
-from liver_hpc.recipes.gpt_config import GPTConfig
 from liver_hpc.recipes.megatron_lm.owned import KEYS
 from liver_hpc.recipes.megatron_lm.tables import LAYOUT, NO_EFFECT, PASSED, REFUSED, Group
 from liver_hpc.run import records
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
-
-UNITS = ("bytes", "s", "min", "steps", "hours")
-"""What a name may end in, and is in."""
-
-Schema = dict[str, Any]
 
 
 def pages() -> dict[str, str]:
@@ -49,167 +42,8 @@ def pages() -> dict[str, str]:
         "megatron-lm-arguments.md": megatron_lm_arguments(),
     }
     note = "<!-- Made by `make docs` from the code: change that, not this page. -->\n\n"
-    return {name: f"{note}{text.strip()}\n" for name, text in made.items()}
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    cells = [[cell.replace("|", r"\|").replace("<", "&lt;") for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *cells))
-
-
-def unit(name: str) -> str:
-    ending = name.rpartition("_")[2]
-    return ending if ending in UNITS else ""
-
-
-# ---- the run file
-
-
-def run_file() -> str:
-    """One section a mapping, in the order of configs/reference.yaml."""
-    comments = Comments((ROOT / "configs" / "reference.yaml").read_text(encoding="utf-8"))
-    schema = RunConfig.model_json_schema()
-    model = GPTConfig.model_json_schema()
-    schema["properties"]["model"] = model
-    text = [
-        "# The run file",
-        "One YAML file is one whole run; an unknown key is an error. Relative paths are relative "
-        "to the directory in which `liver` is started. Any key can be set on the command line, "
-        "where it beats the file: `--set train.steps=100 --set layouts.2.0.tp=2`. "
-        "[reference.yaml](../../configs/reference.yaml) is a file with every key.",
-        *_section("", schema, schema["$defs"] | model["$defs"], comments, {}),
-    ]
-    return "\n\n".join(text)
-
-
-def _section(
-    path: str, section: Schema, known: Schema, comments: Comments, places: dict[str, str]
-) -> Iterator[str]:
-    """The table of a mapping's keys, then the sections of those that are mappings themselves.
-
-    places: where each kind of mapping is described, by its title.
-    """
-    rows, inner = [], []
-    for key, entry in section["properties"].items():
-        name = f"{path}{key}"
-        nested, place = _nested(entry, known, name)
-        told = comments[name]
-        if nested is not None:
-            if nested["title"] not in places:
-                inner.append((place, nested))
-            place = places.setdefault(nested["title"], place)
-            if comments.above[name]:
-                told = told.partition(". ")[0].rstrip(".")  # its section has the rest
-        rows.append([f"`{key}`", kind(entry, place), unit(key), default(section, key), told])
-    if path:
-        yield f"## {path.rstrip('.')}"
-        if about := comments.above[path.removesuffix(".").removesuffix(".[]").removesuffix(".N")]:
-            yield about
-    yield table(["key", "type", "unit", "default", "meaning"], rows)
-    for place, nested in inner:
-        yield from _section(f"{place}.", nested, known, comments, places)
-
-
-def _nested(entry: Schema, known: Schema, name: str) -> tuple[Schema | None, str]:
-    """The mapping that an entry is or lists, and how it is written: `notices.[]`."""
-    if "properties" in entry:
-        return entry, name
-    for one in (entry, *entry.get("anyOf", []), *entry.get("oneOf", [])):
-        if "$ref" in one:
-            return known[one["$ref"].rpartition("/")[2]], name
-        if one.get("type") == "array" and (found := _nested(one["items"], known, name)[0]):
-            return found, f"{name}.[]"
-        if isinstance(more := one.get("additionalProperties"), dict):
-            found, place = _nested(more, known, f"{name}.N")
-            if found:
-                return found, place
-    return None, ""
-
-
-def kind(entry: Schema, section: str = "") -> str:
-    """The type of a value in words; that of a mapping is the section that describes it."""
-    options = entry.get("anyOf") or entry.get("oneOf")
-    if options:
-        return " or ".join(kind(option, section) for option in options)
-    if section and ("$ref" in entry or entry.get("type") in ("array", "object")):
-        named = f"[{section}](#{section_link(section)})"
-        return {"array": f"list of {named}"}.get(entry.get("type", ""), named)
-    if "enum" in entry or "const" in entry:
-        return ", ".join(f"`{value}`" for value in entry.get("enum", [entry.get("const")]))
-    match entry["type"]:
-        case "integer" | "number" as number:
-            word = "whole number" if number == "integer" else "number"
-            bounds = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<"}
-            limits = [f"{sign} {entry[key]:g}" for key, sign in bounds.items() if key in entry]
-            return f"{word} {' and '.join(limits)}".strip()
-        case "array":
-            items = kind(entry["items"])
-            return f"list of {items}s" if items.isalpha() else f"list of {items}"
-        case "object":
-            return "mapping"
-        case "string":
-            return "path" if entry.get("format") == "path" else "text"
-        case "boolean":
-            return "`true`, `false`"
-        case word:
-            return str(word)
-
-
-def section_link(section: str) -> str:
-    """The anchor of a section's heading."""
-    return re.sub(r"[^\w-]", "", section.lower())
-
-
-def default(section: Schema, key: str) -> str:
-    entry = section["properties"][key]
-    if key in section.get("required", []):
-        return "required"
-    value = entry.get("default")
-    if (isinstance(value, dict) and value) or "default" not in entry:
-        return ""  # its section has them
-    return f"`{json.dumps(value).strip(chr(34))}`"
-
-
-class Comments:
-    """What configs/reference.yaml says of each key.
-
-    above: of a section, the comment over its key. An entry of a list is `[]`, and what is given
-    by number of workers is `N`; of several the first one with a key explains it. What cannot be
-    given beside the rest is behind `#| `.
-    """
-
-    def __init__(self, text: str) -> None:
-        text = text.replace("#| ", "")
-        self._lines = text.splitlines()
-        self._beside: dict[str, str] = {}
-        self.above: dict[str, str] = {}
-        self._walk("", yaml.compose(text))
-
-    def __getitem__(self, name: str) -> str:
-        """The meaning of a key; KeyError where the file lacks it."""
-        return self._beside[name]
-
-    def _walk(self, path: str, node: yaml.Node | None) -> None:
-        if isinstance(node, yaml.SequenceNode):
-            for entry in node.value:
-                self._walk(f"{path}[].", entry)
-        elif isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                word = "N" if key.value.isdecimal() else key.value
-                self._note(f"{path}{word}", key.value, key.start_mark.line)
-                self._walk(f"{path}{word}.", value)
-
-    def _note(self, name: str, key: str, line: int) -> None:
-        if not self._lines[line].lstrip("- ").startswith(f"{key}:"):
-            return  # one of several on a line, explained where it stands alone
-        first = line
-        while first and self._lines[first - 1].lstrip().startswith("#"):
-            first -= 1
-        above = " ".join(text.strip().lstrip("# ") for text in self._lines[first:line])
-        beside = self._lines[line].partition(" # ")[2].strip()
-        self.above.setdefault(name, above)
-        told = "; ".join(filter(None, (beside, above)))
-        self._beside.setdefault(name, told.removeprefix("required: "))
+    texts = {name: f"{note}{text.strip()}\n" for name, text in made.items()}
+    return texts | {"run-file.schema.json": f"{editor_schema()}\n"}
 
 
 # ---- commands
@@ -243,6 +77,7 @@ def commands() -> str:
     text.append(table(["command", "does"], links))
     for name, (about, one) in found.items():
         text += [f"## liver {name}", f"{about[0].upper()}{about[1:]}."]
+        text += [f"```sh cluster\n{EXAMPLES[name]}```"]
         text += [table(["argument", "value", "meaning"], [_argument(a) for a in _shown(one)])]
         text += list(_exclusive(one))
     return "\n\n".join(text)

@@ -167,7 +167,7 @@ class Watch:
                 return None
             except ChannelClosed:
                 self.close()
-            if deadline.expired() or not _coordinator_lives(self._run):
+            if deadline.expired() or not coordinator_lives(self._run):
                 return None
             time.sleep(_LOCAL_POLL_S if job_of(self._run) is None else JOB_POLL_S)
         return None
@@ -186,7 +186,7 @@ def goes_on(run: RunDirectory) -> bool:
     job = job_of(run)
 
     def settled() -> bool:
-        return run.last_outcome() is not None or not _coordinator_lives(run)
+        return run.last_outcome() is not None or not coordinator_lives(run)
 
     deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"the outcome of {run}")
     with suppress(DeadlineError):
@@ -202,7 +202,7 @@ def goes_on(run: RunDirectory) -> bool:
     return not job.is_over()
 
 
-def _coordinator_lives(run: RunDirectory) -> bool:
+def coordinator_lives(run: RunDirectory) -> bool:
     """Or another one may come, as far as can be known: its process where that is one of this
     machine, else what starts it."""
     address, job, process = run.coordinator(), job_of(run), run.job_id()
@@ -238,7 +238,7 @@ def _silence(run: RunDirectory) -> LiverError:
         return gone(run, job)
     if address is None:
         return LiverError(f"run {run} has no coordinator: it is starting or ending")
-    if _coordinator_lives(run):
+    if coordinator_lives(run):
         return LiverError(f"run {run} is ending; its outcome is not written yet")
     who = f"process {address.pid}"
     if job is not None:

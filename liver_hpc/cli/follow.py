@@ -83,6 +83,7 @@ def status_text(status: StatusSnapshot) -> str:
         ("queued", "; ".join(status.queued)),
         ("nodes", "; ".join(named)),
         ("spare", status.spares and f"workers {ids_text(status.spares)}, booted, without a seat"),
+        ("observed", _observed_text(status)),
         ("last event", status.last_event),
         ("metrics", status.metrics_error),
     ):
@@ -149,6 +150,11 @@ def _validation_text(status: StatusSnapshot) -> str:
     if status.validation_loss is None:
         return ""
     return f"loss {status.validation_loss:.4f} after {status.evaluated} steps"
+
+
+def _observed_text(status: StatusSnapshot) -> str:
+    times = "once" if status.observed == 1 else f"{status.observed} times"
+    return f"{status.would_have} ({times} in all)" if status.observed else ""
 
 
 def _handoffs_text(status: StatusSnapshot) -> str:

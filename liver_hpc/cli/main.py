@@ -1,26 +1,23 @@
-"""The `liver` command: its commands, their options, and what each of them does.
+"""The `liver` command: what each of its commands does; their options are in `options.py`.
 
 Each command imports what it needs when it runs, so `--help` is quick. Exit codes: 0 done, 1 the run
 failed or does not answer, 2 bad input, 3 refused by the coordinator, 130 interrupted (a launched
 run goes on).
 """
+# PYTHON_ARGCOMPLETE_OK: sites where a shell completes all commands look for this word.
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
-from liver_hpc import __version__
+from liver_hpc.cli.options import EXIT_BAD_INPUT, new_parser
 from liver_hpc.errors import ConfigError, LiverError, RequestRefused
-from liver_hpc.report.command import add_options as add_report_options
 
 if TYPE_CHECKING:
     from liver_hpc.run.directory import RunDirectory
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
 
 EXIT_OK = 0
 EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
 EXIT_REFUSED = 3
 EXIT_INTERRUPTED = 130
 
@@ -37,9 +33,14 @@ _FOLLOW_INTERVAL_S = 0.2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    options = new_parser().parse_args(arguments)
+    parser = new_parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
+        from argcomplete import autocomplete
+
+        autocomplete(parser)
+    options = parser.parse_args(arguments)
     try:
-        return int(options.do(options))
+        return _COMMANDS[options.command](options)
     except ConfigError as error:
         return _complain(error, EXIT_BAD_INPUT)
     except RequestRefused as error:
@@ -59,148 +60,11 @@ def _complain(error: object, code: int) -> int:
     return code
 
 
-# ---- commands
+def _init(options: argparse.Namespace) -> int:
+    from liver_hpc.cli.init import init
 
-_Command = Callable[[argparse.Namespace], int]
-
-
-class _Parser(argparse.ArgumentParser):
-    """Every error starts with `liver: error:`, whichever command it is about."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(EXIT_BAD_INPUT, f"liver: error: {message}\n")
-
-
-def new_parser() -> argparse.ArgumentParser:
-    """Parses to one command's options, and `do`, which takes them and returns the exit code."""
-    parser = _Parser(
-        prog="liver",
-        description="Train on a Slurm cluster (or this machine), and reshape the job as it runs.",
-    )
-    parser.add_argument("--version", action="version", version=f"liver {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-
-    def command(name: str, do: _Command, text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text)
-        added.set_defaults(do=do)
-        return added
-
-    def of_run(name: str, do: _Command, text: str) -> argparse.ArgumentParser:
-        added = command(name, do, text)
-        added.add_argument("run", metavar="RUN", help="a run directory, its name, or `latest`")
-        _directory(added, "default: runs", Path("runs"))
-        return added
-
-    _submit_options(command("submit", _submit, "check a run file and launch the run"))
-    _run_file(command("run", _run, "run in this process, in a batch job of one's own"))
-    of_run("coordinate", _coordinate, "take over a run whose coordinator is gone, in this process")
-    status = of_run("status", _status, "what a run is doing")
-    status.add_argument("--json", action="store_true", help="the snapshot, for programs")
-    resize = of_run("resize", _ask, "give a running job another shape")
-    add = resize.add_mutually_exclusive_group(required=True).add_argument
-    add("--layout", metavar="tp=A,pp=B,dp=C", help="the layout to change to")
-    add("--workers", type=_count, metavar="N", help="take the preferred layout of N workers")
-    replace = of_run("replace", _ask, "put a fresh worker in the place of another")
-    replace.add_argument("--worker", type=_worker_id, required=True, metavar="W", help="its id")
-    drain = of_run("drain", _ask, "leave a node live, so that it can be taken away")
-    drain.add_argument("node", metavar="NODE", help="the node's name, as `liver status` has it")
-    add = drain.add_mutually_exclusive_group().add_argument
-    add("--within-s", type=_seconds, metavar="S", help="the window (default: the run file's)")
-    add("--undo", action="store_true", help="a node that was drained is used again")
-    add = of_run("stop", _stop, "end a run at its next step boundary").add_argument
-    add("--timeout-s", type=_seconds, metavar="S", help="wait at most this long for the end")
-    text = "write the state to disk first, so that the run can go on from there"
-    add("--checkpoint", action="store_true", help=text)
-    add_report_options(of_run("report", _report, "what a run's reconfigurations cost"))
-    _doctor_options(command("doctor", _doctor, "whether this cluster has what a run needs"))
-    _run_file(command("prepare-data", _prepare_data, "tokenize the text that a run file names"))
-    _check_model_options(
-        command("check-model", _check_model, "whether the model is the same in all layouts")
-    )
-    return parser
-
-
-# ---- options
-
-
-def _run_file(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    add = parser.add_argument
-    add("--config", type=Path, required=required, metavar="FILE", help="the run file")
-    text = "a value in YAML that beats the run file's; may be given several times"
-    add("--set", action="append", default=[], metavar="KEY.SUB=VALUE", help=text)
-
-
-def _check_model_options(parser: argparse.ArgumentParser) -> None:
-    _run_file(parser)
-    text = "instead: how long the layers take here, as the run file has it (model.layer_times)"
-    parser.add_argument("--times", action="store_true", help=text)
-
-
-def _directory(parser: argparse.ArgumentParser, text: str, default: Path | None) -> None:
-    parser.add_argument("--runs-directory", type=Path, default=default, metavar="DIR", help=text)
-
-
-def _submit_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    _run_file(parser, required=False)
-    text = "instead of --config: an ended run goes on from its newest checkpoint"
-    add("--resume", metavar="RUN", help=text)
-    _directory(parser, argparse.SUPPRESS, Path("runs"))
-    kinds = ("local", "slurm", "auto")
-    add("--cluster", choices=kinds, help="where to run; beats the run file")
-    text = "print the resolved run with its sizes, and what Slurm would get; launch nothing"
-    add("--dry-run", action="store_true", help=text)
-    text = "watch the run until it ends (the default in a terminal)"
-    add("--follow", action=argparse.BooleanOptionalAction, help=text)
-
-
-def _doctor_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    _run_file(parser, required=False)
-    add("--nodes", type=_count, metavar="N", help="also examine N nodes: takes them for a minute")
-    add("--partition", metavar="P", help="take them from this partition")
-    add("--account", metavar="A", help="take them on this account")
-    add("--gpus-per-node", type=_gpus, metavar="G", help="take nodes with GPUs, for NCCL")
-    add("--grant-s", type=_seconds, metavar="S", help="wait at most this long for the nodes")
-    _directory(parser, "where runs are to be (default: runs)", None)
-    add("--json", action="store_true", help="one JSON object a line")
-
-
-def _value(wanted: str, kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
-    """What takes a number from the command line; below `least` there is none."""
-
-    def value(text: str) -> Any:
-        try:
-            if least <= kind(text) < math.inf:
-                return kind(text)
-        except ValueError:
-            pass
-        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {text!r}")
-
-    return value
-
-
-_count = _value("a whole number of at least 1", int, 1)
-
-
-def _gpus(text: str) -> int | str:
-    from liver_hpc.config.schema import checked_gpus
-
-    try:
-        return checked_gpus(int(text) if text.isdecimal() else text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-_worker_id = _value("a worker id such as 3", int, 0)
-_seconds = _value("a number of seconds above 0", float, sys.float_info.min)
-
-
-# ---- what they do
+    init(options)
+    return EXIT_OK
 
 
 def _submit(options: argparse.Namespace) -> int:
@@ -294,6 +158,8 @@ def _coordinate(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
     from liver_hpc.cli.client import RunWaits, request
     from liver_hpc.cli.follow import status_text
     from liver_hpc.protocol.messages import StatusRequest
@@ -311,6 +177,28 @@ def _status(options: argparse.Namespace) -> int:
         print(json.dumps({"state": "waiting", "reason": str(waits)}) if options.json else waits)
         return EXIT_OK
     print(snapshot.model_dump_json() if options.json else status_text(snapshot))
+    return EXIT_OK
+
+
+def _list(options: argparse.Namespace) -> int:
+    from liver_hpc.cli.list_runs import runs_json, runs_text
+
+    text = runs_json if options.json else runs_text
+    print(text(options.runs_directory))
+    return EXIT_OK
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from liver_hpc.cli.logs import show_log
+
+    show_log(_find(options.run, options), options.worker, options.agent, options.follow)
+    return EXIT_OK
+
+
+def _events(options: argparse.Namespace) -> int:
+    from liver_hpc.cli.events import show_events
+
+    show_events(_find(options.run, options), options.since, options.json, options.follow)
     return EXIT_OK
 
 
@@ -382,3 +270,31 @@ def _check_model(options: argparse.Namespace) -> int:
         return EXIT_OK
     equal = check_model(config, partial(print, flush=True))
     return EXIT_OK if equal else EXIT_FAILED
+
+
+def _schema(options: argparse.Namespace) -> int:
+    from liver_hpc.config.editor import schema_text
+
+    print(schema_text(), end="")
+    return EXIT_OK
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "init": _init,
+    "submit": _submit,
+    "run": _run,
+    "coordinate": _coordinate,
+    "list": _list,
+    "status": _status,
+    "logs": _logs,
+    "events": _events,
+    "resize": _ask,
+    "replace": _ask,
+    "drain": _ask,
+    "stop": _stop,
+    "report": _report,
+    "doctor": _doctor,
+    "prepare-data": _prepare_data,
+    "check-model": _check_model,
+    "schema": _schema,
+}

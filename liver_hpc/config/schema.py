@@ -444,7 +444,8 @@ class ClusterSection(Section):
 
 
 class PolicySection(Section):
-    """How the coordinator answers to nodes that come and go."""
+    """How the coordinator answers to nodes that come and go. With `observe` it says what it would
+    have done, and does what somebody asks for alone."""
 
     layout: Literal["table", "auto"] = "table"
     memory_bytes: Bytes | None = None
@@ -452,6 +453,7 @@ class PolicySection(Section):
     retry_s: Seconds = 10.0
     drain_window_s: Seconds = 600.0
     horizon_s: Seconds = 1800.0
+    observe: bool = False
 
 
 class CheckpointSection(Section):

@@ -40,6 +40,7 @@ from liver_hpc.coordinator.takeover import Left
 from liver_hpc.errors import LiverError, ProtocolError
 from liver_hpc.host.version import version_fault
 from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.events import WorldRef
 from liver_hpc.rendezvous.channel import ITSELF, Channel, ChannelClosed, ControlServer, Part
 from liver_hpc.rendezvous.conversation import Conversation
 from liver_hpc.run import actions as a
@@ -48,7 +49,7 @@ from liver_hpc.run.codec import encode
 from liver_hpc.run.epoch import Superseded, check_epoch, claim_epoch
 from liver_hpc.run.journal import Written
 from liver_hpc.run.machine import Run
-from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
+from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, WorldNote, write_private_json
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ class Coordinator:
         self._next_request = 0 if left is None else left.requests
         self._journal_failed = False
         self._hang_up: Sequence[Callable[[], None]] = ()
+        self._noted_generation = -1
         self._next_tick_s = self._next_epoch_s = 0.0
         self._last_tick_s = services.clock.now_s()
         control.reach(self._inbox)
@@ -361,6 +363,20 @@ class Coordinator:
             self._held.append((number, actions))
         if self._journal_failed:
             self._perform_held()
+        if self.core.world is not None and self.core.world.generation != self._noted_generation:
+            self._note_world(self.core.world, at_s)
+
+    def _note_world(self, world: WorldRef, at_s: float) -> None:
+        """For whoever lists runs; training goes on where it cannot be written."""
+        self._noted_generation, rank_map = world.generation, world.rank_map
+        kind, steps = self._config.cluster.kind, self._config.train.steps
+        layout, workers = str(rank_map.layout), len(rank_map.workers)
+        done = self.core.recorder.steps_done
+        note = WorldNote(world.generation, layout, workers, done, steps, at_s, kind)
+        try:
+            note.write(self._run_directory)
+        except OSError as error:
+            log.warning("the world that trains cannot be noted: %s", error)
 
     def _perform_held(self, up_to: int | None = None) -> None:
         """Performs the actions of entries up to a number; of all where none is given: the journal

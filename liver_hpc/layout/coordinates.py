@@ -9,9 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from liver_hpc.errors import ConfigError
 
 SEQUENCE_PARALLEL = "sp"
@@ -171,11 +168,14 @@ class RankMap:
 
     def on_node(self, node: int) -> tuple[Coordinate, ...]:
         """The coordinates of a node's workers, by rank."""
-        return tuple(map(self.layout.coordinate, np.flatnonzero(self._nodes == node).tolist()))
+        return tuple(map(self.layout.coordinate, self._ranks_on.get(node, ())))
 
     @cached_property
-    def _nodes(self) -> NDArray[np.int64]:
-        return np.array(self.nodes or [alone(worker) for worker in self.workers])
+    def _ranks_on(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for rank, node in enumerate(self.nodes or map(alone, self.workers)):
+            found.setdefault(node, []).append(rank)
+        return found
 
     @cached_property
     def _ranks(self) -> dict[int, int]:

@@ -49,3 +49,5 @@ class StatusSnapshot(BaseModel):
     validation_loss: float | None = None
     evaluated: int = 0  # after how many steps
     spares: tuple[int, ...] = ()  # booted, without a seat
+    observed: int = 0  # what it would have done, how often; the newest is `would_have`
+    would_have: str = ""

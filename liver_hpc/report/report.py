@@ -29,8 +29,8 @@ def report_json(records: RunRecords) -> dict[str, Any]:
     """All records with all that is derived from them; a figure that is not known is None.
 
     Keys: attributes, summary, generations, steps, reconfigurations, recoveries, notices, baselines,
-    networks, worker_phases, traffic, crossings, evaluations, metrics, holdings, placements.
-    Lengths of time are in seconds, points in time in seconds since the epoch.
+    networks, worker_phases, traffic, crossings, evaluations, metrics, holdings, placements,
+    observations. Lengths of time are in seconds, points in time in seconds since the epoch.
     """
     figures = run_figures(records)
     summary = asdict(figures)

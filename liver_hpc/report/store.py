@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from liver_hpc.errors import ConfigError
 from liver_hpc.report.hdf5 import failure_text, read_hdf5, write_hdf5
 from liver_hpc.report.holdings import HoldingsFold
-from liver_hpc.run.codec import RECORDS, rows_of
+from liver_hpc.run.codec import RECORDS, record_of, rows_of
 from liver_hpc.run.entries import (
     COORDINATOR_STARTED,
     JOURNAL_FILE,
@@ -88,7 +88,7 @@ class RecordsFold:
                 records.attributes.update(event["attributes"])
             for action in entry.actions:
                 if action["type"] in RECORDS and (name := action["table"]) in TABLES:
-                    rows = (_record(TABLES[name], row) for row in rows_of(action))
+                    rows = (record_of(TABLES[name], row) for row in rows_of(action))
                     getattr(records, name).extend(rows)
             self.held.take(entry)
         except (KeyError, TypeError, ValidationError) as error:
@@ -117,8 +117,3 @@ def _metrics(event: dict[str, Any]) -> Iterator[MetricRecord]:
     """Earlier releases have none."""
     for name, value in event.get("metrics", {}).items():
         yield MetricRecord(event["step"], event["generation"], name, float(value))
-
-
-def _record(kind: type[Any], row: dict[str, Any]) -> Any:
-    known = {f.name: f.type for f in fields(kind) if f.name in row}
-    return kind(**{n: float(row[n]) if t == "float" else row[n] for n, t in known.items()})

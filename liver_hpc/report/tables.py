@@ -97,6 +97,7 @@ def sheets(figures: RunFigures, records: RunRecords) -> list[Sheet]:
         "Workers that were lost; seconds": (_RECOVERIES, figures.recoveries),
         "Nodes": (_NOTICES, figures.notices),
         f"{figures.hours.unit} of nodes": (_HOURS, _by_node(figures.hours)),
+        "What the run would have done": (_OBSERVATIONS, records.observations),
         "Checkpoint and restart, seconds in each phase": (_RESTARTS, records.baselines),
     }
     return [
@@ -347,6 +348,15 @@ _STRATEGIES = (
     _of("tokens\nan hour", "tokens_per_hour", lambda value: f"{value:.4g}"),
     _of("changes", "changes", str),
     _of("too\nlate", "late", str),
+)
+_OBSERVATIONS = (
+    _figure("after\nsteps", "step", str),
+    _words("notice", "notice", may_wrap=True),
+    _words("from", "source", text=layout_text),
+    _words("to", "target", text=layout_text),
+    _figure("ready\ns", "ready_s"),
+    _figure("cost\ns", "cost_s"),
+    _words("instead", "instead"),
 )
 _STAGES = ("save", "stop", "launch", "import", "groups", "load", "first_step", "total")
 _RESTARTS = (

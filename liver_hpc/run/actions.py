@@ -123,7 +123,7 @@ class ForgetGeneration:
 class Remember:
     """What a restart is to know; see `events.Memory`."""
 
-    ceiling: int
+    ceiling: int | None
     drained: tuple[str, ...]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any, get_args
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -55,6 +56,13 @@ def rows_of(action: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield dict(zip(columns, values, strict=True))
     else:
         yield action["row"]
+
+
+def record_of(kind: type[Any], row: Mapping[str, Any]) -> Any:
+    """The record of a row, also of another release's: what this one does not know is left out. Of a
+    number that is not finite the journal has the word, which `float` knows."""
+    known = {f.name: f.type for f in fields(kind) if f.name in row}
+    return kind(**{n: float(row[n]) if t == "float" else row[n] for n, t in known.items()})
 
 
 _EVENTS = {name_of(kind): TypeAdapter[Event](kind) for kind in get_args(Event)}

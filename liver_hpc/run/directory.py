@@ -7,8 +7,9 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 from pydantic import TypeAdapter, ValidationError
@@ -17,7 +18,14 @@ from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import whose, write_whole
-from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome
+from liver_hpc.run.outcome import (
+    COORDINATOR_FILE,
+    OUTCOME_FILE,
+    REQUEUE,
+    WORLD_FILE,
+    Outcome,
+    WorldNote,
+)
 from liver_hpc.run.secret import create_secret
 
 LATEST = "latest"
@@ -86,11 +94,17 @@ class RunDirectory:
         """How the run ended; None while it runs or waits for another job to go on in, and when
         its coordinator was killed."""
         last = self.last_outcome()
-        return None if last is None or last.goes_on(self.config()) else last
+        if last is None or last.state != REQUEUE:
+            return last
+        return None if last.goes_on(self.config()) else last
 
     def last_outcome(self) -> Outcome | None:
         """How the run's last coordinator ended."""
         return _read(self.path / OUTCOME_FILE, Outcome)
+
+    def world(self) -> WorldNote | None:
+        """The world that trains, or trained last; None before the first."""
+        return _read(self.path / WORLD_FILE, WorldNote)
 
     def job_id(self) -> str | None:
         """Slurm's job id; a process id on the local cluster. None before the launch."""
@@ -227,6 +241,25 @@ def find_run(text: str, runs_directory: Path) -> RunDirectory:
     return RunDirectory(resolved)
 
 
+def runs_in(runs_directory: Path) -> tuple[list[RunDirectory], int]:
+    """All runs of this user there, and how many directories are another user's."""
+    found, foreign = [], 0
+    try:
+        entries = [*os.scandir(runs_directory)]
+    except FileNotFoundError:
+        entries = []
+    except OSError as error:
+        raise ConfigError(f"{runs_directory}: {error.strerror}") from error
+    for entry in entries:
+        if not entry.is_dir(follow_symlinks=False):
+            continue
+        if whose(entry.stat(follow_symlinks=False)):
+            foreign += 1
+        elif os.path.exists(f"{entry.path}/run.yaml"):
+            found.append(RunDirectory(Path(entry.path)))
+    return found, foreign
+
+
 def process_lives(pid: int) -> bool:
     """Whether a process of this machine runs; one that only waits to be reaped does not."""
     try:
@@ -235,9 +268,17 @@ def process_lives(pid: int) -> bool:
         return False
 
 
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Making one takes longer than reading the files of ten runs."""
+    return TypeAdapter(kind)
+
+
 def _read(path: Path, kind: type[Kind]) -> Kind | None:
     try:
-        return TypeAdapter(kind).validate_json(path.read_bytes())
+        adapter = _adapter(kind)  # type: ignore[arg-type]  # mypy takes no generic type for hashable
+        found: Kind = adapter.validate_json(path.read_bytes())
+        return found
     except FileNotFoundError:
         return None
     except PermissionError as error:

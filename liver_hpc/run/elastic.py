@@ -21,8 +21,9 @@ from liver_hpc.run.events import Memory, Node, NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.handoffs import Handoffs
 from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.notices import NoticeBook
+from liver_hpc.run.observation import Observer
 from liver_hpc.run.records import ReconfigurationRecord
-from liver_hpc.run.requests import GROWTH, OPERATOR, ReconfigurationRequest, RequestQueue
+from liver_hpc.run.requests import GROWTH, IN_PLACE, OPERATOR, ReconfigurationRequest, RequestQueue
 
 MOST_PAUSE_DOUBLINGS = 6
 """Growing that fails or does not repay, again and again, is tried after ever longer pauses, up to
@@ -50,6 +51,7 @@ class ElasticPolicy:
         self._clock = clock
         self.handoffs = handoffs
         self._agents = self.nodes.agents
+        self.observer = Observer(config, clock, parts, out.append)
         self._out = out
         self._failed_growths = 0
         self._overtaken = -1  # the generation of the handoff that was called off last
@@ -60,13 +62,13 @@ class ElasticPolicy:
     def recall(self, memory: Memory) -> None:
         """What operators asked for before this start."""
         if memory.ceiling is not None:
-            self.queue.ceiling = memory.ceiling
+            self.queue.asked = memory.ceiling
         for node in memory.drained:
             self.drained[node] = None
             self._out.append(a.Avoid(node))
 
     def _remember(self) -> None:
-        self._out.append(a.Remember(self.queue.ceiling, tuple(sorted(self.drained))))
+        self._out.append(a.Remember(self.queue.asked, tuple(sorted(self.drained))))
 
     # ---- requests
 
@@ -84,7 +86,7 @@ class ElasticPolicy:
             if pointless:
                 raise RequestRefused(pointless)
         if request.layout is not None:
-            self.queue.ceiling = request.layout.workers
+            self.queue.asked = request.layout.workers
             self._remember()
         if world is not None and not busy and (waits_for := self._waits_for_nodes(request, world)):
             return waits_for
@@ -114,9 +116,7 @@ class ElasticPolicy:
         grows onto what room there is, as always."""
         if now.workers < before.workers and self.nodes.free_slots() is None:
             made_s = self._clock.now_s()
-            self.queue.add(
-                ReconfigurationRequest("in place of what was lost", made_s, layout=before)
-            )
+            self.queue.add(ReconfigurationRequest(IN_PLACE, made_s, layout=before))
 
     # ---- nodes that come
 
@@ -128,7 +128,7 @@ class ElasticPolicy:
         self.notices.stays(node.name)
         if not at_start:
             self.notices.granted(node, now_s)
-        if math.isinf(self.nodes.granted_s) or self.nodes.grow_at_s <= now_s:
+        if math.isinf(self.nodes.grow_at_s) or self.nodes.grow_at_s <= now_s:
             self.nodes.granted_s = now_s
         self.nodes.grow_at_s = now_s + self._config.policy.settle_s
         if node.name in self.drained:  # it is not used again, whoever grants it
@@ -148,7 +148,7 @@ class ElasticPolicy:
         if room is None or (room >= preferred.workers and not resumed):
             return preferred
         automatic = self.nodes.room(()) or 0
-        return self.estimates.policy.best(min(automatic, self.queue.ceiling)) if resumed else None
+        return self.estimates.policy.best(min(automatic, self.queue.bound)) if resumed else None
 
     # ---- nodes to be left
 
@@ -261,13 +261,13 @@ class ElasticPolicy:
         """Begins the next handoff that there is a reason for; the run must train `world`, have done
         `step` steps, and have no handoff in progress. catching_up: as `Decider` has it. Where none
         gets the workers off their nodes in time, returns that."""
-        known = self.queue.next_step
-        steps_left = (self._config.train.steps if known is None else known) - step
         horizon_s = self._config.policy.horizon_s
+        self.observer.burst_wanted(world, step)
         while self.handoffs.idle:
             now_s = self._clock.now_s()
             situation = (self.nodes, world, self.queue, self.estimates, now_s)
-            decision = Decider(*situation, steps_left, horizon_s, catching_up).decide()
+            left = self.queue.steps_left(step)
+            decision = Decider(*situation, left, horizon_s, catching_up).decide()
             match decision:
                 case Wait():
                     return None
@@ -278,20 +278,19 @@ class ElasticPolicy:
                     self.nodes.stuck = self.nodes.situation(world)
                     self.notices.decided(decision.nodes, decision.action, -1)
                     self._out.append(a.Log(decision.reason))
-                case Decline():
-                    self._decline(decision, world)
+                case Decline():  # it looks again later: steps may show other times
+                    self._pause_growing()
+                    stays = f"stays in {world.rank_map.layout}: to {decision.layout}"
+                    self._out.append(a.Note(f"{stays}, {decision.reason}"))
                 case Drop():
                     self.queue.waiting.pop(0)
                     self._out.append(a.Note(f"dropped: {decision.request}: {decision.reason}"))
+                case Begin() if self.observer.only_watches(decision):
+                    if (to_disk := self.observer.instead_of(decision, world, step)) is not None:
+                        return to_disk
                 case Begin():
                     self._begin(decision, world)
         return None
-
-    def _decline(self, decision: Decline, world: WorldRef) -> None:
-        """Looks again later: steps may show other times."""
-        self._pause_growing()
-        stays = f"stays in {world.rank_map.layout}"
-        self._out.append(a.Note(f"{stays}: to {decision.layout}, {decision.reason}"))
 
     def _pause_growing(self) -> None:
         doublings = min(self._failed_growths, MOST_PAUSE_DOUBLINGS)
@@ -302,8 +301,9 @@ class ElasticPolicy:
         request, generation = decision.request, self.handoffs.generation + 1
         self.notices.decided(decision.nodes, decision.action, generation, decision.estimate_s)
         if decision.late:
-            late = f"{request.origin}: the deadline may not be met: {decision.action}"
-            self._out.append(a.Log(late))
+            self._out.append(
+                a.Log(f"{request.origin}: the deadline may not be met: {decision.action}")
+            )
         if request is self.queue.first:
             self.queue.waiting.pop(0)
         self._out.append(a.Note(f"generation {generation}: {request}, from {world.rank_map}"))
@@ -356,7 +356,7 @@ class ElasticPolicy:
 
     def _most_workers(self) -> int:
         """The most workers that the run may have, wherever the nodes come from."""
-        best = self.estimates.policy.best(self.queue.ceiling)
+        best = self.estimates.policy.best(self.queue.bound)
         return best.workers if best is not None else 0
 
     def _surplus(self, trains: RankMap) -> list[int]:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from zlib import crc32
 
 from pydantic_core import to_json
@@ -30,6 +31,7 @@ STEP_DONE = "step_done"
 STEPS_DROPPED = "steps_dropped"
 
 _READ_BYTES = 2**20
+_TAIL_BYTES = 2**18
 _CRC_BYTES = len(b',"crc":"1a2b3c4d"}\n')
 
 Event = Mapping[str, Any]
@@ -65,18 +67,17 @@ def encode(
     return b'%s,"crc":"%08x"}\n' % (body, crc32(body))
 
 
-def read_entries(path: Path) -> Iterator[Entry]:
+def read_entries(path: Path, follow: Callable[[], bool] | None = None) -> Iterator[Entry]:
     """All entries of a journal, also of one that is being written.
 
     What follows the last whole line was not written to its end: it is left out, and the log says
-    so. Raises ConfigError, which names the line, where anything else is damaged or missing.
+    so. follow: called at the end of the file; where it returns True there may be more by then.
+    Raises ConfigError, which names the line, where anything else is damaged or missing.
     """
     following, lines_before = 0, 0
     try:
         with path.open("rb") as file:
-            while lines := file.readlines(_READ_BYTES):
-                if not lines[-1].endswith(b"\n"):
-                    log.warning("%s: %s", path, torn_text(len(lines.pop())))
+            while lines := _whole_lines(path, file, follow):
                 for entry in decode(lines, f"{path}, line", lines_before):
                     if entry.number != following:
                         raise ConfigError(
@@ -88,6 +89,39 @@ def read_entries(path: Path) -> Iterator[Entry]:
                 lines_before += len(lines)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _whole_lines(path: Path, file: BinaryIO, follow: Callable[[], bool] | None) -> list[bytes]:
+    """The next ones; none at the end, once nobody waits for more."""
+    while True:
+        lines = file.readlines(_READ_BYTES)
+        torn = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+        if not lines and follow is not None and follow():
+            file.seek(-len(torn), os.SEEK_CUR)
+            continue
+        file.seek(-len(torn), os.SEEK_CUR)  # it may be whole when it is read again
+        if torn and not lines:
+            log.warning("%s: %s", path, torn_text(len(torn)))
+        return lines
+
+
+def last_step(path: Path) -> Entry | None:
+    """The newest training step, looked for near the journal's end alone: however long a run goes
+    on, this reads 256 KiB at most. None where there is no step in these, or it is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            tail = file.read()
+    except OSError:
+        return None
+    end = tail.rfind(b"\n") + 1
+    at = tail.rfind(b'"event":{"type":"%s"' % STEP_DONE.encode(), 0, end)
+    line = tail[tail.rfind(b"\n", 0, max(at, 0)) + 1 : tail.find(b"\n", max(at, 0)) + 1]
+    try:
+        return next(decode([line], str(path))) if at >= 0 else None
+    except ConfigError:
+        return None
 
 
 def decode(lines: Sequence[bytes], where: str, lines_before: int = 0) -> Iterator[Entry]:

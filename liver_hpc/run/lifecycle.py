@@ -406,7 +406,7 @@ class Lifecycle:
         elastic = self.elastic
         drained = tuple(sorted(elastic.drained))
         return e.Memory(
-            self.handoffs.generation, elastic.queue.ceiling, drained, self._evaluated_step
+            self.handoffs.generation, elastic.queue.asked, drained, self._evaluated_step
         )
 
     def expects(self, worker: int) -> bool:
@@ -453,6 +453,8 @@ class Lifecycle:
             metrics_error=metrics_error,
             now_s=now_s,
             nodes=tuple(self.elastic.nodes.lines()),
+            observed=self.elastic.observer.count,
+            would_have=self.elastic.observer.last,
             transports=recorder.transports.get(world.generation, ()) if world else (),
         )
 

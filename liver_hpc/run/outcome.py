@@ -14,6 +14,8 @@ from liver_hpc.host.files import write_whole
 
 COORDINATOR_FILE = "coordinator.json"
 OUTCOME_FILE = "outcome.json"
+WORLD_FILE = "world.json"
+REQUEUE = "requeue"
 OPERATORS_STOP = "an operator's request"
 
 
@@ -36,7 +38,7 @@ class Outcome:
 
     def goes_on(self, config: RunConfig) -> bool:
         """Whether the run goes on in the job that is queued again."""
-        return self.state == "requeue" and bool(config.cluster.slurm.requeue)
+        return self.state == REQUEUE and bool(config.cluster.slurm.requeue)
 
     @property
     def is_last(self) -> bool:
@@ -47,6 +49,25 @@ class Outcome:
 
     def write(self, run_directory: Path) -> None:
         write_private_json(run_directory / OUTCOME_FILE, asdict(self))
+
+
+@dataclass(frozen=True)
+class WorldNote:
+    """The world that trains, or that trained last: what `liver list` tells of a run without its
+    journal. workers: how many. step: how many of the run's `steps` were done when it began, at
+    `since_s` (epoch). cluster: "local" or "slurm".
+    """
+
+    generation: int
+    layout: str
+    workers: int
+    step: int
+    steps: int
+    since_s: float
+    cluster: str
+
+    def write(self, run_directory: Path) -> None:
+        write_whole(run_directory / WORLD_FILE, json.dumps(asdict(self)) + "\n", mode=0o600)
 
 
 def write_private_json(path: Path, data: dict[str, Any]) -> None:

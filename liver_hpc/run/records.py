@@ -210,6 +210,29 @@ class PlacementRecord:
 
 
 @dataclass(frozen=True)
+class ObservationRecord:
+    """What a run with `policy.observe` would have done, and did not.
+
+    at_s: when. step: how many were done. notice: why: "nodes granted", "leaving NODES: REASON",
+    "burst nodes" where it would have asked for some, or "in place of what was lost". source: the
+    layout that trained. target: the one that it would have gone to, or have asked nodes for. nodes:
+    those that it would have left, with commas. ready_s: how long it was estimated to take until the
+    target would have trained. cost_s: of training time. instead: what was done: "stays as it is",
+    "to disk" or "asks for none".
+    """
+
+    at_s: float
+    step: int
+    notice: str
+    source: str
+    target: str
+    nodes: str
+    ready_s: float
+    cost_s: float
+    instead: str
+
+
+@dataclass(frozen=True)
 class WorkerPhaseRecord:
     """What one worker did in one phase of a handoff attempt; between two of them it trained on in
     the source, or waited. A time that was never reached is NaN.
@@ -335,12 +358,14 @@ class RunRecords:
     metrics: list[MetricRecord] = field(default_factory=list)
     holdings: list[HoldingRecord] = field(default_factory=list)
     placements: list[PlacementRecord] = field(default_factory=list)
+    observations: list[ObservationRecord] = field(default_factory=list)
 
 
 Row = (
     ReconfigurationRecord
     | RecoveryRecord
     | NoticeRecord
+    | ObservationRecord
     | WorkerPhaseRecord
     | TrafficRecord
     | CrossingRecord

@@ -12,15 +12,16 @@ from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
 
 OPERATOR = "operator"
 GROWTH = "nodes granted"
+IN_PLACE = "in place of what was lost"
 
 
 @dataclass(frozen=True)
 class ReconfigurationRequest:
     """Another layout, or the same one without worker `replace`.
 
-    origin: OPERATOR, "step N" for a scripted notice, GROWTH, or "leaving NODES: REASON". made_s:
-    when it was made. without: workers that must not be in the target. deadline_s: when they are
-    killed; None when nobody says.
+    origin: OPERATOR, "step N" for a scripted notice, GROWTH, IN_PLACE, or "leaving NODES: REASON".
+    made_s: when it was made. without: workers that must not be in the target. deadline_s: when they
+    are killed; None when nobody says.
     """
 
     origin: str
@@ -72,26 +73,37 @@ class ReconfigurationRequest:
 class RequestQueue:
     """The requests that wait for their turn, in order, and the run file's that are yet to come.
 
-    waiting: whose turn it is first. ceiling: the most workers that the run grows to by itself:
-    those of the layout that somebody asked for last, at first `workers.max`.
+    waiting: whose turn it is first. asked: the workers of the layout that somebody asked for last;
+    None before.
     """
 
     def __init__(self, config: RunConfig, check_layout: Callable[[Layout], None]) -> None:
-        self.ceiling = config.workers.max
+        self.asked: int | None = None
         self._config = config
         self._check_layout = check_layout
         self.waiting: list[ReconfigurationRequest] = []
         self._notices = sorted(config.notices, key=lambda notice: notice.at_step)
 
     @property
+    def ceiling(self) -> int:
+        """The most workers that the run grows to by itself, or would if it did not observe."""
+        return self._config.workers.max if self.asked is None else self.asked
+
+    @property
+    def bound(self) -> int:
+        """The most workers that it has unless somebody asks for more."""
+        observes = self._config.policy.observe and self.asked is None
+        return self._config.workers.initial if observes else self.ceiling
+
+    @property
     def first(self) -> ReconfigurationRequest | None:
         """The request whose turn it is."""
         return self.waiting[0] if self.waiting else None
 
-    @property
-    def next_step(self) -> int | None:
-        """After which step the run file asks for something next; None: it does not."""
-        return self._notices[0].at_step if self._notices else None
+    def steps_left(self, step: int) -> int:
+        """After `step` steps: until the run file asks for something, or else to the run's end."""
+        until = self._notices[0].at_step if self._notices else self._config.train.steps
+        return until - step
 
     # ---- requests from outside
 
@@ -133,7 +145,7 @@ class RequestQueue:
             except RequestRefused:
                 continue
             if layout is not None:
-                self.ceiling = layout.workers
+                self.asked = layout.workers
 
     def _allowed(self, layout: Layout | None, workers: int | None) -> Layout:
         """The layout, or the one that is preferred for so many workers."""

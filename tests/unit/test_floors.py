@@ -62,6 +62,7 @@ ONLY_IN = {
     "tensorboard": ("tracking",),
     "wandb": ("tracking",),
     "prometheus_client": ("tracking",),
+    "argcomplete": ("cli",),
 }
 
 ALLOWED = {

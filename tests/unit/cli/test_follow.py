@@ -315,6 +315,7 @@ def test_status_is_all_of_it() -> None:
         handoff=handoff(), queued=("replace worker 3",), nodes=("n1: 2 of 2 used",), spares=(4,)
     )
     busy = busy.model_copy(update={"validation_loss": 2.71828, "evaluated": 40})
+    busy = busy.model_copy(update={"observed": 2, "would_have": "would have begun it; stays"})
     assert status_text(busy).splitlines() == [
         "run demo-1: training, step 42 of 120: loss 3.4123, gradient norm 0.831, 4812 tokens/s, "
         "tp2 pp1 dp2 (generation 3)",
@@ -326,5 +327,6 @@ def test_status_is_all_of_it() -> None:
         "queued: replace worker 3",
         "nodes: n1: 2 of 2 used",
         "spare: workers 4, booted, without a seat",
+        "observed: would have begun it; stays (2 times in all)",
         "last event: generation 3: completed",
     ]

@@ -14,6 +14,7 @@ import pytest
 
 from liver_hpc import __version__
 from liver_hpc.cli import main as cli
+from liver_hpc.cli.options import new_parser
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.protocol.messages import DrainRequest, ReplaceRequest, ResizeRequest, StopRequest
 from liver_hpc.report.hdf5 import read_hdf5
@@ -24,7 +25,10 @@ from tests.unit.report.journals import write_journal
 from tests.unit.report.rows import reconfiguration, step
 from tests.unit.standin import StandIn, snapshot
 
-COMMANDS = ["submit", "run", "status", "resize", "replace", "drain", "stop", "report", "doctor"]
+COMMANDS = [
+    "init", "submit", "run", "coordinate", "list", "status", "logs", "events", "resize", "replace",
+    "drain", "stop", "report", "doctor", "prepare-data", "check-model", "schema",
+]  # fmt: skip
 
 Captured = pytest.CaptureFixture[str]
 
@@ -66,9 +70,20 @@ def test_help_names_every_command_in_half_a_second() -> None:
         [sys.executable, "-m", "liver_hpc", "--help"], capture_output=True, text=True, check=True
     ).stdout
     took_s = _children_cpu_s() - before_s  # wall time would measure the neighbours
-    for command in (*COMMANDS, "prepare-data"):
+    for command in COMMANDS:
         assert f"\n    {command}" in shown
     assert took_s < 0.5
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_has_examples_that_it_takes(command: str, capsys: Captured) -> None:
+    assert liver(command, "--help") == 0
+    _, _, shown = capsys.readouterr().out.partition("\nexamples:\n")
+    assert shown
+    for line in shown.splitlines():
+        words = line.split()
+        assert words[:2] == ["liver", command]
+        assert new_parser().parse_args(words[1:]).command == command
 
 
 def _children_cpu_s() -> float:

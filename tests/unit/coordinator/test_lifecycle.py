@@ -14,6 +14,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.base import Identity
 from liver_hpc.rendezvous.channel import ChannelClosed, connect
+from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.events import CheckpointWritten
 from liver_hpc.run.outcome import Outcome
 from tests.fakes import Fault
@@ -41,6 +42,29 @@ def test_where_the_coordinator_is_stands_in_a_private_file(make: Start) -> None:
     path = run.directory / "coordinator.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_the_world_that_trains_is_noted_for_whoever_lists_runs(make: Start) -> None:
+    run = make()
+    note = RunDirectory(run.directory).world
+    assert stat.S_IMODE((run.directory / "world.json").stat().st_mode) == 0o600
+    first = note()
+    assert first is not None
+    assert (first.generation, first.layout, first.workers) == (0, "tp1 pp1 dp2", 2)
+    assert (first.step, first.steps) == (0, 60)
+    run.ask(m.ResizeRequest(layout="tp2 pp1 dp2"))
+    run.cluster.train(1)
+    run.until(lambda: run.status()["handoffs_done"] == 1, "the handoff")
+    second = note()
+    assert second is not None
+    assert (second.generation, second.layout, second.workers) == (1, "tp2 pp1 dp2", 4)
+
+
+def test_a_world_that_cannot_be_noted_trains(make: Start) -> None:
+    run = make(begin=False)
+    (run.directory / "world.json").mkdir()
+    run.start()
+    assert run.status()["state"] == "training"
 
 
 def test_agents_are_launched_with_the_workers_of_a_node(make: Start) -> None:

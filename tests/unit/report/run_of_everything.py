@@ -8,6 +8,7 @@ from liver_hpc.run.records import (
     CrossingRecord,
     MetricRecord,
     NoticeRecord,
+    ObservationRecord,
     ReconfigurationRecord,
     RunRecords,
     StepRecord,
@@ -52,6 +53,22 @@ def everything() -> RunRecords:
         traffic=traffic,
         crossings=crossings,
         metrics=[MetricRecord(n, 0, name, n / 10) for n in (3, 4) for name in ("a", "lm loss")],
+        observations=[
+            ObservationRecord(
+                180.0, 60, "nodes granted", SHAPES[3], SHAPES[1], "", 4.0, 1.5, "stays as it is"
+            ),
+            ObservationRecord(
+                181.0,
+                61,
+                f"leaving {HOSTILE}: preempted",
+                SHAPES[3],
+                SHAPES[0],
+                HOSTILE,
+                math.nan,
+                0.25,
+                "to disk",
+            ),
+        ],
         evaluations=[evaluation(step=20 * n, loss=4.5 - n / 10) for n in (1, 2, 3)],
     )
 

@@ -30,6 +30,7 @@ from liver_hpc.run.records import (
     EvaluationRecord,
     NetworkRecord,
     NoticeRecord,
+    ObservationRecord,
     Row,
     TrafficRecord,
     WorkerPhaseRecord,
@@ -116,6 +117,7 @@ EVENTS: list[e.Event] = [
 RECORDS: list[Row] = [
     reconfiguration(),
     NoticeRecord("granted", "n1", "main", 1.0, math.nan, 2.0, "", -1, math.nan, 3.0, "in use"),
+    ObservationRecord(1.0, 5, "nodes granted", "tp1", "tp2", "", 2.0, math.nan, "stays as it is"),
     NetworkRecord(1, "gloo tcp", "h", "lo"),
     recovery(),
     WorkerPhaseRecord(1, 0, "n1", "boot", 1.0, math.nan),

@@ -158,9 +158,9 @@ def test_what_was_lost_is_done_again_before_anybody_joins_unasked() -> None:
 def test_a_run_does_not_grow_beyond_what_was_asked_for_last() -> None:
     situation = Situation(BURST)
     situation.may_grow()
-    situation.queue.ceiling = 2
+    situation.queue.asked = 2
     assert situation.decide() == Wait()
-    situation.queue.ceiling = 3
+    situation.queue.asked = 3
     decision = situation.begins()
     assert decision.target.layout.workers == 3
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.run.entries import Entry, decode, encode, read_entries
+from liver_hpc.run.entries import Entry, decode, encode, last_step, read_entries
 
 NAMES = st.text(st.characters(codec="utf-8"), max_size=5)
 VALUES: st.SearchStrategy[Any] = st.recursive(
@@ -123,3 +123,45 @@ def test_a_file_of_zeros_or_of_another_kind_is_told(path: Path) -> None:
 def test_a_missing_file_is_told(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"journal\.jsonl cannot be read: No such file"):
         list(read_entries(path))
+
+
+# ---- a journal that grows
+
+
+def test_a_journal_is_followed_for_as_long_as_somebody_waits(path: Path) -> None:
+    """Over a line that is not whole when it is read first."""
+    lines = [encode(n, 1.0, {"type": "any"}) for n in range(4)]
+    write(path, lines[0], lines[1][:10])
+    more = iter([b"", lines[1][10:] + lines[2][:5], lines[2][5:] + lines[3]])
+
+    def wait() -> bool:
+        with path.open("ab") as file:
+            data = next(more, None)
+            file.write(data or b"")
+        return data is not None
+
+    assert [entry.number for entry in read_entries(path, wait)] == [0, 1, 2, 3]
+
+
+def test_a_torn_line_is_left_out_once_nobody_waits(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(path, encode(0, 1.0, {"type": "any"}), b"half")
+    assert [entry.number for entry in read_entries(path, lambda: False)] == [0]
+    assert caplog.text.count("was not written to its end; its 4 bytes are left out") == 1
+
+
+@pytest.mark.parametrize("behind", [b"", b'{"n":9', encode(2, 1.0, {"type": "any"})])
+def test_the_newest_step_is_found_behind_others(path: Path, behind: bytes) -> None:
+    steps = [encode(n, float(n), {"type": "step_done", "step": n + 5}) for n in range(2)]
+    found = last_step(write(path, *steps, behind))
+    assert found is not None
+    assert (found.number, found.event["step"]) == (1, 6)
+
+
+def test_where_there_is_no_step_nearby_there_is_none(path: Path) -> None:
+    assert last_step(path) is None
+    assert last_step(write(path)) is None
+    far = encode(0, 1.0, {"type": "step_done", "step": 5})
+    assert last_step(write(path, far, b"x" * 2**18 + b"\n")) is None
+    assert last_step(write(path, far.replace(b"5", b"6", 1))) is None

@@ -1,0 +1,175 @@
+"""`liver list`: the runs of a directory, as their small files tell of them.
+
+Nothing is asked over the network but Slurm, once for all runs: a live run's step is the newest in
+the tail of its journal, its shape is in world.json, an ended run has an outcome.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from liver_hpc.cluster.slurm.replies import JobInfo, SlurmCommands
+from liver_hpc.errors import LiverError
+from liver_hpc.report.wording import NOTHING, duration_text, layout_text
+from liver_hpc.run.directory import RunDirectory, process_lives, runs_in
+from liver_hpc.run.entries import JOURNAL_FILE, last_step
+from liver_hpc.run.outcome import Outcome, WorldNote
+
+STARTING, TRAINING, WAITING, LOST = "starting", "training", "waiting for Slurm", "lost"
+UNKNOWN, DAMAGED = "unknown", "damaged"
+_SLURM_S = 2.0
+"""The longest wait for Slurm's answer: a list is looked at, and asked for again."""
+_HEADS = ("name", "state", "step", "layout", "workers", "last step", "started")
+_KIND = re.compile(r"^cluster:\n  kind: (\w+)$", re.MULTILINE)
+"""As `dump_run` writes it."""
+
+Jobs = Mapping[str, JobInfo] | None
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """One run. None stands for what is not known: before its first world, or of an earlier release.
+
+    state: how it ended ("finished", "stopped", "failed"), or "starting", "training", "waiting for
+    Slurm", "lost" (its coordinator is gone and left no outcome), "unknown" (that cannot be seen
+    from here), "damaged". reason: more of that. last_step_s, started_s: epoch seconds.
+    """
+
+    name: str
+    started_s: float
+    state: str = UNKNOWN
+    reason: str = ""
+    step: int | None = None
+    steps: int | None = None
+    layout: str | None = None
+    workers: int | None = None
+    last_step_s: float | None = None
+
+
+def runs_text(runs_directory: Path) -> str:
+    """A table, the newest run first."""
+    runs, foreign = list_runs(runs_directory)
+    if not runs:
+        return f"there is no run under {runs_directory} yet"
+    now_s = time.time()
+    rows = [_HEADS, *(_cells(run, now_s) for run in runs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    if foreign:
+        lines.append(f"{foreign} directories are of other users")
+    return "\n".join(lines)
+
+
+def runs_json(runs_directory: Path) -> str:
+    """The same for programs."""
+    return json.dumps([asdict(run) for run in list_runs(runs_directory)[0]], indent=1)
+
+
+def list_runs(runs_directory: Path) -> tuple[list[ListedRun], int]:
+    """The runs, and how many directories there are another user's. Raises ConfigError."""
+    runs, foreign = runs_in(runs_directory)
+    read = [_Files.of(run) for run in runs]
+    open_jobs = [each.job for each in read if each.job and not each.is_over]
+    jobs = _jobs(open_jobs)
+    found = [each.listed(jobs) for each in read]
+    return sorted(found, key=lambda run: (run.started_s, run.name), reverse=True), foreign
+
+
+def _jobs(job_ids: Sequence[str]) -> Jobs:
+    """Those that Slurm knows; None where it does not answer."""
+    try:
+        return SlurmCommands(_SLURM_S, unreachable_s=0.0).jobs(job_ids)
+    except LiverError:
+        return None
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What a run's small files say. job: Slurm's, of a run there. problem: a file is damaged."""
+
+    run: RunDirectory
+    world: WorldNote | None = None
+    outcome: Outcome | None = None
+    job: str = ""
+    problem: str = ""
+
+    @classmethod
+    def of(cls, run: RunDirectory) -> _Files:
+        try:
+            world, outcome = run.world(), run.outcome()
+            if outcome is not None:
+                return cls(run, world, outcome)
+            kind = _kind(run) if world is None else world.cluster
+            job = (run.job_id() or "") if kind == "slurm" else ""
+            return cls(run, world, None, job)
+        except LiverError as error:
+            return cls(run, problem=str(error))
+
+    @property
+    def is_over(self) -> bool:
+        return self.outcome is not None or bool(self.problem)
+
+    def listed(self, jobs: Jobs) -> ListedRun:
+        run = ListedRun(self.run.path.name, (self.run.config_path).stat().st_mtime)
+        if self.problem:
+            return replace(run, state=DAMAGED, reason=self.problem)
+        if (world := self.world) is not None:
+            run = replace(run, layout=world.layout, workers=world.workers)
+            run = replace(run, step=world.step, steps=world.steps)
+        if self.outcome is not None:
+            state, reason = self.outcome.state, self.outcome.reason
+            return replace(run, state=state, reason=reason, step=self.outcome.step)
+        if (newest := last_step(self.run.path / JOURNAL_FILE)) is not None:
+            run = replace(run, step=newest.event["step"] + 1, last_step_s=newest.at_s)
+        state, reason = self._state(jobs)
+        return replace(run, state=state, reason=reason)
+
+    def _state(self, jobs: Jobs) -> tuple[str, str]:
+        """Of a run that has not ended, and why it is thought to be so."""
+        try:
+            address = self.run.coordinator()
+        except LiverError as error:
+            return DAMAGED, str(error)
+        lives = TRAINING if self.world is not None else STARTING
+        if address is not None and address.is_here and process_lives(address.pid):
+            return lives, ""
+        if self.job:
+            if jobs is None:
+                return UNKNOWN, f"Slurm does not say what became of job {self.job}"
+            info = jobs.get(self.job)
+            if info is None or info.over:
+                return LOST, f"its job {self.job} is over and left no outcome"
+            return (WAITING if info.queued else lives), str(info)
+        process = self.run.job_id()
+        if process is not None and process_lives(int(process)):
+            return lives, ""
+        if address is None:
+            return (STARTING, "") if process is None else (LOST, "it left no outcome")
+        if not address.is_here:
+            return UNKNOWN, f"its coordinator is process {address.pid} on {address.hostname}"
+        return LOST, f"its coordinator (process {address.pid}) is gone and left no outcome"
+
+
+def _kind(run: RunDirectory) -> str:
+    """Its `cluster.kind`, without all of run.yaml: of many runs that would take seconds."""
+    found = _KIND.search(run.config_path.read_text(encoding="utf-8"))
+    return str(run.config().cluster.kind if found is None else found[1])
+
+
+def _cells(run: ListedRun, now_s: float) -> tuple[str, ...]:
+    step = NOTHING if run.step is None else str(run.step)
+    age = NOTHING if run.last_step_s is None else f"{duration_text(now_s - run.last_step_s)} ago"
+    return (
+        run.name,
+        run.state,
+        step if run.steps is None else f"{step} of {run.steps}",
+        NOTHING if run.layout is None else layout_text(run.layout),
+        NOTHING if run.workers is None else str(run.workers),
+        age,
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started_s)),
+    )

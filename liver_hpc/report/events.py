@@ -1,0 +1,157 @@
+"""What happened in a run, as lines: the fold of its journal into what an operator would want to
+know. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from liver_hpc.report.wording import NOTHING, bytes_text, duration_text, layout_text
+from liver_hpc.run.codec import RECORDS, record_of, rows_of
+from liver_hpc.run.entries import COORDINATOR_STARTED, STEP_DONE, Entry
+from liver_hpc.run.observation import WOULD_HAVE
+from liver_hpc.run.records import (
+    TABLES,
+    NoticeRecord,
+    ObservationRecord,
+    ReconfigurationRecord,
+    RecoveryRecord,
+)
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """One line. at_s: epoch seconds. step: how many were done. kind: "start", "asked",
+    "checkpoint", "note", "reconfiguration", "recovery", "notice" or "observation". text: for
+    people. data: what programs read; of the last four kinds the columns of their tables in the
+    metrics."""
+
+    at_s: float
+    step: int
+    kind: str
+    text: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        """For programs; JSON does not know NaN: what is not known is None."""
+        known = {name: _finite(value) for name, value in self.data.items()}
+        about = {"t": self.at_s, "step": self.step, "kind": self.kind, "text": self.text}
+        return {**about, "data": known}
+
+
+def events_of(entries: Iterable[Entry]) -> Iterator[RunEvent]:
+    """Each as soon as its entry is there."""
+    step = 0
+    for entry in entries:
+        event, kind = entry.event, entry.event.get("type")
+        if kind == STEP_DONE:
+            step = event["step"] + 1
+        elif kind == COORDINATOR_STARTED and event.get("resumed"):
+            step = event["resumed"]["step"]
+        told = _TOLD.get(str(kind))
+        if told is not None:
+            name, words = told
+            yield RunEvent(entry.at_s, step, name, words(event), _data(event))
+        for action in entry.actions:
+            yield from _of_action(action, entry, step)
+
+
+def _of_action(action: Mapping[str, Any], entry: Entry, step: int) -> Iterator[RunEvent]:
+    kind = action["type"]
+    # What is noted of a checkpoint stands in its event, of an observation in its record.
+    if kind == "note":
+        told = entry.event.get("type") in _TOLD_ALREADY or action["text"].startswith(WOULD_HAVE)
+        if not told:
+            yield RunEvent(entry.at_s, step, "note", action["text"])
+    elif kind == "answer":
+        answer = "done" if action["ok"] else "refused"
+        yield RunEvent(entry.at_s, step, "note", f"operator: {answer}: {action['text']}")
+    elif kind in RECORDS and (known := _RECORDS.get(action["table"])) is not None:
+        name, words = known
+        for row in rows_of(action):
+            record = record_of(TABLES[action["table"]], row)
+            yield RunEvent(entry.at_s, step, name, words(record), asdict(record))
+
+
+def _data(event: Mapping[str, Any]) -> dict[str, Any]:
+    """An event without what is long, or nobody's business: the run file, the environment."""
+    return {name: value for name, value in event.items() if name not in ("type", "attributes")}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- in words
+
+
+def _started(event: Mapping[str, Any]) -> str:
+    host = event.get("attributes", {}).get("host", "")
+    return f"a coordinator starts the run{f' on {host}' if host else ''}"
+
+
+def _took_over(event: Mapping[str, Any]) -> str:
+    return f"coordinator {event['epoch']} takes over on {event['host']}"
+
+
+def _asked(event: Mapping[str, Any]) -> str:
+    request = event["request"]
+    given = [f"{name}={value}" for name, value in request.items() if value and name != "type"]
+    return f"operator asks: {' '.join([request['type'], *given])}"
+
+
+def _written(event: Mapping[str, Any]) -> str:
+    size, took = bytes_text(event["total_bytes"]), duration_text(event["took_s"])
+    return f"checkpoint of step {event['step']}: {size} in {took}, {event['path']}"
+
+
+def _reconfiguration(record: ReconfigurationRecord) -> str:
+    ends = f"{layout_text(record.source)} to {layout_text(record.target)}"
+    words = [f"handoff to generation {record.generation}, {ends}: {record.outcome}"]
+    if record.outcome == "completed":
+        words.append(f"paused {_seconds(record.pause_s)}")
+        words.append(f"moved {bytes_text(record.bytes_moved)}")
+        words.append(f"{_seconds(record.first_step_ended_s - record.notice_s)} from its notice on")
+    return ", ".join(words) + (f": {record.detail}" if record.detail else "")
+
+
+def _recovery(record: RecoveryRecord) -> str:
+    ends = f"{layout_text(record.source)} to {layout_text(record.target)}"
+    took = _seconds(record.refilled_s - record.noticed_s)
+    lost = f"lost workers {record.lost}" if record.lost else "lost no worker"
+    return (
+        f"recovery to generation {record.generation}, {ends}: {lost}; filled after {took}, "
+        f"{record.steps_redone} steps are done again"
+    )
+
+
+def _notice(record: NoticeRecord) -> str:
+    about = f"node {record.node}, {record.kind}" if record.node else record.kind
+    return f"{about}: {record.outcome}" + (f"; {record.action}" if record.action else "")
+
+
+def _observation(record: ObservationRecord) -> str:
+    ends = f"from {layout_text(record.source)} to {layout_text(record.target)}"
+    return f"{WOULD_HAVE} gone {ends} ({record.notice}); {record.instead}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds < 1 else duration_text(seconds) or NOTHING
+
+
+_TOLD: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
+    COORDINATOR_STARTED: ("start", _started),
+    "took_over": ("start", _took_over),
+    "operator_asked": ("asked", _asked),
+    "checkpoint_written": ("checkpoint", _written),
+}
+"""Events that are told themselves; of others what followed from them is."""
+_TOLD_ALREADY = ("checkpoint_written",)
+_RECORDS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "reconfigurations": ("reconfiguration", _reconfiguration),
+    "recoveries": ("recovery", _recovery),
+    "notices": ("notice", _notice),
+    "observations": ("observation", _observation),
+}
