@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from liver_hpc.cluster.slurm.replies import JobInfo, SlurmCommands
+from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.errors import LiverError
 from liver_hpc.report.wording import NOTHING, duration_text, layout_text
 from liver_hpc.run.directory import RunDirectory, process_lives, runs_in
