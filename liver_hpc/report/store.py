@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from liver_hpc.errors import ConfigError
 from liver_hpc.report.hdf5 import failure_text, read_hdf5, write_hdf5
 from liver_hpc.run.codec import RECORDS, rows_of
-from liver_hpc.run.entries import COORDINATOR_STARTED, JOURNAL_FILE, STEP_DONE, read_entries
+from liver_hpc.run.entries import (
+    COORDINATOR_STARTED,
+    JOURNAL_FILE,
+    STEP_DONE,
+    Entry,
+    read_entries,
+)
 from liver_hpc.run.records import TABLES, RunRecords, StepRecord
 
 log = logging.getLogger(__name__)
@@ -43,24 +49,38 @@ def read_journal(path: Path) -> RunRecords:
 
     Raises ConfigError for a damaged journal, and where a record lacks a field.
     """
-    tables: dict[str, list[Any]] = {name: [] for name in TABLES}
-    attributes: dict[str, str] = {}
-    steps = tables["steps"]
-    for number, _, event, actions, _ in read_entries(path):
+    gathered = GatheredRecords(path)
+    for entry in read_entries(path):
+        gathered.take(entry)
+    return gathered.records
+
+
+class GatheredRecords:
+    """What the entries of the journal `path` record, one entry after the other."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tables: dict[str, list[Any]] = {name: [] for name in TABLES}
+        self.records = RunRecords(attributes={}, **self._tables)
+
+    def take(self, entry: Entry) -> None:
+        """Raises ConfigError where a record lacks a field."""
+        event = entry.event
         try:
             kind = event["type"]
             if kind == STEP_DONE:
-                steps.append(_step(event, actions))
+                self.records.steps.append(_step(event, entry.actions))
             elif kind == COORDINATOR_STARTED:
-                attributes = event["attributes"]
-            for action in actions:
+                self.records = replace(self.records, attributes=event["attributes"])
+            for action in entry.actions:
                 if action["type"] in RECORDS and (name := action["table"]) in TABLES:
-                    tables[name] += (_record(TABLES[name], row) for row in rows_of(action))
+                    rows = rows_of(action)
+                    self._tables[name] += (_record(TABLES[name], row) for row in rows)
         except (KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path}, entry {number}: {error}; another version of liver_hpc wrote it"
+                f"{self._path}, entry {entry.number}: {error}; another version of liver_hpc wrote "
+                "it"
             ) from None
-    return RunRecords(attributes=attributes, **tables)
 
 
 def _step(event: dict[str, Any], actions: list[dict[str, Any]]) -> StepRecord:
