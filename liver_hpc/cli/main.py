@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from liver_hpc import __version__
+from liver_hpc.cli.dashboard import add_options as add_dashboard_options
 from liver_hpc.errors import ConfigError, LiverError, RequestRefused
 from liver_hpc.report.command import add_options as add_report_options
 
@@ -115,6 +116,7 @@ def new_parser() -> argparse.ArgumentParser:
     add("--timeout-s", type=_seconds, metavar="S", help="wait at most this long for the end")
     text = "write the state to disk first, so that the run can go on from there"
     add("--checkpoint", action="store_true", help=text)
+    add_dashboard_options(of_run("dashboard", _dashboard, "a page that follows a run, live"))
     add_report_options(of_run("report", _report, "what a run's reconfigurations cost"))
     _doctor_options(command("doctor", _doctor, "whether this cluster has what a run needs"))
     _run_file(command("prepare-data", _prepare_data, "tokenize the text that a run file names"))
@@ -336,6 +338,13 @@ def _report(options: argparse.Namespace) -> int:
     from liver_hpc.report.command import report
 
     report(_find(options.run, options).path, options)
+    return EXIT_OK
+
+
+def _dashboard(options: argparse.Namespace) -> int:
+    from liver_hpc.cli.dashboard import dashboard
+
+    dashboard(_find(options.run, options), options)
     return EXIT_OK
 
 

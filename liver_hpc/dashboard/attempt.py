@@ -78,6 +78,13 @@ class LiveAttempt:
         return self.phase in (Phase.ARMED, Phase.TRANSFER)
 
     @property
+    def boundary_s(self) -> float:
+        """When the last of the source's workers that stand at the boundary came there; NaN before
+        the first."""
+        stand = self.notes.said(m.AtBoundary).values()
+        return max((each.last_step_ended_s for each in stand), default=math.nan)
+
+    @property
     def bytes_done(self) -> int:
         """At least those of the workers that have voted, which have all that they wait for."""
         prepared = self.notes.said(m.Prepared)

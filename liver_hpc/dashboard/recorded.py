@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement, tostring
 
@@ -68,9 +69,7 @@ def _last_end_s(phases: Sequence[WorkerPhaseRecord]) -> float:
 
 
 def _mark(record: ReconfigurationFigures, since: Since) -> dict[str, Any]:
-    at_s = first_known(
-        record.source_last_step_ended_s, record.prepare_started_s, record.notice_s
-    )
+    at_s = first_known(record.source_last_step_ended_s, record.prepare_started_s, record.notice_s)
     bands = [[name, since(begin_s), since(end_s)] for name, begin_s, end_s in spans(record)]
     return {
         "generation": record.generation,
@@ -107,7 +106,7 @@ def _phases(record: ReconfigurationFigures) -> Iterator[tuple[str, float, float]
         ("", record.released_s),
     ]
     known = [edge for edge in edges if math.isfinite(edge[1])]
-    for (name, begin_s), (_, end_s) in zip(known, known[1:], strict=False):
+    for (name, begin_s), (_, end_s) in pairwise(known):
         yield name, begin_s, end_s
 
 

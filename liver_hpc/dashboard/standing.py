@@ -1,5 +1,5 @@
-"""Where a run stands, by its journal alone: the world that trains, the nodes that are held, what was
-noted last. Nothing of the core is asked: a journal of another release tells as much as it can."""
+"""Where a run stands, by its journal alone: the world that trains, the nodes that are held, what
+was noted last. No core is played: it would want the model, and the very release that wrote it."""
 
 from __future__ import annotations
 
@@ -116,12 +116,13 @@ class Standing:
                 line.end(at_s)
                 line.allocation = allocation
                 line.held.append(Span(at_s))
-            case "node_warned" if line := self.nodes.get(event["node"]):
-                close(line.warned, event["at_s"])
+            case "node_warned" if event["node"] in self.nodes:
+                warned = self.nodes[event["node"]].warned
+                close(warned, event["at_s"])
                 warning = Span(event["at_s"], None, 0, event["reason"], event.get("deadline_s"))
-                line.warned.append(warning)
-            case "node_gone" if line := self.nodes.get(event["node"]):
-                line.end(at_s)
+                warned.append(warning)
+            case "node_gone" if event["node"] in self.nodes:
+                self.nodes[event["node"]].end(at_s)
         for action in entry.actions:
             self._decided(action, at_s)
 

@@ -1,0 +1,91 @@
+"""`liver dashboard`: a page that follows a run, and the way to it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import getpass
+import ipaddress
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from liver_hpc.errors import ConfigError, LiverError
+
+if TYPE_CHECKING:
+    from liver_hpc.protocol.status import HandoffStatus
+    from liver_hpc.run.directory import RunDirectory
+
+LOOPBACK = "127.0.0.1"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What the command takes besides its run. Imports nothing, so that `--help` is quick."""
+    text = "where to listen (default: one that is free)"
+    parser.add_argument("--port", type=_port, default=0, metavar="P", help=text)
+    text = f"an address of this machine (default: {LOOPBACK}, which only this machine reaches)"
+    parser.add_argument("--host", default=LOOPBACK, metavar="H", help=text)
+
+
+def _port(text: str) -> int:
+    if text.isdecimal() and 0 < int(text) < 2**16:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"wanted a port between 1 and 65535, got {text!r}")
+
+
+def dashboard(run: RunDirectory, options: argparse.Namespace) -> None:
+    """Serves the page of a run until Ctrl-C. Raises ConfigError where it cannot, and for a run
+    that has no journal."""
+    from liver_hpc.dashboard.serve import serve
+    from liver_hpc.report.store import METRICS_FILE
+    from liver_hpc.run.entries import JOURNAL_FILE
+
+    journal = run.path / JOURNAL_FILE
+    if not journal.exists() and (run.path / METRICS_FILE).exists():
+        raise ConfigError(f"{run} has no {JOURNAL_FILE} to follow; see `liver report {run}`")
+    host, on_slurm = options.host, run.config().cluster.kind == "slurm"
+
+    def tell(port: int, token: str) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        print(f"http://{shown}:{port}/?token={token}", flush=True)
+        if not _is_loopback(host):
+            print("others on the network can read along: nothing is encrypted", flush=True)
+        elif on_slurm or os.environ.get("SSH_CONNECTION"):
+            print(f"from your own machine, first: {forwarding(shown, port)}", flush=True)
+        print(f"follows {run} until Ctrl-C, which leaves the run alone", flush=True)
+
+    try:
+        asyncio.run(serve(journal, host, options.port, Asker(run), tell))
+    except KeyboardInterrupt:
+        print()
+
+
+def forwarding(host: str, port: int) -> str:
+    """The command that leads a port of another machine here, with this machine's own name for
+    itself."""
+    user = f"{getpass.getuser()}@{socket.gethostname()}"
+    return f"ssh -N -L {port}:{host}:{port} {user}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Asker:
+    """Asks a run's coordinator about the handoff in progress, over one connection."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        from liver_hpc.cli.client import Watch
+
+        self._watch = Watch(run)
+
+    def __call__(self) -> HandoffStatus | None:
+        """None where nobody answers, or none is in progress."""
+        try:
+            snapshot = self._watch.snapshot()
+        except LiverError:
+            return None
+        return None if snapshot is None else snapshot.handoff
