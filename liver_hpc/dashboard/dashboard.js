@@ -53,7 +53,6 @@ function drawEarlier() {
     phases.replaceChildren(...phaseItems(handoff, false));
     const lanes = document.createElement("div");
     lanes.className = "scroll";
-    summary.firstElementChild.className = "line-in";
     details.append(summary, facts, phases, lanes);
     drawLanes(lanes, handoff, false);
     drawnHandoffs.set(handoff.generation, { words, details });

@@ -19,6 +19,9 @@ function durationText(seconds) {
   return parts[0] ? `${parts[0]}:${minutes}:${rest}` : `${parts[1]}:${rest}`;
 }
 
+// Of an axis that ends so.
+const clockText = (at, high) => (high < 60 ? `${+at.toPrecision(6)} s` : durationText(at));
+
 function bytesText(count) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   while (count >= 1024 && units.length > 1) {
@@ -84,7 +87,7 @@ function timeAxis(svg, x, low, high, top, bottom) {
   const step = TIME_STEPS.find((each) => high - low <= 10 * each) || day;
   for (let at = Math.ceil(low / step) * step; at <= high; at += step) {
     add(svg, "path", { d: `M${x(at)} ${top}V${bottom}`, class: "grid" });
-    add(svg, "text", { x: x(at), y: bottom + 15, class: "mid" }, at ? durationText(at) : "0");
+    add(svg, "text", { x: x(at), y: bottom + 15, class: "mid" }, clockText(at, high));
   }
 }
 
@@ -103,6 +106,6 @@ function legend(svg, x, y, kinds) {
   for (const [kind, words] of kinds) {
     add(svg, "rect", { x, y, width: 12, height: 10, class: kind });
     add(svg, "text", { x: x + 17, y: y + 9 }, words);
-    x += 36 + 6.4 * words.length;
+    x += 34 + 5.7 * words.length;
   }
 }

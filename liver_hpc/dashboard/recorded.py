@@ -48,7 +48,7 @@ def lanes(
 ) -> list[dict[str, Any]]:
     """A lane for each worker; of very many, of those that took part the longest. An end that is not
     known is None."""
-    own: dict[int, list[WorkerPhaseRecord]] = {}
+    own: dict[int, list[WorkerPhaseRecord]] = {worker: [] for worker in source}
     for row in phases:
         own.setdefault(row.worker, []).append(row)
     longest = sorted(own, key=lambda worker: _last_end_s(own[worker]), reverse=True)
@@ -56,7 +56,7 @@ def lanes(
         {
             "worker": worker,
             "role": "joins" if worker not in source else "leaves" if worker not in target else "",
-            "node": own[worker][0].node,
+            "node": own[worker][0].node if own[worker] else "",
             "phases": [[r.phase, since(r.started_s), since(r.ended_s)] for r in own[worker]],
         }
         for worker in sorted(longest[:MOST_LANES])
@@ -65,7 +65,8 @@ def lanes(
 
 def _last_end_s(phases: Sequence[WorkerPhaseRecord]) -> float:
     """One that has not ended is the last."""
-    return max(row.ended_s if math.isfinite(row.ended_s) else math.inf for row in phases)
+    ends_s = (row.ended_s if math.isfinite(row.ended_s) else math.inf for row in phases)
+    return max(ends_s, default=-math.inf)
 
 
 def _mark(record: ReconfigurationFigures, since: Since) -> dict[str, Any]:
