@@ -82,8 +82,7 @@ class Server:
         self._page = page
         self._clock = clock
         self._token = token
-        names = ("localhost", host, socket.gethostname(), socket.getfqdn())
-        self._names = {name.lower() for name in names}
+        self._names = {name.lower() for name in ("localhost", host, socket.gethostname())}
         self._document, self._policy = document()
         self._open: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
