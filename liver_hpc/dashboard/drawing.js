@@ -80,6 +80,11 @@ function niceTicks(low, high, most) {
   return ticks;
 }
 
+// Under its place; what would be cut off at the right, a little before it.
+function tick(svg, x, y, words) {
+  add(svg, "text", { x: Math.min(x, WIDTH - 4 - 3.6 * words.length), y, class: "mid" }, words);
+}
+
 const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200];
 
 function timeAxis(svg, x, low, high, top, bottom) {
@@ -87,7 +92,7 @@ function timeAxis(svg, x, low, high, top, bottom) {
   const step = TIME_STEPS.find((each) => high - low <= 10 * each) || day;
   for (let at = Math.ceil(low / step) * step; at <= high; at += step) {
     add(svg, "path", { d: `M${x(at)} ${top}V${bottom}`, class: "grid" });
-    add(svg, "text", { x: x(at), y: bottom + 15, class: "mid" }, clockText(at, high));
+    tick(svg, x(at), bottom + 15, clockText(at, high));
   }
 }
 

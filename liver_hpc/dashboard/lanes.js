@@ -80,7 +80,7 @@ function drawLanes(place, handoff, isLive) {
     for (const at of niceTicks(panel.low - panel.zero, panel.high - panel.zero, 6)) {
       const place = x(at + panel.zero);
       add(svg, "path", { d: `M${place} 18V${bottom}`, class: "grid" });
-      add(svg, "text", { x: place, y: bottom + 14, class: "mid" }, `${+at.toPrecision(3)} s`);
+      tick(svg, place, bottom + 14, `${+at.toPrecision(3)} s`);
     }
     lanes.forEach((lane, row) => drawLane(svg, x, panel, lane, 22 + LANE * row, isLive));
   }

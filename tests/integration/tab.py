@@ -28,15 +28,21 @@ class Tab:
         self._unread = b""
         self._number = 0
         self._session = ""
+        self._is_loaded = False
         self.said: list[str] = []
 
     def open(self, address: str) -> None:
+        """Returns once the page is there."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
+        self._is_loaded = False
         self.call("Page.navigate", url=address)
+        until_s = time.monotonic() + LIMIT_S
+        while not self._is_loaded:
+            self._note(self._next(until_s))
 
     def call(self, method: str, **parameters: Any) -> Message:
         """What the browser answers."""
@@ -82,7 +88,13 @@ class Tab:
         message: Message = json.loads(line)
         return message
 
+    def close(self) -> None:
+        """And the browser with it."""
+        self._session = ""
+        self.call("Browser.close")
+
     def _note(self, message: Message) -> None:
+        self._is_loaded = self._is_loaded or message.get("method") == "Page.loadEventFired"
         if message.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
             self.said.append(json.dumps(message["params"]))
 
@@ -106,8 +118,7 @@ def new_tab(browser: str, view: View) -> Iterator[Tab]:
         try:
             tab = Tab(asked, answered)
             yield tab
-            tab._session = ""
-            tab.call("Browser.close")
+            tab.close()
             process.wait(LIMIT_S)
         finally:
             process.kill()
