@@ -70,7 +70,7 @@ function lossPath(points, x, y) {
 // The ends of steps of constant rate: each step's area is its tokens.
 function ratePath(points, x, y) {
   let path = "";
-  let end = -1;
+  let end = -Infinity;
   for (const [began, ended, , , , , rate] of points) {
     if (rate === null) continue;
     path += `${began > end + 0.002 ? "M" : "L"}${x(began)} ${y(rate)}H${x(ended)}`;

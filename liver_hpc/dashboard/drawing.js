@@ -11,16 +11,17 @@ const spanEnd = (end) => end ?? now();
 
 // ---- words
 
-function durationText(seconds) {
-  if (seconds < 9.95) return `${seconds.toFixed(seconds < 1 ? 2 : 1)} s`;
-  if (seconds < 59.5) return `${Math.round(seconds)} s`;
-  const parts = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60, Math.floor(seconds) % 60];
-  const [hours, minutes, rest] = parts.map((n) => String(n).padStart(2, "0"));
-  return parts[0] ? `${parts[0]}:${minutes}:${rest}` : `${parts[1]}:${rest}`;
+// `0:15`, `4:05` (minutes) or `1:02:03` (hours).
+function clockText(seconds) {
+  const [hours, minutes] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60];
+  const [padded, rest] = [minutes, Math.floor(seconds) % 60].map((n) => String(n).padStart(2, "0"));
+  return hours ? `${hours}:${padded}:${rest}` : `${minutes}:${rest}`;
 }
 
-// Of an axis that ends so.
-const clockText = (at, high) => (high < 60 ? `${+at.toPrecision(6)} s` : durationText(at));
+function durationText(seconds) {
+  if (seconds < 9.95) return `${seconds.toFixed(seconds < 1 ? 2 : 1)} s`;
+  return seconds < 59.5 ? `${Math.round(seconds)} s` : clockText(Math.round(seconds));
+}
 
 function bytesText(count) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -92,7 +93,7 @@ function timeAxis(svg, x, low, high, top, bottom) {
   const step = TIME_STEPS.find((each) => high - low <= 10 * each) || day;
   for (let at = Math.ceil(low / step) * step; at <= high; at += step) {
     add(svg, "path", { d: `M${x(at)} ${top}V${bottom}`, class: "grid" });
-    tick(svg, x(at), bottom + 15, clockText(at, high));
+    tick(svg, x(at), bottom + 15, high < 60 ? `${+at.toPrecision(6)} s` : clockText(at));
   }
 }
 

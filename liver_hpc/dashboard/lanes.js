@@ -64,10 +64,10 @@ function phaseItems(handoff, isLive) {
 }
 
 function drawLanes(place, handoff, isLive) {
-  const lanes = handoff.lanes;
+  const [lanes, panels] = [handoff.lanes, lanePanels(handoff, isLive)];
+  if (!panels.length) return place.replaceChildren();
   const bottom = 22 + LANE * lanes.length;
   const svg = drawing(place, bottom + 48);
-  const panels = lanePanels(handoff, isLive);
   lanes.forEach((lane, row) => {
     const words = `worker ${lane.worker}${lane.role ? ` ${lane.role}` : ""}`;
     const name = lane.node ? `${words} \u00b7 ${lane.node}` : words;
@@ -95,6 +95,7 @@ function lanePanels(handoff, isLive) {
   const of = (styles) => spans.filter(([name]) => name in styles);
   const starts = [...of(BESIDE).map((span) => span[1]), ...handoff.phases.map((span) => span[1])];
   const low = Math.min(...starts, isLive ? now() : Infinity);
+  if (!Number.isFinite(low)) return []; // it was called off before anything had begun
   const crossing = of(CROSSING);
   const known = handoff.phases.map((span) => span[2]).concat(of(BESIDE).map((span) => span[2]));
   const last = isLive ? now() : Math.max(...known.filter((end) => end !== null), low);
