@@ -88,9 +88,9 @@ class LiveAttempt:
     def bytes_done(self) -> int:
         """At least those of the workers that have voted, which have all that they wait for."""
         prepared = self.notes.said(m.Prepared)
-        voted = (prepared[w].bytes_in for w in self.notes.said(m.Vote) if w in prepared)
-        all_there = self.notes.bytes_total if self.phase is Phase.RELEASE else 0
-        return max(self.bytes_told, sum(voted), all_there)
+        voted = [prepared[worker] for worker in self.notes.said(m.Vote) if worker in prepared]
+        there = sum(each.bytes_in + each.bytes_local for each in voted)
+        return max(self.bytes_told, there)
 
     @property
     def workers(self) -> tuple[int, ...]:

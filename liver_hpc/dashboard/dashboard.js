@@ -28,7 +28,7 @@ function liveLine(live) {
 
 function liveFacts(live) {
   const [done, total] = live.bytes;
-  const facts = [total ? `${bytesText(done)} of ${bytesText(total)} moved` : "nothing moved yet"];
+  const facts = [total ? `${bytesText(done)} of ${bytesText(total)} in place` : "nothing moved yet"];
   if (live.waits) facts.push(`waits for workers ${live.waits}`);
   return facts.join(" \u00b7 ");
 }
