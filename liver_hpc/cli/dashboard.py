@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import getpass
-import ipaddress
 import os
-import socket
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from liver_hpc.errors import ConfigError, LiverError
@@ -36,6 +33,8 @@ def _port(text: str) -> int:
 def dashboard(run: RunDirectory, options: argparse.Namespace) -> None:
     """Serves the page of a run until Ctrl-C. Raises ConfigError where it cannot, and for a run
     that has no journal."""
+    import asyncio
+
     from liver_hpc.dashboard.serve import serve
     from liver_hpc.report.store import METRICS_FILE
     from liver_hpc.run.entries import JOURNAL_FILE
@@ -43,16 +42,11 @@ def dashboard(run: RunDirectory, options: argparse.Namespace) -> None:
     journal = run.path / JOURNAL_FILE
     if not journal.exists() and (run.path / METRICS_FILE).exists():
         raise ConfigError(f"{run} has no {JOURNAL_FILE} to follow; see `liver report {run}`")
-    host, on_slurm = options.host, run.config().cluster.kind == "slurm"
+    host = options.host
 
     def tell(port: int, token: str) -> None:
-        shown = f"[{host}]" if ":" in host else host
-        print(f"http://{shown}:{port}/?token={token}", flush=True)
-        if not _is_loopback(host):
-            print("others on the network can read along: nothing is encrypted", flush=True)
-        elif on_slurm or os.environ.get("SSH_CONNECTION"):
-            print(f"from your own machine, first: {forwarding(shown, port)}", flush=True)
-        print(f"follows {run} until Ctrl-C, which leaves the run alone", flush=True)
+        for line in told(run, host, port, token):
+            print(line, flush=True)
 
     try:
         asyncio.run(serve(journal, host, options.port, Asker(run), tell))
@@ -60,18 +54,31 @@ def dashboard(run: RunDirectory, options: argparse.Namespace) -> None:
         print()
 
 
+def told(run: RunDirectory, host: str, port: int, token: str) -> Iterator[str]:
+    """What a user is told: the address, who can reach it, and how from elsewhere."""
+    from ipaddress import ip_address
+
+    shown = f"[{host}]" if ":" in host else host
+    yield f"http://{shown}:{port}/?token={token}"
+    try:
+        is_loopback = ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    if not is_loopback:
+        yield "others on the network can read along: nothing is encrypted"
+    elif run.config().cluster.kind == "slurm" or os.environ.get("SSH_CONNECTION"):
+        yield f"from your own machine, first: {forwarding(shown, port)}"
+    yield f"follows {run} until Ctrl-C, which leaves the run alone"
+
+
 def forwarding(host: str, port: int) -> str:
     """The command that leads a port of another machine here, with this machine's own name for
     itself."""
-    user = f"{getpass.getuser()}@{socket.gethostname()}"
+    from getpass import getuser
+    from socket import gethostname
+
+    user = f"{getuser()}@{gethostname()}"
     return f"ssh -N -L {port}:{host}:{port} {user}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Asker:

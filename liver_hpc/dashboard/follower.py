@@ -76,11 +76,16 @@ class Follower:
             await asyncio.sleep(0 if entries else LOOK_S)
 
     def _take(self, entries: list[Entry]) -> None:
+        """Raises ConfigError for what this release cannot read."""
         page, before = self._page, self._attempt
         for entry in entries:
             self._gathered.take(entry)
-            self._standing.take(entry)
-            self._attempt = follow_attempt(self._attempt, entry)
+            try:
+                self._standing.take(entry)
+                self._attempt = follow_attempt(self._attempt, entry)
+            except (KeyError, TypeError, ValueError) as error:
+                where = f"{self._journal}, entry {entry.number}: {error}"
+                raise ConfigError(f"{where}; another version of liver_hpc wrote it") from None
         page.began_s = self._standing.began_s
         records = self._gathered.records
         evaluations = records.evaluations[self._evaluations :]

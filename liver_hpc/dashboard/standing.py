@@ -199,6 +199,8 @@ class Standing:
 
 
 def _steps(config: str) -> int:
-    """How many a resolved run file wants."""
-    document = yaml.safe_load(config) or {}
-    return int(document.get("train", {}).get("steps", 0))
+    """How many a resolved run file wants; 0 for what is none."""
+    try:
+        return int(yaml.safe_load(config)["train"]["steps"])
+    except (yaml.YAMLError, KeyError, TypeError, ValueError):
+        return 0

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.cli import main as cli
-from liver_hpc.cli.dashboard import forwarding
+from liver_hpc.cli.dashboard import forwarding, told
 from liver_hpc.run.directory import RunDirectory, create_run_directory
 from tests.unit.config.runs import minimal
 from tests.unit.report.journals import write_journal
@@ -64,13 +64,21 @@ def test_a_run_is_served_on_loopback_until_ctrl_c(run: RunDirectory) -> None:
     assert "ssh" not in printed
 
 
-def test_who_has_come_over_ssh_is_told_how_to_get_there(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+@pytest.mark.parametrize("connection", ["", "10.0.0.9 5000 10.0.0.1 22"])
+def test_who_sits_elsewhere_is_told_how_to_get_there(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, kind: str, connection: str
 ) -> None:
-    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.9 5000 10.0.0.1 22")
-    _, printed = served(run)
-    port = printed.split(":")[2].partition("/")[0]
-    assert f"first: {forwarding('127.0.0.1', int(port))}\n" in printed
+    monkeypatch.setenv("SSH_CONNECTION", connection)
+    other = create_run_directory(minimal(cluster={"kind": kind}))
+    is_needed = bool(connection) or kind == "slurm"
+    line = f"from your own machine, first: {forwarding('127.0.0.1', 4711)}"
+    assert (line in told(other, "127.0.0.1", 4711, "t")) == is_needed
+
+
+def test_who_lets_others_in_is_told_so() -> None:
+    lines = [*told(RunDirectory(Path("r")), "0.0.0.0", 4711, "t")]
+    assert lines[1] == "others on the network can read along: nothing is encrypted"
 
 
 def test_the_line_that_forwards_a_port() -> None:

@@ -162,6 +162,16 @@ PHASES = {
 """Each phase with what the line has that it begins with."""
 
 
+def test_what_this_release_cannot_read_is_told_with_its_entry(journal: Path) -> None:
+    append(journal, started() + encode(1, 1001.0, {"type": "node_granted", "knot": "n1"}))
+
+    async def see(browser: Browser) -> None:
+        await browser.until(lambda b: "problem" in b.parts)
+        assert "entry 1: 'node'; another version" in browser.parts["problem"]
+
+    follow(journal, see)
+
+
 def test_a_handoff_is_drawn_while_it_runs_and_told_of_afterwards(journal: Path) -> None:
     lines = handoff_lines()
     append(journal, started())
