@@ -238,6 +238,13 @@ def _report(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _dashboard(options: argparse.Namespace) -> int:
+    from liver_hpc.cli.dashboard import dashboard
+
+    dashboard(_find(options.run, options), options)
+    return EXIT_OK
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from liver_hpc.doctor.command import run
 
@@ -292,6 +299,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "replace": _ask,
     "drain": _ask,
     "stop": _stop,
+    "dashboard": _dashboard,
     "report": _report,
     "doctor": _doctor,
     "prepare-data": _prepare_data,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from liver_hpc import __version__
+from liver_hpc.cli.dashboard import add_options as add_dashboard_options
 from liver_hpc.report.command import add_options as add_report_options
 
 EXIT_BAD_INPUT = 2
@@ -56,6 +57,10 @@ liver drain latest n2 --within-s 60
 liver drain latest n2 --undo
 """,
     "stop": "liver stop latest --checkpoint\n",
+    "dashboard": """\
+liver dashboard latest
+liver dashboard latest --port 8080
+""",
     "report": """\
 liver report latest
 liver report latest --html report.html
@@ -117,6 +122,7 @@ def new_parser() -> argparse.ArgumentParser:
     _logs_options(of_run("logs", "what a run's processes have logged"))
     _events_options(of_run("events", "what happened in a run, line by line"))
     _operator_options(of_run)
+    add_dashboard_options(of_run("dashboard", "a page that follows a run, live"))
     add_report_options(of_run("report", "what a run's reconfigurations cost"))
     _doctor_options(command("doctor", "whether this cluster has what a run needs"))
     _run_file(command("prepare-data", "tokenize the text that a run file names"))

@@ -126,7 +126,7 @@ class Performer:
                 log.info("%s", action.text)
             case a.End():
                 self.outcome = Outcome(str(action.state), action.reason, action.step)
-            case a.Record() | a.RecordAll() | a.StepPhase() | a.Remember():
+            case a.Record() | a.RecordAll() | a.AttemptBegins() | a.StepPhase() | a.Remember():
                 pass  # they are in the journal
             case _:
                 assert_never(action)

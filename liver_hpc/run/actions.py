@@ -9,6 +9,7 @@ from typing import Any
 
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.actions import Send as Send
+from liver_hpc.protocol.events import Requested
 from liver_hpc.run.events import Seat
 from liver_hpc.run.records import Row
 
@@ -150,6 +151,15 @@ class RecordAll:
 
 
 @dataclass(frozen=True)
+class AttemptBegins:
+    """A handoff is in progress from here on, until its row is recorded; notice_s: when the reason
+    for it came."""
+
+    requested: Requested
+    notice_s: float
+
+
+@dataclass(frozen=True)
 class StepPhase:
     """The step that was just done was no undisturbed one; see `records.StepRecord.phase`."""
 
@@ -207,6 +217,7 @@ Action = (
     | Remember
     | Record
     | RecordAll
+    | AttemptBegins
     | StepPhase
     | Note
     | Log

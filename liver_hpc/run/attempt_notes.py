@@ -52,8 +52,10 @@ class AttemptNotes:
 
     @property
     def bytes_total(self) -> int:
-        """Bytes that all workers together receive."""
-        return sum(message.bytes_in for message in self.said(m.Prepared).values())
+        """Bytes that all workers together receive, or copy within their memory: Progress counts
+        both."""
+        prepared = self.said(m.Prepared).values()
+        return sum(message.bytes_in + message.bytes_local for message in prepared)
 
     @property
     def bytes_done(self) -> int:

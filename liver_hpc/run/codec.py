@@ -11,11 +11,12 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.run.actions import Action, Record, RecordAll
+from liver_hpc.run.actions import Action, AttemptBegins, Record, RecordAll
 from liver_hpc.run.entries import Entry
 from liver_hpc.run.events import Event, Memory, SaidTogether
 from liver_hpc.run.records import TABLES
 
+ATTEMPT_BEGINS = "attempt_begins"
 RECORD_ALL = "record_all"
 RECORDS = ("record", RECORD_ALL)
 
@@ -77,6 +78,14 @@ def decode_event(values: Mapping[str, Any]) -> Event:
         return kind.validate_python(values)
     except ValidationError as error:
         raise ConfigError(f"event {values.get('type')!r}: {error.errors()[0]['msg']}") from error
+
+
+_ATTEMPT = TypeAdapter(AttemptBegins)
+
+
+def decode_attempt(values: Mapping[str, Any]) -> AttemptBegins:
+    """The action that `encode` was given."""
+    return _ATTEMPT.validate_python(values)
 
 
 def memory_of(entries: Iterable[Entry]) -> Memory:

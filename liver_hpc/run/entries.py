@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from pydantic_core import to_json
@@ -67,42 +67,60 @@ def encode(
     return b'%s,"crc":"%08x"}\n' % (body, crc32(body))
 
 
+class JournalReader:
+    """Reads a journal from its beginning on, as far as it has been written, and goes on from there
+    whenever it is asked for more.
+
+    read_bytes: of the whole lines that have been read. torn_bytes: how many followed the last of
+    them; they are read once their line is whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines = 0
+        self._following = 0
+        self.read_bytes = 0
+        self.torn_bytes = 0
+
+    def more(self) -> list[Entry]:
+        """The next entries, a megabyte of them at the most; none at the end of what there is.
+
+        Raises ConfigError, which names the line, where anything but the last line is damaged or
+        missing, and where the file cannot be read.
+        """
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self.read_bytes)
+                lines = file.readlines(_READ_BYTES)
+        except OSError as error:
+            raise ConfigError(f"{self._path} cannot be read: {error.strerror}") from error
+        is_torn = bool(lines) and not lines[-1].endswith(b"\n")
+        self.torn_bytes = len(lines.pop()) if is_torn else 0
+        entries = [*decode(lines, f"{self._path}, line", self._lines)]
+        for entry in entries:
+            if entry.number != self._following:
+                raise ConfigError(
+                    f"{self._path}: wanted entry {self._following} after entry "
+                    f"{self._following - 1}, got {entry.number}; lines are missing or there twice"
+                )
+            self._following = entry.last + 1
+        self._lines += len(lines)
+        self.read_bytes += sum(map(len, lines))
+        return entries
+
+
 def read_entries(path: Path, follow: Callable[[], bool] | None = None) -> Iterator[Entry]:
     """All entries of a journal, also of one that is being written.
 
     What follows the last whole line was not written to its end: it is left out, and the log says
     so. follow: called at the end of the file; where it returns True there may be more by then.
-    Raises ConfigError, which names the line, where anything else is damaged or missing.
+    Raises what `JournalReader.more` does.
     """
-    following, lines_before = 0, 0
-    try:
-        with path.open("rb") as file:
-            while lines := _whole_lines(path, file, follow):
-                for entry in decode(lines, f"{path}, line", lines_before):
-                    if entry.number != following:
-                        raise ConfigError(
-                            f"{path}: wanted entry {following} after entry {following - 1}, "
-                            f"got {entry.number}; lines are missing or there twice"
-                        )
-                    following = entry.last + 1
-                    yield entry
-                lines_before += len(lines)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _whole_lines(path: Path, file: BinaryIO, follow: Callable[[], bool] | None) -> list[bytes]:
-    """The next ones; none at the end, once nobody waits for more."""
-    while True:
-        lines = file.readlines(_READ_BYTES)
-        torn = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
-        if not lines and follow is not None and follow():
-            file.seek(-len(torn), os.SEEK_CUR)
-            continue
-        file.seek(-len(torn), os.SEEK_CUR)  # it may be whole when it is read again
-        if torn and not lines:
-            log.warning("%s: %s", path, torn_text(len(torn)))
-        return lines
+    reader = JournalReader(path)
+    while (entries := reader.more()) or (follow is not None and follow()):
+        yield from entries
+    if reader.torn_bytes:
+        log.warning("%s: %s", path, torn_text(reader.torn_bytes))
 
 
 def last_step(path: Path) -> Entry | None:

@@ -29,6 +29,7 @@ from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run import events as e
 from liver_hpc.run.actions import (
     Action,
+    AttemptBegins,
     End,
     Ending,
     ForgetGeneration,
@@ -168,8 +169,8 @@ class Lifecycle:
         lines = (f"{state}: {str(event)[:EVENT_TEXT_LENGTH]!r}" for state, event in self._history)
         return "events so far: " + " | ".join(lines)
 
-    def _record(self, rows: Record | RecordAll) -> None:
-        self._out.append(rows)
+    def _record(self, what: Record | RecordAll | AttemptBegins) -> None:
+        self._out.append(what)
 
     def _note(self, text: str) -> None:
         self._out.append(Note(text))

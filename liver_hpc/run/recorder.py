@@ -11,7 +11,7 @@ from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Event, Requested
 from liver_hpc.protocol.messages import Evaluated, Progress, StepDone, Transports
-from liver_hpc.run.actions import Record, RecordAll
+from liver_hpc.run.actions import AttemptBegins, Record, RecordAll
 from liver_hpc.run.attempt_notes import AttemptNotes
 from liver_hpc.run.records import (
     EvaluationRecord,
@@ -27,7 +27,7 @@ class RunRecorder:
 
     def __init__(
         self,
-        add: Callable[[Record | RecordAll], None],
+        add: Callable[[Record | RecordAll | AttemptBegins], None],
         clock: Clock,
         node_of: Callable[[int], str] = lambda worker: "",
     ) -> None:
@@ -93,6 +93,7 @@ class RunRecorder:
     def attempt_begins(self, request: Requested, notice_s: float) -> None:
         """From here on steps count as disturbed; `notice_s` is when the request was made."""
         self.attempt = AttemptNotes(request, notice_s, began_s=self._clock.now_s())
+        self._add(AttemptBegins(request, notice_s))
 
     def observe(self, event: Event | Progress) -> None:
         """Of the attempt, if there is one."""

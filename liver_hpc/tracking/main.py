@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -24,11 +24,10 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.host.files import file_lock, write_whole
 from liver_hpc.report.derive import RunFigures, run_figures
-from liver_hpc.run.entries import JOURNAL_FILE, Entry
+from liver_hpc.run.entries import JOURNAL_FILE, Entry, JournalReader
 from liver_hpc.run.outcome import open_log, write_private_json
 from liver_hpc.tracking.base import Mark, Point, Tracker, wanted_by
 from liver_hpc.tracking.course import Course
-from liver_hpc.tracking.tail import Tail
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,8 @@ class Following:
         self._directory = run_directory / DIRECTORY
         self._config = config
         self._say = say
-        self._tail = Tail(run_directory / JOURNAL_FILE)
+        self._journal = run_directory / JOURNAL_FILE
+        self._reader = JournalReader(self._journal)
         self._course = Course()
         self._lock = threading.Lock()  # of the course
         self._clock = SystemClock()
@@ -89,7 +89,7 @@ class Following:
             closed.remove(name)
             self._do(name, partial(self._open, name, [*marks], stands[name]))
 
-        for entry in self._tail.entries():
+        for entry in self._new_entries():
             for what in self._taken(entry):
                 for name in self._wanted:
                     if entry.last > self._come(stands[name]):
@@ -104,7 +104,7 @@ class Following:
 
     def look(self, last: bool = False) -> None:
         """Tells what has come since."""
-        for entry in self._tail.entries():
+        for entry in self._new_entries():
             for what in self._taken(entry):
                 for name in [*self._trackers]:
                     self._tell(name, what)
@@ -121,6 +121,11 @@ class Following:
     def close(self) -> None:
         for name in [*self._trackers]:
             self._do(name, self._trackers[name].close)
+
+    def _new_entries(self) -> Iterator[Entry]:
+        """Of a journal that is not there yet none."""
+        while self._journal.exists() and (entries := self._reader.more()):
+            yield from entries
 
     # ---- one tracker
 

@@ -58,29 +58,30 @@ def _install() -> None:
             raise NoBrowser(f"{' '.join(command)} failed: {done.stderr.strip()[-300:]}")
 
 
+def flags(profile: Path, view: View) -> list[str]:
+    """With which a browser shows a page without a screen, and reaches nothing but this machine."""
+    return [
+        "--headless=new",
+        *(["--no-sandbox"] if os.geteuid() == 0 else []),
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--no-first-run",
+        "--hide-scrollbars",
+        f"--user-data-dir={profile}",
+        f"--window-size={view.width},{view.height}",
+        f"--blink-settings=preferredColorScheme={0 if view.dark else 1}",
+        # No name but this machine's own resolves.
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    ]
+
+
 def browse(browser: str, address: str, view: View, *action: str) -> tuple[str, str]:
     """Opens an address and does one thing with it, as `--dump-dom`; returns stdout and stderr."""
     with tempfile.TemporaryDirectory() as profile:
-        command = [
-            browser,
-            "--headless=new",
-            *(["--no-sandbox"] if os.geteuid() == 0 else []),
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--disable-background-networking",
-            "--disable-component-update",
-            "--no-first-run",
-            "--hide-scrollbars",
-            f"--user-data-dir={profile}",
-            f"--window-size={view.width},{view.height}",
-            f"--blink-settings=preferredColorScheme={0 if view.dark else 1}",
-            # No name but this machine's own resolves.
-            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-            "--virtual-time-budget=3000",
-            "--enable-logging=stderr",
-            *action,
-            address,
-        ]
+        command = [browser, *flags(Path(profile), view), "--virtual-time-budget=3000"]
+        command += ["--enable-logging=stderr", *action, address]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd=Path(profile)
         )

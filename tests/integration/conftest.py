@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from liver_hpc.host.marks import kill_marked
 from tests.integration.agents import TEST_MARK, Run, wait_for
+from tests.integration.browser import NoBrowser, find_browser
 from tests.integration.leftovers import no_abandoned_files
 from tests.integration.runs import kill_started
 
@@ -60,3 +62,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         made.rendezvous.close()
         made.coordinator.close()
         kill_marked(TEST_MARK, mark, 5.0)
+
+
+@pytest.fixture(scope="session")
+def browser() -> str:
+    """Under CI=true a missing one is installed, and one that cannot be is a failure."""
+    must = os.environ.get("CI") == "true"
+    try:
+        return find_browser(install=must)
+    except NoBrowser as reason:
+        if must:
+            pytest.fail(f"pages must be seen in a browser under CI: {reason}")
+        pytest.skip(f"NO PAGE WAS SEEN IN A BROWSER: {reason}")

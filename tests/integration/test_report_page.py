@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any
 import matplotlib.image
 import pytest
 
-from tests.integration.browser import NoBrowser, View, browse, find_browser
+from tests.integration.browser import View, browse
 from tests.unit.report.page.test_document import page
 from tests.unit.report.run_of_everything import everything
 
@@ -65,18 +64,6 @@ FRAME = """<!doctype html><meta name="color-scheme" content="light dark">
 <link rel="icon" href="data:,"><body>
 <iframe src="page.html" width="{}" height="900" frameborder="0"></iframe>
 """
-
-
-@pytest.fixture(scope="session")
-def browser() -> str:
-    """Under CI=true a missing one is installed, and one that cannot be is a failure."""
-    must = os.environ.get("CI") == "true"
-    try:
-        return find_browser(install=must)
-    except NoBrowser as reason:
-        if must:
-            pytest.fail(f"the page must be seen in a browser under CI: {reason}")
-        pytest.skip(f"THE REPORT'S PAGE WAS NOT SEEN IN A BROWSER: {reason}")
 
 
 class Site:

@@ -33,6 +33,7 @@ FLOORS = {
     "liver_hpc.snapshot": 6,
     "liver_hpc.tracking": 6,
     "liver_hpc.report": 4,
+    "liver_hpc.dashboard": 7,
     "liver_hpc.worker": 7,
     "liver_hpc.node": 7,
     "liver_hpc.coordinator": 7,

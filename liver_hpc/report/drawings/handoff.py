@@ -20,6 +20,7 @@ from liver_hpc.report.drawings.canvas import (
     name_rows,
     new_figure,
 )
+from liver_hpc.report.phases import first_known
 from liver_hpc.report.wording import bytes_text, ids_text, layout_text, number_text
 from liver_hpc.run.records import RunRecords, TrafficRecord, WorkerPhaseRecord
 
@@ -69,10 +70,6 @@ class Panel:
     styles: dict[str, dict[str, Any]]
     low_s: float
     high_s: float
-
-
-def first_known(*times_s: float) -> float:
-    return next(filter(math.isfinite, times_s), math.nan)
 
 
 def in_words(record: ReconfigurationFigures) -> str:

@@ -22,7 +22,8 @@ from liver_hpc.report.drawings.canvas import (
     run_time,
     tell,
 )
-from liver_hpc.report.drawings.handoff import first_known, in_words
+from liver_hpc.report.drawings.handoff import in_words
+from liver_hpc.report.phases import first_known, spans
 from liver_hpc.report.wording import duration_text, layout_text
 from liver_hpc.run.records import RunRecords
 
@@ -109,20 +110,6 @@ def _begin_behind(evaluated_s: Floats, began_s: Floats, ended_s: Floats) -> None
         for index, at_s in zip(following, evaluated_s, strict=True):
             if index < len(began_s):
                 began_s[index] = max(began_s[index], at_s)
-
-
-def spans(record: ReconfigurationFigures) -> list[tuple[str, float, float]]:
-    """An attempt's phases as far as they were reached, each with begin and end in epoch time."""
-    boundary_s = record.source_last_step_ended_s
-    # PREPARE ends with the wait for the boundary, as far as the attempt has come.
-    prepared_s = first_known(boundary_s, record.armed_s, record.prepare_ended_s)
-    edges = (
-        ("boot", record.boot_ended_s - record.phases.boot_s, record.boot_ended_s),
-        ("prepare", record.prepare_started_s, prepared_s),
-        ("crossing", boundary_s, record.first_step_ended_s),
-        ("release", record.first_step_ended_s, record.released_s),
-    )
-    return [edge for edge in edges if edge[2] >= edge[1]]  # false where either is NaN
 
 
 def thinned(values: Floats) -> Indices:

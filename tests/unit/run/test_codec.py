@@ -8,13 +8,14 @@ from typing import Any, get_args
 import pytest
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.events import Requested, WorldRef
 from liver_hpc.run import actions as a
 from liver_hpc.run import entries
 from liver_hpc.run import events as e
 from liver_hpc.run.actions import Ending
-from liver_hpc.run.codec import encode, name_of, rows_of
+from liver_hpc.run.codec import decode_attempt, encode, name_of, rows_of
 from liver_hpc.run.events import (
     EndNear,
     Node,
@@ -125,6 +126,16 @@ RECORDS: list[Row] = [
     TrafficRecord(1, 0, 1, 10),
     EvaluationRecord(8, 1, math.nan, 2, 1.0, 2.0),
 ]
+BEGINS = a.AttemptBegins(
+    Requested(
+        generation=1,
+        source=WorldRef(0, RankMap(Layout(1, 1, 2), (0, 1), (0, 0))),
+        target=RankMap(Layout(2, 1, 2), (0, 1, 2, 3), (0, 0, 1, 1)),
+        notice="resize",
+        here=(2,),
+    ),
+    notice_s=1.5,
+)
 ACTIONS: list[a.Action] = [
     a.Launch((a.LaunchAgent("a0", Seat("n1", (0, 1)), Layout(2, 1, 2)),)),
     a.Admit("a0", (0, 1)),
@@ -143,6 +154,7 @@ ACTIONS: list[a.Action] = [
     a.ForgetGeneration(1),
     a.Remember(2, ("n1",)),
     *map(a.Record, RECORDS),
+    BEGINS,
     a.StepPhase("first"),
     a.Note("n"),
     a.Log("l"),
@@ -187,6 +199,11 @@ def test_every_action_is_written_as_plain_values(action: a.Action) -> None:
     assert through_a_journal(e.Tick(), [action]).actions == [plain(values)]
     assert plain(plain(values)) == plain(values)
     assert values["type"] == name_of(type(action))
+
+
+def test_what_a_handoff_is_for_comes_back_from_a_journal() -> None:
+    (values,) = through_a_journal(e.Tick(), [BEGINS]).actions
+    assert decode_attempt(values) == BEGINS
 
 
 def test_rows_of_many_are_written_by_column_and_come_back() -> None:

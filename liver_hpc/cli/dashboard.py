@@ -1,0 +1,98 @@
+"""`liver dashboard`: a page that follows a run, and the way to it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from liver_hpc.errors import ConfigError, LiverError
+
+if TYPE_CHECKING:
+    from liver_hpc.protocol.status import HandoffStatus
+    from liver_hpc.run.directory import RunDirectory
+
+LOOPBACK = "127.0.0.1"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What the command takes besides its run. Imports nothing, so that `--help` is quick."""
+    text = "where to listen (default: one that is free)"
+    parser.add_argument("--port", type=_port, default=0, metavar="P", help=text)
+    text = f"an address of this machine (default: {LOOPBACK}, which only this machine reaches)"
+    parser.add_argument("--host", default=LOOPBACK, metavar="H", help=text)
+
+
+def _port(text: str) -> int:
+    if text.isdecimal() and 0 < int(text) < 2**16:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"wanted a port between 1 and 65535, got {text!r}")
+
+
+def dashboard(run: RunDirectory, options: argparse.Namespace) -> None:
+    """Serves the page of a run until Ctrl-C. Raises ConfigError where it cannot, and for a run
+    that has no journal."""
+    import asyncio
+
+    from liver_hpc.dashboard.serve import serve
+    from liver_hpc.report.store import METRICS_FILE
+    from liver_hpc.run.entries import JOURNAL_FILE
+
+    journal = run.path / JOURNAL_FILE
+    if not journal.exists() and (run.path / METRICS_FILE).exists():
+        raise ConfigError(f"{run} has no {JOURNAL_FILE} to follow; see `liver report {run}`")
+    host = options.host
+
+    def tell(port: int, token: str) -> None:
+        for line in told(run, host, port, token):
+            print(line, flush=True)
+
+    try:
+        asyncio.run(serve(journal, host, options.port, Asker(run), tell))
+    except KeyboardInterrupt:
+        print()
+
+
+def told(run: RunDirectory, host: str, port: int, token: str) -> Iterator[str]:
+    """What a user is told: the address, who can reach it, and how from elsewhere."""
+    from ipaddress import ip_address
+
+    shown = f"[{host}]" if ":" in host else host
+    yield f"http://{shown}:{port}/?token={token}"
+    try:
+        is_loopback = ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    if not is_loopback:
+        yield "others on the network can read along: nothing is encrypted"
+    elif run.config().cluster.kind == "slurm" or os.environ.get("SSH_CONNECTION"):
+        yield f"from your own machine, first: {forwarding(shown, port)}"
+    yield f"follows {run} until Ctrl-C, which leaves the run alone"
+
+
+def forwarding(host: str, port: int) -> str:
+    """The command that leads a port of another machine here, with this machine's own name for
+    itself."""
+    from getpass import getuser
+    from socket import gethostname
+
+    user = f"{getuser()}@{gethostname()}"
+    return f"ssh -N -L {port}:{host}:{port} {user}"
+
+
+class Asker:
+    """Asks a run's coordinator about the handoff in progress, over one connection."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        from liver_hpc.cli.client import Watch
+
+        self._watch = Watch(run)
+
+    def __call__(self) -> HandoffStatus | None:
+        """None where nobody answers, or none is in progress."""
+        try:
+            snapshot = self._watch.snapshot()
+        except LiverError:
+            return None
+        return None if snapshot is None else snapshot.handoff

@@ -1,0 +1,1 @@
+"""A page that follows a run: its journal is read as it grows, and a browser is told what is new."""

@@ -1,0 +1,165 @@
+// ---- loss and tokens per second
+
+const [LOSS_TOP, LOSS_END, RATE_TOP, RATE_END, STRIP_END] = [28, 226, 242, 372, 398];
+const BANDS = { boot: "gray", prepare: "orange", crossing: "ink", release: "purple" };
+const BAND_OF = { BOOT: "boot", PREPARE: "prepare", BOUNDARY: "prepare", TRANSFER: "crossing" };
+Object.assign(BAND_OF, { COMMIT: "crossing", RELEASE: "release", ABORT: "prepare" });
+const NEAR = 25; // nearer marks share a badge
+let curveX = null;
+
+function drawCurve() {
+  const svg = drawing(byId("curve"), STRIP_END + 24);
+  const points = told.points;
+  const low = points.length ? points[0][0] : 0;
+  const reached = told.handoff ? now() : 0;
+  const high = Math.max(points.length ? points.at(-1)[1] : told.run.last, reached, low + 1e-3);
+  const x = scale(low, high, LEFT, RIGHT);
+  curveX = { x, low, high };
+  timeAxis(svg, x, low, high, LOSS_TOP, STRIP_END);
+  for (const [at, end, words, kind] of bands()) {
+    const [from, until] = [Math.max(at, low), Math.max(end ?? now(), low)];
+    for (const [top, bottom] of [[LOSS_TOP, LOSS_END], [RATE_TOP, RATE_END]])
+      bar(svg, x, from, until, top, bottom - top, `band ${kind}`, words);
+  }
+  const losses = points.flatMap((p) => [p[4], p[5]]).concat(told.evaluations.map((e) => e[2]));
+  const known = losses.filter((value) => typeof value === "number");
+  const [least, most] = [Math.min(...known, Infinity), Math.max(...known, -Infinity)];
+  if (known.length) {
+    const spare = 0.05 * (most - least) || 0.1;
+    const y = scale(least - spare, most + spare, LOSS_END, LOSS_TOP);
+    valueAxis(svg, y, least - spare, most + spare, "loss", "blue");
+    add(svg, "path", { d: lossPath(points, x, y), class: "curve blue" });
+    const dots = told.evaluations.filter((e) => typeof e[2] === "number");
+    const line = dots.map(([at, , loss], i) => `${i ? "L" : "M"}${x(at)} ${y(loss)}`).join("");
+    if (line) add(svg, "path", { d: line, class: "curve green" });
+    for (const [at, step, loss] of dots) {
+      const dot = add(svg, "circle", { cx: x(at), cy: y(loss), r: 2.5, class: "green" });
+      add(dot, "title", {}, `validation loss ${loss.toFixed(4)} after ${step} steps`);
+    }
+  } else {
+    add(svg, "text", { x: LEFT + 8, y: LOSS_TOP + 18 }, "No step was recorded yet.");
+  }
+  for (const point of points.filter((p) => !p[7]))
+    bar(svg, x, point[0], point[1], LOSS_TOP, 6, "bad", `step ${point[2]}: not finite`);
+  const top = 1.05 * Math.max(...points.map((p) => p[6] || 0), 1);
+  const y = scale(0, top, RATE_END, RATE_TOP);
+  valueAxis(svg, y, 0, top, "tokens/s", "red");
+  add(svg, "path", { d: ratePath(points, x, y), class: "curve red" });
+  drawWorlds(svg, x, low, high);
+  drawMarks(svg, x, low);
+}
+
+function lossPath(points, x, y) {
+  let path = "";
+  let pen = "M";
+  for (const [began, ended, , , first, second] of points) {
+    if (first === null) {
+      pen = "M";
+      continue;
+    }
+    if (first !== second) {
+      path += `${pen}${x((began + ended) / 2)} ${y(first)}`;
+      pen = "L";
+    }
+    path += `${pen}${x(ended)} ${y(second)}`;
+    pen = "L";
+  }
+  return path;
+}
+
+// The ends of steps of constant rate: each step's area is its tokens.
+function ratePath(points, x, y) {
+  let path = "";
+  let end = -Infinity;
+  for (const [began, ended, , , , , rate] of points) {
+    if (rate === null) continue;
+    path += `${began > end + 0.002 ? "M" : "L"}${x(began)} ${y(rate)}H${x(ended)}`;
+    end = ended;
+  }
+  return path;
+}
+
+function bands() {
+  const found = told.marks.flatMap(({ generation, bands }) =>
+    bands.map(([name, at, end]) => {
+      const words = `handoff ${generation}, ${name}: ${durationText(end - at)}`;
+      return [at, end, words, BANDS[name]];
+    }));
+  const live = told.handoff;
+  for (const [name, at, end] of live ? live.phases : [])
+    found.push([at, end, `handoff ${live.generation}: ${name}`, BANDS[BAND_OF[name]]]);
+  return found;
+}
+
+function drawWorlds(svg, x, low, high) {
+  told.worlds.forEach(([generation, layout, workers, at, end], index) => {
+    const [from, until] = [Math.max(at, low), Math.min(end ?? high, high)];
+    if (until <= from) return;
+    const words = `generation ${generation}: ${layout}, ${workers} workers`;
+    const kind = index % 2 ? "strip-2" : "strip";
+    const width = bar(svg, x, from, until, RATE_END + 6, STRIP_END - RATE_END - 6, kind, words);
+    const middle = { x: x((from + until) / 2), y: STRIP_END - 6, class: "mid ink" };
+    if (width > 7 * layout.length) add(svg, "text", middle, layout);
+  });
+}
+
+function drawMarks(svg, x, low) {
+  const groups = [];
+  for (const mark of told.marks.filter((each) => each.at !== null)) {
+    const at = x(Math.max(mark.at, low));
+    const kind = mark.completed ? "mark" : "mark off";
+    add(svg, "path", { d: `M${at} ${LOSS_TOP}V${RATE_END}`, class: kind });
+    const last = groups.at(-1);
+    if (last && at - last.at < NEAR) last.marks.push(mark);
+    else groups.push({ at, marks: [mark] });
+  }
+  for (const { at, marks } of groups) {
+    const [first, last] = [marks[0].generation, marks.at(-1).generation];
+    const words = first === last ? String(first) : `${first}\u2013${last}`;
+    const off = marks.every((mark) => mark.completed) ? "" : " off";
+    const width = 10 + 7 * words.length;
+    const box = { x: at - width / 2, y: 5, width, height: 17, rx: off ? 2 : 8.5 };
+    add(svg, "rect", { ...box, class: `badge${off}` });
+    add(svg, "text", { x: at, y: 17.5, class: `badge-text${off}` }, words);
+  }
+}
+
+// ---- the cursor on the curve: which step is under it, with its figures
+
+const hover = byId("hover");
+
+function nearest(at) {
+  let [low, high] = [0, told.points.length - 1];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (told.points[middle][1] < at) low = middle + 1;
+    else high = middle;
+  }
+  return told.points[low];
+}
+
+function showStep(event) {
+  const svg = byId("curve").querySelector("svg");
+  if (!svg || !curveX || !told.points.length) return;
+  const box = svg.getBoundingClientRect();
+  const across = ((event.clientX - box.left) / box.width) * WIDTH;
+  const part = (across - LEFT) / (RIGHT - LEFT);
+  if (part < 0 || part > 1) return hideStep();
+  const point = nearest(curveX.low + part * (curveX.high - curveX.low));
+  const loss = point[5] === null ? "not finite" : point[5].toFixed(4);
+  const rate = point[6] === null ? "unknown" : numberText(point[6]);
+  hover.textContent =
+    `step ${point[2]}, generation ${point[3]}: loss ${loss}, ${rate} tokens/s`;
+  hover.hidden = false;
+  const middle = box.left + (curveX.x(point[1]) / WIDTH) * box.width;
+  const most = document.documentElement.clientWidth - hover.offsetWidth - 8;
+  hover.style.left = `${Math.max(8, Math.min(middle - hover.offsetWidth / 2, most))}px`;
+  hover.style.top = `${box.top + window.scrollY - 6}px`;
+}
+
+function hideStep() {
+  hover.hidden = true;
+}
+
+byId("curve").addEventListener("pointermove", showStep);
+byId("curve").addEventListener("pointerleave", hideStep);
