@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -161,7 +162,7 @@ def run_file(options: argparse.Namespace) -> str:
 
 
 def _gpt(options: argparse.Namespace) -> list[str]:
-    prefix = options.file.parent / options.data
+    prefix = Path(options.data)
     is_pair = all(prefix.with_name(f"{prefix.name}{end}").exists() for end in (".bin", ".idx"))
     rows, what = 512, "bytes of text need 257"
     if is_pair:
