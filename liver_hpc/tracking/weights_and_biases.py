@@ -11,6 +11,8 @@ import wandb
 from liver_hpc.config.schema import WandbSection
 from liver_hpc.tracking.base import Mark, Point, Tracker
 
+INIT_S = 20.0
+"""So long its server may take to answer at the start."""
 COLUMNS: list[str | int] = ["step", "time", "kind", "what"]
 
 
@@ -38,7 +40,9 @@ class WeightsAndBiases(Tracker):
             dir=directory,
             config=facts,
             resume="allow",
-            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+            settings=wandb.Settings(
+                console="off", silent=True, x_disable_stats=True, init_timeout=INIT_S
+            ),
         )
         self._marks = list(before)
         self._counts = Counter(f"events/{mark.kind}" for mark in before)
