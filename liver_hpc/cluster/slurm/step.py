@@ -25,6 +25,7 @@ from liver_hpc.host.child import Child, Command
 _SRUN_END_S = 5.0
 _LOOK_S = 0.25
 _ADOPTED_LOOK_S = 2.0
+_AGE_S = 5.0
 _CREATE_S = 60.0
 _RETRY_S = 5.0
 _STEP_GRACE_S = 2.0
@@ -82,7 +83,9 @@ class Step:
         """Whether Slurm has the step, which another process has started."""
         with self._lock:
             if self._adopted is None:
-                self._adopted = bool(self._steps())
+                # Of many that are adopted, those of one job are asked for once.
+                asked = self._squeue.steps(self._plan.job, self._plan.name, most_age_s=_AGE_S)
+                self._adopted = bool(asked)
                 if self._adopted:
                     self._hear()
                     self._run_thread("keep", self._keep_adopted)
@@ -208,10 +211,14 @@ class Step:
         they are the last ones, after whom the step itself ends."""
         said = self._printed(self._read_to)
         whole = said[: said.rfind("\n") + 1]
+        try:
+            for nodes, code in srun_log.task_ends(whole):
+                named = self._squeue.commands.hostnames(nodes)
+                self._ends.update({node: code for node in named if node in self._on})
+        except LiverError as error:  # it is read again
+            _log.warning("step %s: %s", self._plan.name, error)
+            return
         self._read_to += len(whole.encode("latin-1"))
-        for nodes, code in srun_log.task_ends(whole):
-            named = self._squeue.commands.hostnames(nodes)
-            self._ends.update({node: code for node in named if node in self._on})
         if len(self._ends) < len(self._on):
             for node, code in self._ends.items():
                 self._on[node].has_ended(code)
@@ -231,7 +238,7 @@ class Step:
                 log.seek(start)
                 return log.read().decode("latin-1")
         except OSError as error:
-            _log.warning("step %s: %s", self._plan.name, error)
+            _log.debug("step %s: %s", self._plan.name, error)
             return ""
 
     def _await_step(self, code: int) -> int:

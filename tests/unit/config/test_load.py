@@ -284,6 +284,11 @@ def test_workers_are_waited_for_longer_where_they_evaluate() -> None:
     assert more_s == plain.deadlines.evaluation_s
 
 
+def test_workers_are_waited_for_longer_where_their_node_is_checked_first() -> None:
+    checked = minimal(cluster={"health_check": "true"})
+    assert checked.limits.boot_s == checked.deadlines.boot_s + checked.deadlines.health_s
+
+
 @pytest.mark.parametrize(
     ("split", "shares"),
     [(None, (1, 0, 0)), ("1", (1, 0, 0)), ("969,30,1", (969, 30, 1)), ("0.9,.1", None),

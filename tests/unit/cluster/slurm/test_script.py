@@ -53,6 +53,17 @@ def test_batch_script(name: str, golden: Golden) -> None:
     golden.check(f"batch/{name}", FILES[name])
 
 
+def test_how_the_job_is_queued_again() -> None:
+    assert "#SBATCH --requeue\n" in text(MAIN)
+    assert "#SBATCH --no-requeue\n" in text(MAIN, requeue=False)
+    assert "#SBATCH --requeue=expedite\n" in text(MAIN, requeue="expedite")
+
+
+def test_gpus_of_a_type() -> None:
+    script = text({"name": "main", "gpus_per_node": "h100:4"})
+    assert "#SBATCH --gpus-per-node=h100:4\n" in script
+
+
 def test_a_line_end_is_never_written() -> None:
     with pytest.raises(ValueError, match=r"'a\\nb' is empty or has control"):
         text({"name": "main", "options": {"constraint": "a\nb"}})
