@@ -25,8 +25,8 @@ METHOD = {
     "else does",
     "handoff": "all workers take part: tp8 pp16 to tp8 pp8 and back, of a 405B model; from the "
     "operator's request, with the target's seats, PREPARE, the groups' keys in the store as NCCL "
-    "sets and gets them, the boundary, votes with digests, verdict, first steps, RELEASE, until "
-    "the run is idle",
+    "sets and gets them, asked for by an agent for all its workers that have come as far, the "
+    "boundary, votes with digests, verdict, first steps, RELEASE, until the run is idle",
     "votes": "each worker tells digests of as many peers and kinds of state as the plans of seven "
     "workers of that handoff have in the mean",
     "left out": "the meeting of joiners over MPI, of which this handoff has none",
