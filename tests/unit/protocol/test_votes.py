@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import EXP_AVG, MAIN, PARAMETER
-from liver_hpc.protocol.messages import ClassDigest, Vote
+from liver_hpc.protocol.messages import ClassDigest, PairDigests, Vote
 from liver_hpc.protocol.votes import (
     MODULUS,
     CopyIndex,
     Side,
     StateClass,
     disagreements,
+    mismatches,
     unlike,
 )
 
@@ -262,3 +263,26 @@ def test_worlds_whose_specs_class_tensors_otherwise_are_compared_as_wholes() -> 
     assert found == ["parameter: saved is 000000000000000a, restored is 000000000000000b"]
     copies_differ = {0: (digest(True, 10),), 1: (digest(True, 9),)}
     assert unlike(saved, Side("restored", pair, copies_differ))
+
+
+def test_kinds_that_crossed_together_are_compared_with_the_same_told_one_by_one() -> None:
+    def told(kinds: tuple[str, ...], peers: tuple[int, ...], *digests: int) -> PairDigests:
+        values = "".join(f"{value:016x}" for value in digests)
+        return PairDigests(kinds=kinds, peers=peers, values=values)
+
+    def vote(worker: int, sent: tuple[PairDigests, ...], received: tuple[PairDigests, ...]) -> Vote:
+        return Vote(worker=worker, generation=1, ok=True, sent=sent, received=received)
+
+    sent = told(("main", "exp_avg"), (1, 2), 11, 12, 21, 22), told(("parameter",), (2,), 32)
+    arrived = told(("exp_avg",), (0,), 21), told(("main",), (0,), 11)
+    votes = {
+        0: vote(0, sent, ()),
+        1: vote(1, (), arrived),
+        2: vote(2, (), (told(("parameter", "main", "exp_avg"), (0,), 32, 12, 22),)),
+    }
+    planned = {0: (1, 2), 1: (), 2: ()}
+    assert [*mismatches(votes, planned)] == []
+    votes[1] = vote(1, (), (told(("exp_avg", "main"), (0,), 21, 99),))
+    assert [*mismatches(votes, planned)] == [
+        f"main from worker 0 to 1: {11:016x} left, {99:016x} arrived"
+    ]
