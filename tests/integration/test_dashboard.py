@@ -17,15 +17,6 @@ from tests.integration.browser import View
 from tests.integration.runs import ENDLESS, run_config, start, stop_and_read, wait_until
 from tests.integration.tab import Tab, new_tab
 
-SEEN = """
-window.seen = [];
-new MutationObserver(() => {
-  const now = document.querySelector("#handoff-phases li.now");
-  const phase = now && now.textContent.split(" ")[0];
-  if (phase && seen.at(-1) !== phase) seen.push(phase);
-}).observe(document.getElementById("handoff-phases"), { childList: true });
-"""
-
 LOOK = """(() => {
   const box = (element) => element.getBoundingClientRect();
   const texts = [...document.querySelectorAll("svg text")];
@@ -43,6 +34,18 @@ LOOK = """(() => {
     loaded: performance.getEntriesByType("resource").map((each) => new URL(each.name).origin),
   };
 })()"""
+
+SEEN = f"""
+window.seen = [];
+new MutationObserver(() => {{
+  const now = document.querySelector("#handoff-phases li.now");
+  const phase = now && now.textContent.split(" ")[0];
+  if (!phase || seen.at(-1) === phase) return;
+  seen.push(phase);
+  if (phase === "PREPARE") window.during = {LOOK};
+}}).observe(document.getElementById("handoff-phases"), {{ childList: true }});
+"""
+"""The phases as they come, and what the page is like at PREPARE: after all of it was drawn."""
 
 
 @contextmanager
@@ -79,7 +82,7 @@ def test_a_handoff_is_seen_to_appear_and_to_complete(browser: str, tmp_path: Pat
         subprocess.run(resize, check=True, timeout=60, stdout=subprocess.DEVNULL)
         wait_for(tab, f'{title} === "Handoff in progress" && {state} === "handing over"')
         wait_for(tab, 'seen.includes("PREPARE")')
-        during: dict[str, Any] = tab.evaluate(LOOK)
+        during: dict[str, Any] = tab.evaluate("during")
         wait_for(tab, f'{title} === "The last handoff" && {state} === "training"')
         before = tab.evaluate("told.points.length")
         wait_for(tab, f"told.points.length > {before}")
