@@ -307,6 +307,7 @@ class LateRun:
         device = LateDevice(self.machines, worker, self.rooms.get(worker))
         network = LateNetwork(device)
         config: Any = SimpleNamespace(
+            cluster=SimpleNamespace(kind="local"),
             handoff=self.handoff,
             limits=LIMITS,
             deadlines=LIMITS,

@@ -17,10 +17,19 @@ from tests.unit.test_floors import MODULES, ROOT, imports, module_name
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CORE = {Requirement(line).name for line in PROJECT["dependencies"]}
-WORKER = {Requirement(line).name for line in PROJECT["optional-dependencies"]["worker"]}
+EXTRAS = {
+    extra: {Requirement(line).name for line in lines}
+    for extra, lines in PROJECT["optional-dependencies"].items()
+}
+WORKER = EXTRAS["worker"]
+TRACKERS = EXTRAS["tensorboard"] | EXTRAS["wandb"] | EXTRAS["openmetrics"]
 
 # Packages that are imported under another name, or not at all.
-MODULES_OF = {"pyyaml": "yaml", "megatron-core": "megatron"}
+MODULES_OF = {
+    "pyyaml": "yaml",
+    "megatron-core": "megatron",
+    "prometheus-client": "prometheus_client",
+}
 PARTS = {"pydantic_core": "pydantic"}
 UNSEEN = {"mpich": "mpi4py loads it", "einops": "megatron imports it"}
 
@@ -96,4 +105,5 @@ def test_the_core_imports_only_what_it_brings() -> None:
 
 def test_nothing_is_brought_in_vain() -> None:
     used = set[str]().union(*(third_party(name for _, name in imports(path)) for path in MODULES))
-    assert {MODULES_OF.get(name, name) for name in (CORE | WORKER) - UNSEEN.keys()} == used
+    brought = CORE | WORKER | TRACKERS
+    assert {MODULES_OF.get(name, name) for name in brought - UNSEEN.keys()} == used

@@ -124,7 +124,7 @@ def test_dry_run_prints_how_an_agent_starts_in_its_image(
     slurm = {**SLURM, "container": {"runtime": "charliecloud", "image": "/images/liver"}}
     path = write_minimal(tmp_path, cluster={"kind": "auto", "slurm": slurm})
     assert liver("submit", "--config", str(path), "--dry-run") == 0
-    shown = capsys.readouterr().out.partition("# each node's agent is started by\n")[2]
+    shown = capsys.readouterr().out.partition("# agents that start together are started by\n")[2]
     line = shlex.split(shown.splitlines()[0])
     run = tmp_path / "runs" / "run-DATE-TIME"
     assert line[1:4] == ["srun", "--jobid=JOB", "--job-name=AGENT"]
