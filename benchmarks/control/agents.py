@@ -14,6 +14,7 @@ from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
 
+from liver_hpc import __version__
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.base import Answer
@@ -82,7 +83,7 @@ def _started(start: tuple[str, Answer], secret: bytes) -> Agent:
     name, answer = start
     address = (answer.control_host, answer.control_port)
     agent = Agent(name, connect(address, secret, CONNECT_S, "the coordinator"))
-    agent.channel.send(m.Calls(agent=name, launches=(name,)))
+    agent.channel.send(m.Calls(agent=name, version=__version__, launches=(name,)))
     agent.channel.receive(CONNECT_S)
     hello = m.AgentHello(agent=name, host=name, pid=1)
     agent.to_send.append(agent.own.say(m.encode(hello)))

@@ -73,6 +73,7 @@ GATHER_S = 0.002
 """What workers say waits for so long for what the others say, unless all have said something."""
 BEATS = 4
 """So many signs of life in `deadlines.heartbeat_s`."""
+_NO_STORE = "there is no coordinator just now, whose it is"
 
 Told = list[tuple[int, bytes]]
 """What the coordinator has said: to which worker, or ITSELF; nothing when a connection breaks."""
@@ -410,8 +411,10 @@ class Agent:
         if self._line is None:
             return
         if self._asked:
-            self._line.tell(m.encode(m.StoreAsks.of(self._asked)), ITSELF)
-            self._asked.clear()
+            asked, self._asked = self._asked, []
+            if not self._line.tell(m.encode(m.StoreAsks.of(asked)), ITSELF):
+                for worker, request in asked:
+                    self._answer(worker, m.StoreReply(number=request.number, error=_NO_STORE))
         if self._beat_by.expired():
             self._beat_by = Deadline.after(self._clock, self._limits.heartbeat_s / BEATS, "a beat")
             self._line.beat()
@@ -445,13 +448,17 @@ class Agent:
         at_s = self._clock.now_s()
         line.send(m.Warned(agent=self._name, signal=name.removeprefix("SIG"), at_s=at_s))
 
+    def _answer(self, worker: int, reply: m.StoreReply) -> None:
+        """Of the store, to a worker that may have ended."""
+        if worker in self._launch_of:
+            self._launch_of[worker].pass_on(worker, m.encode(reply))
+
     def _told(self, message: m.AnyMessage) -> None:
         """By the coordinator."""
         match message:
             case m.StoreAnswers():
                 for worker, reply in message.replies():
-                    if worker in self._launch_of:
-                        self._launch_of[worker].pass_on(worker, m.encode(reply))
+                    self._answer(worker, reply)
             case m.Exit():
                 self._stop(f"told to end: {message.reason}", 0)
             case m.StartWorkers() if self._plan.stays and message.launch not in self._launches:

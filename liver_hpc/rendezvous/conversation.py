@@ -163,11 +163,13 @@ class Line:
             if self._stands:  # else the next connection begins with it
                 self._to_send.append(part)
 
-    def tell(self, data: bytes, who: int) -> None:
-        """It may be lost; it goes with the next `flush`, if there is a connection."""
+    def tell(self, data: bytes, who: int) -> bool:
+        """It may be lost; it goes with the next `flush`, if there is a connection. Returns whether
+        there is."""
         with self._saying:
             if self._stands and who in self._conversations:
                 self._to_send.append(self._conversations[who].tell(data))
+            return self._stands
 
     def flush(self) -> None:
         """Sends what waits, in one frame."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from liver_hpc.layout.coordinates import Coordinate, Layout
 from tests.integration.random_tokens import RandomTokenGPT
 
 AT_STEP = 6
@@ -20,8 +21,9 @@ class StuckGPT(RandomTokenGPT):
         super().open(run_directory)
         self._stuck = run_directory / "is_stuck"
 
-    def batch(self, step: int) -> Sequence[Any]:
-        if step == AT_STEP and os.environ["LIVER_LOCAL_RANK"] == "1" and not self._stuck.exists():
+    def fetch(self, samples: Sequence[Any], layout: Layout, at: Coordinate) -> Any:
+        is_step = samples[0] // self.config.train.global_batch == AT_STEP
+        if is_step and os.environ["LIVER_LOCAL_RANK"] == "1" and not self._stuck.exists():
             self._stuck.touch()
             threading.Event().wait()
-        return super().batch(step)
+        return super().fetch(samples, layout, at)

@@ -140,7 +140,7 @@ def test_a_worker_whose_data_does_not_come_is_named_and_gone_on_without(
         if entry.event["type"] == "held_up"
     )
     assert held_up["workers"] == [1]
-    assert " in batch" in held_up["text"]
+    assert " in read" in held_up["text"]  # what is read ahead of it
 
 
 def test_a_standby_takes_the_place_of_a_lost_worker_at_once(

@@ -3,9 +3,7 @@ turn gets the same answer."""
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -36,11 +34,6 @@ class _Question:
     jobs: set[str]
     jobs_found: Future[dict[str, JobInfo]] = field(default_factory=Future)
     steps_found: Future[dict[str, list[str]]] = field(default_factory=Future)
-    put_s: float = math.inf
-
-    def age_s(self) -> float:
-        """Since it was put to Slurm."""
-        return time.monotonic() - self.put_s
 
 
 class Squeue:
@@ -55,7 +48,6 @@ class Squeue:
         self._limit_s = _TURNS * (command_s + SQUEUE_PACE.interval_s)
         self._lock = threading.Lock()
         self._waiting: list[_Question] = []
-        self._last_steps: _Question | None = None  # that was answered
         self._asks = False  # whether there is a thread that does
 
     def jobs(self, ids: Sequence[str], urgent_s: float | None = None) -> dict[str, JobInfo]:
@@ -67,14 +59,10 @@ class Squeue:
         found = self._answer(question.jobs_found, urgent_s or self._limit_s)
         return {job: info for job, info in found.items() if {job, info.het_leader} & {*ids}}
 
-    def steps(self, job: str, name: str, most_age_s: float = 0.0) -> list[str]:
-        """The ids of a job's steps of this name, which is used in no other job of the run.
-        most_age_s: an answer that came before the call is as good if it is not older. Raises
+    def steps(self, job: str, name: str) -> list[str]:
+        """The ids of a job's steps of this name, which is used in no other job of the run. Raises
         LiverError."""
-        asked = self._last_steps
-        if asked is None or job not in asked.jobs or asked.age_s() > most_age_s:
-            asked = self._put(_Kind.STEPS, [job])
-        found = self._answer(asked.steps_found, self._limit_s)
+        found = self._answer(self._put(_Kind.STEPS, [job]).steps_found, self._limit_s)
         return found.get(name, [])
 
     @staticmethod
@@ -108,13 +96,12 @@ class Squeue:
             self.commands.await_squeue()  # meanwhile others may come
             with self._lock:
                 question = self._waiting.pop(0)
-            jobs, question.put_s = sorted(question.jobs), time.monotonic()
+            jobs = sorted(question.jobs)
             try:
                 if question.kind is _Kind.JOBS:
                     question.jobs_found.set_result(self.commands.jobs(jobs))
                 else:
                     question.steps_found.set_result(self.commands.steps(jobs))
-                    self._last_steps = question
             except LiverError as error:
                 question.jobs_found.set_exception(error)
                 question.steps_found.set_exception(error)

@@ -25,7 +25,6 @@ from liver_hpc.host.child import Child, Command
 _SRUN_END_S = 5.0
 _LOOK_S = 0.25
 _ADOPTED_LOOK_S = 2.0
-_AGE_S = 5.0
 _CREATE_S = 60.0
 _RETRY_S = 5.0
 _STEP_GRACE_S = 2.0
@@ -67,7 +66,7 @@ class Step:
         self._ends: dict[str, int] = {}  # by node: exit codes that srun has told
         self._lock = threading.Lock()
         self._child: Child | None = None
-        self._adopted: bool | None = None
+        self._adopted = False
         self._doomed: set[str] = set()  # nodes
         self._killing = False  # whether there is a thread that does
         self._all_doomed = threading.Event()
@@ -79,17 +78,13 @@ class Step:
                 self._spawn()
                 self._run_thread("keep", self._keep)
 
-    def adopt(self) -> bool:
-        """Whether Slurm has the step, which another process has started."""
+    def adopt(self) -> None:
+        """Another process has started it. Whether Slurm still has it, its keeper finds out: who
+        takes over has no time to ask about one step after the other."""
         with self._lock:
-            if self._adopted is None:
-                # Of many that are adopted, those of one job are asked for once.
-                asked = self._squeue.steps(self._plan.job, self._plan.name, most_age_s=_AGE_S)
-                self._adopted = bool(asked)
-                if self._adopted:
-                    self._hear()
-                    self._run_thread("keep", self._keep_adopted)
-        return self._adopted
+            if not self._adopted:
+                self._adopted = True
+                self._run_thread("keep", self._keep_adopted)
 
     def kill(self, node: str) -> None:
         with self._lock:
@@ -304,7 +299,8 @@ class StepAgent(LaunchedAgent):
         self._step.start()
 
     def adopt(self, host: str, pid: int) -> bool:
-        return self._step.adopt() and self.exit_code is None
+        self._step.adopt()
+        return True
 
     def kill(self) -> None:
         if self.exit_code is None:

@@ -89,18 +89,6 @@ def test_everybody_gets_what_was_asked_for(squeue: Squeue, controller: Controlle
     assert squeue.jobs([]) == {}
 
 
-def test_an_older_answer_is_as_good_where_the_caller_says_so(
-    squeue: Squeue, controller: Controller
-) -> None:
-    controller.let.set()
-    assert squeue.steps("1", "liver-a0") == ["1.0"]
-    assert squeue.steps("1", "liver-a0", most_age_s=60.0) == ["1.0"]
-    assert len(controller.asked) == 1
-    squeue.steps("2", "liver-a1", most_age_s=60.0)  # of another job
-    squeue.steps("2", "liver-a1")
-    assert len(controller.asked) == 3
-
-
 def test_who_cannot_wait_comes_first_and_waits_no_longer(
     squeue: Squeue, controller: Controller
 ) -> None:
