@@ -84,6 +84,7 @@ class Step:
         with self._lock:
             if not self._adopted:
                 self._adopted = True
+                self._hear()
                 self._run_thread("keep", self._keep_adopted)
 
     def kill(self, node: str) -> None:
@@ -300,7 +301,7 @@ class StepAgent(LaunchedAgent):
 
     def adopt(self, host: str, pid: int) -> bool:
         self._step.adopt()
-        return True
+        return self.exit_code is None
 
     def kill(self) -> None:
         if self.exit_code is None:
