@@ -35,12 +35,14 @@ class NoticeBook:
     # ---- nodes to be left
 
     def warned(self, warning: NodeWarned, allocation: str) -> bool:
-        """Opens a notice; of one that is open already only the deadline changes, and False."""
+        """Opens a notice; False where one is open already: its deadline changes, and its start where
+        the signal is older than the poll that told first."""
         node, kind = warning.node, warning.reason
         deadline_s = math.nan if warning.deadline_s is None else warning.deadline_s
         known = self._to_leave(node)
         if known is not None:
-            self._open[node] = replace(known, deadline_s=deadline_s, kind=kind)
+            at_s = min(known.at_s, warning.at_s)
+            self._open[node] = replace(known, at_s=at_s, deadline_s=deadline_s, kind=kind)
             return False
         if node in self._open:
             self._close(node, "not needed")

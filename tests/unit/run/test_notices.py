@@ -60,6 +60,15 @@ def test_a_second_warning_only_moves_the_deadline(
     assert math.isnan(record.returned_s)
 
 
+def test_a_signal_that_is_explained_after_the_poll_has_told_counts_from_when_it_came(
+    book: NoticeBook, told: list[NoticeRecord]
+) -> None:
+    book.warned(NodeWarned("n3", "cancelled", 10.3, 25.3), "spare")
+    assert not book.warned(NodeWarned("n3", "cancelled", 10.0, 25.0), "spare")
+    book.stays("n3")
+    assert (told[0].at_s, told[0].deadline_s) == (10.0, 25.0)
+
+
 def test_workers_on_a_node_that_goes_are_a_loss(book: NoticeBook, told: list[NoticeRecord]) -> None:
     book.gone("n9", "spare", 3.0, had_workers=True)
     book.warned(NodeWarned("n3", "preempted", 10.0, 14.0), "burst-7")
