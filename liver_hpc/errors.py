@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class LiverError(Exception):
     """Base of every error raised on purpose; its text is meant for the person at the terminal."""
@@ -17,6 +21,19 @@ class ConfigError(LiverError):
         if len(self.args) == 1:
             return str(self.args[0])
         return f"{len(self.args)} problems\n" + "\n".join(f"  {each}" for each in self.args)
+
+
+@contextmanager
+def problems_of(file: Path) -> Iterator[None]:
+    """Whatever turns out to be wrong inside is said to be so in this file, unless it says where
+    already: in a line of the file, or in an override."""
+    try:
+        yield
+    except ConfigError as error:
+        known = (f"{file}:", "--set ")
+        texts = map(str, error.args)
+        problems = (text if text.startswith(known) else f"{file}: {text}" for text in texts)
+        raise ConfigError(*problems) from error
 
 
 class PlanError(LiverError):

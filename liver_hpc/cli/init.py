@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from liver_hpc.cli.options import positive
+from liver_hpc.cli.check import local_workers_limit
+from liver_hpc.cli.options import RUN_FILE, positive
 from liver_hpc.config.editor import schema_text
 from liver_hpc.errors import ConfigError
 from liver_hpc.host.files import write_whole
@@ -27,6 +30,7 @@ _OWN_DATA_ROWS = 50304
 class Question:
     """About one option. default: where nothing is answered, and where nobody is asked; by the
     options so far. of: the option and its value that it belongs to. required: there is no default.
+    fault: what is wrong with a value, by the options so far; empty where nothing is.
     """
 
     name: str
@@ -36,10 +40,34 @@ class Question:
     of: tuple[str, str] | None = None
     choices: tuple[str, ...] = ()
     required: bool = False
+    fault: Callable[[argparse.Namespace, Any], str] = lambda options, value: ""
 
     @property
     def flag(self) -> str:
         return f"--{self.name.replace('_', '-')}"
+
+
+def _data_fault(options: argparse.Namespace, data: str) -> str:
+    return "" if data == STDLIB or _is_pair(data) or glob(data) else f"no file matches {data!r}"
+
+
+def _file_fault(options: argparse.Namespace, file: str) -> str:
+    return "" if Path(file).is_file() else f"there is no file {file!r}"
+
+
+def _workers_fault(options: argparse.Namespace, workers: int) -> str:
+    most = _most_workers(options)
+    return "" if workers <= most else f"a local run on this machine may have {most:g} workers"
+
+
+def _max_workers_fault(options: argparse.Namespace, workers: int) -> str:
+    if workers < options.workers:
+        return f"fewer than the {options.workers} at the start"
+    return _workers_fault(options, workers)
+
+
+def _most_workers(options: argparse.Namespace) -> float:
+    return local_workers_limit() if options.cluster == "local" else math.inf
 
 
 _GPT, _SCRIPT, _SLURM = ("recipe", "gpt"), ("recipe", "megatron-lm"), ("cluster", "slurm")
@@ -50,19 +78,26 @@ _QUESTIONS = (
         "Text files (a pattern), PREFIX of a .bin/.idx pair, or python-stdlib",
         lambda options: STDLIB,
         of=_GPT,
+        fault=_data_fault,
     ),
-    Question("script", "The script that trains", of=_SCRIPT, required=True),
-    Question("args", "The file with its arguments", of=_SCRIPT, required=True),
-    Question("workers", "Workers at the start", lambda options: 2, positive),
-    Question("max_workers", "Workers at most", lambda options: 2 * options.workers, positive),
-    Question("steps", "Training steps", lambda options: 1000, positive, _GPT),
-    Question(
-        "batch", "Samples of a step", lambda options: max(8, options.max_workers), positive, _GPT
-    ),
+    Question("script", "The script that trains", of=_SCRIPT, required=True, fault=_file_fault),
+    Question("args", "The file with its arguments", of=_SCRIPT, required=True, fault=_file_fault),
     Question("cluster", "Where it runs", lambda options: "local", choices=("local", "slurm")),
     Question("partition", "Partition of the nodes that are held throughout", of=_SLURM),
     Question("burst_partition", "Partition where preemptible nodes come from", of=_SLURM),
     Question("gpus_per_node", "GPUs of a node, a worker on each", kind=positive, of=_SLURM),
+    Question("workers", "Workers at the start", lambda options: 2, positive, fault=_workers_fault),
+    Question(
+        "max_workers",
+        "Workers at most",
+        lambda options: min(2 * options.workers, _most_workers(options)),
+        positive,
+        fault=_max_workers_fault,
+    ),
+    Question("steps", "Training steps", lambda options: 1000, positive, _GPT),
+    Question(
+        "batch", "Samples of a step", lambda options: max(8, options.max_workers), positive, _GPT
+    ),
 )
 
 
@@ -81,10 +116,6 @@ def init(options: argparse.Namespace, ask: Callable[[str], str] = input) -> None
     asks = in_terminal() and not options.defaults
     for question in _QUESTIONS:
         _settle(question, options, ask if asks else None)
-    if options.max_workers < options.workers:
-        raise ConfigError(
-            f"--max-workers is {options.max_workers}, fewer than --workers {options.workers}"
-        )
     schema = path.with_name(SCHEMA_FILE)
     try:
         write_whole(schema, schema_text())
@@ -110,15 +141,20 @@ def _settle(
             which, value = question.of
             got = getattr(options, which)
             raise ConfigError(f"{question.flag} belongs to --{which} {value}, got --{which} {got}")
-    elif given is None:
+    elif given is not None:
+        if fault := question.fault(options, given):
+            raise ConfigError(f"{question.flag} {given}: {fault}")
+    else:
         default = question.default(options)
-        answer = default if ask is None else _answer(question, default, ask)
+        answer = default if ask is None else _answer(question, options, default, ask)
         if answer is None and question.required:
             raise ConfigError(f"--recipe megatron-lm wants {question.flag}")
         setattr(options, name, answer)
 
 
-def _answer(question: Question, default: Any, ask: Callable[[str], str]) -> Any:
+def _answer(
+    question: Question, options: argparse.Namespace, default: Any, ask: Callable[[str], str]
+) -> Any:
     among = f" ({', '.join(question.choices)})" if question.choices else ""
     shown = "" if question.required else f" [{'none' if default is None else default}]"
     while True:
@@ -130,8 +166,12 @@ def _answer(question: Question, default: Any, ask: Callable[[str], str]) -> Any:
             return default
         try:
             if text and (not question.choices or text in question.choices):
-                return question.kind(text)
-            print(f"wanted {' or '.join(question.choices) or 'an answer'}, got {text!r}")
+                value = question.kind(text)
+                if not (fault := question.fault(options, value)):
+                    return value
+                print(fault)
+            else:
+                print(f"wanted {' or '.join(question.choices) or 'an answer'}, got {text!r}")
         except argparse.ArgumentTypeError as error:
             print(error)
 
@@ -144,7 +184,7 @@ def run_file(options: argparse.Namespace) -> str:
     parts = [
         f"# yaml-language-server: $schema={SCHEMA_FILE}",
         "# What each key means: `liver schema`, or docs/reference/run-file.md.",
-        f"name: {_name(options.file.stem)}",
+        f"name: {_name(options.file)}",
         "",
         *(_gpt(options) if options.recipe == "gpt" else _script(options)),
         "",
@@ -162,10 +202,8 @@ def run_file(options: argparse.Namespace) -> str:
 
 
 def _gpt(options: argparse.Namespace) -> list[str]:
-    prefix = Path(options.data)
-    is_pair = all(prefix.with_name(f"{prefix.name}{end}").exists() for end in (".bin", ".idx"))
     rows, what = 512, "bytes of text need 257"
-    if is_pair:
+    if _is_pair(options.data):
         data, rows, what = f"  prefix: {_yaml(options.data)}", _OWN_DATA_ROWS, "your tokenizer's"
     elif options.data == STDLIB:
         data = f"  text: {STDLIB} # or [my/*.txt], or `prefix:` of a pair of .bin and .idx"
@@ -191,6 +229,11 @@ def _gpt(options: argparse.Namespace) -> list[str]:
         "optimizer:",
         "  lr: 1.0e-3",
     ]
+
+
+def _is_pair(data: str) -> bool:
+    """Whether it is the prefix of indexed data."""
+    return all(Path(f"{data}{end}").exists() for end in (".bin", ".idx"))
 
 
 def _script(options: argparse.Namespace) -> list[str]:
@@ -266,9 +309,12 @@ def _slurm(options: argparse.Namespace) -> list[str]:
     return [*lines, '    setup: [] # such as ["module load cuda"]']
 
 
-def _name(stem: str) -> str:
-    """A run's name of that of the file."""
-    return _yaml(stem) if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", stem) else "run"
+def _name(file: Path) -> str:
+    """A run's name of that of the file; of its directory's, where the file has the usual one."""
+    names = [file.stem] if file.name != RUN_FILE else [file.absolute().parent.name, file.stem]
+    return next(
+        (_yaml(name) for name in names if re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.A)), "run"
+    )
 
 
 def _yaml(text: str) -> str:

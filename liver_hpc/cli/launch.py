@@ -23,7 +23,7 @@ from liver_hpc.cli.submission import checked_run, new_run, note_latest
 from liver_hpc.cluster.slurm.run_job import OwnJob
 from liver_hpc.config.schema import RunConfig, SlurmSection
 from liver_hpc.coordinator.hosting import HostedCoordinator, checkpoint_in_time, requeue
-from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.errors import ConfigError, LiverError, problems_of
 from liver_hpc.host.files import whose
 from liver_hpc.recipes.completion import load_users_run
 from liver_hpc.run.directory import RunDirectory
@@ -109,7 +109,8 @@ def run_here(config_path: Path, overrides: Sequence[str]) -> tuple[RunDirectory,
     """
     signals = JobSignals()
     signals.listen()
-    run = _open_run(load_users_run(config_path, overrides), signals.job)
+    with problems_of(config_path):
+        run = _open_run(load_users_run(config_path, overrides), signals.job)
     return run, signals.coordinate(run)
 
 

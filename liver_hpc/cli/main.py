@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from liver_hpc.cli.options import EXIT_BAD_INPUT, new_parser
-from liver_hpc.errors import ConfigError, LiverError, RequestRefused
+from liver_hpc.errors import ConfigError, LiverError, RequestRefused, problems_of
 
 if TYPE_CHECKING:
     from liver_hpc.run.directory import RunDirectory
@@ -82,13 +82,14 @@ def _submit(options: argparse.Namespace) -> int:
         run = _find(options.resume, options)
         print(f"run {run} goes on from step {resume_run(run)}", flush=True)
         return _follow(run) if follow else EXIT_OK
-    config = load_users_run(options.config, options.set)
-    if options.dry_run:
-        from liver_hpc.cli.dry_run import describe_run
+    with problems_of(options.config):
+        config = load_users_run(options.config, options.set)
+        if options.dry_run:
+            from liver_hpc.cli.dry_run import describe_run
 
-        print(describe_run(*checked_run(config, options.cluster)))
-        return EXIT_OK
-    run = submit_run(config, options.cluster)
+            print(describe_run(*checked_run(config, options.cluster)))
+            return EXIT_OK
+        run = submit_run(config, options.cluster)
     print(f"run {run}" if follow else run, flush=True)
     return _follow(run) if follow else EXIT_OK
 

@@ -15,6 +15,7 @@ from liver_hpc.cli.dashboard import add_options as add_dashboard_options
 from liver_hpc.report.command import add_options as add_report_options
 
 EXIT_BAD_INPUT = 2
+RUN_FILE = "run.yaml"
 
 LIVER_EXAMPLES = """\
 liver init
@@ -163,7 +164,7 @@ def _init_options(parser: argparse.ArgumentParser) -> None:
     """What is not given is asked for in a terminal, or has its default: None stands for that."""
     add = parser.add_argument
     text = "where to write it (default: run.yaml)"
-    add("file", nargs="?", type=Path, default=Path("run.yaml"), metavar="FILE", help=text)
+    add("file", nargs="?", type=Path, default=Path(RUN_FILE), metavar="FILE", help=text)
     add("--recipe", choices=("gpt", "megatron-lm"), help="what is trained (default: gpt)")
     text = "python-stdlib, a pattern of text files, or PREFIX of a pair of .bin and .idx"
     add("--data", metavar="DATA", help=f"of gpt: {text} (default: python-stdlib)")

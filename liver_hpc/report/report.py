@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -106,7 +106,12 @@ def print_trace(replayed: Mapping[str, Any], console: Console) -> None:
     console.print(_fitting(trace_sheet(replayed["strategies"]), console))
 
 
-def _fitting(sheet: Sheet, console: Console) -> RenderableType:
+def _fitting(sheet: Sheet, console: Console) -> Group:
+    """A title of its own line, as one of rich's wraps at the table's width."""
+    return Group(Text(f"\n{sheet.title}", "bold"), _fitting_table(sheet, console))
+
+
+def _fitting_table(sheet: Sheet, console: Console) -> Table:
     unlimited = console.options.update(max_width=10 * console.width)
     for form, gap in ((sheet, 2), (sheet, 1), (sheet.stacked(), 1)):
         table = _table(form, gap)
@@ -116,9 +121,7 @@ def _fitting(sheet: Sheet, console: Console) -> RenderableType:
 
 
 def _table(sheet: Sheet, gap: int) -> Table:
-    table = Table(
-        title=f"\n{sheet.title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD
-    )
+    table = Table(box=SIMPLE_HEAD)
     table.show_edge = False
     table.padding = (0, gap - 1, 0, 0)
     for index, column in enumerate(sheet.columns):
@@ -139,7 +142,6 @@ def _table(sheet: Sheet, gap: int) -> Table:
 def _listed(sheet: Sheet) -> Table:
     """Every cell on a line of its own, behind the name of its column."""
     grid = _grid()
-    grid.title, grid.title_justify, grid.title_style = f"\n{sheet.title}", "left", "bold"
     for number, row in enumerate(sheet.rows):
         if number:
             grid.add_row()

@@ -35,8 +35,8 @@ class NoticeBook:
     # ---- nodes to be left
 
     def warned(self, warning: NodeWarned, allocation: str) -> bool:
-        """Opens a notice; False where one is open already: its deadline changes, and its start where
-        the signal is older than the poll that told first."""
+        """Opens a notice; False where one is open already: its deadline changes, and its start
+        where the signal is older than the poll that told first."""
         node, kind = warning.node, warning.reason
         deadline_s = math.nan if warning.deadline_s is None else warning.deadline_s
         known = self._to_leave(node)

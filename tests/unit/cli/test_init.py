@@ -69,6 +69,8 @@ def test_a_pair_of_files_is_a_prefix() -> None:
 
 
 def test_a_script_of_megatron_lm() -> None:
+    for name in ("a b.py", "args.txt"):
+        Path(name).touch()
     flags = ["--recipe", "megatron-lm", "--script", "a b.py", "--args", "args.txt"]
     assert liver("init", "job.yaml", *flags, "--workers", "4") == 0
     found = yaml.safe_load(Path("job.yaml").read_text())
@@ -88,7 +90,16 @@ def test_a_script_of_megatron_lm() -> None:
             ["--cluster", "local", "--partition", "p"],
             "--partition belongs to --cluster slurm, got --cluster local",
         ),
-        (["--workers", "4", "--max-workers", "2"], "--max-workers is 2, fewer than --workers 4"),
+        (
+            ["--workers", "4", "--max-workers", "2"],
+            "--max-workers 2: fewer than the 4 at the start",
+        ),
+        (["--max-workers", "500"], "--max-workers 500: a local run on this machine may have "),
+        (["--data", "gone/*.txt"], "--data gone/*.txt: no file matches 'gone/*.txt'"),
+        (
+            ["--recipe", "megatron-lm", "--script", "gone.py", "--args", "a.txt"],
+            "--script gone.py: there is no file 'gone.py'",
+        ),
         (["gone/run.yaml"], "gone/run.yaml cannot be written: No such file or directory"),
         (["--workers", "none"], "wanted a whole number of at least 1, got 'none'"),
     ],
@@ -97,6 +108,13 @@ def test_flags_that_cannot_be(flags: list[str], said: str, capsys: Captured) -> 
     assert liver("init", *flags) == 2
     assert said in capsys.readouterr().err
     assert [path.name for path in Path().iterdir()] == ["programs"]
+
+
+def test_a_run_is_named_after_its_file_or_its_directory(tmp_path: Path) -> None:
+    assert liver("init", "--defaults") == 0
+    assert liver("init", "mine.yaml", "--defaults") == 0
+    names = [yaml.safe_load(Path(file).read_text())["name"] for file in ("run.yaml", "mine.yaml")]
+    assert names == [tmp_path.name, "mine"]
 
 
 def test_a_file_that_is_there_stays(capsys: Captured) -> None:
@@ -130,9 +148,10 @@ def _in_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_in_terminal")
 def test_in_a_terminal_what_no_flag_says_is_asked(capsys: Captured) -> None:
-    asked = Asked("gpt", "", "", "700", "", "slurm?", "slurm", "big", "", "four", "4")
+    answers = ("gpt", "no such file", "", "slurm?", "slurm", "big", "", "four", "4", "2", "", "700")
+    asked = Asked(*answers, "")
     init_module.init(new_parser().parse_args(["init", "--workers", "8"]), asked)
-    assert asked.questions[5] == "Where it runs (local, slurm)"
+    assert asked.questions[3] == "Where it runs (local, slurm)"
     assert "Workers at the start" not in asked.questions
     found = yaml.safe_load(Path("run.yaml").read_text())
     assert found["train"] == {"steps": 700, "global_batch": 16}
@@ -140,6 +159,8 @@ def test_in_a_terminal_what_no_flag_says_is_asked(capsys: Captured) -> None:
     assert (main["partition"], main["nodes"], main["gpus_per_node"]) == ("big", 2, 4)
     assert (more["join"], more["nodes"]) == ("asked", 2)
     out = capsys.readouterr().out
+    assert "no file matches 'no such file'" in out
+    assert "fewer than the 8 at the start" in out
     assert "wanted local or slurm, got 'slurm?'" in out
     assert "wanted a whole number of at least 1, got 'four'" in out
 

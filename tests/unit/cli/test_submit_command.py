@@ -67,6 +67,7 @@ def test_an_absent_sbatch_is_told_with_all_else_that_is_wrong(
     assert liver("submit", "--config", str(path), *wrong) == 2
     problems = capsys.readouterr().err.splitlines()
     assert problems[0] == "liver: error: 4 problems"
+    assert all(problem.startswith(f"  {path}: ") for problem in problems[1:])
     for said in ("there is no sbatch", "no file matches", "smallest bucket", "at least one comp"):
         assert sum(said in problem for problem in problems) == 1
 
