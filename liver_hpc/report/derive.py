@@ -17,6 +17,7 @@ from liver_hpc.report.worlds import (
     COMPLETED,
     GenerationFigures,
     finite_sum,
+    known_sum,
     ratio,
     took_s,
     useful_step_s,
@@ -118,7 +119,8 @@ class RunFigures:
 
     steps counts each step once; missing_steps were done but not recorded. wall_s: start of the
     first recorded step to the end of the last. evaluation_s: of all evaluations within. goodput:
-    between 0 and 1; an evaluation is useful, once. hours: of workers, held and what became of them.
+    at most 1, as medians of few steps may be above what steps took in all; an evaluation is useful,
+    once. hours: of workers, held and what became of them.
     """
 
     generations: tuple[GenerationFigures, ...]
@@ -159,6 +161,8 @@ def run_figures(records: RunRecords) -> RunFigures:
         wall_s = ended_s - min(step.started_s for step in records.steps)
         within = [each for each in records.evaluations if each.started_s < ended_s]
         evaluated_s = {each.step: took_s(each) for each in within}
+    progress_s = finite_sum(useful_s[step.generation] for step in done.values())
+    progress_s += finite_sum(evaluated_s.values())
     return RunFigures(
         generations=tuple(worlds.values()),
         reconfigurations=attempts,
@@ -170,8 +174,8 @@ def run_figures(records: RunRecords) -> RunFigures:
         aborted=len(attempts) - len(completed),
         wall_s=wall_s,
         pause_s=finite_sum(attempt.pause_s for attempt in attempts),
-        cost_s=finite_sum(attempt.cost_s for attempt in attempts),
-        lost_s=finite_sum(attempt.lost_s for attempt in attempts),
+        cost_s=known_sum([attempt.cost_s for attempt in attempts]),
+        lost_s=known_sum([attempt.lost_s for attempt in attempts]),
         slowdown_s=finite_sum(attempt.slowdown_s for attempt in attempts),
         bytes_moved=sum(attempt.bytes_moved for attempt in completed),
         bytes_local=sum(attempt.bytes_local for attempt in completed),
@@ -179,11 +183,7 @@ def run_figures(records: RunRecords) -> RunFigures:
         spares=sum(attempt.spares for attempt in completed),
         tokens=tokens,
         tokens_per_s=ratio(tokens, wall_s),
-        goodput=ratio(
-            finite_sum(useful_s[step.generation] for step in done.values())
-            + finite_sum(evaluated_s.values()),
-            wall_s,
-        ),
+        goodput=min(ratio(progress_s, wall_s), 1.0) if wall_s > 0 else math.nan,
         evaluations=len(records.evaluations),
         evaluation_s=finite_sum(evaluated_s.values()),
         hours=worker_hours(records, useful_s),

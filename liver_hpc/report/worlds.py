@@ -100,5 +100,11 @@ def finite_sum(values: Iterable[float]) -> float:
     return math.fsum(value for value in values if math.isfinite(value))
 
 
+def known_sum(values: Sequence[float]) -> float:
+    """Of what is known; NaN where there are some, and nothing is known of any."""
+    known = [value for value in values if math.isfinite(value)]
+    return math.fsum(known) if known or not values else math.nan
+
+
 def ratio(value: float, base: float) -> float:
     return value / base if base > 0 else math.nan

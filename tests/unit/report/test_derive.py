@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 
 from liver_hpc.report.derive import PhaseFigures, ReconfigurationFigures, run_figures
+from liver_hpc.report.tables import summary_lines
 from liver_hpc.run.records import ReconfigurationRecord, RunRecords, StepRecord
 from tests.unit.report.rows import evaluation, reconfiguration, recovery, step
 
@@ -239,6 +241,24 @@ def test_goodput_is_steps_at_their_median_over_wall_time() -> None:
     figures = run_figures(run_of_one_handoff())
     assert figures.wall_s == pytest.approx(11.25)
     assert figures.goodput == pytest.approx((6 * 1.0 + 4 * 0.5) / 11.25)
+
+
+def test_goodput_is_at_most_all_of_the_time() -> None:
+    lengths_s = (0.2, 0.2, 1.0, 1.0, 1.0)
+    starts_s = itertools.accumulate(lengths_s, initial=100.0)
+    steps = zip(lengths_s, starts_s, strict=False)
+    run = RunRecords([], [], [], {})
+    run.steps.extend(step(i, started_s=at_s, took_s=s) for i, (s, at_s) in enumerate(steps))
+    assert run_figures(run).goodput == 1.0
+
+
+def test_what_a_handoff_cost_is_unknown_before_its_world_has_a_median() -> None:
+    run = run_of_one_handoff()
+    run.steps[:] = [each for each in run.steps if each.generation == 0]
+    figures = run_figures(run)
+    assert math.isnan(figures.cost_s)
+    assert math.isnan(figures.lost_s)
+    assert summary_lines(figures, run)["cost"].startswith("-: lost -, slowdown ")
 
 
 def test_an_evaluation_is_useful_once() -> None:
