@@ -41,8 +41,9 @@ from liver_hpc.errors import LiverError, ProtocolError
 from liver_hpc.host.version import version_fault
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.events import WorldRef
-from liver_hpc.rendezvous.channel import ITSELF, Channel, ChannelClosed, ControlServer, Part
+from liver_hpc.rendezvous.channel import ITSELF, Channel, ChannelClosed, Part
 from liver_hpc.rendezvous.conversation import Conversation
+from liver_hpc.rendezvous.server import ControlServer
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import encode

@@ -25,7 +25,7 @@ from liver_hpc.config.load import load_run
 from liver_hpc.coordinator.connections import ConnectionServer, Inbox
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.rendezvous.channel import ControlServer
+from liver_hpc.rendezvous.server import ControlServer
 from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.epoch import claim_epoch
 from liver_hpc.run.events import PoolEvent, Seat

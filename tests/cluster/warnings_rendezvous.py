@@ -15,9 +15,10 @@ from pathlib import Path
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.protocol.messages import AnyMessage, Exit, Hears
 from liver_hpc.rendezvous.base import Answer
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed
 from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
+from liver_hpc.rendezvous.server import ControlServer
 from liver_hpc.run.secret import create_secret
 
 LIMIT_S = 120.0

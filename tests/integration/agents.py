@@ -30,9 +30,10 @@ from liver_hpc.host.marks import marked_processes
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import AgentHello, AnyMessage, Calls, Hears, YourTurn
 from liver_hpc.rendezvous.base import Answer, Identity
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
 from liver_hpc.rendezvous.mpi.service import Acceptor, MpiRendezvous
+from liver_hpc.rendezvous.server import ControlServer
 from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.events import Seat
 from liver_hpc.run.secret import create_secret

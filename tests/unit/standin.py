@@ -27,7 +27,8 @@ from liver_hpc.protocol.messages import (
     StopRequest,
 )
 from liver_hpc.protocol.status import StatusSnapshot
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed
+from liver_hpc.rendezvous.server import ControlServer
 from liver_hpc.run.events import EndNear, StopSignalled
 from liver_hpc.run.outcome import Outcome
 from liver_hpc.run.secret import read_secret

@@ -22,9 +22,10 @@ from liver_hpc.errors import DeadlineError, LiverError, MeetingError
 from liver_hpc.host.files import write_whole
 from liver_hpc.protocol.messages import YourTurn
 from liver_hpc.rendezvous.base import Decide, Identity, Rendezvous, reception
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ControlServer
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
 from liver_hpc.rendezvous.mpi.process import ENDPOINT, MpiEnded, MpiProcess, is_gone
+from liver_hpc.rendezvous.server import ControlServer
 
 TURN_S = 10.0
 """The longest that one joiner may hold the acceptor, the coordinator's answer included."""

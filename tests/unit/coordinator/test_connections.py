@@ -39,11 +39,11 @@ from liver_hpc.rendezvous.channel import (
     ITSELF,
     Channel,
     ChannelClosed,
-    ControlServer,
     Part,
     connect,
 )
 from liver_hpc.rendezvous.conversation import Conversation
+from liver_hpc.rendezvous.server import ControlServer
 from tests.memory_channel import MemoryChannel
 
 pytestmark = pytest.mark.timeout(30)

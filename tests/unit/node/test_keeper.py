@@ -15,7 +15,7 @@ from liver_hpc.coordinator.connections import ConnectionServer, Inbox
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.node.keeper import keep
-from liver_hpc.rendezvous.channel import ControlServer
+from liver_hpc.rendezvous.server import ControlServer
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
 from liver_hpc.run.secret import create_secret
 from tests.unit.config.runs import minimal

@@ -32,11 +32,11 @@ from liver_hpc.protocol.messages import (
     encode,
 )
 from liver_hpc.rendezvous import channel as channel_module
+from liver_hpc.rendezvous import server as server_module
 from liver_hpc.rendezvous.channel import (
     Channel,
     ChannelClosed,
     ChannelRefused,
-    ControlServer,
     Part,
     connect,
 )
@@ -48,6 +48,7 @@ from liver_hpc.rendezvous.handshake import (
     SEAL_BYTES,
     prove,
 )
+from liver_hpc.rendezvous.server import ControlServer
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -79,7 +80,7 @@ def serving(
 ) -> Iterator[ControlServer]:
     server = ControlServer(HOST, SECRET, handle)
     try:
-        with mock.patch.object(channel_module, "HANDSHAKE_S", handshake_s):
+        with mock.patch.object(server_module, "HANDSHAKE_S", handshake_s):
             yield server
     finally:
         server.close()
@@ -508,7 +509,7 @@ def test_half_open_strangers_hold_no_threads_and_nobody_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They have all places there are; who comes later takes the place of the first of them."""
-    monkeypatch.setattr(channel_module, "MOST_STRANGERS", 4)
+    monkeypatch.setattr(server_module, "MOST_STRANGERS", 4)
     with serving(handshake_s=20.0) as server, contextlib.ExitStack() as stack:
         threads = threading.active_count()
         strangers = [stack.enter_context(raw_client(server)) for _ in range(18)]

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from liver_hpc.clock import SystemClock
 from liver_hpc.errors import DeadlineError, ProtocolError
 from liver_hpc.protocol.messages import Calls, Exit, Finished, Hears, encode
-from liver_hpc.rendezvous.channel import ITSELF, Channel, ChannelClosed, ControlServer, Part
+from liver_hpc.rendezvous.channel import ITSELF, Channel, ChannelClosed, Part
 from liver_hpc.rendezvous.conversation import Conversation, Line
+from liver_hpc.rendezvous.server import ControlServer
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
 
