@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from liver_hpc.clock import SystemClock
-from liver_hpc.config.schema import DeadlineSection, HandoffSection
+from liver_hpc.config.schema import DeadlineSection, HandoffSection, TrainSection
 from liver_hpc.handoff.session import Session, Target
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.memory import GRADIENT
@@ -311,9 +311,7 @@ class LateRun:
             handoff=self.handoff,
             limits=LIMITS,
             deadlines=LIMITS,
-            train=SimpleNamespace(
-                steps=1 << 30, seed=SEED, global_batch=1, verify_every_steps=None
-            ),
+            train=TrainSection(steps=1 << 30, seed=SEED, global_batch=1),
             eval=None,
             checkpoint=SimpleNamespace(every_steps=self.saves_every, cost=1.0),
             snapshots=SimpleNamespace(every_steps=None),

@@ -34,6 +34,7 @@ from liver_hpc.clock import Clock
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import DeadlineError
 from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.layout.ramp import batch_of
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.messages import ClassDigest
 from liver_hpc.recipes.specs import load_run_recipe
@@ -204,7 +205,7 @@ class BaselineWorker:
                     loss=result.loss,
                     grad_norm=result.grad_norm,
                     learning_rate=result.learning_rate,
-                    tokens=config.train.global_batch * world.recipe.tokens(),
+                    tokens=batch_of(config.train, self._step - 1) * world.recipe.tokens(),
                     started_s=started_s,
                     ended_s=ended_s,
                 )

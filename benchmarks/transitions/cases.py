@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.layout.batch import micro_batches
 from liver_hpc.layout.coordinates import SEQUENCE_PARALLEL, Layout
 
 WORKERS = 8
@@ -77,7 +76,7 @@ def changed_axes(source: Layout, target: Layout) -> list[str]:
 
 def is_uneven(config: RunConfig, layout: Layout) -> bool:
     """Whether some data-parallel ranks compute a micro-batch more than others."""
-    return micro_batches(config.train) % layout.dp != 0
+    return config.train.global_batch // config.train.micro_batch % layout.dp != 0
 
 
 def quick(families: Sequence[Family]) -> list[Family]:

@@ -21,6 +21,7 @@ from liver_hpc.errors import CheckpointError, ConfigError
 from liver_hpc.layout.batch import batch_fault
 from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.ramp import decay_steps
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.recipes.text_data import text_files
 from liver_hpc.tracking.base import missing_packages
@@ -199,9 +200,11 @@ def _check_budgets(config: RunConfig) -> Iterator[str]:
 
 def _check_schedule(config: RunConfig) -> Iterator[str]:
     schedule, optimizer = config.schedule, config.optimizer
-    decay = schedule.decay_steps or config.train.steps
+    decay = decay_steps(schedule, config.train)
     if schedule.warmup_steps >= decay:
         name = "train.steps" if schedule.decay_steps is None else "schedule.decay_steps"
+        if schedule.decay_steps is None and config.train.rampup is not None:
+            name += " in steps of train.global_batch samples"
         warmup = f"schedule.warmup_steps is {schedule.warmup_steps:g}"
         yield f"{warmup}, wanted less than {name}, {decay:g}"
     tail = schedule.wsd_decay_steps

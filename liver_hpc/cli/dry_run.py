@@ -22,12 +22,13 @@ from liver_hpc.cluster.slurm.script import (
 )
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.problems import key_text
-from liver_hpc.config.schema import NoticeSection, RunConfig
+from liver_hpc.config.schema import NoticeSection, RunConfig, TrainSection
 from liver_hpc.layout.budget import Budget, Change
 from liver_hpc.layout.candidates import workers_of_a_node
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.memory import fullest_worker, handoff_bytes
 from liver_hpc.layout.placement import first_rank_map, place
+from liver_hpc.layout.ramp import stretches
 from liver_hpc.layout.snapshots import SNAPSHOTS_HELD, largest_snapshot
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import Recipe
@@ -46,7 +47,7 @@ def describe_run(config: RunConfig, recipe: Recipe) -> str:
     """The resolved run file, bytes a worker holds in each layout and during a handoff, bytes that
     each scripted handoff moves, and on Slurm what would be submitted; without bytes where the
     model's spec cannot be derived here. The run must have passed its checks."""
-    parts = [dump_run(config).rstrip(), *_derived(recipe)]
+    parts = [dump_run(config).rstrip(), *_derived(recipe), *_ramp(config.train)]
     if recipe.knows_spec:
         facts = "".join(f"# {name}: {text}\n" for name, text in recipe.summary().items())
         parts += [
@@ -72,6 +73,19 @@ def _derived(recipe: Recipe) -> list[str]:
         for path, one in derived.items()
     ]
     return ["# values that follow from the model section", _table(rows)] if rows else []
+
+
+def _ramp(train: TrainSection) -> list[str]:
+    """The batches of a ramp-up, and at which steps they change."""
+    if train.rampup is None:
+        return []
+    rows = [
+        list(map(str, stretch)) for stretch in stretches(train) if stretch.first_step < train.steps
+    ]
+    return [
+        "# ramp-up: from which step on the global batch has how many samples",
+        _table([["from step", "samples before", "global batch"], *rows]),
+    ]
 
 
 def _short(value: object) -> str:

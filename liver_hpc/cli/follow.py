@@ -221,8 +221,8 @@ def _beside(left: RenderableType, right: str, min_width: int | None = None) -> R
 
 def _progress(status: StatusSnapshot) -> str:
     text = f"step {status.step} of {status.steps}"
-    if status.step_s is not None and status.state == "training":
-        text += f", {duration_text((status.steps - status.step) * status.step_s)} left"
+    if status.left_s is not None and status.state == "training":
+        text += f", {duration_text(status.left_s)} left"
     return text
 
 

@@ -79,7 +79,11 @@ class OptimizerSection(Section):
 class ScheduleSection(Section):
     """Learning rate as a function of the step alone (Megatron's OptimizerParamScheduler). Steps may
     be broken: jobs that count samples have such. WSD (warm-up, stable, decay) decays in the last
-    `wsd_decay_steps` of `decay_steps`, in `wsd_decay_style`."""
+    `wsd_decay_steps` of `decay_steps`, in `wsd_decay_style`.
+
+    The schedule counts samples, as Megatron's does: while `train.rampup` holds the batch smaller, a
+    step is less than one of these, which are of `train.global_batch` samples each.
+    """
 
     style: Literal["constant", "linear", "cosine", "WSD"] = "cosine"
     warmup_steps: Annotated[float, Field(ge=0)] = 0
@@ -128,8 +132,18 @@ class DataSection(Section):
         return self
 
 
+class RampupSection(Section):
+    """A global batch that grows, as with Megatron-LM's `--rampup-batch-size`: from `start` by
+    `increment` up to `train.global_batch`, in equal shares of the first `samples` samples."""
+
+    start: PositiveInt
+    increment: PositiveInt
+    samples: PositiveInt
+
+
 class TrainSection(Section):
-    """Length of the run and the batch; the global batch is the same for every layout.
+    """Length of the run and the batch; the global batch of a step is the same for every layout.
+    With `rampup` it grows to `global_batch` (`layout/ramp.py`), which validation has throughout.
 
     `overlap_grad_reduce` and `overlap_param_gather` are Megatron's. With the first, gradients are
     reduced in buckets of about `bucket_elements` while the backward computes.
@@ -142,6 +156,7 @@ class TrainSection(Section):
 
     steps: PositiveInt
     global_batch: PositiveInt
+    rampup: RampupSection | None = None
     micro_batch: PositiveInt = 1
     seed: NonNegativeInt = 1234
     overlap_grad_reduce: bool = False
@@ -154,6 +169,23 @@ class TrainSection(Section):
     def _overlap(self) -> TrainSection:
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError("overlap_param_gather wants overlap_grad_reduce too, as Megatron does")
+        return self
+
+    @model_validator(mode="after")
+    def _ramp(self) -> TrainSection:
+        ramp = self.rampup
+        if ramp is None:
+            return self
+        grows = self.global_batch - ramp.start
+        if grows <= 0:
+            raise ValueError(
+                f"rampup.start is {ramp.start}, wanted less than global_batch, {self.global_batch}"
+            )
+        if grows % ramp.increment:
+            raise ValueError(
+                f"rampup.increment is {ramp.increment}, which does not divide global_batch - "
+                f"rampup.start = {self.global_batch} - {ramp.start} = {grows}"
+            )
         return self
 
 

@@ -20,6 +20,7 @@ from liver_hpc.dashboard.page import Page
 from liver_hpc.dashboard.recorded import lanes, parts
 from liver_hpc.dashboard.standing import NodeLine, Span, Standing
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.ramp import steps_between
 from liver_hpc.protocol.status import HandoffStatus
 from liver_hpc.report.derive import run_figures
 from liver_hpc.report.store import RecordsFold
@@ -168,8 +169,10 @@ class Follower:
             yield "loss", f"{last.loss:.4f}"
             yield "tokens/s", number_text(last.tokens / took_s if took_s > 0 else math.nan)
             yield "seconds a step", number_text(took_s)
-            if standing.steps > last.step + 1 and not standing.ended:
-                yield "left", duration_text((standing.steps - last.step - 1) * took_s)
+            train = standing.train
+            if train is not None and train.steps > last.step + 1 and not standing.ended:
+                left = steps_between(train, last.step, train.steps) - 1
+                yield "left", duration_text(left * took_s)
         if records.evaluations:
             evaluation = records.evaluations[-1]
             yield "validation", f"{evaluation.loss:.4f} after {evaluation.step} steps"

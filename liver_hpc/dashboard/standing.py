@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from liver_hpc.config.schema import TrainSection
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.messages import WireRankMap
 from liver_hpc.run.entries import Entry
@@ -74,8 +75,8 @@ class Standing:
     """Takes one entry after the other.
 
     state: as `RunState` has it, or how the run, or a start of it, has ended; reason: why. steps:
-    how many are to be done, 0 where the run file could not be read. began_s: the run's first entry.
-    last_s: the newest.
+    how many are to be done, 0 where the run file could not be read; train: they and their batches.
+    began_s: the run's first entry. last_s: the newest.
     """
 
     def __init__(self) -> None:
@@ -83,6 +84,7 @@ class Standing:
         self.state: str = STARTING
         self.ended = False
         self.steps = 0
+        self.train: TrainSection | None = None
         self.began_s = self.last_s = 0.0
         self.worlds: deque[WorldSpan] = deque(maxlen=MOST_WORLDS)
         self.nodes: dict[str, NodeLine] = {}
@@ -131,7 +133,8 @@ class Standing:
         self.state, self.reason, self.ended = STARTING, "", False
         self.name, self.host = attributes.get("name", ""), attributes.get("host", "")
         self._awaited.clear()
-        self.steps = _steps(attributes.get("config", ""))
+        self.train = _train(attributes.get("config", ""))
+        self.steps = 0 if self.train is None else self.train.steps
 
     def _decided(self, action: Message, at_s: float) -> None:
         match action["type"]:
@@ -198,9 +201,13 @@ class Standing:
             line.end(at_s)
 
 
-def _steps(config: str) -> int:
-    """How many a resolved run file wants; 0 for what is none."""
+def _train(config: str) -> TrainSection | None:
+    """Steps and batches of a resolved run file, which another release may have written; None for
+    what is none."""
     try:
-        return int(yaml.safe_load(config)["train"]["steps"])
-    except (yaml.YAMLError, KeyError, TypeError, ValueError):
-        return 0
+        train = yaml.safe_load(config)["train"]
+        batch, ramp = train.get("global_batch", 1), train.get("rampup")
+        known = {"steps": train["steps"], "global_batch": batch, "rampup": ramp}
+        return TrainSection.model_validate(known)
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError):
+        return None

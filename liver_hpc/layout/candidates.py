@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from liver_hpc.config.schema import AUTO, LayoutSection, RunConfig, TrainSection
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.batch import batch_fault, micro_batches, most_micro_batches
+from liver_hpc.layout.batch import batch_fault, most_micro_batches
 from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.ramp import batches_of
 from liver_hpc.layout.tensors import ModelSpec
 
 NEAREST = 4
@@ -53,11 +54,12 @@ and back.
 """
 
 
-def step_terms(layout: Layout, train: TrainSection) -> StepTerms:
+def step_terms(layout: Layout, train: TrainSection, batch: int | None = None) -> StepTerms:
     """How a layout shares the work of one step; smaller is faster.
 
-    With M micro-batches a step in all, m of them in the pipeline that has most, and s = (m + (pp -
-    1) / vpp) / M, the share of the step's micro-batches that pass by until that one is done:
+    batch: samples of the step; None: `train.global_batch`, whose work is the unit of all batches.
+    With M micro-batches in that, m of the step's in the pipeline that has most, and s = (m + (pp -
+    1) / vpp) / M, the micro-batches that pass by until that one is done:
 
         compute = s / (tp pp cp)                a worker's share of the computing
         tensor  = s (tp - 1) / tp / (pp cp)     all-reduces of its layers: tp does not share them
@@ -68,8 +70,9 @@ def step_terms(layout: Layout, train: TrainSection) -> StepTerms:
         experts = s (ep - 1) / ep / (tp pp cp)  tokens to experts elsewhere, and back
     """
     tp, pp, cp, ep, r = layout.tp, layout.pp, layout.cp, layout.ep, layout.replicas
-    count = micro_batches(train)
-    s = (most_micro_batches(train, layout) + (pp - 1) / layout.vpp) / count
+    count = train.global_batch // train.micro_batch
+    of_step = count if batch is None else batch // train.micro_batch
+    s = (most_micro_batches(of_step, layout) + (pp - 1) / layout.vpp) / count
     return StepTerms(
         compute=s / (tp * pp * cp),
         tensor=s * (tp - 1) / tp / (pp * cp),
@@ -147,6 +150,7 @@ class Candidates:
         """Layouts that the run can take by worker count, those expected fastest first.
 
         Of each count the `KEPT` fastest; not all counts, see `WORTH`; and what notices ask for.
+        Each can share every batch of a ramp-up; how fast it is, the whole global batch says.
         """
         train, found = self.config.train, dict[int, list[Layout]]()
         wanted = self._wanted()
@@ -198,12 +202,14 @@ class Candidates:
         """All layouts without a fault, and what their fullest workers hold; what has nothing to do
         with dp is asked once for all dp."""
         train, most = self.config.train, self.config.workers.max
-        if train.global_batch % train.micro_batch:
+        batches = [stretch.batch for stretch in batches_of(train)]
+        if any(batch % train.micro_batch for batch in batches):
             return
         for tp, pp, ep in self._shapes():
             least = self._layout(tp, pp, ep, ep)
             if not self._fault_of_any_dp(least):
-                dps = np.arange(ep, min(most // (tp * pp), micro_batches(train)) + 1, ep)
+                fewest = min(batches) // train.micro_batch
+                dps = np.arange(ep, min(most // (tp * pp), fewest) + 1, ep)
                 for dp, held in zip(dps.tolist(), self._budget.fitting(least, dps).T, strict=True):
                     if held[0] < np.inf:
                         yield replace(least, dp=dp), held

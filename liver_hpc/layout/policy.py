@@ -13,6 +13,7 @@ from liver_hpc.config.schema import AUTO, RunConfig
 from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.candidates import PRIOR, StepTerms, step_terms
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.ramp import batch_of
 from liver_hpc.layout.tensors import ModelSpec
 
 REMEMBERED_STEPS = 16
@@ -39,6 +40,9 @@ class LayoutPolicy:
     while their ratios are held near `PRIOR` (`TRUST_IN_PRIOR`). With nothing measured they are
     `PRIOR`, with one layout measured `PRIOR` scaled to it.
 
+    During a ramp-up of the batch a time is that of its batch: another batch's is the last one that
+    was measured, in the proportion of their predictions.
+
     A layout that was never trained must be predicted better by more than `MARGIN` to come before
     a trained one, and by as much again if it leaves workers idle. Among equally good layouts the
     one with more workers comes first, then the one that comes first in the run file.
@@ -49,7 +53,8 @@ class LayoutPolicy:
     def __init__(self, config: RunConfig, spec: ModelSpec) -> None:
         self._auto = config.policy.layout == AUTO
         self._train = config.train
-        self._measured: dict[Layout, deque[float]] = {}
+        self._batch = batch_of(config.train, 0)
+        self._measured: dict[Layout, dict[int, deque[float]]] = {}  # by batch, the last one last
         self._weights: StepTerms | None = None  # to be fitted when they are wanted
         self._choices: dict[int, list[Layout]] = {}  # since the last measurement
         budget = Budget(config, spec)
@@ -61,13 +66,24 @@ class LayoutPolicy:
             if not budget.layout_fault(layout)
         )
 
-    def observe(self, layout: Layout, step_s: float) -> None:
-        """Learns from one undisturbed step of a warm world.
+    def at_step(self, step: int) -> None:
+        """From here on it is asked about global batch `step`, and those like it that follow."""
+        batch = batch_of(self._train, step)
+        if batch != self._batch:
+            self._batch = batch
+            self._choices.clear()
+
+    def observe(self, layout: Layout, step_s: float, batch: int | None = None) -> None:
+        """Learns from one undisturbed step of a warm world. batch: its samples; None: as many as
+        the steps have that it is asked about.
 
         Drops a time that cannot be, as when the clock was set back.
         """
         if step_s > 0 and math.isfinite(step_s):
-            self._measured.setdefault(layout, deque(maxlen=REMEMBERED_STEPS)).append(step_s)
+            batch, by_batch = batch or self._batch, self._measured.setdefault(layout, {})
+            times = by_batch.pop(batch, deque[float](maxlen=REMEMBERED_STEPS))
+            times.append(step_s)
+            by_batch[batch] = times
             self._weights = None
             self._choices.clear()
 
@@ -87,16 +103,25 @@ class LayoutPolicy:
         return list(self._choices[workers])
 
     def expected_step_s(self, layout: Layout) -> float:
-        """The median of the measured steps, or else the prediction.
+        """The median of the measured steps, or else the prediction; of the batch of `at_step`.
 
         It is in seconds once any layout was measured; before that it is relative to the computing
         of a step on one worker.
         """
-        if layout in self._measured:
-            return median(self._measured[layout])
+        if by_batch := self._measured.get(layout):
+            batch = self._batch if self._batch in by_batch else next(reversed(by_batch))
+            measured_s = median(by_batch[batch])
+            if batch == self._batch:
+                return measured_s
+            return (
+                measured_s * self._predicted(layout, self._batch) / self._predicted(layout, batch)
+            )
+        return self._predicted(layout, self._batch)
+
+    def _predicted(self, layout: Layout, batch: int) -> float:
         if self._weights is None:
             self._weights = self._fitted()
-        return step_terms(layout, self._train).cost(self._weights)
+        return step_terms(layout, self._train, batch).cost(self._weights)
 
     def not_worth(self, source: Layout, target: Layout, cost_s: float, lasting_s: float) -> str:
         """Why a change that nothing forces does not repay what it costs; empty when it does.
@@ -125,8 +150,12 @@ class LayoutPolicy:
         if not self._measured:
             return PRIOR
         prior = np.array(PRIOR)
-        measured_s = np.array([median(times) for times in self._measured.values()])
-        terms = np.array([step_terms(layout, self._train) for layout in self._measured])
+        measured = [
+            (step_terms(layout, self._train, batch), median(times))
+            for layout, by_batch in self._measured.items()
+            for batch, times in by_batch.items()
+        ]
+        terms, measured_s = (np.array(column) for column in zip(*measured, strict=True))
         scale = float(np.median(measured_s / (terms @ prior)))
         scaled = prior * scale
         # The unknowns are factors on the scaled prior: 1 where nothing speaks against it.

@@ -51,3 +51,4 @@ class StatusSnapshot(BaseModel):
     spares: tuple[int, ...] = ()  # booted, without a seat
     observed: int = 0  # what it would have done, how often; the newest is `would_have`
     would_have: str = ""
+    left_s: float | None = None  # of training, at the last step's speed

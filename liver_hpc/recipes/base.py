@@ -22,6 +22,7 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.consistency import contradictions
 from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.layout.ramp import samples_before
 from liver_hpc.layout.tensors import ModelSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -122,8 +123,14 @@ class Recipe(ABC):
 
     @abstractmethod
     def batch(self, step: int) -> Sequence[Any]:
-        """The `train.global_batch` samples of global batch `step`, as cheap handles such as
-        indices; a function of the step alone."""
+        """The samples of global batch `step`, as cheap handles such as indices; a function of the
+        step alone. `sample_numbers` says which and how many."""
+
+    def sample_numbers(self, step: int) -> range:
+        """The samples of global batch `step` by their numbers in the run, from 0:
+        `train.global_batch` of them, fewer during `train.rampup`."""
+        train = self.config.train
+        return range(samples_before(train, step), samples_before(train, step + 1))
 
     def fetch(self, samples: Sequence[Any], layout: Layout, at: Coordinate) -> Any:
         """What `loss` gets of a micro-batch's samples, on the worker that sits at `at`: reads them

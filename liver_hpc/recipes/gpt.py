@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.layout.ramp import samples_before
 from liver_hpc.layout.stages import stage_layers
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe, megatron_sizes
@@ -114,7 +115,7 @@ class GPT(Recipe):
             corpus=corpus,
             seq_length=self.options.seq_length,
             counts=(
-                train.steps * train.global_batch,
+                samples_before(train, train.steps),
                 0 if validation is None else times * validation.steps * train.global_batch,
             ),
             seed=data.seed,
@@ -122,13 +123,12 @@ class GPT(Recipe):
         )
 
     def batch(self, step: int) -> Sequence[Any]:
-        size = self.config.train.global_batch
-        return range(step * size, (step + 1) * size)
+        return self.sample_numbers(step)
 
     def validation_batch(self, number: int) -> Sequence[Any]:
         """Its samples are numbered behind those of training."""
         size = self.config.train.global_batch
-        first = (self.config.train.steps + number) * size
+        first = samples_before(self.config.train, self.config.train.steps) + number * size
         return range(first, first + size)
 
     # ---- model

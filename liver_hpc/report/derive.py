@@ -16,11 +16,11 @@ from liver_hpc.report.worlds import (
     ABORTED,
     COMPLETED,
     GenerationFigures,
+    StepTimes,
     finite_sum,
     known_sum,
     ratio,
     took_s,
-    useful_step_s,
     worlds_of,
 )
 from liver_hpc.run.records import (
@@ -150,10 +150,11 @@ class RunFigures:
 
 def run_figures(records: RunRecords) -> RunFigures:
     worlds = worlds_of(records)
-    useful_s = useful_step_s(records.steps, worlds)
-    attempts = _attempts(records, worlds)
+    times = StepTimes(records.steps, worlds)
+    attempts = _attempts(records, worlds, times)
     completed = [attempt for attempt in attempts if attempt.completed]
     done = {step.step: step for step in records.steps}
+    useful_s = {step.step: times.useful_s(step) for step in done.values()}
     tokens = sum(step.tokens for step in done.values())
     wall_s, evaluated_s = math.nan, dict[int, float]()
     if done:
@@ -161,8 +162,7 @@ def run_figures(records: RunRecords) -> RunFigures:
         wall_s = ended_s - min(step.started_s for step in records.steps)
         within = [each for each in records.evaluations if each.started_s < ended_s]
         evaluated_s = {each.step: took_s(each) for each in within}
-    progress_s = finite_sum(useful_s[step.generation] for step in done.values())
-    progress_s += finite_sum(evaluated_s.values())
+    progress_s = finite_sum(useful_s.values()) + finite_sum(evaluated_s.values())
     return RunFigures(
         generations=tuple(worlds.values()),
         reconfigurations=attempts,
@@ -194,7 +194,7 @@ def run_figures(records: RunRecords) -> RunFigures:
 
 
 def _attempts(
-    records: RunRecords, worlds: Mapping[int, GenerationFigures]
+    records: RunRecords, worlds: Mapping[int, GenerationFigures], times: StepTimes
 ) -> tuple[ReconfigurationFigures, ...]:
     begun_s = _begun_s(records.reconfigurations)
     beside = _steps_beside(records, begun_s)
@@ -205,10 +205,10 @@ def _attempts(
     found = []
     for record in records.reconfigurations:
         went_on = record.generation if record.outcome == COMPLETED else record.source_generation
-        median_s = worlds[went_on].median_step_s if went_on in worlds else math.nan
+        median_s = times.usual_s(went_on, record.step)
         lost_s = _lost_s(record, median_s, starts_s)
         disturbed = beside[record.generation]
-        slowdown_s = _slowdown_s(record, disturbed, worlds, records.evaluations)
+        slowdown_s = _slowdown_s(record, disturbed, times, records.evaluations)
         used = {went_on, *(step.generation for step in disturbed)} & worlds.keys()
         found.append(
             ReconfigurationFigures(
@@ -250,7 +250,7 @@ def _lost_s(record: ReconfigurationRecord, median_s: float, starts_s: Sequence[f
 def _slowdown_s(
     record: ReconfigurationRecord,
     disturbed: Sequence[StepRecord],
-    worlds: Mapping[int, GenerationFigures],
+    times: StepTimes,
     evaluations: Sequence[EvaluationRecord],
 ) -> float:
     """What the disturbed steps took beyond their worlds' medians, from the start of the first to
@@ -260,7 +260,7 @@ def _slowdown_s(
     0 then waited for at the boundary belongs to the steps before it; what it waited for after the
     target's first step is in the lost time already.
     """
-    slow_s = [took_s(step) - worlds[step.generation].median_step_s for step in disturbed]
+    slow_s = [took_s(step) - times.usual_s(step.generation, step.step) for step in disturbed]
     stopped_s, first_ended_s = record.source_last_step_ended_s, record.first_step_ended_s
     for step in disturbed:
         last = step.generation == record.source_generation and step.step == record.step - 1

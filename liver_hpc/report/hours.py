@@ -2,7 +2,7 @@
 
 One slot of a node that is held for an hour is a worker-hour; where workers have a GPU each, a
 GPU-hour. A worker has a seat from the first step of its world to the first step of the next one;
-what of that no step or evaluation is worth, each counted once at its world's median, is lost:
+what of that no step or evaluation is worth, each counted once at the median of its world, is lost:
 handoffs, recoveries, restarts, steps that were done again, and steps that were slow. A slot without
 a seat waits: it boots, stands by, or is idle.
 """
@@ -55,7 +55,7 @@ class _Seated(NamedTuple):
 
 
 def worker_hours(records: RunRecords, useful_s: Mapping[int, float]) -> WorkerHours:
-    """useful_s: what a step of each world is worth. What is held still, is until the last time
+    """useful_s: what each step is worth, by its number. What is held still, is until the last time
     that the records know."""
     by_node: dict[tuple[str, str], list[HoldingRecord]] = defaultdict(list)
     for holding in records.holdings:
@@ -113,7 +113,7 @@ def _seated(records: RunRecords, useful_s: Mapping[int, float]) -> Iterator[_Sea
         begun_s.setdefault(step.generation, step.started_s)
     worth_s: dict[int, float] = defaultdict(float)
     for step in {step.step: step for step in records.steps}.values():
-        worth_s[step.generation] += finite_sum([useful_s[step.generation]])
+        worth_s[step.generation] += finite_sum([useful_s[step.step]])
     for evaluation in {each.step: each for each in records.evaluations}.values():
         worth_s[evaluation.generation] += took_s(evaluation)
     order = [*begun_s.items(), (-1, max(_last_ends_s(records), default=0.0))]

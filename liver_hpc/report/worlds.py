@@ -42,18 +42,25 @@ def worlds_of(records: RunRecords) -> dict[int, GenerationFigures]:
         by_generation[step.generation].append(step)
     worlds, layouts = {}, _layouts(records.reconfigurations, records.recoveries)
     for generation, steps in sorted(by_generation.items()):
-        quiet_s = [took_s(step) for step in steps if step.phase == ""]
-        known_s = quiet_s or [took_s(step) for step in steps if step.phase != "first"]
-        median_s = statistics.median(known_s) if known_s else math.nan
+        quiet = [step for step in steps if step.phase == ""]
+        known = quiet or [step for step in steps if step.phase != "first"]
+        median_s = statistics.median(map(took_s, known)) if known else math.nan
         worlds[generation] = GenerationFigures(
             generation=generation,
             layout=layouts.get(generation, ""),
             steps=len(steps),
             median_step_s=median_s,
-            median_is_disturbed=not quiet_s,
-            tokens_per_s=ratio(statistics.median(s.tokens for s in steps), median_s),
+            median_is_disturbed=not quiet,
+            tokens_per_s=_tokens_per_s(known, median_s),
         )
     return worlds
+
+
+def _tokens_per_s(known: Sequence[StepRecord], median_s: float) -> float:
+    """Of steps that differ in their tokens, the median of their rates."""
+    if len({step.tokens for step in known}) > 1:
+        return statistics.median(ratio(step.tokens, took_s(step)) for step in known)
+    return ratio(known[0].tokens, median_s) if known else math.nan
 
 
 def took_s(step: StepRecord | EvaluationRecord) -> float:
@@ -79,20 +86,55 @@ def _layouts(
     return layouts
 
 
-def useful_step_s(
-    steps: Iterable[StepRecord], worlds: Mapping[int, GenerationFigures]
-) -> dict[int, float]:
-    """What a step of each world is worth: its median; where that has none, that of its layout's
-    other worlds."""
-    quiet_s: dict[str, list[float]] = defaultdict(list)
-    for step in steps:
-        if step.phase == "":
-            quiet_s[worlds[step.generation].layout].append(took_s(step))
-    useful_s = {generation: world.median_step_s for generation, world in worlds.items()}
-    for generation, world in worlds.items():
-        if world.median_is_disturbed and world.layout and quiet_s[world.layout]:
-            useful_s[generation] = statistics.median(quiet_s[world.layout])
-    return useful_s
+class StepTimes:
+    """What steps of each world usually take, by how many tokens they have: all have as many, but
+    while the global batch grows."""
+
+    def __init__(
+        self, steps: Iterable[StepRecord], worlds: Mapping[int, GenerationFigures]
+    ) -> None:
+        self._worlds = worlds
+        self._tokens: dict[int, int] = {}  # of each step, by its number
+        by_world: dict[int, _ByTokens] = defaultdict(lambda: defaultdict(list))
+        by_layout: dict[str, _ByTokens] = defaultdict(lambda: defaultdict(list))
+        for step in steps:
+            self._tokens[step.step] = step.tokens
+            world = worlds[step.generation]
+            if step.phase == "":
+                by_layout[world.layout][step.tokens].append(took_s(step))
+            if step.phase == "" or (world.median_is_disturbed and step.phase != "first"):
+                by_world[step.generation][step.tokens].append(took_s(step))
+        self._by_world = {generation: _medians(each) for generation, each in by_world.items()}
+        self._by_layout = {layout: _medians(each) for layout, each in by_layout.items()}
+
+    def usual_s(self, generation: int, step: int) -> float:
+        """Of global batch `step` in a world: the median of steps as large, else that of steps of
+        the size next to it, in proportion."""
+        return _scaled(self._by_world.get(generation, {}), self._tokens.get(step))
+
+    def useful_s(self, step: StepRecord) -> float:
+        """What a step is worth: the same; where its world has no undisturbed step, by the other
+        worlds of its layout."""
+        world = self._worlds[step.generation]
+        if world.median_is_disturbed and world.layout and world.layout in self._by_layout:
+            return _scaled(self._by_layout[world.layout], step.tokens)
+        return self.usual_s(step.generation, step.step)
+
+
+_ByTokens = dict[int, list[float]]
+
+
+def _medians(times: _ByTokens) -> dict[int, float]:
+    return {tokens: statistics.median(each) for tokens, each in times.items()}
+
+
+def _scaled(medians_s: Mapping[int, float], tokens: int | None) -> float:
+    """tokens: None where the step is not known, which is then as large as the largest."""
+    if not medians_s:
+        return math.nan
+    wanted = max(medians_s) if tokens is None else tokens
+    nearest = min(medians_s, key=lambda known: (abs(known - wanted), known))
+    return medians_s[nearest] * (1.0 if nearest == wanted else ratio(wanted, nearest))
 
 
 def finite_sum(values: Iterable[float]) -> float:

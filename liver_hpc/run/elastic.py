@@ -11,6 +11,7 @@ from liver_hpc.clock import Clock
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import RequestRefused
 from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.layout.ramp import batch_of
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import StepDone
@@ -262,6 +263,7 @@ class ElasticPolicy:
         `step` steps, and have no handoff in progress. catching_up: as `Decider` has it. Where none
         gets the workers off their nodes in time, returns that."""
         horizon_s = self._config.policy.horizon_s
+        self.estimates.policy.at_step(step)
         self.observer.burst_wanted(world, step)
         while self.handoffs.idle:
             now_s = self._clock.now_s()
@@ -370,14 +372,15 @@ class ElasticPolicy:
     def undisturbed(self, step: StepDone, world: WorldRef) -> None:
         """An undisturbed step shows how fast its layout is."""
         if step.generation == world.generation:
-            took_s = step.ended_s - step.started_s
-            self.estimates.policy.observe(world.rank_map.layout, took_s)
-            self.estimates.handoffs.observe_step(took_s)
+            took_s, batch = step.ended_s - step.started_s, batch_of(self._config.train, step.step)
+            self.estimates.policy.observe(world.rank_map.layout, took_s, batch)
+            self.estimates.handoffs.observe_step(took_s, batch)
 
     def disturbed(self, step: StepDone, world: WorldRef) -> None:
         """A step beside PREPARE shows what a handoff costs besides its pause."""
         if step.generation == world.generation:
-            self.estimates.handoffs.observe_slowed(step.ended_s - step.started_s)
+            took_s, batch = step.ended_s - step.started_s, batch_of(self._config.train, step.step)
+            self.estimates.handoffs.observe_slowed(took_s, batch)
 
     def handoff_ended(self, ended: Ended, source: WorldRef, record: ReconfigurationRecord) -> None:
         """How long handoffs take, and when, and whether, to try again."""

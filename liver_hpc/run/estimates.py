@@ -14,6 +14,7 @@ from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.memory import worker_bytes
 from liver_hpc.layout.plan import Handoff
+from liver_hpc.layout.ramp import batch_of
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec
 from liver_hpc.run.records import ReconfigurationRecord
 
@@ -134,7 +135,8 @@ class HandoffEstimator:
         self._budget = budget or Budget(config, spec)
         self._limits = config.deadlines
         self._spec = spec
-        self._steps_s = deque[float](maxlen=REMEMBERED_STEPS)
+        self._train = config.train
+        self._steps = deque[tuple[float, int]](maxlen=REMEMBERED_STEPS)  # times and samples
         self._boot_s = deque[float](maxlen=REMEMBERED_HANDOFFS)
         self._prepare_s = deque[float](maxlen=REMEMBERED_HANDOFFS)
         self._boundary_s = deque[float](maxlen=REMEMBERED_HANDOFFS)
@@ -152,9 +154,11 @@ class HandoffEstimator:
 
     # ---- learning
 
-    def observe_step(self, step_s: float) -> None:
-        """One undisturbed step of the world in force."""
-        _note(self._steps_s, step_s)
+    def observe_step(self, step_s: float, batch: int | None = None) -> None:
+        """One undisturbed step of the world in force. batch: its samples; None: as many as the
+        next step has."""
+        if step_s > 0 and math.isfinite(step_s):
+            self._steps.append((step_s, batch or self._next_batch))
 
     def observe_done(self, steps: int) -> None:
         """So many steps are done: an evaluation begins where one is due."""
@@ -168,9 +172,9 @@ class HandoffEstimator:
         self._evaluating, self._last_evaluation = False, (started_s, ended_s)
         _note(self._evaluations_s, ended_s - started_s)
 
-    def observe_slowed(self, step_s: float) -> None:
-        """One step beside PREPARE."""
-        self._slowed_s += max(0.0, step_s - self.usual_step_s())
+    def observe_slowed(self, step_s: float, batch: int | None = None) -> None:
+        """One step beside PREPARE; batch: as of `observe_step`."""
+        self._slowed_s += max(0.0, step_s - self.usual_step_s(batch))
 
     def observe_aborted(self) -> None:
         """The attempt that slowed steps down has come to nothing."""
@@ -199,7 +203,8 @@ class HandoffEstimator:
         moves_s = record.checkpointed_s if bounded else record.source_last_step_ended_s
         transfer_s = record.transfer_ended_s - moves_s
         first_s = record.committed_s - record.transfer_ended_s
-        _note(self._first_steps, first_s / self._step_s(source.layout, target.layout))
+        batch = batch_of(self._train, record.step)
+        _note(self._first_steps, first_s / self._step_s(source.layout, target.layout, batch))
         if transfer_s > 0:
             traffic = traffic_of(self._spec, source, target)
             num_bytes = traffic.all_bytes if bounded else traffic.parameter_bytes
@@ -291,13 +296,22 @@ class HandoffEstimator:
 
     # ---- steps
 
-    def _step_s(self, source: Layout, target: Layout) -> float:
-        """A step of the target's: the source's, with its work on fewer workers."""
-        return self.usual_step_s() * max(1.0, source.workers / target.workers)
+    @property
+    def _next_batch(self) -> int:
+        return batch_of(self._train, self._done)
 
-    def usual_step_s(self) -> float:
-        """An undisturbed step of these days, of whatever layout; assumed until there was one."""
-        return median(self._steps_s) if self._steps_s else ASSUMED_STEP_S
+    def _step_s(self, source: Layout, target: Layout, batch: int | None = None) -> float:
+        """A step of the target's: the source's, with its work on fewer workers."""
+        return self.usual_step_s(batch) * max(1.0, source.workers / target.workers)
+
+    def usual_step_s(self, batch: int | None = None) -> float:
+        """An undisturbed step of these days, of whatever layout; assumed until there was one.
+        batch: its samples, to which steps of other batches are scaled; None: as many as the next
+        step has."""
+        if not self._steps:
+            return ASSUMED_STEP_S
+        samples = batch or self._next_batch
+        return median(step_s * (samples / its_own) for step_s, its_own in self._steps)
 
 
 def _note(known: deque[float], value: float) -> None:

@@ -20,6 +20,7 @@ from liver_hpc.layout.budget import Budget, RehearsalBytes
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.placement import first_rank_map, place
 from liver_hpc.layout.policy import LayoutPolicy
+from liver_hpc.layout.ramp import steps_between
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Ended
@@ -425,6 +426,13 @@ class Lifecycle:
         worlds = (self.handoffs.committed_world, self.world)
         return next((w for w in worlds if w is not None and w.generation == generation), None)
 
+    def _left_s(self, took_s: float | None) -> float | None:
+        """How long training takes to the end, at the last step's speed; None before a step."""
+        last, train = self.recorder.last_step, self.config.train
+        if last is None or took_s is None:
+            return None
+        return took_s * (steps_between(train, last.step, train.steps) - 1)
+
     def snapshot(self, now_s: float, last_event: str, metrics_error: str) -> StatusSnapshot:
         """The run at one moment, for people; `last_event` is the newest note."""
         recorder, last = self.recorder, self.recorder.last_step
@@ -442,6 +450,7 @@ class Lifecycle:
             evaluated=evaluation.step if evaluation else 0,
             tokens_per_s=last.tokens / took_s if last and took_s else None,
             step_s=took_s,
+            left_s=self._left_s(took_s),
             generation=world.generation if world else 0,
             layout=str(world.rank_map.layout if world else self.first_layout),
             workers=world.rank_map.workers if world else (),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from liver_hpc.config.schema import NoticeSection, RunConfig
 from liver_hpc.errors import ConfigError, RequestRefused
 from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.layout.ramp import steps_between
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
 
 OPERATOR = "operator"
@@ -100,10 +101,12 @@ class RequestQueue:
         """The request whose turn it is."""
         return self.waiting[0] if self.waiting else None
 
-    def steps_left(self, step: int) -> int:
-        """After `step` steps: until the run file asks for something, or else to the run's end."""
-        until = self._notices[0].at_step if self._notices else self._config.train.steps
-        return until - step
+    def steps_left(self, step: int) -> float:
+        """After `step` steps: until the run file asks for something, or else to the run's end. In
+        steps of as many samples as the next one has."""
+        train = self._config.train
+        until = self._notices[0].at_step if self._notices else train.steps
+        return steps_between(train, step, until)
 
     # ---- requests from outside
 

@@ -83,7 +83,7 @@ def _derived(derivation: Derivation, config: RunConfig, layouts: list[Layout]) -
     from liver_hpc.checkpoint.torch_dist.reads import Source
 
     contents = read_contents(found[1])
-    contents.check_batch(config.train.global_batch)
+    contents.check_samples(config.train)
     if contents.by_buckets:
         layouts = [*layouts, contents.layout]
     spec = derivation.spec(layouts)

@@ -18,6 +18,7 @@ from liver_hpc.handoff.release import release
 from liver_hpc.handoff.session import HandoffAborted, Session, Target, WorldHalted
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.ramp import batch_of
 from liver_hpc.protocol import messages as m
 from liver_hpc.worker.holder import LeftWorld, WorldHolder
 from liver_hpc.world.context import FAILURES, WorkerContext
@@ -272,7 +273,7 @@ class Trainer(WorldHolder):
                 loss=result.loss,
                 grad_norm=result.grad_norm,
                 learning_rate=result.learning_rate,
-                tokens=context.config.train.global_batch * context.recipe.tokens(),
+                tokens=batch_of(context.config.train, self.step - 1) * context.recipe.tokens(),
                 started_s=started_s,
                 ended_s=ended_s,
                 metrics=dict(result.metrics),

@@ -9,6 +9,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from liver_hpc.layout.ramp import decay_steps
 from liver_hpc.layout.tensors import MAIN, MOMENTS
 from liver_hpc.recipes.base import Recipe
 
@@ -67,7 +68,7 @@ def build_scheduler(recipe: Recipe, chained: Any) -> OptimizerParamScheduler:
         max_lr=options.lr,
         min_lr=options.min_lr,
         lr_warmup_steps=schedule.warmup_steps,
-        lr_decay_steps=schedule.decay_steps or recipe.config.train.steps,
+        lr_decay_steps=decay_steps(schedule, recipe.config.train),
         lr_decay_style=schedule.style,
         wsd_decay_steps=schedule.wsd_decay_steps,
         lr_wsd_decay_style=schedule.wsd_decay_style,

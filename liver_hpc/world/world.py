@@ -23,9 +23,10 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 
-from liver_hpc.errors import PlanError, TransferError
+from liver_hpc.errors import ConfigError, PlanError, TransferError
 from liver_hpc.layout.batch import share_of
 from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.ramp import samples_before, schedule_steps
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.world import (
@@ -305,17 +306,17 @@ class World:
         self.optimizer.zero_grad()
         if most is None:
             return self._compute(self._of_step(step))
-        return self._compute(self._micro_batches(self.recipe.batch(step), step)[:most])
+        return self._compute(self._micro_batches_of(step)[:most])
 
     def _of_step(self, step: int) -> list[MicroBatch]:
         """What it computes here; it and what the next step does begin to be read."""
         known, found = self._next
         if known != step:
-            found = self._micro_batches(self.recipe.batch(step), step)
+            found = self._micro_batches_of(step)
             self._ahead.want(found)
         following = step + 1
         if following < self.recipe.config.train.steps:
-            self._next = following, self._micro_batches(self.recipe.batch(following), following)
+            self._next = following, self._micro_batches_of(following)
             self._ahead.want(self._next[1])
         return found
 
@@ -327,7 +328,8 @@ class World:
         with undisturbed(self.chunks):
             for number in numbers:
                 batch = self.recipe.validation_batch(number)
-                found = self._compute(self._micro_batches(batch, number), forward_only=True)
+                first = number * self.recipe.config.train.global_batch
+                found = self._compute(self._micro_batches(batch, first), forward_only=True)
                 loss_sum, weight = loss_sum + found.loss_sum, weight + found.weight
         loss_sum, weight = self._summed(loss_sum, weight)
         return loss_sum / weight
@@ -385,11 +387,23 @@ class World:
 
         return output, weighted
 
-    def _micro_batches(self, batch: Sequence[Any], number: int) -> list[MicroBatch]:
-        """This rank's part of a global batch, the run's `number`th (layout/batch.py)."""
-        train, layout = self.recipe.config.train, self.rank_map.layout
-        size = train.micro_batch
-        share = share_of(train, layout, layout.dp_rank(self.at))
+    def _micro_batches_of(self, step: int) -> list[MicroBatch]:
+        """This rank's part of global batch `step`. Raises ConfigError where the recipe gives more
+        samples than that has, or fewer."""
+        recipe = self.recipe
+        batch, numbers = recipe.batch(step), recipe.sample_numbers(step)
+        if len(batch) != len(numbers):
+            raise ConfigError(
+                f"recipe {type(recipe).__name__}: batch({step}) gives {len(batch)} samples, the "
+                f"global batch of that step has {len(numbers)} (`Recipe.sample_numbers`)"
+            )
+        return self._micro_batches(batch, numbers.start)
+
+    def _micro_batches(self, batch: Sequence[Any], first_sample: int) -> list[MicroBatch]:
+        """This rank's part of a global batch (layout/batch.py), whose first sample has that number
+        in the run."""
+        layout, size = self.rank_map.layout, self.recipe.config.train.micro_batch
+        share = share_of(len(batch) // size, layout, layout.dp_rank(self.at))
         found = []
         for place in range(share.computed):
             padding = place >= len(share.numbers)
@@ -398,7 +412,7 @@ class World:
             found.append(
                 MicroBatch(
                     batch[first : first + size],
-                    number * train.global_batch + first,
+                    first_sample + first,
                     weight,
                     padding,
                     aux_scale=weight * layout.cp / share.computed,
@@ -408,7 +422,7 @@ class World:
 
     def update(self, step: int) -> tuple[float, float]:
         """The optimizer's step `step`; returns (gradient norm, learning rate). Collective."""
-        self._scheduler.num_steps = step
+        self._scheduler.num_steps = schedule_steps(self.recipe.config.train, step)
         self._scheduler.step(0)
         _, grad_norm, _ = self.optimizer.step()
         # Where nothing is trained, no parameter group has it.
@@ -492,7 +506,7 @@ class World:
             raise PlanError(f"Adam's step counters differ: {sorted(counts)}")
         return ScalarState(
             step=step,
-            consumed_samples=step * self.recipe.config.train.global_batch,
+            consumed_samples=samples_before(self.recipe.config.train, step),
             optimizer_step=counts.pop() if counts else step,
             loss_scale=float(self.optimizer.get_loss_scale().item()),
             seed=self.recipe.config.train.seed,

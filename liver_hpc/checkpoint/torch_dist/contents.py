@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from liver_hpc.checkpoint.torch_dist.files import Reader, Table, read_common, read_table
-from liver_hpc.config.schema import RunConfig
+from liver_hpc.config.schema import RunConfig, TrainSection
 from liver_hpc.errors import CheckpointError, ConfigError
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.ramp import samples_before
 from liver_hpc.protocol.messages import ScalarState
 
 MODEL_SPACE = "fully_reshardable"
@@ -60,12 +61,12 @@ class Contents:
         """The content metadata without the groups of the job that saved it."""
         return {key: value for key, value in self.content.items() if not key.endswith("_group")}
 
-    def scalars(self, like: ScalarState, batch: int) -> ScalarState:
-        """The state that is in no tensor. like: that of the run's world; batch: its samples a step.
+    def scalars(self, like: ScalarState, train: TrainSection) -> ScalarState:
+        """The state that is in no tensor. like: that of the run's world; train: the run's.
 
-        Raises as `check_batch`.
+        Raises as `check_samples`.
         """
-        self.check_batch(batch)
+        self.check_samples(train)
         return like.model_copy(
             update={
                 "step": self.step,
@@ -74,13 +75,17 @@ class Contents:
             }
         )
 
-    def check_batch(self, batch: int) -> None:
+    def check_samples(self, train: TrainSection) -> None:
         """Raises CheckpointError where the job had come to other samples in as many steps."""
-        if batch * self.step != self.consumed_samples:
+        samples = samples_before(train, self.step)
+        if samples != self.consumed_samples:
+            batch = f"train.global_batch of {train.global_batch}"
+            if train.rampup is not None:
+                batch = f"train.rampup to {train.global_batch}"
             raise CheckpointError(
-                f"{self.path} is of step {self.step}, for which the run's train.global_batch of "
-                f"{batch} takes {batch * self.step} samples; it has consumed "
-                f"{self.consumed_samples}: a run keeps the batch of the job that it goes on with"
+                f"{self.path} is of step {self.step}, for which the run's {batch} takes {samples} "
+                f"samples; it has consumed {self.consumed_samples}: a run keeps the batch of the "
+                "job that it goes on with"
             )
 
 
@@ -225,18 +230,19 @@ def _counters(scalars: ScalarState) -> dict[str, Any]:
 
 def _schedule(config: RunConfig, scalars: ScalarState) -> dict[str, Any]:
     """OptimizerParamScheduler's state: it counts samples."""
-    batch, schedule, options = config.train.global_batch, config.schedule, config.optimizer
+    train, schedule, options = config.train, config.schedule, config.optimizer
+    batch, whole = train.global_batch, samples_before(train, train.steps)
     return {
         "max_lr": options.lr,
         "min_lr": options.min_lr,
         "lr_warmup_steps": schedule.warmup_steps * batch,
-        "lr_decay_steps": (schedule.decay_steps or config.train.steps) * batch,
+        "lr_decay_steps": whole if schedule.decay_steps is None else schedule.decay_steps * batch,
         "lr_decay_style": schedule.style,
         "num_steps": scalars.consumed_samples,
         "start_wd": options.weight_decay,
         "end_wd": options.weight_decay,
         "wd_incr_style": "constant",
-        "wd_incr_steps": config.train.steps * batch,
+        "wd_incr_steps": whole,
     }
 
 

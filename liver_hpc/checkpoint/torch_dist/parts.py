@@ -172,7 +172,7 @@ def read(world: World, path: Path) -> ScalarState:
     contents = read_contents(path)
     pieces = stored_by(world, contents.known_content).tensors
     read_tensors(world.state, contents, pieces)
-    return contents.scalars(world.scalar_state(0), world.recipe.config.train.global_batch)
+    return contents.scalars(world.scalar_state(0), world.recipe.config.train)
 
 
 def read_tensors(state: WorldState, contents: Contents, pieces: Pieces) -> None:

@@ -33,6 +33,7 @@ def status(**changes: Any) -> StatusSnapshot:
         "grad_norm": 0.8311,
         "tokens_per_s": 4812.4,
         "step_s": 0.2512,
+        "left_s": 78 * 0.2512,
         "generation": 3,
         "layout": "tp2 pp1 dp2",
         "workers": (0, 1, 4, 5),

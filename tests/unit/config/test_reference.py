@@ -23,6 +23,7 @@ from liver_hpc.config.schema import (
     LayoutSection,
     NoticeSection,
     OpenMetricsSection,
+    RampupSection,
     RunConfig,
     TensorBoardSection,
     WandbSection,
@@ -36,6 +37,7 @@ LISTED = {"layouts", "notices", "cluster.slurm.components"}
 """Sections whose entries are compared on their own."""
 OPTIONAL = {
     "data": DataSection,
+    "train.rampup": RampupSection,
     "eval": EvalSection,
     "cluster.slurm.burst": BurstSection,
     "cluster.slurm.container": ContainerSection,

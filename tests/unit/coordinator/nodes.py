@@ -31,7 +31,7 @@ class FixedEstimates:
     def observe(self, record: ReconfigurationRecord, source: RankMap, target: RankMap) -> None:
         pass
 
-    def observe_step(self, step_s: float) -> None:
+    def observe_step(self, step_s: float, batch: int) -> None:
         pass
 
     def observe_done(self, steps: int) -> None:
@@ -46,7 +46,7 @@ class FixedEstimates:
     def estimate_s(self, source: RankMap, target: RankMap, joiners: int) -> float:
         return 9.0 if joiners else 2.0
 
-    def observe_slowed(self, step_s: float) -> None:
+    def observe_slowed(self, step_s: float, batch: int) -> None:
         pass
 
     def observe_aborted(self) -> None:

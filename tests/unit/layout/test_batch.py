@@ -10,10 +10,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from liver_hpc.config.schema import TrainSection
-from liver_hpc.layout.batch import batch_fault, micro_batches, most_micro_batches, share_of
+from liver_hpc.layout.batch import batch_fault, most_micro_batches, share_of
 from liver_hpc.layout.coordinates import Layout
 
 AXES = st.integers(1, 6)
+
+
+def micro_batches(train: TrainSection) -> int:
+    return train.global_batch // train.micro_batch
 
 
 @st.composite
@@ -33,10 +37,12 @@ def test_every_micro_batch_is_computed_once_and_they_count_alike(
 ) -> None:
     train, layout = case
     assert batch_fault(train, layout) == ""
-    shares = [share_of(train, layout, rank) for rank in range(layout.dp)]
+    shares = [share_of(micro_batches(train), layout, rank) for rank in range(layout.dp)]
     computed = sorted(itertools.chain(*(share.numbers for share in shares)))
     assert computed == list(range(micro_batches(train)))
-    assert most_micro_batches(train, layout) == max(share.computed for share in shares)
+    assert most_micro_batches(micro_batches(train), layout) == max(
+        share.computed for share in shares
+    )
     for share in shares:
         # Megatron divides by what the rank computes, and by dp.
         counts = share.weight / share.computed / layout.dp
@@ -53,7 +59,7 @@ def test_ranks_that_share_experts_compute_equally_many(case: tuple[TrainSection,
     train, layout = case
     computed: dict[int, set[int]] = defaultdict(set)
     for at in layout.coordinates():
-        share = share_of(train, layout, layout.dp_rank(at))
+        share = share_of(micro_batches(train), layout, layout.dp_rank(at))
         computed[at.replica // layout.ep].add(share.computed)
     assert all(len(counts) == 1 for counts in computed.values())
 
@@ -64,7 +70,9 @@ def test_nothing_is_added_where_no_experts_are_shared_or_dp_divides_the_batch(
 ) -> None:
     train, layout = case
     assume(layout.cp % layout.ep == 0 or micro_batches(train) % layout.dp == 0)
-    assert all(share_of(train, layout, rank).padding == 0 for rank in range(layout.dp))
+    assert all(
+        share_of(micro_batches(train), layout, rank).padding == 0 for rank in range(layout.dp)
+    )
 
 
 @pytest.mark.parametrize(

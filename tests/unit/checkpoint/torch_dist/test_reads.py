@@ -11,9 +11,11 @@ from liver_hpc.checkpoint.torch_dist.contents import CONTENT, Contents
 from liver_hpc.checkpoint.torch_dist.files import Place, Table, Tensor
 from liver_hpc.checkpoint.torch_dist.places import elements
 from liver_hpc.checkpoint.torch_dist.reads import Source
+from liver_hpc.config.schema import RampupSection, TrainSection
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.tensors import ModelSpec, TensorSpec
+from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.world.sharded import Sharded
 
 ROWS, COLS = 12, 4
@@ -24,7 +26,7 @@ PIECES = {
 HERE, AT = Layout(1, 1, 1), Coordinate(0, 0, 0)
 
 
-def contents(rows: int, dtype: str = "float32") -> Contents:
+def contents(rows: int, dtype: str = "float32", samples: int = 40) -> Contents:
     """A checkpoint with so many words, in two chunks, whose optimizer's state is in model space."""
     half = rows // 2
     tensors = {}
@@ -35,7 +37,7 @@ def contents(rows: int, dtype: str = "float32") -> Contents:
             (((at, half), (0, COLS)), Place(f"__{number}_0.distcp", at, 1)) for at in (0, half)
         )
         tensors[f"{prefix}w"] = Tensor((rows, COLS), dtype, chunks)
-    return Contents(Path("saved"), Table(tensors, {}), CONTENT, 5, 40, 5, HERE)
+    return Contents(Path("saved"), Table(tensors, {}), CONTENT, 5, samples, 5, HERE)
 
 
 @pytest.mark.parametrize(("rows", "zeros"), [(8, 4), (12, 0), (16, 0)])
@@ -72,8 +74,19 @@ def test_what_is_lacking_is_named() -> None:
 
 
 def test_a_batch_with_other_samples_is_refused() -> None:
-    contents(12).check_batch(8)
+    contents(12).check_samples(TrainSection(steps=10, global_batch=8))
     with pytest.raises(
         CheckpointError, match="global_batch of 4 takes 20 samples; it has consumed 40"
     ):
-        contents(12).check_batch(4)
+        contents(12).check_samples(TrainSection(steps=10, global_batch=4))
+
+
+def test_the_samples_of_a_ramp_up_are_counted() -> None:
+    """Of step 5: 4 4 8 12 16."""
+    ramp = RampupSection(start=4, increment=4, samples=24)
+    train = TrainSection(steps=10, global_batch=16, rampup=ramp)
+    contents(12, samples=44).check_samples(train)
+    like = ScalarState(step=0, consumed_samples=0, optimizer_step=0, loss_scale=1.0, seed=1)
+    assert contents(12, samples=44).scalars(like, train).consumed_samples == 44
+    with pytest.raises(CheckpointError, match=r"train.rampup to 16 takes 44 samples; .* 48"):
+        contents(12, samples=48).check_samples(train)
