@@ -56,6 +56,14 @@ def step_of(train: TrainSection, sample: int) -> int:
     return stretch.first_step + (sample - stretch.first_sample) // stretch.batch
 
 
+def first_step_after(train: TrainSection) -> int:
+    """The first step that begins after more samples than the ramp-up has; 0 without one. It has the
+    whole batch; one that begins after just as many may have it already."""
+    if train.rampup is None:
+        return 0
+    return step_of(train, train.rampup.samples) + 1
+
+
 def batches_of(train: TrainSection) -> tuple[Stretch, ...]:
     """The stretches that a run of `train.steps` comes to, and the last one, whose batch validation
     has whatever training has."""

@@ -13,6 +13,7 @@ from liver_hpc.recipes.megatron_lm.judgement import judged, notes_of, refused_wo
 from liver_hpc.recipes.megatron_lm.owned import (
     LISTS,
     NUMBERS,
+    RAMP,
     SWITCHES,
     Owned,
     derived_values,
@@ -20,6 +21,7 @@ from liver_hpc.recipes.megatron_lm.owned import (
     problems_of,
     schedule_in_samples,
     shares,
+    steps_of,
 )
 
 __all__ = ["agreement", "derived_from", "judged", "notes_of", "scheduled", "without_layout"]
@@ -51,7 +53,7 @@ def agreement(words: Sequence[str], parsed: Mapping[str, Any]) -> list[str]:
     """What Megatron's parser has otherwise than the run file has it from the words: a script may
     have defaults of its own. parsed: its namespace, before or after `validate_args`."""
     job, problems = Owned.of(words), []
-    for name in (*NUMBERS, *SWITCHES, *LISTS):
+    for name in (*NUMBERS, *SWITCHES, *LISTS, RAMP):
         if name not in parsed or _same(job, name, parsed[name]):
             continue
         value = parsed[name]
@@ -67,7 +69,10 @@ def _same(job: Owned, name: str, value: Any) -> bool:
     if name == "split":
         return shares(job) == shares(Owned({"split": value}, {}))
     if name == "train_iters" and job["train_samples"]:  # which Megatron counts in steps later
-        return value in (None, job["train_samples"] // job["global_batch_size"])
+        steps = steps_of(job["train_samples"], job["global_batch_size"], job[RAMP])
+        return value in (None, steps)
+    if name == RAMP and value is not None:  # of numbers, where a script has it as a default
+        value = [*map(str, value)]
     if name == "eval_interval" and not job["eval_iters"]:  # which says how often nothing is done
         return True
     return bool(job[name] == value) or (not job[name] and not value)

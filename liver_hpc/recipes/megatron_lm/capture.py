@@ -25,11 +25,14 @@ import torch
 from megatron.core import num_microbatches_calculator, rerun_state_machine
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
+from liver_hpc.config.schema import TrainSection
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.layout.ramp import batch_of, step_of
 from liver_hpc.recipes.megatron_lm import checkout
 from liver_hpc.recipes.megatron_lm.arguments import agreement, judged, without_layout
 from liver_hpc.recipes.megatron_lm.options import ScriptOptions
+from liver_hpc.recipes.megatron_lm.owned import ramp_of, steps_of
 from liver_hpc.recipes.megatron_lm.words import number_of
 from liver_hpc.world import cpu_shim, module_globals, thread
 
@@ -194,7 +197,8 @@ class Script:
         if not args.eval_iters and not args.eval_interval:
             args.eval_interval = args.train_iters  # which it divides by all the same
         if args.train_samples:  # which pretrain would do next
-            args.train_iters = args.train_samples // args.global_batch_size
+            size, ramp = args.global_batch_size, args.rampup_batch_size
+            args.train_iters = steps_of(args.train_samples, size, ramp)
         unknown = [
             name
             for name in ("process_non_loss_data_func", "non_loss_data_func")
@@ -372,26 +376,29 @@ class _NoReruns(RerunStateMachine):  # type: ignore[misc]
 
 
 class _MicroBatches:
-    """Megatron's calculator of a batch size that does not change: how many micro-batches the
-    data-parallel rank with the most of them has."""
+    """Megatron's calculator of the batch size: how many micro-batches of a step the data-parallel
+    rank with the most of them has."""
 
     def __init__(self, args: Any, dp: int) -> None:
-        self._global_batch, self._micro_batch = args.global_batch_size, args.micro_batch_size
-        self.num_micro_batches = self.num_microbatches = -(
-            -self._global_batch // (self._micro_batch * dp)
-        )
-        self.current_global_batch_size = self._global_batch
+        batch, self._micro_batch, self._dp = args.global_batch_size, args.micro_batch_size, dp
+        ramp = ramp_of(args.rampup_batch_size)
+        self._train = TrainSection(steps=1, global_batch=batch, rampup=ramp)
+        self.update(0)
 
     def get(self) -> int:
         return int(self.num_micro_batches)
 
     def get_current_global_batch_size(self) -> int:
-        return int(self._global_batch)
+        return int(self.current_global_batch_size)
 
     get_current_running_global_batch_size = get_current_global_batch_size
 
     def get_micro_batch_size(self) -> int:
         return int(self._micro_batch)
 
-    def update(self, *_args: Any, **_options: Any) -> None:
-        """The batch size does not change."""
+    def update(self, consumed_samples: int, *_args: Any, **_options: Any) -> None:
+        """To the step that begins after so many samples."""
+        self.current_global_batch_size = batch = batch_of(
+            self._train, step_of(self._train, consumed_samples)
+        )
+        self.num_micro_batches = self.num_microbatches = -(-batch // (self._micro_batch * self._dp))

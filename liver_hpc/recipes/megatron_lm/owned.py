@@ -13,7 +13,9 @@ from typing import Any, NoReturn
 from liver_hpc.config.completion import Derived
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
 from liver_hpc.config.problems import KeyPath
+from liver_hpc.config.schema import RampupSection, TrainSection
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.ramp import first_step_after, samples_before, stretches
 from liver_hpc.recipes.megatron_lm.words import options_of
 
 NUMBERS: Mapping[str, tuple[Callable[[str], Any], Any]] = {
@@ -56,6 +58,8 @@ SWITCHES = (
     "exit_on_missing_checkpoint",
 )
 LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+RAMP = "rampup_batch_size"
+"""Three words: the batch to begin with, by how much it grows, and in how many samples."""
 SPLIT = "969, 30, 1"
 """What `validate_args` puts where --data-path has no --split."""
 
@@ -77,7 +81,8 @@ _OPTION_OF: Mapping[KeyPath, str] = {
 """Keys that are one option's value as it stands."""
 
 KEYS: Mapping[KeyPath, tuple[str, ...]] = {
-    ("train", "steps"): ("train_iters", "train_samples", "global_batch_size"),
+    ("train", "steps"): ("train_iters", "train_samples", "global_batch_size", RAMP),
+    ("train", "rampup"): (RAMP,),
     **{key: (name,) for key, name in _OPTION_OF.items()},
     ("train", "bucket_elements"): ("ddp_bucket_size",),
     ("schedule", "decay_steps"): ("lr_decay_iters", "lr_decay_samples", "train_iters"),
@@ -124,7 +129,7 @@ class Owned:
             parser.add_argument(flag(name), *also, dest=name, type=kind, default=default)
         for name in SWITCHES:
             parser.add_argument(flag(name), action="store_true")
-        for name in LISTS:
+        for name in (*LISTS, RAMP):
             parser.add_argument(flag(name), nargs="*")
         values = vars(parser.parse_known_args(list(words))[0])
         said = {
@@ -148,7 +153,7 @@ def flag(name: str) -> str:
 
 def problems_of(job: Owned) -> list[str]:
     """What is missing, or not meant together, as Megatron asserts it."""
-    return [*_missing(job), *_contradictory(job)]
+    return [*_missing(job), *_contradictory(job), *_ramp_problems(job)]
 
 
 def _missing(job: Owned) -> Iterator[str]:
@@ -187,6 +192,55 @@ def _contradictory(job: Owned) -> Iterator[str]:
         yield f"--min-lr {job['min_lr']:g} is more than --lr {job['lr']:g}"
 
 
+def _ramp_problems(job: Owned) -> Iterator[str]:
+    if job[RAMP] is None:
+        return
+    told, whole = f"{flag(RAMP)} {' '.join(job[RAMP])}", job["global_batch_size"]
+    if job["train_samples"] is None:
+        yield f"{flag(RAMP)} wants --train-samples, as Megatron does"
+    try:
+        start, increment, samples = (int(word) for word in job[RAMP])
+    except ValueError:
+        yield f"{told}: wanted three whole numbers, START INCREMENT SAMPLES"
+        return
+    if min(start, increment, samples) <= 0:
+        yield f"{told}: wanted numbers more than 0"
+    elif whole is not None and (start >= whole or (whole - start) % increment):
+        yield (
+            f"{told}: wanted an increment that leads from START to more, to --global-batch-size "
+            f"{whole}"
+        )
+    elif whole is not None and job["train_samples"] is not None:
+        after = first_step_after(_ramped(job))
+        end = samples_before(_ramped(job), after)
+        if job["train_samples"] < end:
+            yield (
+                f"{told}: wanted --train-samples of at least {end}, where the ramp-up ends; it is "
+                f"{job['train_samples']}"
+            )
+
+
+def ramp_of(words: Sequence[str] | None) -> RampupSection | None:
+    """What --rampup-batch-size says that has no problem."""
+    if words is None:
+        return None
+    start, increment, samples = (int(word) for word in words)
+    return RampupSection(start=start, increment=increment, samples=samples)
+
+
+def steps_of(train_samples: int, global_batch: int, ramp: Sequence[str] | None) -> int:
+    """How many steps a job has that counts samples: as many as are whole (`update_train_iters`).
+    ramp: the words of --rampup-batch-size, which ends before the job does."""
+    train = TrainSection(steps=1, global_batch=global_batch, rampup=ramp_of(ramp))
+    last = stretches(train)[-1]
+    return last.first_step + (train_samples - last.first_sample) // global_batch
+
+
+def _ramped(job: Owned) -> TrainSection:
+    batch = job["global_batch_size"]
+    return TrainSection(steps=1, global_batch=batch, rampup=ramp_of(job[RAMP]))
+
+
 def loadable(job: Owned) -> bool:
     """Whether --load has a checkpoint; where it has none Megatron begins with initial values."""
     return job["load"] is not None and (Path(job["load"]) / TRACKER_FILE).is_file()
@@ -214,16 +268,21 @@ _Values = Iterator[tuple[KeyPath, Any, str]]
 def _length(job: Owned) -> _Values:
     steps, names = job["train_iters"], ["train_iters"]
     if steps is None:
-        steps = job["train_samples"] // job["global_batch_size"]
-        names = ["train_samples", "global_batch_size"]
+        steps = steps_of(job["train_samples"], job["global_batch_size"], job[RAMP])
+        names = ["train_samples", "global_batch_size", RAMP]
     yield ("train", "steps"), steps, job.source(*names)
+    ramp = ramp_of(job[RAMP])
+    if ramp is None:
+        yield ("train", "rampup"), None, f"no {flag(RAMP)}"
+    else:
+        yield ("train", "rampup"), ramp.model_dump(), job.source(RAMP)
     if job["ddp_bucket_size"] is not None:
         yield ("train", "bucket_elements"), job["ddp_bucket_size"], job.source("ddp_bucket_size")
 
 
 def schedule_in_samples(job: Owned) -> dict[str, float]:
-    """What Megatron's scheduler counts in, under the names in its state: a step is a global batch
-    of samples."""
+    """What Megatron's scheduler counts in, under the names in its state: a step is a whole global
+    batch of samples, also while the batch of a step is smaller."""
     unit, scale = _unit(job)
     length, decay = job[f"train_{unit}"] * scale, job[f"lr_decay_{unit}"]
     decay = length if decay is None else decay * scale

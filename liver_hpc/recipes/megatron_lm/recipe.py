@@ -13,6 +13,7 @@ from liver_hpc.config.problems import KeyPath
 from liver_hpc.config.schema import AUTO, RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.layout.ramp import samples_before, step_of
 from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe
 from liver_hpc.recipes.megatron_lm import checkout
 from liver_hpc.recipes.megatron_lm.arguments import derived_from, notes_of, scheduled
@@ -129,11 +130,11 @@ class Pretrain(Recipe):
 
     def batch(self, step: int) -> Sequence[Any]:
         """In the order of Megatron's sampler of one epoch."""
-        size = self.config.train.global_batch
-        return [Sample(False, number) for number in range(step * size, (step + 1) * size)]
+        return [Sample(False, number) for number in self.sample_numbers(step)]
 
     def validation_batch(self, number: int) -> Sequence[Any]:
-        return [sample._replace(of_validation=True) for sample in self.batch(number)]
+        size = self.config.train.global_batch
+        return [Sample(True, one) for one in range(number * size, (number + 1) * size)]
 
     def fetch(self, samples: Sequence[Any], layout: Layout, at: Coordinate) -> Any:
         """Of the first tensor-parallel rank at either end of the pipeline, which Megatron's scripts
@@ -162,10 +163,11 @@ class Pretrain(Recipe):
         args = copy.copy(self.script.arguments_of(thread.here.groups))
         evaluated = 0 if evaluation is None else step // evaluation.every_steps * evaluation.steps
         args.consumed_valid_samples = evaluated * train.global_batch
-        operations = self.script.training.num_floating_point_operations(args, train.global_batch)
+        samples = samples_before(train, step)
+        operations = self.script.training.num_floating_point_operations(args, samples)
         return {
             "args": args,
-            "num_floating_point_operations_so_far": step * operations,
+            "num_floating_point_operations_so_far": operations,
             "opt_param_scheduler": scheduled(self.options.words),
         }
 
@@ -174,6 +176,8 @@ class Pretrain(Recipe):
     def loss(self, model: MegatronModule, samples: Any) -> tuple[torch.Tensor, LossFunction]:
         """The script's own forward step, which takes a batch where it wants one: Megatron's first
         tensor-parallel rank reads it, and passes it on."""
+        from megatron.core.num_microbatches_calculator import update_num_microbatches
+
         from liver_hpc.recipes.megatron_lm.losses import mean_of
         from liver_hpc.world import thread
 
@@ -185,8 +189,10 @@ class Pretrain(Recipe):
         groups = thread.here.groups
         captured, args = self.script.captured_of(groups), self.script.arguments_of(groups)
         if not samples[0].of_validation:
-            args.curr_iteration = samples[0].number // self.config.train.global_batch
-            args.consumed_train_samples = args.curr_iteration * self.config.train.global_batch
+            train = self.config.train
+            args.curr_iteration = step_of(train, samples[0].number)
+            args.consumed_train_samples = samples_before(train, args.curr_iteration)
+            update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         output, loss_function = captured.forward_step(batches(), model)
         return output, mean_of(loss_function)
 

@@ -32,7 +32,7 @@ LAYOUT = Group(
 )
 """Taken out of the words before the script is run; each layout gives its own."""
 
-OWNED = """train_iters train_samples global_batch_size micro_batch_size seed
+OWNED = """train_iters train_samples global_batch_size rampup_batch_size micro_batch_size seed
     overlap_grad_reduce overlap_param_gather ddp_bucket_size
     lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
     lr_decay_iters lr_decay_samples lr_wsd_decay_*
@@ -162,9 +162,10 @@ REFUSED = (
           te_precision_config_file moe_router_padding_for_* moe_dispatch_fwd_dtype
           moe_combine_bwd_dtype use_kitchen_attention kitchen_attention_backend""", "--bf16"),
     Group("the loss is the mean over a micro-batch's tokens", "calculate_per_token_loss"),
-    Group("the global batch is the same at every step",
-          """rampup_batch_size decrease_batch_size_if_needed step_batch_size_schedule
-          phase_transition_iterations iterations_to_skip result_rejected_tracker_filename"""),
+    Group("the global batch of a step is the same in every layout, and grows linearly alone",
+          """decrease_batch_size_if_needed step_batch_size_schedule
+          phase_transition_iterations iterations_to_skip result_rejected_tracker_filename""",
+          "--rampup-batch-size"),
     Group("parameters are sharded in another way than handoffs move them",
           """*fsdp*
           data_parallel_sharding_strategy outer_dp_sharding_strategy gradient_reduce_div_fusion

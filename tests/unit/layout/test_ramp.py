@@ -7,7 +7,6 @@ import itertools
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
 from liver_hpc.config.schema import RampupSection, ScheduleSection, TrainSection
 from liver_hpc.layout.batch import batch_fault
@@ -21,6 +20,12 @@ from liver_hpc.layout.ramp import (
     step_of,
     stretches,
 )
+from liver_hpc.world.cpu_shim import import_only_triton
+
+with import_only_triton():
+    from megatron.core.num_microbatches_calculator import (
+        RampupBatchsizeNumMicroBatchesCalculator,
+    )
 
 AFTER = 3
 """Steps after a ramp that are looked at, too."""

@@ -8,11 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
 from liver_hpc.errors import ConfigError
 from liver_hpc.recipes.megatron_lm.arguments import agreement, derived_from, scheduled
+from liver_hpc.world.cpu_shim import import_only_triton
 from tests.unit.recipes.megatron_lm.jobs import JOB
+
+with import_only_triton():
+    from megatron.core.num_microbatches_calculator import (
+        RampupBatchsizeNumMicroBatchesCalculator,
+    )
 
 SAMPLES = JOB.replace("--train-iters 1000", "--train-samples 8100")
 
@@ -26,6 +34,7 @@ def test_megatrons_defaults_of_a_plain_job() -> None:
     assert values("") == {
         "train.steps": 1000,
         "train.global_batch": 8,
+        "train.rampup": None,
         "train.micro_batch": 2,
         "train.seed": 1234,
         "train.overlap_grad_reduce": False,
@@ -191,6 +200,70 @@ def test_a_checkpoint_is_loaded_where_there_is_one(tmp_path: Path) -> None:
 def test_what_is_missing_or_not_meant_together(words: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         derived_from(words.split())
+
+
+RAMP = "--global-batch-size 16 --rampup-batch-size 4 4 300"
+
+
+def megatrons_steps(start: int, increment: int, samples: int, whole: int, all_samples: int) -> int:
+    """By Megatron's calculator, as its `update_train_iters` asks it."""
+    calculator = RampupBatchsizeNumMicroBatchesCalculator(
+        whole, 1, 1, False, 1, start, increment, samples
+    )
+    steps = consumed = 0
+    while consumed <= samples and consumed <= all_samples:
+        calculator.update(consumed, consistency_check=False)
+        consumed += calculator.get_current_global_batch_size()
+        steps += 1
+    return steps + max(0, all_samples - consumed) // whole
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 500), st.data())
+def test_the_steps_of_a_ramp_up_are_megatrons(
+    start: int, increment: int, times: int, samples: int, data: st.DataObject
+) -> None:
+    whole = start + increment * times
+    more = data.draw(st.integers(0, 300))
+    all_samples = samples + 2 * whole + more
+    job = SAMPLES.replace("8100", str(all_samples))
+    ramp = f"--global-batch-size {whole} --rampup-batch-size {start} {increment} {samples}"
+    found = values(f"{ramp} --micro-batch-size 1", job)
+    assert found["train.steps"] == megatrons_steps(start, increment, samples, whole, all_samples)
+    assert found["train.rampup"] == {"start": start, "increment": increment, "samples": samples}
+    assert found["schedule.decay_steps"] == all_samples / whole
+
+
+def test_a_ramp_up_ends_before_the_job() -> None:
+    """It ends after 300 samples, with step 46: 25 of 4, 13 of 8, and 8 of 12."""
+    with pytest.raises(ConfigError, match="wanted --train-samples of at least 316") as error:
+        values(RAMP, SAMPLES.replace("8100", "315"))
+    assert str(error.value).endswith("where the ramp-up ends; it is 315")
+    assert values(RAMP, SAMPLES.replace("8100", "316"))["train.steps"] == 47
+
+
+@pytest.mark.parametrize(
+    ("ramp", "job", "said"),
+    [
+        ("4 4 300", JOB, "--rampup-batch-size wants --train-samples, as Megatron does"),
+        ("4 4", SAMPLES, "--rampup-batch-size 4 4: wanted three whole numbers"),
+        ("4 four 300", SAMPLES, "--rampup-batch-size 4 four 300: wanted three whole numbers"),
+        ("4 4 0", SAMPLES, "--rampup-batch-size 4 4 0: wanted numbers more than 0"),
+        ("16 4 300", SAMPLES, "leads from START to more, to --global-batch-size 16"),
+        ("4 5 300", SAMPLES, "leads from START to more, to --global-batch-size 16"),
+    ],
+)
+def test_ramp_ups_that_megatron_would_not_take(ramp: str, job: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        values(f"--global-batch-size 16 --rampup-batch-size {ramp}", job)
+
+
+def test_a_ramp_up_that_the_script_alone_has_is_named() -> None:
+    parsed = {"rampup_batch_size": ["4", "4", "300"]}
+    assert agreement(f"{SAMPLES} {RAMP}".split(), parsed) == []
+    assert agreement(SAMPLES.split(), parsed) == [
+        "--rampup-batch-size: the script has 4 4 300, the run file None by Megatron's default of "
+        "--rampup-batch-size; write --rampup-batch-size 4 4 300 into model.args"
+    ]
 
 
 def test_sources_name_the_words_or_the_default() -> None:
