@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from liver_hpc.config.schema import RunConfig
+from liver_hpc.config.schema import RampupSection, RunConfig
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.ramp import batch_of
 from liver_hpc.recipes.completion import load_users_run
 from liver_hpc.recipes.specs import derive_spec
 from liver_hpc.report.store import RunRecords, read_run
@@ -147,6 +148,27 @@ def test_handoffs_change_neither_losses_nor_validation(
     for each in quiet.evaluations:
         if each.step < len(elastic.steps):  # none is done where a run is stopped
             assert validated[each.step] == pytest.approx(each.loss, rel=1e-4)
+
+
+def test_handoffs_during_a_ramp_up_of_the_batch(config: Config) -> None:
+    """The script's loss, of batches of 2, 3, ... samples; validation has 8."""
+    words = WORDS.replace(f"--train-iters {ENDLESS}", f"--train-samples {8 * ENDLESS}")
+    words = words.replace("--lr-decay-iters 1000", "--lr-decay-samples 600 --lr-warmup-samples 9")
+    words += " --rampup-batch-size 2 1 90"
+    layouts = {2: [{"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}]}
+    notices = [{"at_step": 4, "layout": layouts[2][1]}, {"at_step": 14, "layout": layouts[2][2]}]
+    made = config(words, layouts, notices)
+    assert made.train.rampup == RampupSection(start=2, increment=1, samples=90)
+    elastic = changed(made)
+    assert [each.outcome for each in elastic.reconfigurations] == ["completed"] * 2
+    assert batch_of(made.train, elastic.reconfigurations[0].step) < 8
+    quiet = fixed(config(words, layouts), len(elastic.steps))
+    assert [each.tokens for each in elastic.steps] == [
+        16 * batch_of(made.train, step) for step in range(len(elastic.steps))
+    ]
+    assert worst_difference(losses(elastic), losses(quiet)) <= 1e-4
+    rates = [each.learning_rate for each in quiet.steps]
+    assert [each.learning_rate for each in elastic.steps] == rates
 
 
 def test_a_script_with_a_loss_and_a_model_of_its_own(

@@ -68,6 +68,15 @@ def test_all_problems_are_told_at_once() -> None:
         ({"layouts": {2: [{"dp": 2}, {"dp": 2}]}}, "layouts.2.1 (tp1 pp1 dp2): given twice"),
         ({"train": {"steps": 9, "global_batch": 7, "micro_batch": 2}},
          "layouts.2.0 (tp1 pp1 dp2): train.global_batch 7 is not a multiple of micro_batch 2"),
+        ({"train": {"steps": 9, "global_batch": 8,
+                    "rampup": {"start": 1, "increment": 1, "samples": 28}}},
+         "layouts.2.0 (tp1 pp1 dp2): train.rampup: global batch of step 0, 1: 1 micro-batches in "
+         "the global batch are too few for dp=2"),
+        ({"train": {"steps": 9, "global_batch": 8,
+                    "rampup": {"start": 4, "increment": 4, "samples": 24}},
+          "schedule": {"warmup_steps": 6}},
+         "schedule.warmup_steps is 6, wanted less than train.steps in steps of train.global_batch "
+         "samples, 6"),
         ({"schedule": {"warmup_steps": 10}},
          "schedule.warmup_steps is 10, wanted less than train.steps, 10"),
         ({"schedule": {"warmup_steps": 5, "decay_steps": 5}},

@@ -434,3 +434,39 @@ def test_the_prior_ranks_dp_pp_tp() -> None:
     train = TrainSection(steps=1, global_batch=64)
     order = sorted([TP2, PP2, DP2], key=lambda entry: expected_order(entry, train))
     assert order == [DP2, PP2, TP2]
+
+
+def ramped(layouts: dict[int, Any]) -> LayoutPolicy:
+    """Batches of 8 up to step 9, then of 16, 24 and 32."""
+    ramp = {"start": 8, "increment": 8, "samples": 240}
+    train = {"steps": 100, "global_batch": 32, "rampup": ramp}
+    config = minimal(train=train, layouts=layouts, policy={"layout": "auto"})
+    return LayoutPolicy(config, TIED)
+
+
+def test_a_larger_batch_is_not_taken_for_a_slower_layout() -> None:
+    """Of two layouts that are alike, the one that was measured with the smaller batch is not the
+    better one."""
+    chooser = ramped({2: [{"dp": 2}, {"tp": 2}]})
+    chooser.observe(TP2, 1.0, batch=8)
+    small_s = chooser.expected_step_s(TP2)
+    chooser.at_step(99)
+    assert chooser.expected_step_s(TP2) == pytest.approx(4 * small_s, rel=0.1)
+    chooser.observe(DP2, 3.0, batch=32)
+    assert chooser.best(2) == DP2
+    chooser.observe(TP2, 3.9, batch=32)
+    assert chooser.expected_step_s(TP2) == 3.9
+    chooser.at_step(0)
+    assert chooser.expected_step_s(TP2) == 1.0
+    assert chooser.expected_step_s(DP2) == pytest.approx(3 / 4, rel=0.1)
+    assert chooser.best(2) == DP2
+
+
+def test_the_layout_that_is_best_depends_on_the_batch() -> None:
+    """Before anything is measured: dp8 has nothing to do for half of its ranks' second turn."""
+    train = ramped({2: [{"dp": 2}]})._train
+    whole = step_terms(Layout(1, 1, 8), train)
+    small = step_terms(Layout(1, 1, 8), train, batch=8)
+    assert whole.compute == pytest.approx(4 * small.compute)
+    assert (whole.fixed, whole.data) == (small.fixed, small.data)
+    assert step_terms(Layout(1, 1, 6), train, batch=8).compute == pytest.approx(2 * small.compute)

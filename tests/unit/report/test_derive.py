@@ -330,3 +330,38 @@ def test_a_recovery_lasts_until_its_world_has_done_a_step() -> None:
     assert (found.let_go_s, found.refill_s, found.first_step_s) == (0.25, 0.75, 2.0)
     assert figures.steps == 6, "a step that is done again is one"
     assert [world.layout for world in figures.generations] == ["tp1 pp1 dp2", "tp1 pp1 dp1"]
+
+
+# ---- a batch that grows
+
+
+def growing() -> RunRecords:
+    """Steps of 100 tokens a second: six of 100, then of 200 through a handoff at step 8, where
+    the source trains three steps beside PREPARE, which last 2.5 s each."""
+    steps = [step(n, tokens=100, started_s=100.0 + n) for n in range(6)]
+    steps += [
+        step(6 + n, tokens=200, started_s=106.0 + 2.5 * n, took_s=2.5, phase="prepare")
+        for n in range(2)
+    ]
+    steps.append(step(8, generation=1, tokens=200, started_s=111.0, took_s=3.0, phase="first"))
+    steps += [
+        step(9 + n, generation=1, tokens=200 + 200 * n, started_s=114.0 + n, took_s=1.0 + n)
+        for n in range(2)
+    ]
+    stops = {"source_last_step_ended_s": 111.0, "first_step_ended_s": 114.0}
+    return records(steps, [reconfiguration(step=8, notice_s=106.0, **stops)])
+
+
+def test_a_larger_batch_is_neither_slow_nor_lost() -> None:
+    """Of the source's steps of 200 tokens none is undisturbed: they are worth twice one of 100."""
+    figures = run_figures(growing())
+    (attempt,) = figures.reconfigurations
+    assert attempt.slowdown_s == pytest.approx(2 * 0.5)
+    assert attempt.lost_s == pytest.approx(3.0 - 1.0)  # the target's median step of that size
+    assert figures.goodput * figures.wall_s == pytest.approx(6 * 1 + 2 * 2 + 1 + 1 + 2)
+
+
+def test_the_rate_of_a_world_is_that_of_its_steps_whatever_their_batch() -> None:
+    first, second = run_figures(growing()).generations
+    assert first.tokens_per_s == pytest.approx(100)
+    assert second.tokens_per_s == pytest.approx(200)

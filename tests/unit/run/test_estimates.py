@@ -387,3 +387,19 @@ def test_what_the_checkpoint_took_is_not_counted_as_the_networks_slowness() -> N
     observe(asked, checkpointed_s=109.75)
     first_s, moved_s = 5.0, 0.25
     assert asked.transfer_s(*WORLDS) == pytest.approx(asked.written_s(DP2) + first_s + moved_s)
+
+
+def test_a_step_of_a_larger_batch_takes_longer_and_is_not_slow() -> None:
+    """4 samples in 1 s, so 8 in 2 s: nothing is slow in that."""
+    ramp = {"start": 4, "increment": 4, "samples": 40}
+    asked = estimator(train={"steps": 100, "global_batch": 8, "rampup": ramp})
+    for _ in range(3):
+        asked.observe_step(1.0, 4)
+    assert asked.usual_step_s() == 1.0
+    asked.observe_done(10)
+    assert asked.usual_step_s() == 2.0
+    assert asked.usual_step_s(4) == 1.0
+    slowed = [2.0, 2.5]
+    for step_s in slowed:
+        asked.observe_slowed(step_s, 8)
+    assert asked._slowed_s == 0.5
