@@ -12,11 +12,13 @@ from liver_hpc.checkpoint.index import INDEX_FILE
 from liver_hpc.checkpoint.torch_dist.contents import read_contents
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
 from liver_hpc.config.schema import TrainSection
+from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.ramp import batch_of, samples_before, stretches
 from liver_hpc.report.store import RunRecords
 from tests.integration.elastic import elastic_run, losses
 from tests.integration.processes import WorkerProcess, run_workers
+from tests.integration.random_tokens import RandomTokenGPT
 from tests.integration.runs import finish, run_config, start, worst_difference
 from tests.integration.test_checkpoint import by_step, checkpoint_of, go_on, stop_with_checkpoint
 from tests.integration.worlds import Case, apart, begin_at, connected, move, recipe_of, train
@@ -93,6 +95,25 @@ def test_a_course_through_layouts_trains_as_one_that_stays(
     stays, moves = run_workers(moving, 4, tmp_path, [[("dp1", range(8))], course], model)[0]
     assert len(stays) == len(moves) == 8
     assert apart(moves, stays) <= EQUAL
+
+
+def test_a_recipe_that_gives_another_number_of_samples_is_told(device: Any) -> None:
+    """As one that knows of no ramp-up does."""
+    from tests.integration.toys import build_world
+
+    class Unaware(RandomTokenGPT):
+        def batch(self, step: int) -> range:
+            size = self.config.train.global_batch
+            return range(step * size, (step + 1) * size)
+
+    world = build_world(recipe_of(Case("dp1", {}, TRAIN, Unaware), 0), device)
+    try:
+        with pytest.raises(
+            ConfigError, match=r"Unaware: batch\(0\) gives 8 samples, the global batch .* has 4"
+        ):
+            world.forward_backward(0)
+    finally:
+        world.close()
 
 
 # ---- whole runs

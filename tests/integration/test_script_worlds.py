@@ -26,19 +26,13 @@ WORDS = """
 STEPS = 12
 
 
-def _train_beside_rehearsals(process: WorkerProcess, checkout: str, directory: str) -> Any:
-    """Losses of a world alone; then of another one like it, while a third world of another layout
-    is rehearsed: in turns for half of the steps, at once for the rest."""
-    from liver_hpc.layout.coordinates import Layout, RankMap
+def _recipe(process: WorkerProcess, checkout: str, directory: str, words: str) -> Any:
     from liver_hpc.recipes.base import load_recipe, put_first_on_path
     from liver_hpc.recipes.completion import load_users_run
-    from liver_hpc.world.derive import Derivation
-    from liver_hpc.world.world import World
-    from tests.integration.worlds import begin_at, train
 
     values = {
         "recipe": "liver_hpc.recipes.megatron_lm:Pretrain",
-        "model": {"script": f"{checkout}/pretrain_gpt.py", "args": WORDS},
+        "model": {"script": f"{checkout}/pretrain_gpt.py", "args": words},
         "workers": {"initial": 1, "max": 4},
         "layouts": {1: {"dp": 1}, 4: {"tp": 2, "pp": 2}},
         "cluster": {"kind": "local"},
@@ -47,7 +41,18 @@ def _train_beside_rehearsals(process: WorkerProcess, checkout: str, directory: s
     file.write_text(yaml.safe_dump(values), encoding="utf-8")
     config = load_users_run(file)
     put_first_on_path(config)
-    recipe = load_recipe(config)
+    return load_recipe(config)
+
+
+def _train_beside_rehearsals(process: WorkerProcess, checkout: str, directory: str) -> Any:
+    """Losses of a world alone; then of another one like it, while a third world of another layout
+    is rehearsed: in turns for half of the steps, at once for the rest."""
+    from liver_hpc.layout.coordinates import Layout, RankMap
+    from liver_hpc.world.derive import Derivation
+    from liver_hpc.world.world import World
+    from tests.integration.worlds import begin_at, train
+
+    recipe = _recipe(process, checkout, directory, WORDS)
     alone, shared = Layout(1, 1, 1), Layout(2, 2, 1)
     recipe.spec = Derivation(recipe).spec([alone, shared])
     recipe.open(Path(directory))
@@ -96,3 +101,49 @@ def test_a_rehearsal_of_the_script_leaves_training_as_it_is(
     assert len(found) == STEPS
     assert found == wanted  # dropout's masks, too
     assert rehearsals
+
+
+def _told_during_a_ramp_up(process: WorkerProcess, checkout: str, directory: str) -> Any:
+    """What the script may ask Megatron for after each step: its micro-batches, its batch, its
+    iteration, and the samples before it; and what its checkpoints say after six steps."""
+    from megatron.core import num_microbatches_calculator as calculator
+
+    from liver_hpc.layout.coordinates import Layout
+    from liver_hpc.world import thread
+    from liver_hpc.world.derive import Derivation
+    from tests.integration.worlds import connected, train
+
+    words = WORDS.replace("--train-iters 100", "--train-samples 400 --rampup-batch-size 2 1 12")
+    recipe = _recipe(process, checkout, directory, words)
+    recipe.spec = Derivation(recipe).spec([Layout(1, 1, 1)])
+    recipe.open(Path(directory))
+    told = []
+    with connected(process, recipe, "dp1", 0) as world:
+        assert world is not None
+        for step in range(6):
+            train(world, [step])
+            with thread.groups_in_use(world.groups):
+                args = recipe.script.arguments_of(world.groups)
+                numbers = (
+                    calculator.get_num_microbatches(),
+                    calculator.get_current_global_batch_size(),
+                    args.curr_iteration,
+                    args.consumed_train_samples,
+                )
+                told.append(numbers)
+        with thread.groups_in_use(world.groups):
+            operations = recipe.checkpoint_extras(6)["num_floating_point_operations_so_far"]
+            of_one = recipe.script.training.num_floating_point_operations(args, 1)
+    return told, operations / of_one, recipe.config.train.steps, args.train_iters
+
+
+def test_a_script_is_told_the_batch_of_the_step(repository: Path, tmp_path: Path) -> None:
+    checkout = repository / "tests" / "standin_megatron_lm"
+    ((told, samples, steps, iterations),) = run_workers(
+        _told_during_a_ramp_up, 1, tmp_path, str(checkout), str(tmp_path)
+    )
+    batches = [2, 2, 2, 3, 3, 4]
+    before = [0, 2, 4, 6, 9, 12]
+    assert told == [(batch, batch, n, before[n]) for n, batch in enumerate(batches)]
+    assert samples == 16
+    assert steps == iterations == 5 + (400 - 12) // 4

@@ -135,6 +135,24 @@ def test_dry_run_prints_how_an_agent_starts_in_its_image(
     assert rest[-7:] == ["/images/liver", "--", "python3", "-P", "-m", AGENT_MODULE, "..."]
 
 
+def test_dry_run_shows_at_which_steps_the_batch_grows(tmp_path: Path, capsys: Captured) -> None:
+    """As far as the run goes."""
+    train = {"steps": 12, "global_batch": 10}
+    train["rampup"] = {"start": 4, "increment": 2, "samples": 90}  # type: ignore[assignment]
+    path = write_minimal(tmp_path, train=train)
+    assert liver("submit", "--config", str(path), "--cluster", "local", "--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert parse_run(shown).train.rampup is not None
+    lines = shown.splitlines()
+    first = lines.index("# ramp-up: from which step on the global batch has how many samples") + 1
+    assert [line.split()[1:] for line in lines[first : first + 3]] == [
+        ["from", "step", "samples", "before", "global", "batch"],
+        ["0", "0", "4"],
+        ["8", "32", "6"],
+    ]
+    assert not lines[first + 3].startswith("#   13")
+
+
 def test_dry_run_prints_the_run_and_makes_nothing(tmp_path: Path, capsys: Captured) -> None:
     notices = [{"at_step": 3, "workers": 4}, {"at_step": 5, "replace": 1}]
     path = write_minimal(tmp_path, notices=notices)
