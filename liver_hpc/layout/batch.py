@@ -64,7 +64,7 @@ def batch_fault(train: TrainSection, layout: Layout) -> str:
     *ramp, last = batches_of(train)
     faults = [*_faults(ramp, train, layout)]
     if faults:
-        more = f", and {len(faults) - 1} later ones like it" if len(faults) > 1 else ""
+        more = f"; {len(faults) - 1} further batches cannot be shared either" if faults[1:] else ""
         return f"{faults[0]}{more}"
     fault = _fault(last.batch, train, layout)
     if last.batch % train.micro_batch:

@@ -100,8 +100,9 @@ class MegatronJob:
         self._rank = rank
         _keep_steps_apart()
 
-    def save(self, case: Case, path: str, step: int, batch: int) -> Any:
-        """Saves a state as a script's job would; only with the ranks that the layout has."""
+    def save(self, case: Case, path: str, step: int, samples: int) -> Any:
+        """Saves a state as a script's job would after so many steps, of so many samples in all;
+        only with the ranks that the layout has."""
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.serialization import (
             get_default_save_sharded_strategy,
@@ -119,7 +120,7 @@ class MegatronJob:
                 data_parallel_size=case.sizes.dp,
                 sequence_parallel=case.sizes.sequence_parallel,
                 world_size=case.sizes.workers,
-                consumed_train_samples=step * batch,
+                consumed_train_samples=samples,
             )
             content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
             if case.distributed:

@@ -32,6 +32,7 @@ CHAINS = {
         (Case("tp2 dp2", BF16, distributed=False), "dp4", Case("tp2 dp2", BF16)),
         (Case("tp2 pp2", BF16, "fully_reshardable"), "pp2 dp2", Case("dp4", BF16)),
     ],
+    "during a ramp-up": [(Case("dp4"), "tp2 dp2", Case("pp2 dp2"))],
     "experts": [
         (Case("ep2 dp4", MOE), "ep4 dp4", Case("ep2 dp4", MOE)),
         (Case("ep2 pp2 dp2", MOE), "dp4", Case("dp4", MOE)),
@@ -39,7 +40,9 @@ CHAINS = {
 }
 
 
-def through(process: WorkerProcess, chains: list[Any], directory: str) -> list[Any]:
+def through(
+    process: WorkerProcess, chains: list[Any], directory: str, train: dict[str, Any]
+) -> list[Any]:
     """Loads what each chain's job has saved, and saves it; what differs from what it must be."""
     import torch.distributed as dist
 
@@ -56,7 +59,7 @@ def through(process: WorkerProcess, chains: list[Any], directory: str) -> list[A
 
     found = []
     for number, (saved, layout, _loading) in enumerate(chains):
-        recipe = recipe_of(saved.model)
+        recipe = recipe_of(saved.model, train=train)
         recipe.spec = derived(recipe, layout, saved.layout)
         install_sentinel(process.worker)
         sizes = Layout.parse(layout)
@@ -105,24 +108,36 @@ def differences(world: Any) -> Any:
                     yield item.key
 
 
-@pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.long)])
-def test_megatrons_checkpoints_go_through_ours_bit_by_bit(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "samples"),
+    [
+        ("dense", STEP * BATCH),
+        pytest.param("experts", STEP * BATCH, marks=pytest.mark.long),
+        ("during a ramp-up", 2 * 4 + 2 * 6 + 8),
+    ],
+)
+def test_megatrons_checkpoints_go_through_ours_bit_by_bit(
+    kind: str, samples: int, tmp_path: Path
+) -> None:
     chains = CHAINS[kind]
+    train: dict[str, Any] = {"steps": 100, "global_batch": BATCH}
+    if samples != STEP * BATCH:
+        train["rampup"] = {"start": 4, "increment": 2, "samples": 16}
     with Pool(RANKS, partial(MegatronJob, str(tmp_path / "jobs"), RANKS)) as jobs:
         for number, (case, _, _) in enumerate(chains):
             path = tmp_path / "job" / str(number)
-            jobs.call("save", CALL_S, "save", case, str(path), STEP, BATCH)
-        for worker in run_workers(through, RANKS, tmp_path, chains, str(tmp_path)):
+            jobs.call("save", CALL_S, "save", case, str(path), STEP, samples)
+        for worker in run_workers(through, RANKS, tmp_path, chains, str(tmp_path), train):
             for scalars, differ, error in worker:
                 assert (differ, error) == ([], "")
-                assert (scalars.step, scalars.consumed_samples) == (STEP, STEP * BATCH)
+                assert (scalars.step, scalars.consumed_samples) == (STEP, samples)
                 assert scalars.optimizer_step == ADAM_STEP
         for number, (_, _, case) in enumerate(chains):
             path = tmp_path / "ours" / str(number) / f".step-{STEP:08d}-g{number}.partial"
             for rank in jobs.call("load", CALL_S, "load", case, str(path)):
-                step, samples, steps, differ, schedule = rank
-                assert (step, samples, steps) == (STEP, STEP * BATCH, [ADAM_STEP])
+                step, consumed, steps, differ, schedule = rank
+                assert (step, consumed, steps) == (STEP, samples, [ADAM_STEP])
                 assert differ == []
-                assert schedule["num_steps"] == STEP * BATCH
+                assert schedule["num_steps"] == samples
             about = json.loads((path / "metadata.json").read_bytes())
             assert about["sharded_backend"] == "torch_dist"

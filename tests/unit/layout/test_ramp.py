@@ -76,7 +76,7 @@ def test_the_batch_of_each_step_is_megatrons(train: TrainSection) -> None:
         (32, 32, 1536, 1_953_125),  # 47 increments in shares that are broken
         (16, 8, 64, 30),  # shares that are smaller than a batch: some are passed over
         (1, 1, 8, 7 * 3),
-        (3, 1, 52, 49 * 41),  # where 49 x 41 / 49 is rounded
+        (9, 1, 16, 9),  # 9 / (9 / 7) is less than 7 in floating-point arithmetic: 15 comes first
         (4, 4, 8, 1),
     ],
 )
@@ -156,10 +156,9 @@ def test_every_batch_must_be_possible_in_a_layout(micro_batch: int, layout: str,
 
 
 def test_how_many_batches_are_not_possible_is_told() -> None:
-    train = ramped(4, 2, 10, 24)
-    fault = batch_fault(train, Layout.parse("dp8"))
-    assert fault.endswith("4 micro-batches in the global batch are too few for dp=8, and 1 later "
-                          "ones like it")  # fmt: skip
+    fault = batch_fault(ramped(4, 2, 14, 24), Layout.parse("dp9"))
+    assert fault.startswith("train.rampup: global batch of step 0, 4: 4 micro-batches")
+    assert fault.endswith("too few for dp=9; 2 further batches cannot be shared either")
 
 
 def test_ramps_that_are_none() -> None:
