@@ -462,8 +462,8 @@ def test_a_larger_batch_is_not_taken_for_a_slower_layout() -> None:
     assert chooser.best(2) == DP2
 
 
-def test_the_layout_that_is_best_depends_on_the_batch() -> None:
-    """Before anything is measured: dp8 has nothing to do for half of its ranks' second turn."""
+def test_the_work_of_a_smaller_batch_is_told_in_that_of_the_whole() -> None:
+    """dp6 computes 8 samples in two turns, as long as dp4 does; what a step costs is the same."""
     train = ramped({2: [{"dp": 2}]})._train
     whole = step_terms(Layout(1, 1, 8), train)
     small = step_terms(Layout(1, 1, 8), train, batch=8)
