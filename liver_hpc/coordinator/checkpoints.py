@@ -108,7 +108,7 @@ def _changed_files(checkpoint: Checkpoint) -> list[str]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint of a job of Megatron's, which a run begins with."""
+    """A checkpoint of a job of Megatron's, or of another run, which a run begins with."""
 
     path: Path
     step: int
@@ -135,8 +135,13 @@ def to_load(config: RunConfig, directory: Path, own: Checkpoint | None) -> Loade
         log.info("checkpoint.load: %s has no checkpoint yet; training begins at step 0", load)
         return None
     step, path = found
-    if (own is not None and own.index.scalars.step >= step) or (path / INDEX_FILE).exists():
+    is_of_a_run = (path / INDEX_FILE).exists()
+    if own is not None and own.index.scalars.step >= step:
         return None
+    if is_of_a_run and same:
+        return None  # its own, and damaged: it would be `own` else
+    if is_of_a_run:
+        _checked(path)
     return Loaded(path, step)
 
 

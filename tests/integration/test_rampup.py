@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.checkpoint.index import INDEX_FILE
 from liver_hpc.checkpoint.torch_dist.contents import read_contents
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
 from liver_hpc.config.schema import TrainSection
@@ -210,7 +209,6 @@ def test_a_run_that_is_taken_up_again_in_the_midst_of_its_ramp_up(
     assert [record.step for record in records.steps] == [*range(SHORT)]
     check_steps(records)
     check_alike(records, quiet)
-    (path / INDEX_FILE).unlink()  # of whose job nothing is known but Megatron's files
     (path.parent / TRACKER_FILE).write_text(str(step))
     other = run_config(
         tmp_path / "other",

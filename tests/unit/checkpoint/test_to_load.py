@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.checkpoint.index import Checkpoint
+from liver_hpc.checkpoint.index import INDEX_FILE, Checkpoint
 from liver_hpc.cli.check import _check_checkpoints
 from liver_hpc.config.megatron_checkpoint import tracked_step
 from liver_hpc.config.schema import CheckpointSection
@@ -43,6 +43,14 @@ def test_without_load_nothing_is_loaded(tmp_path: Path) -> None:
 def test_a_new_run_begins_with_what_a_job_has_saved(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 50, *FILES)
     assert of(tmp_path / "run", tmp_path) == Loaded(path, 50)
+
+
+def test_a_new_run_begins_with_what_another_run_has_saved(own: Checkpoint, tmp_path: Path) -> None:
+    assert (own.path / INDEX_FILE).exists()
+    assert of(tmp_path / "new", own.path.parent) == Loaded(own.path, 8)
+    (own.path / own.index.parts[0].file).unlink()
+    with pytest.raises(CheckpointError, match="is missing, wanted"):
+        of(tmp_path / "new", own.path.parent)
 
 
 def test_a_runs_own_goes_first(tmp_path: Path, own: Checkpoint) -> None:
