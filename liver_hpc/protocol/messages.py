@@ -108,6 +108,16 @@ class HeldSnapshot(_Frozen):
     digests: dict[str, str]
 
 
+class ForwardTimes(_Frozen):
+    """How long a worker has computed its own forward passes in the world `generation`: `passes` of
+    them, which count, in `seconds` together, since that world began to train. A pass is that of one
+    micro-batch through one chunk of the model."""
+
+    generation: int
+    passes: int
+    seconds: float
+
+
 class Message(_Frozen):
     """`class Hello(Message, type="hello")` is known by its `type` on the wire."""
 
@@ -292,11 +302,13 @@ class Failed(_InWorld, type="failed"):
 
 class Heartbeat(_OfWorker, type="heartbeat"):
     """A sign of life, whatever the thread that trains does. stands: where that is, its innermost
-    functions first. waits: whether it waits for other workers there."""
+    functions first. waits: whether it waits for other workers there. forward: what its forward
+    passes took; none where no world trains here."""
 
     step: int
     stands: str = ""
     waits: bool = False
+    forward: ForwardTimes | None = None
 
 
 class Finished(_OfWorker, type="finished"):

@@ -197,7 +197,11 @@ class Worker:
         except DeadlineError:
             stands, waits = main_thread_stands()
             beat = m.Heartbeat(
-                worker=self._worker, step=self._trainer.step, stands=stands, waits=waits
+                worker=self._worker,
+                step=self._trainer.step,
+                stands=stands,
+                waits=waits,
+                forward=self._trainer.forward_times(),
             )
             self._line.send(beat, Way.LATER)
             return

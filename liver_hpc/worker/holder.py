@@ -50,6 +50,14 @@ class WorldHolder:
         self._owes_evaluation = False
         self._step_begins_s = 0.0
 
+    def forward_times(self) -> m.ForwardTimes | None:
+        """Of the world that trains, from any thread; None where there is none."""
+        world = self._world
+        if world is None:
+            return None
+        passes, seconds = world.forward_times.total
+        return m.ForwardTimes(generation=world.generation, passes=passes, seconds=seconds)
+
     def _tell_ranks(self, rank_map: RankMap) -> None:
         """In the environment, where a user's code reads them, of the world whose steps come next;
         a leaver has none there."""

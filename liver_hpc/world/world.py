@@ -43,6 +43,7 @@ from liver_hpc.world.derive import Derivation, build_chunks
 from liver_hpc.world.device import Device
 from liver_hpc.world.evaluate import undisturbed
 from liver_hpc.world.forget import forget
+from liver_hpc.world.forward_times import new_timer
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.read_ahead import ReadAhead
 from liver_hpc.world.rehearsed import Shapes
@@ -108,7 +109,7 @@ class World:
     hollow: nothing is written to the memory of its state and gradients, so that it can be given
     back at once (world/hollow.py). tensors: parameters and persistent buffers by tensor index.
     taken: the memory that it has from another world which still stands (world/take_over.py), by
-    address.
+    address. forward_times: what its forward passes take on this worker.
     """
 
     def __init__(
@@ -138,6 +139,8 @@ class World:
             recipe.config.train.read_ahead if reads else 0,
         )
         self._next: tuple[int, list[MicroBatch]] = (-1, [])  # a step, and what it computes
+        gathers = recipe.config.train.overlap_param_gather
+        self.forward_times = new_timer(device.torch_device, skips_first=gathers)
         self._allocating = untouched if hollow else nullcontext
         self.book = GroupBook(generation, worker, device)
         try:
@@ -341,6 +344,7 @@ class World:
         config, layout = self.recipe.config.train, self.rank_map.layout
         iterators = itertools.tee(self._ahead.read(micro_batches), len(self.chunks))
         losses: list[metrics.Reported] = []
+        self.forward_times.begin_batch(trains=not (forward_only or thread.here.rehearsing))
         try:
             masks = dropout.masks_of_samples(layout, self.at, self.chunks)
             with thread.groups_in_use(self.groups), masks:
@@ -376,7 +380,9 @@ class World:
             raise TransferError(f"the groups of generation {self.generation} were aborted")
         micro_batch, samples = next(micro_batches)
         thread.compute(micro_batch)
+        begun = self.forward_times.begin(model)
         output, loss_function = self.recipe.loss(model, samples)
+        self.forward_times.end(begun)
         thread.recall_in_backward(output)
 
         def weighted(stage_output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
