@@ -475,6 +475,15 @@ class ClusterSection(Section):
         return part.workers_per_node or self.workers_per_node or gpu_count(part.gpus_per_node) or 1
 
 
+class StragglersSection(Section):
+    """When a node counts as a straggler: its workers' forward passes take `factor` times as long as
+    those of others that do the same, for `for_s`. With `drain` it is left live."""
+
+    factor: Annotated[float, Field(gt=1)] = 1.5
+    for_s: Seconds = 60.0
+    drain: bool = False
+
+
 class PolicySection(Section):
     """How the coordinator answers to nodes that come and go. With `observe` it says what it would
     have done, and does what somebody asks for alone."""
@@ -486,6 +495,7 @@ class PolicySection(Section):
     drain_window_s: Seconds = 600.0
     horizon_s: Seconds = 1800.0
     observe: bool = False
+    stragglers: StragglersSection | None = StragglersSection()
 
 
 class CheckpointSection(Section):

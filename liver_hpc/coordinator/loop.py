@@ -36,6 +36,7 @@ from liver_hpc.coordinator.connections import (
 from liver_hpc.coordinator.performer import Performer, Services
 from liver_hpc.coordinator.progress import Progress
 from liver_hpc.coordinator.store import StoreService
+from liver_hpc.coordinator.stragglers import Stragglers
 from liver_hpc.coordinator.takeover import Left
 from liver_hpc.errors import LiverError, ProtocolError
 from liver_hpc.host.version import version_fault
@@ -107,6 +108,7 @@ class Coordinator:
             stay=config.workers.warm,
         )
         self._progress = Progress(config, services.clock)
+        self._stragglers = Stragglers(config, services.clock, self.core)
         self._checkpoints = Checkpoints(config, services.recipe, run_directory, services.clock)
         self._performer = Performer(
             services, self._registry, self._agents, self._store, self._checkpoints
@@ -308,6 +310,8 @@ class Coordinator:
         self._look_at_agents()
         self._look_at_the_away()
         self._feed(e.Tick())
+        for found in self._stragglers.look():
+            self._feed(found)
         if self._inbox.empty():  # else the heartbeat may be in there
             self._look_at_the_silent()
             self._look_at_progress()
@@ -498,6 +502,7 @@ class Coordinator:
             return
         if isinstance(message, m.Heartbeat):
             self._progress.beat(message)
+            self._stragglers.beat(message)
             return
         self._progress.moved()
         match message:

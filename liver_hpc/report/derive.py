@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -120,7 +120,8 @@ class RunFigures:
     steps counts each step once; missing_steps were done but not recorded. wall_s: start of the
     first recorded step to the end of the last. evaluation_s: of all evaluations within. goodput:
     at most 1, as medians of few steps may be above what steps took in all; an evaluation is useful,
-    once. hours: of workers, held and what became of them.
+    once. hours: of workers, held and what became of them. stragglers: how often each node was named
+    as one.
     """
 
     generations: tuple[GenerationFigures, ...]
@@ -146,6 +147,7 @@ class RunFigures:
     evaluations: int
     evaluation_s: float
     hours: WorkerHours
+    stragglers: Mapping[str, int]
 
 
 def run_figures(records: RunRecords) -> RunFigures:
@@ -187,6 +189,7 @@ def run_figures(records: RunRecords) -> RunFigures:
         evaluations=len(records.evaluations),
         evaluation_s=finite_sum(evaluated_s.values()),
         hours=worker_hours(records, useful_s),
+        stragglers=dict(Counter(record.node for record in records.stragglers)),
     )
 
 

@@ -30,7 +30,8 @@ def report_json(records: RunRecords) -> dict[str, Any]:
 
     Keys: attributes, summary, generations, steps, reconfigurations, recoveries, notices, baselines,
     networks, worker_phases, traffic, crossings, evaluations, metrics, holdings, placements,
-    observations. Lengths of time are in seconds, points in time in seconds since the epoch.
+    observations, stragglers. Lengths of time are in seconds, points in time in seconds since the
+    epoch.
     """
     figures = run_figures(records)
     summary = asdict(figures)

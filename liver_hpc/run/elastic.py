@@ -24,7 +24,14 @@ from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.notices import NoticeBook
 from liver_hpc.run.observation import Observer
 from liver_hpc.run.records import ReconfigurationRecord
-from liver_hpc.run.requests import GROWTH, IN_PLACE, OPERATOR, ReconfigurationRequest, RequestQueue
+from liver_hpc.run.requests import (
+    DRAINS,
+    GROWTH,
+    IN_PLACE,
+    OPERATOR,
+    ReconfigurationRequest,
+    RequestQueue,
+)
 
 MOST_PAUSE_DOUBLINGS = 6
 """Growing that fails or does not repay, again and again, is tried after ever longer pauses, up to
@@ -34,8 +41,8 @@ MOST_PAUSE_DOUBLINGS = 6
 class ElasticPolicy:
     """The nodes at hand, the queue of requests, and what was learnt.
 
-    drained: nodes that operators have drained, held or not, each with the warning that held before
-    and holds again once the drain is undone.
+    drained: nodes that operators have drained, or the policy for them, held or not, each with the
+    warning that held before and holds again once the drain is undone.
     """
 
     def __init__(
@@ -202,13 +209,16 @@ class ElasticPolicy:
 
     # ---- drains
 
-    def drain(self, node: str, within_s: float | None, world: WorldRef | None) -> str:
-        """An operator wants a node to be left; RequestRefused for one that is not held."""
+    def drain(
+        self, node: str, within_s: float | None, world: WorldRef | None, reason: str = OPERATOR
+    ) -> str:
+        """An operator wants a node to be left, or the policy, for a `reason` of DRAINS;
+        RequestRefused for one that is not held."""
         held = self.nodes.get(node)
         if held is None or not node:
             names = ", ".join(filter(None, self.nodes)) or "none by name"
             raise RequestRefused(f"node {node!r} is not held by the run; nodes are {names}")
-        if world is not None and not self._can_do_without(node, world):
+        if world is not None and self.best_without(node, world) is None:
             raise RequestRefused(
                 f"no layout is allowed without {node}; held: {self.nodes.describe()}"
             )
@@ -220,17 +230,17 @@ class ElasticPolicy:
         known_s = held.deadline_s
         if known_s is not None and known_s <= now_s + window_s:
             return f"{node} is being left already, within {max(0.0, known_s - now_s):.1f} s"
-        if held.warning is not None and held.warning.reason != OPERATOR:
+        if held.warning is not None and held.warning.reason not in DRAINS:
             self.drained[node] = held.warning
-        if self.warned(NodeWarned(node, OPERATOR, now_s, now_s + window_s)) and world is not None:
+        if self.warned(NodeWarned(node, reason, now_s, now_s + window_s)) and world is not None:
             self.overtake(world)
         return f"leaving {node} within {window_s:g} s"
 
-    def _can_do_without(self, node: str, world: WorldRef) -> bool:
-        """Whether there is a layout for the workers that are left when a node goes."""
+    def best_without(self, node: str, world: WorldRef) -> Layout | None:
+        """The layout for the workers that are left when a node goes; None where there is none."""
         survivors = [w for w in world.rank_map.workers if self._agents.node_of(w) != node]
         free = self.nodes.free_slots(without=node) or 0
-        return self.estimates.policy.best(len(survivors) + free) is not None
+        return self.estimates.policy.best(len(survivors) + free)
 
     def undo_drain(self, node: str, world: WorldRef | None) -> str:
         """An operator wants a node to be used again; RequestRefused for one that none drained.
@@ -246,7 +256,7 @@ class ElasticPolicy:
         held = self.nodes.get(node)
         if held is None:
             return f"{node} is not held; it may be asked for again"
-        if held.warning is not None and held.warning.reason == OPERATOR:
+        if held.warning is not None and held.warning.reason in DRAINS:
             if before is None:
                 self.granted(NodeGranted(held.node), at_start=world is None)
             elif self.warned(before) and world is not None:

@@ -50,7 +50,8 @@ class NodeGranted:
 class NodeWarned:
     """A node is to be left.
 
-    reason: "preempted", "time limit", "drained", "cancelled", "operator" or "node hours".
+    reason: "preempted", "time limit", "drained", "cancelled", "operator", "straggling" or "node
+    hours".
     at_s: when the warning came. deadline_s: when its processes will be killed; None when nobody
     has set a time. Both in epoch seconds. A second warning of a node beats the first.
     """
@@ -266,6 +267,29 @@ class HeldUp:
 
 
 @dataclass(frozen=True)
+class NodeStraggles:
+    """A node is slower than others that do the same (`pace.py`).
+
+    ratio: of the time of its slowest worker's forward passes to the others', the mean over `for_s`
+    seconds. worker: the slowest at the end. compared: how many nodes could be compared.
+    """
+
+    node: str
+    ratio: float
+    for_s: float
+    worker: int
+    compared: int
+
+
+@dataclass(frozen=True)
+class NodeKeepsUp:
+    """A node that was named as a straggler has been none for `for_s` seconds."""
+
+    node: str
+    for_s: float
+
+
+@dataclass(frozen=True)
 class ShellFailed:
     """Something outside of the core went wrong that the run cannot go on after."""
 
@@ -323,6 +347,8 @@ Event = (
     | CheckpointFailed
     | JournalFailed
     | HeldUp
+    | NodeStraggles
+    | NodeKeepsUp
     | ShellFailed
     | Tick
 )

@@ -53,6 +53,7 @@ from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.recovery import Recoveries
 from liver_hpc.run.requests import RequestQueue
 from liver_hpc.run.standbys import Standbys
+from liver_hpc.run.stragglers import Stragglers
 from liver_hpc.run.verification import Verification
 
 HISTORY_EVENTS = 40
@@ -140,6 +141,7 @@ class Lifecycle:
         self._stop_later: tuple[str, bool, Ending] | None = None
         self._broken_off: tuple[m.Broken, Deadline] | None = None  # in a handoff
         self.standbys = Standbys(config, self._clock, nodes, self._out)
+        self.stragglers = Stragglers(config, self._clock, self.elastic, self._out)
         self._resumed: e.Resumed | None = None
         self._verification = Verification()
         self._evaluated_step = 0  # the most steps after which there was an evaluation
@@ -420,6 +422,18 @@ class Lifecycle:
         """Whether somebody is to come to the rendezvous."""
         attempt = self.handoffs.attempt
         return self._state is STARTING or (attempt is not None and attempt.target is None)
+
+    @property
+    def comparable_world(self) -> WorldRef | None:
+        """The world that trains, while no handoff is under way by which some workers are slower,
+        and none of its nodes is about to be left; else None."""
+        if self.state is not TRAINING or self.world is None:
+            return None
+        nodes = self.elastic.nodes.items()
+        left_soon = {name for name, held in nodes if held.deadline_s is not None}
+        if left_soon and self.agents.workers_on(left_soon, self.world.rank_map.workers):
+            return None
+        return self.world
 
     def world_of(self, generation: int) -> WorldRef | None:
         """The world of a generation: the one that trains, or the one that has just committed."""

@@ -292,6 +292,7 @@ class Run(Lifecycle):
 
     def _node_gone(self, event: e.NodeGone) -> None:
         reason = f"node {event.node} is gone: {event.reason}"
+        self.stragglers.named.discard(event.node)
         self.agents.dismiss(STANDBY, reason, {event.node})
         if self._begins_on(event.node):
             self._end(Ending.RESTART, f"{reason}, before training began")
@@ -300,6 +301,11 @@ class Run(Lifecycle):
         for worker in self.elastic.gone(event):
             if self.agents.leave(worker):  # what else is heard of it is heard too late
                 self._lost(worker, f"its {reason}")
+
+    def _node_straggles(self, event: e.NodeStraggles) -> None:
+        """Of a world that trains; a node that is gone by now straggles no more."""
+        if self._state is TRAINING and self.world is not None and event.node in self.elastic.nodes:
+            self.stragglers.straggles(event, self.world, self.recorder.steps_done)
 
     def _begins_on(self, node: str) -> bool:
         """Whether the run is starting, on this node among others."""
@@ -331,7 +337,9 @@ class Run(Lifecycle):
         if isinstance(request, m.DrainRequest):
             self._check_open()
             if request.undo:
-                return self.elastic.undo_drain(request.node, self.world)
+                reply = self.elastic.undo_drain(request.node, self.world)
+                self.stragglers.named.discard(request.node)  # it counts as repaired
+                return reply
             reply = self.elastic.drain(request.node, request.within_s, self.world)
             if self._begins_on(request.node):
                 self._end(Ending.RESTART, f"node {request.node} goes before training began")
@@ -442,6 +450,8 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
             e.CheckpointFailed: Run._checkpoint_failed,
             e.JournalFailed: Run._journal_failed,
             e.HeldUp: lambda run, event: run._note(event.text),
+            e.NodeStraggles: Run._node_straggles,
+            e.NodeKeepsUp: lambda run, event: run.stragglers.keeps_up(event),
             e.ShellFailed: lambda run, event: run._fail(event.reason),
             e.Tick: Run._tick,
             m.Hello: Run._hello,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from liver_hpc.clock import Clock
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.run.actions import Action, Note, Record
 from liver_hpc.run.decide import Begin, Estimates, ToDisk
@@ -87,6 +88,13 @@ class Observer:
             return None
         reason = f"{request.origin}; to disk, as policy.observe is set"
         return ToDisk(decision.nodes, reason, action, handoffs.checkpoint_s(source))
+
+    def drain(self, node: str, reason: str, world: WorldRef, best: Layout, step: int) -> None:
+        """Tells of a node that the policy would have drained, for the layout `best`."""
+        notice, source = f"leaving {node}: {reason}", str(world.rank_map.layout)
+        known = notice, source, str(best), node, math.nan, math.nan, "stays as it is"
+        row = ObservationRecord(self._clock.now_s(), step, *known)
+        self._tell(row, f"drained node {node}: {reason}")
 
     def burst_wanted(self, world: WorldRef, step: int) -> None:
         """Tells of burst nodes that are not asked for, whenever that is for another number."""

@@ -156,13 +156,13 @@ class RecoveryRecord:
 class NoticeRecord:
     """One node that had to be left, or came. A time that was never reached is NaN.
 
-    kind: "granted", "preempted", "time limit", "drained", "cancelled", "operator", "node hours" or
-    "lost"; "restart" or "requeue", of no node, where the run went on from the disk. node: its name.
-    allocation: Slurm's job that holds it. at_s: when the notice came. deadline_s: when the node's
-    processes are killed. estimate_s: what leaving it live was estimated to take. action: what was
-    done about it. generation: the handoff that did it, -1 for none. left_s: end of the last
-    process there. returned_s: when the node was given back. outcome: "in time", "late", "lost",
-    "in use", "not needed", "to disk", or "open" when the run ended first.
+    kind: "granted", "preempted", "time limit", "drained", "cancelled", "operator", "straggling",
+    "node hours" or "lost"; "restart" or "requeue", of no node, where the run went on from the disk.
+    node: its name. allocation: Slurm's job that holds it. at_s: when the notice came. deadline_s:
+    when the node's processes are killed. estimate_s: what leaving it live was estimated to take.
+    action: what was done about it. generation: the handoff that did it, -1 for none. left_s: end of
+    the last process there. returned_s: when the node was given back. outcome: "in time", "late",
+    "lost", "in use", "not needed", "to disk", or "open" when the run ended first.
     """
 
     kind: str
@@ -341,6 +341,27 @@ class BaselineRecord:
 
 
 @dataclass(frozen=True)
+class StragglerRecord:
+    """One node that was found to be slower than others that do the same.
+
+    at_s: when. step: how many were done. generation: the world. node: its name. worker: its slowest
+    one. ratio: of the time of that one's forward passes to the median of its peers', the mean since
+    it began. for_s: for how long it had been so. compared: how many nodes could be compared.
+    action: "named alone", "drained", "would have drained it", or "not drained: " and why.
+    """
+
+    at_s: float
+    step: int
+    generation: int
+    node: str
+    worker: int
+    ratio: float
+    for_s: float
+    compared: int
+    action: str
+
+
+@dataclass(frozen=True)
 class RunRecords:
     """All that was recorded of a run, each list in the order of writing."""
 
@@ -359,6 +380,7 @@ class RunRecords:
     holdings: list[HoldingRecord] = field(default_factory=list)
     placements: list[PlacementRecord] = field(default_factory=list)
     observations: list[ObservationRecord] = field(default_factory=list)
+    stragglers: list[StragglerRecord] = field(default_factory=list)
 
 
 Row = (
@@ -366,6 +388,7 @@ Row = (
     | RecoveryRecord
     | NoticeRecord
     | ObservationRecord
+    | StragglerRecord
     | WorkerPhaseRecord
     | TrafficRecord
     | CrossingRecord

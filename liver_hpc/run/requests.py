@@ -12,6 +12,9 @@ from liver_hpc.layout.ramp import steps_between
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
 
 OPERATOR = "operator"
+STRAGGLING = "straggling"
+DRAINS = (OPERATOR, STRAGGLING)
+"""Why a node is left that nobody takes away; it is used again once that is undone."""
 GROWTH = "nodes granted"
 IN_PLACE = "in place of what was lost"
 

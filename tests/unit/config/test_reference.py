@@ -25,6 +25,7 @@ from liver_hpc.config.schema import (
     OpenMetricsSection,
     RampupSection,
     RunConfig,
+    StragglersSection,
     TensorBoardSection,
     WandbSection,
     WorkersSection,
@@ -42,11 +43,12 @@ OPTIONAL = {
     "cluster.slurm.burst": BurstSection,
     "cluster.slurm.container": ContainerSection,
     "model.layer_times": LayerTimes,
+    "policy.stragglers": StragglersSection,
     "tracking.tensorboard": TensorBoardSection,
     "tracking.wandb": WandbSection,
     "tracking.openmetrics": OpenMetricsSection,
 }
-"""Sections that the file shows although null is their default."""
+"""Sections that may be null; the file shows them, although for most that is the default."""
 ANY_VALUE = {"data.text", "data.split"}
 """Keys that the file must give a value although null is their default."""
 

@@ -28,7 +28,7 @@ DEADLINES = {
 }
 LONGEST_WAIT_S = 45.0
 """More than any one deadline, or two that are counted together."""
-POLICY = {"settle_s": 2.0, "retry_s": 2.0, "drain_window_s": 60.0}
+POLICY = {"settle_s": 2.0, "retry_s": 2.0, "drain_window_s": 60.0, "stragglers": {"drain": True}}
 ANY_NUMBER = {
     1: [{}],
     2: [{"dp": 2}, {"tp": 2}],

@@ -92,6 +92,20 @@ def undo_drain(play: Play) -> None:
     play.ask(m.DrainRequest(node=play.choices.one_of(names), undo=True))
 
 
+def straggles(play: Play) -> None:
+    """The shell tells of a node of a world that can be compared; of one at a time."""
+    world, agents = play.run.comparable_world, play.run.agents
+    nodes = sorted({agents.node_of(worker) for worker in world.rank_map.workers} if world else ())
+    if world is None or len(nodes) < 2:
+        return
+    node = play.choices.one_of(nodes)
+    if node in play.run.stragglers.named:
+        play.feed(e.NodeKeepsUp(node, 60.0))
+    else:
+        worker = agents.workers_on({node}, world.rank_map.workers)[0]
+        play.feed(e.NodeStraggles(node, 1.8, 60.0, worker, len(nodes)))
+
+
 def stop(play: Play) -> None:
     play.ask(m.StopRequest(checkpoint=play.choices.now_and_then(2)))
 
@@ -224,7 +238,7 @@ def lift(play: Play) -> None:
 
 
 _WEIGHTS: tuple[tuple[int, Blow], ...] = (
-    (56, a_few_things),
+    (52, a_few_things),
     (58, go_on),
     (24, train),
     (12, wait),
@@ -236,6 +250,7 @@ _WEIGHTS: tuple[tuple[int, Blow], ...] = (
     (5, replace),
     (6, drain),
     (4, undo_drain),
+    (4, straggles),
     (1, stop),
     (1, end_near),
     (1, stop_signalled),

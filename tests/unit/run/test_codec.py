@@ -33,6 +33,7 @@ from liver_hpc.run.records import (
     NoticeRecord,
     ObservationRecord,
     Row,
+    StragglerRecord,
     TrafficRecord,
     WorkerPhaseRecord,
 )
@@ -113,12 +114,15 @@ EVENTS: list[e.Event] = [
     m.Halted(worker=0, generation=1, held=(HELD,)),
     m.Refilled(worker=0, generation=2, scalars=SCALARS, digests=(DIGEST,), shares={"main": "0f"}),
     m.Unprotected(worker=0, generation=1, reason="a connection is gone"),
+    e.NodeStraggles("n3", 1.8, 60.5, worker=5, compared=4),
+    e.NodeKeepsUp("n3", 61.0),
     SaidTogether((m.Aborted(worker=0, generation=1), m.Aborted(worker=1, generation=1)), (7, 3)),
 ]  # fmt: skip
 RECORDS: list[Row] = [
     reconfiguration(),
     NoticeRecord("granted", "n1", "main", 1.0, math.nan, 2.0, "", -1, math.nan, 3.0, "in use"),
     ObservationRecord(1.0, 5, "nodes granted", "tp1", "tp2", "", 2.0, math.nan, "stays as it is"),
+    StragglerRecord(1.0, 5, 0, "n3", 5, 1.8, 60.5, 4, "drained"),
     NetworkRecord(1, "gloo tcp", "h", "lo"),
     recovery(),
     WorkerPhaseRecord(1, 0, "n1", "boot", 1.0, math.nan),

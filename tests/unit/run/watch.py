@@ -196,6 +196,9 @@ class Watch:
                 assert not agent.ended, f"{action} of an agent that has ended"
                 assert not agent.killed, f"{action} of an agent that was killed"
                 agent.killed = isinstance(action, a.KillAgent)
+            case a.Avoid() if isinstance(event, e.NodeStraggles):
+                self.drains.setdefault(action.node, None)
+                self._to_be_recorded.add(action.node)
             case a.GiveBack():
                 assert not self._used(action.node), f"{action}: somebody is still there"
                 node = self.nodes[action.node]
