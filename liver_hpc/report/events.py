@@ -18,15 +18,17 @@ from liver_hpc.run.records import (
     ObservationRecord,
     ReconfigurationRecord,
     RecoveryRecord,
+    StragglerRecord,
 )
+from liver_hpc.run.stragglers import NAMED
 
 
 @dataclass(frozen=True)
 class RunEvent:
     """One line. at_s: epoch seconds. step: how many were done. kind: "start", "asked",
-    "checkpoint", "note", "reconfiguration", "recovery", "notice" or "observation". text: for
-    people. data: what programs read; of the last four kinds the columns of their tables in the
-    metrics."""
+    "checkpoint", "note", "reconfiguration", "recovery", "notice", "observation" or "straggler".
+    text: for people. data: what programs read; of the last five kinds the columns of their tables
+    in the metrics."""
 
     at_s: float
     step: int
@@ -60,10 +62,11 @@ def events_of(entries: Iterable[Entry]) -> Iterator[RunEvent]:
 
 def _of_action(action: Mapping[str, Any], entry: Entry, step: int) -> Iterator[RunEvent]:
     kind = action["type"]
-    # What is noted of a checkpoint stands in its event, of an observation in its record.
+    # What is noted of a checkpoint stands in its event, of an observation or a straggler in its
+    # record.
     if kind == "note":
-        told = entry.event.get("type") in _TOLD_ALREADY or action["text"].startswith(WOULD_HAVE)
-        if not told:
+        told = entry.event.get("type") in _TOLD_ALREADY
+        if not (told or action["text"].startswith(WOULD_HAVE) or NAMED in action["text"]):
             yield RunEvent(entry.at_s, step, "note", action["text"])
     elif kind == "answer":
         answer = "done" if action["ok"] else "refused"
@@ -137,6 +140,14 @@ def _observation(record: ObservationRecord) -> str:
     return f"{WOULD_HAVE} gone {ends} ({record.notice}); {record.instead}"
 
 
+def _straggler(record: StragglerRecord) -> str:
+    return (
+        f"node {record.node}{NAMED}{record.ratio:.1f} times as slow as others for "
+        f"{duration_text(record.for_s)} (worker {record.worker}, of {record.compared} nodes); "
+        f"{record.action}"
+    )
+
+
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds < 1 else duration_text(seconds) or NOTHING
 
@@ -154,4 +165,5 @@ _RECORDS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "recoveries": ("recovery", _recovery),
     "notices": ("notice", _notice),
     "observations": ("observation", _observation),
+    "stragglers": ("straggler", _straggler),
 }

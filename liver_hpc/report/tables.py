@@ -97,6 +97,7 @@ def sheets(figures: RunFigures, records: RunRecords) -> list[Sheet]:
         "Workers that were lost; seconds": (_RECOVERIES, figures.recoveries),
         "Nodes": (_NOTICES, figures.notices),
         f"{figures.hours.unit} of nodes": (_HOURS, _by_node(figures.hours)),
+        "Nodes that straggled": (_STRAGGLERS, records.stragglers),
         "What the run would have done": (_OBSERVATIONS, records.observations),
         "Checkpoint and restart, seconds in each phase": (_RESTARTS, records.baselines),
     }
@@ -348,6 +349,15 @@ _STRATEGIES = (
     _of("tokens\nan hour", "tokens_per_hour", lambda value: f"{value:.4g}"),
     _of("changes", "changes", str),
     _of("too\nlate", "late", str),
+)
+_STRAGGLERS = (
+    _figure("after\nsteps", "step", str),
+    _words("node", "node"),
+    _figure("worker", "worker", str),
+    _figure("times\nothers'", "ratio"),
+    _figure("for\ns", "for_s"),
+    _figure("of\nnodes", "compared", str),
+    _words("then", "action", may_wrap=True),
 )
 _OBSERVATIONS = (
     _figure("after\nsteps", "step", str),
