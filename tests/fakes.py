@@ -25,6 +25,7 @@ from liver_hpc.run.records import (
     NoticeRecord,
     ReconfigurationRecord,
     StepRecord,
+    StragglerRecord,
     TrafficRecord,
     WorkerPhaseRecord,
 )
@@ -372,6 +373,10 @@ class JournalRecords:
     @property
     def notices(self) -> list[NoticeRecord]:
         return self._rows(NoticeRecord, "notices")
+
+    @property
+    def stragglers(self) -> list[StragglerRecord]:
+        return self._rows(StragglerRecord, "stragglers")
 
     @property
     def networks(self) -> list[NetworkRecord]:

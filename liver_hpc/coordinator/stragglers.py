@@ -39,5 +39,5 @@ class Stragglers:
         found = self._watch.look(world, named, core.recorder.steps_done, self._clock.now_s())
         if self._watch.compared == 0 and self._is_asked_for and not self._told_alone:
             self._told_alone = True
-            log.info("policy.stragglers: no two nodes have workers that do the same, none is named")
+            log.info("policy.stragglers: no nodes can be compared, none is named")
         return found

@@ -143,7 +143,7 @@ def _observation(record: ObservationRecord) -> str:
 def _straggler(record: StragglerRecord) -> str:
     return (
         f"node {record.node}{NAMED}{record.ratio:.1f} times as slow as others for "
-        f"{duration_text(record.for_s)} (worker {record.worker}, of {record.compared} nodes); "
+        f"{record.for_s:.0f} s (worker {record.worker}, of {record.compared} nodes); "
         f"{record.action}"
     )
 

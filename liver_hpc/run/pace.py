@@ -3,12 +3,14 @@ same. Pure.
 
 What is compared are workers of one pipeline stage in a world; they compute the same on other
 samples. A worker's ratio is the mean time of its passes over the median of its peers', those of its
-stage on other nodes: within a node nothing could be drained. So a tensor-parallel group that spans
-nodes hides which of them is slow, as its members wait for each other inside their passes.
+stage on other nodes: within a node nothing could be drained. Members of a tensor-, context- or
+expert-parallel group wait for each other inside their passes; where such a group spans nodes nobody
+can tell which of them is slow, and its workers are not compared.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,11 +41,7 @@ def paces(
 ) -> dict[str, Pace]:
     """How each node keeps up that can be compared with others. pass_s: the mean time of a forward
     pass, of every worker. A worker whose node has no name belongs to no node."""
-    stages: dict[int, list[tuple[float, int, str]]] = defaultdict(list)
-    for worker in rank_map.workers:
-        at, node = rank_map.coordinate_of(worker), node_of(worker)
-        if at is not None and node:
-            stages[at.pp].append((pass_s[worker], worker, node))
+    stages = _comparable(rank_map, pass_s, node_of)
     found: dict[str, Pace] = {}
     for stage in map(sorted, stages.values()):
         times_s = [seconds for seconds, *_ in stage]
@@ -56,6 +54,25 @@ def paces(
             if others_s and (node not in found or slowest_s / others_s > found[node].ratio):
                 found[node] = Pace(slowest_s / others_s, worker)
     return found
+
+
+def _comparable(
+    rank_map: RankMap, pass_s: Mapping[int, float], node_of: Callable[[int], str]
+) -> dict[int, list[tuple[float, int, str]]]:
+    """By stage, each worker that waits for nobody on another node in its passes: their mean time,
+    the worker, its node."""
+    together = math.lcm(rank_map.layout.cp, rank_map.layout.ep)  # replicas
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for worker in rank_map.workers:
+        at = rank_map.coordinate_of(worker)
+        assert at is not None, "it is in the rank map"
+        groups[at.pp, at.replica // together].append(worker)
+    stages: dict[int, list[tuple[float, int, str]]] = defaultdict(list)
+    for (stage, _), members in groups.items():
+        node, *others = {node_of(worker) for worker in members}
+        if node and not others:
+            stages[stage] += [(pass_s[worker], worker, node) for worker in members]
+    return stages
 
 
 def _median_of_others(ascending: Sequence[float], own: Sequence[int]) -> float:

@@ -157,13 +157,18 @@ def of_figures(figures: RunFigures) -> Iterator[Metric]:
     for outcome in sorted({"completed", "aborted", *outcomes}):
         family.add_metric([outcome], outcomes[outcome])
     yield family
+    if figures.stragglers:
+        yield _stragglers(figures)
+    if figures.hours.nodes:
+        yield _hours(figures)
+
+
+def _stragglers(figures: RunFigures) -> Metric:
     about = "How often a node was found to be slower than others that do the same."
     family = CounterMetricFamily("liver_stragglers", about, labels=["node"])
     for node, times in figures.stragglers.items():
         family.add_metric([node], times)
-    yield family
-    if figures.hours.nodes:
-        yield _hours(figures)
+    return family
 
 
 def _hours(figures: RunFigures) -> Metric:

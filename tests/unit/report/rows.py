@@ -12,6 +12,7 @@ from liver_hpc.run.records import (
     ReconfigurationRecord,
     RecoveryRecord,
     StepRecord,
+    StragglerRecord,
 )
 
 
@@ -108,3 +109,9 @@ def baseline(**fields: Any) -> BaselineRecord:
         "lost_s": 9.0,
     }
     return BaselineRecord(**values | fields)
+
+
+def straggler(node: str, **values: Any) -> StragglerRecord:
+    known: dict[str, Any] = {"at_s": 100.0, "step": 60, "generation": 0, "node": node, "worker": 5}
+    known |= {"ratio": 1.84, "for_s": 61.0, "compared": 4, "action": "drained"}
+    return StragglerRecord(**{**known, **values})

@@ -15,7 +15,15 @@ from liver_hpc.run.records import (
     TrafficRecord,
     WorkerPhaseRecord,
 )
-from tests.unit.report.rows import baseline, crossing, evaluation, reconfiguration, recovery, step
+from tests.unit.report.rows import (
+    baseline,
+    crossing,
+    evaluation,
+    reconfiguration,
+    recovery,
+    step,
+    straggler,
+)
 
 HOSTILE = '<script>alert("x")</script> & \u00fc'
 """A name that would do harm where it is not escaped."""
@@ -69,6 +77,7 @@ def everything() -> RunRecords:
                 "to disk",
             ),
         ],
+        stragglers=[straggler(HOSTILE, action="named alone")],
         evaluations=[evaluation(step=20 * n, loss=4.5 - n / 10) for n in (1, 2, 3)],
     )
 

@@ -15,7 +15,7 @@ from liver_hpc.run.codec import encode
 from liver_hpc.run.entries import Entry
 from liver_hpc.run.events import CheckpointWritten, OperatorAsked, TookOver
 from liver_hpc.run.records import NoticeRecord, ObservationRecord
-from tests.unit.report.rows import reconfiguration, recovery
+from tests.unit.report.rows import reconfiguration, recovery, straggler
 
 
 def told(event: dict[str, Any], *actions: dict[str, Any]) -> list[RunEvent]:
@@ -126,6 +126,17 @@ def test_what_would_have_been_done_is_told_once() -> None:
     (found,) = told({"type": "tick"}, row("observations", record), note)
     assert found.text == "would have gone from dp2 to dp4 (nodes granted); stays as it is"
     assert (found.kind, found.data["cost_s"]) == ("observation", 0.5)
+
+
+def test_a_straggler_is_told_once_with_what_was_done() -> None:
+    note = {"type": "note", "text": "node n3 straggles: forward passes of its worker 5 take long"}
+    left = {"type": "note", "text": "node n3 has to be left: straggling, 600.0 s left"}
+    found, then = told({"type": "node_straggles"}, row("stragglers", straggler("n3")), note, left)
+    assert found.text == (
+        "node n3 straggles: 1.8 times as slow as others for 61 s (worker 5, of 4 nodes); drained"
+    )
+    assert (found.kind, found.data["worker"]) == ("straggler", 5)
+    assert then.text == left["text"]
 
 
 def test_tables_of_workers_and_of_later_releases_are_left_out() -> None:

@@ -129,6 +129,25 @@ def test_peers_of_the_same_node_and_nodes_without_a_name_are_none() -> None:
     assert paces(world, pass_s, lambda _worker: "") == {}
 
 
+@pytest.mark.parametrize(
+    ("layout", "ratios"),
+    [
+        ("tp2 dp4", {"n0": 2.0, "n1": 1.0, "n2": 1.0, "n3": 1.0}),  # a group on each node
+        ("tp4 dp2", {}),
+        ("cp4 dp2", {}),
+        ("ep2 dp8", {"n0": 2.0, "n1": 1.0, "n2": 1.0, "n3": 1.0}),
+        ("ep4 dp8", {}),
+    ],
+)
+def test_who_waits_for_another_node_in_its_passes_is_not_compared(
+    layout: str, ratios: dict[str, float]
+) -> None:
+    world = world_of(layout).rank_map
+    pass_s = dict.fromkeys(world.workers, 1.0) | {0: 2.0, 1: 2.0}
+    found = paces(world, pass_s, on(2).__getitem__)
+    assert {node: pace.ratio for node, pace in found.items()} == ratios
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=2, max_size=16))
 def test_the_median_is_that_of_the_others(workers: list[tuple[int, int]]) -> None:
     world = world_of(f"dp{len(workers)}").rank_map

@@ -17,9 +17,12 @@ from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.report.derive import run_figures
 from liver_hpc.report.store import read_run
+from liver_hpc.run.actions import Record
+from liver_hpc.run.codec import encode
 from liver_hpc.run.entries import Entry
 from liver_hpc.tracking.base import Mark, Point, Tracker, missing_packages
 from liver_hpc.tracking.main import Following, Stands
+from tests.unit.report.rows import straggler
 from tests.unit.tracking.told import STARTED, append, entries, step_done
 
 
@@ -132,6 +135,7 @@ def test_openmetrics_says_what_the_report_says(tmp_path: Path) -> None:
         step_done(0, metrics={"accuracy": 0.5}),
         step_done(1),
         step_done(2, ended_s=104),
+        ({"type": "node_straggles"}, [encode(Record(straggler("n3"))) for _ in range(2)]),
     ]
     append(tmp_path, entries(*told))
     following = Following(tmp_path, config_of(openmetrics={}), pytest.fail)
@@ -164,6 +168,9 @@ def test_openmetrics_says_what_the_report_says(tmp_path: Path) -> None:
         "aborted": 0,
         "completed": 0,
     }
+    assert [(s.labels["node"], s.value) for s in families["liver_stragglers"].samples] == [
+        ("n3", 2)
+    ]
     assert not any(math.isnan(value) for value in values.values())
 
 
