@@ -268,9 +268,14 @@ def test_another_world_begins_anew() -> None:
 
 
 def test_what_is_told_of_another_world_does_not_count() -> None:
-    told = Told(world_of("dp4"))
-    told.watch.heard(2, ForwardTimes(generation=7, passes=99, seconds=1e6))
-    assert told.windows(50, {}) == []
+    told = Told(world_of("dp4"), section=StragglersSection(for_s=1.0))
+    for _ in range(20):
+        told.now_s, told.step = told.now_s + WINDOW_S, told.step + STEPS
+        told.tell({})
+        passes = 10**6 + told.step
+        told.watch.heard(2, ForwardTimes(generation=7, passes=passes, seconds=9.0 * passes))
+        told.look()
+    assert told.found == []
 
 
 def test_another_coordinator_begins_anew_and_knows_who_is_named() -> None:

@@ -115,8 +115,9 @@ def test_a_run_that_observes_says_that_it_would_have_drained_it() -> None:
     replays(play)
 
 
-def test_a_node_that_is_gone_or_is_not_there_yet_straggles_no_more() -> None:
+def test_a_node_that_is_not_held_straggles_no_more() -> None:
     play = training()
+    assert play.feed(replace(SLOW, node="n9")) == []
     play.feed(SLOW)
     play.withdraw("n2", "preempted")
     play.hear_pool()
@@ -124,7 +125,16 @@ def test_a_node_that_is_gone_or_is_not_there_yet_straggles_no_more() -> None:
     assert play.feed(SLOW) == []
 
 
-def test_nothing_is_compared_while_a_node_is_about_to_be_left() -> None:
+def test_nothing_is_compared_while_a_node_of_the_world_is_about_to_be_left() -> None:
+    play = training()
+    held = play.run.elastic.nodes["n2"]
+    held.warning = e.NodeWarned("n2", "drained", play.now_s)
+    assert play.run.comparable_world is play.run.world, "it may stay for long"
+    held.warning = e.NodeWarned("n2", "preempted", play.now_s, play.now_s + 60.0)
+    assert play.run.comparable_world is None
+
+
+def test_nothing_is_compared_in_a_handoff() -> None:
     play = training(MACHINE)
     assert play.run.comparable_world is play.run.world
     play.ask(m.ResizeRequest(workers=4))
