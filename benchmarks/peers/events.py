@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from liver_hpc.errors import LiverError
 
-JOIN, LEAVE = "join", "leave"
+JOIN, LEAVE, KILL = "join", "leave", "kill"
 
 
 @dataclass(frozen=True)

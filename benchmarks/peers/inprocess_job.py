@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 
 from benchmarks.peers.events import LEAVE
@@ -35,4 +34,4 @@ class InprocessJob(PeerJob):
 
     def remove(self) -> None:
         """Without a warning: a fault is what it is for."""
-        self._end_last(signal.SIGKILL)
+        self.kill()

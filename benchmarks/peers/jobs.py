@@ -14,7 +14,7 @@ from threading import Event
 from types import TracebackType
 from typing import ClassVar
 
-from benchmarks.peers.events import JOIN, LEAVE, Change, Step, merged, settled
+from benchmarks.peers.events import JOIN, KILL, LEAVE, Change, Step, merged, settled
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import LiverError
 from liver_hpc.host.child import Child, Command, end_all
@@ -65,6 +65,10 @@ class PeerJob(ABC):
         """Has the last one end, as a preemption warning does."""
         self._end_last(signal.SIGTERM)
 
+    def kill(self) -> None:
+        """The last one ends without a warning."""
+        self._end_last(signal.SIGKILL)
+
     # ---- what is done to it
 
     def settle(self, workers: int, steps: int) -> None:
@@ -81,10 +85,7 @@ class PeerJob(ABC):
         """Does the event; returns when the new world has done `steps` steps after its first."""
         target = workers + 1 if event == JOIN else workers - 1
         change = Change(event, workers, target, time.time())
-        if event == JOIN:
-            self.add()
-        else:
-            self.remove()
+        {JOIN: self.add, LEAVE: self.remove, KILL: self.kill}[event]()
         self._until(
             lambda: len(settled(self.steps(), change)) > steps,
             f"{steps} steps after the first, of {target} workers after a {event}",

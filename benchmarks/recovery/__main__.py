@@ -7,11 +7,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
-from benchmarks.recovery import copies
+from benchmarks.recovery import copies, torchft
 from benchmarks.recovery.trials import (
     CASES,
     DISK,
@@ -19,6 +18,7 @@ from benchmarks.recovery.trials import (
     KILLED,
     MEMORY,
     SILENT,
+    TORCHFT,
     Case,
     Trial,
     Trials,
@@ -27,6 +27,7 @@ from benchmarks.recovery.trials import (
 SILENT_SIZE = 0
 """The smallest model: how long silence lasts does not depend on it."""
 COPY_PAIRS, COPY_STEPS = 5, 6
+_METHODS = (MEMORY, DISK, TORCHFT)
 QUICK_CASES = (CASES[0], CASES[-1])
 
 METHOD = {
@@ -87,10 +88,13 @@ def run(sizes: Sequence[str] | None, repeats: int, quick: bool) -> BenchmarkResu
 
 
 def _lose(trials: Trials, size: str, case: Case, repeats: int) -> list[Trial]:
-    """From memory and from disk, alternately."""
-    makers = {method: partial(trials.lose, size, case, method) for method in (MEMORY, DISK)}
+    """From memory, from disk and, where it can, by torchft, in turns."""
+    methods = [MEMORY, DISK]
+    if case is CASES[0] and torchft.why_not() is None:
+        methods.append(TORCHFT)
+    makers = {method: partial(trials.lose, size, case, method) for method in methods}
     by_method = interleaved(makers, repeats)
-    return [trial for pair in zip(*by_method.values(), strict=True) for trial in pair]
+    return [trial for turn in zip(*by_method.values(), strict=True) for trial in turn]
 
 
 def result(
@@ -98,8 +102,9 @@ def result(
 ) -> BenchmarkResult:
     """Detection is the largest, what a loss costs the median of its repeats, and over all sizes and
     cases the worst of these."""
+    ours = [trial for trial in trials if trial.method != TORCHFT]
     detection_s = {
-        fault: max(trial.noticed_s for trial in trials if trial.fault == fault)
+        fault: max(trial.noticed_s for trial in ours if trial.fault == fault)
         for fault in (KILLED, SILENT)
     }
     spread = {name: Spread.of(values) for name, values in _by_case(trials).items()}
@@ -113,8 +118,8 @@ def result(
             for figure in ("recovery_s", "recovery_over_restart")
         },
         "steps_rolled_back_max": max(t.steps_redone for t in trials if t.method == MEMORY),
-        "max_relative_difference": max(trial.difference for trial in trials),
-        "processes_left": max(trial.left for trial in trials),
+        "max_relative_difference": max(trial.difference for trial in ours),
+        "processes_left": max(trial.left for trial in ours),
         "copies_every_steps": blocks[copies.WITH][-1].every_steps,
     }
     samples = [
@@ -126,7 +131,7 @@ def result(
         "recovery",
         figures | medians,
         [asdict(trial) for trial in trials],
-        method=METHOD | {"torchft": _torchft()},
+        method=METHOD | {"torchft": torchft.why_not() or torchft.METHOD},
         spread=spread,
         repeats=min(each.count for each in spread.values()),
         samples=samples,
@@ -139,21 +144,21 @@ def _by_case(trials: Sequence[Trial]) -> dict[str, list[float]]:
     killed = [trial for trial in trials if trial.fault == KILLED]
     for size, case in dict.fromkeys((trial.size, trial.case) for trial in killed):
         here = [trial for trial in killed if (trial.size, trial.case) == (size, case)]
-        some, others = ([t for t in here if t.method == method] for method in (MEMORY, DISK))
+        by_method = {method: [t for t in here if t.method == method] for method in _METHODS}
+        some, others, theirs = by_method.values()
         for method, trials_of in ((MEMORY, some), (DISK, others)):
             found[f"{method}_s_of_{case}_{size}"] = [trial.lost_s for trial in trials_of]
             found[f"{method}_whole_s_of_{case}_{size}"] = [trial.whole_s for trial in trials_of]
-        found[f"recovery_over_restart_of_{case}_{size}"] = [
-            one.lost_s / other.lost_s for one, other in zip(some, others, strict=True)
-        ]
+        found[f"recovery_over_restart_of_{case}_{size}"] = _ratios(some, others)
+        if theirs:
+            found[f"{TORCHFT}_s_of_{case}_{size}"] = [trial.lost_s for trial in theirs]
+            found[f"recovery_over_torchft_of_{case}_{size}"] = _ratios(some, theirs)
     return found
 
 
-def _torchft() -> str:
-    """Why no kill of torchft's stands beside ours."""
-    if find_spec("torchft") is None:
-        return "not installed here (the extra bench); nothing of it is measured"
-    return "its leave after SIGTERM is measured by benchmarks.peers; its kill is not measured"
+def _ratios(some: Sequence[Trial], others: Sequence[Trial]) -> list[float]:
+    """Of what was lost, round by round."""
+    return [one.lost_s / other.lost_s for one, other in zip(some, others, strict=True)]
 
 
 if __name__ == "__main__":

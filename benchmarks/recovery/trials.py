@@ -18,6 +18,7 @@ import psutil
 from benchmarks.live_runs import LiveRun
 from benchmarks.processes import living
 from benchmarks.reconfigure.sweep import load_sweep, overlaid
+from benchmarks.recovery import torchft
 from benchmarks.recovery.bills import bill, difference, losses, median_step_s
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.schema import LayoutSection, RunConfig
@@ -38,7 +39,7 @@ QUIET_STEPS = 30
 _POLL_S = 0.1
 _STEP_POLL_S = 0.01
 
-MEMORY, DISK = "recovery", "restart"
+MEMORY, DISK, TORCHFT = "recovery", "restart", "torchft"
 KILLED, SILENT = "killed", "silent"
 DP1, DP2, TP2, TP2_DP2 = map(Layout.parse, ("dp1", "dp2", "tp2", "tp2 dp2"))
 
@@ -138,6 +139,8 @@ class Trials:
     def lose(self, size: str, case: Case, method: str, fault: str = KILLED) -> Trial:
         """Raises LiverError where the run does not go on as it should, DeadlineError where that
         takes too long."""
+        if method == TORCHFT:
+            return self._lose_of_torchft(size, case)
         quiet = self.quiet(size, case.left)
         sections = {**_SECTIONS[method], "cluster": _cluster(case)}
         if fault == SILENT:
@@ -174,6 +177,26 @@ class Trials:
             steps_redone=found.steps_redone,
             difference=difference(losses(records), quiet.losses, begun[-1].step),
             left=left,
+        )
+
+    def _lose_of_torchft(self, size: str, case: Case) -> Trial:
+        """Of which only what it took is known."""
+        config = self.run_config(size, [case.layout, case.left], {})
+        took_s = torchft.lose(config, self._directory, WARM_STEPS, AFTER_STEPS, EVENT_S)
+        times_s = dict.fromkeys(("noticed_s", "let_go_s", "refill_s", "whole_s"), math.nan)
+        return Trial(
+            size=size,
+            case=case.name,
+            method=TORCHFT,
+            fault=KILLED,
+            source=str(case.layout),
+            target=str(case.left),
+            lost_s=took_s,
+            median_step_s=math.nan,
+            steps_redone=0,
+            difference=math.nan,
+            left=0,
+            **times_s,
         )
 
     def _run(self, config: RunConfig, act: Callable[[LiveRun], None]) -> tuple[RunRecords, int]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers.events import KILL, Change, Step
+from benchmarks.recovery import torchft
 from benchmarks.recovery.__main__ import result
 from benchmarks.recovery.bills import Bill, bill, difference, median_step_s
 from benchmarks.recovery.copies import WITH, WITHOUT, Block, told_intervals
@@ -17,6 +19,7 @@ from benchmarks.recovery.trials import (
     KILLED,
     MEMORY,
     SILENT,
+    TORCHFT,
     Trial,
     Trials,
     whole_s,
@@ -129,6 +132,25 @@ def test_the_worst_case_is_claimed_with_the_largest_detection() -> None:
     assert figures["copies_overhead_percent"] == pytest.approx(2.0)
     assert figures["copies_every_steps"] == 3
     assert set(FIGURES["recovery"]) <= set(figures)
+
+
+def test_torchft_stands_beside_the_case_that_it_knows() -> None:
+    nan = math.nan
+    unknown = {"noticed_s": nan, "difference": nan}
+    trials = [trial(MEMORY, 1.0), trial(DISK, 10.0), replace(trial(TORCHFT, 2.0), **unknown)]
+    blocks = {WITH: [Block(10, 10.2, 3.0)], WITHOUT: [Block(5, 5.0, math.nan)]}
+    silent = trial(MEMORY, 99.0, fault=SILENT, noticed_s=1.5)
+    figures = result([*trials, silent], blocks).figures
+    assert figures["torchft_s_of_worker_25m"] == 2.0
+    assert figures["recovery_over_torchft_of_worker_25m"] == 0.5
+    assert (figures["detection_killed_s"], figures["max_relative_difference"]) == (0.5, 1e-7)
+
+
+def test_a_kill_costs_torchft_what_passes_until_the_other_does_a_step() -> None:
+    """From 10.5 on; the step that was under way counted for nobody."""
+    old = [Step(number, 1, 2, 8.0 + number, 9.0 + number, 4.0) for number in range(2)]
+    new = [Step(2 + number, 2, 1, 12.0 + number, 13.0 + number, 4.0) for number in range(3)]
+    assert torchft.lost_s([*old, *new], Change(KILL, 2, 1, 10.5)) == 13.0 - 10.5 - 1.0
 
 
 def test_the_interval_is_what_a_worker_has_said_last(tmp_path: Path) -> None:
