@@ -144,6 +144,7 @@ def check_alike(records: RunRecords, quiet: RunRecords) -> None:
     assert all(record.learning_rate == rates[record.step] for record in records.steps)
 
 
+@pytest.mark.long
 def test_a_run_with_handoffs_during_its_ramp_up_matches_a_fixed_run(
     tmp_path: Path, quiet: RunRecords, unhurried_steps: None
 ) -> None:

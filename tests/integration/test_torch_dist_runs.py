@@ -91,13 +91,8 @@ def test_a_damaged_checkpoint_is_set_aside(copied: RunDirectory, damage: str) ->
     assert tracked_step(directory) == STEPS
 
 
-@pytest.mark.parametrize("known", ["by its index", "by Megatron's files"])
-def test_another_run_begins_with_what_is_saved(
-    copied: RunDirectory, tmp_path: Path, known: str
-) -> None:
+def test_another_run_begins_with_what_is_saved(copied: RunDirectory, tmp_path: Path) -> None:
     directory, step = copied.path / "checkpoints", STEPS - EVERY
-    if known != "by its index":
-        (directory / f"iter_{step:07d}" / INDEX_FILE).unlink()
     (directory / TRACKER_FILE).write_text(str(step))
     section = {"load": directory}
     continued = finish(start(short_run(tmp_path / "other", STEPS, checkpoint=section)))
