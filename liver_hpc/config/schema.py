@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -320,20 +321,17 @@ def _plain(text: str) -> str:
     return text
 
 
-def _option(name: str) -> str:
-    if name in _OWN_OPTIONS:
-        raise ValueError(f"liver gives --{name} itself; its key is {_OWN_OPTIONS[name]}")
-    if _KEYLESS.fullmatch(name):
-        raise ValueError(f"liver gives --{name} itself")
-    return name
+def _not_ours(keys: Mapping[str, str], keyless: re.Pattern[str], where: str) -> AfterValidator:
+    """Refuses the options that liver gives itself, in words."""
 
+    def checked(name: str) -> str:
+        if name in keys:
+            raise ValueError(f"liver gives --{name} itself; its key is {keys[name]}")
+        if keyless.fullmatch(name):
+            raise ValueError(f"liver gives --{name} itself{where}")
+        return name
 
-def _step_option(name: str) -> str:
-    if name in _OWN_STEP_OPTIONS:
-        raise ValueError(f"liver gives --{name} itself; its key is {_OWN_STEP_OPTIONS[name]}")
-    if _KEYLESS_OF_STEPS.fullmatch(name):
-        raise ValueError(f"liver gives --{name} itself to the steps of agents")
-    return name
+    return AfterValidator(checked)
 
 
 def _runtime_option(word: str) -> str:
@@ -359,15 +357,12 @@ def _option_value(value: str | int | bool) -> str | int | bool:
 
 
 PlainText = Annotated[str, AfterValidator(_plain)]
-SbatchOptions = dict[
-    Annotated[str, Field(pattern=r"^[a-z][a-z-]*$"), AfterValidator(_option)],
-    Annotated[str | int | bool, AfterValidator(_option_value)],
-]
+OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z-]*$")]
+OptionValue = Annotated[str | int | bool, AfterValidator(_option_value)]
+SbatchOptions = dict[Annotated[OptionName, _not_ours(_OWN_OPTIONS, _KEYLESS, "")], OptionValue]
 """Further options of sbatch by their long names, without dashes; true means without a value."""
-StepOptions = dict[
-    Annotated[str, Field(pattern=r"^[a-z][a-z-]*$"), AfterValidator(_step_option)],
-    Annotated[str | int | bool, AfterValidator(_option_value)],
-]
+_of_steps = _not_ours(_OWN_STEP_OPTIONS, _KEYLESS_OF_STEPS, " to the steps of agents")
+StepOptions = dict[Annotated[OptionName, _of_steps], OptionValue]
 """The same of srun, for the steps of agents."""
 
 

@@ -325,6 +325,7 @@ class Coordinator:
                 if self.core.agents.agent_of(peer):  # else it was told to go
                     self._worker_gone(peer, reason)
             else:
+                self._agents.shun(peer)
                 for worker in self._registry.workers_of(peer):
                     self._worker_gone(worker, f"its agent {peer} is {reason}")
 

@@ -18,7 +18,7 @@ from liver_hpc.protocol.events import WorldRef
 from liver_hpc.run.agents import STANDBY
 from liver_hpc.run.estimates import HandoffEstimator
 from liver_hpc.run.nodes import HeldNodes
-from liver_hpc.run.requests import GROWTH, ReconfigurationRequest, RequestQueue
+from liver_hpc.run.requests import GROWTH, IN_PLACE, ReconfigurationRequest, RequestQueue
 
 MOST_LEAVES = 3
 """Handoffs away from a node that may fail before the state goes to disk instead."""
@@ -166,8 +166,6 @@ class Decider:
         pointless = request.pointless(self.source)
         if pointless:
             return Drop(request, pointless)
-        if self.catching_up and not request.asked_for:
-            return Wait(f"{request}: what was lost is done again first")
         agents, free = self.nodes.agents, self.nodes.free_slots()
         busy = agents.ending() or agents.booting(STANDBY)
         if busy and free is not None and free < request.joiners(self.source):
@@ -180,12 +178,16 @@ class Decider:
     # ---- growing
 
     def _grow(self) -> Decision:
-        """Onto nodes that were granted, once no more of them come at the moment."""
+        """Onto nodes that were granted, once no more of them come at the moment; or back to what
+        the run was before it lost workers, whatever that costs."""
         layout = self._larger()
         if self.catching_up or self.now_s < self.nodes.grow_at_s or layout is None:
             return Wait()
-        request = ReconfigurationRequest(GROWTH, self.nodes.granted_s, layout=layout)
+        origin = IN_PLACE if self.queue.missing is not None else GROWTH
+        request = ReconfigurationRequest(origin, self.nodes.granted_s, layout=layout)
         target = self._placed(request)
+        if origin == IN_PLACE:
+            return Begin(request, target)
         if reason := self._not_worth(target, self._to_boot(request)):
             return Decline(layout, reason)
         return Begin(request, target)
@@ -203,7 +205,8 @@ class Decider:
         nodes, workers = self.nodes, self.source.workers
         room = nodes.room({nodes.agents.node_of(worker) for worker in workers})
         if room is None:
-            return None
+            missing = self.queue.missing
+            return missing if missing is not None and missing.workers > len(workers) else None
         best = self.estimates.policy.best(min(room, self.queue.ceiling))
         if best is None or best.workers <= len(workers):
             return None

@@ -94,7 +94,7 @@ class ElasticPolicy:
             if pointless:
                 raise RequestRefused(pointless)
         if request.layout is not None:
-            self.queue.asked = request.layout.workers
+            self.queue.asked, self.queue.missing = request.layout.workers, None
             self._remember()
         if world is not None and not busy and (waits_for := self._waits_for_nodes(request, world)):
             return waits_for
@@ -122,9 +122,10 @@ class ElasticPolicy:
     def lost(self, before: Layout, now: Layout) -> None:
         """Workers were lost. Where nodes take any number, others come in their place; else the run
         grows onto what room there is, as always."""
-        if now.workers < before.workers and self.nodes.free_slots() is None:
-            made_s = self._clock.now_s()
-            self.queue.add(ReconfigurationRequest(IN_PLACE, made_s, layout=before))
+        missing = self.queue.missing or before
+        if now.workers < missing.workers and self.nodes.free_slots() is None:
+            self.queue.missing = missing
+            self.nodes.granted_s = self.nodes.grow_at_s = self._clock.now_s()
 
     # ---- nodes that come
 
@@ -398,6 +399,8 @@ class ElasticPolicy:
         if ended.outcome == "completed":
             self.estimates.handoffs.observe(record, source.rank_map, trains)
             self._failed_growths = self.estimates.failed_leaves = 0
+            if trains.layout == self.queue.missing or (request is not None and request.asked_for):
+                self.queue.missing = None
             self._agents.let_go(self._surplus(trains), f"{trains.layout} has no use for it")
             on = {self._agents.node_of(worker) for worker in trains.workers}
             joined = f"joined by {trains.layout}"
@@ -406,7 +409,7 @@ class ElasticPolicy:
         self.estimates.handoffs.observe_aborted()
         if ended.generation == self._overtaken:
             pass  # it did not fail: there was something more urgent
-        elif request is not None and request.origin == GROWTH:
+        elif request is not None and request.origin in (GROWTH, IN_PLACE):
             self._pause_growing()
         elif request is not None and request.without:
             self.estimates.failed_leaves += 1

@@ -78,11 +78,13 @@ class RequestQueue:
     """The requests that wait for their turn, in order, and the run file's that are yet to come.
 
     waiting: whose turn it is first. asked: the workers of the layout that somebody asked for last;
-    None before.
+    None before. missing: the layout that was there before workers were lost, until it, or what
+    somebody asks for, is there again; None where nodes, and not this, say what room there is.
     """
 
     def __init__(self, config: RunConfig, check_layout: Callable[[Layout], None]) -> None:
         self.asked: int | None = None
+        self.missing: Layout | None = None
         self._config = config
         self._check_layout = check_layout
         self.waiting: list[ReconfigurationRequest] = []

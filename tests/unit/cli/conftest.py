@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from benchmarks.gpt_spec import gpt_spec
@@ -9,6 +12,8 @@ from liver_hpc.cli import submission
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.gpt_config import GPTConfig
+from liver_hpc.run.directory import RunDirectory, create_run_directory, point_latest
+from tests.unit.config.runs import minimal
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +22,14 @@ def spec_by_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         return gpt_spec(GPTConfig.model_validate(config.model))
 
     monkeypatch.setattr(submission, "derive_spec", by_rule)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A local run whose process lives: this one."""
+    monkeypatch.chdir(tmp_path)
+    run = create_run_directory(minimal())
+    point_latest(run)
+    run.note_job_id(str(os.getpid()))
+    (run.path / "logs").mkdir()
+    return run

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
-from pathlib import Path
-
-import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.run.directory import RunDirectory, create_run_directory, point_latest
+from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, encode
 from liver_hpc.run.outcome import Outcome
 from tests.unit.cli.test_main import Captured, liver
-from tests.unit.config.runs import minimal
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    """A local run whose process lives: this one."""
-    monkeypatch.chdir(tmp_path)
-    run = create_run_directory(minimal())
-    point_latest(run)
-    run.note_job_id(str(os.getpid()))
-    return run
 
 
 def entries(first: int, *texts: str) -> bytes:

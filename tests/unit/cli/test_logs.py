@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
@@ -10,22 +9,10 @@ import pytest
 
 from liver_hpc.cli.following import Following, lines_of
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.run.directory import RunDirectory, create_run_directory, point_latest
+from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, encode
 from liver_hpc.run.outcome import Outcome
 from tests.unit.cli.test_main import Captured, liver
-from tests.unit.config.runs import minimal
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    """A local run whose process lives: this one."""
-    monkeypatch.chdir(tmp_path)
-    run = create_run_directory(minimal())
-    point_latest(run)
-    run.note_job_id(str(os.getpid()))
-    (run.path / "logs").mkdir()
-    return run
 
 
 def log(run: RunDirectory, name: str, text: str) -> Path:

@@ -144,13 +144,9 @@ def test_what_was_lost_is_done_again_before_anybody_joins_unasked() -> None:
     situation.may_grow()
     situation.catching_up = True
     assert situation.decide() == Wait()
-    request = ReconfigurationRequest("in place of what was lost", NOW_S, layout=TP2_DP2)
-    situation.queue.add(request)
-    assert isinstance(situation.decide(), Wait)
     situation.warn("n1", window_s=100.0)
     assert situation.begins().nodes == ("n1",)
     situation.nodes["n1"].warning = None
-    situation.queue.waiting.clear()
     situation.ask(TP2)
     assert situation.begins().request.origin == OPERATOR
 

@@ -17,6 +17,7 @@ from liver_hpc.run.events import NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.lifecycle import RunState
 from liver_hpc.run.machine import Run
 from liver_hpc.run.records import EvaluationRecord, RecoveryRecord
+from liver_hpc.run.requests import IN_PLACE
 from tests.fakes import Fault
 from tests.unit.run.choices import Choices
 from tests.unit.run.play import Play
@@ -317,11 +318,12 @@ def test_a_run_whose_copies_differ_goes_back_to_its_checkpoint_and_says_which_di
 # ---- a world that loses a worker
 
 
-def that_recovers(**policy: float) -> Play:
+def that_recovers(name: str = "snapshots", **policy: float) -> Play:
     """Two workers that have trained, and hold snapshots."""
-    scene = next(scene for scene in SCENES if scene.name == "snapshots")
+    scene = next(scene for scene in SCENES if scene.name == name)
     policies = scene.config.policy.model_copy(update=policy)
-    config = scene.config.model_copy(update={"policy": policies})
+    each_step = scene.config.snapshots.model_copy(update={"every_steps": 1})
+    config = scene.config.model_copy(update={"policy": policies, "snapshots": each_step})
     play = training(replace(scene, config=config))
     for _ in range(3):
         play.train()
@@ -368,6 +370,34 @@ def test_others_join_once_the_loss_is_made_good_or_that_takes_long(steps: bool) 
     assert play.run.handoffs.idle
     play.wait(0.1 if steps else 2.0)
     assert not play.run.handoffs.idle
+
+
+def test_whoever_joins_in_place_of_the_lost_is_tried_again() -> None:
+    play = that_recovers("a machine", retry_s=10.0)
+    lose(play, 1)
+    play.settle()
+    for _ in range(2):
+        play.train()
+        play.settle()
+    for wait_s in (1.0, 12.0, 22.0):  # twice as long each time
+        play.wait(wait_s)
+        assert play.run.handoffs.request is not None
+        assert play.run.handoffs.request.origin == IN_PLACE
+        (agent,) = (each for each in play.agents.values() if not (each.workers or each.ended))
+        agent.end(1)
+        play.settle()
+        assert play.run.handoffs.idle
+        play.wait(wait_s / 4)
+        assert play.run.handoffs.idle
+    play.wait(42.0)
+    play.settle()
+    for _ in range(3):
+        play.train()
+        play.settle()
+    assert play.run.world is not None
+    assert str(play.run.world.rank_map.layout) == "tp1 pp1 dp2"
+    play.wait(100.0)
+    assert play.run.handoffs.idle
 
 
 def test_a_stop_while_a_world_recovers_is_carried_out_afterwards() -> None:
