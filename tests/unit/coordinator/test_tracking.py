@@ -47,6 +47,7 @@ def recorded(run_directory: Path, watched: Watched) -> None:
 
 def children() -> list[psutil.Process]:
     mine = psutil.Process().children(recursive=True)
+    mine = [each for each in mine if each.status() != psutil.STATUS_ZOMBIE]  # of other tests
     return [each for each in mine if "liver_hpc.tracking.main" in each.cmdline()]
 
 
