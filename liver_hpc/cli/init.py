@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ import yaml
 from liver_hpc.cli.check import local_workers_limit
 from liver_hpc.cli.options import RUN_FILE, positive
 from liver_hpc.config.editor import schema_text
+from liver_hpc.config.schema import DataSection
 from liver_hpc.errors import ConfigError
 from liver_hpc.host.files import write_whole
-from liver_hpc.recipes.text_data import STDLIB
+from liver_hpc.recipes.text_data import STDLIB, text_files
 
 SCHEMA_FILE = "liver-schema.json"
 """Beside the run file: it goes where that goes, into a repository or to a colleague."""
@@ -48,11 +48,17 @@ class Question:
 
 
 def _data_fault(options: argparse.Namespace, data: str) -> str:
-    return "" if data == STDLIB or _is_pair(data) or glob(data) else f"no file matches {data!r}"
+    if data == STDLIB or _is_pair(data):
+        return ""
+    try:
+        text_files(DataSection(text=[data]))
+    except ConfigError as error:
+        return str(error).removeprefix("data.text: ")
+    return ""
 
 
 def _file_fault(options: argparse.Namespace, file: str) -> str:
-    return "" if Path(file).is_file() else f"there is no file {file!r}"
+    return "" if Path(file).expanduser().is_file() else f"there is no file {file!r}"
 
 
 def _workers_fault(options: argparse.Namespace, workers: int) -> str:
@@ -233,7 +239,7 @@ def _gpt(options: argparse.Namespace) -> list[str]:
 
 def _is_pair(data: str) -> bool:
     """Whether it is the prefix of indexed data."""
-    return all(Path(f"{data}{end}").exists() for end in (".bin", ".idx"))
+    return all(Path(f"{data}{end}").expanduser().exists() for end in (".bin", ".idx"))
 
 
 def _script(options: argparse.Namespace) -> list[str]:

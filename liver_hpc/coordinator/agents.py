@@ -29,7 +29,8 @@ GATHER_S = 0.3
 class NodeAgents:
     """Used by the event loop alone.
 
-    stay: agents take further launches. exit_s: how long a launch that was ended by force may take,
+    silent: agents that have not been heard of for too long; they get no launch. stay: agents take
+    further launches. exit_s: how long a launch that was ended by force may take,
     until its agent is.
     """
 
@@ -56,7 +57,7 @@ class NodeAgents:
         self._coming: dict[str, list[m.StartWorkers]] = {}  # agents, and what they will be told
         self._leaving: set[str] = set()  # agents that were told to end
         self._killed: dict[str, Deadline] = {}  # launches
-        self._shunned: set[str] = set()  # agents
+        self.silent: set[str] = set()
         self._unhealthy: dict[str, str] = {}  # nodes, and what is wrong with them
 
     def start(self, agent: str, node: str) -> None:
@@ -159,16 +160,11 @@ class NodeAgents:
 
     def _on(self, node: str) -> str | None:
         """An agent that is there to take a launch, or will be."""
-        there = [agent for agent, its in self._nodes.items() if its == node]
-        there = [agent for agent in there if agent not in self._shunned]
+        there = [a for a, its in self._nodes.items() if its == node and a not in self.silent]
         return next((one for one in there if self._takes_orders(one) or one in self._coming), None)
 
     def _takes_orders(self, agent: str) -> bool:
         return self._stay and agent in self._registry and agent not in self._leaving
-
-    def shun(self, agent: str) -> None:
-        """It was silent for too long, and gets no launch any more: it may be killed."""
-        self._shunned.add(agent)
 
     def end(self, launch: str, reason: str) -> None:
         """Asks for the end of a launch's workers, where anybody can be asked."""
@@ -251,7 +247,6 @@ class NodeAgents:
                 continue
             node = self._nodes.pop(agent)
             self._leaving.discard(agent)
-            self._shunned.discard(agent)
             self._coming.pop(agent, None)
             said = last_words(self._run_directory, agent)
             if code == EXIT_UNHEALTHY:

@@ -319,13 +319,14 @@ class Coordinator:
     def _look_at_the_silent(self) -> None:
         """A machine may vanish without closing its sockets."""
         limit_s = self._config.deadlines.heartbeat_s
-        for peer in self._registry.silent(max(limit_s - TICK_S, TICK_S)):
+        silent = self._registry.silent(max(limit_s - TICK_S, TICK_S))
+        self._agents.silent = {peer for peer in silent if isinstance(peer, str)}
+        for peer in silent:
             reason = f"silent for {limit_s:g} s"
             if isinstance(peer, int):
                 if self.core.agents.agent_of(peer):  # else it was told to go
                     self._worker_gone(peer, reason)
             else:
-                self._agents.shun(peer)
                 for worker in self._registry.workers_of(peer):
                     self._worker_gone(worker, f"its agent {peer} is {reason}")
 

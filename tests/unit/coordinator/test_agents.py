@@ -77,12 +77,15 @@ def test_a_later_launch_goes_to_the_agent_that_stays_on_the_node(book: Book) -> 
     assert book.sent(sent) == [m.StartWorkers(launch="a1", slots=(2, 3), layout="tp1 pp1 dp1")]
 
 
-def test_an_agent_that_was_silent_for_too_long_gets_no_launch(book: Book) -> None:
+def test_an_agent_that_is_silent_gets_no_launch_before_it_is_heard_again(book: Book) -> None:
     book.launch("a0")
     sent = book.listens("a0")
-    book.agents.shun("a0")
+    book.agents.silent = {"a0"}
     book.launch("a1")
     assert (book.started, book.sent(sent)) == (["a0", "a1"], [])
+    book.agents.silent = set()
+    book.launch("a2")
+    assert (book.started, len(book.sent(sent))) == (["a0", "a1"], 1)
 
 
 def test_before_an_agent_can_be_told_another_one_is_started(book: Book) -> None:
