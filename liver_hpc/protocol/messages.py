@@ -415,9 +415,10 @@ class Refill(_OfWorld, type="refill"):
     """Build a world in place of one that has lost a worker, and fill it from the snapshots of the
     world `saved_generation`: to all that have a seat in it, or give a snapshot.
 
-    holders: by rank of that world, who gives its snapshot. evaluate: the evaluation that is due at
-    that boundary was not done. Answered with Refilled, after which a worker with a seat waits for
-    Proceed.
+    holders: by rank of that world, who gives its snapshot. known: how many steps are known to be
+    done; the first holder tells again of those before the boundary that are not. evaluate: the
+    evaluation that is due at that boundary was not done. Answered with Refilled, after which a
+    worker with a seat waits for Proceed.
     """
 
     rank_map: WireRankMap
@@ -425,6 +426,7 @@ class Refill(_OfWorld, type="refill"):
     saved: str
     holders: tuple[int, ...]
     scalars: ScalarState
+    known: int
     evaluate: bool = False
 
 

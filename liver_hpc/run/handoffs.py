@@ -59,6 +59,11 @@ class Handoffs:
         return self._machine.phase is Phase.IDLE and self._recorder.attempt is None
 
     @property
+    def steps_done(self) -> int:
+        """As far as the coordinator knows."""
+        return self._recorder.steps_done
+
+    @property
     def can_be_cancelled(self) -> bool:
         """Not once the source's memory is being given back."""
         attempt = self._machine.attempt

@@ -254,7 +254,7 @@ class Lifecycle:
             self._fail(reason)
             return
         self._state, self._broken_off = RECOVERING, None
-        self.recoveries.begin(world, reason, self.recorder.steps_done)
+        self.recoveries.begin(world, reason)
 
     def _look_at_broken_off(self) -> None:
         """A step that failed in a handoff is a lost world, too, where the end of a peer that would

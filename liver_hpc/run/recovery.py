@@ -42,7 +42,6 @@ class _Recovery:
     halting: WorldRef
     reason: str
     noticed_s: float
-    steps_done: int
     lost: list[int] = field(default_factory=list)
     held: dict[int, tuple[m.HeldSnapshot, ...] | None] = field(default_factory=dict)
     halted_s: float = math.nan
@@ -104,9 +103,9 @@ class Recoveries:
 
     # ---- HALTING
 
-    def begin(self, world: WorldRef, reason: str, steps_done: int) -> None:
+    def begin(self, world: WorldRef, reason: str) -> None:
         """`world` has lost a worker, or some of it have lost each other."""
-        self._now = _Recovery(world, world, reason, self._clock.now_s(), steps_done)
+        self._now = _Recovery(world, world, reason, self._clock.now_s())
         self._out.append(a.Note(f"recovery: {reason}"))
         stay = {*world.rank_map.workers, *self._agents.spare(clearing=True)}
         here = filter(self._agents.agent_of, self._agents.present())
@@ -172,6 +171,7 @@ class Recoveries:
             saved=str(salvage.layout),
             holders=salvage.holders,
             scalars=salvage.scalars,
+            known=self._handoffs.steps_done,
             evaluate=self._owes_evaluation(salvage.scalars.step),
         )
         step, found = salvage.scalars.step, f"{salvage.layout} of generation {salvage.generation}"
@@ -209,10 +209,13 @@ class Recoveries:
         self._agents.send(rank_map.workers, m.Proceed(generation=target.generation))
         givers = [worker for worker in now.involved if worker not in rank_map.workers]
         self._agents.send(givers, m.Exit(reason=f"no seat in {rank_map}"))
+        known, step = self._handoffs.steps_done, now.salvage.scalars.step
+        if known < step:
+            self._out.append(a.Note(f"nobody has told of steps {known} to {step - 1}"))
         self._out.append(a.Record(self._record(now, target, now.salvage)))
         self._forget(now)
         retry_s = self._config.policy.retry_s
-        self._caught_up = now.steps_done + 1, self._clock.now_s() + retry_s
+        self._caught_up = max(known, step) + 1, self._clock.now_s() + retry_s
         self._now = self.deadline = None
         self._ended(target)
 
@@ -226,7 +229,7 @@ class Recoveries:
             lost=",".join(map(str, sorted(set(now.lost)))),
             reason=now.reason,
             step=step,
-            steps_redone=max(0, now.steps_done - step),
+            steps_redone=max(0, self._handoffs.steps_done - step),
             rounds=now.rounds,
             noticed_s=now.noticed_s,
             halted_s=now.halted_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 
 from liver_hpc.checkpoint.saving import Saving
 from liver_hpc.clock import Deadline
@@ -18,6 +19,9 @@ from liver_hpc.worker.ranks import PLACE_VARIABLE, rank_environment
 from liver_hpc.worker.refilling import Refilling
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.world import World
+
+_REMEMBERED = 1024
+"""So many steps and evaluations, which rank 0 has told of, its world's other workers remember."""
 
 
 class LeftWorld(LiverError):
@@ -48,6 +52,7 @@ class WorldHolder:
         self._halting = -1  # the newest generation that the coordinator wants let go
         self._told_to_halt = threading.Event()
         self._owes_evaluation = False
+        self._done: deque[m.StepDone | m.Evaluated] = deque(maxlen=_REMEMBERED)
         self._step_begins_s = 0.0
 
     def forward_times(self) -> m.ForwardTimes | None:
@@ -86,6 +91,20 @@ class WorldHolder:
         self._stands.set()
         self._step_begins_s = self._context.clock.now_s()
 
+    def _tell(self, world: World, done: m.StepDone | m.Evaluated) -> None:
+        """Rank 0 of the world tells the coordinator of what all of it have just done; the others
+        remember it, as what rank 0 says may be lost with it."""
+        self._done.append(done)
+        if world.rank_map.workers[0] == self._context.worker:
+            self._context.send(done)
+
+    def _tell_again(self, message: m.Refill) -> None:
+        """What the coordinator has not heard of, and what is not done again."""
+        if message.holders[0] == self._context.worker:
+            for done in self._done:
+                if message.known <= done.step < message.scalars.step:
+                    self._context.send(done)
+
     def _forget(self, session: Session) -> None:
         """Ends this attempt; the control thread may have opened the next one already."""
         if self.session is session:
@@ -101,6 +120,7 @@ class WorldHolder:
         self._refilling = refilling = Refilling(context, message)
         self.proceed.clear()
         self._check_halt()
+        self._tell_again(message)
         rank_map, world = message.rank_map.rank_map(), None
         if context.worker in rank_map.workers:
             world = self._build(rank_map, generation)

@@ -217,18 +217,18 @@ class Trainer(WorldHolder):
         started_s = context.clock.now_s()
         loss = world.evaluate(batches)
         ended_s = self._step_begins_s = context.clock.now_s()
-        if world.rank_map.workers[0] == context.worker:
-            context.send(
-                m.Evaluated(
-                    worker=context.worker,
-                    generation=world.generation,
-                    step=self.step,
-                    loss=loss,
-                    batches=len(batches),
-                    started_s=started_s,
-                    ended_s=ended_s,
-                )
-            )
+        self._tell(
+            world,
+            m.Evaluated(
+                worker=context.worker,
+                generation=world.generation,
+                step=self.step,
+                loss=loss,
+                batches=len(batches),
+                started_s=started_s,
+                ended_s=ended_s,
+            ),
+        )
         return ended_s
 
     def _save_if_due(self, since: int, saved: bool = False, wanted: bool = False) -> None:
@@ -261,11 +261,9 @@ class Trainer(WorldHolder):
         self._step_begins_s = self._context.clock.now_s()
 
     def _report(self, world: World, result: StepResult, started_s: float, ended_s: float) -> None:
-        """Rank 0 of the world tells the coordinator of the step just done."""
         context = self._context
-        if world.rank_map.workers[0] != context.worker:
-            return
-        context.send(
+        self._tell(
+            world,
             m.StepDone(
                 worker=context.worker,
                 generation=world.generation,
@@ -277,7 +275,7 @@ class Trainer(WorldHolder):
                 started_s=started_s,
                 ended_s=ended_s,
                 metrics=dict(result.metrics),
-            )
+            ),
         )
 
     # ---- PREPARE, and dropping it before the boundary

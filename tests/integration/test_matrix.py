@@ -61,7 +61,8 @@ PHASES = {
     "ABORT": "aborted",
     "checkpoint": "step_done",
 }
-"""The first event of this type in the handoff begins it; `:after`: once it is on the disk."""
+"""The first event of this type in the handoff begins it. `:after`, and a hello, which says which
+process a worker is: once it is on the disk."""
 ROLES = ("staying", "leaving", "joining")
 FAULTS = (
     "worker killed",
@@ -183,9 +184,8 @@ def test_training_goes_on_whatever_befalls_whom_in_which_phase(
         monkeypatch.setenv("LIVER_TEST_FAULT", "2:FLIP")
     hit: list[psutil.Process] = []
     worker = {"staying": 0, "leaving": 1, "joining": 2}[role]
-    trap = Trap(
-        PHASES[phase], phase.endswith("after"), lambda path: hit.extend(strike(path, worker, fault))
-    )
+    after = phase.endswith(":after") or PHASES[phase] == "hello"
+    trap = Trap(PHASES[phase], after, lambda path: hit.extend(strike(path, worker, fault)))
     trap.plant(monkeypatch)
     run = begin(tmp_path, phase)
     if phase == "checkpoint":

@@ -56,7 +56,8 @@ class PlayedWorker(WorkerScript):
     """A scripted worker that trains.
 
     doing: "nothing", "restoring", "training", "crossing" (at the boundary), "going back",
-    "halted", "refilling", "finished" or "leaving". held: the snapshots that it has.
+    "halted", "refilling", "finished" or "leaving". held: the snapshots that it has. remembered: the
+    steps and evaluations of its worlds.
     """
 
     doing: str = "nothing"
@@ -67,6 +68,7 @@ class PlayedWorker(WorkerScript):
     aborted: bool = False
     stop: m.Stop | None = None
     held: tuple[m.HeldSnapshot, ...] = ()
+    remembered: Any = field(default_factory=lambda: deque(maxlen=64))
     received: Any = field(default_factory=lambda: deque(maxlen=4))
 
     def _answer(self, message: m.ToWorker) -> list[m.FromWorker]:
@@ -132,9 +134,11 @@ class PlayedWorker(WorkerScript):
             return [*failed] if faulty else []
         rank_map, generation = message.rank_map.rank_map(), message.generation
         refilled = m.Refilled(worker=self.worker, generation=generation, scalars=message.scalars)
+        tells = self.remembered if message.holders[0] == self.worker else ()
+        again = [done for done in tells if message.known <= done.step < message.scalars.step]
         if self.worker not in rank_map.workers:
             self.doing = "leaving"
-            return [refilled]
+            return [*again, refilled]
         self.world, self.world_generation, self.step = rank_map, generation, message.scalars.step
         self.doing, self.aborted = "refilling", False
         digests = (
@@ -142,7 +146,7 @@ class PlayedWorker(WorkerScript):
         )
         shares = share_of_state(rank_map.layout.rank(rank_map.coordinate_of(self.worker)))  # type: ignore[arg-type]
         refilled = refilled.model_copy(update={"digests": digests, "shares": shares})
-        return [*self._connected(generation, len(rank_map.workers)), refilled]
+        return [*again, *self._connected(generation, len(rank_map.workers)), refilled]
 
     def _connected(self, generation: int, workers: int) -> list[m.FromWorker]:
         """The groups of a world stand."""
@@ -203,9 +207,12 @@ class PlayedWorker(WorkerScript):
         return said[:1] + self.report() + said[1:]
 
     def report(self) -> list[m.FromWorker]:
-        """StepDone, and Evaluated now and then, from rank 0 alone."""
-        if self.world is None or self.world.workers[0] != self.worker:
-            return []
+        """StepDone, and Evaluated now and then, from rank 0 alone; the others remember it."""
+        done = self._done()
+        self.remembered.extend(done)
+        return done if self.world is not None and self.world.workers[0] == self.worker else []
+
+    def _done(self) -> list[m.StepDone | m.Evaluated]:
         done = m.StepDone(
             worker=self.worker,
             generation=self.world_generation,

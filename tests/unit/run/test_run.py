@@ -354,6 +354,28 @@ def test_a_lost_worker_costs_a_step_and_the_others_go_on() -> None:
     assert (row.step, row.steps_redone, row.rounds) == (2, 1, 1)
 
 
+@pytest.mark.parametrize("remembered", [True, False])
+def test_steps_that_were_lost_with_their_teller_are_told_by_another(remembered: bool) -> None:
+    """The first worker's words do not arrive any more, as if its agent stood still."""
+    play = that_recovers()
+    play.workers[0].report = list  # type: ignore[method-assign]
+    for _ in range(3):
+        play.train()
+        play.settle()
+    if not remembered:
+        play.workers[1].remembered.clear()
+    assert play.run.recorder.steps_done == 3
+    lose(play, 0)
+    play.settle()
+    (row,) = recoveries(play)
+    assert (row.step, row.steps_redone) == (5, 0)
+    assert play.run.recorder.steps_done == (5 if remembered else 3)
+    notes = [each.text for _, _, done in play.entries for each in of(a.Note, done)]  # type: ignore[attr-defined]
+    assert ("nobody has told of steps 3 to 4" in notes) is not remembered
+    told = [each.step for _, each, _ in play.entries if isinstance(each, m.StepDone)]  # type: ignore[attr-defined]
+    assert told == [0, 1, 2, *([3, 4] if remembered else [])]
+
+
 @pytest.mark.parametrize("steps", [True, False])
 def test_others_join_once_the_loss_is_made_good_or_that_takes_long(steps: bool) -> None:
     """Step 2 is done again, and then step 3, which was under way."""
