@@ -75,6 +75,7 @@ FAULTS = (
     "node stands still for ever",
 )
 IN_CI = {
+    ("PREPARE", "staying", "agent stands still for ever"),
     ("TRANSFER", "joining", "worker stands still for ever"),
     ("vote:after", "staying", "agent killed"),
 }
