@@ -395,7 +395,7 @@ class LateRun:
 
 def _join(session: Session, trainer: Trainer) -> None:
     if not trainer.join(session):
-        raise LeftWorld("it is kept, and no other attempt comes")
+        raise LeftWorld("it is kept, and no other attempt comes", session.generation)
 
 
 def _free(state: WorldState, kinds: Iterable[str] = TIED.kinds) -> None:

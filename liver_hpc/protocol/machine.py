@@ -195,19 +195,20 @@ class HandoffMachine:
         now = self._now
         awaited: list[Awaited] = [(w, m.FirstStep) for w in now.target_workers]
         awaited += [(w, m.Released) for w in now.target_workers]
-        awaited += [(w, WorkerLost) for w in now.leavers]
+        go = () if now.request.holds else now.leavers
+        awaited += [(w, WorkerLost) for w in go]
         self._enter(Phase.RELEASE, self._deadlines.release_s, awaited)
         verdict = m.Verdict(generation=now.generation, scalars=scalars)
         actions: list[Action] = [Send(now.participants, verdict)]
-        if now.leavers:
+        if go:
             reason = f"left the run at generation {now.generation}"
-            actions.append(Send(now.leavers, m.Exit(reason=reason)))
+            actions.append(Send(go, m.Exit(reason=reason)))
         return actions
 
     # ---- RELEASE
 
     def _stepped_or_released(self, event: m.FirstStep | m.Released) -> list[Action]:
-        """A leaver may say Released on its way out; its end is what is waited for. Of a worker
+        """A leaver may say Released on its way out; its end is what may be waited for. Of a worker
         that has finished nothing is waited for any more."""
         now = self._now
         if not now.leaves(event.worker) and event.worker not in now.finished:
@@ -223,13 +224,13 @@ class HandoffMachine:
 
     def _lost_in_release(self, event: WorkerLost) -> list[Action]:
         """After the commit the target is the world, whoever is lost of it."""
-        now, entry = self._now, (event.worker, WorkerLost)
-        if entry not in now.awaited:
+        now = self._now
+        if not now.leaves(event.worker):
             assert now.target is not None
             world = WorldRef(now.generation, now.target)
             what = f"{self.phase}: worker {event.worker} lost after the commit: {event.reason}"
             return self._end("failed", what, world)
-        self._now.awaited.discard(entry)
+        now.awaited.discard((event.worker, WorkerLost))
         return self._complete()
 
     def _failed_in_release(self, event: m.Failed) -> list[Action]:

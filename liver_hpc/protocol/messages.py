@@ -192,7 +192,8 @@ class Hello(_OfWorker, type="hello"):
 
 class StepDone(_InWorld, type="step_done"):
     """From rank 0 of the world that trains, after every step. metrics: what the recipe told beside
-    the loss."""
+    the loss. snapshot: the newest boundary of which all workers of this world hold what they
+    should."""
 
     step: int
     loss: Measured
@@ -202,6 +203,7 @@ class StepDone(_InWorld, type="step_done"):
     started_s: float
     ended_s: float
     metrics: dict[str, Measured] = {}
+    snapshot: int | None = None
 
 
 class Evaluated(_InWorld, type="evaluated"):

@@ -30,7 +30,7 @@ class Handoffs:
     """The attempt in progress, if there is one, and the number of the last one.
 
     request: what the attempt in progress, or the last one, is for. generation: the target's, of the
-    attempt in progress or of the last one.
+    attempt in progress or of the last one. holds: whether leavers have snapshots, and stay for now.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Handoffs:
         nodes: HeldNodes,
         recorder: RunRecorder,
         ended: Callable[[Ended, ReconfigurationRecord], None],
+        holds: bool = False,
     ) -> None:
         self.request: ReconfigurationRequest | None = None
         self.generation = 0
@@ -47,6 +48,7 @@ class Handoffs:
         self._nodes = nodes
         self._recorder = recorder
         self._tell_ended = ended
+        self._holds = holds
 
     # ---- what is asked
 
@@ -124,7 +126,8 @@ class Handoffs:
         self.generation += 1
         here = tuple(worker for worker in sorted(target.workers) if worker in self._agents.kept)
         self._agents.take(here)
-        requested = Requested(self.generation, world, target, str(request), bounded, here)
+        holds = self._holds and target.layout.workers > 1
+        requested = Requested(self.generation, world, target, str(request), bounded, here, holds)
         self._recorder.attempt_begins(requested, request.made_s)
         self.feed(requested)
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import StrEnum
 
 from liver_hpc.clock import Deadline
@@ -116,6 +116,7 @@ class Lifecycle:
             nodes,
             self.recorder,
             self._handoff_ended,
+            holds=config.snapshots.every_steps is not None,
         )
         estimator = HandoffEstimator(config, model, Budget(config, model, rehearsal_bytes))
         self.elastic = ElasticPolicy(
@@ -232,7 +233,8 @@ class Lifecycle:
             if generation != ended.world.generation:
                 self._out.append(ForgetGeneration(generation))
         self.elastic.handoff_ended(ended, self.world, record)
-        self.world = ended.world
+        before, self.world = self.world, ended.world
+        self._hold({*before.rank_map.workers} - {*self.world.rank_map.workers})
         if ended.outcome == "completed":
             self.standbys.handoff_completed()
         what = f"{ended.outcome}: {ended.detail}" if ended.detail else ended.outcome
@@ -243,6 +245,14 @@ class Lifecycle:
         if self._stop_reason:
             self._tell_to_stop()
         self._end_if_all_finished()
+
+    def _hold(self, leavers: Collection[int]) -> None:
+        """Those that were not told to go stay until the world that trains has a snapshot, or their
+        node is about to be taken."""
+        for worker in sorted(leavers):
+            node = self.agents.node_of(worker)
+            left_s = self.elastic.nodes.window_s((node,), self._clock.now_s())
+            self.agents.hold(worker, min(self._limits.boundary_s, left_s - self.agents.exit_s))
 
     # ---- a worker is lost
 

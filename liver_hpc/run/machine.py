@@ -212,6 +212,9 @@ class Run(Lifecycle):
     def _step_done(self, message: m.StepDone) -> None:
         """A step, and with it perhaps scripted notices."""
         phase = self.recorder.step_done(message)
+        ours = self.world is not None and message.generation == self.world.generation
+        if ours and message.snapshot is not None:
+            self.agents.let_holders_go(f"the snapshots of generation {message.generation} stand")
         self.elastic.estimates.handoffs.observe_done(message.step + 1)
         if phase:
             self._out.append(StepPhase(phase))

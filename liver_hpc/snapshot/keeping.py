@@ -63,13 +63,14 @@ class Snapshots:
         if taking is None or taking.generation != world.generation:
             self._end_taking()  # all have heard the same, so nobody counts what is pending
             taking = self._taking = _Taking(self._context, world)
-        newest = self._newest_step(world.generation)
+        newest = self.newest_step(world.generation)
         if taking.pending or (newest is not None and step - newest < self._every):
             return
         world.renew_buffers()
         taking.begin(world.state, world.scalar_state(step))
 
-    def _newest_step(self, generation: int) -> int | None:
+    def newest_step(self, generation: int) -> int | None:
+        """The newest boundary of a world that is complete on all its workers."""
         own = self._complete[0] if self._complete else None
         if own is None or own.generation != generation or own.scalars is None:
             return None

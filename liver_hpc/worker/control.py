@@ -117,12 +117,13 @@ class Worker:
         """Returns once this worker has nothing to train any more; a world that has failed, as a
         peer's end has it fail, is let go for the next one."""
         while True:
+            left, why = None, ""
             try:
                 self._come_in()
                 self._trainer.train()
-            except LeftWorld as left:
-                log.info("%s", left)
-                return
+            except LeftWorld as error:
+                log.info("%s", error)
+                left = error.generation
             except FAILURES as error:
                 if not self._trainer.can_let_go:
                     raise
@@ -130,7 +131,11 @@ class Worker:
                 why = f"{type(error).__name__}: {error}"
             else:
                 return
-            self._trainer.let_go(why)  # no traceback holds any more what is let go
+            # No traceback holds any more what is let go.
+            if left is None:
+                self._trainer.let_go(why)
+            elif not self._trainer.hold(left):
+                return
 
     def _come_in(self) -> None:
         """Returns once this worker has a world; a joiner whose attempt was called off waits for the

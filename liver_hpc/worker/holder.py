@@ -25,7 +25,11 @@ _REMEMBERED = 1024
 
 
 class LeftWorld(LiverError):
-    """This worker has no seat in the world that trains now, and has to wait for its Exit."""
+    """This worker has no seat in the world of `generation`, which trains now or is about to."""
+
+    def __init__(self, text: str, generation: int) -> None:
+        super().__init__(text)
+        self.generation = generation
 
 
 class WorldHolder:
@@ -132,7 +136,7 @@ class WorldHolder:
         )
         context.send(refilling.run(world, held))
         if world is None:
-            raise LeftWorld(f"no seat in {rank_map}")
+            raise LeftWorld(f"no seat in {rank_map}", generation)
         limits = self._limits
         limit_s = limits.prepare_s + limits.transfer_s
         if not self.proceed.wait(limit_s):
@@ -187,17 +191,40 @@ class WorldHolder:
         context, generation = self._context, self._generation
         if self._halting < generation:
             context.send(m.Broken(worker=context.worker, generation=generation, reason=why))
-        deadline = Deadline.after(context.clock, self._limits.word_s, f"word after {why}")
-        while self._halting < generation:
-            self._told_to_halt.clear()
-            if self._halting < generation and not self._told_to_halt.wait(deadline.remaining_s()):
-                raise deadline.error()
+        self._await_halt(generation, self._limits.word_s, f"word after {why}")
         self._break()
         self._snapshots.halt()
         self._saving.halt()
         self._clear_all()
-        held = self._snapshots.held()
-        context.send(m.Halted(worker=context.worker, generation=self._halting, held=held))
+        self._tell_held()
+
+    def hold(self, generation: int) -> bool:
+        """On a worker that has no seat in the world of `generation`: stays for the snapshots that
+        it has, until that world has some itself. True where it is let go instead, and the
+        coordinator was told what is held here; False in a run without snapshots. An Exit ends the
+        process.
+
+        Raises DeadlineError where neither comes.
+        """
+        if self._context.config.snapshots.every_steps is None:
+            return False
+        self._refilling = None
+        self._snapshots.halt()
+        limit_s = self._limits.boundary_s + self._limits.word_s
+        self._await_halt(generation, limit_s, f"snapshots in generation {generation}")
+        self._tell_held()
+        return True
+
+    def _await_halt(self, generation: int, limit_s: float, waits_for: str) -> None:
+        deadline = Deadline.after(self._context.clock, limit_s, waits_for)
+        while self._halting < generation:
+            self._told_to_halt.clear()
+            if self._halting < generation and not self._told_to_halt.wait(deadline.remaining_s()):
+                raise deadline.error()
+
+    def _tell_held(self) -> None:
+        worker, held = self._context.worker, self._snapshots.held()
+        self._context.send(m.Halted(worker=worker, generation=self._halting, held=held))
 
     def _clear_all(self) -> None:
         """Frees all that there was of worlds, but what a device may still write to."""

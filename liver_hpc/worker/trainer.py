@@ -67,7 +67,7 @@ class Trainer(WorldHolder):
             worker, generation = context.worker, world.generation
             told = m.NotRestored(worker=worker, generation=generation, reason=str(error))
             context.send(told)
-            raise LeftWorld(f"cannot go on from {path}: {error}") from error
+            raise LeftWorld(f"cannot go on from {path}: {error}", generation) from error
         self.step = restored.scalars.step
         context.send(restored)
         limit_s = limits.prepare_s + limits.transfer_s
@@ -155,9 +155,9 @@ class Trainer(WorldHolder):
             result = world.agree(gradients, update, flags)
             ended_s = self._step_begins_s = clock.now_s()
             self.step += 1
-            self._report(world, result, started_s, ended_s)
             members, boundary = world.rank_map.layout.workers, self.step
             self._snapshots.agreed(result, members)
+            self._report(world, result, started_s, ended_s)
             saved, wanted = False, result.checkpoint == members
             if result.stop == members:
                 self._saving.finish(YIELDS_S)
@@ -275,6 +275,7 @@ class Trainer(WorldHolder):
                 started_s=started_s,
                 ended_s=ended_s,
                 metrics=dict(result.metrics),
+                snapshot=self._snapshots.newest_step(world.generation),
             ),
         )
 
@@ -362,7 +363,7 @@ class Trainer(WorldHolder):
             self._report(self._world, crossed.first_step, crossed.started_s, crossed.ended_s)
         quiet_thread(partial(self._release, session, target, source), "release")
         if self._world is None:
-            raise LeftWorld(f"no seat in {session.target}")
+            raise LeftWorld(f"no seat in {session.target}", session.generation)
         self._evaluate_if_due()
 
     def _release(self, session: Session, target: Target, source: World | None) -> None:

@@ -48,9 +48,11 @@ def play(request: pytest.FixtureRequest) -> Iterator[Play]:
     play.assert_never_a_mix()
 
 
-@given(changes, orders)
-def test_a_handoff_completes_in_every_order_of_events(change: Change, rng: random.Random) -> None:
-    play = Play(change)
+@given(changes, orders, st.booleans())
+def test_a_handoff_completes_in_every_order_of_events(
+    change: Change, rng: random.Random, holds: bool
+) -> None:
+    play = Play(change, holds=holds)
     play.begin()
     play.run(rng)
 
@@ -125,8 +127,9 @@ def test_a_lost_joiner_after_the_commit_fails_the_run() -> None:
     assert "worker 2 lost after the commit" in play.failed
 
 
-def test_a_leaver_that_dies_after_the_commit_is_expected() -> None:
-    play = Play(CHANGES["shrink"])
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_leaver_that_dies_after_the_commit_is_expected(holds: bool) -> None:
+    play = Play(CHANGES["shrink"], holds=holds)
     play.faults.fail_at(1, Phase.RELEASE)
     play.begin()
     play.run(random.Random(1))

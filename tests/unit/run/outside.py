@@ -120,8 +120,8 @@ class PlayedWorker(WorkerScript):
         return [*said, restored]
 
     def _halted(self, message: m.Halt) -> list[m.FromWorker]:
-        """Of whatever it does, but not once it has nothing to train any more."""
-        if self.doing in ("finished", "leaving"):
+        """Of whatever it does, but not once all is trained."""
+        if self.doing == "finished":
             return []
         self.doing, self.armed, self.preparing, self.aborted = "halted", False, False, True
         held, generation = self.held, message.generation
@@ -223,6 +223,7 @@ class PlayedWorker(WorkerScript):
             tokens=64,
             started_s=float(self.step),
             ended_s=self.step + 0.5,
+            snapshot=self._newest_snapshot(),
         )
         if self.step % 5:
             return [done]
@@ -236,6 +237,10 @@ class PlayedWorker(WorkerScript):
             ended_s=done.ended_s + 0.1,
         )
         return [done, evaluated]
+
+    def _newest_snapshot(self) -> int | None:
+        held = (h.scalars.step for h in self.held if h.generation == self.world_generation)
+        return max(held, default=None)
 
     def finish(self) -> list[m.FromWorker]:
         self.doing = "finished"

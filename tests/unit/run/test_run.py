@@ -354,6 +354,63 @@ def test_a_lost_worker_costs_a_step_and_the_others_go_on() -> None:
     assert (row.step, row.steps_redone, row.rounds) == (2, 1, 1)
 
 
+def that_has_replaced() -> Play:
+    """Worker 1 has left for worker 2; worker 0 stays."""
+    play = that_recovers()
+    assert play.ask(m.ReplaceRequest(replace=1)).ok
+    while play.run.world is None or play.run.world.rank_map.workers != (0, 2):
+        play.train()
+        play.settle()
+    return play
+
+
+def told_to_exit(play: Play) -> set[int]:
+    sends = (each for _, _, done in play.entries for each in of(a.Send, done))  # type: ignore[attr-defined]
+    return {w for send in sends if isinstance(send.message, m.Exit) for w in send.workers}  # type: ignore[attr-defined]
+
+
+def test_a_leaver_stays_until_the_next_world_has_a_snapshot() -> None:
+    play = that_has_replaced()
+    assert [*play.run.agents.holders] == [1]
+    assert told_to_exit(play) == set()
+    play.train()
+    play.settle()
+    assert told_to_exit(play) == {1}
+
+
+def test_a_loss_right_after_a_handoff_is_made_good_from_the_leavers_snapshots() -> None:
+    play = that_has_replaced()
+    lose(play, 0)
+    play.settle()
+    assert play.run.state is RunState.TRAINING
+    (row,) = recoveries(play)
+    assert (row.lost, row.target, row.steps_redone) == ("0", "tp1 pp1 dp1", 2)
+    assert play.run.world is not None
+    assert play.run.world.rank_map.workers == (2,)
+    assert 1 in told_to_exit(play)
+
+
+def test_a_leaver_that_ends_early_costs_nothing() -> None:
+    play = that_has_replaced()
+    lose(play, 1)
+    play.train()
+    play.settle()
+    assert play.run.state is RunState.TRAINING
+    assert recoveries(play) == []
+
+
+def test_a_leaver_whose_node_is_about_to_be_taken_does_not_stay() -> None:
+    play = that_recovers()
+    node = play.run.agents.node_of(1)
+    play.nodes[node].deadline_s = play.now_s + 60.0
+    play.feed(NodeWarned(node, "preempted", play.now_s + 60.0))
+    while play.run.world is None or 1 in play.run.world.rank_map.workers:
+        play.train()
+        play.settle()
+    play.wait(play.nodes[node].deadline_s - play.now_s - play.run.agents.exit_s)
+    assert 1 in told_to_exit(play)
+
+
 @pytest.mark.parametrize("remembered", [True, False])
 def test_steps_that_were_lost_with_their_teller_are_told_by_another(remembered: bool) -> None:
     """The first worker's words do not arrive any more, as if its agent stood still."""
