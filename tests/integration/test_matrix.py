@@ -182,7 +182,8 @@ def test_training_goes_on_whatever_befalls_whom_in_which_phase(
 ) -> None:
     monkeypatch.setenv("LIVER_TEST_STEP_S", STEP_S)
     if phase == "ABORT":
-        monkeypatch.setenv("LIVER_TEST_FAULT", "2:FLIP")
+        # A joiner with whom the reason may lie would have gone.
+        monkeypatch.setenv("LIVER_TEST_FAULT", "0:REFUSE" if role == "joining" else "2:FLIP")
     hit: list[psutil.Process] = []
     worker = {"staying": 0, "leaving": 1, "joining": 2}[role]
     after = phase.endswith(":after") or PHASES[phase] == "hello"
