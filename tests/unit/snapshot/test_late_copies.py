@@ -121,9 +121,9 @@ class Noted:
         self._asked = asked
 
     def __getattr__(self, name: str) -> Any:
-        def ask(*_of: object) -> Flag:
+        def ask(*_of: object) -> Flag | None:
             self._asked.append(name)
-            return Flag()
+            return None if name == "newest_step" else Flag()
 
         return ask
 
@@ -140,7 +140,16 @@ def test_training_waits_for_the_copy_right_before_it_changes_the_state(
         run._seat(worker).trainer._snapshots = Noted(done)  # type: ignore[assignment]
         run.begin()
         run.check(ALONE.workers)
-    step = ["begin", "forward_backward", "taken", "update", "flag", "agree", "agreed"]
+    step = [
+        "begin",
+        "forward_backward",
+        "taken",
+        "update",
+        "flag",
+        "agree",
+        "agreed",
+        "newest_step",
+    ]
     assert done == step * (len(done) // len(step))
     assert done
 
