@@ -253,6 +253,8 @@ class Lifecycle:
             node = self.agents.node_of(worker)
             left_s = self.elastic.nodes.window_s((node,), self._clock.now_s())
             self.agents.hold(worker, min(self._limits.boundary_s, left_s - self.agents.exit_s))
+        if self.world is not None and self.world.rank_map.layout.workers == 1:
+            self.agents.let_holders_go(f"there are no snapshots in {self.world}")
 
     # ---- a worker is lost
 

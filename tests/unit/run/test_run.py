@@ -378,6 +378,18 @@ def test_a_leaver_stays_until_the_next_world_has_a_snapshot() -> None:
     assert told_to_exit(play) == {1}
 
 
+def test_nobody_stays_for_a_world_of_one_worker() -> None:
+    """It takes no snapshots, so that they would stay for as long as they may."""
+    play = that_has_replaced()
+    play.workers[0]._newest_snapshot = lambda: None  # type: ignore[method-assign]
+    assert play.ask(m.ResizeRequest(workers=1)).ok
+    while play.run.world is None or len(play.run.world.rank_map.workers) != 1:
+        play.train()
+        play.settle()
+    assert not play.run.agents.holders
+    assert 1 in told_to_exit(play)
+
+
 def test_a_loss_right_after_a_handoff_is_made_good_from_the_leavers_snapshots() -> None:
     play = that_has_replaced()
     lose(play, 0)
