@@ -28,7 +28,8 @@ class Requested:
 
     `generation` is the target's; the number after it is free too, for a rebuild of the source.
     bounded: no worker is to hold both worlds; the way back is a checkpoint of the boundary.
-    here: those of the joiners that have booted already. holds: leavers are not told to exit.
+    here: those of the joiners that have booted already. lingers: leavers are not told to
+    exit.
     """
 
     generation: int
@@ -37,7 +38,7 @@ class Requested:
     notice: str
     bounded: bool = False
     here: tuple[int, ...] = ()
-    holds: bool = False
+    lingers: bool = False
 
     @cached_property
     def joiners(self) -> tuple[int, ...]:

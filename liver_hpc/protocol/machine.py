@@ -195,7 +195,7 @@ class HandoffMachine:
         now = self._now
         awaited: list[Awaited] = [(w, m.FirstStep) for w in now.target_workers]
         awaited += [(w, m.Released) for w in now.target_workers]
-        go = () if now.request.holds else now.leavers
+        go = () if now.request.lingers else now.leavers
         awaited += [(w, WorkerLost) for w in go]
         self._enter(Phase.RELEASE, self._deadlines.release_s, awaited)
         verdict = m.Verdict(generation=now.generation, scalars=scalars)

@@ -65,9 +65,9 @@ class Agents:
 
     finished: workers that have done their last step; they may end when they like. exit_s: how long
     an agent may take to end. kept: joiners whose handoff was called off and that the next one may
-    have, each with the end of its stay. standby: so many of them stay for longer. holders: workers
-    that have left, and stay with their snapshots, each with the end of that. agents_apart: where
-    the node has no name, as this machine, each agent's workers count as on one of their own.
+    have, each with the end of its stay. standby: so many of them stay for longer. lingering:
+    workers that have left, and stay with their snapshots, each with the end of that. agents_apart:
+    where the node has no name, as this machine, each agent's workers count as on one of their own.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Agents:
         self.finished: set[int] = set()
         self.exit_s = deadlines.exit_s
         self.kept: dict[int, Deadline] = {}
-        self.holders: dict[int, Deadline] = {}
+        self.lingering: dict[int, Deadline] = {}
         self._keep_s = deadlines.boot_s
         self._standby = standby
         self._agents_apart = agents_apart
@@ -226,7 +226,7 @@ class Agents:
         """Whether slots will soon be free: of agents that are of no more use, of joiners that let
         their handoff go, or of workers that have left."""
         ends = any(agent.end_by for agent in self._agents.values())
-        return ends or bool(self._clearing or self.holders)
+        return ends or bool(self._clearing or self.lingering)
 
     def spare(self, clearing: bool) -> list[int]:
         """Workers that have no seat and may have one: kept ones, and maybe those that will be."""
@@ -340,18 +340,18 @@ class Agents:
         if leave := tuple(worker for worker in workers if worker in spare):
             self.send(leave, Exit(reason=reason))
 
-    def hold(self, worker: int, limit_s: float) -> None:
+    def linger(self, worker: int, limit_s: float) -> None:
         """A worker that has left stays for the snapshots that it has, unless it was told to go."""
         if worker in self._workers and worker not in self._leave_by:
             waits_for = "the world that trains to have a snapshot"
-            self.holders[worker] = Deadline.after(self._clock, limit_s, waits_for)
+            self.lingering[worker] = Deadline.after(self._clock, limit_s, waits_for)
 
-    def let_holders_go(self, reason: str) -> None:
-        if self.holders:
-            self.send(tuple(self.holders), Exit(reason=reason))
+    def end_lingering(self, reason: str) -> None:
+        if self.lingering:
+            self.send(tuple(self.lingering), Exit(reason=reason))
 
     def _forget_spare(self, worker: int) -> None:
-        for without_seat in (self.kept, self._clearing, self.holders):
+        for without_seat in (self.kept, self._clearing, self.lingering):
             without_seat.pop(worker, None)
 
     # ---- going
@@ -395,8 +395,8 @@ class Agents:
             over = [worker for worker, until in waiting.items() if until.expired()]
             for worker in over[: max(0, len(waiting) - stay)]:
                 self.let_go((worker,), str(waiting[worker].error()))
-        for worker in [w for w, until in self.holders.items() if until.expired()]:
-            self.send((worker,), Exit(reason=str(self.holders[worker].error())))
+        for worker in [w for w, until in self.lingering.items() if until.expired()]:
+            self.send((worker,), Exit(reason=str(self.lingering[worker].error())))
         told = self._leave_by
         late = [w for w in self._workers if w in told and told[w].expired()]
         for worker in late:

@@ -30,7 +30,7 @@ class Handoffs:
     """The attempt in progress, if there is one, and the number of the last one.
 
     request: what the attempt in progress, or the last one, is for. generation: the target's, of the
-    attempt in progress or of the last one. holds: whether leavers have snapshots, and stay for now.
+    attempt in progress or of the last one. lingers: whether leavers have snapshots, and stay.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Handoffs:
         nodes: HeldNodes,
         recorder: RunRecorder,
         ended: Callable[[Ended, ReconfigurationRecord], None],
-        holds: bool = False,
+        lingers: bool = False,
     ) -> None:
         self.request: ReconfigurationRequest | None = None
         self.generation = 0
@@ -48,7 +48,7 @@ class Handoffs:
         self._nodes = nodes
         self._recorder = recorder
         self._tell_ended = ended
-        self._holds = holds
+        self._lingers = lingers
 
     # ---- what is asked
 
@@ -126,8 +126,8 @@ class Handoffs:
         self.generation += 1
         here = tuple(worker for worker in sorted(target.workers) if worker in self._agents.kept)
         self._agents.take(here)
-        holds = self._holds and target.layout.workers > 1
-        requested = Requested(self.generation, world, target, str(request), bounded, here, holds)
+        lingers = self._lingers and target.layout.workers > 1
+        requested = Requested(self.generation, world, target, str(request), bounded, here, lingers)
         self._recorder.attempt_begins(requested, request.made_s)
         self.feed(requested)
 

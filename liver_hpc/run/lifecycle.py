@@ -116,7 +116,7 @@ class Lifecycle:
             nodes,
             self.recorder,
             self._handoff_ended,
-            holds=config.snapshots.every_steps is not None,
+            lingers=config.snapshots.every_steps is not None,
         )
         estimator = HandoffEstimator(config, model, Budget(config, model, rehearsal_bytes))
         self.elastic = ElasticPolicy(
@@ -234,7 +234,7 @@ class Lifecycle:
                 self._out.append(ForgetGeneration(generation))
         self.elastic.handoff_ended(ended, self.world, record)
         before, self.world = self.world, ended.world
-        self._hold({*before.rank_map.workers} - {*self.world.rank_map.workers})
+        self._linger({*before.rank_map.workers} - {*self.world.rank_map.workers})
         if ended.outcome == "completed":
             self.standbys.handoff_completed()
         what = f"{ended.outcome}: {ended.detail}" if ended.detail else ended.outcome
@@ -246,15 +246,15 @@ class Lifecycle:
             self._tell_to_stop()
         self._end_if_all_finished()
 
-    def _hold(self, leavers: Collection[int]) -> None:
+    def _linger(self, leavers: Collection[int]) -> None:
         """Those that were not told to go stay until the world that trains has a snapshot, or their
         node is about to be taken."""
         for worker in sorted(leavers):
             node = self.agents.node_of(worker)
             left_s = self.elastic.nodes.window_s((node,), self._clock.now_s())
-            self.agents.hold(worker, min(self._limits.boundary_s, left_s - self.agents.exit_s))
+            self.agents.linger(worker, min(self._limits.boundary_s, left_s - self.agents.exit_s))
         if self.world is not None and self.world.rank_map.layout.workers == 1:
-            self.agents.let_holders_go(f"there are no snapshots in {self.world}")
+            self.agents.end_lingering(f"there are no snapshots in {self.world}")
 
     # ---- a worker is lost
 

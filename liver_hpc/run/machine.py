@@ -214,7 +214,7 @@ class Run(Lifecycle):
         phase = self.recorder.step_done(message)
         ours = self.world is not None and message.generation == self.world.generation
         if ours and message.snapshot is not None:
-            self.agents.let_holders_go(f"the snapshots of generation {message.generation} stand")
+            self.agents.end_lingering(f"the snapshots of generation {message.generation} stand")
         self.elastic.estimates.handoffs.observe_done(message.step + 1)
         if phase:
             self._out.append(StepPhase(phase))
@@ -229,6 +229,9 @@ class Run(Lifecycle):
                 self._note(f"notice of step {notice.at_step} refused: {error}")
 
     def _evaluated(self, message: m.Evaluated) -> None:
+        last = self.recorder.last_evaluation
+        if last is not None and (last.generation, last.step) == (message.generation, message.step):
+            return  # told again after a loss, by another worker
         self.recorder.evaluated(message)
         self._evaluated_step = max(self._evaluated_step, message.step)
         self.elastic.estimates.handoffs.observe_evaluation(message.started_s, message.ended_s)

@@ -34,15 +34,15 @@ class _Recovery:
     """One in progress.
 
     source: the world that was lost. halting: the world that is let go, it or one that was to take
-    its place. holders: who has no seat, but snapshots. lost: who is. held: what is left, by worker;
-    None while it has not said so. target, salvage, refilled: of REFILLING.
+    its place. lingering: who has left, and has snapshots. lost: who is. held: what is left, by
+    worker; None while it has not said so. target, salvage, refilled: of REFILLING.
     """
 
     source: WorldRef
     halting: WorldRef
     reason: str
     noticed_s: float
-    holders: frozenset[int]
+    lingering: frozenset[int]
     lost: list[int] = field(default_factory=list)
     held: dict[int, tuple[m.HeldSnapshot, ...] | None] = field(default_factory=dict)
     halted_s: float = math.nan
@@ -106,14 +106,14 @@ class Recoveries:
 
     def begin(self, world: WorldRef, reason: str) -> None:
         """`world` has lost a worker, or some of it have lost each other."""
-        holders = frozenset(self._agents.holders)
-        self._now = _Recovery(world, world, reason, self._clock.now_s(), holders)
+        lingering = frozenset(self._agents.lingering)
+        self._now = _Recovery(world, world, reason, self._clock.now_s(), lingering)
         self._out.append(a.Note(f"recovery: {reason}"))
-        stay = {*world.rank_map.workers, *self._agents.spare(clearing=True), *holders}
+        stay = {*world.rank_map.workers, *self._agents.spare(clearing=True), *lingering}
         here = filter(self._agents.agent_of, self._agents.present())
         others = [worker for worker in here if worker not in stay]
         self._agents.send(others, m.Exit(reason=f"no seat in {world}"))
-        self._halt([*world.rank_map.workers, *sorted(holders)])
+        self._halt([*world.rank_map.workers, *sorted(lingering)])
 
     def _halt(self, workers: Iterable[int]) -> None:
         now = self._now
@@ -122,7 +122,7 @@ class Recoveries:
         present = set(self._agents.present())
         wanted = [*workers]
         here = tuple(worker for worker in wanted if worker in present)
-        now.lost += [w for w in wanted if w not in present and w not in now.holders]
+        now.lost += [w for w in wanted if w not in present and w not in now.lingering]
         now.held, now.target, now.salvage = dict.fromkeys(here), None, None
         if now.rounds > MOST_ROUNDS:
             self._give_up(f"it has begun {MOST_ROUNDS} times")
@@ -152,7 +152,7 @@ class Recoveries:
             kept = ", ".join(f"{w}: {_told(each)}" for w, each in sorted(held.items())) or "nobody"
             self._give_up(f"no boundary is left whole in memory ({kept})")
             return
-        able = [*(worker for worker in sorted(held) if worker not in now.holders)]
+        able = [*(worker for worker in sorted(held) if worker not in now.lingering)]
         able += (spares := self._elastic.nodes.kept())
         layout = self._layout(now.source.rank_map.layout, len(able))
         if layout is None:
@@ -256,7 +256,8 @@ class Recoveries:
         """One that is involved is lost, too."""
         now = self._now
         assert now is not None
-        now.lost += [] if worker in now.holders else [worker]
+        if worker not in now.lingering:
+            now.lost.append(worker)
         now.reason = f"{now.reason}; worker {worker} lost: {reason}"
         if now.target is None:
             now.held.pop(worker, None)

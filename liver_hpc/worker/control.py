@@ -134,7 +134,7 @@ class Worker:
             # No traceback holds any more what is let go.
             if left is None:
                 self._trainer.let_go(why)
-            elif not self._trainer.hold(left):
+            elif not self._trainer.linger(left):
                 return
 
     def _come_in(self) -> None:

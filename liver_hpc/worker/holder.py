@@ -103,10 +103,12 @@ class WorldHolder:
             self._context.send(done)
 
     def _tell_again(self, message: m.Refill) -> None:
-        """What the coordinator has not heard of, and what is not done again."""
+        """What the coordinator has not heard of; what is to be done again is forgotten."""
+        stays = [done for done in self._done if done.step < message.scalars.step]
+        self._done = deque(stays, maxlen=_REMEMBERED)
         if message.holders[0] == self._context.worker:
-            for done in self._done:
-                if message.known <= done.step < message.scalars.step:
+            for done in stays:
+                if done.step >= message.known:
                     self._context.send(done)
 
     def _forget(self, session: Session) -> None:
@@ -198,7 +200,7 @@ class WorldHolder:
         self._clear_all()
         self._tell_held()
 
-    def hold(self, generation: int) -> bool:
+    def linger(self, generation: int) -> bool:
         """On a worker that has no seat in the world of `generation`: stays for the snapshots that
         it has, until that world has some itself. True where it is let go instead, and the
         coordinator was told what is held here; False in a run without snapshots. An Exit ends the

@@ -85,7 +85,7 @@ class Play:
 
     Events of one worker arrive in order; which worker comes next is for the caller to draw.
     bounded: in bounded memory; the checkpoint of the boundary comes from `DISK`, or why there is
-    none, which is `disk`. holds: leavers stay.
+    none, which is `disk`. lingers: leavers stay.
     """
 
     change: Change
@@ -95,7 +95,7 @@ class Play:
     failed: str = ""
     sent: list[tuple[int, m.ToWorker]] = field(default_factory=list)
     bounded: bool = False
-    holds: bool = False
+    lingers: bool = False
     disk: str = ""
     kept: tuple[int, ...] = ()
 
@@ -106,8 +106,8 @@ class Play:
 
     def begin(self) -> None:
         source = WorldRef(3, self.change.source)
-        target, holds = self.change.target, self.holds
-        self.feed(Requested(4, source, target, "test", self.bounded, holds=holds))
+        target, lingers = self.change.target, self.lingers
+        self.feed(Requested(4, source, target, "test", self.bounded, lingers=lingers))
 
     def feed(self, event: Event) -> None:
         for action in self.machine.handle(event):
@@ -208,7 +208,7 @@ class Play:
             assert self.outcome.world == WorldRef(4, self.change.target)
             leavers = set(self.change.source.workers) - set(self.change.target.workers)
             told = {w for w in self.change.everybody if self.got(w, m.Exit)}
-            assert told == (set() if self.holds else leavers)
+            assert told == (set() if self.lingers else leavers)
             assert not self.kept
             return
         assert not committed

@@ -50,9 +50,9 @@ def play(request: pytest.FixtureRequest) -> Iterator[Play]:
 
 @given(changes, orders, st.booleans())
 def test_a_handoff_completes_in_every_order_of_events(
-    change: Change, rng: random.Random, holds: bool
+    change: Change, rng: random.Random, lingers: bool
 ) -> None:
-    play = Play(change, holds=holds)
+    play = Play(change, lingers=lingers)
     play.begin()
     play.run(rng)
 
@@ -127,9 +127,9 @@ def test_a_lost_joiner_after_the_commit_fails_the_run() -> None:
     assert "worker 2 lost after the commit" in play.failed
 
 
-@pytest.mark.parametrize("holds", [True, False])
-def test_a_leaver_that_dies_after_the_commit_is_expected(holds: bool) -> None:
-    play = Play(CHANGES["shrink"], holds=holds)
+@pytest.mark.parametrize("lingers", [True, False])
+def test_a_leaver_that_dies_after_the_commit_is_expected(lingers: bool) -> None:
+    play = Play(CHANGES["shrink"], lingers=lingers)
     play.faults.fail_at(1, Phase.RELEASE)
     play.begin()
     play.run(random.Random(1))

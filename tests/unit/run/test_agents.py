@@ -129,13 +129,13 @@ def test_of_a_launch_that_fails_half_way_the_other_half_is_ended(scene: Scene) -
     assert scene.agents.taken() == {}
 
 
-def test_who_holds_snapshots_stays_for_a_while_unless_told_to_go(scene: Scene) -> None:
+def test_a_leaver_with_snapshots_stays_for_a_while_unless_told_to_go(scene: Scene) -> None:
     scene.launch(0, 2)
     scene.met("a0")
     scene.agents.send((0,), BYE)
     for worker, limit_s in ((0, 30.0), (1, 30.0)):
-        scene.agents.hold(worker, limit_s)
-    assert [*scene.agents.holders] == [1]
+        scene.agents.linger(worker, limit_s)
+    assert [*scene.agents.lingering] == [1]
     assert scene.agents.ending()
     scene.done(Send)
     scene.clock.advance(29.0)
@@ -146,7 +146,7 @@ def test_who_holds_snapshots_stays_for_a_while_unless_told_to_go(scene: Scene) -
     (send,) = scene.done(Send)
     assert send.workers == (1,)  # type: ignore[union-attr]
     assert "the world that trains to have a snapshot" in send.message.reason  # type: ignore[union-attr]
-    assert not scene.agents.holders
+    assert not scene.agents.lingering
 
 
 def test_a_worker_that_was_told_to_exit_has_exit_s_for_it(scene: Scene) -> None:

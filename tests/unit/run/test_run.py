@@ -20,6 +20,7 @@ from liver_hpc.run.records import EvaluationRecord, RecoveryRecord
 from liver_hpc.run.requests import IN_PLACE
 from tests.fakes import Fault
 from tests.unit.run.choices import Choices
+from tests.unit.run.outside import PlayedWorker
 from tests.unit.run.play import Play
 from tests.unit.run.remembered import remembered
 from tests.unit.run.scenes import DEADLINES, POLICY, SCENES, burst
@@ -371,7 +372,7 @@ def told_to_exit(play: Play) -> set[int]:
 
 def test_a_leaver_stays_until_the_next_world_has_a_snapshot() -> None:
     play = that_has_replaced()
-    assert [*play.run.agents.holders] == [1]
+    assert [*play.run.agents.lingering] == [1]
     assert told_to_exit(play) == set()
     play.train()
     play.settle()
@@ -386,7 +387,7 @@ def test_nobody_stays_for_a_world_of_one_worker() -> None:
     while play.run.world is None or len(play.run.world.rank_map.workers) != 1:
         play.train()
         play.settle()
-    assert not play.run.agents.holders
+    assert not play.run.agents.lingering
     assert 1 in told_to_exit(play)
 
 
@@ -411,16 +412,19 @@ def test_a_leaver_that_ends_early_costs_nothing() -> None:
     assert recoveries(play) == []
 
 
-def test_a_leaver_whose_node_is_about_to_be_taken_does_not_stay() -> None:
+def test_a_leaver_does_not_stay_until_its_node_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     play = that_recovers()
-    node = play.run.agents.node_of(1)
-    play.nodes[node].deadline_s = play.now_s + 60.0
-    play.feed(NodeWarned(node, "preempted", play.now_s + 60.0))
+    monkeypatch.setattr(PlayedWorker, "_newest_snapshot", lambda _worker: None)
+    (node,) = {play.run.agents.node_of(worker) for worker in (0, 1)}
+    taken_s = play.now_s + DEADLINES["boundary_s"]
+    play.feed(NodeWarned(node, "preempted", play.now_s, taken_s))
     while play.run.world is None or 1 in play.run.world.rank_map.workers:
         play.train()
         play.settle()
-    play.wait(play.nodes[node].deadline_s - play.now_s - play.run.agents.exit_s)
-    assert 1 in told_to_exit(play)
+    assert play.run.world.rank_map.layout.workers == 2
+    assert told_to_exit(play) == set()
+    play.wait(taken_s - play.run.agents.exit_s - play.now_s)
+    assert told_to_exit(play) == {0, 1}
 
 
 @pytest.mark.parametrize("remembered", [True, False])
@@ -443,6 +447,24 @@ def test_steps_that_were_lost_with_their_teller_are_told_by_another(remembered: 
     assert ("nobody has told of steps 3 to 4" in notes) is not remembered
     told = [each.step for _, each, _ in play.entries if isinstance(each, m.StepDone)]  # type: ignore[attr-defined]
     assert told == [0, 1, 2, *([3, 4] if remembered else [])]
+
+
+def test_an_evaluation_that_is_told_again_counts_once() -> None:
+    play = that_recovers()
+    assert play.run.world is not None
+    told = m.Evaluated(
+        worker=0,
+        generation=play.run.world.generation,
+        step=3,
+        loss=1.0,
+        batches=2,
+        started_s=1.0,
+        ended_s=2.0,
+    )
+    for again in (told, told.model_copy(update={"worker": 1})):
+        play.feed(again)
+    rows = [each.row for _, _, done in play.entries for each in of(a.Record, done)]  # type: ignore[attr-defined]
+    assert [row.step for row in rows if isinstance(row, EvaluationRecord)] == [3]
 
 
 @pytest.mark.parametrize("steps", [True, False])
