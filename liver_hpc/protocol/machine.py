@@ -195,14 +195,14 @@ class HandoffMachine:
         now = self._now
         awaited: list[Awaited] = [(w, m.FirstStep) for w in now.target_workers]
         awaited += [(w, m.Released) for w in now.target_workers]
-        go = () if now.request.lingers else now.leavers
-        awaited += [(w, WorkerLost) for w in go]
+        exiting = () if now.request.lingers else now.leavers
+        awaited += [(w, WorkerLost) for w in exiting]
         self._enter(Phase.RELEASE, self._deadlines.release_s, awaited)
         verdict = m.Verdict(generation=now.generation, scalars=scalars)
         actions: list[Action] = [Send(now.participants, verdict)]
-        if go:
+        if exiting:
             reason = f"left the run at generation {now.generation}"
-            actions.append(Send(go, m.Exit(reason=reason)))
+            actions.append(Send(exiting, m.Exit(reason=reason)))
         return actions
 
     # ---- RELEASE
