@@ -20,6 +20,7 @@ from liver_hpc.handoff.session import Session
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.recipes.base import Recipe, load_recipe
+from liver_hpc.snapshot.keeping import Snapshots
 from liver_hpc.world import megatron
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.derive import Derivation
@@ -86,7 +87,7 @@ class Seat:
             assert not saved.error, saved.error
         for message in (m.Boundary, m.Verdict):
             session.deliver(message(generation=1, scalars=scalars))
-        crossed = Crossing(session, target, source).run(None)
+        crossed = Crossing(session, target, source, Snapshots(context)).run(None)
         release(session, target, source)
         in_handoff = during.most()
         del source

@@ -29,7 +29,7 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.memory import fullest_worker, handoff_bytes
 from liver_hpc.layout.placement import first_rank_map, place
 from liver_hpc.layout.ramp import stretches
-from liver_hpc.layout.snapshots import SNAPSHOTS_HELD, largest_snapshot
+from liver_hpc.layout.snapshots import largest_snapshot, most_held_bytes
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.report.wording import bytes_text
@@ -178,12 +178,14 @@ def _snapshots(config: RunConfig, model: ModelSpec) -> list[str]:
     """What copies for the day that a worker is lost take of host memory."""
     if config.snapshots.every_steps is None:
         return []
-    layouts = [layout for layout in config.layouts_listed if layout.workers > 1]
-    largest = max((largest_snapshot(model, layout) for layout in layouts), default=0)
+    layouts = config.layouts_listed
+    largest = max(
+        (largest_snapshot(model, each) for each in layouts if each.workers > 1), default=0
+    )
     return [
         f"# snapshots: a share is up to {bytes_text(largest)}; a worker holds up to "
-        f"{bytes_text(SNAPSHOTS_HELD * largest)} of host memory:",
-        "#   its own and its ward's, those that are complete and those that are being taken",
+        f"{bytes_text(most_held_bytes(model, layouts))} of host memory:",
+        "#   its own and its ward's, of two boundaries, right after a handoff of three",
     ]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from liver_hpc.clock import Deadline
 from liver_hpc.handoff.beside import Beside
@@ -51,13 +52,27 @@ class Crossed:
     ended_s: float
 
 
+class Copying(Protocol):
+    """What copies the source's state at its last boundary, for the case that a worker is lost
+    (`snapshot.keeping.Snapshots`), while the target's first step is computed."""
+
+    def taken(self) -> None:
+        """Returns once that state may change. Raises DeadlineError."""
+
+    def keep_pace(self, step: int) -> None:
+        """At the end of that step, with which `step` are done: waits where the run file has it."""
+
+
 class Crossing:
     """One worker's way from the source world to the target world. `source` is None on a joiner."""
 
-    def __init__(self, session: Session, target: Target, source: World | None) -> None:
+    def __init__(
+        self, session: Session, target: Target, source: World | None, copying: Copying
+    ) -> None:
         self._session = session
         self._target = target
         self._source = source
+        self._copying = copying
         self._limits = session.context.config.limits
         self._clock = session.context.clock
         self._bytes_done = 0
@@ -80,9 +95,11 @@ class Crossing:
         verdict = self._verdict()
         begun_s = self._clock.now_s()
         started_s, world = vote.started_s or voted_s, self._target.world
+        self._copying.taken()
         if world is None:
             return Crossed(verdict.scalars, None, started_s, begun_s)
         update = world.update(verdict.scalars.step)
+        self._copying.keep_pace(verdict.scalars.step + 1)
         first_step = world.agree(gradients[0], update, Flags())
         ended_s = self._clock.now_s()
         context.send(

@@ -8,7 +8,7 @@ it. A worker's share is so the smaller the more workers there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -72,6 +72,16 @@ def largest_snapshot(model: ModelSpec, layout: Layout) -> int:
         for pp in range(layout.pp)
         for replica in some
     )
+
+
+def most_held_bytes(model: ModelSpec, layouts: Iterable[Layout]) -> int:
+    """The most host memory that snapshots take of a worker: right after a handoff, that of its own
+    and its ward's of the old world's two newest boundaries, and of the new world's first one; out
+    of a world of one, only its own of one boundary."""
+    shares = {layout: largest_snapshot(model, layout) for layout in layouts}
+    largest = max((size for layout, size in shares.items() if layout.workers > 1), default=0)
+    alone = max((size for layout, size in shares.items() if layout.workers == 1), default=0)
+    return max(SNAPSHOTS_HELD * largest, alone if largest else 0) + 2 * largest
 
 
 def partners(rank_map: RankMap) -> tuple[int | None, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from liver_hpc.clock import Clock, Deadline
@@ -66,7 +66,7 @@ class Agents:
     finished: workers that have done their last step; they may end when they like. exit_s: how long
     an agent may take to end. kept: joiners whose handoff was called off and that the next one may
     have, each with the end of its stay. standby: so many of them stay for longer. lingering:
-    workers that have left, and stay with their snapshots, each with the end of that. agents_apart:
+    workers without a seat that stay with their snapshots, each with the end of that. agents_apart:
     where the node has no name, as this machine, each agent's workers count as on one of their own.
     """
 
@@ -341,10 +341,17 @@ class Agents:
             self.send(leave, Exit(reason=reason))
 
     def linger(self, worker: int, limit_s: float) -> None:
-        """A worker that has left stays for the snapshots that it has, unless it was told to go."""
+        """A worker without a seat stays for the snapshots it has, unless it was told to go."""
         if worker in self._workers and worker not in self._leave_by:
             waits_for = "the world that trains to have a snapshot"
             self.lingering[worker] = Deadline.after(self._clock, limit_s, waits_for)
+
+    def rejoin(self, workers: Collection[int]) -> list[int]:
+        """Those of them that linger do so no longer, and may have a seat again."""
+        back = [worker for worker in self.lingering if worker in workers]
+        for worker in back:
+            del self.lingering[worker]
+        return back
 
     def end_lingering(self, reason: str) -> None:
         if self.lingering:

@@ -246,10 +246,10 @@ class Lifecycle:
             self._tell_to_stop()
         self._end_if_all_finished()
 
-    def _linger(self, leavers: Collection[int]) -> None:
+    def _linger(self, unseated: Collection[int]) -> None:
         """Those that were not told to go stay until the world that trains has a snapshot, or their
         node is about to be taken."""
-        for worker in sorted(leavers):
+        for worker in sorted(unseated):
             node = self.agents.node_of(worker)
             left_s = self.elastic.nodes.window_s((node,), self._clock.now_s())
             self.agents.linger(worker, min(self._limits.boundary_s, left_s - self.agents.exit_s))
@@ -288,11 +288,12 @@ class Lifecycle:
         due = validation is not None and bool(validation.batches_after(step))
         return due and self._evaluated_step < step
 
-    def _recovery_ended(self, came_to: WorldRef | str) -> None:
+    def _recovery_ended(self, came_to: WorldRef | str, unseated: Collection[int]) -> None:
         if isinstance(came_to, str):
             self._fail(came_to)
             return
         before, self.world = self.world, came_to
+        self._linger(unseated)
         self._train()
         assert before is not None
         self.elastic.lost(before.rank_map.layout, came_to.rank_map.layout)

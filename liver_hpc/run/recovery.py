@@ -35,7 +35,8 @@ class _Recovery:
 
     source: the world that was lost. halting: the world that is let go, it or one that was to take
     its place. lingering: who has left, and has snapshots. lost: who is. held: what is left, by
-    worker; None while it has not said so. target, salvage, refilled: of REFILLING.
+    worker; None while it has not said so. target, salvage, refilled: of REFILLING. unseated: who
+    has let go, but has no seat in the target.
     """
 
     source: WorldRef
@@ -48,6 +49,7 @@ class _Recovery:
     halted_s: float = math.nan
     target: WorldRef | None = None
     salvage: Salvage | None = None
+    unseated: tuple[int, ...] = ()
     refilled: dict[int, m.Refilled] = field(default_factory=dict)
     rounds: int = 0
 
@@ -63,7 +65,8 @@ class Recoveries:
     """The recovery in progress, if there is one.
 
     owes_evaluation: whether an evaluation is due at the boundary after so many steps that was not
-    done. ended: called with the world that trains again, or with the reason why none does.
+    done. ended: called with the world that trains again, or with the reason why none does; and with
+    those that have no seat in it, and snapshots.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Recoveries:
         elastic: ElasticPolicy,
         out: list[a.Action],
         owes_evaluation: Callable[[int], bool],
-        ended: Callable[[WorldRef | str], None],
+        ended: Callable[[WorldRef | str, tuple[int, ...]], None],
     ) -> None:
         self.deadline: Deadline | None = None
         self._config = config
@@ -85,6 +88,7 @@ class Recoveries:
         self._owes_evaluation = owes_evaluation
         self._ended = ended
         self._now: _Recovery | None = None
+        self._unseated: tuple[int, ...] = ()  # of the last one
         self._caught_up = 0, -math.inf  # when so many steps are done, or at that time
 
     def describe(self) -> str:
@@ -106,14 +110,16 @@ class Recoveries:
 
     def begin(self, world: WorldRef, reason: str) -> None:
         """`world` has lost a worker, or some of it have lost each other."""
+        back = self._agents.rejoin(self._unseated)
         lingering = frozenset(self._agents.lingering)
         self._now = _Recovery(world, world, reason, self._clock.now_s(), lingering)
         self._out.append(a.Note(f"recovery: {reason}"))
-        stay = {*world.rank_map.workers, *self._agents.spare(clearing=True), *lingering}
+        wanted = [*world.rank_map.workers, *sorted(back), *sorted(lingering)]
+        stay = {*wanted, *self._agents.spare(clearing=True)}
         here = filter(self._agents.agent_of, self._agents.present())
         others = [worker for worker in here if worker not in stay]
         self._agents.send(others, m.Exit(reason=f"no seat in {world}"))
-        self._halt([*world.rank_map.workers, *sorted(lingering)])
+        self._halt(wanted)
 
     def _halt(self, workers: Iterable[int]) -> None:
         now = self._now
@@ -180,9 +186,9 @@ class Recoveries:
         )
         step, found = salvage.scalars.step, f"{salvage.layout} of generation {salvage.generation}"
         self._out.append(a.Note(f"back to step {step}, from {found}: {now.target}"))
-        self._agents.send(now.involved, refill)
-        unseated = [worker for worker in held if worker not in now.involved]
-        self._agents.send(unseated, m.Exit(reason=f"no seat in {rank_map}"))
+        now.unseated = tuple(worker for worker in held if worker not in rank_map.workers)
+        # Who does not give anything, either, stays for what it has: this may come to nothing.
+        self._agents.send(sorted({*now.involved, *now.unseated}), refill)
         limits = self._config.limits
         self._wait(limits.prepare_s + limits.transfer_s)
 
@@ -211,8 +217,6 @@ class Recoveries:
             self._give_up(f"the world is not what the snapshots were: {found}")
             return
         self._agents.send(rank_map.workers, m.Proceed(generation=target.generation))
-        givers = [worker for worker in now.involved if worker not in rank_map.workers]
-        self._agents.send(givers, m.Exit(reason=f"no seat in {rank_map}"))
         known, step = self._handoffs.steps_done, now.salvage.scalars.step
         if known < step:
             self._out.append(a.Note(f"nobody has told of steps {known} to {step - 1}"))
@@ -221,7 +225,8 @@ class Recoveries:
         retry_s = self._config.policy.retry_s
         self._caught_up = max(known, step) + 1, self._clock.now_s() + retry_s
         self._now = self.deadline = None
-        self._ended(target)
+        self._unseated = tuple(worker for worker in now.unseated if worker not in now.lingering)
+        self._ended(target, now.unseated)
 
     def _record(self, now: _Recovery, target: WorldRef, salvage: Salvage) -> RecoveryRecord:
         step = salvage.scalars.step
@@ -276,8 +281,8 @@ class Recoveries:
         now = self._now
         assert now is not None
         assert now.target is not None
-        now.halting, involved = now.target, now.involved
-        self._halt(worker for worker in involved if worker not in now.lost)
+        now.halting, here = now.target, sorted({*now.involved, *now.unseated})
+        self._halt(worker for worker in here if worker not in now.lost)
 
     def tick(self) -> None:
         """Whoever has not answered in time is given up, too."""
@@ -300,7 +305,7 @@ class Recoveries:
     def _give_up(self, why: str) -> None:
         now, self._now, self.deadline = self._now, None, None
         assert now is not None
-        self._ended(f"{now.reason}; {why}")
+        self._ended(f"{now.reason}; {why}", ())
 
     def _wait(self, limit_s: float) -> None:
         self.deadline = Deadline.after(self._clock.present, limit_s, "a recovery")

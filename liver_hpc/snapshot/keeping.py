@@ -50,19 +50,25 @@ class Snapshots:
         self._complete: list[Snapshot] = []
         self._taking: _Taking | None = None
 
-    def begin(self, world: World, step: int) -> None:
+    def begin(self, world: World, step: int, leaves: bool = False) -> None:
         """At the boundary after `step` steps: begins to take a snapshot, where one is due. Not
-        collective; whether it is due is the same on all workers of the world."""
+        collective; whether it is due is the same on all workers of the world.
+
+        leaves: whether another world does the next step, if all goes well. Then `taken` and
+        `keep_pace` are called in that one.
+        """
         if self._every is None:
             return
-        if world.rank_map.layout.workers == 1:
+        if world.rank_map.layout.workers == 1 and not leaves:
             self._end_taking()
             self._complete.clear()  # nobody could lose anything but all
             return
         taking = self._taking
         if taking is None or taking.generation != world.generation:
-            self._end_taking()  # all have heard the same, so nobody counts what is pending
+            self.halt()
             taking = self._taking = _Taking(self._context, world)
+        taking.is_last = leaves
+        taking.tell_problem()
         newest = self.newest_step(world.generation)
         if taking.pending or (newest is not None and step - newest < self._every):
             return
@@ -90,14 +96,24 @@ class Snapshots:
         taking = self._taking
         if taking is None or not taking.pending or taking.failed:
             return Flag()
-        scalars = taking.pending[0].scalars
-        assert scalars is not None
-        assert self._every is not None
-        if self._wanted != "auto" and step - scalars.step >= self._every:
-            taking.wait(taking.done, f"the snapshot of step {scalars.step} to be complete")
+        if self._waits(taking, step):
+            taking.wait(taking.done, f"the snapshot of step {taking.step} to be complete")
         if not taking.done.is_set() or taking.failed:
             return Flag()
         return Flag(True, taking.cpu_s / max(step_s, 1e-6))
+
+    def keep_pace(self, step: int) -> None:
+        """At the end of the step of another world with which `step` are done: waits where `flag`
+        would, so that this step alone can be lost, but not for longer than it takes to find that a
+        peer is lost: one that has left is nobody's concern."""
+        taking = self._taking
+        if taking is not None and taking.pending and self._waits(taking, step):
+            taking.done.wait(self._context.config.deadlines.heartbeat_s)
+
+    def _waits(self, taking: _Taking, step: int) -> bool:
+        """Whether the next snapshot is due while one is pending, in a run that says how often."""
+        assert self._every is not None
+        return self._wanted != "auto" and step - taking.step >= self._every
 
     def agreed(self, result: StepResult, members: int) -> None:
         """What all workers know now; the same on all of them."""
@@ -115,7 +131,7 @@ class Snapshots:
             taking.spare = before
 
     def halt(self) -> None:
-        """Takes no more in the world that trained; what is complete stays."""
+        """Takes no more in the world that trained; what is complete stays, here or everywhere."""
         taking = self._end_taking()
         if taking is not None and taking.pending and taking.done.is_set() and not taking.failed:
             # Others may know already that it is complete, and have let go of the one before.
@@ -155,7 +171,8 @@ class _Taking(threading.Thread):
 
     pending: the one that is not known to be complete everywhere, this worker's own first; [] for
     none. spare: memory to be written next. cpu_s: what the last one took. taken, done: events of
-    the pending one, set too where it failed.
+    the pending one, set too where it failed. is_last: whether the world is about to be left: then
+    it matters to nobody that it fails, unless the world trains on after all.
     """
 
     def __init__(self, context: WorkerContext, world: World) -> None:
@@ -165,6 +182,7 @@ class _Taking(threading.Thread):
         self.spare: list[Snapshot] = []
         self.cpu_s = 0.0
         self.failed = False
+        self.is_last = False
         self.taken, self.done = threading.Event(), threading.Event()
         self.taken.set()
         self._context = context
@@ -173,8 +191,16 @@ class _Taking(threading.Thread):
         self._lane = context.device.new_lane()
         self._states: queue.Queue[tuple[WorldState, ScalarState] | None] = queue.Queue()
         self._closed = False
+        self._problem = ""
         self._store: ControlStore | None = None
         self.start()
+
+    @property
+    def step(self) -> int:
+        """That of the pending one."""
+        scalars = self.pending[0].scalars
+        assert scalars is not None
+        return scalars.step
 
     def begin(self, state: WorldState, scalars: ScalarState) -> None:
         """Not while one is pending."""
@@ -228,8 +254,9 @@ class _Taking(threading.Thread):
         except FAILURES as error:
             self.failed = True
             if not self._closed:
-                log.exception("no more snapshots in generation %d", self.generation)
-                self._tell(f"{type(error).__name__}: {error}")
+                log.info("no more snapshots in generation %d", self.generation, exc_info=True)
+                self._problem = f"{type(error).__name__}: {error}"
+                self.tell_problem()
         finally:
             self.taken.set()
             self.done.set()
@@ -255,6 +282,9 @@ class _Taking(threading.Thread):
         partner = self._exchange.partner
         self._exchange.swap(own, wards, self._deadline(f"worker {partner} to hold the snapshot"))
 
-    def _tell(self, reason: str) -> None:
-        worker = self._context.worker
-        self._context.send(Unprotected(worker=worker, generation=self.generation, reason=reason))
+    def tell_problem(self) -> None:
+        """Tells the coordinator, once, why there are no more snapshots, if that matters."""
+        if self._problem and not self.is_last:
+            reason, self._problem = self._problem, ""
+            worker, generation = self._context.worker, self.generation
+            self._context.send(Unprotected(worker=worker, generation=generation, reason=reason))

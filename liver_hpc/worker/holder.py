@@ -121,13 +121,15 @@ class WorldHolder:
     def refill(self, message: m.Refill) -> None:
         """Builds and fills the world that takes the place of one that has lost a worker. Collective
         over all that have a seat in it, or give a snapshot. Raises LeftWorld where this one has no
-        seat, once it has given; whatever else it raises calls for `let_go`."""
+        seat, once it has given what it is to; whatever else it raises calls for `let_go`."""
         context, generation = self._context, message.generation
         self._refilling = refilling = Refilling(context, message)
         self.proceed.clear()
         self._check_halt()
         self._tell_again(message)
         rank_map, world = message.rank_map.rank_map(), None
+        if context.worker not in (*rank_map.workers, *message.holders):
+            raise LeftWorld(f"no seat in {rank_map}", generation)
         if context.worker in rank_map.workers:
             world = self._build(rank_map, generation)
         held = self._snapshots.state(
@@ -211,9 +213,9 @@ class WorldHolder:
         if self._context.config.snapshots.every_steps is None:
             return False
         self._refilling = None
-        self._snapshots.halt()
         limit_s = self._limits.boundary_s + self._limits.word_s
         self._await_halt(generation, limit_s, f"snapshots in generation {generation}")
+        self._snapshots.halt()
         self._tell_held()
         return True
 

@@ -85,7 +85,7 @@ class Trainer(WorldHolder):
             session.wait(m.Arm, limit_s, "all workers to be prepared")
             assert session.prepared is not None
             self._making = session.prepared.world
-            crossed = Crossing(session, session.prepared, None).run(None)
+            crossed = Crossing(session, session.prepared, None, self._snapshots).run(None)
         except HandoffAborted as aborted:
             log.info("%s", aborted)
         if crossed is None:  # and no traceback holds what is let go now
@@ -332,6 +332,7 @@ class Trainer(WorldHolder):
             self._save(self._context.checkpoints)  # the way back
         else:
             source.settle()
+            self._snapshots.begin(source, self.step, leaves=True)
         boundary = m.AtBoundary(
             worker=self._context.worker,
             generation=session.generation,
@@ -340,7 +341,7 @@ class Trainer(WorldHolder):
         )
         self._tell_ranks(session.target)  # the target's first step is in the crossing
         try:
-            crossed = Crossing(session, session.prepared, source).run(boundary)
+            crossed = Crossing(session, session.prepared, source, self._snapshots).run(boundary)
         except HandoffAborted as aborted:
             abort = aborted.abort
         else:

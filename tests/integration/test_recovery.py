@@ -170,6 +170,26 @@ def test_another_one_is_lost_while_the_next_world_is_filled(
     assert records.recoveries[0].rounds == 2
 
 
+@pytest.mark.long
+def test_another_one_is_lost_before_the_next_world_has_a_snapshot(
+    tmp_path: Path, quiet: RunRecords
+) -> None:
+    """A survivor that had no seat there gives what it has, and has a seat afterwards. Workers 0 and 2
+    do not hold copies of each other's shares."""
+    layouts = {1: [{"dp": 1}], 2: [{"dp": 2}], 4: [{"dp": 4}]}
+    sections = {"snapshots": EVERY_STEP, "workers": {"max": 4}}
+    run = start(run_config(tmp_path, ENDLESS, 4, layouts=layouts, **sections))
+    watch(run, lambda status: status.step >= 5, 150.0)
+    kill(run, 0)
+    wait_until(lambda: len(read_run(run.path).recoveries) == 1, 60.0, "the first recovery", 0.02)
+    kill(run, 2)
+    records = recovered(run, quiet, times=2)
+    first, second = records.recoveries
+    assert (first.target, second.target) == ("tp1 pp1 dp2", "tp1 pp1 dp2")
+    assert (first.lost, second.lost) == ("0", "2")
+    assert second.step == first.step
+
+
 def test_a_worker_that_stands_still_is_lost_and_ends_once_it_wakes(
     tmp_path: Path, quiet: RunRecords
 ) -> None:

@@ -133,6 +133,9 @@ class PlayedWorker(WorkerScript):
             failed = [m.Broken(worker=self.worker, generation=message.generation, reason="told to")]
             return [*failed] if faulty else []
         rank_map, generation = message.rank_map.rank_map(), message.generation
+        if self.worker not in (*rank_map.workers, *message.holders):
+            self.doing = "leaving"
+            return []
         refilled = m.Refilled(worker=self.worker, generation=generation, scalars=message.scalars)
         tells = self.remembered if message.holders[0] == self.worker else ()
         again = [done for done in tells if message.known <= done.step < message.scalars.step]
@@ -198,6 +201,9 @@ class PlayedWorker(WorkerScript):
 
     def _committed(self, message: m.Verdict) -> list[m.FromWorker]:
         self.step = message.scalars.step
+        if self.source is not None and not (self.joins or self.bounded):
+            held = snapshots_held(self.source, self.world_generation, self.step)
+            self.held = (*held[self.worker], *self.held)
         said = self.first_step()
         self.armed = False
         if self.dead or self.mute or not any(isinstance(each, m.FirstStep) for each in said):

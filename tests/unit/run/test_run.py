@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from liver_hpc.config.schema import EvalSection, PolicySection
+from liver_hpc.config.schema import EvalSection, PolicySection, RunConfig
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.run import actions as a
@@ -23,7 +23,7 @@ from tests.unit.run.choices import Choices
 from tests.unit.run.outside import PlayedWorker
 from tests.unit.run.play import Play
 from tests.unit.run.remembered import remembered
-from tests.unit.run.scenes import DEADLINES, POLICY, SCENES, burst
+from tests.unit.run.scenes import ANY_NUMBER, DEADLINES, POLICY, SCENES, burst
 
 TWO_NODES, MACHINE = SCENES[0], SCENES[1]
 
@@ -397,10 +397,68 @@ def test_a_loss_right_after_a_handoff_is_made_good_from_the_leavers_snapshots() 
     play.settle()
     assert play.run.state is RunState.TRAINING
     (row,) = recoveries(play)
-    assert (row.lost, row.target, row.steps_redone) == ("0", "tp1 pp1 dp1", 2)
+    assert (row.lost, row.target, row.steps_redone) == ("0", "tp1 pp1 dp1", 1)
     assert play.run.world is not None
     assert play.run.world.rank_map.workers == (2,)
     assert 1 in told_to_exit(play)
+
+
+def of_four() -> Play:
+    """Four workers that have trained, with no layout for three."""
+    scene = next(scene for scene in SCENES if scene.name == "snapshots")
+    some = {number: ANY_NUMBER[number] for number in (1, 2, 4)}
+    sections = {"layouts": some, "workers": {"initial": 4, "max": 4}}
+    config = RunConfig.model_validate(scene.config.model_dump() | sections)
+    play = training(replace(scene, config=config))
+    for _ in range(3):
+        play.train()
+        play.settle()
+    return play
+
+
+def test_a_survivor_without_a_seat_stays_until_the_next_world_has_a_snapshot() -> None:
+    play = of_four()
+    lose(play, 3)
+    play.settle()
+    assert play.run.world is not None
+    seats = play.run.world.rank_map.workers
+    assert len(seats) == 2
+    (unseated,) = {0, 1, 2} - {*seats}
+    assert [*play.run.agents.lingering] == [unseated]
+    assert told_to_exit(play) == set()
+    play.train()
+    play.settle()
+    assert told_to_exit(play) == {unseated}
+
+
+def test_a_survivor_without_a_seat_has_one_after_the_next_loss() -> None:
+    """Which comes before the new world has a snapshot: only those of the old one are left."""
+    play = of_four()
+    lose(play, 3)
+    play.settle()
+    assert play.run.world is not None
+    seats = play.run.world.rank_map.workers
+    (unseated,) = {0, 1, 2} - {*seats}
+    lose(play, seats[0])
+    play.settle()
+    assert play.run.state is RunState.TRAINING
+    assert {*play.run.world.rank_map.workers} == {seats[1], unseated}
+    assert [row.step for row in recoveries(play)] == [2, 2]
+    assert not play.run.agents.lingering
+
+
+def test_a_survivor_without_a_seat_gives_and_sits_when_filling_begins_anew() -> None:
+    play = of_four()
+    lose(play, 3)
+    while play.run.recoveries._now is None or play.run.recoveries._now.target is None:
+        play.go_on(draw=False)
+    seats = play.run.recoveries._now.target.rank_map.workers
+    lose(play, seats[0])
+    play.settle()
+    assert play.run.world is not None
+    assert {*play.run.world.rank_map.workers} == {0, 1, 2} - {seats[0]}
+    (row,) = recoveries(play)
+    assert (row.lost, row.rounds, row.step) == (f"{seats[0]},3", 2, 2)
 
 
 def test_a_leaver_that_ends_early_costs_nothing() -> None:

@@ -94,7 +94,8 @@ class Keeper:
         context: Any = SimpleNamespace(
             worker=worker,
             config=SimpleNamespace(
-                snapshots=section, deadlines=SimpleNamespace(collective_s=limit_s)
+                snapshots=section,
+                deadlines=SimpleNamespace(collective_s=limit_s, heartbeat_s=limit_s),
             ),
             recipe=SimpleNamespace(spec=TIED),
             device=device or Device(CPU),

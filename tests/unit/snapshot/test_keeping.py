@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liver_hpc.errors import DeadlineError
-from liver_hpc.layout.snapshots import SNAPSHOTS_HELD
+from liver_hpc.layout.snapshots import SNAPSHOTS_HELD, most_held_bytes
 from liver_hpc.protocol.messages import Unprotected
 from liver_hpc.run.salvage import newest
 from liver_hpc.snapshot.keeping import Flag
+from tests.unit.layout.models import TIED
 from tests.unit.snapshot.rig import (
     ALONE,
     LIMIT_S,
@@ -158,11 +159,10 @@ def test_the_memory_of_the_one_before_is_written_next() -> None:
 
 
 def test_in_the_next_world_there_are_no_more_of_them() -> None:
-    """What is complete stays until the new world has one; what nobody counts goes at once."""
+    """What is complete stays until the new world has one; what is not, here, goes at once."""
     one = of_a_pair("auto")
     one.train()
     one.begin()
-    one.cross()
     one.agree(NOT_YET, NOT_YET)
     one.enter(PAIR, generation=1)
     one.begin()
@@ -173,6 +173,68 @@ def test_in_the_next_world_there_are_no_more_of_them() -> None:
     one.cross()
     one.agree(COMPLETE, COMPLETE)
     assert [each.generation for each in one.snapshots.held()] == [1, 1]
+
+
+# ---- across a handoff
+
+
+@pytest.mark.parametrize("crosses", [True, False])
+def test_a_worlds_last_boundary_is_copied_beside_the_next_ones_first_step(crosses: bool) -> None:
+    """So a loss in the second one goes back to where the first one began."""
+    one = of_a_pair(1, limit_s=LIMIT_S if crosses else 0.2)
+    one.train()
+    one.snapshots.begin(one.world, one.step, leaves=True)
+    one.snapshots.taken()
+    old, change = one.snapshots._taking, threading.Timer(0.1, one.cross)
+    if crosses:
+        change.start()
+    one.snapshots.keep_pace(one.step + 1)  # and for ever it does not wait
+    change.cancel()
+    one.enter(PAIR, generation=1)
+    one.step += 1
+    one.begin()
+    assert one.snapshots._taking is not old
+    assert one.held == ([1, 1, 0, 0] if crosses else [0, 0])
+    held = sum(each.memory.numel() for each in one.snapshots._complete)
+    pending = sum(each.memory.numel() for each in one.snapshots._taking.pending)  # type: ignore[union-attr]
+    assert held + pending <= most_held_bytes(TIED, [PAIR.layout])
+    one.cross()
+    one.agree(one.flag(), COMPLETE)
+    assert one.held == [2, 2]
+
+
+def test_one_that_is_taken_now_and_then_holds_nobody_up_in_a_handoff() -> None:
+    one = of_a_pair("auto")
+    one.snapshots.begin(one.world, one.step, leaves=True)
+    began_s = time.monotonic()
+    one.snapshots.keep_pace(one.step + 1)
+    assert time.monotonic() - began_s < LIMIT_S / 2
+
+
+def test_a_world_of_one_is_copied_when_it_is_left() -> None:
+    """Else the loss of a worker that has just joined would take what only that one has now."""
+    one = of_a_pair(1)
+    one.enter(ALONE, generation=0)
+    one.begin()
+    one.snapshots.begin(one.world, one.step, leaves=True)
+    one.cross()
+    one.snapshots.keep_pace(one.step + 1)
+    one.enter(PAIR, generation=1)
+    one.step += 1
+    one.begin()
+    assert one.held == [0]
+    one.enter(ALONE, generation=2)
+    one.begin()
+    assert one.held == []
+
+
+def test_that_the_last_one_fails_is_told_only_where_the_world_trains_on() -> None:
+    one = of_a_pair(1)
+    one.snapshots.begin(one.world, one.step, leaves=True)
+    one.cross(fails="the leaver is gone")
+    assert one.said == []
+    one.begin()
+    assert [said.reason for said in one.said] == ["TransferError: the leaver is gone"]
 
 
 class Crew:
