@@ -174,7 +174,7 @@ def test_another_one_is_lost_while_the_next_world_is_filled(
 def test_another_one_is_lost_before_the_next_world_has_a_snapshot(
     tmp_path: Path, quiet: RunRecords
 ) -> None:
-    """A survivor that had no seat there gives what it has, and has a seat afterwards. Workers 0 and 2
+    """A survivor that had no seat there gives what it has, and has one afterwards. Workers 0 and 2
     do not hold copies of each other's shares."""
     layouts = {1: [{"dp": 1}], 2: [{"dp": 2}], 4: [{"dp": 4}]}
     sections = {"snapshots": EVERY_STEP, "workers": {"max": 4}}
